@@ -36,8 +36,12 @@ COMMANDS = {
 EXPLAINED = (InputError, InstructionSetError)
 """Errors that say what to do."""
 
-AFTER = {"train": "cpu3d.inference.postprocessing"}
+AFTER = {"train": "cpu3d.inference.postprocessing.decision"}
 """Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
+
+INSTEAD = {("train", "folds"): "cpu3d.folds"}
+"""A subcommand and an option of it -> a module whose `run` takes its place if the option is given,
+as its room is above the subcommand's."""
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -71,6 +75,9 @@ def _run(argv: Sequence[str]) -> int:
     try:
         command, args = parse(argv)
         options = arguments(command.OPTIONS, args, InputError)
+        for (name, option), module in INSTEAD.items():
+            if argv[0] == name and hasattr(args, option):
+                return importlib.import_module(module).run(*options)
         code = command.run(*options)
         if argv[0] in AFTER:
             importlib.import_module(AFTER[argv[0]]).after(*options)

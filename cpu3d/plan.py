@@ -29,7 +29,7 @@ from cpu3d.host.gpu import Gpu, best_dtype, card_of, check_card, largest_patch, 
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import differences, load_config, rate_growth
-from cpu3d.settings import AUTO, RunConfig, chosen_again, left_open, recipe_config, with_settings
+from cpu3d.settings import AUTO, VALIDATIONS, RunConfig, chosen_again, left_open, recipe_config, with_settings
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
@@ -42,6 +42,10 @@ from memory_estimator.installed import installed_engine, installed_versions
 from memory_estimator.job import PLAN_SCHEMA, Job, statistics_note, stored_bytes
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
+
+LEAST_COARSE_VOXELS = 40**3
+"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what is learnt at half
+resolution is lost at full resolution (docs/log.md, hippocampus); 48^3 pays."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,15 @@ class Plan:
     def steps(self) -> int:
         """Steps of the whole run, as long as no budget of minutes cuts it."""
         return self.config.steps or self.config.epochs * self.steps_per_epoch
+
+    @property
+    def least_steps(self) -> int:
+        """Steps that a budget of minutes keeps in any case: an epoch, or those of --validate-every. A
+        run for which a number of validations was chosen spreads them over any number of steps."""
+        if self.config.validate_every:
+            return self.config.validate_every * self.steps_per_epoch
+        has_chosen = self.chosen is None or "validations" in self.chosen
+        return 1 if has_chosen else self.steps_per_epoch
 
     @property
     def job(self) -> Job:
@@ -190,7 +203,7 @@ def make_plan(
         raise InputError(
             f"batch must be at most the {plan.samples_per_epoch} {kind}, got {config.batch}; {_smaller_batch(inputs)}"
         )
-    plan = _with_coarse_steps(plan, is_begun)
+    plan = _with_coarse_steps(_with_validations(plan), is_begun)
     return with_forecast(plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force)
 
 
@@ -422,20 +435,33 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Fill in whether there is a curriculum, and its coarse grid: none if that would leave the deepest level fewer than
-    two voxels along an axis."""
+    two voxels along an axis, and by itself none on a grid so small that coarse steps do not pay."""
     without = dataclasses.replace(config, curriculum="off", coarse_grid=(0, 0, 0))
     if config.curriculum == "off":
         return without
     divisor = config.unet.divisor
     extent = config.grid if config.is_patch else grid_size(inputs.store, extent=config.extent, multiple=1)
     coarse = network_grid(extent, config.resolution / 2, divisor)  # the resolution of patches is 1
-    if min(coarse) >= 2 * divisor:
+    is_possible = min(coarse) >= 2 * divisor
+    pays = math.prod(coarse) >= LEAST_COARSE_VOXELS
+    if is_possible and (pays or config.curriculum == "half"):
         return dataclasses.replace(config, curriculum="half", coarse_grid=coarse)
-    if config.curriculum == "half":
+    if config.curriculum == "half":  # and it is not possible
         rule = f"--curriculum must be off if half of {by(config.grid)} is below {2 * divisor} along an axis"
         todo = "leave it out" if inputs.saved else "leave it out, or choose a smaller --depth"
         raise InputError(f"{rule}, got half, a grid of {by(coarse)}; {todo}")
     return without
+
+
+def _with_validations(plan: Plan) -> Plan:
+    """The plan with a number of validations, unless a setting says how often there is one."""
+    config = plan.config
+    chosen = {"validations"} if plan.chosen is None else plan.chosen
+    if config.validate_every or ("validations" in chosen and config.validations):
+        return plan
+    epochs = max(plan.steps // plan.steps_per_epoch, 1)
+    config = dataclasses.replace(config, validations=min(epochs, VALIDATIONS))
+    return dataclasses.replace(plan, config=config)
 
 
 def _with_coarse_steps(plan: Plan, is_begun: bool) -> Plan:

@@ -36,6 +36,10 @@ COARSE_SHARE = fractions.Fraction(5, 6)
 """The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full step's voxels
 (docs/log.md)."""
 
+VALIDATIONS = 20
+"""Validations of a run, evenly spread, unless it has fewer epochs or a setting says how often. An
+epoch of few cases is over in seconds, and the best of many scores of few cases is chance."""
+
 _data, _patches, _training, _network = (
     functools.partial(option, group=heading) for heading in ("data", "patches", "training", "network")
 )
@@ -88,11 +92,11 @@ class RunConfig:
     budget_minutes: float = _training(
         0.0, "take only as many of the epochs' steps as fit these minutes; 0: no limit", "M", at_least=0, below=math.inf
     )
-    """By the time of the first steps; at least those up to the first validation."""
+    """By the time of the first steps; at least an epoch, or the epochs of --validate-every."""
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half the edge, the "
-        "others at full resolution; auto: half if the network's grid allows it, else off",
+        "others at full resolution; auto: half if half the grid has 40^3 voxels or more, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
@@ -120,7 +124,13 @@ class RunConfig:
     warmup_steps: int = _training(10, "first steps, over which the learning rate rises linearly", "N", at_least=0)
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
     """The decay of an exponential moving average; validation and prediction then use the averaged weights."""
-    validate_every: int = _training(1, "epochs between validations", "N", at_least=1, one_of="often")
+    validate_every: int = _training(
+        0,
+        f"epochs between validations (default: one, or as many as make {VALIDATIONS} validations in all)",
+        "N",
+        at_least=0,
+        one_of="often",
+    )
     validations: int = _training(
         0, "validations in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often"
     )
@@ -265,6 +275,12 @@ class TrainOptions:
 
     store: Path = option(help="store that `prepare` has written", metavar="DIR")
     run: Path = option(help="folder for the run; continued if it exists", metavar="DIR")
+    folds: Optional[int] = option(
+        None,
+        "train all K folds in turn, into RUN/fold-1 to RUN/fold-K, and score each case by the fold that held it out",
+        "K",
+        at_least=2,
+    )
     force: bool = option(False, "train even if the job may not fit the free memory")
     mlflow: str = option("", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
     """No setting of the run: it may hold a password, which is never written to a file."""

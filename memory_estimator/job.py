@@ -325,7 +325,10 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     try:
         plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
     except (FileNotFoundError, NotADirectoryError):
-        todo = todo if (path.parent / "config.json").is_file() else "name a folder that `train` has written"
+        if not (path.parent / "config.json").is_file():
+            todo = "name a folder that `train` has written"
+        if (path.parent / "fold-1" / "plan.json").is_file():
+            todo = f"name one of its folds, such as {path.parent / 'fold-1'}"
         raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
     config = plan["config"]
     card = f"the run is on {config['device']}: a CPU is estimated; `train` shows what its steps take on the card"

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d import processes
 from cpu3d.__main__ import main
-from cpu3d.compare import run as compare_run
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
@@ -251,7 +251,7 @@ def root(tmp_path_factory):
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr(compare_run, "call", no_process)
+        patch.setattr(processes, "call", no_process)
         make_all()
     shutil.copytree(root, root.with_name("whole"))
     return root
@@ -317,7 +317,7 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, ro
     shutil.rmtree(root)
     shutil.copytree(root.with_name("whole"), root)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(compare_run, "call", no_process)
+    monkeypatch.setattr(processes, "call", no_process)
     rng, (_, files, commands) = random.Random(f"{SEED} {name} {number}"), TARGETS[name]
     path = rng.choice(sorted(path for path in root.glob(rng.choice(files)) if path.is_file()))
     file = path.relative_to(root)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cpu3d.__main__ import AFTER, COMMANDS
+from cpu3d.__main__ import AFTER, COMMANDS, INSTEAD
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -39,7 +39,7 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
     """A laptop plans, prepares, scores and reports without it, and a command sets up the host before it is there."""
     estimator = [path.relative_to(ROOT).with_suffix("") for path in sources("memory_estimator")]
     names = [".".join(path.parts) for path in estimator if path.stem not in ("__init__", "__main__")]
-    names += [module for module, _ in COMMANDS.values()] + list(AFTER.values())
+    names += [module for module, _ in COMMANDS.values()] + list(AFTER.values()) + list(INSTEAD.values())
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *names],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -54,7 +54,8 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
 
 ORDER = (
     *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"pages"}, {"host"}, {"settings"}, {"run"}),
-    *({"plan"}, {"distributed"}, {"training"}, {"inference"}, {"report"}, {"compare"}, {"bench"}, {"__main__", "demo"}),
+    *({"plan"}, {"distributed"}, {"processes"}, {"training"}, {"inference"}, {"report"}, {"folds"}, {"compare"}),
+    *({"bench"}, {"__main__", "demo"}),
 )
 """Rooms beside each other stand in one set."""
 

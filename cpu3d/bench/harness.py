@@ -45,12 +45,12 @@ class Output:
         if self.record:
             writable_folder(self.record.parent, "folder")
 
-    def publish(self, kind: str, result: Result, table: Table) -> None:
-        """Print the result, as a table or JSON, and append it to the record."""
+    def publish(self, kind: str, result: Result, *tables: Table) -> None:
+        """Print the result, as tables or JSON, and append it to the record."""
         if self.json:
             print(json.dumps(result))
         else:
-            new_console().print(table)
+            new_console().print(*tables)
         if self.record:
             append_record(self.record, kind, result)
 

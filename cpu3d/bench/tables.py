@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from cpu3d.bench.kernels import draw_roofline, kernels_table
-from cpu3d.bench.learning import draw_learning, learning_table
+from cpu3d.bench.learning_results import (
+    draw_learning,
+    draw_pair,
+    merged,
+    pair_tables,
+    pairs_of,
+    study_tables,
+)
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
 from cpu3d.bench.validate import VALIDATION, validation
 from cpu3d.compare.report import comparisons_markdown
+from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import newest, read_records
 from memory_estimator.accuracy import Accuracy
@@ -43,7 +51,13 @@ class TableOptions:
     accuracy: Optional[Path] = option(None, "write the errors of the estimator, accuracy.json", metavar="FILE")
     picture: Optional[Path] = option(None, "draw the newest comparison of policies as PNG", metavar="FILE")
     roofline: Optional[Path] = option(None, "draw the newest record of `bench kernels` as PNG", metavar="FILE")
-    learning: Optional[Path] = option(None, "draw the newest curves of `bench learning` as PNG", metavar="FILE")
+    learning: Optional[Path] = option(
+        None, "draw the curves of `bench learning` over full steps as PNG", metavar="FILE"
+    )
+    learning_seconds: Optional[Path] = option(None, "draw them over seconds as PNG", metavar="FILE")
+    differences: Optional[Path] = option(
+        None, "draw its last two settings on the same data, case by case, as PNG", metavar="FILE"
+    )
 
 
 OPTIONS = (TableOptions,)
@@ -88,9 +102,31 @@ def _estimator(path: Path) -> List[str]:
     return [*error_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
 
 
+def _studies(folder: Path) -> List[Dict[str, Any]]:
+    """The records of `bench learning` in a folder of records, one for each setting."""
+    return merged(read_records(folder / "learning.jsonl", "learning"))
+
+
+def _learning(path: Path) -> List[str]:
+    """The tables of `bench learning`, and the differences of settings on the same data."""
+    records = _studies(path.parent)
+    tables = study_tables(records)
+    for pair in pairs_of(records):
+        tables += pair_tables(pair.to_json())
+    return [line for table in tables for line in (*table.markdown(), "")]
+
+
+def _last_pair(folder: Path) -> bytes:
+    """The picture of the last two settings on the same data."""
+    pairs = pairs_of(_studies(folder))
+    if not pairs:
+        rule = f"{folder / 'learning.jsonl'} must have two settings with a seed and cases in common"
+        raise InputError(f"{rule}, got none; measure both with `bench learning --store`")
+    return draw_pair(pairs[-1])
+
+
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")
 KERNELS = ("threads", "engine_name")
-LEARNING = ("task", "name", "shape", "steps")
 
 # File or folder of records -> heading and lines of its section.
 SECTIONS = {
@@ -104,14 +140,16 @@ SECTIONS = {
         lambda path: comparisons_markdown(read_records(path, "compare")),
     ),
     "kernels.jsonl": ("Own operations beside the engine's", lambda path: _tables(path, KERNELS, kernels_table)),
-    "learning.jsonl": ("Learning", lambda path: learning_table(_newest(path, LEARNING)).markdown()),
+    "learning.jsonl": ("Learning", lambda path: _learning(path)),
 }
 
 # Option -> the content of its file.
 WRITTEN: Dict[str, Callable[[Path], bytes]] = {
     "picture": lambda folder: draw_policies(read_records(folder / "policies.jsonl", "policies")),
     "roofline": lambda folder: draw_roofline(read_records(folder / "kernels.jsonl", "kernels")[-1]),
-    "learning": lambda folder: draw_learning(_newest(folder / "learning.jsonl", LEARNING)),
+    "learning": lambda folder: draw_learning(_studies(folder)),
+    "learning_seconds": lambda folder: draw_learning(_studies(folder), "seconds"),
+    "differences": lambda folder: _last_pair(folder),
     # Made without margins, which follow from it.
     "accuracy": lambda folder: accuracy_json(digest(validation(folder, Accuracy(()))[1])),
     "page": lambda folder: "\n".join([*page(*validation(folder)), ""]).encode(),

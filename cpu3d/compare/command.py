@@ -23,11 +23,11 @@ from typing import Iterator, List, Tuple
 
 from cpu3d.compare.plan import Json, Kept, Options, planned, resumed
 from cpu3d.compare.report import plan_table, publish
-from cpu3d.compare.run import PlannedRun, outdated_scores, train_and_score
+from cpu3d.compare.run import PlannedRun, train_and_score
 from cpu3d.compare.statistics import comparison_of, read_result
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, refuse
-from cpu3d.inference.evaluate import UNTOUCHED, warning
+from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores, warning
 from cpu3d.inference.runs import store_of_run
 from cpu3d.run.config import load_config
 from cpu3d.run.log import FINISHED, last_end, last_event
@@ -121,7 +121,7 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
             if diverged:
                 got, todo = "diverged", f"see `status --run {shlex.quote(str(folder))}`, or leave it out"
             problems.append(f"run {folder} must have been trained to its end, got {got}; {todo}")
-        elif outdated := outdated_scores(folder, evaluation):
+        elif outdated := outdated_scores(folder, evaluation.split, evaluation.tolerance_mm):
             words = ["evaluate", "--run", str(folder), "--split", evaluation.split]
             command = shlex.join([*words, "--tolerance", f"{evaluation.tolerance_mm!r}"])
             problems.append(f"run {folder} must have current scores, got {outdated}; run `{command}`")

@@ -89,17 +89,30 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         rule = "have a name of letters, digits, '-', '_' and '.', at most 64"
         raise InputError(f"--variant must {rule}, got {name!r}; choose another, as it names folders")
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_options(parser, SETTINGS)
     try:
-        (own,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)))
-    except ValueError as error:
-        problem = f"variant {name} must have options of train, got {options!r}: {error}; see `train --help`"
-        raise InputError(problem) from None
+        words = shlex.split(options)
+    except ValueError as error:  # a quotation that does not end
+        rule = f"variant {name} must have options of train"
+        raise InputError(f"{rule}, got {options!r}: {error}; see `train --help`") from None
+    own = read_train_options(words, f"variant {name}")
     _refuse_settings(f"variant {name}", own, FOR_ALL)
     if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
         common = _without(common, OF_PATCHES)
     return {**common, **own}
+
+
+def read_train_options(words: Sequence[str], who: str) -> Json:
+    """The settings in words of a command line of `train`. Raises InputError for other words; `who`
+    has them, such as "variant whole"."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_options(parser, SETTINGS)
+    try:
+        (settings,) = arguments([SETTINGS], parser.parse_args(words))
+    except ValueError as error:
+        rule = f"{who} must have options of train"
+        got = f"{shlex.join(words)!r}: {error}"
+        raise InputError(f"{rule}, got {got}; see `train --help`") from None
+    return settings
 
 
 def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[str, Json]:

@@ -19,7 +19,7 @@ from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.pages.page import flat
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
-from cpu3d.report.report import Section, shown_cases, write_page
+from cpu3d.report.sections import Section, shown_cases, write_page
 from cpu3d.util.progress import say
 from cpu3d.util.records import append_record, count, listed, newest, plus_minus, versions
 from memory_estimator.common.table import PALETTE, Bold, Table, new_console
@@ -89,7 +89,7 @@ def scores_table(record: Json) -> Table:
     )
 
 
-def differences_table(record: Json) -> Table:
+def differences_table(record: Json, title: str = "") -> Table:
     """Every difference to the baseline; those that count are bold."""
     rows = []
     for variant, regions in record["differences"].items():
@@ -104,7 +104,8 @@ def differences_table(record: Json) -> Table:
                 (region, variant, METRICS[name].label, (Bold if counts(difference) else str)(text), alone, cases)
             )
     columns = ("region", "variant", "score", "difference", "seeds alone", "cases")
-    return Table(columns, rows, title=f"Differences to {record['baseline']}", caption=DIFFERENCES, names=3)
+    title = title or f"Differences to {record['baseline']}"
+    return Table(columns, rows, title=title, caption=DIFFERENCES, names=3)
 
 
 def costs_table(record: Json) -> Table:

@@ -38,6 +38,7 @@ from memory_estimator.common.files import read_regular
 
 SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
 SPLITS = ("train", "val", "test")
+FOLD_PARTS = ("train", "val")  # a fold's training cases, and those that it holds out
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
@@ -142,6 +143,9 @@ class Manifest:
     """Sorted by case id: a `CaseList`, whose records are read one at a time."""
     versions: Dict[str, str]
     patient_rules: Dict[str, int] = field(default_factory=dict)  # rule that tells a case's patient -> number of cases
+    folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
+    """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
+    cases."""
     schema: int = SCHEMA
 
 
@@ -311,16 +315,22 @@ def make_manifest(
     *,
     split: Mapping[str, Sequence[str]],
     cases: Iterable[CaseRecord],
+    folds: Sequence[Mapping[str, Sequence[str]]] = (),
     **fields: Any,
 ) -> Manifest:
-    """The manifest of `cases`, at least one, and `split`. Raises InputError for the lines of `split_problems`."""
+    """The manifest of `cases`, at least one, `split` and `folds`. Raises InputError for the lines
+    of `split_problems`, of the split and of each fold."""
     cases = case_list(cases)
     cases = cases.chosen(sorted(case.case_id for case in cases.known))
     known = list(cases.known)
-    refuse(split_problems(split, known))
+    problems = split_problems(split, known)
+    for number, fold in enumerate(folds, 1):
+        problems += [f"fold {number}: {problem}" for problem in split_problems(fold, known)]
+    refuse(problems)
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
-        split_hash=split_hash(split, known),
+        split_hash=split_hash(split, known, folds),
+        folds=tuple({name: tuple(sorted(fold[name])) for name in FOLD_PARTS} for fold in folds),
         largest_shape=tuple(map(max, *(case.shape for case in known), (0, 0, 0))),
         largest_box=tuple(map(max, *(case.box_size for case in known), (0, 0, 0))),
         unlabelled=tuple(case.case_id for case in known if not case.has_label),
@@ -339,8 +349,10 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
 def split_hash(
     split: Mapping[str, Sequence[str]],
     cases: Iterable[Union[Known, CaseRecord]],
+    folds: Sequence[Mapping[str, Sequence[str]]] = (),
 ) -> str:
-    """A hash, in twelve hex digits, of the case ids of each split and of their voxels."""
+    """A hash, in twelve hex digits, of the case ids of each split, of their voxels, and of the case
+    ids of given folds."""
     case_of = {case.case_id: case for case in cases}
     digest = hashlib.sha256(b"{")  # of the JSON of all pairs, which is never in memory as a whole
     for number, name in enumerate(SPLITS):
@@ -351,6 +363,9 @@ def split_hash(
             digest.update(f"{', ' if place else ''}{json.dumps([case_id, voxels])}".encode())
         digest.update(b"]")
     digest.update(b"}")
+    if folds:
+        ids = [{name: sorted(fold[name]) for name in FOLD_PARTS} for fold in folds]
+        digest.update(json.dumps(ids).encode())
     return digest.hexdigest()[:12]
 
 
@@ -358,8 +373,9 @@ def split_problems(
     split: Mapping[str, Sequence[str]],
     cases: Iterable[Union[Known, CaseRecord]],
 ) -> List[str]:
-    """A line for each patient and each image in more than one split, which would be trained on and scored."""
-    split_of = {case_id: name for name in SPLITS for case_id in split[name]}
+    """A line for each patient and each image in more than one split, which would be trained on and
+    scored. `split` may also be a fold, which has no test cases and need not have all others."""
+    split_of = {case_id: name for name in split for case_id in split[name]}
     split_cases = [case for case in cases if case.case_id in split_of]
 
     def straddling(fact: str) -> Dict[str, Dict[str, Tuple[str, str]]]:
@@ -403,7 +419,10 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     """A record, or a manifest without its cases, as JSON content."""
     if isinstance(record, CaseRecord):
         return msgspec.to_builtins(record)
-    return {name: value for name, value in vars(record).items() if name != "cases"}
+    left_out = {"cases"}
+    if not record.folds:  # the manifest is then as it was before there were given folds
+        left_out.add("folds")
+    return {name: value for name, value in vars(record).items() if name not in left_out}
 
 
 def case_from_json(content: bytes) -> CaseRecord:

@@ -206,7 +206,7 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
     refuse(split_problems(manifest.split, cases.known))
-    got = split_hash(manifest.split, cases.known)
+    got = split_hash(manifest.split, cases.known, manifest.folds)
     if got != manifest.split_hash:
         raise InputError(f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
     return manifest

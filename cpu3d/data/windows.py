@@ -1,6 +1,7 @@
 """Sliding windows: a network applied to a volume tile by tile, the overlapping outputs averaged by Gaussian weights."""
 
 import itertools
+import math
 from typing import Any, Callable, Iterator
 
 import numpy as np
@@ -35,6 +36,12 @@ def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, ove
         logits *= (weight / weights[tile])[..., None]
         mean[tile] += logits
     return mean
+
+
+def window_count(shape: Shape3, patch: Shape3, overlap: float = OVERLAP) -> int:
+    """The number of tiles of a volume of `shape`, padded to the patch where it is smaller."""
+    axes = [len(list(_starts(max(n, want), want, overlap))) for n, want in zip(shape, patch)]
+    return math.prod(axes)
 
 
 def _starts(n: int, want: int, overlap: float) -> Iterator[int]:

@@ -37,6 +37,7 @@ from cpu3d.distributed.cluster import (
 from cpu3d.distributed.supervise import WorkerCommand, run_workers, wait_for_earlier
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import default_workers, plan_lines, read_topology, thread_plans
+from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import TRAIN_OPTIONS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
@@ -79,6 +80,12 @@ def run(options: Options) -> int:
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh launch ... train"))
     add_options(parser, *TRAIN_OPTIONS)
     training, _ = arguments(TRAIN_OPTIONS, parser.parse_args(options.train[1:]), InputError)
+    if training.folds:
+        loop = f"launch train --fold I/{training.folds} --run {training.run}/fold-I"
+        rule = f"launch must train one run, got --folds {training.folds}"
+        todo = f"run `{loop}` for each I, then the same `train --folds` alone, which scores them"
+        raise InputError(f"{rule}; {todo}")
+    refuse_folds(training.run)
     topology = read_topology()
     placement = place_workers(options, os.environ, default_workers(topology))
     threads = thread_plans(topology, len(placement.cluster.local_ranks))  # refused here, or each worker would refuse

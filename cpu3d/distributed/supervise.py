@@ -97,12 +97,13 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
     Raises InputError if they take longer than `most_s` and three of their steps.
     """
     began_s, is_printed = time.monotonic(), False
-    while left := _beats_here(run):
+    # One that has noted its end has saved, and its process may be a notebook's, which stays.
+    while left := [beat for beat in _beats_here(run) if beat.exit_code is None]:
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
         if time.monotonic() - began_s > most_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
             raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
         if not is_printed:
-            say(f"launch: waiting for {names} of an earlier attempt to end")
+            say(f"waiting for {names} of an earlier attempt to end")
         is_printed = True
         time.sleep(0.2)
 

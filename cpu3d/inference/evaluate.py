@@ -3,18 +3,21 @@
     ./run.sh evaluate --run runs/first
     ./run.sh evaluate --run runs/first --split val --tolerance 2 --json
     ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
+    ./run.sh evaluate --run runs/folds
 
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
 whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced only
-when all cases are scored. --out names another folder than the run's; several runs together need it.
+when all cases are scored. --out names another folder than the run's; several runs together need it,
+the folder of `train --folds` does not.
 
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
 cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-The written label map is scored. Small parts are removed first, as the run decided; --raw keeps them. The store's grid
+The written label map is scored, after the run's post-processing; --raw leaves that out. The store's grid
 is the original one with axes turned, so scores on it are scores on the original grid.
 """
 
+import dataclasses
 import datetime
 import json
 import math
@@ -34,10 +37,22 @@ from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Inference, RunOptions, load_configs, store_of_run, training_notes
+from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.evidence import gather
+from cpu3d.inference.postprocessing.joint import postprocessing_together
+from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
+from cpu3d.inference.runs import (
+    Answering,
+    Inference,
+    RunOptions,
+    answering,
+    store_of_run,
+    training_notes,
+)
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
+from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
@@ -64,6 +79,7 @@ class Options:
     store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
     out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
     tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
+    evidence: bool = option(False, help="also keep in scores.json what decides post-processing")
     json: bool = option(False, help="print scores.json instead of a table")
 
 
@@ -71,43 +87,48 @@ OPTIONS = (RunOptions, Options, Inference)
 
 
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
-    runs, split = [folder.resolve() for folder in chosen.run], options.split
-    configs = load_configs(runs, some_folds=chosen.some_folds)
-    if len(runs) > 1 and not options.out:
+    split = options.split
+    named = tuple(folder.resolve() for folder in chosen.run)
+    together = answering(dataclasses.replace(chosen, run=named))
+    runs = together.runs
+    configs = together.configs
+    if len(runs) > 1 and not (options.out or together.folder):
         raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
-    out = options.out.resolve() if options.out else runs[0]
+    out = options.out.resolve() if options.out else together.folder or runs[0]
     store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
     held_out = _held_out(store, folds, split)
-    decided = [RAW if chosen.raw else postprocessing_of(*pair, chosen.weights) for pair in zip(runs, configs)]
+    decided = _decided(together, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
     folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
         _refuse_foreign(path)
-    predictors = trained_predictors(runs, chosen.weights, inference)
-    if split != UNTOUCHED:
+    predictors = trained_predictors(runs, together.weights, inference)
+    if split != UNTOUCHED and not together.folder:  # the last weights are chosen by no case
         say(f"warning: {warning(split)}")
-    answering = list(zip(predictors, decided)) if held_out else [(Ensemble(predictors), gentlest(decided))]
-    for words in dict.fromkeys(postprocessing.words for _, postprocessing in answering):
+    answers = predictors if held_out else [Ensemble(predictors)]
+    pairs = list(zip(answers, decided))
+    for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
         say(f"post-processing: {words}")
-    notes = {}
-    for record in store.cases(split):
-        of_case = case_notes(record, store.manifest.channels)
-        notes[record.case_id] = [*of_case, *training_notes(record, configs)]
-    say(*note_lines(notes))
+    say(*note_lines(_notes(store, split, configs)))
     about = origin(runs, configs, predictors)
     for run, ids in zip(about.get("runs", ()), held_out.values()):
         run["held_out"] = ids
+    answers_of = {}
+    for pair, ids in zip(pairs, held_out.values()):
+        answers_of.update(dict.fromkeys(ids, pair))
+    predictor, postprocessing = pairs[0]
     with locked(folder, "evaluation"):
         scores = evaluate_split(
-            answering[0][0],
+            predictor,
             with_folds(store, folds) if held_out else store,
             split,
             out,
-            weights=chosen.weights,
+            weights=together.weights,
             tolerance_mm=options.tolerance,
             about=about,
-            postprocessing=answering[0][1],
-            held_out={case_id: pair for pair, ids in zip(answering, held_out.values()) for case_id in ids},
+            postprocessing=postprocessing,
+            held_out=answers_of,
+            evidence=options.evidence,
         )
     if options.json:
         print(json.dumps(scores, indent=1))
@@ -128,6 +149,7 @@ def evaluate_split(
     about: Optional[Mapping[str, Any]] = None,
     postprocessing: PostProcessing = RAW,
     held_out: Optional[Mapping[str, Tuple[Any, PostProcessing]]] = None,
+    evidence: bool = False,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
 
@@ -146,7 +168,8 @@ def evaluate_split(
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
                 answering = (held_out or {}).get(record.case_id, (predictor, postprocessing))
-                cases.append(_score(answering, store, record, tolerance_mm, folder / PREDICTIONS))
+                painted = folder / PREDICTIONS
+                cases.append(_score(answering, store, record, tolerance_mm, painted, evidence))
                 advance()
         content = _scores_json(predictor, store, split, about, cases)
         write_json(folder / "scores.json", content)
@@ -172,16 +195,22 @@ def _scores_json(
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "peak_rss_bytes": peak_rss_bytes(),
         "summary": summarise(cases),
-        "worst": [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]],
+        "worst": worst_of(cases),
         "cases": cases,
     }
 
 
 def _score(
-    answering: Tuple[Any, PostProcessing], store: Store, record: CaseRecord, tolerance_mm: float, predictions: Path
+    answering: Tuple[Any, PostProcessing],
+    store: Store,
+    record: CaseRecord,
+    tolerance_mm: float,
+    predictions: Path,
+    evidence: bool,
 ) -> Dict[str, Any]:
     """Write the label map of a case into `predictions`; returns its entry in scores.json."""
-    (predictor, postprocessing), begin = answering, time.monotonic()
+    begin = time.monotonic()
+    predictor, postprocessing = answering
     answers = predictor.probabilities(store.image(record.case_id), record)
     steps_mm = ras_steps_mm(record.geometry)
     label = postprocessing.paint(answers, predictor.regions, steps_mm)
@@ -192,6 +221,9 @@ def _score(
         masks = region_mask(truth, codes), region_mask(label, codes)
         regions[name] = score_region(*masks, steps_mm, tolerance_mm)
     write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
+    more = {}
+    if evidence:
+        more["evidence"] = gather(answers, truth, predictor.regions, steps_mm).to_json()
     return {
         "case_id": record.case_id,
         "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),
@@ -199,6 +231,7 @@ def _score(
         "score_s": round(time.monotonic() - predicted, 3),
         "postprocessing": postprocessing.words,
         "regions": regions,
+        **more,
     }
 
 
@@ -213,6 +246,32 @@ def read_scores(path: Path) -> Dict[str, Any]:
     if not path.is_file():
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
     return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
+
+
+def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "best") -> str:
+    """The reason why a run must be scored again, empty if its scores are of this kind, younger than
+    its weights and of the network applied as it was trained."""
+    path = scores_path(run, split)
+    saved = checkpoints(run)
+    weights_path = run / "checkpoints" / BEST if weights == "best" or not saved else saved[0]
+    try:
+        scores = read_scores(path)
+        is_younger = path.stat().st_mtime >= weights_path.stat().st_mtime
+    except (InputError, FileNotFoundError):
+        return "none that can be read"
+    config = load_config(run)
+    window = list(config.grid) if config.is_patch else None
+    wanted = {
+        "split_hash": config.split_hash,
+        "tolerance_mm": tolerance_mm,
+        "weights": weights,
+        "inference": {**Inference().to_json(), "window": window, "one_pass": not window},
+    }
+    differing = [name for name, value in wanted.items() if scores.get(name) != value]
+    reasons = [f"{name} {scores.get(name)}" for name in differing]
+    if not is_younger:
+        reasons.append("scores older than the weights")
+    return ", ".join(reasons)
 
 
 def warning(split: str) -> str:
@@ -237,6 +296,11 @@ def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
 def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
     """The "cases" of scores.json from the worst to the best by mean Dice over the regions; ties by case id."""
     return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
+
+
+def worst_of(cases: Sequence[Mapping[str, Any]]) -> List[Dict[str, Any]]:
+    """The names and scores of the worst of the "cases" of scores.json."""
+    return [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]]
 
 
 def scores_table(scores: Mapping[str, Any]) -> Table:
@@ -306,6 +370,28 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     if not all("inference" in run for run in scores.get("runs", [scores])):
         raise ValueError("a run without inference")
     return scores
+
+
+def _decided(together: Answering, crossed: bool, *, raw: bool) -> List[PostProcessing]:
+    """The post-processing of each run, if folds are cross-validated, or of their joint answer."""
+    runs = together.runs
+    if raw:
+        return [RAW] * len(runs)
+    if not crossed:
+        return [postprocessing_together(together)]
+    if together.folder:
+        return [PostProcessing(off="decided on these very cases")] * len(runs)
+    pairs = zip(runs, together.configs)
+    return [postprocessing_of(run, config, together.weights) for run, config in pairs]
+
+
+def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, List[str]]:
+    """Case id -> what is unusual about it."""
+    notes = {}
+    for record in store.cases(split):
+        of_case = case_notes(record, store.manifest.channels)
+        notes[record.case_id] = [*of_case, *training_notes(record, configs)]
+    return notes
 
 
 def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Sequence[str]]:

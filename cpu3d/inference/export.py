@@ -8,8 +8,8 @@ float32. OUT/export.json describes it: channels, how to crop and pad, what the o
 from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
 exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
 
-Small parts of regions are removed as `predict` removes them, with the weights that are exported:
-export.json holds the rules, and the program applies them.
+Post-processing is that of `predict` with the weights that are exported: export.json holds the
+rules, and the program applies them.
 
 At the end the files are read back and run on a case: the store's first of test, val or train, or
 --case. The result must be that of `predict`; else the exit code is 1 and no export.json is written.
@@ -37,7 +37,8 @@ from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
-from cpu3d.inference.postprocessing import PostProcessing, postprocessing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.segment import load_network, painted, probabilities_of, processed

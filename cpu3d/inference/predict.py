@@ -3,6 +3,7 @@
     ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
     ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
+    ./run.sh predict --run runs/folds --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
 An image is a case folder, one 4D file, or one 3D file per channel; a folder may also hold several
@@ -19,8 +20,9 @@ channel takes each 3D file as a case and ignores files of other modalities.
 Labels are written in the codes of the image's own data set: of the BraTS release whose file names it has, or of the
 dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
 
-Several runs predict together, by the mean of their probabilities; folds must be complete. Small parts of regions are
-removed as the runs decided, if all runs did (`cpu3d.inference.postprocessing`); --raw keeps them.
+Several runs predict together, by the mean of their probabilities; folds must be complete. The
+folder of `train --folds` stands for all of its folds. Answers are post-processed as the runs
+decided, if all did, or as the cases of such a folder did; --raw leaves that out.
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
@@ -46,8 +48,9 @@ from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing import RAW, PostProcessing, gentlest, postprocessing_of
-from cpu3d.inference.runs import Inference, RunOptions, load_configs, training_notes
+from cpu3d.inference.postprocessing.joint import postprocessing_together
+from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
+from cpu3d.inference.runs import Inference, RunOptions, answering, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
@@ -87,11 +90,12 @@ OPTIONS = (RunOptions, Options, Inference)
 
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     check_exist("--image", options.image)
-    configs = load_configs(chosen.run, some_folds=chosen.some_folds)
-    decided = [RAW if chosen.raw else postprocessing_of(*pair, chosen.weights) for pair in zip(chosen.run, configs)]
+    together = answering(chosen)
+    configs = together.configs
+    postprocessing = RAW if chosen.raw else postprocessing_together(together)
     writable_folder(options.out, "--out")
-    predictors = trained_predictors(chosen.run, chosen.weights, inference)
-    predictor, postprocessing = Ensemble(predictors), gentlest(decided)
+    predictors = trained_predictors(together.runs, together.weights, inference)
+    predictor = Ensemble(predictors)
     cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
     twice = [case_id for case_id, times in Counter(case.files.case_id for case in cases).items() if times > 1]
     wrong = [f"case ids must differ, got {case_id} twice; predict them into separate folders" for case_id in twice]
@@ -99,7 +103,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         wrong.insert(0, f"--out must not be a folder that is predicted on, got {options.out}; choose another")
     refuse(wrong)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
-    about = {**origin(chosen.run, configs, predictors), "weights": chosen.weights}
+    about = {**origin(together.runs, configs, predictors), "weights": together.weights}
     done, kind = [], InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:

@@ -128,15 +128,24 @@ def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_T
 
 
 def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:
-    """A run's weights from one of its checkpoints, in Keras' order, and the run as they predict:
-    those of coarse steps on the coarse grid. Raises InputError as `load_predictor`."""
+    """A run's weights from one of its checkpoints, averaged if the run averages, in Keras' order;
+    and the run as they predict: those of coarse steps on the coarse grid. Raises InputError as
+    `load_predictor`."""
     arrays, state = load_checkpoint(path)
-    expected = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1).weights
-    shapes = {name: tuple(weight.shape) for name, weight in zip(weight_names(expected), expected)}
+    model = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1)
+    names = weight_names(model.weights)
+    shapes = {name: tuple(weight.shape) for name, weight in zip(names, model.weights)}
     needed = {**shapes, "channels and regions": (len(config.channels), len(config.regions))}
     saved = {**arrays.shapes, "channels and regions": (config.unet.channels, config.unet.outputs)}
     differ = [f"{name} {saved.get(name)} for {size}" for name, size in needed.items() if saved.get(name) != size]
     rule = f"checkpoint {path} must hold the weights of its run's config.json"
     todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
     refuse(f"{rule}, got {first}; {todo}" for first in differ[:1])
-    return config_of_state(config, state), [arrays[name] for name in shapes]
+    # The best weights were averaged when they were saved; a whole checkpoint has both.
+    trained = enumerate(model.trainable_variables)
+    averages = {id(weight): f"average/{place:03d}" for place, weight in trained}
+    taken = []
+    for name, weight in zip(names, model.weights):
+        average = averages.get(id(weight))
+        taken.append(arrays[average if average in arrays else name])
+    return config_of_state(config, state), taken

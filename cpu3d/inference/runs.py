@@ -18,6 +18,8 @@ from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, refuse
 from cpu3d.run.checkpoint import read_state, weights_file
 from cpu3d.run.config import load_config
+from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
+from cpu3d.run.folds import read_folds, trained_folds
 from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import check, option
@@ -27,7 +29,11 @@ WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
 SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
-_RUN = "run folder written by train; several, such as all folds, predict by their mean probabilities"
+_RUN = (
+    "run folder written by train; several, such as all folds, predict by their mean probabilities, "
+    "and so does the folder of `train --folds`"
+)
+_WEIGHTS = f"{WEIGHTS} (default: best; of a folder of folds last)"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
 _FLIPS = "average the logits over eight mirror images, four if labels are left and right; slower"
@@ -40,8 +46,8 @@ class RunOptions:
 
     run: Tuple[Path, ...] = option(help=_RUN, metavar="DIR")
     some_folds: bool = option(False, help="allow some of the folds to be missing")
-    weights: str = option("best", help=WEIGHTS, choices=("best", "last"))
-    raw: bool = option(False, help="keep small parts that post-processing would remove")
+    weights: Optional[str] = option(None, help=_WEIGHTS, choices=("best", "last"))
+    raw: bool = option(False, help="keep what post-processing would remove")
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,39 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
             rule = "an image with orientation, but the run was trained on images without"
             notes.append(f"{rule}: {sides}")
     return list(dict.fromkeys(notes))
+
+
+@dataclass(frozen=True)
+class Answering:
+    """Runs that answer together."""
+
+    runs: List[Path]
+    configs: List[RunConfig]
+    weights: str  # "best" or "last"
+    folder: Optional[Path] = None  # the folder of folds that was named instead of them
+
+
+def answering(options: RunOptions) -> Answering:
+    """The runs that are named, or the folds of a folder of folds. Raises InputError as
+    `load_configs`, and for such a folder beside other runs."""
+    folders = [run for run in options.run if read_folds(run)]
+    if not folders:
+        configs = load_configs(options.run, some_folds=options.some_folds)
+        return Answering(list(options.run), configs, options.weights or "best")
+    folder = folders[0]
+    if len(options.run) > 1:
+        got = listed(options.run)
+        rule = f"--run must name a folder of folds alone, got {got}"
+        raise InputError(f"{rule}; leave the others out")
+    trained = trained_folds(folder)
+    lacking = [fold for fold in read_folds(folder).names if fold not in trained]
+    if lacking and not (options.some_folds and trained):
+        rule = f"folds of {folder} must all be trained to their end, got {listed(lacking)} without"
+        more = ", or add --some-folds" if trained else ""
+        raise InputError(f"{rule}; repeat its `train --folds`{more}")
+    runs = list(trained.values())
+    configs = load_configs(runs, some_folds=options.some_folds)
+    return Answering(runs, configs, options.weights or FOLD_WEIGHTS, folder)
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:

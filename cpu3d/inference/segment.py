@@ -177,22 +177,35 @@ def in_order(image, paths, about):
 def processed(probabilities, about, voxel_mm3):
     """The label as `predict` writes it: with the post-processing of export.json. Voxels measure
     `voxel_mm3`."""
-    steps, kept = about["postprocessing"], probabilities.copy()
+    steps = about["postprocessing"]
+    kept = probabilities.copy()
     for cut in steps["cut"]:  # a region is 0 outside of the larger ones that hold it
         for larger in cut["to"]:
             kept[..., cut["output"]][~(probabilities[..., larger] >= about["threshold"])] = 0
     label = painted(kept, about)
-    for rule in steps["remove"]:  # the small parts of a region, connected by 26 neighbours
+    for rule in steps["remove"]:  # parts of a region, connected by 26 neighbours
         from scipy import ndimage
 
         parts = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
-        mm3 = np.bincount(parts.ravel()) * float(voxel_mm3)
-        mm3[0] = 0  # all that is in no part
-        least = min(max(bound["mm3"], bound["share"] * mm3.max()) for bound in rule["below"])
-        is_small = mm3 < least * (1 - 1e-9)
-        is_small[0] = False
-        label[is_small[parts]] = rule["becomes"]
+        mm3 = np.bincount(parts.ravel())[1:] * float(voxel_mm3)
+        answer = probabilities[..., rule["output"]]
+        sure = np.asarray(ndimage.maximum(answer, parts, np.arange(1, len(mm3) + 1)), float)
+        goes = np.ones(len(mm3), bool)
+        for bound in rule["below"]:
+            goes &= removed(bound, mm3, sure)
+        label[np.concatenate([[False], goes])[parts]] = rule["becomes"]
     return label
+
+
+def removed(bound, mm3, sure):
+    """Which parts of a region a bound removes; they have these volumes and largest probabilities."""
+    largest = mm3.max(initial=0)
+    goes = mm3 < max(bound["mm3"], bound["share"] * largest) * (1 - 1e-9)
+    if bound["stays_from"] is not None:
+        goes &= sure < bound["stays_from"]
+    if mm3[~goes].sum() < bound["region_mm3"] * (1 - 1e-9):  # what is left of the region
+        goes[:] = True
+    return goes
 
 
 def unit_mm(file):

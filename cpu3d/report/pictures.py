@@ -30,6 +30,7 @@ class Line:
     colour: str
     measured: bool = True  # drawn as it is; False for a dense noisy series: faint, with a running median over it
     marks: str = "o-"  # of a measured line, in matplotlib's notation: "-" without dots, "o" dots alone
+    band: Optional[Tuple[Sequence[float], Sequence[float]]] = None  # lowest and highest, at each x
 
 
 def chart(
@@ -54,6 +55,9 @@ def chart(
         x, y = x[good], y[good]
         shown = shown_points(x, y, log=log)
         style = {"color": line.colour, "label": line.name}
+        if line.band:
+            low, high = (np.asarray(edge, float)[good] for edge in line.band)
+            axes.fill_between(x, low, high, color=line.colour, alpha=0.15, linewidth=0)
         if line.measured or x.size < 8:
             axes.plot(x[shown], y[shown], line.marks, markersize=3.2, linewidth=1.6, **style)
         else:
@@ -99,8 +103,16 @@ def running_median(y: np.ndarray, size: int, at: np.ndarray) -> np.ndarray:
     return np.array([np.partition(window, middle)[middle] for window in windows])
 
 
-def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y_range: YRange = None) -> bytes:
-    """One column per name: every value as a dot, and the quartiles as a box. PNG bytes."""
+def strips(
+    values: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    y_label: str,
+    y_range: YRange = None,
+    level: Optional[float] = None,
+) -> bytes:
+    """One column per name: every value as a dot, and the quartiles as a box, with a dashed line at
+    y = `level`. PNG bytes."""
     figure = new_figure(3.3, 2.6)
     axes = figure.add_subplot()
     for position, (name, column) in enumerate(values.items()):
@@ -114,6 +126,8 @@ def strips(values: Mapping[str, Sequence[float]], *, title: str, y_label: str, y
             medianprops={"color": "#222222", "linewidth": 1.6}, boxprops={"color": "#555555"},
             whiskerprops={"color": "#555555"}, capprops={"color": "#555555"},
         )  # fmt: skip
+    if level is not None:
+        axes.axhline(level, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(values)), list(values))
     axes.set_xlim(-0.6, max(len(values), 1) - 0.4)
     axes.set_ylabel(y_label)

@@ -1,34 +1,38 @@
 """Make one self-contained page of a run: scores, best and worst cases, curves, memory and time, host and settings.
 
     ./run.sh report --run runs/first
+    ./run.sh report --run runs/folds
 
 Writes run/report.html. The page needs no network and holds its pictures and the slices of three cases, so it can be
 mailed or published with a paper. `report` works with the files that exist, also during a training or before an
-evaluation, and names what is missing.
+evaluation, and names what is missing. Of the folder of `train --folds` it makes one page of all
+folds.
 """
 
 import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import PREDICTIONS, UNTOUCHED, ranked, read_scores, scores_path, scores_table, warning
-from cpu3d.inference.postprocessing import Decision, PostProcessing, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.decision import Decision, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.scores import METRICS
-from cpu3d.pages.page import flat, page_file, percent, render_page
-from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
+from cpu3d.pages.page import flat, page_file, percent
+from cpu3d.pages.viewer import viewer
 from cpu3d.report import pictures
+from cpu3d.report.folds import write_folds_report
+from cpu3d.report.sections import Folded, Part, Section, cases_table, shown_cases, write_page
 from cpu3d.run.config import load_config
+from cpu3d.run.folds import read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import Events, History, median, numbers
-from cpu3d.util.atomic import atomic_write
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
@@ -65,30 +69,19 @@ class RunFiles:
     decision: Optional[Decision]  # the scores behind it; None if nothing was decided
 
 
-@dataclass(frozen=True)
-class Folded:
-    """A table that opens on a click on its title."""
-
-    title: str
-    table: Table
-
-
-# A part of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty parts are left
-# out, and so is a section, a heading and its parts, without any.
-Part = Union[Table, Folded, pictures.Figures, str, Mapping[str, Any]]
-Section = Tuple[str, Sequence[Part]]
-
-
 def run(options: Options) -> int:
     say(f"written: {write_report(options.run, options.out)}", stderr=False)
     return 0
 
 
 def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
-    """Write the page of the run in `run_dir` to `out`, by default run/report.html, atomically; returns its path.
+    """Write the page of the run, or of the folder of folds, in `run_dir` to `out`, by default
+    run/report.html, atomically; returns its path.
 
     Raises InputError as `gather`, and when the page cannot be written there. The page names what else is missing.
     """
+    if read_folds(run_dir):
+        return write_folds_report(run_dir, out)
     files, out = gather(run_dir.resolve()), out or run_dir / "report.html"
     page_file(out)
     seen = files.scores and not files.scores["untouched"]
@@ -96,17 +89,6 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     title, command = f"Report of {files.folder.name}", "./run.sh report"
     write_page(out, title, command, page_sections(files), notes=_missing(files), alert=alert)
     return out
-
-
-def write_page(
-    out: Path, title: str, command: str, sections: Sequence[Section], *, notes: Sequence[str] = (), alert: str = ""
-) -> None:
-    """Write a self-contained page of sections, atomically; `alert` and `notes` are above them."""
-    filled = [(heading, [part for part in parts if _is_filled(part)]) for heading, parts in sections]
-    content = {"sections": [section for section in filled if section[1]], "notes": notes, "alert": alert}
-    page = render_page(Path(__file__).with_name("report.html.j2"), title=title, command=command, **content)
-    with atomic_write(out, "w") as file:
-        file.write(page)
 
 
 def gather(run_dir: Path) -> RunFiles:
@@ -126,35 +108,6 @@ def gather(run_dir: Path) -> RunFiles:
     history = History(iter_events(run_dir))
     decided = postprocessing_of(run_dir, config), read_decision(run_dir, config)
     return RunFiles(run_dir, dataclasses.asdict(config), history, scores, store, *decided)
-
-
-def shown_cases(
-    store: Store, scores: Mapping[str, str], regions: Mapping[str, Sequence[int]], predictions: Mapping[str, Path]
-) -> Iterator[ViewedCase]:
-    """The best, the median and the worst case, under the files in folders of `predictions`.
-
-    `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or on another grid is
-    left out, and a case without predictions or that the store no longer has.
-    """
-    notes: Dict[str, List[str]] = {}
-    ids, labels = list(scores), store.manifest.labels
-    for note, place in (("best", 0), ("median", len(ids) // 2), ("worst", len(ids) - 1)):
-        notes.setdefault(ids[place], []).append(note)
-    for case_id, of_case in notes.items():
-        try:
-            record, image, truth = store.case(case_id), store.image(case_id), np.asarray(store.label(case_id))
-        except (InputError, KeyError):
-            continue
-        answers = {}
-        for name, folder in predictions.items():
-            with contextlib.suppress(InputError):
-                answer = to_ras(*read_volume(folder / f"{case_id}.nii.gz"))
-                if answer.shape == truth.shape:
-                    answers[name] = answer.astype(np.uint8)
-        if answers:
-            note, unit = " and ".join(of_case) if len(ids) > 1 else "", SCORES if image.dtype.kind == "f" else ""
-            volumes = (image, store.manifest.channels, record.geometry, regions, labels, truth, answers)
-            yield ViewedCase(case_id, *volumes, note=note, scores=scores[case_id], unit=unit)
 
 
 def page_sections(files: RunFiles) -> List[Section]:
@@ -181,14 +134,6 @@ def page_sections(files: RunFiles) -> List[Section]:
 
 
 # --- Private helpers ---
-
-
-def _is_filled(part: Part) -> bool:
-    """Whether a part has anything to show."""
-    table = part.table if isinstance(part, Folded) else part
-    if isinstance(table, Table):
-        return bool(table.rows)
-    return bool(part["cases"] if isinstance(part, dict) else part)
 
 
 def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
@@ -250,7 +195,8 @@ def _scores_section(files: RunFiles) -> List[Part]:
     scores = files.scores
     every = " ".join(" ".join(f"{metric.label}: {metric.of.__doc__}".split()) for metric in METRICS.values())
     text = f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
-    return [scores_table(scores), text, pictures.score_pictures(scores), Folded("Every case", _cases_table(scores))]
+    every_case = Folded("Every case", cases_table(scores))
+    return [scores_table(scores), text, pictures.score_pictures(scores), every_case]
 
 
 def _cases(files: RunFiles) -> Mapping[str, Any]:
@@ -261,24 +207,6 @@ def _cases(files: RunFiles) -> Mapping[str, Any]:
     }
     predictions = scores_path(files.folder, files.scores["split"]).parent / PREDICTIONS
     return viewer(shown_cases(files.store, scores, files.scores["regions"], {"prediction": predictions}))
-
-
-def _cases_table(scores: Mapping[str, Any]) -> Table:
-    """Every region of every case, the worst case first."""
-    rows = []
-    for case in ranked(scores["cases"]):
-        case_id = case["case_id"]  # in its first row
-        for region, scored in case["regions"].items():
-            values = [f"{scored[name]:.{metric.digits}f}" for name, metric in METRICS.items()]
-            ml = f"{scored['truth_ml']:.1f} \u2192 {scored['prediction_ml']:.1f}"
-            rows.append((case_id, region + "*" * bool(scored["empty"]), *values, ml))
-            case_id = ""
-    return Table(
-        ("case", "region", *(metric.heading for metric in METRICS.values()), "ml"),
-        rows,
-        caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, prediction or both are empty.",
-        names=2,
-    )
 
 
 def _decision_table(files: RunFiles) -> Optional[Table]:

@@ -3,11 +3,13 @@
     ./run.sh status --run runs/first
     watch ./run.sh status --run runs/first
     ./run.sh status --run runs/first --json
+    ./run.sh status --run runs/folds
 
 The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a worker sends no
 heartbeat, hangs, or has ended before the run was done; 2 for a folder that is no run. It reads heartbeats, config.json,
 log.jsonl and checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat
 is younger than a minute. Any file may be missing or half-written; its values are then unknown.
+Of the folder of `train --folds` it prints every fold, and the time left in all.
 """
 
 import contextlib
@@ -15,7 +17,7 @@ import dataclasses
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -24,12 +26,15 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from cpu3d.errors import ENDINGS, DivergedError, ending_of
+from cpu3d.errors import ENDINGS, DivergedError, InputError, ending_of
+from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.inference.out_of_fold import SPLIT, is_scored
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config import half_rates, load_config
+from cpu3d.run.folds import fold_folder, read_folds, trained_folds
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
-from cpu3d.run.log import FINISHED, recent_events
+from cpu3d.run.log import FINISHED, last_end, recent_events
 from cpu3d.run.summary import Columns, History, known, median
 from cpu3d.settings import RunConfig
 from memory_estimator.common.schema import option
@@ -59,11 +64,16 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    status = run_status(options.run)
+    if read_folds(options.run):
+        status = folds_status(options.run)
+        shown = describe_folds(status)
+    else:
+        status = run_status(options.run)
+        shown = describe(status)
     if options.json:
         print(json.dumps(dataclasses.asdict(status), indent=1))
     else:
-        new_console().print(describe(status))
+        new_console().print(shown)
     return 0 if status.is_fine else 1
 
 
@@ -104,6 +114,106 @@ class RunStatus:
     validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
     best: Optional[float]  # the mean Dice of the best weights, from their file; None without validation
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
+
+
+@dataclass(frozen=True)
+class FoldStatus:
+    """The present state of a fold."""
+
+    fold: str  # as "2/5"
+    run: str  # its folder
+    state: str  # "waiting", one of WORST_FIRST, or "scored"
+    step: int
+    steps: Optional[int]
+    mean_dice: Optional[float]  # of the cases that it held out
+    seconds_left: Optional[float]  # until it is scored; None if that is not known
+
+
+@dataclass(frozen=True)
+class FoldsStatus:
+    """The present state of a folder of folds."""
+
+    folder: str
+    state: str  # of the process that trains them, see WORST_FIRST; "unknown" without a heartbeat
+    detail: str  # more on a state that needs attention
+    advice: str  # what to do next; "" for nothing
+    is_fine: bool  # whether it runs or has finished
+    phase: str  # what it does, such as "training fold 2/5"
+    phase_s: Optional[float]
+    folds: Tuple[FoldStatus, ...]
+    seconds_left: Optional[float]  # in all; None unless it runs
+
+
+def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
+    """Look at a folder of folds. Raises InputError for one that is none, or is damaged."""
+    folder = Path(folder)
+    now = time.time() if now is None else now
+    folds = read_folds(folder)
+    if folds is None:
+        rule = f"folder {folder} must be one of `train --folds`, got another"
+        raise InputError(f"{rule}; name a run or such a folder")
+    runs = {fold: fold_folder(folder, fold) for fold in folds.names}
+    taken_s = [last_end(run).get("seconds") for run in trained_folds(folder).values()]
+    usual_s = median([seconds for seconds in taken_s if seconds]) or folds.training_s
+    statuses = []
+    each = []
+    for fold, run in runs.items():
+        has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
+        statuses.append(run_status(run, now) if has_begun else None)
+        each.append(_fold_status(fold, run, statuses[-1], usual_s, folds.beside_s))
+    workers = _workers(folder, read_heartbeats(folder), now)
+    worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
+    is_done = all(fold.state == "scored" for fold in each)
+    if is_done and worker.state in IDLE:
+        worker = replace(worker, state="finished", detail="")
+    beat = worker.heartbeat
+    is_alive = worker.state in ("running", "starting")
+    left_s = [fold.seconds_left for fold in each]
+    advice = ""
+    failed = [status for status in statuses if status and not status.is_fine]
+    if worker.state == "finished":
+        advice = f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
+    elif worker.state in ("silent", "stalled"):
+        advice = "when its process has ended, the same command continues"
+    elif worker.state not in FINE:
+        advice = failed[0].advice if failed else "the same command continues"
+    return FoldsStatus(
+        folder=str(folder),
+        state=worker.state,
+        detail=worker.detail,
+        advice=advice,
+        is_fine=worker.state in FINE,
+        phase=beat.phase if beat and is_alive else "",
+        phase_s=worker.phase_s if is_alive else None,
+        folds=tuple(each),
+        seconds_left=sum(left_s) if is_alive and None not in left_s else None,
+    )
+
+
+def describe_folds(status: FoldsStatus) -> Group:
+    """The text to print: the folder in a line, its folds in a table, progress and what to do."""
+    rows = []
+    for fold in status.folds:
+        of = f" of {fold.steps:,}" if fold.steps else ""
+        dice = "-" if fold.mean_dice is None else f"{fold.mean_dice:.3f}"
+        left = "-" if fold.seconds_left is None else format_seconds(round(fold.seconds_left))
+        rows.append((fold.fold, fold.state, f"{fold.step:,}{of}", left, dice))
+    columns = ("fold", "state", "step", "left", "mean Dice")
+    caption = "mean Dice: of the cases that the fold held out"
+    table = Table(columns, rows, caption=caption, names=2)
+    lines = []
+    if status.phase:
+        lines.append(("phase", f"{status.phase}, {format_seconds(round(status.phase_s))}"))
+    if status.seconds_left is not None:
+        end = datetime.now() + timedelta(seconds=status.seconds_left)
+        left = format_seconds(round(status.seconds_left))
+        lines.append(("left", f"about {left}, until {end:%a %d %b %H:%M}"))
+    lines += [("why", status.detail)] if status.detail else []
+    lines += [("next", status.advice)] if status.advice else []
+    state = _styled(status.state)
+    first = Text.assemble(("folds: ", "bold"), f"{status.folder}: ", (state, state.style))
+    texts = [Text.assemble((f"{name}: ", "bold"), text) for name, text in lines]
+    return Group(first, table, *texts)
 
 
 def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
@@ -176,6 +286,34 @@ def describe(status: RunStatus) -> Group:
 
 
 # --- Private helpers: the state ---
+
+
+def _fold_status(
+    fold: str,
+    run: Path,
+    status: Optional[RunStatus],
+    usual_s: Optional[float],
+    beside_s: Optional[float],
+) -> FoldStatus:
+    """The state of a fold, by that of its run if it has begun. A fold's training usually takes
+    `usual_s`, and its scoring at most `beside_s`."""
+    state = status.state if status else "waiting"
+    mean_dice = None
+    left_s = None
+    if state == "finished":
+        left_s = beside_s
+        if is_scored(run):
+            state = "scored"
+            left_s = 0.0
+            mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]
+    elif status and status.seconds_left is not None:
+        left_s = status.seconds_left + (beside_s or 0.0)
+    elif usual_s is not None:
+        share = status.step / status.steps if status and status.steps else 0.0
+        left_s = usual_s * (1 - share) + (beside_s or 0.0)
+    step = status.step if status else 0
+    steps = status.steps if status else None
+    return FoldStatus(fold, str(run), state, step, steps, mean_dice, left_s)
 
 
 def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:

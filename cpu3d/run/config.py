@@ -11,6 +11,7 @@ from typing import Any, Dict, List, Mapping
 
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError, refuse
+from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
@@ -46,6 +47,7 @@ def load_config(run: Path) -> RunConfig:
     """Read `run`/config.json. Raises InputError when there is none, or it is damaged, or of another version."""
     path = Path(run) / "config.json"
     if not path.is_file():
+        refuse_folds(run)
         raise InputError(f"run {run} must hold a config.json, found none; name a folder that `train` has written")
     try:
         content = typed(read_json(path), Dict[str, Any], "config")

@@ -4,10 +4,16 @@
     ./run.sh train --store store --run runs/flair --recipe paper-flair --epochs 25
     ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
+    ./run.sh train --store store --run runs/folds --folds 5
 
 The same command continues an interrupted run; more --epochs, --steps or --budget-minutes extend a
 finished one. `launch` starts several processes that train one run together. If TF_CONFIG is set, as
 by Kubernetes, this process is one of them.
+
+--folds trains all folds one after the other, each by a process of its own; scores every case once,
+by the fold that has not seen it; decides post-processing on all of them; and writes RUN/report.html.
+`predict --run RUN` and `evaluate --run RUN` then take the folds together. It uses
+the last weights of each fold, as the best ones are chosen by the cases that are to be scored.
 """
 
 import contextlib
@@ -29,6 +35,7 @@ from cpu3d.host.thread_plan import describe, host_share
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config, save_config
+from cpu3d.run.folds import refuse_folds
 from cpu3d.run.log import flush_log
 from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open
 from cpu3d.settings import TrainOptions as Options
@@ -64,6 +71,7 @@ def train(
     """
     if mlflow:
         require_mlflow()
+    refuse_folds(run_folder)
     attempt = _Attempt(Path(store_folder), Path(run_folder), settings or {}, force, mlflow)
     attempt.decide()
     guard = Guard(attempt.folder, say=say, rank=attempt.cluster.rank, workers=attempt.cluster.workers)

@@ -267,6 +267,34 @@ def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_m
     assert again(learning_rate=0.02, adam_rate=0.01).adam_rate == 0.01
 
 
+@pytest.mark.parametrize(
+    ("settings", "validations"),
+    [
+        ({"epochs": 100}, 20),
+        ({"epochs": 3}, 3),
+        ({"epochs": 100, "validate_every": 1}, 0),
+        ({"epochs": 100, "validations": 7}, 7),
+        ({"steps": 1}, 1),
+    ],
+)
+def test_a_long_run_has_twenty_validations_and_a_short_one_as_many_as_epochs(
+    phantom_store, tmp_path, settings, validations
+):
+    plan = make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings})
+    assert plan.config.validations == validations
+
+
+def test_a_run_made_longer_has_the_validations_of_its_new_length(phantom_store, tmp_path):
+    def again(**settings):
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings})
+
+    first = again(epochs=3)
+    save_config(first.config, tmp_path)
+    save_plan(first, tmp_path)
+    assert again(epochs=30).config.validations == 20
+    assert again(epochs=30, validate_every=2).config.validations == 0
+
+
 # --- The curriculum ---
 
 
@@ -275,13 +303,14 @@ def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_m
     [
         ({}, "half", 6),
         ({"curriculum": "off"}, "off", 0),
-        ({"depth": 5}, "off", 0),  # half of it would be one voxel at the deepest of five levels
+        ({"curriculum": "auto"}, "off", 0),  # half of so small a grid does not pay
+        ({"depth": 5, "curriculum": "auto"}, "off", 0),  # half of it would be one voxel at the deepest of five levels
         ({"steps": 1}, "half", 0),  # which is in full
         ({"mode": "patch", "patch": (16, 16, 16)}, "half", 6),
     ],
 )
 def test_most_steps_are_coarse_where_the_grid_allows(phantom_store, tmp_path, settings, coarse, steps):
-    plan = planned(phantom_store, tmp_path, 1, **{"curriculum": "auto", "depth": 3, "steps": 8, **settings})
+    plan = planned(phantom_store, tmp_path, 1, **{"curriculum": "half", "depth": 3, "steps": 8, **settings})
     assert (plan.config.curriculum, plan.config.coarse_steps) == (coarse, steps)
     assert plan.to_json()["config"]["coarse_steps"] == steps
     if steps:
@@ -294,7 +323,7 @@ def test_most_steps_are_coarse_where_the_grid_allows(phantom_store, tmp_path, se
 
 def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer(phantom_store, tmp_path):
     def config(**settings):
-        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, "curriculum": "half", **settings}).config
 
     with_checkpoint(tmp_path)
     save_config(dataclasses.replace(config(steps=16), coarse_steps=14), tmp_path)  # as by another share
@@ -303,7 +332,7 @@ def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer
 
 def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_path):
     def plan(**settings):
-        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings})
+        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, "curriculum": "half", **settings})
 
     save_config(plan(steps=6).config, tmp_path)
     with_checkpoint(tmp_path)
@@ -326,7 +355,7 @@ def with_checkpoint(run):
 
 def cut_short(store, run, host=HOST, **settings):
     """A run that was ended before its first checkpoint."""
-    plan = make_plan(store, run, host, {"depth": 3, **settings})
+    plan = make_plan(store, run, host, {"depth": 3, "curriculum": "half", **settings})
     save_config(plan.config, run)
     save_plan(plan, run)
 

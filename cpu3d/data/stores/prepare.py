@@ -1,6 +1,7 @@
 """Convert a data set of NIfTI volumes into a store, from which training reads at the speed of memory.
 
-Example: ./run.sh prepare --dataset Task01_BrainTumour --store store
+Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
+          ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
 
 Each case is written whole or not at all: its record is written after its arrays, and the manifest
 of the finished store last. The same command continues after an interruption. source.json names the
@@ -33,7 +34,14 @@ from cpu3d.data.stores.convert import (
 )
 from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
 from cpu3d.data.stores.repair import fitting, open_mended, repair
-from cpu3d.data.stores.splits import describe_patients, split_cases
+from cpu3d.data.stores.splits import (
+    Fractions,
+    Split,
+    Splitting,
+    describe_folds,
+    describe_patients,
+    read_folds,
+)
 from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
@@ -45,11 +53,13 @@ from memory_estimator.common.files import read_json, read_record, read_text, typ
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, format_bytes
 
-Fractions = Tuple[float, float, float]
-
 PATIENTS_HELP = (
     "table of two columns, case and patient (CSV, or with semicolons or tabs), for cases whose names do not show the"
     " patient as BraTS-GLI-00001-000 does; a patient's cases stay in one split"
+)
+SPLITS_HELP = (
+    "folds as nnU-Net's splits_final.json has them, kept in the store for `train --fold I/K`; cases"
+    " that no fold names are the split test"
 )
 GROWN = "grown"  # field of source.json that is true once cases were appended
 WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
@@ -62,7 +72,10 @@ class Options:
 
     dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
-    split: Fractions = option((0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"))
+    split: Fractions = option(
+        (0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"), one_of="split"
+    )
+    splits: Optional[Path] = option(None, SPLITS_HELP, metavar="FILE", one_of="split")
     seed: int = option(0, "seed of the split")
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
@@ -88,8 +101,12 @@ def prepare(
     skip_bad: bool = False,
     settings: Settings = USUAL,
     patients: Optional[Path] = None,
+    splits: Optional[Path] = None,
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
+
+    `patients` and `splits` are files as in the options; `splits` takes the place of `fractions`
+    and `seed`.
 
     A finished store stays as it is, but for cases whose files are gone or of another length, which
     are made again, also if `store append` has added others; an unfinished one is continued with its
@@ -102,10 +119,10 @@ def prepare(
     dataset = read_dataset(dataset_dir, patients)
     refuse_unsupported(dataset)
     _announce(dataset)
+    splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed))
     finished = (store_dir / "manifest.json").exists()
     if not finished:  # fail early
-        patients_of = {case.case_id: case.patient_id for case in dataset.cases}
-        split_cases(patients_of, fractions=fractions, seed=seed)
+        splitting.split({case.case_id: case.patient_id for case in dataset.cases})
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
     content = identity(dataset, settings)
@@ -117,7 +134,7 @@ def prepare(
             del claim[name]
     with claimed(store_dir, "store", "source.json", claim):
         if finished:
-            return _finished_before(store_dir, dataset, settings, workers, fractions, seed)
+            return _finished_before(store_dir, dataset, settings, workers, splitting)
         jobs = [Job(files) for files in dataset.cases]
         records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
         mixed = mixed_orientation(records)
@@ -125,7 +142,7 @@ def prepare(
         problems.update({**dataset.problems, **mixed})
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-        manifest = _manifest_of(dataset, records, fractions, seed)
+        manifest = _manifest_of(dataset, records, splitting)
         write_quarantine(store_dir, problems)
         if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
             write_json(store_dir / "source.json", content)
@@ -134,7 +151,18 @@ def prepare(
     return manifest
 
 
-def _manifest_of(dataset: Dataset, records: CaseList, fractions: Fractions, seed: int) -> Manifest:
+def _folds_of(dataset: Dataset, splits: Optional[Path], seed: int) -> Tuple[Split, ...]:
+    """The folds of a file for the cases of a data set; none without a file."""
+    if splits is None:
+        return ()
+    if seed:
+        raise InputError(f"--seed must be left out with --splits, got {seed}; nothing is drawn")
+    patients_of = {case.case_id: case.patient_id for case in dataset.cases}
+    unlabelled = {case.case_id for case in dataset.cases if case.label is None}
+    return read_folds(splits, patients_of, unlabelled=unlabelled, bad=dataset.problems)
+
+
+def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
     codes = {code for record in records for code in record.label_voxels}
@@ -145,8 +173,9 @@ def _manifest_of(dataset: Dataset, records: CaseList, fractions: Fractions, seed
         channels=dataset.channels,
         labels=labels,
         regions=regions_of(labels),
-        split=split_cases(patients_of, fractions=fractions, seed=seed),
-        split_seed=seed,
+        split=splitting.split(patients_of),
+        split_seed=splitting.seed,
+        folds=splitting.folds_of(patients_of),
         cases=records,
         versions=versions(),
         patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
@@ -158,8 +187,7 @@ def _finished_before(
     dataset: Dataset,
     settings: Settings,
     workers: int,
-    fractions: Fractions,
-    seed: int,
+    splitting: Splitting,
 ) -> Manifest:
     """The manifest of a finished store, whose lost files are made again; all else stays."""
     store = open_mended(store_dir)
@@ -168,7 +196,7 @@ def _finished_before(
     problems = mended.lines()
     if mended.case_ids:
         say(f"Made again: {', '.join(mended.case_ids)}", stderr=False)
-    differences = _differences(store_dir, manifest, dataset, fractions, seed, but=mended.problems)
+    differences = _differences(store_dir, manifest, dataset, splitting, but=mended.problems)
     if differences:
         todo = "give another --store for the new content, or add new cases with `store append`"
         differences.append(f"{todo}; its content is untouched")
@@ -216,8 +244,7 @@ def _differences(
     store_dir: Path,
     old: Manifest,
     dataset: Dataset,
-    fractions: Fractions,
-    seed: int,
+    splitting: Splitting,
     but: Container[str],
 ) -> List[str]:
     """A line for everything that this run would change in the content of a finished store; cases of
@@ -242,32 +269,37 @@ def _differences(
     new = [case_id for case_id in files_of if case_id not in left_out]
     differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
     own = {case_id: patient for case_id, patient in patients.items() if case_id not in absent}
-    if has_grown(store_dir) or _holds_split_of(old, own, fractions, seed):
+    if has_grown(store_dir) or _holds_split_of(old, own, splitting):
         # The other cases are of other data sets, and the split is from before they came.
         return differences
     for case_id in sorted(absent):
         if case_id not in but:
             differences.append(f"{rule} case {case_id} is no longer whole in {dataset.folder}")
-    if seed != old.split_seed or split_cases(patients, fractions=fractions, seed=seed) != old.split:
-        kept = f"{split_sizes(old)}, seed {old.split_seed}"
+    kept = f"{split_sizes(old)}, seed {old.split_seed}"
+    if old.folds or splitting.folds:
+        asked = (splitting.split(patients), splitting.folds_of(patients))
+        if asked != (old.split, old.folds):
+            wanted = f"the {len(old.folds)} folds of its --splits" if old.folds else kept
+            differences.append(f"{rule} --splits or --split asks for others than {wanted}")
+    elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
         differences.append(f"{rule} --split and --seed ask for another split than {kept}")
     return differences
 
 
-def _holds_split_of(old: Manifest, own: Mapping[str, str], fractions: Fractions, seed: int) -> bool:
+def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting) -> bool:
     """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it
     still holds.
 
     Of a store that grew before source.json held that this is the only trace.
     """
-    if not 0 < len(own) < len(old.cases) or seed != old.split_seed:
+    if not 0 < len(own) < len(old.cases) or splitting.seed != old.split_seed:
         return False
     everyone = {case.case_id: case.patient_id for case in case_list(old.cases).known}
-    if split_cases(everyone, fractions=fractions, seed=seed) == old.split:
+    if splitting.split(everyone) == old.split:
         return False
     held = {name: tuple(filter(own.__contains__, old.split[name])) for name in SPLITS}
     try:
-        return split_cases(own, fractions=fractions, seed=seed) == held
+        return splitting.split(own) == held
     except InputError:  # fewer patients than splits
         return False
 
@@ -442,12 +474,14 @@ def summary_lines(store: Store) -> List[str]:
         cases.update(list(record.label_voxels))
         voxels.update(record.label_voxels)
         error, zeroed = max(error, record.max_abs_error), zeroed + record.zeroed_voxels
+    drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
     exact = f"rounded by up to {error:.1g} std" if error else "exact"
     kind = file_system(store.folder)
     lines = {
         "cases": f"{len(manifest.cases)} of {count(patients, 'patient')}, {len(manifest.unlabelled)} unlabelled",
         "patients": "; ".join(describe_patients(manifest.patient_rules)),
-        "split": f"{split_sizes(manifest)}, seed {manifest.split_seed}, hash {manifest.split_hash}",
+        "split": f"{split_sizes(manifest)}{drawn}, hash {manifest.split_hash}",
+        "folds": "; ".join(describe_folds(manifest.folds, manifest.split)),
         "channels": ", ".join(manifest.channels),
         "images": f"{', '.join(f'{n} {form}' for form, n in formats.most_common())}; {exact}",
         "size": f"{format_bytes(size_bytes)} on disk",

@@ -1,24 +1,27 @@
 """The patients of cases, and the split of their cases into training, validation and testing.
 
 A patient's cases stay in one split, and in one part of a fold. Patients are dealt out in the order of the SHA-256 of
-"seed:patient", which is the same in every version of every library.
+"seed:patient", which is the same in every version of every library. Folds may also be given, as
+nnU-Net writes them into splits_final.json; the store keeps them.
 """
 
 import csv
 import hashlib
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Collection, Dict, Iterable, List, Mapping, Sequence, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.data.records import SPLITS, case_list, split_problems
+from cpu3d.data.records import FOLD_PARTS, SPLITS, case_list, split_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.records import count
-from memory_estimator.common.files import read_text
+from cpu3d.util.records import count, listed
+from memory_estimator.common.files import read_json, read_text
 
 Split = Dict[str, Tuple[str, ...]]
+Fractions = Tuple[float, float, float]
 
 TABLE = "table"  # the rule for a patient that a table names
 
@@ -54,7 +57,7 @@ def describe_patients(rules: Mapping[str, int]) -> List[str]:
     return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
 
 
-def split_cases(patients: Mapping[str, str], *, fractions: Tuple[float, float, float], seed: int) -> Split:
+def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int) -> Split:
     """Deal the patients' cases to "train", "val" and "test" in the ratio of `fractions`; ids come back sorted.
 
     `patients` maps case id -> patient id. Every split with a fraction above 0 gets a patient, then always the split
@@ -106,6 +109,180 @@ def parse_fold(fold: str) -> Tuple[int, int]:
     return part, parts
 
 
+# --- Folds that are given ---
+
+
+@dataclass(frozen=True)
+class Splitting:
+    """How the cases of a new store are split: as given folds say, else by shares of patients."""
+
+    fractions: Fractions
+    seed: int
+    folds: Tuple[Split, ...] = ()
+
+    def split(self, patients: Mapping[str, str]) -> Split:
+        """The split of these cases (case id -> patient id). Raises InputError as `split_cases`.
+
+        With given folds "val" is what the first one holds out, "train" are the other cases of any
+        fold, and "test" is what no fold names: a test case is untouched by every fold.
+        """
+        if not self.folds:
+            return split_cases(patients, fractions=self.fractions, seed=self.seed)
+        held_out = set(self.folds[0]["val"])
+        named = {case_id for fold in self.folds for part in FOLD_PARTS for case_id in fold[part]}
+        parts = {"train": named - held_out, "val": held_out, "test": set(patients) - named}
+        return {name: tuple(sorted(ids & set(patients))) for name, ids in parts.items()}
+
+    def folds_of(self, patients: Mapping[str, str]) -> Tuple[Split, ...]:
+        """The given folds without the cases that the store lacks. Raises InputError if that leaves
+        a part empty."""
+        folds = []
+        problems = []
+        for number, named in enumerate(self.folds, 1):
+            fold = {part: tuple(filter(patients.__contains__, named[part])) for part in FOLD_PARTS}
+            for part in FOLD_PARTS:
+                if not fold[part]:
+                    got = f"bad ones; repair one of {listed(named[part])}"
+                    problems.append(f"{part} of fold {number} must have cases, got {got}")
+            folds.append(fold)
+        refuse(problems)
+        return tuple(folds)
+
+
+def read_folds(
+    path: Path,
+    patients: Mapping[str, str],
+    *,
+    unlabelled: Collection[str] = (),
+    bad: Collection[str] = (),
+) -> Tuple[Split, ...]:
+    """The folds in a file as nnU-Net's splits_final.json: a list of {"train": [ids], "val": [ids]}.
+
+    Ids may end in .nii.gz. `patients` maps the id of each good case of the data set to its patient;
+    `bad` are its other cases, which may be named too.
+
+    Raises InputError with all problems: a file of another kind, fewer than two folds, an empty
+    part, ids that are no labelled case of the data set, a case twice in a fold or held out by two
+    folds, a patient in both parts of a fold, or in a fold while another of its cases is in none.
+    """
+    name = f"--splits {path}"
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        got = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{name} must be JSON that can be read, got {got}; correct it") from None
+    if not isinstance(content, list) or len(content) < 2:
+        got = count(content, "fold") if isinstance(content, list) else f"a {type(content).__name__}"
+        rule = f'{name} must be a list of at least two folds {{"train": [ids], "val": [ids]}}'
+        raise InputError(f"{rule}, got {got}; write one as nnU-Net's splits_final.json")
+    read = [_read_fold(f"fold {number} of {name}", fold) for number, fold in enumerate(content, 1)]
+    refuse(problem for _, problems in read for problem in problems)
+    folds = tuple(fold for fold, _ in read)
+    refuse(_fold_problems(name, folds, patients, unlabelled, bad))
+    return folds
+
+
+def _read_fold(name: str, content: Any) -> Tuple[Split, List[str]]:
+    """A fold of the file, and what is wrong with it alone."""
+    fold: Split = {}
+    problems = []
+    for part in FOLD_PARTS:
+        ids = content.get(part) if isinstance(content, dict) else None
+        is_list = isinstance(ids, list) and all(isinstance(case_id, str) for case_id in ids)
+        if not is_list or not ids:
+            rule = f"{part} of {name} must be a list of at least one case id"
+            problems.append(f"{rule}, got {ids!r:.60}; correct it")
+            continue
+        fold[part] = tuple(sorted(re.sub(r"\.nii(\.gz)?\Z", "", case_id) for case_id in ids))
+    if not problems:
+        times = Counter(case_id for part in FOLD_PARTS for case_id in fold[part])
+        for case_id in sorted(case_id for case_id in times if times[case_id] > 1):
+            places = listed(part for part in FOLD_PARTS for own in fold[part] if own == case_id)
+            problems.append(f"case {case_id} must be in {name} once, got {places}; keep one")
+    return fold, problems
+
+
+def _fold_problems(
+    name: str,
+    folds: Sequence[Split],
+    patients: Mapping[str, str],
+    unlabelled: Collection[str],
+    bad: Collection[str],
+) -> List[str]:
+    """What is wrong with folds beside the data set and each other."""
+    named = {case_id for fold in folds for part in FOLD_PARTS for case_id in fold[part]}
+    problems = []
+    for case_id in sorted(named):
+        own = f"case {case_id} of {name}"
+        if case_id in unlabelled:
+            problems.append(f"{own} must have a label, got none; take it out of the folds")
+        elif case_id not in patients and case_id not in bad:
+            problems.append(f"{own} must be in the data set, got no such case; correct the id")
+    holders: Dict[str, List[int]] = defaultdict(list)
+    for number, fold in enumerate(folds, 1):
+        for case_id in fold["val"]:
+            holders[case_id].append(number)
+        trained = {patients[case_id]: case_id for case_id in fold["train"] if case_id in patients}
+        for case_id in fold["val"]:
+            patient = patients.get(case_id)
+            if patient in trained and trained[patient] != case_id:
+                rule = f"patient {patient} must be in one part of fold {number} of {name}"
+                both = f"{trained[patient]} in train and {case_id} in val"
+                problems.append(f"{rule}, got {both}; move one")
+    for case_id, numbers in sorted(holders.items()):
+        if len(numbers) > 1:
+            rule = f"case {case_id} must be held out by one fold of {name}"
+            problems.append(f"{rule}, got {listed(numbers)}; keep it in val of one")
+    of_folds = {patients[case_id] for case_id in named if case_id in patients}
+    for case_id in sorted(set(patients) - named):
+        if patients[case_id] in of_folds:
+            rule = f"case {case_id}, in no fold of {name}, must be of no patient who is in one"
+            todo = "add it to the folds, or take it out of the data set"
+            problems.append(f"{rule}, got {patients[case_id]}; {todo}")
+    return problems
+
+
+def describe_folds(folds: Sequence[Split], split: Split) -> List[str]:
+    """Phrases on the folds that a store was given; none of no folds."""
+    if not folds:
+        return []
+    parts = len(folds)
+    sizes = ", ".join(f"{len(fold['train'])} + {len(fold['val'])}" for fold in folds)
+    lines = [f"{parts} given (train + held out): {sizes}; choose one with --fold I/{parts}"]
+    lines.append("without --fold a run holds out what fold 1 does")
+    held_out = {case_id for fold in folds for case_id in fold["val"]}
+    never = len({*split["train"], *split["val"]} - held_out)
+    if never:
+        lines.append(f"{count(never, 'case')} held out by no fold")
+    if split["test"]:
+        lines.append(f"{count(split['test'], 'case')} in no fold: the split test")
+    return lines
+
+
+def add_to_folds(
+    split: Split, folds: Sequence[Split], patients: Mapping[str, str], new: Mapping[str, str]
+) -> Tuple[Split, Tuple[Split, ...]]:
+    """The split and the given folds with the new cases in them. `patients` and `new` map case id
+    -> patient id.
+
+    A case of a known patient goes where that patient's cases are; every fold trains on the others,
+    and none holds them out.
+    """
+    known = set(patients.values())
+
+    def grown(parts: Split) -> Split:
+        place = {patients[case_id]: name for name in parts for case_id in parts[name]}
+        added: Dict[Optional[str], List[str]] = defaultdict(list)
+        for case_id, patient in new.items():
+            added[place.get(patient) if patient in known else "train"].append(case_id)
+        return {name: tuple(sorted([*ids, *added[name]])) for name, ids in parts.items()}
+
+    return grown(split), tuple(map(grown, folds))
+
+
+# --- Views of a store ---
+
+
 def with_fold(store: Store, fold: str) -> Store:
     """The view of the store for a run of `fold`; "" is the store itself. Raises InputError as `with_folds`."""
     return with_folds(store, [fold]) if fold else store
@@ -113,18 +290,41 @@ def with_fold(store: Store, fold: str) -> Store:
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
     """A view of the store with the parts of `folds` of its training and validation cases in "val", the rest in "train".
+    Cases without a label, which can be neither trained nor scored on, are in neither.
 
-    Test cases and split hash stay. Raises InputError for text that is no fold, for more parts than patients, and if
-    identical images would be in two splits.
+    Of a store with given folds "train" are the cases that all of `folds` train on. Test cases and
+    split hash stay. Raises InputError for text that is no fold, for more parts than patients or
+    other parts than were given, and if identical images would be in two splits.
     """
     manifest = store.manifest
-    own = {*manifest.split["train"], *manifest.split["val"]}
+    if manifest.folds:
+        return store.with_split(_given(store, folds))
+    own = {*manifest.split["train"], *manifest.split["val"]} - set(manifest.unlabelled)
     known = list(case_list(manifest.cases).known)
     patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
     split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
     refuse(split_problems(split, known))
     return store.with_split(split)
+
+
+def _given(store: Store, folds: Sequence[str]) -> Split:
+    """The split of a view of given folds, which were checked when the store was made. Unlabelled
+    cases, which `store append` may have added, are left out."""
+    kept = store.manifest.folds
+    parts_given = len(kept)
+    chosen = []
+    for fold in folds:
+        part, parts = parse_fold(fold)
+        if parts != parts_given:
+            rule = f"fold must be one of the {parts_given} that store {store.folder} was given"
+            raise InputError(f"{rule}, got {fold}; choose I/{parts_given}")
+        chosen.append(kept[part - 1])
+    train = set.intersection(*(set(fold["train"]) for fold in chosen))
+    held_out = {case_id for fold in chosen for case_id in fold["val"]}
+    bare = set(store.manifest.unlabelled)
+    view = {"train": train - bare, "val": held_out - bare, "test": store.manifest.split["test"]}
+    return {name: tuple(sorted(ids)) for name, ids in view.items()}
 
 
 def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...]:

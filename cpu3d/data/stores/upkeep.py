@@ -25,7 +25,7 @@ from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
 from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
 from cpu3d.data.stores.repair import fitting, open_mended, repair
-from cpu3d.data.stores.splits import TABLE, deal_cases, read_patients
+from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients
 from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import refuse
 from cpu3d.util.atomic import remove_partials, writable_folder
@@ -93,6 +93,9 @@ def run_append(options: Append) -> int:
             f"  split    {split_sizes(before)} before, {split_sizes(after)} now; no old case has moved",
             f"  hash     {hashes}: older runs refuse the store",
         ]
+        if after.folds:
+            way = "train on cases of new patients, and none holds them out"
+            lines.append(f"  folds    all {len(after.folds)} {way}")
     added = case_list(after.cases).chosen(done.new)
     notes = {record.case_id: case_notes(record, after.channels) for record in added}
     say(*lines, *note_lines(notes), stderr=False)
@@ -151,10 +154,11 @@ def append(
     files it has lost.
 
     They are made with the store's own settings. The split of the old cases stays, new ones are
-    dealt by `deal_cases`. The manifest is replaced at the end; the same call continues an
-    interrupted one. Raises InputError, and adds nothing, if channels or labels differ, a known id
-    has other files, a lost case cannot be made again, a patient or identical images would be in two
-    splits, and for bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
+    dealt by `deal_cases`, or in a store with given folds by `add_to_folds`. The manifest is
+    replaced at the end; the same call continues an interrupted one. Raises InputError, and adds
+    nothing, if channels or labels differ, a known id has other files, a lost case cannot be made
+    again, a patient or identical images would be in two splits, and for bad cases unless
+    `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers, store_dir = worker_count(workers), Path(store_dir)
     settings = prepare.settings_of(store_dir)
@@ -212,10 +216,15 @@ def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:
     own = {case.case_id: case.patient_id for case in case_list(old.cases).known}
     added = {case.case_id: case.patient_id for case in records.known}
     rules = Counter(dataset.patient_rules[case_id] for case_id in added)
+    if old.folds:
+        split, folds = add_to_folds(old.split, old.folds, own, added)
+    else:
+        split, folds = deal_cases(old.split, own, added, seed=old.split_seed), ()
     return remake(
         old,
         cases=CaseList.collected(itertools.chain(old.cases, records), store.folder),
-        split=deal_cases(old.split, own, added, seed=old.split_seed),
+        split=split,
+        folds=folds,
         versions=versions(),
         patient_rules=dict(Counter(old.patient_rules) + rules),
     )

@@ -1,51 +1,137 @@
-"""`bench learning`: a small run from phantoms to its record, and the table and picture of a record."""
+"""`bench learning`: small runs to their records; tables, differences and pictures of records."""
 
 import dataclasses
+import json
+import re
 
+import pytest
+
+from cpu3d import processes
 from cpu3d.__main__ import main
 from cpu3d.bench import learning
-from cpu3d.bench.learning import learning_table, points_of
+from cpu3d.bench.learning import points_of
+from cpu3d.bench.learning_results import learning_table, merged, paired, regions_table
 from cpu3d.bench.tables import tables
-from cpu3d.compare.run import RunFailedError
-from cpu3d.errors import DivergedError
+from cpu3d.errors import DivergedError, InputError
+from cpu3d.processes import RunFailedError
 from cpu3d.run.config import load_config
 from cpu3d.util.records import append_record, read_records
+from tests.cpu3d.data.datasets import brats_case
 
-SMALL = ["--shape", "32", "40", "32", "--cases", "2", "1", "--steps", "2", "--seeds", "0"]
 NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer", "sgd"]
 
 
-def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, monkeypatch):
-    """In this process: what becomes of those that `call` starts is tested with comparisons."""
+@pytest.fixture
+def calls(monkeypatch):
+    """The commands that were called, in this process: what becomes of processes is tested with
+    comparisons."""
+    done = []
 
     def here(command, *more, **about):
+        done.append(command)
         return main([*command, *(["--workers", "1"] if command[0] in ("phantom", "prepare") else [])])
 
     monkeypatch.setattr(learning, "call", here)
-    file, workdir = tmp_path / "learning.jsonl", tmp_path / "work"
-    line = ["bench", "learning", "--workdir", str(workdir), "--task", "small", "--record", str(file)]
-    assert main([*line, *SMALL, "--", *NETWORK]) == 0
+    monkeypatch.setattr(processes, "call", here)
+    return done
+
+
+def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, calls):
+    file = tmp_path / "learning.jsonl"
+    line = ["bench", "learning", "--workdir", str(tmp_path / "work"), "--task", "small"]
+    line += ["--shape", "32", "40", "32", "--cases", "2", "1", "--steps", "2", "--seeds", "0"]
+    line += ["--record", str(file), "--", *NETWORK]
+    assert main(line) == 0
     (record,) = read_records(file, "learning")
-    about = (record["task"], record["options"], record["shape"], record["cases"])
-    assert about == ("small", NETWORK, [32, 40, 32], [2, 1])
+    assert (record["task"], record["options"]) == ("small", NETWORK)
+    assert (record["shape"], record["cases"], record["folds"]) == ([32, 40, 32], [2, 1], None)
     (curve,) = record["curves"]
     first, last = curve["points"]
     assert (first["step"], last["step"], set(last["dice"])) == (1, 2, {"WT", "TC", "ET"})
     assert 0 < first["full_steps"] < last["full_steps"] - 0.9, "the last step is in full"
-    assert set(curve["lesions"]) == {"WT", "TC", "ET"}
     assert 0 < first["seconds"] < last["seconds"]
-    assert not list(workdir.glob("run-*"))
+    (case,) = curve["cases"]
+    assert set(case["regions"]) == {"WT", "TC", "ET"}
+    dice = {region: scores["dice"] for region, scores in case["regions"].items()}
+    assert dice == pytest.approx(last["dice"], abs=1e-6), "the last weights, nothing removed"
     assert "--filters 2" in capsys.readouterr().out
 
-    def diverged(command, *more, **about):
-        if command[0] == "train":
-            raise RunFailedError("train must succeed, got code 4", DivergedError.exit_code, "train diverged")
+
+def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store, calls, capsys):
+    file = tmp_path / "study.jsonl"
+    work = tmp_path / "work"
+    line = ["bench", "learning", "--store", str(phantom_store.folder), "--workdir", str(work)]
+    line += ["--folds", "2", "--seeds", "0", "--name", "tiny", "--record", str(file)]
+    options = ["--", *NETWORK, "--steps", "1"]
+    assert main([*line, "--only", "2", *options]) == 0
+    calls.clear()
+    brats_case(tmp_path / "BraTS2021_00001", "brats2017")
+    line += ["--also", str(tmp_path / "BraTS2021_00001")]
+    assert main([*line, "--json", *options]) == 0
+    done = [command[0] for command in calls]
+    assert done == ["train", "evaluate", "predict", "predict"], "the other fold, the case by both"
+    both = read_records(file, "learning")[-1]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["curves"] == both["curves"]
+    assert [(curve["seed"], curve["fold"]) for curve in both["curves"]] == [(0, "1/2"), (0, "2/2")]
+    scored = sorted(case["case_id"] for curve in both["curves"] for case in curve["cases"])
+    split = phantom_store.manifest.split
+    assert scored == sorted([*split["train"], *split["val"]]), "each once, and no test case"
+    for curve in both["curves"]:
+        (further,) = curve["further"]
+        assert further["case_id"] == "BraTS2021_00001"
+        assert further["regions"]["ET"]["empty"] in ("", "prediction"), "its code is 4"
+    calls.clear()
+    assert main([*line, *options]) == 0
+    assert calls == []
+    (study,) = merged(read_records(file, "learning"))
+    assert study["curves"] == both["curves"]
+    assert main([*line, *options, "--optimizer", "adam"]) == 2
+    said = capsys.readouterr().err
+    assert "options of" in said
+    assert "choose another --name" in said
+
+
+def test_what_fails_is_named_and_left_out(tmp_path, phantom_store, calls, monkeypatch, capsys):
+    file = tmp_path / "study.jsonl"
+    here = processes.call
+
+    def diverging(command, *more, **about):
+        if command[0] == "train" and "1/2" in command:
+            raise RunFailedError("it must succeed", DivergedError.exit_code, "train diverged")
         return here(command)
 
-    monkeypatch.setattr(learning, "call", diverged)
-    assert main([*line, *SMALL, "--", *NETWORK]) == DivergedError.exit_code
-    assert "error: train must succeed" in capsys.readouterr().err
-    assert len(read_records(file, "learning")) == 1
+    monkeypatch.setattr(processes, "call", diverging)
+    line = ["bench", "learning", "--store", str(phantom_store.folder), "--folds", "2"]
+    line += ["--seeds", "0", "--workdir", str(tmp_path / "work"), "--record", str(file)]
+    options = ["--", *NETWORK, "--steps", "1"]
+    assert main([*line, *options]) == DivergedError.exit_code
+    (record,) = read_records(file, "learning")
+    assert [curve["fold"] for curve in record["curves"]] == ["2/2"]
+    assert "fold 1/2 is left out: train diverged" in capsys.readouterr().out
+    assert main([*line, "--only", "1", *options]) == DivergedError.exit_code
+    assert len(read_records(file, "learning")) == 1, "no record of nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--folds", "2"], "--workdir must name a folder"),
+        (["--workdir", "W", "--folds", "2", "--", "--fold", "1/2"], "without --fold, got 1/2"),
+        (["--workdir", "W", "--folds", "2", "--", "--colour"], "options of train, got .*colour"),
+        (["--workdir", "W", "--folds", "2", "--only", "3"], "--only .* one of the 2 folds, got 3"),
+        (["--workdir", "W", "--only", "1"], "--only must come with --folds, got 1"),
+        (["--workdir", "W", "--folds", "9"], "at most as many parts .*, got 1/9"),
+        (["--workdir", "W", "--also", "W"], "--also .* a labelled case .*, got no case"),
+        (["--workdir", "W", "--seeds", "1", "1"], "--seeds must differ, got 1 and 1"),
+        (["--workdir", "W", "--name", "a", "--name", "b"], "--name .* once, got a and b"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, phantom_store, calls, capsys, words, message):
+    words = [str(tmp_path) if word == "W" else word for word in words]
+    assert main(["bench", "learning", "--store", str(phantom_store.folder), *words]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said), said
+    assert calls == []
 
 
 def test_a_point_has_the_full_steps_and_the_seconds_of_training_until_then(tiny_run):
@@ -54,26 +140,159 @@ def test_a_point_has_the_full_steps_and_the_seconds_of_training_until_then(tiny_
     steps = [{"event": "step", "step": step, "step_s": 2.0} for step in (1, 2)]
     events = [{"event": "start", "step": 0}, *steps, held, {"event": "end", "step": 2, "seconds": 99}]
     # One step of 8^3 voxels and one of 16^3.
-    wanted = {"step": 2, "full_steps": 1.125, "seconds": 4.0, "dice": {"WT": 0.5}}
-    assert points_of(events, config, ["WT"]) == [wanted]
+    wanted = {"step": 2, "full_steps": 1.125, "seconds": 4.0, "dice": {"WT": 0.5, "ET": 1.0}}
+    assert points_of(events, config) == [wanted]
+
+
+# --- Records ---
+
+ABOUT = {
+    "task": "small",
+    "shape": [40, 48, 36],
+    "cases": [8, 4],
+    "steps": 16,
+    "options": ["--epochs", "2"],
+    "host": {"cpu": "made up", "cores": 2},
+}
 
 
 def point(step, *dice):
-    return {"step": step, "full_steps": step / 4, "seconds": step / 2, "dice": dict(zip(("WT", "ET"), dice))}
+    costs = {"full_steps": step / 4, "seconds": step / 2}
+    return {"step": step, **costs, "dice": dict(zip(("WT", "ET"), dice))}
+
+
+def record(name, *curves, **changes):
+    return {**ABOUT, "name": name, "curves": list(curves), **changes}
+
+
+OLD = [
+    {"seed": 0, "points": [point(8, 0.5, 0.1), point(16, 0.8, 0.6)], "lesions": {}},
+    {"seed": 1, "points": [point(8, 0.7, 0.3), point(16, 0.4, 0.4)], "lesions": {}},
+]
+
+
+def scored(seed, fold, **cases):
+    """A network's curve; `cases`: case id -> Dice of WT and of ET, whose truth is empty if that is
+    None or 1."""
+    listed = []
+    for case_id, (wt, et) in cases.items():
+        regions = {}
+        for region, dice in (("WT", wt), ("ET", et)):
+            of = {"dice": dice or 0, "lesion_dice": dice or 0, "lesion_sensitivity": 1.0}
+            empty = {None: "truth", 1: "both"}.get(dice, "")
+            regions[region] = {**of, "false_positives": 2.0 - seed, "empty": empty}
+        listed.append({"case_id": case_id, "regions": regions})
+    means = [sum(of[index] or 0 for of in cases.values()) / len(cases) for index in (0, 1)]
+    end = point(16, *means)
+    return {"seed": seed, "fold": fold, "points": [point(8, 0.1, 0.1), end], "cases": listed}
 
 
 def test_records_become_a_table_and_a_picture(tmp_path):
-    curves = [[point(8, 0.5, 0.1), point(16, 0.8, 0.6)], [point(8, 0.7, 0.3), point(16, 0.4, 0.4)]]
-    curves = [{"seed": seed, "points": points, "lesions": {}} for seed, points in enumerate(curves)]
-    about = {"shape": [40, 48, 36], "cases": [8, 4], "steps": 16, "host": {"cpu": "made up", "cores": 2}}
-    record = {"task": "small", "name": "before", "curves": curves, **about}
-    (row,) = learning_table([record]).rows
-    assert row == ("small", "before", "4.0", "8.0", "0.550", "0.400 to 0.700")
-    for name, own in (("before", []), ("after", []), ("after", curves[:1])):
-        append_record(tmp_path / "learning.jsonl", "learning", {**record, "name": name, "curves": own or curves})
+    (row,) = learning_table([record("before", *OLD)]).rows
+    costs = ["4.0", "8.0", "-", "-"]
+    assert list(row) == ["small", "before", "2", *costs, "0.550", "0.400 to 0.700", "-"]
+    for name, own in (("before", OLD), ("after", OLD), ("after", OLD[:1])):
+        append_record(tmp_path / "learning.jsonl", "learning", record(name, *own))
     rows = [line for line in tables(tmp_path) if line.startswith("| small ")]
     assert [row.split(" | ")[1] for row in rows] == ["before", "after"]
-    assert "0.700 to 0.700" in rows[1], "the newest of a name"
-    command = ["bench", "tables", "--records", str(tmp_path), "--learning", str(tmp_path / "curves.png")]
+    command = ["bench", "tables", "--records", str(tmp_path), "--learning", str(tmp_path / "a.png")]
+    assert main([*command, "--learning-seconds", str(tmp_path / "b.png")]) == 0
+    sizes = [(tmp_path / name).stat().st_size for name in ("a.png", "b.png")]
+    assert min(sizes) > 5000
+
+
+def test_records_of_one_setting_are_one_study_of_the_newest_networks():
+    first = record("a", scored(0, "1/2", p=(0.5, 0.5)), scored(0, "2/2", q=(0.5, 0.5)))
+    later = record("a", scored(1, "1/2", p=(0.7, 0.7)), scored(0, "1/2", p=(0.9, 0.9)))
+    (study,) = merged([first, later])
+    networks = [(curve["seed"], curve["fold"]) for curve in study["curves"]]
+    assert networks == [(0, "1/2"), (0, "2/2"), (1, "1/2")]
+    assert study["curves"][0] == later["curves"][1]
+    (row,) = learning_table([study]).rows
+    assert list(row)[-3:] == ["0.700", "0.700 to 0.700", "0.500 to 0.800"], "seeds, then folds"
+    (study,) = merged([first, {**later, "options": ["--epochs", "9"]}])
+    assert len(study["curves"]) == 2, "a name with other options starts anew"
+    assert len(merged([first, {**later, "host": {"cpu": "other", "cores": 2}}])) == 2
+    assert len(merged([first, {**later, "split_hash": "other"}])) == 2
+
+
+def test_regions_that_a_case_lacks_count_as_in_brats_and_are_told_apart():
+    study = record("a", scored(0, "1/2", p=(0.5, 0.6), q=(0.7, None)), scored(0, "2/2", r=(0.9, 1)))
+    wt, et, mean = (list(row) for row in regions_table([study]).rows)
+    assert wt[1:6] == ["WT", "0.700", "0.700", "0.700", "3 of 3"]
+    assert et[1:6] == ["ET", "0.533", "0.600", "0.600", "1 of 3"]
+    assert mean[1:3] == ["mean", "0.617"]
+
+
+def test_two_settings_are_compared_on_the_same_cases_seeds_and_folds():
+    baseline = record(
+        "a",
+        scored(0, "1/2", p=(0.5, 0.6), q=(0.7, None)),
+        scored(0, "2/2", r=(0.9, 1)),
+        scored(1, "1/2", p=(0.5, 0.5), q=(0.5, 0.5)),
+    )
+    other = record(
+        "b",
+        scored(0, "1/2", p=(0.6, 0.6), q=(0.7, 1)),
+        scored(0, "2/2", r=(0.8, 1)),
+        scored(1, "1/2", p=(0.9, 0.9), q=(0.9, 0.9)),
+        scored(2, "1/2", p=(0.9, 0.9), q=(0.9, 0.9)),
+    )
+    pair = paired(baseline, other)
+    assert (pair.seeds, pair.cases, pair.left_out) == ([0], ["p", "q", "r"], [1])
+    wt = pair.difference("WT", "dice")
+    assert wt["mean"] == pytest.approx(0)
+    assert (wt["better"], wt["worse"], wt["equal"]) == (1, 1, 1)
+    result = pair.to_json()
+    assert result["further"] == {"b": {}}
+    for study, dice in ((baseline, 0.4), (other, 0.9)):
+        for curve in study["curves"]:
+            curve["further"] = scored(0, "", z=(dice, 0.5))["cases"]
+    further = paired(baseline, other).further
+    assert further["WT"]["dice"]["mean"] == pytest.approx(0.5)
+    assert further["WT"]["dice"]["seeds"] == 3, "the networks of both"
+    assert further["ET"]["dice"]["mean"] == 0
+    et = result["differences"]["b"]["ET"]["dice"]
+    assert et["mean"] == pytest.approx(1 / 3), "nothing is predicted any more where nothing is"
+    assert result["where_present"]["b"]["ET"]["dice"]["mean"] == 0
+    assert "WT" not in result["where_present"]["b"], "all cases have it"
+    assert result["of_folds"]["WT"] == pytest.approx({"1/2": 0.05, "2/2": -0.1})
+    assert result["of_folds"]["mean"] == pytest.approx({"1/2": 0.275, "2/2": -0.05})
+    with pytest.raises(InputError, match="folds of b must be that of a, 2, got 5"):
+        paired({**baseline, "folds": 2}, {**other, "folds": 5})
+    with pytest.raises(InputError, match="must share a seed and an untouched case"):
+        paired(baseline, record("b", scored(3, "1/2", p=(0.6, 0.6))))
+
+
+def test_settings_are_chosen_from_one_or_two_files_and_their_differences_recorded(tmp_path, capsys):
+    networks = [scored(seed, "", p=(0.5, 0.6), q=(0.7, 0.8)) for seed in (0, 1)]
+    better = [scored(seed, "", p=(0.6, 0.6), q=(0.8, 0.8)) for seed in (0, 1)]
+    one, two, pairs = (tmp_path / name for name in ("one.jsonl", "learning.jsonl", "pairs.jsonl"))
+    append_record(one, "learning", record("a", *networks))
+    for name, curves in (("a", better), ("b", networks), ("c", better)):
+        append_record(two, "learning", record(name, *curves))
+    line = ["bench", "learning", "--compare"]
+    chosen = ["--name", "b", "--name", "c", "--record", str(pairs), "--json"]
+    assert main([*line, str(two), *chosen]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["baseline"] == "b"
+    assert result["differences"]["c"]["WT"]["dice"]["mean"] == pytest.approx(0.1)
+    (kept,) = read_records(pairs, "differences")
+    assert kept["differences"] == result["differences"]
+    assert main([*line, str(one), str(two), "--name", "a"]) == 0
+    assert "learning: a against one: a" in capsys.readouterr().out
+    for words, message in (
+        ([str(two)], "--name must choose two of the settings .*, a, b and c"),
+        ([str(two), "--name", "b", "--name", "x"], "must hold one study x"),
+        ([str(one), str(two)], "must hold one study, got a on small, b on small"),
+        ([str(one), str(one), str(two)], "one or two files, got 3"),
+        ([str(two), "--", "--epochs", "2"], "without options of train"),
+    ):
+        assert main([*line, *words]) == 2
+        said = capsys.readouterr().err
+        assert re.search(message, said), said
+    picture = tmp_path / "pair.png"
+    command = ["bench", "tables", "--records", str(tmp_path), "--differences", str(picture)]
     assert main(command) == 0
-    assert (tmp_path / "curves.png").stat().st_size > 5000
+    assert picture.stat().st_size > 5000
+    assert "c against a" in capsys.readouterr().out

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.compare import run as compare_run
-from cpu3d.compare.run import RunFailedError
+from cpu3d import processes as own_processes
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.processes import RunFailedError
 from cpu3d.run.config import load_config, save_config
 from tests.cpu3d.compare import stand_in
 
@@ -87,8 +87,8 @@ def processes(make_run, monkeypatch) -> Stage:
     """`stand_in.py` instead of the real program."""
     template = make_run("template", shift=1)
     program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
-    monkeypatch.setattr(compare_run, "PROGRAM", program)
-    monkeypatch.setattr(compare_run, "POLL_S", 0.05)
+    monkeypatch.setattr(own_processes, "PROGRAM", program)
+    monkeypatch.setattr(own_processes, "POLL_S", 0.05)
     return Stage(template.parent)
 
 
@@ -103,5 +103,5 @@ def stage(make_run, monkeypatch) -> Stage:
             why = f"{command[0]} {'diverged' if code == 4 else 'failed'}"
             raise RunFailedError(f"{label} must succeed", code, why)
 
-    monkeypatch.setattr(compare_run, "call", call)
+    monkeypatch.setattr(own_processes, "call", call)
     return Stage(template.parent)

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from cpu3d import processes
 from cpu3d.compare import command, report
-from cpu3d.compare import run as compare_run
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.run.config import load_config
@@ -67,7 +67,7 @@ def test_a_comparison_is_carried_out_added_to_and_kept(stage, chosen, out, tmp_p
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(compare_run, "call", interrupted)
+        patch.setattr(processes, "call", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compare(*chosen, "--seeds", 1)
     assert (kept(out)["seeds"], kept(out)["results"]) == ([0, 1], None), "there is no result before all is done"

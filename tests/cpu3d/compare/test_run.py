@@ -7,7 +7,9 @@ import time
 
 import pytest
 
-from cpu3d.compare.run import Evaluation, PlannedRun, RunFailedError, is_trained, outdated_scores, train_and_score
+from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
+from cpu3d.inference.evaluate import outdated_scores
+from cpu3d.processes import RunFailedError, is_trained
 from cpu3d.run.log import read_events
 
 OPTIONS = ("--steps", "4", "--seed", "0")
@@ -85,18 +87,18 @@ def test_a_run_is_trained_when_its_last_step_is_done(make_run):
         )
     ):
         folder = make_run(f"run{number}", scored=False, end=end)
-        assert is_trained(PlannedRun("a", 0, folder, options)) is done
+        assert is_trained(folder, PlannedRun("a", 0, folder, options).steps) is done
 
 
 def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_count(make_run):
     folder = make_run("a")
-    assert outdated_scores(folder, Evaluation()) == ""
-    assert outdated_scores(folder, Evaluation(tolerance_mm=2)) == "tolerance_mm 1.0"
-    assert outdated_scores(folder, Evaluation("val"))
+    assert outdated_scores(folder, "test", 1.0) == ""
+    assert outdated_scores(folder, "test", 2.0) == "tolerance_mm 1.0"
+    assert outdated_scores(folder, "val", 1.0)
     path, later = folder / "evaluation" / "scores.json", time.time() + 60
     scores = path.read_text()
     path.write_text(scores.replace('"flips": false', '"flips": true'))
-    assert "'flips': True" in outdated_scores(folder, Evaluation())
+    assert "'flips': True" in outdated_scores(folder, "test", 1.0)
     path.write_text(scores)
     os.utime(folder / "checkpoints" / "best.npz", (later, later))
-    assert "older" in outdated_scores(folder, Evaluation())
+    assert "older" in outdated_scores(folder, "test", 1.0)

@@ -21,9 +21,10 @@ from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.windows import sliding_window
 from cpu3d.inference import export_network as network
-from cpu3d.inference import postprocessing, segment
+from cpu3d.inference import segment
 from cpu3d.inference.export import contract
-from cpu3d.inference.postprocessing import Decision, PostProcessing, Rule, postprocessing_of
+from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessing_of
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config import load_config, save_config
@@ -61,7 +62,7 @@ def make_run(store, folder, **settings):
     digest = file_sha256(folder / "checkpoints/best.npz")
     with_it = dict.fromkeys(config.regions, 3)
     decision = Decision(digest, config.split_hash, 3, RULES, {}, {}, with_it)
-    write_json(folder / postprocessing.FILE, {"schema": 1, **dataclasses.asdict(decision)})
+    write_json(folder / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     return folder
 
 
@@ -142,6 +143,8 @@ def made_up_answers(seed, regions):
         RULES,
         PostProcessing({"WT": (Rule(mm3=50), Rule(share=0.1)), "ET": (Rule(mm3=100),)}),
         PostProcessing({"TC": (Rule(mm3=30),)}),
+        PostProcessing({"WT": (Rule(share=0.3, stays_from=0.52), Rule(mm3=400))}),
+        PostProcessing({"TC": (Rule(share=0.01, region_mm3=2000),), "ET": (Rule(region_mm3=1e6),)}),
         PostProcessing(nested=True),
         PostProcessing(RULES.rules, nested=True, off="not decided"),
     ],

@@ -11,7 +11,9 @@ import pytest
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
-from cpu3d.inference.postprocessing import FILE, Decision, Means, PostProcessing, Rule
+from cpu3d.inference.postprocessing.decision import FILE, Decision
+from cpu3d.inference.postprocessing.evidence import Means
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores import METRICS
 from cpu3d.report import report
 from cpu3d.report.report import write_report
@@ -89,7 +91,7 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     text = read(write_report(tiny_run))[1]
     assert "3 validation cases" in text
-    assert "WT below 1 % of its largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3" in text
+    assert "WT below 1 % of the largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3" in text
     assert "ET too few" in text
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(dataclasses.replace(decision, cases_with=None))})
     assert "Post-processing is off: decided by an earlier version" in read(write_report(tiny_run))[1]

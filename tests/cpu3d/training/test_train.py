@@ -77,6 +77,14 @@ def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(learnt):
     assert any(not np.array_equal(best[name], last[name]) for name in best)
 
 
+def test_the_last_weights_predict_averaged_as_the_best_of_the_same_step_do(learnt):
+    last = load_predictor(learnt, "last").weights
+    best = load_predictor(learnt, "best").weights
+    assert len(last) == len(best)
+    for own, other in zip(last, best):
+        np.testing.assert_array_equal(own, other)
+
+
 def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(phantom_store, learnt):
     predictor, record = load_predictor(learnt), phantom_store.cases("val")[0]
     assert predictor.window == (16, 16, 16)

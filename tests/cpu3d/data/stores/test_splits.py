@@ -1,13 +1,25 @@
+import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.__main__ import main
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import TABLE, deal, parse_fold, read_patients, split_cases, with_fold
-from cpu3d.data.stores.upkeep import append
+from cpu3d.data.stores.splits import (
+    TABLE,
+    deal,
+    parse_fold,
+    read_folds,
+    read_patients,
+    split_cases,
+    with_fold,
+)
+from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import decathlon
 
@@ -146,6 +158,15 @@ def test_names_of_brats_show_the_patient_in_any_layout(case_id, patient):
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 
+def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
+    bare = dataclasses.replace(tiny_store.manifest, unlabelled=("b", "e"))
+    store = Store(tiny_store.folder, bare)
+    views = [with_fold(store, fold).manifest.split for fold in ("1/3", "2/3", "3/3")]
+    assert sorted(sum((view["val"] for view in views), ())) == ["a", "c", "d"]
+    assert all("b" not in view["train"] for view in views)
+    assert {view["test"] for view in views} == {("e", "f")}
+
+
 @pytest.mark.parametrize(
     "text", ["case,patient\na,p\nb,p\n\n", "b;p\na;p", "a\tp\nb\tp\nz\tq", "\ufeffa, p\nb ,p\na,p"]
 )
@@ -194,3 +215,155 @@ def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them
     table.write_text("a,p\nb,z\nc,r\nd,q\ne,z\n")
     with pytest.raises(InputError, match=r"case b must be of the patient that store .* has, q, got z"):
         append(store, dataset("e", folder="other"), workers=1, patients=table)
+
+
+# --- Folds that are given ---
+
+TWO = [
+    {"train": ["a", "b"], "val": ["c"]},
+    {"train": ["b.nii.gz", "c.nii.gz"], "val": ["a.nii.gz"]},
+]
+
+
+@pytest.fixture
+def folds(tmp_path):
+    """folds(content): a file with this content as JSON."""
+
+    def write(content):
+        path = tmp_path / "splits_final.json"
+        path.write_text(json.dumps(content))
+        return path
+
+    return write
+
+
+def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, folds, capsys):
+    data, store = dataset("a", "b", "c", "d"), tmp_path / "store"
+    command = ["prepare", "--dataset", str(data), "--store", str(store), "--workers", "1"]
+    command += ["--splits", str(folds(TWO))]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "2 given (train + held out): 2 + 1, 2 + 1" in said
+    assert "1 case held out by no fold" in said
+    assert "1 case in no fold: the split test" in said
+    opened = open_store(store)
+    own = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
+    assert opened.manifest.split == own, "without --fold as fold 1; what no fold names is untouched"
+    assert with_fold(opened, "1/2").manifest.split == own
+    second = {"train": ("b", "c"), "val": ("a",), "test": ("d",)}
+    assert with_fold(opened, "2/2").manifest.split == second
+    bare = Store(store, dataclasses.replace(opened.manifest, unlabelled=("b",)))
+    assert with_fold(bare, "2/2").manifest.split["train"] == ("c",)
+    with pytest.raises(InputError, match=r"fold must be one of the 2 .*, got 1/3"):
+        with_fold(opened, "1/3")
+    assert main(command) == 0
+    assert "finished and unchanged" in capsys.readouterr().out
+    assert main(["store", "info", str(store)]) == 0
+    assert "2 given" in capsys.readouterr().out
+    assert verify(store, workers=1) == ()
+
+
+def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path, dataset, folds):
+    data = dataset("a", "b", "c")
+    drawn = prepare(data, tmp_path / "drawn", workers=1)
+    assert "folds" not in json.loads((tmp_path / "drawn/manifest.json").read_text())
+    hashes = {drawn.split_hash}
+    for number, content in enumerate((TWO, [TWO[0], {**TWO[1], "train": ["b"]}])):
+        folder = tmp_path / f"given{number}"
+        hashes.add(prepare(data, folder, workers=1, splits=folds(content)).split_hash)
+        with pytest.raises(InputError, match=r"must keep its content.*--split.* 2 folds"):
+            prepare(data, folder, workers=1)
+    assert len(hashes) == 3, "a run of other folds has seen other cases"
+    with pytest.raises(InputError, match=r"must keep its content.*--split"):
+        prepare(data, tmp_path / "drawn", workers=1, splits=folds(TWO))
+    manifest = tmp_path / "given0/manifest.json"
+    content = json.loads(manifest.read_text())
+    content["folds"][0]["train"].append("c")
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="edited manifest"):
+        open_store(tmp_path / "given0")
+
+
+@pytest.mark.parametrize(
+    ("content", "problems"),
+    [
+        ("text", [r"list of at least two folds .*, got a str"]),
+        ({"a": [], "b": []}, [r"list of at least two folds .*, got a dict"]),
+        (TWO[:1], ["at least two folds .*, got 1 fold"]),
+        ([TWO[0], ["a"]], [r"train of fold 2 .* list", "val of fold 2 .* list"]),
+        ([TWO[0], {"train": [], "val": ["a"]}], [r"train of fold 2 .*at least one .*, got \[\]"]),
+        ([TWO[0], {"train": ["b", 3], "val": ["a"]}], [r"train of fold 2 .*, got \['b', 3\]"]),
+        ([TWO[0], {"train": ["b", "b"], "val": ["b"]}], ["case b .*, got train, train and val"]),
+        ([TWO[0], {"train": ["b", "x"], "val": ["y"]}], ["case x .* no such", "case y .* no such"]),
+        ([TWO[0], {"train": ["a"], "val": ["c"]}], ["case c .* by one fold .*, got 1 and 2"]),
+    ],
+)
+def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_written(
+    tmp_path, dataset, folds, content, problems
+):
+    with pytest.raises(InputError) as caught:
+        prepare(dataset("a", "b", "c"), tmp_path / "store", workers=1, splits=folds(content))
+    assert len(caught.value.problems) == len(problems)
+    for line, pattern in zip(caught.value.problems, problems):
+        assert re.search(f"--splits .*splits_final.json.*{pattern}|{pattern}", line)
+    assert not (tmp_path / "store").exists()
+
+
+def test_what_is_no_json_and_options_of_a_drawn_split_are_refused(tmp_path, dataset, folds, capsys):
+    data, store = dataset("a", "b", "c"), tmp_path / "store"
+    (tmp_path / "text.json").write_text("[")
+    for path in (tmp_path / "text.json", tmp_path / "none.json", tmp_path):
+        with pytest.raises(InputError, match=r"--splits .* must be JSON"):
+            prepare(data, store, workers=1, splits=path)
+    with pytest.raises(InputError, match="--seed must be left out with --splits, got 3"):
+        prepare(data, store, workers=1, splits=folds(TWO), seed=3)
+    command = ["prepare", "--dataset", str(data), "--store", str(store)]
+    with pytest.raises(SystemExit):
+        main([*command, "--splits", str(folds(TWO)), "--split", "1", "1", "1"])
+    assert "--split" in capsys.readouterr().err
+    assert not store.exists()
+
+
+def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, dataset, folds):
+    data, store, table = dataset("a", "b", "c", "d"), tmp_path / "store", tmp_path / "table"
+    table.write_text("a,p\nb,q\nc,p\nd,q\n")
+    more = {"workers": 1, "splits": folds(TWO)}
+    with pytest.raises(InputError) as caught:
+        prepare(data, store, **more, patients=table)
+    first, second, other = caught.value.problems
+    assert "patient p must be in one part of fold 1" in first
+    assert "a in train and c in val" in first
+    assert "fold 2" in second
+    assert "case d, in no fold" in other
+    assert "got q" in other
+    assert not store.exists()
+    (data / "imagesTr/c.nii.gz").write_bytes((data / "imagesTr/b.nii.gz").read_bytes())
+    with pytest.raises(InputError, match=r"fold 1: image of cases .* identical voxels"):
+        prepare(data, store, **more)
+
+
+def test_bad_cases_leave_given_folds_and_unlabelled_ones_are_refused(tmp_path, dataset, folds):
+    data, store = dataset("a", "b", "c"), tmp_path / "store"
+    (data / "imagesTr/a.nii.gz").unlink()
+    with pytest.raises(InputError, match="val of fold 2 must have cases, got bad ones"):
+        prepare(data, store, workers=1, splits=folds(TWO), skip_bad=True)
+    content = [TWO[0], {"train": ["a", "c"], "val": ["b"]}]
+    manifest = prepare(data, store, workers=1, splits=folds(content), skip_bad=True)
+    assert manifest.folds == ({"train": ("b",), "val": ("c",)}, {"train": ("c",), "val": ("b",)})
+    with pytest.raises(InputError, match=r"case b .*must have a label"):
+        read_folds(folds(content), {"a": "a", "b": "b", "c": "c"}, unlabelled=["b"])
+
+
+def test_all_given_folds_train_on_appended_cases_of_new_patients(tmp_path, dataset, folds):
+    data, store, table = dataset("a", "b", "c", "d"), tmp_path / "store", tmp_path / "table"
+    table.write_text("a,p\nb,q\nc,r\nd,s\ne,p\nf,s\ng,t\n")
+    old = prepare(data, store, workers=1, splits=folds(TWO), patients=table)
+    more = dataset("a", "b", "c", "d", "e", "f", "g", folder="more")
+    manifest = append(store, more, workers=1, patients=table).manifest
+    assert manifest.split == {"train": ("a", "b", "e", "g"), "val": ("c",), "test": ("d", "f")}
+    assert manifest.folds == (
+        {"train": ("a", "b", "e", "g"), "val": ("c",)},
+        {"train": ("b", "c", "g"), "val": ("a", "e")},
+    )
+    assert manifest.split_hash != old.split_hash
+    assert open_store(store).manifest == manifest

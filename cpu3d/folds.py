@@ -1,0 +1,376 @@
+"""All folds of a store: trained in turn, every case scored once, one page, one ensemble.
+
+    train_folds(store, folder, 5, settings={"epochs": 40})
+
+Each fold is an ordinary run, folder/fold-1 to folder/fold-K, trained and scored by processes of its
+own: a fold that is trained, here or elsewhere, is not trained again, a half-trained one continues,
+and current scores are kept. So the same call continues after one that was cut off. A fold that
+fails is named at the end; the others go on.
+"""
+
+import contextlib
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+from cpu3d.data.store import Store, open_store
+from cpu3d.data.windows import window_count
+from cpu3d.distributed.cluster import read_cluster
+from cpu3d.errors import InputError, refuse
+from cpu3d.host.gpu import HostGpus
+from cpu3d.host.thread_plan import host_share
+from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
+from cpu3d.inference.postprocessing.joint import decide_jointly
+from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.plan import Plan, check_fits, make_plan, read_plan, volume_shape
+from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
+from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
+from cpu3d.run.checkpoint import checkpoints, step_of
+from cpu3d.run.config import differences, load_config
+from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
+from cpu3d.settings import SETTINGS, TrainOptions, chosen_again
+from cpu3d.training.tracking import require_mlflow
+from cpu3d.training.watchdog import Guard
+from cpu3d.util.atomic import writable_folder
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import say
+from cpu3d.util.records import count, listed
+from memory_estimator.common.schema import to_command_line
+from memory_estimator.common.table import Table, new_console
+from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.host import Host, read_host
+
+FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
+SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
+START_S = 15.0  # of the processes that train and score a fold, until they compute
+
+# Settings of which a command line takes one.
+EITHER = (("epochs", "steps"), ("validate_every", "validations"))
+
+Settings = Mapping[str, Any]
+
+
+def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
+    """`train --folds`: takes the place of `cpu3d.training.train.run`."""
+    folder = options.run
+    more = {"settings": settings, "force": options.force, "mlflow": options.mlflow}
+    train_folds(options.store, folder, options.folds, **more)
+    return 0
+
+
+def train_folds(
+    store_folder: Path,
+    folder: Path,
+    parts: int,
+    *,
+    settings: Optional[Settings] = None,
+    force: bool = False,
+    mlflow: str = "",
+) -> None:
+    """Train, or continue, the `parts` folds of a store in `folder`, with the settings of `train`;
+    then score them and decide their post-processing together.
+
+    Before anything is written it raises InputError, also for settings other than those that the
+    folder was begun with, and, unless `force`, DoesNotFitError. Interrupted after SIGINT and
+    SIGTERM, once the fold that trains is saved. If folds fail, RunFailedError when the others are
+    done.
+    """
+    folder = Path(folder)
+    settings = dict(settings or {})
+    if mlflow:
+        require_mlflow()
+    refuse(_problems(folder, parts, settings))
+    with contextlib.ExitStack() as stack:
+        if folder.is_dir():  # else nothing may be written yet
+            stack.enter_context(locked(folder, "folder of folds"))
+        kept = read_folds(folder)
+        before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
+        chosen = chosen_again(_without_replaced(before, settings), settings)
+        store = open_store(store_folder)
+        host = host_share(read_host(), 1)
+        planned = _plan(store, folder, parts, chosen, host, force=force)
+        _show(planned, host)
+        if not folder.is_dir():
+            writable_folder(folder, "folder of --run")
+            stack.enter_context(locked(folder, "folder of folds"))
+        longest = planned[0].plan
+        save_folds(
+            folder,
+            Folds(
+                parts,
+                str(store.folder.resolve()),
+                chosen,
+                longest.training_s,
+                _beside_s(longest),
+            ),
+        )
+        words = _command_line(chosen, force=force, mlflow=mlflow)
+        failed = _carry_out(planned, store.folder.resolve(), folder, words)
+    for table in results_tables(gather_folds(folder)):
+        new_console().print(table)
+    say(f"written: {folder / 'report.html'}")
+    if failed:
+        lines = [f"fold {fold} without: {error.why}" for fold, error in failed.items()]
+        rule = f"all {parts} folds must be trained and scored, got {listed(lines)}"
+        worst = list(failed.values())[-1]
+        raise RunFailedError(
+            f"{rule}; the same command tries them again",
+            worst.exit_code,
+            worst.why,
+        )
+
+
+# --- Private helpers ---
+
+
+@dataclass(frozen=True)
+class PlannedFold:
+    """A fold to train and to score."""
+
+    fold: str  # as "2/5"
+    folder: Path
+    plan: Plan
+
+    @property
+    def steps(self) -> int:
+        """Steps of the run; 0 while a budget of minutes has not decided them yet."""
+        config = self.plan.config
+        return 0 if config.budget_minutes and not config.steps else self.plan.steps
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether nothing is left to train."""
+        return is_trained(self.folder, self.steps)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has begun with other settings, such as higher rates."""
+        return (self.folder / "config.json").is_file() and load_config(
+            self.folder,
+        ) != self.plan.config
+
+    @property
+    def seconds_left(self) -> Optional[float]:
+        """Predicted seconds until it is scored; None if no step is predicted."""
+        plan = self.plan
+        beside_s = _beside_s(plan)
+        if beside_s is None:
+            return None
+        if self.is_trained:
+            return 0.0 if is_scored(self.folder) else beside_s
+        saved = checkpoints(self.folder)
+        done = min(step_of(saved[0]), plan.steps) if saved else 0
+        coarse = plan.config.coarse_steps
+        left_s = plan.training_s - plan.forecast.seconds(done, min(done, coarse))
+        if plan.config.budget_minutes:
+            left_s = min(left_s, 60 * plan.config.budget_minutes)
+        return left_s + beside_s * (1 - done / plan.steps)
+
+
+def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
+    """What keeps folds from being trained so."""
+    problems = []
+    if settings.get("fold"):
+        problems.append(f"--folds must come without --fold, got {settings['fold']}; leave one out")
+    if settings.get("patience"):
+        rule = f"--patience must be 0 with --folds, got {settings['patience']}"
+        problems.append(
+            f"{rule}: the cases that a fold is scored on would decide when it stops; leave it out",
+        )
+    workers = read_cluster(os.environ).workers
+    if workers > 1:
+        rule = f"train --folds must be one process, got one of {workers} workers"
+        todo = "train each fold by all workers with --fold I/K, then repeat --folds alone"
+        problems.append(f"{rule}; {todo}")
+    if (folder / "config.json").is_file():
+        problems.append(
+            f"--run {folder} must be a folder of folds, got one run; choose another folder",
+        )
+    kept = read_folds(folder)
+    if kept and kept.count != parts:
+        rule = f"--folds must stay {kept.count}, as {folder} was begun, got {parts}"
+        problems.append(f"{rule}; leave it so, or choose another folder")
+    return problems
+
+
+def _without_replaced(before: Settings, settings: Settings) -> Dict[str, Any]:
+    """The settings of earlier calls, but for those that a command line does not take beside the new
+    ones."""
+    replaced = []
+    for pair in EITHER:
+        if any(name in settings for name in pair):
+            replaced += pair
+    return {name: value for name, value in before.items() if name not in replaced}
+
+
+def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:
+    """The settings that were chosen for the first fold that is there, trained before this folder
+    was one of folds."""
+    for part in range(1, parts + 1):
+        chosen = read_plan(fold_folder(folder, f"{part}/{parts}")).get("chosen")
+        if chosen:
+            return {name: value for name, value in chosen.items() if name != "fold"}
+    return {}
+
+
+def _plan(
+    store: Store,
+    folder: Path,
+    parts: int,
+    chosen: Settings,
+    host: Host,
+    *,
+    force: bool,
+) -> List[PlannedFold]:
+    """The folds as they would be trained now. Raises InputError if the settings do not suit the
+    store, or a fold that has begun, and DoesNotFitError, unless `force`, if one is to be trained
+    that may not fit."""
+    gpus = HostGpus()
+    planned = []
+    for part in range(1, parts + 1):
+        fold = f"{part}/{parts}"
+        run = fold_folder(folder, fold)
+        try:
+            plan = make_plan(store, run, host, {**chosen, "fold": fold}, gpus=gpus, force=force)
+        except InputError as error:
+            raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
+        planned.append(PlannedFold(fold, run, plan))
+    first = planned[0].plan.config
+    for other in planned[1:]:
+        alike = replace(first, fold=other.fold)
+        problems = differences(alike, other.plan.config)
+        refuse(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
+    for fold in planned:
+        if not (force or fold.is_trained):
+            check_fits(fold.plan, host, gpus)
+    return planned
+
+
+def _show(planned: Sequence[PlannedFold], host: Host) -> None:
+    """Print the plan of the first fold that is to be trained, and what all of them take."""
+    waiting = [fold for fold in planned if not fold.is_trained]
+    for fold in waiting[:1]:
+        say(*fold.plan.describe(host))
+    rows = []
+    for fold in planned:
+        split = fold.plan.store.manifest.split
+        saved = checkpoints(fold.folder)
+        state = "to train"
+        if fold.is_trained:
+            state = "scored" if is_scored(fold.folder) else "to score"
+        elif saved:
+            state = f"from step {step_of(saved[0]):,}"
+        steps = f"{fold.steps:,}" if fold.steps else "by time"
+        cases = (str(len(split["train"])), str(len(split["val"])))
+        rows.append((fold.fold, state, *cases, steps, format_seconds(fold.seconds_left)))
+    left_s = [fold.seconds_left for fold in planned]
+    all_s = "unknown" if None in left_s else format_seconds(sum(left_s))
+    bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
+    memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
+    untouched = len(planned[0].plan.store.manifest.split["test"])
+    caption = f"predicted: {all_s} in all{memory}; {count(untouched, 'test case')} untouched"
+    columns = ("fold", "state", "train", "held out", "steps", "left")
+    table = Table(columns, rows, title=f"{len(planned)} folds", caption=caption, names=2)
+    new_console().print(table)
+
+
+def _carry_out(
+    planned: Sequence[PlannedFold],
+    store: Path,
+    folder: Path,
+    words: Sequence[str],
+) -> Dict[str, RunFailedError]:
+    """Train and score all folds, in their order; returns those that failed. Raises the last error
+    if all fail."""
+    logs = writable_folder(folder / "logs", "folder of logs")
+    failed: Dict[str, RunFailedError] = {}
+    guard = Guard(folder, say=say)
+    guard.plan(
+        steps=len(planned),
+        stall_minutes=0,
+    )  # a fold may take hours, and has a guard of its own
+    with guard:
+        for number, fold in enumerate(planned):
+            label = f"fold {fold.fold}"
+            if fold.is_trained and is_scored(fold.folder):
+                say(f"{label}: trained and scored already")
+                continue
+            try:
+                guard.phase(f"training {label}", step=number)
+                options = [*words, "--fold", fold.fold]
+                log = logs / f"{fold.folder.name}-train.txt"
+                train_run(
+                    fold.folder,
+                    store,
+                    options,
+                    log,
+                    label,
+                    steps=fold.steps,
+                    again=fold.is_changed,
+                )
+                if not is_scored(fold.folder):
+                    guard.phase(f"scoring {label}", step=number)
+                    log = logs / f"{fold.folder.name}-evaluate.txt"
+                    options = [*EVALUATION, "--tolerance", repr(TOLERANCE_MM)]
+                    evaluate_run(fold.folder, store, options, log, label)
+            except RunFailedError as error:
+                failed[fold.fold] = error
+                if len(failed) == len(planned):
+                    raise
+                say(f"error: {error}")
+            _publish(folder)  # also before the others are done
+        guard.phase("writing the page", step=len(planned))
+        _publish(folder)
+        for error in list(failed.values())[-1:]:
+            guard.note_end(f"{listed(failed)} failed; the others are done", error.exit_code)
+    return failed
+
+
+def _publish(folder: Path) -> None:
+    """Decide post-processing on the cases that are scored; write their scores and the page."""
+    answers = read_out_of_fold(folder)
+    if answers:
+        cases = [evidence for of_fold in answers.evidence.values() for evidence in of_fold.values()]
+        decide_jointly(folder, cases)
+        write_out_of_fold(folder, answers)
+    write_folds_report(folder)
+
+
+def _command_line(chosen: Settings, *, force: bool, mlflow: str) -> List[str]:
+    """Options of `train` for each fold, besides its folders and --fold."""
+    words = [word for cls in SETTINGS for word in to_command_line(cls, chosen)]
+    if force:
+        words.append("--force")
+    if mlflow:
+        words += ["--mlflow", mlflow]
+    return words
+
+
+def _beside_s(plan: Plan) -> Optional[float]:
+    """Predicted seconds of a fold beside its steps: validations, scoring, and the starts of its
+    processes; None if no step is predicted."""
+    if plan.forecast is None:
+        return None
+    config = plan.config
+    manifest = plan.store.manifest
+    held_out = len(manifest.split["val"])
+    validations = config.validations or plan.steps // (plan.steps_per_epoch * config.validate_every)
+    coarse_share = config.coarse_steps / plan.steps
+    full_s = _answer_s(plan, plan.forecast.full.step_s, config.grid)
+    coarse_s = full_s
+    if plan.forecast.coarse:
+        coarse_s = _answer_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
+    validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
+    score_s = SCORE_S * math.prod(manifest.largest_shape) / 1e6
+    return START_S + held_out * (validations * validation_s + full_s + score_s)
+
+
+def _answer_s(plan: Plan, step_s: float, grid: Sequence[int]) -> float:
+    """Predicted seconds of a network's answer to a whole case, from those of a step on volumes of
+    `grid`."""
+    windows = 1
+    if plan.config.is_patch:
+        windows = window_count(volume_shape(plan.store, plan.config), grid)
+    return FORWARD_SHARE * step_s / plan.config.batch * windows

@@ -1,0 +1,117 @@
+"""Every case of a folder of folds once, by the fold that held it out.
+
+if not is_scored(run): ...                    # `evaluate` scores the cases that it held out
+answers = read_out_of_fold(folder)            # of the folds that are scored; None if there are none
+write_out_of_fold(folder, answers)            # folder/evaluation/val, as `evaluate` writes it
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+import numpy as np
+
+from cpu3d.errors import InputError
+from cpu3d.inference.evaluate import (
+    FILES,
+    PREDICTIONS,
+    SCHEMA,
+    outdated_scores,
+    read_scores,
+    scores_path,
+    summarise,
+    worst_of,
+)
+from cpu3d.inference.postprocessing.evidence import Evidence, evidence_from_json
+from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.run.folds import WEIGHTS, trained_folds
+from cpu3d.util.atomic import replace_files, write_json
+
+SPLIT = "val"  # where a fold has the cases that it holds out
+EVALUATION = ("--split", SPLIT, "--weights", WEIGHTS, "--raw", "--evidence")
+"""Options of `evaluate` that score a fold on them."""
+
+
+@dataclass(frozen=True)
+class OutOfFold:
+    """The cases of the folds that are scored."""
+
+    scores: Dict[str, Any]  # as scores.json has them, of all folds
+    held_out: Dict[str, List[str]]  # fold -> its case ids
+    evidence: Dict[str, Dict[str, Evidence]]  # fold -> case id -> for post-processing
+    predictions: Dict[str, Path]  # case id -> its label map
+
+
+def is_scored(run: Path) -> bool:
+    """Whether a fold's last weights are scored on the cases that it held out."""
+    if outdated_scores(run, SPLIT, TOLERANCE_MM, WEIGHTS):
+        return False
+    try:
+        _evidence(read_scores(scores_path(run, SPLIT)))
+    except (InputError, KeyError, ValueError):  # of another version
+        return False
+    return True
+
+
+def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
+    """The answers of all folds that are trained and scored; None if there are none. Raises
+    InputError for a folder that is none of folds."""
+    runs = {fold: run for fold, run in trained_folds(folder).items() if is_scored(run)}
+    if not runs:
+        return None
+    scores = {fold: read_scores(scores_path(run, SPLIT)) for fold, run in runs.items()}
+    cases: List[Dict[str, Any]] = []
+    origins = []
+    predictions = {}
+    for fold, run in runs.items():
+        ids = []
+        painted = scores_path(run, SPLIT).parent / PREDICTIONS
+        for case in scores[fold]["cases"]:
+            ids.append(case["case_id"])
+            cases.append({name: value for name, value in case.items() if name != "evidence"})
+            predictions[ids[-1]] = painted / f"{ids[-1]}.nii.gz"
+        how = {name: scores[fold][name] for name in ("fold", "inference")}
+        origins.append({"run": str(run), **how, "held_out": ids})
+    cases.sort(key=lambda case: case["case_id"])
+    first = dict(scores[next(iter(runs))])
+    for name in ("fold", "inference"):  # of this fold alone
+        first.pop(name, None)
+    peaks = [each.get("peak_rss_bytes") or 0 for each in scores.values()]
+    joined = {
+        **first,
+        "run": str(folder),
+        "runs": origins,
+        "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
+        "peak_rss_bytes": max(peaks),
+        "summary": summarise(cases),
+        "worst": worst_of(cases),
+        "cases": cases,
+    }
+    return OutOfFold(
+        scores=joined,
+        held_out={origin["fold"]: origin["held_out"] for origin in origins},
+        evidence={fold: _evidence(of_fold) for fold, of_fold in scores.items()},
+        predictions=predictions,
+    )
+
+
+def write_out_of_fold(folder: Path, answers: OutOfFold) -> Path:
+    """Write scores and predictions of all folds together; returns the file of the scores."""
+    path = scores_path(folder, SPLIT)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_files(path.parent, FILES) as new:
+        (new / PREDICTIONS).mkdir()
+        for prediction in answers.predictions.values():
+            shutil.copyfile(prediction, new / PREDICTIONS / prediction.name)
+        write_json(new / path.name, {"schema": SCHEMA, **answers.scores})
+    return path
+
+
+def _evidence(scores: Dict[str, Any]) -> Dict[str, Evidence]:
+    """Case id -> its evidence. Raises KeyError or ValueError if a case has none that can be
+    read."""
+    evidence = {}
+    for case in scores["cases"]:
+        evidence[case["case_id"]] = evidence_from_json(case["evidence"], scores["regions"])
+    return evidence

@@ -1,0 +1,1 @@
+"""Post-processing: which parts of an answer are removed, and the cases that decide it."""

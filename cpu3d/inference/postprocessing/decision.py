@@ -1,0 +1,159 @@
+"""The post-processing of a run: decided on its validation cases, and kept with it.
+
+decision = decide(run)                                  # writes run/postprocessing.json
+chosen = postprocessing_of(run, config)                 # as decided, or off and why
+label = chosen.paint(probabilities, regions, spacing_mm)
+"""
+
+import dataclasses
+import gc
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, Optional
+
+import numpy as np
+
+from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.nifti import ras_steps_mm
+from cpu3d.distributed.cluster import read_cluster
+from cpu3d.errors import InputError
+from cpu3d.inference.ensemble import trained_predictors
+from cpu3d.inference.postprocessing.choice import LEAST_CASES, decide_from, too_few
+from cpu3d.inference.postprocessing.evidence import Means, gather
+from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
+from cpu3d.inference.runs import Inference, store_of_run
+from cpu3d.run.checkpoint import weights_file
+from cpu3d.run.config import load_config
+from cpu3d.settings import RunConfig
+from cpu3d.training.train import Options
+from cpu3d.util.atomic import write_json
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import bar, say
+from cpu3d.util.records import count
+from memory_estimator.common.files import read_record, typed
+
+FILE = "postprocessing.json"  # in the run's folder
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The content of postprocessing.json."""
+
+    weights_sha256: str  # of the best weights, with which it was decided
+    split_hash: str
+    cases: int  # labelled validation cases
+    chosen: PostProcessing
+    before: Dict[str, Means]  # region -> means of the raw answers; empty if cases were too few
+    after: Dict[str, Means]  # the same after `chosen`
+    cases_with: Optional[Dict[str, int]] = None
+    """Region -> validation cases that have it. None in a file of an earlier version, whose rules
+    needed none."""
+
+
+def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
+    """The run's decision, with its present weights or earlier ones; None if it has none. Raises InputError for a
+    postprocessing.json that is damaged, of another version or of other regions."""
+    path = Path(run) / FILE
+    if not path.exists():
+        return None
+
+    def checked(content: Dict[str, Any]) -> Decision:
+        decision = typed(content, Decision)
+        chosen, before = decision.chosen, set(decision.before)
+        named = {*before, *chosen.rules, *chosen.without, *(decision.cases_with or {})}
+        is_whole = before == set(decision.after) and all(chosen.rules.values())
+        if not is_whole or not named <= set(config.regions):
+            raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
+        return decision
+
+    return read_record(path, SCHEMA, checked, "delete it and repeat the run's `train`, which decides again", InputError)
+
+
+def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> PostProcessing:
+    """The post-processing of a run with its "best" or "last" weights. Raises InputError as `read_decision`."""
+    decision = read_decision(run, config)
+    if decision is None:
+        return PostProcessing(off="not decided; repeat the run's `train`")
+    if weights != "best":
+        return PostProcessing(off=f"decided with the best weights, these are the {weights}")
+    try:
+        digest = file_sha256(weights_file(run, "best"))
+    except (InputError, OSError):
+        digest = ""  # reported where the weights are read
+    if (decision.weights_sha256, decision.split_hash) != (digest, config.split_hash):
+        return PostProcessing(off="decided with other weights or another split; repeat the run's `train`")
+    if decision.cases_with is None:
+        rule = "decided by an earlier version, whose rules needed no case that has the region"
+        return PostProcessing(off=f"{rule}; repeat the run's `train`, which decides again")
+    return decision.chosen
+
+
+def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
+    """Decide the post-processing of a trained run on its labelled validation cases, one in memory
+    at a time, and write it into the run. A decision of this version with the present weights is
+    returned as it is. Raises InputError as `trained_predictors` and `store_of_run`, and if another
+    process writes to the run."""
+    run, config = Path(run), load_config(run)
+    with locked(run, "run"):
+        digest = file_sha256(weights_file(run, "best"))
+        try:
+            decision = read_decision(run, config)
+        except InputError:
+            decision = None  # damaged: decided again
+        known = decision is not None and decision.cases_with is not None
+        if known and (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash):
+            return decision
+        store = store_of_run(config, store_folder)
+        bare = set(store.manifest.unlabelled)
+        ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
+        records = store.cases("val").chosen(ids)  # read one at a time
+        regions = config.codes_by_region
+        cases_with = {
+            name: sum(not record.label_voxels.keys().isdisjoint(codes) for record in records)
+            for name, codes in regions.items()
+        }
+        if max(cases_with.values()) < LEAST_CASES:  # no network need be asked
+            few = {name: too_few(number) for name, number in cases_with.items()}
+            off = reasons(few) if len(records) >= LEAST_CASES else too_few(len(records))
+            chosen = PostProcessing(off=off, without=few)
+            before: Dict[str, Means] = {}
+            after: Dict[str, Means] = {}
+        else:
+            (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
+            evidences = []
+            with bar("post-processing", total=len(records)) as advance:
+                for record in records:
+                    answers = predictor.probabilities(store.image(record.case_id), record)
+                    truth = np.asarray(store.label(record.case_id))
+                    evidences.append(gather(answers, truth, regions, ras_steps_mm(record.geometry)))
+                    del answers  # else they are in memory while the next case is predicted
+                    advance()
+            choice = decide_from(evidences, regions, alone=True)
+            chosen, before, after = choice.chosen, choice.before, choice.after
+        hashes = digest, config.split_hash
+        decision = Decision(*hashes, len(records), chosen, before, after, cases_with)
+        write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
+    return decision
+
+
+def after(training: Options, settings: Dict[str, Any]) -> None:
+    """Follow `train` with its options: the chief of a finished run decides, and prints the choice or why there is none.
+    Raises KeyboardInterrupt with nothing written."""
+    if not read_cluster(os.environ).is_chief:
+        return
+    gc.collect()  # frees the network that was trained
+    try:
+        decision = decide(training.run, training.store)
+        line = decision.chosen.words
+        if not decision.chosen.off:
+            pairs = zip(decision.before.items(), decision.after.values())
+            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs)
+            line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
+    except Exception as error:  # also TensorFlow's own: in any case the run is whole
+        line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
+    except KeyboardInterrupt:
+        done = "the run is complete, its post-processing is not decided"
+        raise KeyboardInterrupt(f"{done}; the same command decides it") from None
+    say(f"post-processing: {line}")

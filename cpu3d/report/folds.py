@@ -1,0 +1,375 @@
+"""The page of a folder of folds: every case once, scored by the fold that had not seen it.
+
+write_folds_report(folder)        # folder/report.html
+for table in results_tables(gather_folds(folder)): ...
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import numpy as np
+
+from cpu3d.data.store import Store, open_store
+from cpu3d.errors import InputError
+from cpu3d.inference.evaluate import PREDICTIONS, ranked, read_scores, scores_path, scores_table
+from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
+from cpu3d.inference.postprocessing.decision import Decision, read_decision
+from cpu3d.inference.postprocessing.joint import CaseScores, cross_fitted
+from cpu3d.inference.scores import METRICS, metric_notes
+from cpu3d.pages.page import flat, page_file
+from cpu3d.pages.viewer import viewer
+from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
+from cpu3d.report.sections import Folded, Part, Section, cases_table, shown_cases, write_page
+from cpu3d.run.config import load_config
+from cpu3d.run.folds import FILE, fold_folder, read_folds
+from cpu3d.run.log import iter_events
+from cpu3d.run.summary import History
+from cpu3d.settings import RunConfig
+from cpu3d.util.records import count, listed, plus_minus
+from memory_estimator.common.table import PALETTE, Table
+from memory_estimator.common.units import by, format_bytes, format_seconds
+
+WEIGHTS_NOTE = (
+    "The folds answer with their last weights, averaged if the run averages: the best ones are "
+    "chosen by the cases that are scored here. So no case has chosen what it is scored with."
+)
+POSTPROCESSED = ("lesion_dice", "false_positives", "dice")  # the METRICS that evidence gives
+
+
+@dataclass(frozen=True)
+class FoldsFiles:
+    """The content of a folder of folds."""
+
+    folder: Path
+    names: List[str]  # of all folds
+    configs: Dict[str, RunConfig]  # of the folds that have begun
+    histories: Dict[str, History]
+    store: Optional[Store]  # None if it was moved or deleted
+    answers: Optional[OutOfFold]  # of the folds that are scored
+    decision: Optional[Decision]  # the post-processing of all together
+    test: Optional[Dict[str, Any]]  # the scores of the ensemble on the test cases
+
+    @property
+    def lacking(self) -> List[str]:
+        """The folds without scores."""
+        held_out = self.answers.held_out if self.answers else {}
+        return [fold for fold in self.names if fold not in held_out]
+
+
+def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
+    """Write the page of a folder of folds to `out`, by default folder/report.html, atomically;
+    returns its path. Raises InputError as `gather_folds`, and when the page cannot be written
+    there."""
+    files = gather_folds(folder)
+    out = out or files.folder / "report.html"
+    page_file(out)
+    title = f"Report of {files.folder.name}: {len(files.names)} folds"
+    write_page(out, title, "./run.sh report", _sections(files), notes=_missing(files))
+    return out
+
+
+def gather_folds(folder: Path) -> FoldsFiles:
+    """Read a folder of folds. Raises InputError for one that is none, and for files that are
+    damaged or of another version."""
+    folder = Path(folder).resolve()
+    folds = read_folds(folder)
+    if folds is None:
+        raise InputError(
+            f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`",
+        )
+    runs = {fold: fold_folder(folder, fold) for fold in folds.names}
+    begun = {fold: run for fold, run in runs.items() if (run / "config.json").is_file()}
+    configs = {fold: load_config(run) for fold, run in begun.items()}
+    store = None
+    for place in (folds.store, *(config.store for config in configs.values())):
+        if store is None:
+            with contextlib.suppress(InputError):  # moved or deleted since: the page says so
+                store = open_store(place)
+    test = scores_path(folder)
+    return FoldsFiles(
+        folder=folder,
+        names=folds.names,
+        configs=configs,
+        histories={fold: History(iter_events(run)) for fold, run in begun.items()},
+        store=store,
+        answers=read_out_of_fold(folder),
+        decision=read_decision(folder, next(iter(configs.values()))) if configs else None,
+        test=read_scores(test) if test.is_file() else None,
+    )
+
+
+def results_tables(files: FoldsFiles) -> List[Table]:
+    """The tables of the terminal."""
+    if files.answers is None:
+        return [folds_table(files)]
+    decided = _postprocessing_table(files)
+    return [folds_table(files), _scores_table(files), *([decided] if decided else [])]
+
+
+def folds_table(files: FoldsFiles) -> Table:
+    """A row for each fold: its cases, what its training took, and its scores."""
+    dice = _dice(files.answers)
+    held_out = files.answers.held_out if files.answers else {}
+    rows = []
+    for fold in files.names:
+        history = files.histories.get(fold)
+        if history is None:
+            rows.append((fold, "waiting", *["-"] * 5))
+            continue
+        costs = history.costs()
+        ids = held_out.get(fold, ())
+        mean = f"{np.mean([dice[case_id] for case_id in ids]):.3f}" if ids else "-"
+        train_s = costs.train_s or costs.steps_s + costs.validation_s + costs.checkpoint_s
+        cells = (
+            f"{costs.steps:,}",
+            format_seconds(train_s or None),
+            format_bytes(costs.peak_rss_bytes),
+        )
+        rows.append((fold, _state(history), str(len(ids) or "-"), *cells, mean))
+    return Table(
+        ("fold", "training", "cases scored", "steps", "time", "peak memory", "mean Dice"),
+        rows,
+        title="Folds",
+        caption="Time is of all attempts, with validations; scores are of the held-out cases.",
+        names=2,
+    )
+
+
+# --- Private helpers ---
+
+
+def _sections(files: FoldsFiles) -> List[Section]:
+    """All that the page shows, in order. An element is added here."""
+    answers = files.answers
+    scores: List[Part] = []
+    cases: List[Part] = []
+    if answers:
+        scores = [_scores_table(files), WEIGHTS_NOTE, *_score_pictures(answers)]
+        cases = [_shown(files), Folded("Every case", cases_table(answers.scores))]
+    decided = _postprocessing_table(files)
+    words = [f"The folds together: {files.decision.chosen.words}."] if files.decision else []
+    test = [scores_table(files.test)] if files.test else []
+    ids = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()] if answers else []
+    settings = _settings(next(iter(files.configs.values()))) if files.configs else []
+    return [
+        ("The folds", [Table(("", ""), _facts(files), names=2), folds_table(files)]),
+        ("Scores of each case by the fold that held it out", scores),
+        ("Untouched cases, by the folds together", test),
+        ("Post-processing", [*([decided] if decided else []), *words]),
+        ("Cases", cases),
+        ("Training, a line a fold", [_curves(files)]),
+        ("Host and software", _hosts(files)),
+        (
+            "Settings",
+            [
+                Folded("settings", Table(("", ""), settings, names=2)),
+                Folded("held out", _held_out(ids)),
+            ],
+        ),
+    ]
+
+
+def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
+    """Name and value of what all folds have in common."""
+    facts = [("folder", str(files.folder))]
+    if files.store:
+        manifest = files.store.manifest
+        facts.append(
+            ("data", f"{manifest.name} ({manifest.layout}), {count(manifest.cases, 'case')}"),
+        )
+    if files.answers:
+        facts.append(
+            (
+                "scored",
+                f"{count(files.answers.scores['cases'], 'case')}, each once, full original grids",
+            )
+        )
+    for config in list(files.configs.values())[:1]:
+        sees = f"{by(config.grid, ' x ')}, {config.mode}, resolution {config.resolution:g}"
+        facts += [("sees", sees), ("split hash", config.split_hash)]
+    train_s = [history.costs().train_s for history in files.histories.values()]
+    peaks = [history.costs().peak_rss_bytes or 0 for history in files.histories.values()]
+    known_s = [seconds for seconds in train_s if seconds]
+    if known_s:
+        facts.append(("training of all folds", format_seconds(sum(known_s))))
+        facts.append(("peak memory", format_bytes(max(peaks) or None)))
+    return facts
+
+
+def _missing(files: FoldsFiles) -> List[str]:
+    """Notes on what is missing and why, one sentence each."""
+    notes = []
+    for fold in files.lacking:
+        history = files.histories.get(fold)
+        why = _state(history) if history else "it has not begun"
+        notes.append(f"Fold {fold} is missing here ({why}): its cases are in no score.")
+    if files.lacking:
+        notes.append("Repeat the same `train --folds` to complete it.")
+    if files.store is None:
+        notes.append("The store cannot be read, so no cases are shown.")
+    return notes
+
+
+def _state(history: History) -> str:
+    """How far a fold's training has come, in words."""
+    last = history.last
+    if last.get("event") == "diverged":
+        return f"diverged after step {last['step']}: {last['reason']}"
+    if history.end:
+        return history.end["reason"]
+    return f"not ended, step {history.last_step}"
+
+
+def _dice(answers: Optional[OutOfFold]) -> Dict[str, float]:
+    """Case id -> its mean Dice."""
+    cases = answers.scores["cases"] if answers else []
+    return {case["case_id"]: case["mean_dice"] for case in cases}
+
+
+def _scores_table(files: FoldsFiles) -> Table:
+    """Every metric of every region over all cases, and how the folds' means spread."""
+    answers = files.answers
+    of_case = {case["case_id"]: case["regions"] for case in answers.scores["cases"]}
+    rows = []
+    for region, summary in answers.scores["summary"].items():
+        name = region
+        for key, metric in METRICS.items():
+            digits = metric.digits
+            values = summary[key]
+            means = []
+            for ids in answers.held_out.values():
+                means.append(np.mean([of_case[case_id][region][key] for case_id in ids]))
+            spread = f"{min(means):.{digits}f} to {max(means):.{digits}f}"
+            deviation = f"{np.std(means, ddof=1):.{digits}f}" if len(means) > 1 else "-"
+            mean = plus_minus(values["mean"], values["std"], digits)
+            rows.append(
+                (name, metric.heading, mean, f"{values['median']:.{digits}f}", spread, deviation),
+            )
+            name = ""  # in its first row
+    notes = metric_notes(tuple(METRICS), answers.scores["tolerance_mm"])
+    return Table(
+        ("region", "score", "mean \u00b1 sd", "median", "means of folds", "sd of folds"),
+        rows,
+        title=f"{count(of_case, 'case')} of {answers.scores['name']}, without post-processing",
+        caption=f"{notes}. mean \u00b1 sd and median: over the cases.",
+        names=2,
+    )
+
+
+def _crossed(files: FoldsFiles) -> Optional[Tuple[CaseScores, CaseScores]]:
+    """The scores of each case before and after rules of the other folds; None for a single fold."""
+    if files.answers is None or len(files.answers.evidence) < 2:
+        return None
+    return cross_fitted(files.answers.evidence, files.answers.scores["regions"])
+
+
+def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
+    """What post-processing is worth on cases that have not decided it."""
+    crossed = _crossed(files)
+    if crossed is None:
+        return None
+    before, after = crossed
+    decision = files.decision
+    rows = []
+    for region in next(iter(before.values())):
+        removed = "-"
+        if decision:
+            rules = decision.chosen.rules.get(region)
+            removed = decision.chosen.without.get(region, "none")
+            if rules:
+                removed = f"below {listed(rules)}"
+        cells = []
+        for key in POSTPROCESSED:
+            digits = METRICS[key].digits
+            means = []
+            for scores in (before, after):
+                values = [getattr(regions[region], key) for regions in scores.values()]
+                means.append(np.mean(values))
+            cells.append(f"{means[0]:.{digits}f} \u2192 {means[1]:.{digits}f}")
+        rows.append((region, *cells, removed))
+    return Table(
+        (
+            "region",
+            *(METRICS[key].label for key in POSTPROCESSED),
+            "parts removed by the folds together",
+        ),
+        rows,
+        title="Post-processing, each case by rules that the other folds decided",
+        caption=f"Means over {count(before, 'case')}, before \u2192 after. "
+        "The rules of the folds together, in the last column, are decided on all cases.",
+        names=1,
+    )
+
+
+def _score_pictures(answers: OutOfFold) -> List[Figures]:
+    """Every case as a dot, by region and by fold."""
+    dice = _dice(answers)
+    by_fold = {fold: [dice[case_id] for case_id in ids] for fold, ids in answers.held_out.items()}
+    title = "Mean Dice of every case, by fold"
+    picture = strips(by_fold, title=title, y_label="Dice", y_range=(-0.02, 1.02))
+    return [[(title, picture), *score_pictures(answers.scores)]]
+
+
+def _shown(files: FoldsFiles) -> Part:
+    """The best, median and worst case by mean Dice, with the truth."""
+    if files.store is None:
+        return ""
+    scores = {}
+    for case in reversed(ranked(files.answers.scores["cases"])):
+        each = [f"{name} {region['dice']:.3f}" for name, region in case["regions"].items()]
+        scores[case["case_id"]] = f"Dice {', '.join(each)}"
+    predictions = scores_path(files.folder, SPLIT).parent / PREDICTIONS
+    regions = files.answers.scores["regions"]
+    return viewer(
+        shown_cases(files.store, scores, regions, {"prediction out of fold": predictions}),
+    )
+
+
+def _curves(files: FoldsFiles) -> Figures:
+    """Validation Dice and training loss over steps."""
+    validations = []
+    losses = []
+    for (fold, history), colour in zip(files.histories.items(), itertools.cycle(PALETTE)):
+        if len(history.validations):
+            held_out = history.validations
+            validations.append(Line(fold, held_out["step"], held_out["mean_dice"], colour))
+        if len(history.steps):
+            losses.append(
+                Line(fold, history.steps["step"], history.steps["loss"], colour, measured=False),
+            )
+    figures: Figures = []
+    for title, lines, label, y_range in (
+        ("Mean Dice of the held-out cases", validations, "Dice", (0, 1)),
+        ("Loss of the steps", losses, "loss", (0, None)),
+    ):
+        if lines:
+            figures.append((title, chart(lines, title=title, y_label=label, y_range=y_range)))
+    return figures
+
+
+def _hosts(files: FoldsFiles) -> List[Part]:
+    """The hosts and versions of the attempts, each once, with the folds that they trained."""
+    seen: Dict[Tuple[Tuple[str, str], ...], Dict[str, None]] = {}
+    for fold, history in files.histories.items():
+        for start in history.starts:
+            groups = ("host", "versions", "threads")
+            about = {group: start[group] for group in groups if start.get(group)}
+            seen.setdefault(tuple(flat(about)), {})[fold] = None
+    tables: List[Part] = []
+    for about, folds in seen.items():
+        tables.append(Table(("", ""), list(about), title=f"Folds {listed(folds)}", names=2))
+    return tables
+
+
+def _settings(config: RunConfig) -> List[Tuple[str, str]]:
+    """The settings of the first fold, but for which fold it is."""
+    content: Mapping[str, Any] = dataclasses.asdict(config)
+    return sorted(pair for pair in flat(content) if pair[0] != "fold")
+
+
+def _held_out(ids: List[Tuple[str, str]]) -> Table:
+    return Table(("fold", "cases that it held out"), ids, names=2)

@@ -1,0 +1,95 @@
+"""A folder of folds, as `train --folds K` makes it: a run for each fold, and what is common.
+
+folds = read_folds(folder)                  # None for any other folder
+runs = trained_folds(folder)                # {"1/5": folder/fold-1, ...}, those that are done
+path = fold_folder(folder, "2/5")           # folder/fold-2
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Optional
+
+from cpu3d.errors import InputError
+from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.log import FINISHED, last_end
+from cpu3d.util.atomic import write_json
+from memory_estimator.common.files import read_record, typed
+
+FILE = "folds.json"
+SCHEMA = 1
+WEIGHTS = "last"
+"""The weights of the folds. The best ones are chosen by the cases that a fold has held out, which
+could then not be scored with them."""
+
+
+@dataclass(frozen=True)
+class Folds:
+    """What all folds of a folder have in common."""
+
+    count: int
+    store: str
+    chosen: Dict[str, Any]  # the settings that were given in all calls, by name
+    training_s: Optional[float] = None  # predicted, of the steps of a fold
+    beside_s: Optional[float] = None  # predicted, of its validations and of scoring it
+
+    @property
+    def names(self) -> List[str]:
+        """The folds, as "1/5"."""
+        return [f"{part}/{self.count}" for part in range(1, self.count + 1)]
+
+
+def save_folds(folder: Path, folds: Folds) -> None:
+    """Write `folder`/folds.json, atomically."""
+    write_json(Path(folder) / FILE, {"schema": SCHEMA, **asdict(folds)})
+
+
+def read_folds(folder: Path) -> Optional[Folds]:
+    """What `save_folds` wrote; None for a folder without it. Raises InputError if it is damaged or
+    of another version."""
+    path = Path(folder) / FILE
+    if not path.is_file():
+        return None
+
+    def checked(content: Dict[str, Any]) -> Folds:
+        folds = typed(content, Folds)
+        if folds.count < 2:
+            raise ValueError(f"{folds.count} folds")
+        return folds
+
+    return read_record(
+        path,
+        SCHEMA,
+        checked,
+        "delete it and repeat `train --folds` with all its options",
+        InputError,
+    )
+
+
+def fold_folder(folder: Path, fold: str) -> Path:
+    """The run of a fold such as "2/5"."""
+    return Path(folder) / f"fold-{fold.partition('/')[0]}"
+
+
+def trained_folds(folder: Path) -> Dict[str, Path]:
+    """Fold -> its run, of those that are trained to their end. Raises InputError for a folder that
+    is none of folds."""
+    folds = read_folds(folder)
+    if folds is None:
+        raise InputError(
+            f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`",
+        )
+    runs = {fold: fold_folder(folder, fold) for fold in folds.names}
+    trained = {}
+    for fold, run in runs.items():
+        if last_end(run).get("reason") in FINISHED and checkpoints(run):
+            trained[fold] = run
+    return trained
+
+
+def refuse_folds(folder: Path) -> None:
+    """Raise InputError for a folder of folds, where one run must be named."""
+    folds = read_folds(folder)
+    if folds is not None:
+        first, last = (fold_folder(folder, fold) for fold in (folds.names[0], folds.names[-1]))
+        rule = f"run {folder} must be one run, got a folder of {folds.count} folds"
+        raise InputError(f"{rule}; name one of them, {first} to {last}")

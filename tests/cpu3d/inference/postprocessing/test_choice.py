@@ -1,0 +1,222 @@
+"""Which rules the evidence of cases chooses, and which it does not."""
+
+import numpy as np
+import pytest
+
+from cpu3d.inference.postprocessing.choice import decide_from
+from cpu3d.inference.postprocessing.evidence import Means, gather
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
+from tests.cpu3d.conftest import REGIONS
+from tests.cpu3d.inference.postprocessing.made import (
+    BIG,
+    CORE,
+    ENHANCING,
+    MM,
+    answers_of,
+    evidences_of,
+    label_of,
+    unsure,
+)
+
+SMALL = (1, (40, 2, 2), (11, 37, 1))  # 407 voxels: 5.1 % of BIG
+ISLAND = (1, (40, 20, 20), (10, 10, 3))  # 300 voxels: 3.75 %
+SPECK = (1, (40, 20, 20), (2, 2, 2))  # 8 voxels: 0.1 %
+CLEAN = ((BIG,), (BIG,))
+
+
+def choose(*pairs, alone=True, regions=REGIONS):
+    return decide_from(evidences_of(*pairs, regions=regions), regions, alone=alone)
+
+
+def of_unsure(share):
+    return (Rule(share=share, stays_from=0.95),)
+
+
+def test_islands_of_which_the_network_is_unsure_go_with_two_cases():
+    choice = choose(((BIG, unsure(ISLAND)), (BIG,)), CLEAN)
+    assert choice.chosen.rules == {"WT": of_unsure(0.1)}  # 3 % would leave it
+    assert set(choice.chosen.without) == {"TC", "ET"}  # no case has them
+    dice = 2 * 8000 / (8000 + 8300)
+    assert choice.before["WT"] == Means(0.75, 0.5, pytest.approx((dice + 1) / 2))
+    assert choice.after["WT"] == Means(1, 0, 1)
+    assert choice.before["ET"] == choice.after["ET"] == Means(1, 0, 1)
+    assert choice.cases_with == {"WT": 2, "TC": 0, "ET": 0}
+    one = choose(((BIG, unsure(ISLAND)), (BIG,)))
+    assert one.chosen.rules == {}
+    assert "in 1 validation case" in one.chosen.off
+
+
+def test_of_equal_rules_the_middle_one_is_taken():
+    """0.3, 1 and 3 % remove 8 of 8000 voxels, and so does 10 %; 0.1 % does not."""
+    assert choose(((BIG, unsure(SPECK)), (BIG,)), CLEAN).chosen.rules == {"WT": of_unsure(0.01)}
+
+
+def test_small_parts_of_which_the_network_is_sure_stay_where_only_unsure_ones_are_false():
+    choice = choose(*[((BIG, SMALL, unsure(ISLAND)), (BIG, SMALL))] * 2)
+    assert choice.chosen.rules == {"WT": of_unsure(0.1)}
+    lesion = label_of(BIG, SMALL)  # of another case
+    painted = choice.chosen.paint(answers_of(BIG, SMALL), REGIONS, MM)
+    np.testing.assert_array_equal(painted, lesion)
+
+
+def test_the_mean_of_several_networks_is_not_asked_how_sure_it_is():
+    pairs = [((BIG, SMALL, unsure(ISLAND)), (BIG, SMALL))] * 2
+    assert choose(*pairs, alone=False).chosen.rules == {}  # a share takes the true lesion
+    pairs = [((BIG, unsure(ISLAND)), (BIG,))] * 2
+    assert choose(*pairs, alone=False).chosen.rules == {"WT": (Rule(share=0.1),)}
+
+
+@pytest.mark.parametrize(("with_island", "expected"), [(1, {}), (2, {"WT": (Rule(share=0.1),)})])
+def test_sure_parts_go_if_more_is_gained_than_is_risked(with_island, expected):
+    """Beside three large false parts an island costs 1/4 - 1/5: less than 0.1, but not twice."""
+    large = [(1, corner, (10, 10, 10)) for corner in ((30, 2, 2), (30, 20, 2), (30, 2, 20))]
+    pairs = [((BIG, *large, ISLAND), (BIG,))] * with_island + [((BIG, *large), (BIG,))]
+    choice = choose(*pairs)
+    cases = len(pairs)
+    assert choice.before["WT"].lesion_dice == pytest.approx(1 / 4 - with_island / 20 / cases)
+    assert choice.chosen.rules == expected
+    assert ("risk" in choice.chosen.off) != bool(expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])  # 8 and 27 voxels: too small to count as a lesion by BraTS
+def test_no_rule_takes_a_true_part_that_was_found_however_small_it_is(size):
+    tiny = (1, (40, 2, 2), (size, size, size))
+    others = [((BIG, unsure(ISLAND)), (BIG,))] * 3
+    choice = choose(((BIG, unsure(tiny), unsure(ISLAND)), (BIG, tiny)), *others)
+    assert "WT" not in choice.chosen.rules
+    assert "true lesion" in choice.chosen.without["WT"]
+    missed = ((BIG, unsure(ISLAND)), (BIG, tiny))  # nothing is lost
+    assert set(choose(missed, *others).chosen.rules) == {"WT"}
+
+
+@pytest.mark.parametrize(("answered", "is_lost"), [(3, False), (4, True)])
+def test_a_true_part_counts_as_found_from_a_tenth_of_its_voxels_on(answered, is_lost):
+    true = (1, (40, 2, 2), (10, 4, 1))
+    part = unsure((1, (40, 2, 2), (answered, 1, 1)))
+    others = [((BIG, unsure(ISLAND)), (BIG,))] * 3
+    choice = choose(((BIG, part, unsure(ISLAND)), (BIG, true)), *others)
+    assert ("WT" in choice.chosen.rules) != is_lost
+
+
+def test_of_two_true_parts_of_one_lesion_neither_is_lost():
+    """By BraTS parts that are 2 mm apart are one lesion, which the larger one detects alone."""
+    near = (1, (24, 2, 2), (3, 3, 3))
+    assert choose(*[((BIG, unsure(near), unsure(ISLAND)), (BIG, near))] * 3).chosen.rules == {}
+
+
+def test_true_lesions_must_be_larger_than_a_bound_by_a_margin():
+    """50 voxels are 0.6 %, the true 160 are 2 %: 1 % would do, but not its threefold."""
+    false = unsure((1, (40, 20, 20), (5, 5, 2)))
+    for size, expected in ((8, {}), (13, {"WT": of_unsure(0.01)})):  # 160 and 260 voxels
+        true = unsure((1, (40, 2, 2), (size, 5, 4)))
+        choice = choose(*[((BIG, true, false), (BIG, true))] * 2)
+        assert choice.chosen.rules == expected
+
+
+# --- A rule needs evidence of its own ---
+
+
+FALSE_ET = (3, (12, 12, 12), (3, 3, 3))  # 27 voxels of ET in a core without any
+WITH_ET = ((BIG, CORE, ENHANCING), (BIG, CORE, ENHANCING))
+WITHOUT_ET = ((BIG, CORE, FALSE_ET), (BIG, CORE))
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_little_of_a_region_that_a_case_lacks_becomes_the_next_larger_region(alone):
+    choice = choose(WITH_ET, WITH_ET, WITHOUT_ET, alone=alone)
+    assert choice.chosen.rules == {"ET": (Rule(region_mm3=50),)}  # 3 * 100 are more than 216
+    two_thirds = pytest.approx(2 / 3)
+    assert choice.before["ET"] == Means(two_thirds, pytest.approx(1 / 3), two_thirds)
+    assert choice.after["ET"] == Means(1, 0, 1)
+    painted = choice.chosen.paint(answers_of(BIG, CORE, FALSE_ET), REGIONS, MM)
+    np.testing.assert_array_equal(painted, label_of(BIG, CORE))
+    lesion = (3, (8, 8, 8), (4, 4, 4))  # of another case, 64 voxels
+    painted = choice.chosen.paint(answers_of(BIG, CORE, lesion), REGIONS, MM)
+    np.testing.assert_array_equal(painted, label_of(BIG, CORE, lesion))
+
+
+def test_a_whole_region_goes_beside_its_small_parts():
+    speck = unsure((3, (13, 13, 13), (1, 1, 1)))  # beside 216 voxels of ET: 0.5 %
+    with_both = ((BIG, CORE, ENHANCING, speck), (BIG, CORE, ENHANCING))
+    choice = choose(with_both, with_both, WITHOUT_ET)
+    (rule,) = choice.chosen.rules["ET"]
+    assert (rule.stays_from, rule.region_mm3) == (0.95, 50)
+    assert choice.after["ET"] == Means(1, 0, 1)
+
+
+@pytest.mark.parametrize("with_it", range(3))
+def test_a_region_has_a_rule_only_if_two_cases_have_it(with_it):
+    """Where no case has it every part is an island, and a rule takes true lesions of other
+    cases."""
+    false = unsure(FALSE_ET)
+    true = (BIG, CORE, ENHANCING)
+    has, lacks = ((*true, false), true), ((BIG, CORE, false), (BIG, CORE))
+    choice = choose(*[has] * with_it, *[lacks] * (3 - with_it))
+    if with_it == 2:
+        assert set(choice.chosen.rules) == {"ET"}
+        return
+    assert f"in {with_it} validation case" in choice.chosen.without["ET"]
+    lesion = (3, (8, 8, 8), (4, 4, 4), 0.6)
+    painted = choice.chosen.paint(answers_of(BIG, CORE, lesion), REGIONS, MM)
+    np.testing.assert_array_equal(painted, label_of(BIG, CORE, lesion))
+
+
+def test_a_region_that_gains_nothing_by_itself_has_no_rule_because_another_gains():
+    within = (2, (42, 22, 20), (5, 5, 2))
+    pair = ((BIG, CORE, unsure(ISLAND), unsure(within)), (BIG, CORE))
+    choice = choose(*[pair] * 2)
+    assert set(choice.chosen.rules) == {"WT"}
+    assert "none gains" in choice.chosen.without["TC"]
+    assert (choice.before["TC"].false_positives, choice.after["TC"]) == (1, Means(1, 0, 1))
+    cores = (BIG, CORE, (2, (17, 17, 17), (2, 2, 2), 0.6))
+    painted = choice.chosen.paint(answers_of(*cores), REGIONS, MM)
+    np.testing.assert_array_equal(painted, label_of(*cores))
+
+
+def test_small_parts_of_a_region_become_the_next_larger_and_leave_every_other_alone():
+    small = unsure((2, (17, 17, 17), (3, 3, 3)))
+    pair = ((BIG, CORE, ENHANCING, small), (BIG, CORE, ENHANCING))
+    choice = choose(*[pair] * 2)
+    assert set(choice.chosen.rules) == {"TC"}
+    assert choice.after["TC"] == choice.after["WT"] == choice.after["ET"] == Means(1, 0, 1)
+
+
+def test_regions_that_share_some_of_their_voxels_have_no_rule():
+    """Removing one would take voxels from the other, or paint into it."""
+    crossing = {"all": (1, 2, 3), "a": (1, 2), "b": (2, 3)}
+    small = unsure((2, (17, 17, 17), (3, 3, 3)))
+    choice = choose(*[((BIG, CORE, small), (BIG, CORE))] * 3, regions=crossing)
+    assert set(choice.chosen.without) >= {"a", "b"}
+    assert set(choice.chosen.rules) <= {"all"}
+
+
+def test_organs_and_a_single_region_are_decided_too():
+    for regions in ({"WT": (1,)}, {"a": (1,), "b": (2,)}):
+        choice = choose(*[((BIG, unsure(ISLAND)), (BIG,))] * 2, regions=regions)
+        assert choice.chosen.rules == {next(iter(regions)): of_unsure(0.1)}
+        assert len(choice.after) == len(regions)
+
+
+def nested_case(*outside):
+    """A tumour, and beside it answers of the regions at these positions outside of WT."""
+    answers = answers_of(BIG, CORE, ENHANCING)
+    for position in outside:
+        answers[30 + 8 * position : 36 + 8 * position, :10, :10, position] = 0.99
+    return gather(answers, label_of(BIG, CORE, ENHANCING), REGIONS, MM)
+
+
+def test_nesting_is_chosen_where_each_region_that_it_cuts_gains():
+    choice = decide_from([nested_case(1, 2)] * 2, REGIONS)
+    assert (choice.chosen.nested, choice.chosen.rules) == (True, {})
+    assert choice.before["TC"].lesion_dice < choice.after["TC"].lesion_dice == 1
+    assert choice.before["ET"].lesion_dice < choice.after["ET"].lesion_dice == 1
+    assert not decide_from([nested_case(1)] * 2, REGIONS).chosen.nested  # ET gains nothing
+    assert not decide_from([nested_case(1, 2)], REGIONS).chosen.nested  # one case
+
+
+def test_nothing_is_removed_where_nothing_is_wrong():
+    choice = choose(CLEAN, CLEAN)
+    assert choice.chosen.off
+    assert choice.chosen.rules == {}
+    assert choice.before == choice.after
+    assert PostProcessing().paint(answers_of(BIG), REGIONS, MM).sum() == 8000

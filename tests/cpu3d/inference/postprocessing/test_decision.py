@@ -1,0 +1,188 @@
+"""The post-processing of a run: decided once, kept, applied, and decided again where it must be."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from cpu3d.data.nifti import read_volume
+from cpu3d.data.records import remake
+from cpu3d.data.store import open_store, write_store
+from cpu3d.errors import InputError
+from cpu3d.inference import evaluate, predict
+from cpu3d.inference.evaluate import scores_path
+from cpu3d.inference.postprocessing import decision as postprocessing
+from cpu3d.inference.postprocessing.decision import FILE, after, decide, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.evidence import Means
+from cpu3d.inference.postprocessing.rules import Rule
+from cpu3d.run.config import load_config, save_config
+from cpu3d.training.train import Options
+from tests.cpu3d.conftest import LPS_2MM, make_store
+from tests.cpu3d.runs import run_command
+
+
+@pytest.fixture
+def predictor(fake_predictor, monkeypatch):
+    """The fake predictor with a false part of 2 voxels of WT, far from the tumour."""
+    answer = fake_predictor.probabilities
+    fake_predictor.error = None
+
+    def with_island(*case):
+        if fake_predictor.error:
+            raise fake_predictor.error
+        answers = answer(*case)
+        place = 2 if answers[15:].any() else 26
+        answers[place : place + 2, 5, 4, 0] = 0.9
+        return answers
+
+    monkeypatch.setattr(fake_predictor, "probabilities", with_island)
+    for command in (evaluate, postprocessing, predict):
+        monkeypatch.setattr(command, "trained_predictors", lambda runs, *_: [fake_predictor] * len(runs))
+    return fake_predictor
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path, predictor):
+    """A trained run with two validation cases, whose network answers right but for an island."""
+    split = {"train": ("a", "d"), "val": ("b", "c"), "test": ("e", "f")}
+    geometry = dataclasses.replace(LPS_2MM, shape=(30, 10, 8))
+    store = make_store(tmp_path / "long", tmp_path / "long source", split=split, geometry=geometry)
+    config = load_config(tiny_run)
+    save_config(dataclasses.replace(config, store=str(store.folder), split_hash=store.manifest.split_hash), tiny_run)
+    (tiny_run / "checkpoints").mkdir()
+    (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
+    return tiny_run
+
+
+def of(run, weights="best"):
+    return postprocessing_of(run, load_config(run), weights)
+
+
+def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor):
+    assert "not decided" in of(run).off
+    decision = decide(run)
+    # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
+    assert decision.chosen.rules == {"WT": (Rule(share=0.03, stays_from=0.95),)}
+    assert set(decision.chosen.without) == {"TC", "ET"}
+    assert decision.cases == 2
+    assert decision.cases_with == {"WT": 2, "TC": 2, "ET": 2}
+    assert decision.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
+    assert decision.after["WT"] == Means(1, 0, 1)
+    predictor.error = AssertionError("no network is asked again")
+    assert decide(run) == decision == read_decision(run, load_config(run))
+    assert of(run) == decision.chosen
+    assert "best weights" in of(run, "last").off
+    (run / "checkpoints/best.npz").write_bytes(b"others")
+    assert "other weights" in of(run).off
+    predictor.error = None
+    again = decide(run)
+    assert decision != again == dataclasses.replace(decision, weights_sha256=again.weights_sha256)
+
+
+def test_below_two_validation_cases_no_network_is_asked(tiny_run, predictor):
+    (tiny_run / "checkpoints").mkdir()
+    (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
+    predictor.error = AssertionError("asked")
+    assert decide(tiny_run).cases == 1
+    assert "1 validation case" in of(tiny_run).off
+
+
+def test_a_damaged_decision_is_refused_and_made_again(run):
+    decision = decide(run)
+    for spoil, got in (
+        (lambda content: content.update(schema=2), "schema 2"),
+        (lambda content: content["cases_with"].update(NCR=3), "other regions"),
+        (lambda content: content.pop("chosen"), "chosen"),
+        (lambda content: content["before"].pop("ET"), "other regions than WT, TC, ET"),
+        (lambda content: content["chosen"]["rules"].update(NCR=[{"mm3": 1}]), "other regions"),
+    ):
+        content = json.loads((run / FILE).read_text())
+        spoil(content)
+        (run / FILE).write_text(json.dumps(content))
+        with pytest.raises(InputError, match=rf"{FILE} must be .* got .*{got}.*`train`"):
+            of(run)
+        assert decide(run) == decision
+
+
+def test_rules_of_an_earlier_version_are_not_applied_and_are_decided_again(run):
+    decision = decide(run)
+    content = json.loads((run / FILE).read_text())
+    del content["cases_with"], content["chosen"]["without"]  # as it was written then
+    (run / FILE).write_text(json.dumps(content))
+    assert "earlier version" in of(run).off
+    assert "`train`" in of(run).off
+    assert read_decision(run, load_config(run)).chosen.rules == decision.chosen.rules
+    assert decide(run) == decision
+    assert of(run) == decision.chosen
+
+
+def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, capsys):
+    config = load_config(run)
+    store = open_store(config.store)
+
+    def without(*case_ids):
+        return [
+            dataclasses.replace(case, label_voxels={0: 1}) if case.case_id in case_ids else case
+            for case in store.manifest.cases
+        ]
+
+    write_store(store.folder, remake(store.manifest, cases=without("b")))
+    predictor.error = AssertionError("asked")
+    after(Options(store=store.folder, run=run), {})
+    assert "in 1 validation case" in capsys.readouterr().err
+    assert decide(run).cases_with == {"WT": 1, "TC": 1, "ET": 1}
+    assert "WT" in of(run).off
+
+
+def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(run, predictor, monkeypatch, capsys):
+    options = Options(store=load_config(run).store, run=run)
+    before = sorted(path.name for path in run.iterdir())
+    for error, word in ((OSError("disk full"), "disk full"), (MemoryError(), "MemoryError")):
+        monkeypatch.setattr(predictor, "error", error)
+        after(options, {})
+        assert word in capsys.readouterr().err
+    monkeypatch.setattr(predictor, "error", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt, match="the same command"):
+        after(options, {})
+    assert sorted(path.name for path in run.iterdir()) == before
+
+
+def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
+    cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
+    for index in (1, 0):
+        assert not (run / FILE).exists()
+        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}))
+        after(Options(store=load_config(run).store, run=run), {})
+    assert (run / FILE).exists()
+
+
+def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
+    def scores(*words):
+        assert run_command(evaluate, "--run", run, *words) == 0
+        return json.loads(scores_path(run).read_text())
+
+    assert scores()["summary"]["WT"]["false_positives"]["mean"] == 1  # nothing is decided yet
+    decide(run)
+    decided, raw = scores(), scores("--raw")
+    assert (decided["summary"]["WT"]["false_positives"]["mean"], decided["mean_dice"]) == (0, 1)
+    assert raw["summary"]["WT"]["lesion_dice"]["mean"] == 0.5
+    assert {case["postprocessing"] for case in decided["cases"]} == {of(run).words}
+    assert "3 %" in of(run).words
+    assert "--raw" in raw["cases"][0]["postprocessing"]
+
+
+def test_predictions_lack_what_is_removed_and_probabilities_keep_it(run, tmp_path, capsys):
+    def predicted(*words):
+        image = tmp_path / "long source/e.nii.gz"
+        assert run_command(predict, "--run", run, "--image", image, "--out", tmp_path / "out", *words) == 0
+        return json.loads((tmp_path / "out/e.json").read_text())
+
+    decide(run)
+    content, printed = predicted("--probabilities"), capsys.readouterr().out
+    assert content["volumes_ml"]["WT"] == pytest.approx(0.25)
+    assert of(run).words == content["postprocessing"]
+    assert of(run).words in " ".join(printed.split())
+    probability = read_volume(tmp_path / "out" / content["probabilities"]["WT"])[0]
+    assert np.count_nonzero(probability >= 0.5) == 127
+    assert predicted("--raw")["volumes_ml"]["WT"] == pytest.approx(0.254)

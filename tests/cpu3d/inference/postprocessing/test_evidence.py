@@ -1,0 +1,117 @@
+"""What a labelled case says about post-processing: counts, scores of any rule, JSON."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from scipy.ndimage import uniform_filter
+
+from cpu3d.data.labels import label_from_regions, region_mask
+from cpu3d.inference.postprocessing.evidence import Means, evidence_from_json, gather, means_of
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
+from cpu3d.inference.scores import score_region
+from tests.cpu3d.conftest import REGIONS
+from tests.cpu3d.inference.postprocessing.made import BIG, MM, evidences_of, label_of, unsure
+
+ISLAND = (1, (40, 20, 20), (10, 10, 3))  # 300 voxels
+WITHIN = (2, (42, 22, 20), (5, 5, 2))  # 50 voxels of core in it
+
+
+def test_what_is_kept_of_a_case():
+    (evidence,) = evidences_of(((BIG, unsure(ISLAND), WITHIN), (BIG,)))
+    whole = evidence.plain["WT"]
+    assert whole.voxels == (8000, 300)
+    assert whole.probability == pytest.approx((0.99, 0.99))  # the core in the island is sure
+    assert whole.component_pairs == ((0, 0, 8000),)
+    assert evidence.plain["TC"].inside == {"WT": (1,)}
+    assert evidence.plain["ET"].voxels == ()
+    assert (evidence.has("WT"), evidence.has("TC")) == (True, False)
+    assert evidence.nested is None
+
+
+def test_what_lies_in_a_removed_part_goes_with_it():
+    evidences = evidences_of(((BIG, ISLAND, WITHIN), (BIG,)))
+    before = means_of(evidences, PostProcessing(), REGIONS)
+    assert before["WT"] == Means(0.5, 1, pytest.approx(2 * 8000 / (8000 + 8300)))
+    assert before["TC"] == Means(0, 1, 0)
+    after = means_of(evidences, PostProcessing({"WT": (Rule(share=0.1),)}), REGIONS)
+    assert after["WT"] == after["TC"] == Means(1, 0, 1)
+    off = PostProcessing({"WT": (Rule(share=0.1),)}, off="why")
+    assert means_of(evidences, off, REGIONS) == before
+
+
+def blobs(rng, share):
+    noise = uniform_filter(rng.random((36, 36, 36)), 5)
+    return noise > np.quantile(noise, 1 - share)
+
+
+def made_up_case(rng):
+    """Probabilities of blobs of all sizes beside a truth, some outside of the larger regions."""
+    truth = label_from_regions(np.stack([blobs(rng, n) for n in (0.02, 0.01, 0.005)], -1), REGIONS)
+    true = np.stack([region_mask(truth, codes) for codes in REGIONS.values()], -1)
+    false = np.stack([blobs(rng, n) for n in (0.03, 0.03, 0.02)], -1)
+    answers = np.where(true | false, 0.5 + 0.5 * rng.random(true.shape), 0.2)
+    return answers.astype(np.float32), truth
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Rule(),
+        Rule(share=0.3),
+        Rule(share=0.5, stays_from=0.99),
+        Rule(mm3=60, region_mm3=300),
+        Rule(region_mm3=400),
+    ],
+)
+def test_scores_are_those_of_the_painted_labels(rule, nested):
+    """No rule is painted to be scored."""
+    rng = np.random.default_rng(0)
+    spacing_mm = (0.8, 1.0, 2.5)
+    cases = [made_up_case(rng) for _ in range(2)]
+    evidences = [gather(*case, REGIONS, spacing_mm) for case in cases]
+    chosen = PostProcessing({"WT": (rule,), "ET": (rule,)}, nested)
+    means = means_of(evidences, chosen, REGIONS)
+    labels = [(truth, chosen.paint(answers, REGIONS, spacing_mm)) for answers, truth in cases]
+    for name, codes in REGIONS.items():
+        scores = []
+        for truth, label in labels:
+            masks = region_mask(truth, codes), region_mask(label, codes)
+            scores.append(score_region(*masks, spacing_mm))
+        for metric, mean in dataclasses.asdict(means[name]).items():
+            assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
+
+
+def test_evidence_is_read_from_json_as_it_was_written():
+    evidence = gather(*made_up_case(np.random.default_rng(1)), REGIONS, MM)
+    assert evidence.nested is not None
+    written = json.loads(json.dumps(evidence.to_json()))
+    assert evidence_from_json(written, REGIONS) == evidence
+
+
+@pytest.mark.parametrize(
+    ("spoil", "got"),
+    [
+        (lambda content: content["plain"].pop("ET"), "WT, TC"),
+        (lambda content: content["plain"]["WT"].update(voxels=[1]), "more or fewer"),
+        (lambda content: content["plain"]["WT"].update(component_pairs=[[7, 0, 1]]), "others"),
+        (lambda content: content["plain"]["TC"].update(inside={}), "TC"),
+        (lambda content: content.pop("voxel_mm3"), "voxel_mm3"),
+        (lambda content: content.update(more=1), "more"),
+    ],
+)
+def test_damaged_evidence_is_refused(spoil, got):
+    (evidence,) = evidences_of(((BIG, ISLAND, WITHIN), (BIG,)))
+    content = json.loads(json.dumps(evidence.to_json()))
+    spoil(content)
+    with pytest.raises(ValueError, match=got):
+        evidence_from_json(content, REGIONS)
+
+
+def test_a_case_without_anything_is_evidence_too():
+    empty = label_of()
+    evidence = gather(np.zeros((*empty.shape, 3), np.float32), empty, REGIONS, MM)
+    assert means_of([evidence], PostProcessing(nested=True), REGIONS)["ET"] == Means(1, 0, 1)
+    assert evidence_from_json(json.loads(json.dumps(evidence.to_json())), REGIONS) == evidence

@@ -1,0 +1,508 @@
+"""All folds by one command: each case scored once, and what a cut leaves undone."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d import folds, processes
+from cpu3d.__main__ import main
+from cpu3d.data.store import open_store
+from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted
+from cpu3d.folds import train_folds
+from cpu3d.inference import evaluate
+from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.inference.postprocessing import decision
+from cpu3d.processes import RunFailedError
+from cpu3d.report.folds import write_folds_report
+from cpu3d.report.status import folds_status
+from cpu3d.run.config import load_config, save_config
+from cpu3d.run.log import append_event, read_events
+from cpu3d.run.summary import of_kind
+from cpu3d.training import fit
+from cpu3d.training.train import train
+from cpu3d.util.child import PROGRAM, ROOT
+from cpu3d.util.lock import locked
+from tests.cpu3d.conftest import FakePredictor
+from tests.cpu3d.runs import HOST, SMALL, NumpyLearner, assert_same_run, shown_cases
+
+SETTINGS = {**SMALL, "epochs": 2, "validations": 2, "save_minutes": 0.0}
+WEIGHTS = {"train": 2, "val": 3}
+
+
+@dataclass
+class Commands:
+    """The commands that were called for, carried out in this process."""
+
+    calls: list = field(default_factory=list)
+    cut_at: int = -1  # the number of the call in which Ctrl-C comes
+    diverges: str = ""  # the fold whose training diverges
+    loaded: list = field(
+        default_factory=list,
+    )  # (run, weights) of the networks that `evaluate` asked
+    pages: bool = False  # whether pages are written, which takes seconds
+
+    def seen(self):
+        calls, self.calls[:] = list(self.calls), []
+        return calls
+
+
+def carried_out_here(monkeypatch):
+    """Have trainings without a network, and networks that answer as `Answers`."""
+    told = Commands()
+    step = NumpyLearner.step
+
+    def interrupted(self, *arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *arguments)
+
+    def call(command, log, label, *, run=None, steps=0):
+        folder = Path(command[command.index("--run") + 1])
+        told.calls.append(f"{command[0]} {folder.name}")
+        is_cut = len(told.calls) - 1 == told.cut_at
+        if folder.name == told.diverges and command[0] == "train":
+            save_config(dataclasses.replace(load_config(folder), epochs=SETTINGS["epochs"]), folder)
+            append_event(folder, {"event": "start", "step": 1})
+            append_event(
+                folder,
+                {"event": "diverged", "step": 1, "reason": "loss must be finite, got nan"},
+            )
+            raise RunFailedError("it must succeed", DivergedError.exit_code, "train diverged")
+        if is_cut and command[0] == "evaluate":
+            raise Interrupted("the same command continues")
+        with monkeypatch.context() as patch:
+            if is_cut:
+                patch.setattr(NumpyLearner, "step", interrupted)
+            code = main(command)
+        if code == 130:
+            raise Interrupted("the same command continues")
+        assert code == 0
+
+    def networks(runs, weights, inference):
+        return [Answers(run, inference) for run in runs]
+
+    def noted(runs, weights, inference):
+        told.loaded += [(run.name, weights) for run in runs]
+        return networks(runs, weights, inference)
+
+    def page(folder):
+        if told.pages:
+            return write_folds_report(folder)
+        return folder / "report.html"
+
+    monkeypatch.setattr(fit, "Learner", lambda config, exchange: NumpyLearner(config))
+    monkeypatch.setattr(processes, "call", call)
+    monkeypatch.setattr(folds, "write_folds_report", page)
+    monkeypatch.setattr(folds, "read_host", lambda: HOST)
+    monkeypatch.setattr(evaluate, "trained_predictors", noted)
+    monkeypatch.setattr(decision, "trained_predictors", networks)
+    return told
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    return carried_out_here(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def uncut(phantom_store, tmp_path_factory):
+    """Folds that were trained without a cut. Read only."""
+    folder = tmp_path_factory.mktemp("uncut")
+    with pytest.MonkeyPatch.context() as patch:
+        carried_out_here(patch)
+        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+    return folder
+
+
+@pytest.fixture
+def whole_folds(uncut, tmp_path):
+    """The same, to change."""
+    return Path(shutil.copytree(uncut, tmp_path / "whole"))
+
+
+class Answers(FakePredictor):
+    """The truth, a voxel off for each fold after the first, and an island of WT in a corner."""
+
+    def __init__(self, run, inference):
+        config = load_config(run)
+        super().__init__(Path(config.store), config.codes_by_region, config.label_names)
+        self.channels = self.inputs = config.store_channels
+        self.inference = inference
+        self.fold = int(config.fold[0])
+
+    def probabilities(self, image, record, channels=()):
+        truth = np.asarray(open_store(self.store).label(record.case_id))
+        masks = np.stack([np.isin(truth, codes) for codes in self.regions.values()], axis=-1)
+        masks = np.roll(masks, self.fold - 1, axis=0)
+        masks[:2, :2, :2, 0] = True
+        return masks.astype(np.float32) * self.sure
+
+
+def held_out(folder, fold):
+    scores = read_scores(scores_path(folder / f"fold-{fold}", "val"))
+    return [case["case_id"] for case in scores["cases"]]
+
+
+ALL = ["train fold-1", "evaluate fold-1", "train fold-2", "evaluate fold-2"]
+
+
+def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
+    commands,
+    phantom_store,
+    tmp_path,
+    capsys,
+):
+    folder = tmp_path / "folds"
+    commands.pages = True
+    train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+    assert commands.seen() == ALL
+    split = phantom_store.manifest.split
+    scores = read_scores(scores_path(folder, "val"))
+    known = sorted(split["train"] + split["val"])
+    assert [case["case_id"] for case in scores["cases"]] == known
+    assert sorted(held_out(folder, 1) + held_out(folder, 2)) == known, "test cases are untouched"
+    assert [run["held_out"] for run in scores["runs"]] == [held_out(folder, 1), held_out(folder, 2)]
+    # The network of fold 1 is right but for the island, that of fold 2 is a voxel off.
+    for case in scores["cases"]:
+        assert (case["regions"]["ET"]["dice"] == 1) is (case["case_id"] in held_out(folder, 1))
+        assert case["regions"]["WT"]["false_positives"] == 1
+    assert commands.loaded == [("fold-1", "last"), ("fold-2", "last")]
+    assert scores["weights"] == "last", "the best ones are chosen by the cases that are scored"
+    for case_id in known:
+        assert (folder / "evaluation" / "val" / "predictions" / f"{case_id}.nii.gz").is_file()
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    for words in ("last weights", "Mean Dice of the held-out cases", "Post-processing", "1/2"):
+        assert words in page
+    assert len(shown_cases(folder / "report.html")) == 3
+    out = capsys.readouterr().out
+    assert "predicted" in out[: out.index("1.000")], "the plan is before the results"
+
+    decided = json.loads((folder / "postprocessing.json").read_text())
+    assert decided["cases"] == 5
+    assert decided["chosen"]["rules"]["WT"], "the islands of all folds together"
+    commands.pages = False
+    train_folds(phantom_store.folder, folder, 2)
+    assert commands.seen() == [], "all is done"
+
+
+@pytest.mark.parametrize("cut_at", range(4))
+def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_bits(
+    commands,
+    phantom_store,
+    tmp_path,
+    uncut,
+    cut_at,
+):
+    folder = tmp_path / "cut"
+    commands.cut_at = cut_at
+    with pytest.raises(Interrupted) as caught:
+        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+    assert caught.value.exit_code == 130
+    assert commands.seen() == ALL[: cut_at + 1]
+    status = folds_status(folder)
+    assert (status.state, status.is_fine) == ("interrupted", False)
+    assert "continues" in status.advice
+    assert main(["status", "--run", str(folder), "--json"]) == 1
+    commands.cut_at = -1
+    train_folds(phantom_store.folder, folder, 2)
+    assert commands.seen() == ALL[cut_at:], "what was done is not done again"
+    for name in ("fold-1", "fold-2"):
+        assert_same_run(folder / name, uncut / name, keep=3)
+    first, second = (read_scores(scores_path(each, "val"))["summary"] for each in (folder, uncut))
+    assert first == second
+    done = folds_status(folder)
+    assert (done.state, done.is_fine) == ("finished", True)
+    assert [fold.state for fold in done.folds] == ["scored", "scored"]
+    assert main(["status", "--run", str(folder)]) == 0
+
+
+def test_other_settings_than_the_folds_were_begun_with_are_refused_by_name(
+    commands,
+    phantom_store,
+    whole_folds,
+):
+    store = phantom_store.folder
+    for settings, problem in (
+        ({"filters": 8}, r"fold 1/2: unet.filters must stay 4, got 8"),
+        ({"fold": "1/2"}, "without --fold, got 1/2"),
+        ({"patience": 3}, "--patience must be 0"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            train_folds(store, whole_folds, 2, settings=settings)
+    with pytest.raises(InputError, match=r"--folds must stay 2.*got 3"):
+        train_folds(store, whole_folds, 3)
+    with pytest.raises(
+        InputError,
+        match=f"{whole_folds / 'fold-1'} must be a folder of folds, got one run",
+    ):
+        train_folds(store, whole_folds / "fold-1", 2)
+    with (
+        locked(whole_folds, "folder of folds"),
+        pytest.raises(InputError, match="one process at a time"),
+    ):
+        train_folds(store, whole_folds, 2)
+    assert commands.seen() == []
+
+
+def test_more_epochs_extend_all_folds_and_their_scores_are_made_again(
+    commands,
+    phantom_store,
+    whole_folds,
+):
+    train_folds(phantom_store.folder, whole_folds, 2, settings={"epochs": 3})
+    assert commands.seen() == ALL
+    for name in ("fold-1", "fold-2"):
+        steps = [event["step"] for event in of_kind(read_events(whole_folds / name), "step")]
+        assert steps == list(range(1, len(steps) + 1))
+        assert load_config(whole_folds / name).epochs == 3
+
+
+def test_a_length_in_steps_takes_the_place_of_one_in_epochs(commands, phantom_store, whole_folds):
+    train_folds(phantom_store.folder, whole_folds, 2, settings={"steps": 7})
+    assert commands.seen() == ALL
+    assert [load_config(whole_folds / name).steps for name in ("fold-1", "fold-2")] == [7, 7]
+
+
+def test_folds_under_a_budget_of_minutes_are_trained_once(commands, phantom_store, tmp_path):
+    settings = {**SETTINGS, "epochs": 50, "budget_minutes": 1e-6}
+    train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=settings)
+    assert commands.seen() == ALL
+    train_folds(phantom_store.folder, tmp_path / "folds", 2)
+    assert commands.seen() == []
+
+
+def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
+    commands,
+    phantom_store,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
+    folder = tmp_path / "folds"
+    with pytest.raises(InputError, match="at most as many parts"):
+        train_folds(phantom_store.folder, folder, 6, settings=SETTINGS)
+    words = ["train", "--store", str(phantom_store.folder), "--run", str(folder)]
+    assert main([*words, "--folds", "1"]) == 2
+    assert "folds must be at least 2, got 1" in capsys.readouterr().err
+    small = dataclasses.replace(HOST, available_bytes=10 * 2**20)
+    monkeypatch.setattr(folds, "read_host", lambda: small)
+    with pytest.raises(DoesNotFitError, match="got 10 MiB free"):
+        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+    assert not folder.exists()
+    assert commands.seen() == []
+
+
+def test_a_fold_that_diverges_is_named_and_the_others_go_on(
+    commands,
+    phantom_store,
+    tmp_path,
+    capsys,
+):
+    folder = tmp_path / "folds"
+    store = str(phantom_store.folder)
+    commands.pages = True
+    (folder / "fold-1").mkdir(parents=True)
+    short = {**SETTINGS, "epochs": 1, "fold": "1/2"}
+    train(phantom_store.folder, folder / "fold-1", settings=short)
+    commands.diverges = "fold-1"
+    with pytest.raises(RunFailedError, match="fold 1/2 without: train diverged") as caught:
+        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
+    assert caught.value.exit_code == DivergedError.exit_code
+    assert commands.seen() == ["train fold-1", "train fold-2", "evaluate fold-2"]
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Fold 1/2 is missing" in page
+    assert "loss must be finite" in page
+    status = folds_status(folder)
+    assert (status.state, [fold.state for fold in status.folds]) == (
+        "diverged",
+        ["diverged", "scored"],
+    )
+    assert "--learning-rate" in status.advice
+    image = ["--image", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["predict", "--run", str(folder), *image]) == 2
+    assert "1/2 without" in capsys.readouterr().err
+    with pytest.raises(RunFailedError):
+        train_folds(phantom_store.folder, folder, 2)
+    assert commands.seen() == [], "it would end so again"
+    commands.diverges = ""
+    assert (
+        main(
+            [
+                "train",
+                "--store",
+                store,
+                "--run",
+                str(folder),
+                "--folds",
+                "2",
+                "--learning-rate",
+                "0.005",
+            ]
+        )
+        == 0
+    )
+    assert commands.seen() == ["train fold-1", "evaluate fold-1"]
+
+
+def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_store, tmp_path):
+    folder = tmp_path / "folds"
+    for fold in ("1/2", "2/2"):
+        train(phantom_store.folder, tmp_path / fold[0], settings={**SETTINGS, "fold": fold})
+    folder.mkdir()
+    (tmp_path / "1").rename(folder / "fold-1")
+    train_folds(phantom_store.folder, folder, 2, settings={})
+    assert commands.seen()[:2] == ["evaluate fold-1", "train fold-2"]
+
+
+def test_folds_of_other_settings_are_not_taken_together(commands, phantom_store, tmp_path):
+    folder = tmp_path / "folds"
+    for fold, seed in (("1/2", 0), ("2/2", 1)):
+        train(
+            phantom_store.folder,
+            folder / f"fold-{fold[0]}",
+            settings={**SETTINGS, "fold": fold, "seed": seed},
+        )
+    with pytest.raises(InputError, match="fold 2/2: seed must stay 1, got 0"):
+        train_folds(phantom_store.folder, folder, 2)
+
+
+def test_the_folds_together_predict_and_are_scored_on_untouched_cases(
+    commands,
+    phantom_store,
+    whole_folds,
+):
+    assert main(["evaluate", "--run", str(whole_folds)]) == 0
+    assert commands.loaded == [("fold-1", "last"), ("fold-2", "last")]
+    scores = read_scores(scores_path(whole_folds))
+    assert (scores["untouched"], len(scores["runs"])) == (True, 2)
+    assert "removes parts of WT" in scores["cases"][0]["postprocessing"]
+    assert scores["cases"][0]["regions"]["WT"]["false_positives"] == 0
+    assert main(["report", "--run", str(whole_folds)]) == 0
+    assert "Untouched cases" in (whole_folds / "report.html").read_text(encoding="utf-8")
+    assert (
+        main(
+            [
+                "evaluate",
+                "--run",
+                str(whole_folds),
+                "--split",
+                "val",
+                "--out",
+                str(whole_folds.parent / "o"),
+            ]
+        )
+        == 0
+    )
+    crossed = read_scores(scores_path(whole_folds.parent / "o", "val"))
+    joined = read_scores(scores_path(whole_folds, "val"))
+    assert crossed["summary"] == joined["summary"], "by other code"
+    assert main(["evaluate", "--run", str(whole_folds), "--weights", "best"]) == 0
+    assert read_scores(scores_path(whole_folds))["cases"][0]["postprocessing"].startswith("off")
+
+
+def test_commands_of_one_run_name_the_folds_instead(
+    commands,
+    phantom_store,
+    whole_folds,
+    tmp_path,
+    capsys,
+):
+    (folder, out) = (str(whole_folds), str(tmp_path / "out"))
+    for words in (
+        ["export", "--run", folder, "--format", "savedmodel", "--out", out],
+        ["train", "--run", folder, "--store", str(phantom_store.folder)],
+        ["compare", "--runs", folder, "--out", out],
+        ["launch", "train", "--run", folder, "--store", str(phantom_store.folder)],
+    ):
+        assert main(words) == 2
+        assert re.search(
+            r"got a folder of 2 folds; name one of them, \S+fold-1 to \S+fold-2",
+            capsys.readouterr().err,
+        )
+    assert (
+        main(
+            [
+                "launch",
+                "train",
+                "--run",
+                folder,
+                "--store",
+                str(phantom_store.folder),
+                "--folds",
+                "2",
+            ]
+        )
+        == 2
+    )
+    assert "launch train --fold I/2" in capsys.readouterr().err
+    assert main(["predict", "--run", folder, f"{folder}/fold-1", "--image", out, "--out", out]) == 2
+    assert not Path(out).exists()
+
+
+def test_one_of_several_workers_does_not_train_folds(
+    commands,
+    phantom_store,
+    tmp_path,
+    monkeypatch,
+):
+    cluster = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(cluster))
+    with pytest.raises(InputError, match="got one of 2 workers"):
+        train_folds(phantom_store.folder, tmp_path / "folds", 2)
+
+
+@pytest.mark.slow
+def test_folds_that_are_killed_twice_end_with_the_same_bits(phantom_store, tmp_path):
+    words = [
+        "--store",
+        str(phantom_store.folder),
+        "--folds",
+        "2",
+        "--filters",
+        "4",
+        "--depth",
+        "3",
+        "--dtype",
+    ]
+    words += [
+        "float32",
+        "--steps",
+        "4",
+        "--validations",
+        "1",
+        "--curriculum",
+        "off",
+        "--save-minutes",
+        "0",
+    ]
+
+    def begin(folder):
+        command = [*PROGRAM, "train", "--run", str(folder), *words]
+        return subprocess.Popen(command, cwd=ROOT, stdout=sys.stderr, stderr=subprocess.STDOUT)
+
+    assert begin(tmp_path / "whole").wait() == 0
+    cut = tmp_path / "cut"
+    for name in ("fold-1", "fold-2"):
+        process = begin(cut)
+        end = time.monotonic() + 300
+        first = cut / name / "checkpoints" / "step-00000001.npz"
+        while not first.exists() and process.poll() is None:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+    assert begin(cut).wait() == 0
+    for name in ("fold-1", "fold-2"):
+        assert_same_run(cut / name, tmp_path / "whole" / name, keep=3)
+    both = [read_scores(scores_path(each, "val")) for each in (cut, tmp_path / "whole")]
+    assert both[0]["summary"] == both[1]["summary"]
