@@ -54,7 +54,7 @@ class Options(JobOptions):
 
     cases: int = option(0, "training cases of an epoch (default: unknown)", "N")
     from_store: bool = option(
-        False, "also count the data pipeline of `train`: the next batch, a volume in preparation (default with --run)"
+        False, "also count the data pipeline of `train`: the next batch, samples in preparation (default with --run)"
     )
     host_memory: str = option("", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE")
     calibration: str = option("", CALIBRATION_HELP, "FILE")

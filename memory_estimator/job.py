@@ -62,7 +62,7 @@ class Job:
     engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     averaged: bool = False  # whether an exponential moving average of the weights is kept
-    from_store: bool = False  # whether a store feeds the step: one batch ahead and a volume in preparation count too
+    from_store: bool = False  # whether a store feeds the step: one batch ahead and samples in preparation count too
     reworked: bool = False
     """Whether a store's samples are changed in ways that need them whole and in float32, such as gamma."""
     case_bytes: int = 0  # of a store, the largest case's files; 0 is unknown, and then they are as large as the grid

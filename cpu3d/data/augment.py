@@ -123,11 +123,11 @@ class Drawn:
 
     def of_channels(self, picked: Sequence[int]) -> "Drawn":
         """The numbers of some channels."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in given.items():
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in numbers.items():
             if isinstance(value, np.ndarray) and name != "matrix":
-                given[name] = value[list(picked)]
-        return Drawn(**given)
+                numbers[name] = value[list(picked)]
+        return Drawn(**numbers)
 
 
 def draw(
@@ -217,10 +217,12 @@ def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -
     """
     turn = np.eye(3)
     for axis, angle in enumerate(np.radians(angles_deg)):
-        one, other = [k for k in range(3) if k != axis]
+        low, high = [k for k in range(3) if k != axis]
         about = np.eye(3)
-        about[one, one] = about[other, other] = math.cos(angle)
-        about[one, other], about[other, one] = -math.sin(angle), math.sin(angle)
+        about[low, low] = math.cos(angle)
+        about[high, high] = math.cos(angle)
+        about[low, high] = -math.sin(angle)
+        about[high, low] = math.sin(angle)
         turn = about @ turn
     ratio = [[float(f"{made / read:.6g}") for made in spacing_mm] for read in spacing_mm]
     return np.float32(turn.T / zoom * ratio)

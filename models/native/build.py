@@ -133,17 +133,19 @@ def build_library(sources: Path, name: str) -> Path:
     options = (*OPTIONS, *EXACT, *INSTRUCTION_SETS["avx2"].options)
     digest = _digest(sources, options)
 
-    def found() -> Optional[Path]:
+    def usable() -> Optional[Path]:
         return next(filter(_loads, sorted(folder.glob(f"{name}-{digest}.*.so"))), None)
 
-    if found():
-        return found()
+    library = usable()
+    if library:
+        return library
     compiler = find_compiler()
     folder.mkdir(exist_ok=True)
     with _locked(folder) as is_held:
         _remove_left(folder, at_least_s=0.0 if is_held else LOCK_WAIT_S)
-        if found():
-            return found()
+        library = usable()
+        if library:  # of the process that held the folder
+            return library
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / name
             files = map(str, sorted(sources.glob("*.c")))

@@ -47,10 +47,10 @@ def turned(angles_deg=(20, -15, 30), zoom=1.2, spacing_mm=(1, 1, 1)):
     """The inverse map, in voxels, of turns about X, Y and Z in mm, and a zoom."""
     matrix = np.eye(3)
     for axis, angle in enumerate(np.radians(angles_deg)):
-        one, other = (k for k in range(3) if k != axis)
+        low, high = (k for k in range(3) if k != axis)
         about = np.eye(3)
-        about[[one, other], [one, other]] = np.cos(angle)
-        about[one, other], about[other, one] = -np.sin(angle), np.sin(angle)
+        about[[low, high], [low, high]] = np.cos(angle)
+        about[low, high], about[high, low] = -np.sin(angle), np.sin(angle)
         matrix = about @ matrix
     sizes = np.array(spacing_mm, float)
     return np.float32(np.linalg.inv(zoom * matrix) * sizes / sizes[:, None])
@@ -156,13 +156,12 @@ def test_at_half_resolution_a_voxel_is_the_mean_of_eight_and_inside_from_four_on
 @pytest.mark.parametrize("names", [("turn",), ("turn", "noise", "both", "contrast", "gamma")])
 @pytest.mark.parametrize("flips", [(True, False, False), (False, True, True), (True, True, True)])
 def test_a_mirrored_sample_is_the_mirror_image_of_the_other(names, flips):
-    one, other = (
-        make_sample(stored(), dataclasses.replace(drawn(*names), flips=mirrored), form(0.5))
-        for mirrored in (flips, (False, False, False))
+    mirrored, plain_one = (
+        make_sample(stored(), dataclasses.replace(drawn(*names), flips=way), form(0.5)) for way in (flips, PLAIN.flips)
     )
     axes = [axis for axis in range(3) if flips[axis]]
-    np.testing.assert_allclose(one[0], np.flip(other[0], axes), atol=1e-3)
-    np.testing.assert_array_equal(one[1], np.flip(other[1], axes))
+    np.testing.assert_allclose(mirrored[0], np.flip(plain_one[0], axes), atol=1e-3)
+    np.testing.assert_array_equal(mirrored[1], np.flip(plain_one[1], axes))
 
 
 # --- Turning ---
@@ -238,9 +237,9 @@ def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
         places = [(index - (n - 1) / 2) * size for index, n, size in zip(np.indices(shape), shape, spacing_mm)]
         return sum((place - c) ** 2 for place, c in zip(places, around_mm)) <= 32**2
 
-    given = ball(centre_mm)
+    ball_before = ball(centre_mm)
     expected = ball(np.linalg.solve(of_mm.matrix.astype(float), centre_mm))
-    box = Stored(given[..., None].astype(np.int16), given.astype(np.uint8), (0, 0, 0))
+    box = Stored(ball_before[..., None].astype(np.int16), ball_before.astype(np.uint8), (0, 0, 0))
     image, target = make_sample(box, of_voxels, form(1, (0,), field=shape, codes=((1,),)))
     for inside in (image[..., 0] > 0.5, target[..., 0] > 0):
         assert 2 * (inside & expected).sum() / (inside.sum() + expected.sum()) > 0.97
@@ -289,24 +288,22 @@ def test_background_stays_0_and_what_is_not_drawn_stays_as_it_is(name):
 def test_gamma_keeps_mean_and_deviation_and_the_order_of_values(name):
     image, _ = make_sample(stored(), drawn(name), form())
     before, _ = make_sample(stored(), PLAIN, form())
-    for channel, (made, given) in enumerate(zip(brain(image), brain(before))):
-        assert made.mean() == pytest.approx(given.mean(), abs=1e-3)
-        assert made.std() == pytest.approx(given.std(), rel=1e-3)
-        assert (np.diff(made[np.argsort(given)]) >= -1e-4).all()
+    for channel, (made, was) in enumerate(zip(brain(image), brain(before))):
+        assert made.mean() == pytest.approx(was.mean(), abs=1e-3)
+        assert made.std() == pytest.approx(was.std(), rel=1e-3)
+        assert (np.diff(made[np.argsort(was)]) >= -1e-4).all()
         exponent = DRAWS[name]["gamma"][channel]
-        if (
-            exponent != 1
-        ):  # a large exponent moves the middle of the range to its lower end, of the negative's to its upper
-            middle = (given.min() + given.max()) / 2
-            moved = made[np.abs(given - middle).argmin()] - (made.min() + made.max()) / 2
+        if exponent != 1:  # a large one moves the middle to the lower end, of the negative to the upper
+            middle = (was.min() + was.max()) / 2
+            moved = made[np.abs(was - middle).argmin()] - (made.min() + made.max()) / 2
             assert (moved < 0) == ((exponent > 1) != (name == "negative gamma"))
 
 
 def test_contrast_widens_around_the_mean_within_the_range():
     image, _ = make_sample(stored(), drawn("contrast"), form())
     before, _ = make_sample(stored(), PLAIN, form())
-    for made, given, factor in zip(brain(image), brain(before), DRAWS["contrast"]["contrast"]):
-        expected = np.clip(given.mean() + factor * (given - given.mean()), given.min(), given.max())
+    for made, was, factor in zip(brain(image), brain(before), DRAWS["contrast"]["contrast"]):
+        expected = np.clip(was.mean() + factor * (was - was.mean()), was.min(), was.max())
         np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-4)
 
 
