@@ -133,4 +133,5 @@ def _bfloat16_bits(image: np.ndarray) -> np.ndarray:
     """The upper half of each float32, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(image).view(np.uint32)
     last = bits >> np.uint32(16) & np.uint32(1)
-    return ((bits + np.uint32(0x7FFF) + last) >> np.uint32(16)).astype(np.uint16)
+    rounded = (bits + np.uint32(0x7FFF) + last) >> np.uint32(16)
+    return np.where(np.isnan(image), 0x7FC0, rounded).astype(np.uint16)

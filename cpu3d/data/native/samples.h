@@ -72,7 +72,8 @@ ALWAYS_INLINE float from_float16(uint16_t half)
 {
     uint32_t size = half & 0x7fff;
     float subnormal = (float)(int)size * 0x1p-24f;
-    float normal = from_bits((size << 13) + (112u << 23));
+    uint32_t offset = size < 0x7c00 ? 112u << 23 : 224u << 23; /* of infinity and NaN the latter */
+    float normal = from_bits((size << 13) + offset);
     uint32_t bits = bits_of(size < 0x400 ? subnormal : normal);
     return from_bits(bits | (uint32_t)(half & 0x8000) << 16);
 }
@@ -98,7 +99,8 @@ ALWAYS_INLINE float either(int condition, float one, float other)
 ALWAYS_INLINE uint16_t to_bfloat16(float value)
 {
     uint32_t bits = bits_of(value);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
 /* values[channels] for each of `voxels`: a loop over a row is then one over all of its values. */

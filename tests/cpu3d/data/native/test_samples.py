@@ -355,6 +355,19 @@ def test_every_value_is_a_number_whatever_is_in_the_store(image, resolution, nam
         assert (image is not EMPTY) or not made.any()
 
 
+@pytest.mark.parametrize("bits", [0x7E00, 0x7FFF, 0xFC01])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("names", [(), ("turn",), ("contrast", "gamma")])
+def test_a_voxel_that_is_no_number_in_a_damaged_file_is_not_hidden(bits, dtype, names):
+    """The loss is refused by it, and the case is named."""
+    box = stored(half=True)
+    box.image.view(np.uint16)[15, 14, 17] = bits
+    for function in (make_sample, plain.make_sample):
+        with np.errstate(invalid="ignore"):
+            image, _ = function(box, drawn(*names), form(dtype=dtype))
+        assert np.isnan(as_float32(image)).any((0, 1, 2)).all()
+
+
 def test_the_least_numbers_of_float16_are_no_background():
     image = np.zeros((2, 2, 2, 1), np.float16)
     image[0, 0, 0] = 6e-8  # subnormal, which TensorFlow's threads take for 0 as float32
