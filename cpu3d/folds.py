@@ -30,6 +30,7 @@ from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
+from cpu3d.run.log import last_end
 from cpu3d.settings import SETTINGS, TrainOptions, chosen_again
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
@@ -174,11 +175,6 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
     problems = []
     if settings.get("fold"):
         problems.append(f"--folds must come without --fold, got {settings['fold']}; leave one out")
-    if settings.get("patience"):
-        rule = f"--patience must be 0 with --folds, got {settings['patience']}"
-        problems.append(
-            f"{rule}: the cases that a fold is scored on would decide when it stops; leave it out",
-        )
     workers = read_cluster(os.environ).workers
     if workers > 1:
         rule = f"train --folds must be one process, got one of {workers} workers"
@@ -235,6 +231,7 @@ def _plan(
         except InputError as error:
             raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
         planned.append(PlannedFold(fold, run, plan))
+    refuse(problem for fold in planned for problem in _stopped_by_scores(fold))
     first = planned[0].plan.config
     for other in planned[1:]:
         alike = replace(first, fold=other.fold)
@@ -244,6 +241,18 @@ def _plan(
         if not (force or fold.is_trained):
             check_fits(fold.plan, host, gpus)
     return planned
+
+
+def _stopped_by_scores(fold: PlannedFold) -> List[str]:
+    """What is wrong with a fold whose length the cases decide that it is scored on."""
+    why = f"the cases that fold {fold.fold} is scored on would decide when it stops"
+    if last_end(fold.folder).get("reason") == "early stop":
+        todo = "repeat its `train` with --patience 0"
+        return [f"run {fold.folder} must be trained to its end, got an early stop: {why}; {todo}"]
+    patience = fold.plan.config.patience
+    if patience:
+        return [f"--patience must be 0 with --folds, got {patience}: {why}; add --patience 0"]
+    return []
 
 
 def _show(planned: Sequence[PlannedFold], host: Host) -> None:
@@ -347,8 +356,8 @@ def _command_line(chosen: Settings, *, force: bool, mlflow: str) -> List[str]:
 
 
 def _beside_s(plan: Plan) -> Optional[float]:
-    """Predicted seconds of a fold beside its steps: validations, scoring, and the starts of its
-    processes; None if no step is predicted."""
+    """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
+    `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
     if plan.forecast is None:
         return None
     config = plan.config
@@ -362,7 +371,8 @@ def _beside_s(plan: Plan) -> Optional[float]:
         coarse_s = _answer_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
     validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
     score_s = SCORE_S * math.prod(manifest.largest_shape) / 1e6
-    return START_S + held_out * (validations * validation_s + full_s + score_s)
+    decided_and_scored_s = 2 * (full_s + score_s)  # it answers again for each
+    return START_S + held_out * (validations * validation_s + decided_and_scored_s)
 
 
 def _answer_s(plan: Plan, step_s: float, grid: Sequence[int]) -> float:

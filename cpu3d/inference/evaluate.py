@@ -52,6 +52,7 @@ from cpu3d.inference.runs import (
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config
+from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -94,16 +95,20 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     configs = together.configs
     if len(runs) > 1 and not (options.out or together.folder):
         raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
+    if together.folder and split != UNTOUCHED and not options.out:
+        kept = f"{scores_path(together.folder, split).parent} is where `train --folds` writes"
+        raise InputError(f"--out must name a folder for scores of split {split} of folds, got none; {kept}")
     out = options.out.resolve() if options.out else together.folder or runs[0]
     store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
     held_out = _held_out(store, folds, split)
-    decided = _decided(together, bool(held_out), raw=chosen.raw)
+    decided = _decided(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
     folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
         _refuse_foreign(path)
     predictors = trained_predictors(runs, together.weights, inference)
-    if split != UNTOUCHED and not together.folder:  # the last weights are chosen by no case
+    is_out_of_fold = together.folder and split == "val" and together.weights == FOLD_WEIGHTS
+    if split != UNTOUCHED and not is_out_of_fold:
         say(f"warning: {warning(split)}")
     answers = predictors if held_out else [Ensemble(predictors)]
     pairs = list(zip(answers, decided))
@@ -372,15 +377,21 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     return scores
 
 
-def _decided(together: Answering, crossed: bool, *, raw: bool) -> List[PostProcessing]:
+def _decided(
+    together: Answering,
+    split: str,
+    crossed: bool,
+    *,
+    raw: bool,
+) -> List[PostProcessing]:
     """The post-processing of each run, if folds are cross-validated, or of their joint answer."""
     runs = together.runs
     if raw:
         return [RAW] * len(runs)
+    if together.folder and split != UNTOUCHED:
+        return [PostProcessing(off="decided on these very cases")] * len(runs)
     if not crossed:
         return [postprocessing_together(together)]
-    if together.folder:
-        return [PostProcessing(off="decided on these very cases")] * len(runs)
     pairs = zip(runs, together.configs)
     return [postprocessing_of(run, config, together.weights) for run, config in pairs]
 

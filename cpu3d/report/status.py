@@ -37,6 +37,7 @@ from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbe
 from cpu3d.run.log import FINISHED, last_end, recent_events
 from cpu3d.run.summary import Columns, History, known, median
 from cpu3d.settings import RunConfig
+from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
@@ -166,6 +167,9 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     is_done = all(fold.state == "scored" for fold in each)
     if is_done and worker.state in IDLE:
         worker = replace(worker, state="finished", detail="")
+    elif not is_done and worker.state == "finished":
+        lacking = listed(fold.fold for fold in each if fold.state != "scored")
+        worker = replace(worker, state="unknown", detail=f"folds have no current scores: {lacking}")
     beat = worker.heartbeat
     is_alive = worker.state in ("running", "starting")
     left_s = [fold.seconds_left for fold in each]

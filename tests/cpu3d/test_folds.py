@@ -27,7 +27,7 @@ from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.status import folds_status
 from cpu3d.run.config import load_config, save_config
-from cpu3d.run.log import append_event, read_events
+from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
 from cpu3d.training.train import train
@@ -193,6 +193,36 @@ def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
     commands.pages = False
     train_folds(phantom_store.folder, folder, 2)
     assert commands.seen() == [], "all is done"
+
+
+def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
+    commands,
+    phantom_store,
+    whole_folds,
+    tmp_path,
+    capsys,
+):
+    words = ["evaluate", "--run", str(whole_folds), "--split", "val"]
+    kept = scores_path(whole_folds, "val").read_bytes()
+    assert main(words) == 2
+    assert "--out must name a folder" in capsys.readouterr().err
+    assert scores_path(whole_folds, "val").read_bytes() == kept
+    assert main([*words, "--out", str(tmp_path / "last")]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path / "best"), "--weights", "best"]) == 0
+    assert "chosen by its scores on these cases" in capsys.readouterr().err
+    # The cases of a single fold have decided the rules of the folder.
+    shutil.rmtree(whole_folds / "fold-2" / "checkpoints")
+    commands.diverges = "fold-2"
+    with pytest.raises(RunFailedError):
+        train_folds(phantom_store.folder, whole_folds, 2)
+    assert json.loads((whole_folds / "postprocessing.json").read_text())["cases"] == 3
+    assert main([*words, "--out", str(tmp_path / "one"), "--some-folds"]) == 0
+    (decided,) = {case["postprocessing"] for case in read_scores(scores_path(tmp_path / "one", "val"))["cases"]}
+    assert decided == "off: decided on these very cases"
+    words = ["evaluate", "--run", str(whole_folds), "--split", "train", "--some-folds"]
+    assert main([*words, "--out", str(tmp_path / "one")]) == 0
+    assert "was trained on these cases" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("cut_at", range(4))
@@ -362,6 +392,82 @@ def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_sto
     (tmp_path / "1").rename(folder / "fold-1")
     train_folds(phantom_store.folder, folder, 2, settings={})
     assert commands.seen()[:2] == ["evaluate fold-1", "train fold-2"]
+
+
+def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(
+    commands,
+    phantom_store,
+    tmp_path,
+):
+    folder = tmp_path / "folds"
+    run = folder / "fold-2"
+    store = phantom_store.folder
+    long = {**SETTINGS, "epochs": 4, "validations": 4, "fold": "2/2"}
+    train(store, run, settings={**long, "patience": 1})
+    assert last_end(run)["reason"] == "early stop"
+    with pytest.raises(InputError, match=f"run {run} must be trained to its end, got an early"):
+        train_folds(store, folder, 2, settings={"patience": 0})
+    train(store, run, settings={"patience": 3, "fold": "2/2"})
+    assert last_end(run)["reason"] == "finished"
+    with pytest.raises(InputError, match="--patience must be 0 with --folds, got 3"):
+        train_folds(store, folder, 2)
+    assert commands.seen() == []
+    train_folds(store, folder, 2, settings={"patience": 0})
+    assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
+
+
+def _without_label_map(run):
+    next((run / "evaluation" / "val" / "predictions").iterdir()).unlink()
+
+
+def _of_another_fold(run):
+    path = scores_path(run, "val")
+    path.write_text(path.read_text().replace('"fold": "1/2"', '"fold": "2/2"'))
+
+
+def _half_written(run):
+    scores_path(run, "val").write_text('{"schema": 1, "cases": [')
+
+
+@pytest.mark.parametrize("damage", [_without_label_map, _of_another_fold, _half_written])
+def test_a_fold_whose_scores_are_not_whole_is_scored_again(
+    commands,
+    phantom_store,
+    whole_folds,
+    damage,
+):
+    summary = read_scores(scores_path(whole_folds, "val"))["summary"]
+    damage(whole_folds / "fold-1")
+    status = folds_status(whole_folds)
+    assert [fold.state for fold in status.folds] == ["finished", "scored"]
+    assert (status.state, status.is_fine) == ("unknown", False)
+    assert status.detail == "folds have no current scores: 1/2"
+    assert "the same command continues" in status.advice
+    assert main(["report", "--run", str(whole_folds)]) == 0
+    assert "Fold 1/2 is missing" in (whole_folds / "report.html").read_text(encoding="utf-8")
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert commands.seen() == ["evaluate fold-1"]
+    assert read_scores(scores_path(whole_folds, "val"))["summary"] == summary
+    assert folds_status(whole_folds).is_fine
+
+
+def test_scores_of_test_cases_that_are_damaged_or_old_are_named_and_keep_nothing_from_going_on(
+    commands,
+    phantom_store,
+    whole_folds,
+):
+    commands.pages = True
+    page = whole_folds / "report.html"
+    assert main(["evaluate", "--run", str(whole_folds)]) == 0
+    path = scores_path(whole_folds)
+    os.utime(path, (0, 0))
+    train_folds(phantom_store.folder, whole_folds, 2)
+    text = page.read_text(encoding="utf-8")
+    assert "The scores of the test cases are of earlier weights" in text
+    assert "Untouched cases" not in text
+    path.write_text("{")
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert "The scores of the test cases cannot be read" in page.read_text(encoding="utf-8")
 
 
 def test_folds_of_other_settings_are_not_taken_together(commands, phantom_store, tmp_path):
