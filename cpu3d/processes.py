@@ -48,14 +48,17 @@ def train_run(
 ) -> None:
     """Have a run trained to its end of `steps` steps, 0 if they are not known yet; `options` are
     those of `train` besides its folders. One that diverged is not tried again, as it would diverge
-    again, unless `again`. Raises as `call`."""
+    again, unless `again`. Raises as `call`, and RunFailedError if another process trains it."""
     if is_trained(run, steps):
         say(f"{label}: trained already")
         return
     if last_event(run).get("event") == "diverged" and not again:
         problem = f"{label}: it diverged before; remove {run} to train it again"
         raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
-    wait_for_earlier(run, say)
+    try:
+        wait_for_earlier(run, say)
+    except InputError as error:
+        raise RunFailedError(str(error), error.exit_code, "another process trains it") from None
     command = ["train", "--run", str(run), "--store", str(store), *options]
     call(command, log, f"{label}: train", run=run, steps=steps)
 

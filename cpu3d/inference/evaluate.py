@@ -8,7 +8,7 @@
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
 whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced only
 when all cases are scored. --out names another folder than the run's; several runs together need it,
-the folder of `train --folds` does not.
+the folder of `train --folds` only for "val", of which it has scores already.
 
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
 cross-validated instead: each case is predicted by the one run that has not trained on it.

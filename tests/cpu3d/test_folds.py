@@ -384,6 +384,23 @@ def test_a_fold_that_diverges_is_named_and_the_others_go_on(
     assert commands.seen() == ["train fold-1", "evaluate fold-1"]
 
 
+def test_a_fold_that_another_process_trains_is_named_and_the_others_go_on(
+    commands,
+    phantom_store,
+    tmp_path,
+    monkeypatch,
+):
+    def refuse_first(run, say):
+        if run.name == "fold-1":
+            raise InputError(f"run {run} must have no other workers, got worker 0 (process 7)")
+
+    monkeypatch.setattr(processes, "wait_for_earlier", refuse_first)
+    with pytest.raises(RunFailedError, match="fold 1/2 without: another process") as caught:
+        train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=SETTINGS)
+    assert caught.value.exit_code == 2
+    assert commands.seen() == ["train fold-2", "evaluate fold-2"]
+
+
 def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_store, tmp_path):
     folder = tmp_path / "folds"
     for fold in ("1/2", "2/2"):
