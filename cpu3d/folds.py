@@ -55,9 +55,14 @@ Settings = Mapping[str, Any]
 
 def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
     """`train --folds`: takes the place of `cpu3d.training.train.run`."""
-    folder = options.run
-    more = {"settings": settings, "force": options.force, "mlflow": options.mlflow}
-    train_folds(options.store, folder, options.folds, **more)
+    train_folds(
+        options.store,
+        options.run,
+        options.folds,
+        settings=settings,
+        force=options.force,
+        mlflow=options.mlflow,
+    )
     return 0
 
 
@@ -96,19 +101,12 @@ def train_folds(
         if not folder.is_dir():
             writable_folder(folder, "folder of --run")
             stack.enter_context(locked(folder, "folder of folds"))
-        longest = planned[0].plan
-        save_folds(
-            folder,
-            Folds(
-                parts,
-                str(store.folder.resolve()),
-                chosen,
-                longest.training_s,
-                _beside_s(longest),
-            ),
-        )
+        place = store.folder.resolve()
+        first = planned[0].plan
+        folds = Folds(parts, str(place), chosen, first.training_s, _beside_s(first))
+        save_folds(folder, folds)
         words = _command_line(chosen, force=force, mlflow=mlflow)
-        failed = _carry_out(planned, store.folder.resolve(), folder, words)
+        failed = _carry_out(planned, place, folder, words)
     for table in results_tables(gather_folds(folder)):
         new_console().print(table)
     say(f"written: {folder / 'report.html'}")
@@ -148,9 +146,9 @@ class PlannedFold:
     @property
     def is_changed(self) -> bool:
         """Whether it has begun with other settings, such as higher rates."""
-        return (self.folder / "config.json").is_file() and load_config(
-            self.folder,
-        ) != self.plan.config
+        if not (self.folder / "config.json").is_file():
+            return False
+        return load_config(self.folder) != self.plan.config
 
     @property
     def seconds_left(self) -> Optional[float]:
@@ -327,7 +325,8 @@ def _carry_out(
                 if len(failed) == len(planned):
                     raise
                 say(f"error: {error}")
-            _publish(folder)  # also before the others are done
+            if fold is not planned[-1]:
+                _publish(folder)  # before the others are done
         guard.phase("writing the page", step=len(planned))
         _publish(folder)
         for error in list(failed.values())[-1:]:

@@ -95,10 +95,10 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     configs = together.configs
     if len(runs) > 1 and not (options.out or together.folder):
         raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
-    if together.folder and split != UNTOUCHED and not options.out:
-        kept = f"{scores_path(together.folder, split).parent} is where `train --folds` writes"
-        raise InputError(f"--out must name a folder for scores of split {split} of folds, got none; {kept}")
     out = options.out.resolve() if options.out else together.folder or runs[0]
+    if out == together.folder and split != UNTOUCHED:
+        rule = f"--out must name another folder than that of folds for split {split}, got {out}"
+        raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
     store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
     held_out = _held_out(store, folds, split)
     decided = _decided(together, split, bool(held_out), raw=chosen.raw)

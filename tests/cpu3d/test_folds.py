@@ -204,8 +204,11 @@ def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
 ):
     words = ["evaluate", "--run", str(whole_folds), "--split", "val"]
     kept = scores_path(whole_folds, "val").read_bytes()
-    assert main(words) == 2
-    assert "--out must name a folder" in capsys.readouterr().err
+    for more in ([], ["--out", str(whole_folds)]):
+        assert main([*words, *more]) == 2
+        assert f"--out must name another folder than that of folds for split val, got {whole_folds}" in (
+            capsys.readouterr().err
+        )
     assert scores_path(whole_folds, "val").read_bytes() == kept
     assert main([*words, "--out", str(tmp_path / "last")]) == 0
     assert "warning" not in capsys.readouterr().err
