@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
@@ -138,9 +139,9 @@ class PlannedFold:
         config = self.plan.config
         return 0 if config.budget_minutes and not config.steps else self.plan.steps
 
-    @property
+    @cached_property
     def is_trained(self) -> bool:
-        """Whether nothing is left to train."""
+        """Whether nothing is left to train, as it is planned."""
         return is_trained(self.folder, self.steps)
 
     @property

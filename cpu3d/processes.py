@@ -18,8 +18,8 @@ from typing import Optional, Sequence
 from cpu3d.distributed.cluster import without_cluster
 from cpu3d.distributed.supervise import wait_for_earlier
 from cpu3d.errors import ENDINGS, DivergedError, InputError, Interrupted
-from cpu3d.run.checkpoint import BEST, checkpoints
-from cpu3d.run.log import FINISHED, last_end, last_event
+from cpu3d.run.checkpoint import BEST, is_over
+from cpu3d.run.log import last_end, last_event
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import without_passwords
@@ -70,13 +70,11 @@ def evaluate_run(run: Path, store: Path, options: Sequence[str], log: Path, labe
 
 
 def is_trained(run: Path, steps: int) -> bool:
-    """Whether a run has taken `steps` steps, or has stopped early, and has its best weights:
-    `train` replaces those that are lost."""
-    if not checkpoints(run) or not (run / "checkpoints" / BEST).is_file():
+    """Whether a run has taken `steps` steps, or has stopped early, and has its last and its best
+    weights: `train` replaces those that are lost."""
+    if not (run / "checkpoints" / BEST).is_file() or not is_over(run):
         return False
     end = last_end(run)
-    if end.get("reason") not in FINISHED:
-        return False
     return end["reason"] == "early stop" or (steps > 0 and end["step"] >= steps)
 
 

@@ -32,7 +32,7 @@ from cpu3d.inference.out_of_fold import SPLIT, is_scored
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config import half_rates, load_config
-from cpu3d.run.folds import fold_folder, read_folds, trained_folds
+from cpu3d.run.folds import fold_folder, read_folds
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.run.log import FINISHED, last_end, recent_events
 from cpu3d.run.summary import Columns, History, known, median
@@ -154,7 +154,8 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         rule = f"folder {folder} must be one of `train --folds`, got another"
         raise InputError(f"{rule}; name a run or such a folder")
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-    taken_s = [last_end(run).get("seconds") for run in trained_folds(folder).values()]
+    ends = [last_end(run) for run in runs.values()]
+    taken_s = [end.get("seconds") for end in ends if end.get("reason") in FINISHED]
     usual_s = median([seconds for seconds in taken_s if seconds]) or folds.training_s
     statuses = []
     each = []

@@ -26,6 +26,7 @@ from cpu3d.inference.postprocessing import decision
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.status import folds_status
+from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
@@ -434,6 +435,27 @@ def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(
     assert commands.seen() == []
     train_folds(store, folder, 2, settings={"patience": 0})
     assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"PK")])
+def test_a_fold_whose_last_weights_are_lost_is_trained_on(
+    commands,
+    phantom_store,
+    whole_folds,
+    tmp_path,
+    capsys,
+    damage,
+):
+    """And not scored, nor does it predict, with those of an earlier step."""
+    saved = checkpoints(whole_folds / "fold-2")
+    assert len(saved) > 1
+    damage(saved[0])
+    image = ["--image", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["predict", "--run", str(whole_folds), *image]) == 2
+    assert "got 2/2 without" in capsys.readouterr().err
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert commands.seen() == ["train fold-2", "evaluate fold-2"]
+    assert checkpoints(whole_folds / "fold-2") == saved
 
 
 def _without_label_map(run):
