@@ -114,7 +114,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     pairs = list(zip(answers, decided))
     for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
         say(f"post-processing: {words}")
-    say(*note_lines(_notes(store, split, configs)))
+    scored = with_folds(store, folds) if held_out else store
+    say(*note_lines(_notes(scored, split, configs)))
     about = origin(runs, configs, predictors)
     for run, ids in zip(about.get("runs", ()), held_out.values()):
         run["held_out"] = ids
@@ -125,7 +126,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
-            with_folds(store, folds) if held_out else store,
+            scored,
             split,
             out,
             weights=together.weights,
