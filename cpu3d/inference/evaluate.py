@@ -107,8 +107,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if out not in runs:
         _refuse_foreign(path)
     predictors = trained_predictors(runs, together.weights, inference)
-    is_out_of_fold = together.folder and split == "val" and together.weights == FOLD_WEIGHTS
-    if split != UNTOUCHED and not is_out_of_fold:
+    if split != UNTOUCHED and not _is_out_of_fold(together, split):
         say(f"warning: {warning(split)}")
     answers = predictors if held_out else [Ensemble(predictors)]
     pairs = list(zip(answers, decided))
@@ -376,6 +375,13 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     if not all("inference" in run for run in scores.get("runs", [scores])):
         raise ValueError("a run without inference")
     return scores
+
+
+def _is_out_of_fold(together: Answering, split: str) -> bool:
+    """Whether the cases of a split are held out by folds, and have not chosen the weights: the last
+    ones, of trainings that they could not end."""
+    is_chosen = together.weights != FOLD_WEIGHTS or any(config.patience for config in together.configs)
+    return split == "val" and all(config.fold for config in together.configs) and not is_chosen
 
 
 def _decided(

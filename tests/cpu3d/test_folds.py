@@ -213,6 +213,9 @@ def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
     assert scores_path(whole_folds, "val").read_bytes() == kept
     assert main([*words, "--out", str(tmp_path / "last")]) == 0
     assert "warning" not in capsys.readouterr().err
+    alone = ["evaluate", "--run", str(whole_folds / "fold-1"), "--split", "val", "--weights", "last"]
+    assert main([*alone, "--out", str(tmp_path / "alone")]) == 0
+    assert "warning" not in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path / "best"), "--weights", "best"]) == 0
     assert "chosen by its scores on these cases" in capsys.readouterr().err
     # The cases of a single fold have decided the rules of the folder.
