@@ -193,8 +193,10 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
 def _without_replaced(before: Settings, settings: Settings) -> Dict[str, Any]:
     """The settings of earlier calls, but for those that a command line does not take beside the new
     ones."""
-    replaced = [second for first, second in EITHER if first in settings]
-    replaced += [first for first, second in EITHER if second in settings]
+    replaced = []
+    for pair in EITHER:
+        if any(name in settings for name in pair):
+            replaced += pair
     return {name: value for name, value in before.items() if name not in replaced}
 
 

@@ -80,6 +80,15 @@ class Plan:
         return self.config.steps or self.config.epochs * self.steps_per_epoch
 
     @property
+    def least_steps(self) -> int:
+        """Steps that a budget of minutes keeps in any case: an epoch, or those of --validate-every. A
+        run for which a number of validations was chosen spreads them over any number of steps."""
+        if self.config.validate_every:
+            return self.config.validate_every * self.steps_per_epoch
+        has_chosen = self.chosen is None or "validations" in self.chosen
+        return 1 if has_chosen else self.steps_per_epoch
+
+    @property
     def job(self) -> Job:
         """The run as a job of the estimator, on one thread."""
         case_bytes = stored_bytes(self.store.manifest.largest_shape, len(self.store.manifest.channels))

@@ -92,7 +92,7 @@ class RunConfig:
     budget_minutes: float = _training(
         0.0, "take only as many of the epochs' steps as fit these minutes; 0: no limit", "M", at_least=0, below=math.inf
     )
-    """By the time of the first steps; at least those up to the first validation."""
+    """By the time of the first steps; at least an epoch, or the epochs of --validate-every."""
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half the edge, the "

@@ -76,6 +76,7 @@ class Fit:
         self.store, self.folder, self.config = plan.store, Path(folder), plan.config
         self.steps_per_epoch, self.steps = plan.steps_per_epoch, plan.steps
         self._rate_growth = plan.rate_growth
+        self._least_steps = plan.least_steps
         self._exchange, self._guard = exchange, guard or Guard(self.folder, say=say)
         self._make_learner = make_learner or (lambda config: Learner(config, exchange))
         self._observer: Optional[Observer] = None
@@ -99,9 +100,9 @@ class Fit:
         return bool(self.config.budget_minutes) and not self.config.steps
 
     def fit_budget(self) -> List[float]:
-        """Cut the run to the steps that its minutes hold, earlier attempts and the timing included, validations not;
-        those up to the first validation are kept. The weights stay as they were. Returns the seconds of a full step,
-        after those of a coarse one if coarse ones are left."""
+        """Cut the run to the steps that its minutes hold, earlier attempts and the timing included,
+        validations not; the least number of the plan is kept. The weights stay as they were.
+        Returns the seconds of a full step, after those of a coarse one if coarse ones are left."""
         begin = time.perf_counter()
         spent_s = self.trained_s - self.validated_s
         step_s = [self._timed(self.learner)]
@@ -112,7 +113,7 @@ class Fit:
             self.config,
             step=self.step,
             steps=self.steps,
-            at_least=1 if self.config.validations else self.config.validate_every * self.steps_per_epoch,
+            at_least=self._least_steps,
             left_s=60 * self.config.budget_minutes - spent_s - (time.perf_counter() - begin),
             step_s=step_s,
         )
