@@ -47,15 +47,15 @@ class OutOfFold:
 def is_scored(run: Path) -> bool:
     """Whether a fold's last weights are scored on the cases that it held out, and their label maps
     are there."""
-    if outdated_scores(run, SPLIT, TOLERANCE_MM, WEIGHTS):
-        return False
     path = scores_path(run, SPLIT)
     try:
+        if outdated_scores(run, SPLIT, TOLERANCE_MM, WEIGHTS):
+            return False
         scores = read_scores(path)
         evidence = _evidence(scores)
-    except (InputError, KeyError, ValueError):  # of another version
+        is_own = scores.get("fold") == load_config(run).fold
+    except (InputError, KeyError, ValueError):  # damaged, or of another version
         return False
-    is_own = scores.get("fold") == load_config(run).fold
     return is_own and all(_label_map(path, case_id).is_file() for case_id in evidence)
 
 

@@ -307,7 +307,7 @@ def _fold_status(
     left_s = None
     if state == "finished":
         left_s = beside_s
-        if is_scored(run):
+        if last_end(run).get("reason") in FINISHED and is_scored(run):
             state = "scored"
             left_s = 0.0
             mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]

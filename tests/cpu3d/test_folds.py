@@ -470,6 +470,28 @@ def _of_another_fold(run):
     path.write_text(path.read_text().replace('"fold": "1/2"', '"fold": "2/2"'))
 
 
+def _without_settings(run):
+    (run / "config.json").unlink()
+
+
+def _without_log(run):
+    (run / "log.jsonl").unlink()
+
+
+@pytest.mark.parametrize("damage", [_without_settings, _without_log])
+def test_a_file_of_a_fold_that_is_lost_keeps_no_status_and_no_page_of_the_others(
+    whole_folds,
+    damage,
+):
+    damage(whole_folds / "fold-1")
+    status = folds_status(whole_folds)
+    assert [fold.state for fold in status.folds] == ["finished", "scored"]
+    assert status.detail == "folds have no current scores: 1/2"
+    write_folds_report(whole_folds)
+    page = (whole_folds / "report.html").read_text(encoding="utf-8")
+    assert "Fold 1/2 is missing" in page
+
+
 def _half_written(run):
     scores_path(run, "val").write_text('{"schema": 1, "cases": [')
 
