@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
@@ -30,6 +31,7 @@ from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
+from cpu3d.run.log import last_end
 from cpu3d.settings import SETTINGS, TrainOptions, chosen_again
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
@@ -54,9 +56,14 @@ Settings = Mapping[str, Any]
 
 def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
     """`train --folds`: takes the place of `cpu3d.training.train.run`."""
-    folder = options.run
-    more = {"settings": settings, "force": options.force, "mlflow": options.mlflow}
-    train_folds(options.store, folder, options.folds, **more)
+    train_folds(
+        options.store,
+        options.run,
+        options.folds,
+        settings=settings,
+        force=options.force,
+        mlflow=options.mlflow,
+    )
     return 0
 
 
@@ -95,19 +102,12 @@ def train_folds(
         if not folder.is_dir():
             writable_folder(folder, "folder of --run")
             stack.enter_context(locked(folder, "folder of folds"))
-        longest = planned[0].plan
-        save_folds(
-            folder,
-            Folds(
-                parts,
-                str(store.folder.resolve()),
-                chosen,
-                longest.training_s,
-                _beside_s(longest),
-            ),
-        )
+        place = store.folder.resolve()
+        first = planned[0].plan
+        folds = Folds(parts, str(place), chosen, first.training_s, _beside_s(first))
+        save_folds(folder, folds)
         words = _command_line(chosen, force=force, mlflow=mlflow)
-        failed = _carry_out(planned, store.folder.resolve(), folder, words)
+        failed = _carry_out(planned, place, folder, words)
     for table in results_tables(gather_folds(folder)):
         new_console().print(table)
     say(f"written: {folder / 'report.html'}")
@@ -139,17 +139,17 @@ class PlannedFold:
         config = self.plan.config
         return 0 if config.budget_minutes and not config.steps else self.plan.steps
 
-    @property
+    @cached_property
     def is_trained(self) -> bool:
-        """Whether nothing is left to train."""
+        """Whether nothing is left to train, as it is planned."""
         return is_trained(self.folder, self.steps)
 
     @property
     def is_changed(self) -> bool:
         """Whether it has begun with other settings, such as higher rates."""
-        return (self.folder / "config.json").is_file() and load_config(
-            self.folder,
-        ) != self.plan.config
+        if not (self.folder / "config.json").is_file():
+            return False
+        return load_config(self.folder) != self.plan.config
 
     @property
     def seconds_left(self) -> Optional[float]:
@@ -174,11 +174,6 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
     problems = []
     if settings.get("fold"):
         problems.append(f"--folds must come without --fold, got {settings['fold']}; leave one out")
-    if settings.get("patience"):
-        rule = f"--patience must be 0 with --folds, got {settings['patience']}"
-        problems.append(
-            f"{rule}: the cases that a fold is scored on would decide when it stops; leave it out",
-        )
     workers = read_cluster(os.environ).workers
     if workers > 1:
         rule = f"train --folds must be one process, got one of {workers} workers"
@@ -237,6 +232,7 @@ def _plan(
         except InputError as error:
             raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
         planned.append(PlannedFold(fold, run, plan))
+    refuse(problem for fold in planned for problem in _stopped_by_scores(fold))
     first = planned[0].plan.config
     for other in planned[1:]:
         alike = replace(first, fold=other.fold)
@@ -246,6 +242,18 @@ def _plan(
         if not (force or fold.is_trained):
             check_fits(fold.plan, host, gpus)
     return planned
+
+
+def _stopped_by_scores(fold: PlannedFold) -> List[str]:
+    """What is wrong with a fold whose length the cases decide that it is scored on."""
+    why = f"the cases that fold {fold.fold} is scored on would decide when it stops"
+    if last_end(fold.folder).get("reason") == "early stop":
+        todo = "repeat its `train` with --patience 0"
+        return [f"run {fold.folder} must be trained to its end, got an early stop: {why}; {todo}"]
+    patience = fold.plan.config.patience
+    if patience:
+        return [f"--patience must be 0 with --folds, got {patience}: {why}; add --patience 0"]
+    return []
 
 
 def _show(planned: Sequence[PlannedFold], host: Host) -> None:
@@ -320,7 +328,8 @@ def _carry_out(
                 if len(failed) == len(planned):
                     raise
                 say(f"error: {error}")
-            _publish(folder)  # also before the others are done
+            if fold is not planned[-1]:
+                _publish(folder)  # before the others are done
         guard.phase("writing the page", step=len(planned))
         _publish(folder)
         for error in list(failed.values())[-1:]:
@@ -349,8 +358,8 @@ def _command_line(chosen: Settings, *, force: bool, mlflow: str) -> List[str]:
 
 
 def _beside_s(plan: Plan) -> Optional[float]:
-    """Predicted seconds of a fold beside its steps: validations, scoring, and the starts of its
-    processes; None if no step is predicted."""
+    """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
+    `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
     if plan.forecast is None:
         return None
     config = plan.config
@@ -364,7 +373,8 @@ def _beside_s(plan: Plan) -> Optional[float]:
         coarse_s = _answer_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
     validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
     score_s = SCORE_S * math.prod(manifest.largest_shape) / 1e6
-    return START_S + held_out * (validations * validation_s + full_s + score_s)
+    decided_and_scored_s = 2 * (full_s + score_s)  # it answers again for each
+    return START_S + held_out * (validations * validation_s + decided_and_scored_s)
 
 
 def _answer_s(plan: Plan, step_s: float, grid: Sequence[int]) -> float:

@@ -18,8 +18,8 @@ from typing import Optional, Sequence
 from cpu3d.distributed.cluster import without_cluster
 from cpu3d.distributed.supervise import wait_for_earlier
 from cpu3d.errors import ENDINGS, DivergedError, InputError, Interrupted
-from cpu3d.run.checkpoint import BEST, checkpoints
-from cpu3d.run.log import FINISHED, last_end, last_event
+from cpu3d.run.checkpoint import BEST, is_over
+from cpu3d.run.log import last_end, last_event
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import without_passwords
@@ -48,14 +48,17 @@ def train_run(
 ) -> None:
     """Have a run trained to its end of `steps` steps, 0 if they are not known yet; `options` are
     those of `train` besides its folders. One that diverged is not tried again, as it would diverge
-    again, unless `again`. Raises as `call`."""
+    again, unless `again`. Raises as `call`, and RunFailedError if another process trains it."""
     if is_trained(run, steps):
         say(f"{label}: trained already")
         return
     if last_event(run).get("event") == "diverged" and not again:
         problem = f"{label}: it diverged before; remove {run} to train it again"
         raise RunFailedError(problem, DivergedError.exit_code, "train diverged")
-    wait_for_earlier(run, say)
+    try:
+        wait_for_earlier(run, say)
+    except InputError as error:
+        raise RunFailedError(str(error), error.exit_code, "another process trains it") from None
     command = ["train", "--run", str(run), "--store", str(store), *options]
     call(command, log, f"{label}: train", run=run, steps=steps)
 
@@ -67,13 +70,11 @@ def evaluate_run(run: Path, store: Path, options: Sequence[str], log: Path, labe
 
 
 def is_trained(run: Path, steps: int) -> bool:
-    """Whether a run has taken `steps` steps, or has stopped early, and has its best weights:
-    `train` replaces those that are lost."""
-    if not checkpoints(run) or not (run / "checkpoints" / BEST).is_file():
+    """Whether a run has taken `steps` steps, or has stopped early, and has its last and its best
+    weights: `train` replaces those that are lost."""
+    if not (run / "checkpoints" / BEST).is_file() or not is_over(run):
         return False
     end = last_end(run)
-    if end.get("reason") not in FINISHED:
-        return False
     return end["reason"] == "early stop" or (steps > 0 and end["step"] >= steps)
 
 

@@ -179,6 +179,9 @@ class Study:
             for name in OWN
             if name in settings
         )
+        if settings.get("patience"):
+            rule = f"options after -- must be without --patience, got {settings['patience']}"
+            raise InputError(f"{rule}: the cases that are scored would end a run; leave it out")
         steps = options.steps
         log = workdir / "log.txt"
         if options.store:

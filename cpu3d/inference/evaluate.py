@@ -8,7 +8,7 @@
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
 whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced only
 when all cases are scored. --out names another folder than the run's; several runs together need it,
-the folder of `train --folds` does not.
+the folder of `train --folds` only for "val", of which it has scores already.
 
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
 cross-validated instead: each case is predicted by the one run that has not trained on it.
@@ -52,6 +52,7 @@ from cpu3d.inference.runs import (
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config import load_config
+from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -95,21 +96,25 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if len(runs) > 1 and not (options.out or together.folder):
         raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
     out = options.out.resolve() if options.out else together.folder or runs[0]
+    if out == together.folder and split != UNTOUCHED:
+        rule = f"--out must name another folder than that of folds for split {split}, got {out}"
+        raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
     store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
     held_out = _held_out(store, folds, split)
-    decided = _decided(together, bool(held_out), raw=chosen.raw)
+    decided = _decided(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
     folder = writable_folder(path.parent, "evaluation")
     if out not in runs:
         _refuse_foreign(path)
     predictors = trained_predictors(runs, together.weights, inference)
-    if split != UNTOUCHED and not together.folder:  # the last weights are chosen by no case
+    if split != UNTOUCHED and not _is_out_of_fold(together, split):
         say(f"warning: {warning(split)}")
     answers = predictors if held_out else [Ensemble(predictors)]
     pairs = list(zip(answers, decided))
     for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
         say(f"post-processing: {words}")
-    say(*note_lines(_notes(store, split, configs)))
+    scored = with_folds(store, folds) if held_out else store
+    say(*note_lines(_notes(scored, split, configs)))
     about = origin(runs, configs, predictors)
     for run, ids in zip(about.get("runs", ()), held_out.values()):
         run["held_out"] = ids
@@ -120,7 +125,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
-            with_folds(store, folds) if held_out else store,
+            scored,
             split,
             out,
             weights=together.weights,
@@ -372,15 +377,28 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     return scores
 
 
-def _decided(together: Answering, crossed: bool, *, raw: bool) -> List[PostProcessing]:
+def _is_out_of_fold(together: Answering, split: str) -> bool:
+    """Whether the cases of a split are held out by folds, and have not chosen the weights: the last
+    ones, of trainings that they could not end."""
+    is_chosen = together.weights != FOLD_WEIGHTS or any(config.patience for config in together.configs)
+    return split == "val" and all(config.fold for config in together.configs) and not is_chosen
+
+
+def _decided(
+    together: Answering,
+    split: str,
+    crossed: bool,
+    *,
+    raw: bool,
+) -> List[PostProcessing]:
     """The post-processing of each run, if folds are cross-validated, or of their joint answer."""
     runs = together.runs
     if raw:
         return [RAW] * len(runs)
+    if together.folder and split != UNTOUCHED:
+        return [PostProcessing(off="decided on these very cases")] * len(runs)
     if not crossed:
         return [postprocessing_together(together)]
-    if together.folder:
-        return [PostProcessing(off="decided on these very cases")] * len(runs)
     pairs = zip(runs, together.configs)
     return [postprocessing_of(run, config, together.weights) for run, config in pairs]
 

@@ -25,6 +25,7 @@ from cpu3d.inference.evaluate import (
 )
 from cpu3d.inference.postprocessing.evidence import Evidence, evidence_from_json
 from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.run.config import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.util.atomic import replace_files, write_json
 
@@ -44,14 +45,18 @@ class OutOfFold:
 
 
 def is_scored(run: Path) -> bool:
-    """Whether a fold's last weights are scored on the cases that it held out."""
-    if outdated_scores(run, SPLIT, TOLERANCE_MM, WEIGHTS):
-        return False
+    """Whether a fold's last weights are scored on the cases that it held out, and their label maps
+    are there."""
+    path = scores_path(run, SPLIT)
     try:
-        _evidence(read_scores(scores_path(run, SPLIT)))
-    except (InputError, KeyError, ValueError):  # of another version
+        if outdated_scores(run, SPLIT, TOLERANCE_MM, WEIGHTS):
+            return False
+        scores = read_scores(path)
+        evidence = _evidence(scores)
+        is_own = scores.get("fold") == load_config(run).fold
+    except (InputError, KeyError, ValueError):  # damaged, or of another version
         return False
-    return True
+    return is_own and all(_label_map(path, case_id).is_file() for case_id in evidence)
 
 
 def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
@@ -66,11 +71,11 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
     predictions = {}
     for fold, run in runs.items():
         ids = []
-        painted = scores_path(run, SPLIT).parent / PREDICTIONS
         for case in scores[fold]["cases"]:
-            ids.append(case["case_id"])
+            case_id = case["case_id"]
+            ids.append(case_id)
             cases.append({name: value for name, value in case.items() if name != "evidence"})
-            predictions[ids[-1]] = painted / f"{ids[-1]}.nii.gz"
+            predictions[case_id] = _label_map(scores_path(run, SPLIT), case_id)
         how = {name: scores[fold][name] for name in ("fold", "inference")}
         origins.append({"run": str(run), **how, "held_out": ids})
     cases.sort(key=lambda case: case["case_id"])
@@ -106,6 +111,11 @@ def write_out_of_fold(folder: Path, answers: OutOfFold) -> Path:
             shutil.copyfile(prediction, new / PREDICTIONS / prediction.name)
         write_json(new / path.name, {"schema": SCHEMA, **answers.scores})
     return path
+
+
+def _label_map(path: Path, case_id: str) -> Path:
+    """The prediction of a case beside the scores in `path`."""
+    return path.parent / PREDICTIONS / f"{case_id}.nii.gz"
 
 
 def _evidence(scores: Dict[str, Any]) -> Dict[str, Evidence]:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from cpu3d.pages.page import flat, page_file
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
 from cpu3d.report.sections import Folded, Part, Section, cases_table, shown_cases, write_page
+from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import load_config
 from cpu3d.run.folds import FILE, fold_folder, read_folds
 from cpu3d.run.log import iter_events
@@ -52,6 +53,7 @@ class FoldsFiles:
     answers: Optional[OutOfFold]  # of the folds that are scored
     decision: Optional[Decision]  # the post-processing of all together
     test: Optional[Dict[str, Any]]  # the scores of the ensemble on the test cases
+    without_test: str  # the reason why they are not here though there is a file; else empty
 
     @property
     def lacking(self) -> List[str]:
@@ -74,7 +76,7 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
 
 def gather_folds(folder: Path) -> FoldsFiles:
     """Read a folder of folds. Raises InputError for one that is none, and for files that are
-    damaged or of another version."""
+    damaged or of another version, but for scores, which can be made again."""
     folder = Path(folder).resolve()
     folds = read_folds(folder)
     if folds is None:
@@ -89,7 +91,7 @@ def gather_folds(folder: Path) -> FoldsFiles:
         if store is None:
             with contextlib.suppress(InputError):  # moved or deleted since: the page says so
                 store = open_store(place)
-    test = scores_path(folder)
+    test, without_test = _test_scores(folder, list(runs.values()))
     return FoldsFiles(
         folder=folder,
         names=folds.names,
@@ -98,7 +100,8 @@ def gather_folds(folder: Path) -> FoldsFiles:
         store=store,
         answers=read_out_of_fold(folder),
         decision=read_decision(folder, next(iter(configs.values()))) if configs else None,
-        test=read_scores(test) if test.is_file() else None,
+        test=test,
+        without_test=without_test,
     )
 
 
@@ -140,6 +143,22 @@ def folds_table(files: FoldsFiles) -> Table:
 
 
 # --- Private helpers ---
+
+
+def _test_scores(folder: Path, runs: Sequence[Path]) -> Tuple[Optional[Dict[str, Any]], str]:
+    """The scores of the folds together on the test cases, None if there are none of their present
+    weights; and why not, if there is a file."""
+    path = scores_path(folder)
+    if not path.is_file():
+        return None, ""
+    try:
+        scores = read_scores(path)
+    except InputError:
+        return None, "cannot be read"
+    newest = [saved for run in runs for saved in checkpoints(run)[:1]]
+    if any(saved.stat().st_mtime > path.stat().st_mtime for saved in newest):
+        return None, "are of earlier weights"
+    return scores, ""
 
 
 def _sections(files: FoldsFiles) -> List[Section]:
@@ -209,6 +228,9 @@ def _missing(files: FoldsFiles) -> List[str]:
         notes.append(f"Fold {fold} is missing here ({why}): its cases are in no score.")
     if files.lacking:
         notes.append("Repeat the same `train --folds` to complete it.")
+    if files.without_test:
+        why = f"The scores of the test cases {files.without_test}"
+        notes.append(f"{why}: run `evaluate --run {files.folder}` and then `report` again.")
     if files.store is None:
         notes.append("The store cannot be read, so no cases are shown.")
     return notes

@@ -32,11 +32,12 @@ from cpu3d.inference.out_of_fold import SPLIT, is_scored
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config import half_rates, load_config
-from cpu3d.run.folds import fold_folder, read_folds, trained_folds
+from cpu3d.run.folds import fold_folder, read_folds
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.run.log import FINISHED, last_end, recent_events
 from cpu3d.run.summary import Columns, History, known, median
 from cpu3d.settings import RunConfig
+from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
@@ -153,7 +154,8 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         rule = f"folder {folder} must be one of `train --folds`, got another"
         raise InputError(f"{rule}; name a run or such a folder")
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-    taken_s = [last_end(run).get("seconds") for run in trained_folds(folder).values()]
+    ends = [last_end(run) for run in runs.values()]
+    taken_s = [end.get("seconds") for end in ends if end.get("reason") in FINISHED]
     usual_s = median([seconds for seconds in taken_s if seconds]) or folds.training_s
     statuses = []
     each = []
@@ -166,6 +168,9 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     is_done = all(fold.state == "scored" for fold in each)
     if is_done and worker.state in IDLE:
         worker = replace(worker, state="finished", detail="")
+    elif not is_done and worker.state == "finished":
+        lacking = listed(fold.fold for fold in each if fold.state != "scored")
+        worker = replace(worker, state="unknown", detail=f"folds have no current scores: {lacking}")
     beat = worker.heartbeat
     is_alive = worker.state in ("running", "starting")
     left_s = [fold.seconds_left for fold in each]
@@ -302,7 +307,7 @@ def _fold_status(
     left_s = None
     if state == "finished":
         left_s = beside_s
-        if is_scored(run):
+        if last_end(run).get("reason") in FINISHED and is_scored(run):
             state = "scored"
             left_s = 0.0
             mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]

@@ -24,7 +24,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, TypedDic
 import numpy as np
 
 from cpu3d.errors import InputError
-from cpu3d.run.log import flush_log
+from cpu3d.run.log import FINISHED, flush_log, last_end
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import open_regular
 
@@ -277,6 +277,19 @@ def newest(run: Path) -> Optional[Checkpoint]:
     if damaged:
         raise InputError(*damaged.values())
     return None
+
+
+def is_over(run: Path) -> bool:
+    """Whether a run has finished or stopped early and its checkpoint from then is whole: `train`
+    would go on from an earlier one."""
+    end = last_end(run)
+    if end.get("reason") not in FINISHED:
+        return False
+    try:
+        last = newest(run)
+    except InputError:
+        return False
+    return last is not None and step_of(last.path) >= end["step"]
 
 
 def set_aside(checkpoint: Checkpoint) -> List[str]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional
 
 from cpu3d.errors import InputError
-from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.log import FINISHED, last_end
+from cpu3d.run.checkpoint import is_over
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_record, typed
 
@@ -79,11 +78,7 @@ def trained_folds(folder: Path) -> Dict[str, Path]:
             f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`",
         )
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-    trained = {}
-    for fold, run in runs.items():
-        if last_end(run).get("reason") in FINISHED and checkpoints(run):
-            trained[fold] = run
-    return trained
+    return {fold: run for fold, run in runs.items() if is_over(run)}
 
 
 def refuse_folds(folder: Path) -> None:

@@ -26,8 +26,9 @@ from cpu3d.inference.postprocessing import decision
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.status import folds_status
+from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import load_config, save_config
-from cpu3d.run.log import append_event, read_events
+from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
 from cpu3d.training.train import train
@@ -195,6 +196,42 @@ def test_each_case_is_scored_once_by_the_fold_that_held_it_out(
     assert commands.seen() == [], "all is done"
 
 
+def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
+    commands,
+    phantom_store,
+    whole_folds,
+    tmp_path,
+    capsys,
+):
+    words = ["evaluate", "--run", str(whole_folds), "--split", "val"]
+    kept = scores_path(whole_folds, "val").read_bytes()
+    for more in ([], ["--out", str(whole_folds)]):
+        assert main([*words, *more]) == 2
+        assert f"--out must name another folder than that of folds for split val, got {whole_folds}" in (
+            capsys.readouterr().err
+        )
+    assert scores_path(whole_folds, "val").read_bytes() == kept
+    assert main([*words, "--out", str(tmp_path / "last")]) == 0
+    assert "warning" not in capsys.readouterr().err
+    alone = ["evaluate", "--run", str(whole_folds / "fold-1"), "--split", "val", "--weights", "last"]
+    assert main([*alone, "--out", str(tmp_path / "alone")]) == 0
+    assert "warning" not in capsys.readouterr().err
+    assert main([*words, "--out", str(tmp_path / "best"), "--weights", "best"]) == 0
+    assert "chosen by its scores on these cases" in capsys.readouterr().err
+    # The cases of a single fold have decided the rules of the folder.
+    shutil.rmtree(whole_folds / "fold-2" / "checkpoints")
+    commands.diverges = "fold-2"
+    with pytest.raises(RunFailedError):
+        train_folds(phantom_store.folder, whole_folds, 2)
+    assert json.loads((whole_folds / "postprocessing.json").read_text())["cases"] == 3
+    assert main([*words, "--out", str(tmp_path / "one"), "--some-folds"]) == 0
+    (decided,) = {case["postprocessing"] for case in read_scores(scores_path(tmp_path / "one", "val"))["cases"]}
+    assert decided == "off: decided on these very cases"
+    words = ["evaluate", "--run", str(whole_folds), "--split", "train", "--some-folds"]
+    assert main([*words, "--out", str(tmp_path / "one")]) == 0
+    assert "was trained on these cases" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("cut_at", range(4))
 def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_bits(
     commands,
@@ -354,6 +391,23 @@ def test_a_fold_that_diverges_is_named_and_the_others_go_on(
     assert commands.seen() == ["train fold-1", "evaluate fold-1"]
 
 
+def test_a_fold_that_another_process_trains_is_named_and_the_others_go_on(
+    commands,
+    phantom_store,
+    tmp_path,
+    monkeypatch,
+):
+    def refuse_first(run, say):
+        if run.name == "fold-1":
+            raise InputError(f"run {run} must have no other workers, got worker 0 (process 7)")
+
+    monkeypatch.setattr(processes, "wait_for_earlier", refuse_first)
+    with pytest.raises(RunFailedError, match="fold 1/2 without: another process") as caught:
+        train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=SETTINGS)
+    assert caught.value.exit_code == 2
+    assert commands.seen() == ["train fold-2", "evaluate fold-2"]
+
+
 def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_store, tmp_path):
     folder = tmp_path / "folds"
     for fold in ("1/2", "2/2"):
@@ -362,6 +416,125 @@ def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_sto
     (tmp_path / "1").rename(folder / "fold-1")
     train_folds(phantom_store.folder, folder, 2, settings={})
     assert commands.seen()[:2] == ["evaluate fold-1", "train fold-2"]
+
+
+def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(
+    commands,
+    phantom_store,
+    tmp_path,
+):
+    folder = tmp_path / "folds"
+    run = folder / "fold-2"
+    store = phantom_store.folder
+    long = {**SETTINGS, "epochs": 4, "validations": 4, "fold": "2/2"}
+    train(store, run, settings={**long, "patience": 1})
+    assert last_end(run)["reason"] == "early stop"
+    with pytest.raises(InputError, match=f"run {run} must be trained to its end, got an early"):
+        train_folds(store, folder, 2, settings={"patience": 0})
+    train(store, run, settings={"patience": 3, "fold": "2/2"})
+    assert last_end(run)["reason"] == "finished"
+    with pytest.raises(InputError, match="--patience must be 0 with --folds, got 3"):
+        train_folds(store, folder, 2)
+    assert commands.seen() == []
+    train_folds(store, folder, 2, settings={"patience": 0})
+    assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"PK")])
+def test_a_fold_whose_last_weights_are_lost_is_trained_on(
+    commands,
+    phantom_store,
+    whole_folds,
+    tmp_path,
+    capsys,
+    damage,
+):
+    """And not scored, nor does it predict, with those of an earlier step."""
+    saved = checkpoints(whole_folds / "fold-2")
+    assert len(saved) > 1
+    damage(saved[0])
+    image = ["--image", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(["predict", "--run", str(whole_folds), *image]) == 2
+    assert "got 2/2 without" in capsys.readouterr().err
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert commands.seen() == ["train fold-2", "evaluate fold-2"]
+    assert checkpoints(whole_folds / "fold-2") == saved
+
+
+def _without_label_map(run):
+    next((run / "evaluation" / "val" / "predictions").iterdir()).unlink()
+
+
+def _of_another_fold(run):
+    path = scores_path(run, "val")
+    path.write_text(path.read_text().replace('"fold": "1/2"', '"fold": "2/2"'))
+
+
+def _without_settings(run):
+    (run / "config.json").unlink()
+
+
+def _without_log(run):
+    (run / "log.jsonl").unlink()
+
+
+@pytest.mark.parametrize("damage", [_without_settings, _without_log])
+def test_a_file_of_a_fold_that_is_lost_keeps_no_status_and_no_page_of_the_others(
+    whole_folds,
+    damage,
+):
+    damage(whole_folds / "fold-1")
+    status = folds_status(whole_folds)
+    assert [fold.state for fold in status.folds] == ["finished", "scored"]
+    assert status.detail == "folds have no current scores: 1/2"
+    write_folds_report(whole_folds)
+    page = (whole_folds / "report.html").read_text(encoding="utf-8")
+    assert "Fold 1/2 is missing" in page
+
+
+def _half_written(run):
+    scores_path(run, "val").write_text('{"schema": 1, "cases": [')
+
+
+@pytest.mark.parametrize("damage", [_without_label_map, _of_another_fold, _half_written])
+def test_a_fold_whose_scores_are_not_whole_is_scored_again(
+    commands,
+    phantom_store,
+    whole_folds,
+    damage,
+):
+    summary = read_scores(scores_path(whole_folds, "val"))["summary"]
+    damage(whole_folds / "fold-1")
+    status = folds_status(whole_folds)
+    assert [fold.state for fold in status.folds] == ["finished", "scored"]
+    assert (status.state, status.is_fine) == ("unknown", False)
+    assert status.detail == "folds have no current scores: 1/2"
+    assert "the same command continues" in status.advice
+    assert main(["report", "--run", str(whole_folds)]) == 0
+    assert "Fold 1/2 is missing" in (whole_folds / "report.html").read_text(encoding="utf-8")
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert commands.seen() == ["evaluate fold-1"]
+    assert read_scores(scores_path(whole_folds, "val"))["summary"] == summary
+    assert folds_status(whole_folds).is_fine
+
+
+def test_scores_of_test_cases_that_are_damaged_or_old_are_named_and_keep_nothing_from_going_on(
+    commands,
+    phantom_store,
+    whole_folds,
+):
+    commands.pages = True
+    page = whole_folds / "report.html"
+    assert main(["evaluate", "--run", str(whole_folds)]) == 0
+    path = scores_path(whole_folds)
+    os.utime(path, (0, 0))
+    train_folds(phantom_store.folder, whole_folds, 2)
+    text = page.read_text(encoding="utf-8")
+    assert "The scores of the test cases are of earlier weights" in text
+    assert "Untouched cases" not in text
+    path.write_text("{")
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert "The scores of the test cases cannot be read" in page.read_text(encoding="utf-8")
 
 
 def test_folds_of_other_settings_are_not_taken_together(commands, phantom_store, tmp_path):

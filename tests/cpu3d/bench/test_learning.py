@@ -117,6 +117,7 @@ def test_what_fails_is_named_and_left_out(tmp_path, phantom_store, calls, monkey
     [
         (["--folds", "2"], "--workdir must name a folder"),
         (["--workdir", "W", "--folds", "2", "--", "--fold", "1/2"], "without --fold, got 1/2"),
+        (["--workdir", "W", "--folds", "2", "--", "--patience", "3"], "without --patience, got 3"),
         (["--workdir", "W", "--folds", "2", "--", "--colour"], "options of train, got .*colour"),
         (["--workdir", "W", "--folds", "2", "--only", "3"], "--only .* one of the 2 folds, got 3"),
         (["--workdir", "W", "--only", "1"], "--only must come with --folds, got 1"),

@@ -14,6 +14,7 @@ import pytest
 from cpu3d import processes as own_processes
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.processes import RunFailedError
+from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config import load_config, save_config
 from tests.cpu3d.compare import stand_in
 
@@ -45,7 +46,7 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
         (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
         if trained:
             for name in ("best", "step-00000004"):
-                (folder / "checkpoints" / f"{name}.npz").write_bytes(b"weights")
+                save_checkpoint(folder / "checkpoints" / f"{name}.npz", {}, {"step": 4})
                 os.utime(folder / "checkpoints" / f"{name}.npz", (1, 1))
         if scored:
             fake_predictor.shift = shift

@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
+from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import SETTINGS, recipe_config, with_settings
@@ -78,7 +79,7 @@ def train(template: Path, args: argparse.Namespace) -> int:
             return int(code)
     append_event(run, {"event": "validation", "step": stop, "mean_dice": 0.7, "seconds": 0.5})
     for name in ("best", f"step-{stop:08d}"):
-        (run / "checkpoints" / f"{name}.npz").write_bytes(b"weights")
+        save_checkpoint(run / "checkpoints" / f"{name}.npz", {}, {"step": stop})
     if stop < config.steps:
         signals = wait(around)
         append_event(run, {"event": "end", "reason": "interrupted", "step": stop, "seconds": 9.0})

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -236,7 +237,7 @@ def test_each_fold_is_scored_by_the_run_that_has_not_seen_it(
     own = [Own("1/2"), Own("2/2")]
     monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
     monkeypatch.setattr(evaluate, "postprocessing_of", lambda run, config, _: PostProcessing(off=config.fold))
-    runs = fold_runs("1/2", "2/2")
+    runs = fold_runs("1/2", "2/2", spacing_mm=(1.0, 1.0, 9.0))
     assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", tmp_path / "both") == 0
     scores = read(tmp_path / "both", "val")
     assert [case["case_id"] for case in scores["cases"]] == ["a", "b", "c", "d"]
@@ -244,5 +245,7 @@ def test_each_fold_is_scored_by_the_run_that_has_not_seen_it(
     assert [tuple(run["held_out"]) for run in scores["runs"]] == [predictor.held_out for predictor in own]
     right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
     assert right == set(own[0].held_out) == {c["case_id"] for c in scores["cases"] if c["postprocessing"] == "off: 1/2"}
-    printed = " ".join(capsys.readouterr().out.split())
+    out, err = capsys.readouterr()
+    assert re.search(r"note: a, b, c and .*: voxels of .* trained on 1 x 1 x 9 mm", err), err
+    printed = " ".join(out.split())
     assert "mean Dice of each fold on the cases it held out: 1/2 1.000, 2/2 0." in printed
