@@ -73,7 +73,7 @@ def make_sample(stored: Stored, drawn: Drawn, form: Form) -> Sample:
 
     `drawn` are the numbers of all channels of the store. Raises MemoryError.
     """
-    function = _function()
+    function = function_in_c()
     drawn = drawn.of_channels(form.channels)
     if function is None:
         return plain.make_sample(stored, drawn, form)
@@ -230,7 +230,7 @@ def _narrowed(matrix: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache
-def _function() -> Optional[Callable]:
+def function_in_c() -> Optional[Callable]:
     """`make_sample` of samples.c; None, after a note, if there is none and it cannot be built."""
     try:
         lacking = sorted(set(INSTRUCTION_SETS["avx2"].needs) - set(read_host().isa))
@@ -245,4 +245,4 @@ def _function() -> Optional[Callable]:
 
 
 if __name__ == "__main__":
-    _function()
+    function_in_c()

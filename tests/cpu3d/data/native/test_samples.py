@@ -7,12 +7,12 @@ import sys
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from cpu3d.data.augment import AugmentConfig, Drawn, draw
 from cpu3d.data.native import plain
-from cpu3d.data.native.samples import Form, Stored, make_sample
+from cpu3d.data.native.samples import SOURCES, Form, Stored, make_sample
 from cpu3d.data.resolution import field_of, shrinking
+from models.native.build import find_compiler
 
 CODES = ((1, 2, 3), (2, 3), (3, 255))
 FIELD = (36, 32, 40)  # of a sample
@@ -121,6 +121,8 @@ def test_c_computes_what_numpy_does_with_all_changes_of_intensity_together():
 
 @pytest.mark.parametrize("name", ["plain", "turn", "gamma"])
 def test_bfloat16_is_float32_rounded_to_nearest_ties_to_even(name):
+    import tensorflow as tf  # which a test below cannot import
+
     exact, _ = make_sample(stored(), drawn(name), form())
     rounded, _ = make_sample(stored(), drawn(name), form(dtype="bfloat16"))
     expected = tf.bitcast(tf.cast(exact, tf.bfloat16), tf.uint16).numpy()
@@ -369,6 +371,8 @@ def test_a_voxel_that_is_no_number_in_a_damaged_file_is_not_hidden(bits, dtype, 
 
 
 def test_the_least_numbers_of_float16_are_no_background():
+    import tensorflow as tf
+
     image = np.zeros((2, 2, 2, 1), np.float16)
     image[0, 0, 0] = 6e-8  # subnormal, which TensorFlow's threads take for 0 as float32
     numbers = Drawn(np.float32([1]), np.float32([3]), PLAIN.flips)
@@ -406,3 +410,39 @@ def test_without_a_compiler_numpy_makes_the_sample_and_a_note_says_so(tmp_path):
     image, target = make_sample(stored(), drawn("turn"), form())
     np.testing.assert_allclose(made["image"], image, atol=1e-4)
     np.testing.assert_array_equal(made["target"], target)
+
+
+CHECKED = """
+import ctypes, itertools, sys
+from cpu3d.data.native import samples
+library = ctypes.CDLL(sys.argv[1])
+samples.function_in_c = lambda: library.make_sample
+from tests.cpu3d.data.native.test_samples import DRAWS, drawn, form, stored
+for half, resolution, dtype in itertools.product((False, True), (1, 0.5, 0.75), ("float32", "bfloat16")):
+    for channels in ((0, 1, 2, 3), (2,), (3, 1)):
+        for names in (("plain",), ("flips",), ("turn",), tuple(DRAWS)):
+            samples.make_sample(stored(half=half), drawn(*names), form(resolution, channels, dtype))
+print("done")
+"""
+
+
+def test_c_reads_and_writes_nothing_outside_of_its_arrays(tmp_path):
+    library = tmp_path / "checked.so"
+    try:
+        compiler = find_compiler()
+        runtime = subprocess.run(
+            [*compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(str(error))
+    if not os.path.isabs(runtime) or make_sample is plain.make_sample:
+        pytest.skip("needs a compiler with an address sanitizer")
+    sources = map(str, sorted(SOURCES.glob("*.c")))
+    options = ("-O1", "-std=gnu11", "-fPIC", "-shared", "-mavx2", "-mfma", "-fsanitize=address,undefined")
+    undefined = ("-fno-sanitize-recover=undefined", "-static-libubsan")
+    subprocess.run([*compiler, *options, *undefined, *sources, "-o", str(library), "-lm"], check=True)
+    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    words = [sys.executable, "-c", CHECKED, str(library)]
+    where = {**environment, "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(words, env=where, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == "done", done.stderr[-2000:]
