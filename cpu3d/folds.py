@@ -233,6 +233,7 @@ def _plan(
             raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
         planned.append(PlannedFold(fold, run, plan))
     refuse(problem for fold in planned for problem in _stopped_by_scores(fold))
+    refuse(problem for fold in planned for problem in _made_shorter(fold))
     first = planned[0].plan.config
     for other in planned[1:]:
         alike = replace(first, fold=other.fold)
@@ -256,10 +257,33 @@ def _stopped_by_scores(fold: PlannedFold) -> List[str]:
     return []
 
 
+def _made_shorter(fold: PlannedFold) -> List[str]:
+    """What is wrong with a fold that would be shorter than it was begun: steps cannot be taken
+    back, so folds that have not begun would be shorter than the others."""
+    if not fold.steps or not (fold.folder / "config.json").is_file():
+        return []
+    begun = load_config(fold.folder)
+    if begun.budget_minutes and not begun.steps:
+        return []  # its steps were not decided
+    new = fold.plan.config
+    name = "steps"
+    least = begun.steps or begun.epochs * fold.plan.steps_per_epoch
+    got = fold.steps
+    if not (begun.steps or new.steps):
+        name = "epochs"
+        least = begun.epochs
+        got = new.epochs
+    if got >= least:
+        return []
+    rule = f"{name} must be at least {least}, as {fold.folder} was begun, got {got}"
+    return [f"{rule}; leave it so or make it larger, or choose another folder"]
+
+
 def _show(planned: Sequence[PlannedFold], host: Host) -> None:
     """Print the plan of the first fold that is to be trained, and what all of them take."""
     waiting = [fold for fold in planned if not fold.is_trained]
     for fold in waiting[:1]:
+        say(f"the plan of each fold, here of {fold.fold}; the table below has the time of all:")
         say(*fold.plan.describe(host))
     rows = []
     for fold in planned:
@@ -277,11 +301,15 @@ def _show(planned: Sequence[PlannedFold], host: Host) -> None:
     all_s = "unknown" if None in left_s else format_seconds(sum(left_s))
     bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
     memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
-    untouched = len(planned[0].plan.store.manifest.split["test"])
-    caption = f"predicted: {all_s} in all{memory}; {count(untouched, 'test case')} untouched"
+    caption = f"predicted: {all_s} for all {len(planned)} folds{memory}"
     columns = ("fold", "state", "train", "held out", "steps", "left")
     table = Table(columns, rows, title=f"{len(planned)} folds", caption=caption, names=2)
     new_console().print(table)
+    manifest = planned[0].plan.store.manifest
+    untouched = len(manifest.split["test"])
+    if untouched:
+        todo = "" if manifest.folds else "; `prepare --split 1 0 0` puts all patients into the folds"
+        say(f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}")
 
 
 def _carry_out(

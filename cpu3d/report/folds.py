@@ -25,7 +25,7 @@ from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
 from cpu3d.report.sections import Folded, Part, Section, cases_table, shown_cases, write_page
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import load_config
+from cpu3d.run.config import CHANGEABLE, FACTS, FOLLOWING, load_config, settings_by_name
 from cpu3d.run.folds import FILE, fold_folder, read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History
@@ -38,6 +38,8 @@ WEIGHTS_NOTE = (
     "The folds answer with their last weights, averaged if the run averages: the best ones are "
     "chosen by the cases that are scored here. So no case has chosen what it is scored with."
 )
+DECISIVE = ("epochs", "steps", "learning_rate", "adam_rate", "patience")
+"""Settings that may change when a run is continued, and that its scores hang on."""
 POSTPROCESSED = ("lesion_dice", "false_positives", "dice")  # the METRICS that evidence gives
 
 
@@ -228,11 +230,34 @@ def _missing(files: FoldsFiles) -> List[str]:
         notes.append(f"Fold {fold} is missing here ({why}): its cases are in no score.")
     if files.lacking:
         notes.append("Repeat the same `train --folds` to complete it.")
+    notes += _differing(files)
     if files.without_test:
         why = f"The scores of the test cases {files.without_test}"
         notes.append(f"{why}: run `evaluate --run {files.folder}` and then `report` again.")
     if files.store is None:
         notes.append("The store cannot be read, so no cases are shown.")
+    return notes
+
+
+def _differing(files: FoldsFiles) -> List[str]:
+    """The folds whose settings are not those of the first one, a sentence each."""
+    if not files.configs:
+        return []
+    first = next(iter(files.configs))
+    usual = settings_by_name(files.configs[first])
+    ignored = {"fold", *FACTS, *FOLLOWING}
+    if usual["budget_minutes"]:
+        ignored.add("steps")  # as many as fitted the minutes
+    if usual["steps"]:
+        ignored.add("epochs")  # of no effect
+    notes = []
+    for fold, config in files.configs.items():
+        own = settings_by_name(config)
+        differing = [name for name in own if own[name] != usual[name] and name not in ignored]
+        names = [name for name in differing if name in DECISIVE or name not in CHANGEABLE]
+        values = [f"{name} {own[name]} for {usual[name]}" for name in names]
+        if values:
+            notes.append(f"Fold {fold} has other settings than fold {first}: {listed(values)}.")
     return notes
 
 

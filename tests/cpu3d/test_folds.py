@@ -304,6 +304,44 @@ def test_more_epochs_extend_all_folds_and_their_scores_are_made_again(
         assert load_config(whole_folds / name).epochs == 3
 
 
+@pytest.mark.parametrize(("settings", "got"), [({"epochs": 1}, "epochs"), ({"steps": 1}, "steps")])
+def test_folds_are_not_made_shorter_than_they_were_begun(
+    commands,
+    phantom_store,
+    whole_folds,
+    settings,
+    got,
+):
+    kept = (whole_folds / "folds.json").read_bytes()
+    with pytest.raises(InputError, match=rf"{got} must be at least \d+, as \S+fold-1 .*got 1;"):
+        train_folds(phantom_store.folder, whole_folds, 2, settings=settings)
+    assert commands.seen() == []
+    assert (whole_folds / "folds.json").read_bytes() == kept
+
+
+def test_the_page_names_folds_of_another_length(whole_folds):
+    run = whole_folds / "fold-2"
+    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
+    assert "other settings" not in page
+    save_config(dataclasses.replace(load_config(run), epochs=1), run)
+    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
+    assert "Fold 2/2 has other settings than fold 1/2: epochs 1 for 2" in page
+
+
+def test_the_plan_says_how_all_patients_come_into_the_folds(
+    commands,
+    phantom_store,
+    tmp_path,
+    capsys,
+):
+    train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=SETTINGS)
+    said = capsys.readouterr()
+    said = said.out + said.err
+    assert re.search(r"1 test case .*untouched.*--split 1 0 0", said)
+    assert "plan of each fold" in said
+    assert "for all 2 folds" in said
+
+
 def test_a_length_in_steps_takes_the_place_of_one_in_epochs(commands, phantom_store, whole_folds):
     train_folds(phantom_store.folder, whole_folds, 2, settings={"steps": 7})
     assert commands.seen() == ALL

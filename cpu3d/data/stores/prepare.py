@@ -73,7 +73,11 @@ class Options:
     dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option(
-        (0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"), one_of="split"
+        (0.8, 0.1, 0.1),
+        "shares of the patients; for `train --folds` 1 0 0 puts all of them into the folds, and leaves "
+        "none for a test split",
+        metavar=("TRAIN", "VAL", "TEST"),
+        one_of="split",
     )
     splits: Optional[Path] = option(None, SPLITS_HELP, metavar="FILE", one_of="split")
     seed: int = option(0, "seed of the split")
