@@ -19,7 +19,7 @@ from cpu3d.bench.harness import Result
 from cpu3d.compare.report import differences_table
 from cpu3d.compare.statistics import MEAN, paired_difference, seed_bound
 from cpu3d.errors import InputError, refuse
-from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores import METRICS, has_region
 from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.util.records import count, listed, read_records
 from memory_estimator.common.table import PALETTE, Table
@@ -147,11 +147,6 @@ def regions_table(records: Sequence[Result], kind: str = "cases") -> Table:
     if kind == FURTHER:
         title = "Further cases, each scored by the network of each run"
     return Table(columns, rows, names=2, title=title, caption=caption)
-
-
-def has_region(scores: Mapping[str, Any]) -> bool:
-    """Whether the truth of a case has a region."""
-    return scores.get("empty", "") not in ("truth", "both")
 
 
 def _minutes(seconds: float) -> str:

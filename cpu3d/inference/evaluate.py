@@ -100,6 +100,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         rule = f"--out must name another folder than that of folds for split {split}, got {out}"
         raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
     store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
+    if not store.manifest.split[split]:
+        raise InputError(f"{_empty(store, split)}; {_instead(store, together)}")
     held_out = _held_out(store, folds, split)
     decided = _decided(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
@@ -434,6 +436,33 @@ def _refuse_foreign(path: Path) -> None:
         raise InputError(f"{rule}; move it away, or choose another --out")
 
 
+def _empty(store: Store, split: str) -> str:
+    """The rule that a split without cases breaks."""
+    return f'split "{split}" of store {store.folder} must hold cases, got none'
+
+
+def _filled(store: Store) -> str:
+    """The splits to choose instead of one without cases. Fractions are of no effect on given folds."""
+    filled = [name for name in SPLITS if store.manifest.split[name]]
+    other = "" if store.manifest.folds else ", or `prepare` with other fractions"
+    return f"choose --split {' or '.join(filled)}{other}"
+
+
+def _instead(store: Store, together: Answering) -> str:
+    """What to do about a split without cases: folds have scores of those that they held out."""
+    folder = together.folder
+    if folder:
+        scores = scores_path(folder, "val").parent
+        done = f"every case was scored out of its fold: see {folder / 'report.html'} and {scores}"
+        return done if scores.is_dir() else "repeat its `train --folds`, which scores every case out of its fold"
+    if not all(config.fold for config in together.configs):
+        return _filled(store)
+    if len(together.runs) > 1:
+        return "--split val scores each case by the fold that held it out"
+    words = f"--split val --weights {FOLD_WEIGHTS} --raw"
+    return f"{words} is the score of the cases that it held out, which then chose nothing"
+
+
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
     manifest, records = store.manifest, store.cases(split)
     own, stored = ((tuple(owner.channels), dict(owner.labels)) for owner in (predictor, manifest))
@@ -441,9 +470,7 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
         raise InputError(f"{rule}; name the run's own store")
     if not records:
-        filled = [name for name in SPLITS if manifest.split[name]]
-        rule = f'split "{split}" of store {store.folder} must hold cases, got none'
-        raise InputError(f"{rule}; choose --split {' or '.join(filled)}, or `prepare` with other fractions")
+        raise InputError(f"{_empty(store, split)}; {_filled(store)}")
     refuse(
         f"case {record.case_id} must have a label to be scored, got none in store {store.folder}; `predict` needs none"
         for record in records

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -105,7 +105,14 @@ class Predictor:
         model = build_unet3d(unet, size, batch_size=batch_size)
         model.set_weights(self.weights)
         taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
-        return tf.function(lambda x: tf.cast(finest(model(x, training=False)), tf.float32), [taken], autograph=False)
+        # A partial, not a lambda: TensorFlow counts traces by the function's code, and took the first traces of five
+        # networks for five traces of one.
+        return tf.function(functools.partial(_finest_logits, model), [taken], autograph=False)
+
+
+def _finest_logits(model: Any, image: Any) -> Any:
+    """Logits float32 at full resolution."""
+    return tf.cast(finest(model(image, training=False)), tf.float32)
 
 
 def over_mirror_images(logits_of: Callable, image, axes: Sequence[int] = (0, 1, 2)) -> np.ndarray:

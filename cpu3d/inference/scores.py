@@ -28,7 +28,7 @@ DeepMind's `surface-distance` is not used: its only release (0.1) calls names th
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Callable, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from scipy.ndimage import binary_dilation, binary_erosion, generate_binary_structure, label
@@ -215,6 +215,11 @@ def score_region(
         "detected_lesions": masks.lesions.detected,
         "empty": empty,
     }
+
+
+def has_region(scores: Mapping[str, Any]) -> bool:
+    """Whether the truth of a case has a region, by the region's scores."""
+    return scores.get("empty", "") not in ("truth", "both")
 
 
 def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:

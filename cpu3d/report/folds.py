@@ -19,7 +19,7 @@ from cpu3d.inference.evaluate import PREDICTIONS, ranked, read_scores, scores_pa
 from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.decision import Decision, read_decision
 from cpu3d.inference.postprocessing.joint import CaseScores, cross_fitted
-from cpu3d.inference.scores import METRICS, metric_notes
+from cpu3d.inference.scores import METRICS, has_region, metric_notes
 from cpu3d.pages.page import flat, page_file
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
@@ -283,7 +283,10 @@ def _scores_table(files: FoldsFiles) -> Table:
     of_case = {case["case_id"]: case["regions"] for case in answers.scores["cases"]}
     rows = []
     for region, summary in answers.scores["summary"].items():
+        present = [of[region] for of in of_case.values() if has_region(of[region])]
         name = region
+        if len(present) < len(of_case):
+            name = f"{region}, in {len(present)} of {len(of_case)}"
         for key, metric in METRICS.items():
             digits = metric.digits
             values = summary[key]
@@ -293,16 +296,27 @@ def _scores_table(files: FoldsFiles) -> Table:
             spread = f"{min(means):.{digits}f} to {max(means):.{digits}f}"
             deviation = f"{np.std(means, ddof=1):.{digits}f}" if len(means) > 1 else "-"
             mean = plus_minus(values["mean"], values["std"], digits)
-            rows.append(
-                (name, metric.heading, mean, f"{values['median']:.{digits}f}", spread, deviation),
-            )
+            where_present = "-"
+            if present:
+                where_present = f"{np.mean([of[key] for of in present]):.{digits}f}"
+            median = f"{values['median']:.{digits}f}"
+            rows.append((name, metric.heading, mean, median, where_present, spread, deviation))
             name = ""  # in its first row
     notes = metric_notes(tuple(METRICS), answers.scores["tolerance_mm"])
     return Table(
-        ("region", "score", "mean \u00b1 sd", "median", "means of folds", "sd of folds"),
+        (
+            "region",
+            "score",
+            "mean \u00b1 sd",
+            "median",
+            "where present",
+            "means of folds",
+            "sd of folds",
+        ),
         rows,
         title=f"{count(of_case, 'case')} of {answers.scores['name']}, without post-processing",
-        caption=f"{notes}. mean \u00b1 sd and median: over the cases.",
+        caption=f"{notes}. mean \u00b1 sd and median: over the cases. Where present: the mean over "
+        "the cases that have the region.",
         names=2,
     )
 

@@ -26,12 +26,14 @@ import numpy as np
 from rich.console import Group
 from rich.text import Text
 
+from cpu3d.data.store import open_store
 from cpu3d.errors import ENDINGS, DivergedError, InputError, ending_of
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.out_of_fold import SPLIT, is_scored
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config import half_rates, load_config
+from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.folds import fold_folder, read_folds
 from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
 from cpu3d.run.log import FINISHED, last_end, recent_events
@@ -177,11 +179,18 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     advice = ""
     failed = [status for status in statuses if status and not status.is_fine]
     if worker.state == "finished":
-        advice = f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
+        advice = f"`predict --run {folder}` takes the folds together"
+        if _has_test_cases(folds.store):
+            advice = f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
+        else:
+            advice += f", {folder / 'report.html'} has the scores of every case"
     elif worker.state in ("silent", "stalled"):
         advice = "when its process has ended, the same command continues"
     elif worker.state not in FINE:
         advice = failed[0].advice if failed else "the same command continues"
+    if worker.state == "interrupted":  # the reason that it noted is the advice
+        lacking = listed(fold.fold for fold in each if fold.state != "scored")
+        worker = replace(worker, detail=f"it was stopped before these folds were scored: {lacking}")
     return FoldsStatus(
         folder=str(folder),
         state=worker.state,
@@ -352,7 +361,10 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
     if state in ("running", "starting", "stopping"):
         return ""
     if state == "finished":
-        return f"`evaluate --run {run}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
+        words = f"evaluate --run {run}"
+        if config and not _has_test_cases(config.store):
+            words += f" --split val --weights {FOLD_WEIGHTS} --raw" if config.fold else " --split val"
+        return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
         again = f"the same command continues from step {checkpoint['step']}"
@@ -367,6 +379,15 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
         advice = ending_of(code).advice.format(again=again, rates=rates)
     log = run / "logs" / f"worker-{worst.rank}.log"
     return f"{advice}; its last lines are in {log}" if log.is_file() else advice
+
+
+def _has_test_cases(store: str) -> bool:
+    """Whether a store has untouched cases to evaluate; also if it cannot be read, as it may have
+    been moved."""
+    try:
+        return bool(open_store(store).manifest.split["test"])
+    except (InputError, OSError):
+        return True
 
 
 def _recent(steps: Columns) -> Dict[str, Any]:

@@ -18,14 +18,15 @@ import pytest
 from cpu3d import folds, processes
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted
 from cpu3d.folds import train_folds
 from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.postprocessing import decision
 from cpu3d.processes import RunFailedError
-from cpu3d.report.folds import write_folds_report
-from cpu3d.report.status import folds_status
+from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
+from cpu3d.report.status import folds_status, run_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events
@@ -249,6 +250,8 @@ def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_b
     status = folds_status(folder)
     assert (status.state, status.is_fine) == ("interrupted", False)
     assert "continues" in status.advice
+    assert "continues" not in status.detail
+    assert "2/2" in status.detail
     assert main(["status", "--run", str(folder), "--json"]) == 1
     commands.cut_at = -1
     train_folds(phantom_store.folder, folder, 2)
@@ -619,6 +622,44 @@ def test_the_folds_together_predict_and_are_scored_on_untouched_cases(
     assert crossed["summary"] == joined["summary"], "by other code"
     assert main(["evaluate", "--run", str(whole_folds), "--weights", "best"]) == 0
     assert read_scores(scores_path(whole_folds))["cases"][0]["postprocessing"].startswith("off")
+
+
+def test_folds_of_all_patients_are_not_evaluated_but_their_scores_are_named(
+    commands,
+    phantom_store,
+    tmp_path,
+    capsys,
+):
+    store = tmp_path / "store"
+    folder = tmp_path / "folds"
+    prepare(phantom_store.folder.parent / "raw", store, fractions=(1, 0, 0), workers=1)
+    commands.pages = True
+    train_folds(store, folder, 2, settings=SETTINGS)
+    commands.loaded.clear()
+    capsys.readouterr()
+    assert main(["evaluate", "--run", str(folder)]) == 2
+    problem = capsys.readouterr().err
+    for place in (folder / "report.html", folder / "evaluation" / "val"):
+        assert str(place) in problem
+    assert main(["evaluate", "--run", str(folder / "fold-1")]) == 2
+    assert "--split val --weights last --raw" in capsys.readouterr().err
+    assert commands.loaded == [], "no network was asked"
+    assert "evaluate" not in folds_status(folder).advice
+    assert "--split val --weights last --raw" in run_status(folder / "fold-1").advice
+
+
+def test_regions_that_a_case_lacks_have_a_mean_over_the_others(whole_folds):
+    path = scores_path(whole_folds / "fold-1", "val")
+    scores = json.loads(path.read_text())
+    scores["cases"][0]["regions"]["ET"].update(dice=0.0, empty="truth")
+    path.write_text(json.dumps(scores))
+    files = gather_folds(whole_folds)
+    (table,) = [table for table in results_tables(files) if "where present" in table.columns]
+    (row,) = [row for row in table.rows if row[0] == "ET, in 4 of 5"]
+    present = [
+        case["regions"]["ET"]["dice"] for case in files.answers.scores["cases"] if not case["regions"]["ET"]["empty"]
+    ]
+    assert row[table.columns.index("where present")] == f"{np.mean(present):.3f}"
 
 
 def test_commands_of_one_run_name_the_folds_instead(
