@@ -50,7 +50,7 @@ from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.joint import postprocessing_together
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
-from cpu3d.inference.runs import Inference, RunOptions, answering, training_notes
+from cpu3d.inference.runs import Inference, RunOptions, answering, seen_notes, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
@@ -102,6 +102,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if options.out.resolve() in (path.resolve() for path in options.image):
         wrong.insert(0, f"--out must not be a folder that is predicted on, got {options.out}; choose another")
     refuse(wrong)
+    notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}
     done, kind = [], InputError

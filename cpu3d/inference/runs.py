@@ -21,7 +21,7 @@ from cpu3d.run.config import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.folds import read_folds, trained_folds
 from cpu3d.settings import AUTO, RunConfig
-from cpu3d.util.records import listed
+from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import check, option
 
 WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --weights
@@ -144,6 +144,24 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
             rule = "an image with orientation, but the run was trained on images without"
             notes.append(f"{rule}: {sides}")
     return list(dict.fromkeys(notes))
+
+
+def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[str]:
+    """A note for each case, known by its id, that some of the runs were trained on. None if their
+    store cannot be read, as it may have been moved."""
+    seen: Dict[str, int] = {}
+    for config in configs:
+        try:
+            trained = set(store_of_run(config).manifest.split["train"])
+        except (InputError, OSError):
+            return []
+        for case_id in trained.intersection(case_ids):
+            seen[case_id] = seen.get(case_id, 0) + 1
+    effect = "its answer is better than that of a new case"
+    return [
+        f"case {case_id} was trained on by {number} of {count(len(configs), 'network')}: {effect}"
+        for case_id, number in sorted(seen.items())
+    ]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from cpu3d.folds import train_folds
 from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.postprocessing import decision
+from cpu3d.inference.runs import seen_notes
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.status import folds_status, run_status
@@ -660,6 +661,14 @@ def test_regions_that_a_case_lacks_have_a_mean_over_the_others(whole_folds):
         case["regions"]["ET"]["dice"] for case in files.answers.scores["cases"] if not case["regions"]["ET"]["empty"]
     ]
     assert row[table.columns.index("where present")] == f"{np.mean(present):.3f}"
+
+
+def test_a_case_that_networks_were_trained_on_is_noted_and_no_other(whole_folds, phantom_store):
+    configs = [load_config(whole_folds / name) for name in ("fold-1", "fold-2")]
+    known = held_out(whole_folds, 1)[0]
+    untouched = phantom_store.manifest.split["test"][0]
+    (note,) = seen_notes([known, untouched, "new"], configs)
+    assert f"case {known} was trained on by 1 of 2 networks" in note
 
 
 def test_commands_of_one_run_name_the_folds_instead(
