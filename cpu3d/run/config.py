@@ -66,8 +66,9 @@ def load_config(run: Path) -> RunConfig:
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a setting is missing, as a
     default is not what the run has, or if one is not valid."""
+    content = {"weight_decay": 0.0, **content}  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):
-        content = {**content, "augment": _with_later(content["augment"])}
+        content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")
     nested = {f"{part}.{name}" for part in PARTS for name in content.get(part, {})}
     missing = sorted(set(settings_by_name(config)) - set(content) - nested - set(FACTS))
