@@ -64,7 +64,9 @@ def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, calls):
     assert set(case["regions"]) == {"WT", "TC", "ET"}
     dice = {region: scores["dice"] for region, scores in case["regions"].items()}
     assert dice == pytest.approx(last["dice"], abs=1e-6), "the last weights, nothing removed"
-    assert "--filters 2" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "--filters 2" in said.out
+    assert re.search("plan: 1 run of 2 steps: .*(scoring|time unknown)", said.err), said.err
 
 
 def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store, calls, capsys):
@@ -258,6 +260,9 @@ def test_small_scores_fill_the_picture():
     coloured = np.abs(pixels - colors.to_rgb(PALETTE[0])).max(-1) < 0.02
     rows = np.flatnonzero(coloured.any(1))
     assert np.ptp(rows) > 0.5 * len(pixels)
+    below_legend = coloured[len(pixels) // 2 :]
+    first_column = np.flatnonzero(below_legend.any(0)).min()
+    assert first_column > 0.3 * pixels.shape[1], "the axis starts at 0, the curve at half its end"
 
 
 def test_records_of_one_setting_are_one_study_of_the_newest_networks():
