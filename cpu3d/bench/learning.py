@@ -246,7 +246,10 @@ class Study:
             f"{name} of {self.folder} must be {old}, as it was begun, got {new}; choose another --name"
             for name, old, new in problems
         )
-        return dataclasses.replace(self, steps=begun["steps"], options=tuple(begun["options"]))
+        words = [word for word in begun["options"] if word != "--force"]
+        if "--force" in self.options:  # it is no setting, and holds for this call
+            words.append("--force")
+        return dataclasses.replace(self, steps=begun["steps"], options=tuple(words))
 
     def kept(self) -> Dict[Network, Result]:
         """The results that the folder has, of earlier calls too. Raises InputError for a damaged

@@ -96,7 +96,7 @@ def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store,
     assert main([*line, *options]) == 0
     assert calls == []
     capsys.readouterr()
-    turned = ["--", "--steps", "1", "--optimizer", "sgd", *NETWORK[:-2]]
+    turned = ["--", "--force", "--steps", "1", "--optimizer", "sgd", *NETWORK[:-2]]
     assert main([*line, "--only", "1", "--json", *turned]) == 0, "the same options in another order"
     assert json.loads(capsys.readouterr().out)["curves"] == both["curves"], "all that is there"
     assert calls == []
