@@ -98,7 +98,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
     else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
     left, right = settings_by_name(old), settings_by_name(new)
-    changeable = {*CHANGEABLE, *FACTS}
+    changeable = {*CHANGEABLE, *FACTS, "augment.in_planes"}  # which has a line of its own
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
         left["micro_batch"], right["micro_batch"] = old.micro, new.micro
