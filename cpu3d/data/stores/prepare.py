@@ -73,7 +73,10 @@ class Options:
     dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option(
-        (0.8, 0.1, 0.1), "shares of the patients", metavar=("TRAIN", "VAL", "TEST"), one_of="split"
+        (0.8, 0.1, 0.1),
+        "shares of the patients: fractions that sum to 1, or a ratio in whole numbers",
+        metavar=("TRAIN", "VAL", "TEST"),
+        one_of="split",
     )
     splits: Optional[Path] = option(None, SPLITS_HELP, metavar="FILE", one_of="split")
     seed: int = option(0, "seed of the split")
@@ -118,11 +121,11 @@ def prepare(
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     refuse_unsupported(dataset)
-    _announce(dataset)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed))
     finished = (store_dir / "manifest.json").exists()
     if not finished:  # fail early
         splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+    _announce(dataset)
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
     content = identity(dataset, settings)
