@@ -104,7 +104,7 @@ def train_folds(
             stack.enter_context(locked(folder, "folder of folds"))
         place = store.folder.resolve()
         first = planned[0].plan
-        folds = Folds(parts, str(place), chosen, first.training_s, _beside_s(first))
+        folds = Folds(parts, str(place), chosen, first.training_s, beside_s(first))
         save_folds(folder, folds)
         words = _command_line(chosen, force=force, mlflow=mlflow)
         failed = _carry_out(planned, place, folder, words)
@@ -120,6 +120,26 @@ def train_folds(
             worst.exit_code,
             worst.why,
         )
+
+
+def beside_s(plan: Plan) -> Optional[float]:
+    """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
+    `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
+    if plan.forecast is None:
+        return None
+    config = plan.config
+    manifest = plan.store.manifest
+    held_out = len(manifest.split["val"])
+    validations = config.validations or plan.steps // (plan.steps_per_epoch * config.validate_every)
+    coarse_share = config.coarse_steps / plan.steps
+    full_s = _answer_s(plan, plan.forecast.full.step_s, config.grid)
+    coarse_s = full_s
+    if plan.forecast.coarse:
+        coarse_s = _answer_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
+    validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
+    score_s = SCORE_S * math.prod(manifest.largest_shape) / 1e6
+    decided_and_scored_s = 2 * (full_s + score_s)  # it answers again for each
+    return START_S + held_out * (validations * validation_s + decided_and_scored_s)
 
 
 # --- Private helpers ---
@@ -155,18 +175,18 @@ class PlannedFold:
     def seconds_left(self) -> Optional[float]:
         """Predicted seconds until it is scored; None if no step is predicted."""
         plan = self.plan
-        beside_s = _beside_s(plan)
-        if beside_s is None:
+        other_s = beside_s(plan)
+        if other_s is None:
             return None
         if self.is_trained:
-            return 0.0 if is_scored(self.folder) else beside_s
+            return 0.0 if is_scored(self.folder) else other_s
         saved = checkpoints(self.folder)
         done = min(step_of(saved[0]), plan.steps) if saved else 0
         coarse = plan.config.coarse_steps
         left_s = plan.training_s - plan.forecast.seconds(done, min(done, coarse))
         if plan.config.budget_minutes:
             left_s = min(left_s, 60 * plan.config.budget_minutes)
-        return left_s + beside_s * (1 - done / plan.steps)
+        return left_s + other_s * (1 - done / plan.steps)
 
 
 def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
@@ -383,26 +403,6 @@ def _command_line(chosen: Settings, *, force: bool, mlflow: str) -> List[str]:
     if mlflow:
         words += ["--mlflow", mlflow]
     return words
-
-
-def _beside_s(plan: Plan) -> Optional[float]:
-    """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
-    `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
-    if plan.forecast is None:
-        return None
-    config = plan.config
-    manifest = plan.store.manifest
-    held_out = len(manifest.split["val"])
-    validations = config.validations or plan.steps // (plan.steps_per_epoch * config.validate_every)
-    coarse_share = config.coarse_steps / plan.steps
-    full_s = _answer_s(plan, plan.forecast.full.step_s, config.grid)
-    coarse_s = full_s
-    if plan.forecast.coarse:
-        coarse_s = _answer_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
-    validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
-    score_s = SCORE_S * math.prod(manifest.largest_shape) / 1e6
-    decided_and_scored_s = 2 * (full_s + score_s)  # it answers again for each
-    return START_S + held_out * (validations * validation_s + decided_and_scored_s)
 
 
 def _answer_s(plan: Plan, step_s: float, grid: Sequence[int]) -> float:

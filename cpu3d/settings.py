@@ -120,6 +120,13 @@ class RunConfig:
     adam_rate: float = _training(
         0.03, "with muon: Adam's rate, for norms, biases and the 1x1x1 head", "R", above=0, below=math.inf
     )
+    weight_decay: float = _training(
+        0.0,
+        "with muon: share of a kernel that a step takes away, times the learning rate; such as 0.1",
+        "W",
+        at_least=0,
+        below=math.inf,
+    )
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
     warmup_steps: int = _training(10, "first steps, over which the learning rate rises linearly", "N", at_least=0)
     ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)

@@ -309,8 +309,13 @@ class _SavedPlan(TypedDict):
 
 def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
     """The plan of a run, whose job has all of its fields: defaults are not those of the run."""
+    fields = content.get("job")
+    if isinstance(fields, dict) and "resampled" in fields:  # of a version that had no such changes
+        fields = {name: value for name, value in fields.items() if name != "resampled"}
+        fields["reworked"] = False
+        content = {**content, "job": fields}
     plan = typed(content, _SavedPlan, "plan")
-    job, fields = plan["job"], content["job"]
+    job = plan["job"]
     if (set(fields), set(fields["unet"])) != (set(vars(job)), set(vars(job.unet))):
         raise ValueError("a job without all of its fields")
     if plan["workers"] < 1 or job.batch % plan["workers"]:

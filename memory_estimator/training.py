@@ -49,11 +49,13 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
         saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
         copies, shape = beside.copies * saved, beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
-        averaged = 4 * job.unet.channels * math.prod(job.shape) if beside.resolution < 1 else 0
+        averaged = 0
+        if beside.resolution < 1:  # in float32, first the image, then the target
+            averaged = 4 * math.prod(job.shape) * max(job.unet.channels, job.unet.outputs)
         records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation"),
-            Component("an averaged volume", averaged, "exact: in float32, of a sample in preparation"),
+            Component("an averaged volume", averaged, "exact: of a sample in preparation"),
             Component("variables, once more", copies, "exact: from before the timing, or on another grid"),
             Component("left by coarse steps", beside.left_bytes, "at most: pages too scattered for maps of full size"),
             Component("case records", records, "measured: of each case what is kept in memory"),

@@ -4,13 +4,15 @@
         --name rotated --record study.jsonl -- --epochs 40 --rotation-deg 15
     ./run.sh bench learning --store store --folds 5 --only 2 --seeds 0 --workdir study \\
         --name rotated --record study.jsonl -- --epochs 40 --rotation-deg 15
+    ./run.sh bench tables --studies study.jsonl --learning curves.png
     ./run.sh bench learning --compare study.jsonl --name defaults --name rotated
     ./run.sh bench learning --workdir learning --task small --record learning.jsonl -- --recipe demo
 
 Each seed and fold is a training and an evaluation of the cases that it held out. Nothing is chosen
 by these: the last weights are scored, without post-processing. Without --folds the validation cases
 are scored. What ends is kept in WORKDIR/NAME, so the same command continues after an interruption,
-and other --seeds or --only add to it; to measure settings again give another --name. A task is
+and other --seeds or --only add to it; the tables have all that is there, and the record gets what
+it lacks. To measure settings again give another --name. A task is
 plain, context or small, which are phantoms, or the folder of a real case, which is warped into
 copies. A full step, the unit of cost, has the voxels of a step at full resolution; seconds are of
 steps alone.
@@ -30,9 +32,13 @@ from cpu3d.bench.further_cases import further_cases, scored_cases
 from cpu3d.bench.harness import Output, Result
 from cpu3d.bench.learning_results import (
     SHOWN,
+    as_words,
+    meaning,
+    merged,
     network_of,
     pair_tables,
     paired,
+    study_key,
     study_tables,
     two_settings,
 )
@@ -43,6 +49,7 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError, refuse
+from cpu3d.folds import beside_s
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.plan import Plan, make_plan
@@ -53,7 +60,7 @@ from cpu3d.run.summary import numbers, of_kind
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import say
-from cpu3d.util.records import count, listed
+from cpu3d.util.records import append_record, count, listed, read_records
 from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import format_seconds
@@ -62,6 +69,7 @@ from memory_estimator.host import read_host
 # Task -> options of `phantom`.
 PHANTOMS = {"plain": [], "context": ["--context", "count"], "small": ["--lesion-size", "small"]}
 TASK_STEPS = 64  # of a run on a task, unless a number is chosen
+VALIDATIONS = 8  # of a run, unless another number is chosen
 HELD_OUT = "val"  # the split in which a store's view of a fold has the cases that it holds out
 OWN = ("seed", "fold")  # settings of train that are options here
 
@@ -79,7 +87,7 @@ class Options:
     folds: Optional[int] = option(
         None, "hold out each of K parts once (default: the store's given folds)", "K", at_least=2
     )
-    only: Optional[int] = option(None, "train fold I alone", metavar="I", at_least=1)
+    only: Tuple[int, ...] = option((), "train these folds alone", metavar="I", at_least=1)
     seeds: Tuple[int, ...] = option((0, 1, 2), "seeds of the runs", metavar="S", at_least=0)
     name: Tuple[str, ...] = option(
         (),
@@ -114,11 +122,8 @@ def run(options: Options, output: Output) -> int:
     workdir = writable_folder(options.workdir, "workdir").resolve()
     study = Study.of(options, workdir)
     further = further_cases(options.also, study.store)
-    study.claim()
-    kept: Dict[Network, Result] = {}
-    for network in study.networks:
-        if study.path_of(network).is_file():
-            kept[network] = _kept_result(study.path_of(network))
+    study = study.claim()
+    kept = study.kept()
     study.announce(kept)
     failed: Dict[Network, RunFailedError] = {}
     for number, network in enumerate(study.networks, 1):
@@ -132,9 +137,12 @@ def run(options: Options, output: Output) -> int:
             if len(failed) == len(study.networks):
                 raise
             say(f"error: {error}")
-    result = study.record([kept[network] for network in study.networks if network in kept])
-    result["failed"] = [f"{network} is left out: {error.why}" for network, error in failed.items()]
-    output.publish("learning", result, *study_tables([result]))
+    left_out = [f"{network} is left out: {error.why}" for network, error in failed.items()]
+    results = [kept[network] for network in sorted(kept, key=Network.place)]
+    result = study.record(results, left_out)
+    output.show(result, *study_tables([result]))
+    if output.record:
+        study.append_new(output.record, results, left_out)
     return max((error.exit_code for error in failed.values()), default=0)
 
 
@@ -146,6 +154,10 @@ class Network(NamedTuple):
 
     def __str__(self) -> str:
         return f"seed {self.seed}" + (f", fold {self.fold}" if self.fold else "")
+
+    def place(self) -> Tuple[int, int, str]:
+        """By which networks are sorted: fold 2 is before fold 10."""
+        return self.seed, len(self.fold), self.fold
 
     @property
     def folder(self) -> str:
@@ -194,7 +206,7 @@ class Study:
         folds = _folds_of(store, options)
         parts = [f"{part}/{folds}" for part in range(1, folds + 1)] if folds else [""]
         if options.only:
-            parts = parts[options.only - 1 : options.only]
+            parts = [parts[number - 1] for number in options.only]
         name = options.name[0] if options.name else shlex.join(words) or "defaults"
         return cls(
             task=task,
@@ -209,8 +221,9 @@ class Study:
             log=log,
         )
 
-    def claim(self) -> None:
-        """Write what the study is into its folder. Raises InputError if that is another's."""
+    def claim(self) -> "Study":
+        """Write what the study is into its folder; returns it in the words it was begun with, if
+        the options meant the same then. Raises InputError if the folder is another's."""
         content = {
             "split_hash": self.store.manifest.split_hash,
             "folds": self.folds,
@@ -221,35 +234,57 @@ class Study:
         if not path.is_file():
             self.folder.mkdir(parents=True, exist_ok=True)
             write_json(path, content)
-            return
+            return self
         begun = read_json(path)
+        problems = []
+        for name in ("split_hash", "folds"):
+            if begun.get(name) != content[name]:
+                problems.append((name, begun.get(name), content[name]))
+        if meaning(begun) != meaning(content):
+            problems.append(("options", as_words(begun), as_words(content)))
         refuse(
-            f"{name} of {self.folder} must be {begun.get(name)!r}, as it was begun, got {value!r}; "
-            "choose another --name"
-            for name, value in content.items()
-            if begun.get(name) != value
+            f"{name} of {self.folder} must be {old}, as it was begun, got {new}; choose another --name"
+            for name, old, new in problems
         )
+        words = [word for word in begun["options"] if word != "--force"]
+        if "--force" in self.options:  # it is no setting, and holds for this call
+            words.append("--force")
+        return dataclasses.replace(self, steps=begun["steps"], options=tuple(words))
+
+    def kept(self) -> Dict[Network, Result]:
+        """The results that the folder has, of earlier calls too. Raises InputError for a damaged
+        one."""
+        results = {}
+        for path in self.folder.glob("seed*.json"):
+            result = _kept_result(path)
+            results[Network(*network_of(result["curve"]))] = result
+        return results
 
     def announce(self, kept: Mapping[Network, Result]) -> None:
         """Print the plan: what is to be done, and its time. Raises InputError as `make_plan`."""
         todo = [network for network in self.networks if network not in kept]
-        done = f"{len(kept)} measured already" if kept else "none measured yet"
+        measured = len(self.networks) - len(todo)
+        done = f"{measured} measured already" if measured else "none measured yet"
         lines = [f"{self.task}, {self.name}: {count(self.networks, 'run')}, {done}"]
         if todo:
             plan = self.plan_of(todo[0])
             is_timed = self.steps_of(plan) == 0
             run_s = plan.config.budget_minutes * 60 if is_timed else plan.training_s
             steps = "as many steps as fit" if is_timed else count(plan.steps, "step")
+            other_s = beside_s(plan)
             time = "time unknown"
-            if run_s:
-                time = f"{format_seconds(run_s)} each, {format_seconds(run_s * len(todo))} in all"
-            way = f"{time}, without validations and scoring"
-            lines.append(f"plan: {count(todo, 'run')} of {steps}: {way}")
+            if run_s and other_s is not None:
+                each_s = run_s + other_s
+                time = f"{format_seconds(each_s)} each, {format_seconds(each_s * len(todo))} in all"
+                time += ", with starts, validations and scoring"
+            lines.append(f"plan: {count(todo, 'run')} of {steps}: {time}")
         say(*lines)
 
     def plan_of(self, network: Network) -> Plan:
         """The plan of a network's training on this host."""
         settings = {**self.settings, "seed": network.seed}
+        if "validate_every" not in settings:
+            settings.setdefault("validations", VALIDATIONS)
         if network.fold:
             settings["fold"] = network.fold
         host = read_host()
@@ -266,7 +301,7 @@ class Study:
     def measure(self, network: Network, label: str) -> Result:
         """Train and score a network and keep its result. Raises RunFailedError and Interrupted."""
         run = self.folder / network.folder
-        words = ["--validations", "8", "--keep", "1", *self.options]
+        words = ["--validations", str(VALIDATIONS), "--keep", "1", *self.options]
         if self.steps:
             words += ["--steps", str(self.steps)]
         words += ["--seed", str(network.seed)]
@@ -308,8 +343,8 @@ class Study:
         """The file of a network's result."""
         return self.folder / f"{network.folder}.json"
 
-    def record(self, results: Sequence[Result]) -> Result:
-        """The record of the results."""
+    def record(self, results: Sequence[Result], failed: Sequence[str]) -> Result:
+        """The record of the results. `failed`: a line for each network that is left out."""
         split = with_fold(self.store, self.networks[0].fold).manifest.split
         return {
             "task": self.task,
@@ -322,7 +357,25 @@ class Study:
             "shape": list(self.store.manifest.largest_shape),
             "curves": [result["curve"] for result in results],
             **results[-1]["about"],
+            "failed": list(failed),
         }
+
+    def append_new(self, path: Path, results: Sequence[Result], failed: Sequence[str]) -> None:
+        """Add those results to a file of records that its newest ones lack, a record for each CPU
+        that measured some."""
+        studies = merged(read_records(path, "learning")) if path.is_file() else []
+        by_cpu: Dict[str, List[Result]] = {}
+        for result in results:
+            by_cpu.setdefault(result["about"]["host"]["cpu"], []).append(result)
+        for own in by_cpu.values():
+            wanted = self.record(own, failed)
+            known = []
+            for study in studies:
+                if study_key(study) == study_key(wanted) and meaning(study) == meaning(wanted):
+                    known = study["curves"]
+            new = [result for result in own if json.loads(json.dumps(result["curve"])) not in known]
+            if new:
+                append_record(path, "learning", self.record(new, failed))
 
 
 def made_store(workdir: Path, options: Options, log: Path) -> Store:
@@ -441,6 +494,8 @@ def _problems(options: Options) -> List[str]:
         problems.append(f"--compare must be without options of train, got {words}; leave them out")
     if len(set(options.seeds)) < len(options.seeds):
         problems.append(f"--seeds must differ, got {listed(options.seeds)}; leave one out")
+    if len(set(options.only)) < len(options.only):
+        problems.append(f"--only must differ, got {listed(options.only)}; leave one out")
     return problems
 
 
@@ -448,11 +503,11 @@ def _folds_of(store: Store, options: Options) -> Optional[int]:
     """The number of folds: the chosen one, or that of the folds which the store was given; None if
     its validation cases are scored instead."""
     folds = options.folds or len(store.manifest.folds) or None
-    if options.only and (not folds or options.only > folds):
+    if options.only and (not folds or max(options.only) > folds):
         rule = "--only must come with --folds"
         if folds:
-            rule = f"--only must be one of the {folds} folds"
-        raise InputError(f"{rule}, got {options.only}; name a fold from 1 on")
+            rule = f"--only must name some of the {folds} folds"
+        raise InputError(f"{rule}, got {listed(options.only)}; name folds from 1 on")
     if folds:
         with_fold(store, f"1/{folds}")  # which refuses a number that does not suit the store
     elif not store.manifest.split[HELD_OUT]:

@@ -8,6 +8,7 @@ and fold.
 import dataclasses
 import itertools
 import json
+import shlex
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median
@@ -16,6 +17,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 import numpy as np
 
 from cpu3d.bench.harness import Result
+from cpu3d.compare.plan import read_train_options
 from cpu3d.compare.report import differences_table
 from cpu3d.compare.statistics import MEAN, paired_difference, seed_bound
 from cpu3d.errors import InputError, refuse
@@ -32,6 +34,7 @@ COMPARED = ("dice", "lesion_dice", "false_positives")
 DATA = ("task", "shape", "split_hash", "folds")  # fields of records on the same data, cut alike
 SETTINGS = (*DATA, "name", "steps")
 COSTS = {"full_steps": "full steps", "seconds": "seconds of steps"}  # of a point, in words
+AXES = {**COSTS, "seconds": "seconds of steps, with the compilation in the first"}
 PRESENT = "cases that have the region"
 
 
@@ -47,14 +50,40 @@ def merged(records: Sequence[Result], *, by_cpu: bool = True) -> List[Result]:
     studies: Dict[str, Result] = {}
     for record in records:
         cpu = record["host"]["cpu"] if by_cpu else ""
-        key = json.dumps([cpu, *map(record.get, SETTINGS)])
+        key = json.dumps([cpu, study_key(record)])
         earlier = studies.get(key)
         curves = {}
-        if earlier and earlier.get("options") == record.get("options"):
+        if earlier and meaning(earlier) == meaning(record):
             curves = {network_of(curve): curve for curve in earlier["curves"]}
         curves.update((network_of(curve), curve) for curve in record["curves"])
         studies[key] = {**record, "curves": [curves[network] for network in sorted(curves)]}
     return list(studies.values())
+
+
+def study_key(record: Mapping[str, Any]) -> List[Any]:
+    """The data and the name of a record: those of one study are equal."""
+    return [*map(record.get, SETTINGS)]
+
+
+def meaning(record: Mapping[str, Any]) -> Any:
+    """What the options and steps of a record ask for, whatever their order; the words themselves
+    if `train` does not know them any more."""
+    words = [word for word in record.get("options") or () if word != "--force"]  # it is no setting
+    try:
+        settings = read_train_options(words, "a record")
+    except InputError:
+        return [record.get("steps"), *words]
+    if record.get("steps"):
+        settings["steps"] = record["steps"]
+    return settings
+
+
+def as_words(record: Mapping[str, Any]) -> str:
+    """The options and steps of a record as a command line has them."""
+    words = []
+    if record.get("steps"):
+        words += ["--steps", str(record["steps"])]
+    return shlex.join([*words, "--", *(record.get("options") or ())])
 
 
 def network_of(curve: Mapping[str, Any]) -> Tuple[int, str]:
@@ -137,7 +166,7 @@ def regions_table(records: Sequence[Result], kind: str = "cases") -> Table:
                 row += [dice, f"{len(present)} of {len(cases)}"]
             row += [f"{fmean(values[name]):.{METRICS[name].digits}f}" for name in SHOWN[1:]]
             rows.append(row)
-    labels = [METRICS[name].label for name in SHOWN[1:]]
+    labels = [METRICS[name].labelled for name in SHOWN[1:]]
     columns = ("settings", "region", "Dice", "median", "where present", "present", *labels)
     caption = (
         "Untouched cases, full grids, without post-processing. A region that a case lacks scores 1 "
@@ -368,11 +397,12 @@ def _folds_table(of_folds: Mapping[str, Mapping[str, float]]) -> Table:
         rows.append([*row, f"{fmean(values):+.3f}", f"{seed_bound(values):.3f}"])
     folds = next(iter(of_folds.values()))
     return Table(
-        ("region", *folds, "mean", "folds alone"),
+        ("region", *folds, "mean", "by chance"),
         rows,
         title="Difference of the Dice, fold by fold",
-        caption="Folds alone: they make a mean larger than this once in 20 times, by Student's t. "
-        "Networks of two folds share training cases, so it is rather too small.",
+        caption="By chance: if the settings were equally good, the choice of the folds would make a "
+        "mean larger than this once in 20 times (Student's t). It is rather too small, as networks "
+        "of two folds share training cases.",
     )
 
 
@@ -412,7 +442,7 @@ def draw_learning(records: Sequence[Result], cost: str = "full_steps") -> bytes:
         name = f"{record['task']}, {record['name']} ({count(len(runs), 'run')})"
         lines.append(Line(name, x, runs.mean(0), colour, band=band))
     title = "Dice of untouched cases: mean and range of the runs"
-    return chart(lines, title=title, x_label=COSTS[cost], y_label="mean Dice", y_range=(0, 1))
+    return chart(lines, title=title, x_label=AXES[cost], y_label="mean Dice", x_from=0)
 
 
 def _resampled(values: Sequence[float], length: int) -> np.ndarray:

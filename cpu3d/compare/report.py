@@ -27,10 +27,12 @@ from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.host import read_host
 
 DIFFERENCES = (
-    "On the same case and seed: mean (95 % interval), and cases better / worse / equal. Intervals: bootstrap of the "
-    "mean over seeds and cases, crossed; with 3 seeds 2.7 times narrower than Student's t. So a difference counts, in "
-    "bold, if its interval does not contain 0 and it exceeds the bound of Student's t over the seeds (seeds alone). "
-    "With one seed no difference counts."
+    "The other setting less the baseline, on the same case and seed: the mean, in brackets the "
+    "range that is meant to hold the true mean in 95 of 100 such experiments (bootstrap over seeds "
+    "and cases, too narrow with few seeds), and the cases that are better / worse / equal. By "
+    "chance: if both were equally good, the choice of the seeds would make a mean larger than this "
+    "once in 20 times (Student's t). A difference counts, in bold, if its range does not contain 0 "
+    "and it exceeds what chance may make; with one seed none counts."
 )
 
 COSTS_OF = (
@@ -100,10 +102,9 @@ def differences_table(record: Json, title: str = "") -> Table:
                 text += " ({:+.{digits}f} to {:+.{digits}f})".format(*difference["interval"], digits=digits)
             alone = "-" if bound is None else f"{bound:.{digits}f}"
             cases = f"{difference['better']} / {difference['worse']} / {difference['equal']}"
-            rows.append(
-                (region, variant, METRICS[name].label, (Bold if counts(difference) else str)(text), alone, cases)
-            )
-    columns = ("region", "variant", "score", "difference", "seeds alone", "cases")
+            cell = Bold(text) if counts(difference) else text
+            rows.append((region, variant, METRICS[name].labelled, cell, alone, cases))
+    columns = ("region", "variant", "score", "difference", "by chance", "cases")
     title = title or f"Differences to {record['baseline']}"
     return Table(columns, rows, title=title, caption=DIFFERENCES, names=3)
 

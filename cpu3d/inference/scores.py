@@ -164,6 +164,11 @@ class Metric:
         """Label and unit, for the head of a column."""
         return f"{self.label}, {self.unit}" if self.unit else self.label
 
+    @property
+    def labelled(self) -> str:
+        """The label, which says so if less is better."""
+        return self.label if self.larger_is_better else f"{self.label} (less is better)"
+
 
 # By their names in scores.json.
 METRICS: Dict[str, Metric] = {

@@ -40,10 +40,12 @@ def chart(
     y_label: str,
     x_label: str = "step",
     y_range: YRange = None,
+    x_from: Optional[float] = None,
     switch: Optional[float] = None,
     log: bool = False,
 ) -> bytes:
-    """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`; `log` is of both axes.
+    """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`; `log` is of both axes,
+    which fit the data without `y_range` and `x_from`, the start of the x axis.
 
     Points that are not finite are left out; no line at all is fine. A legend appears if a line has a name.
     """
@@ -70,6 +72,7 @@ def chart(
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.set_ylim(y_range)
+    axes.set_xlim(left=x_from)
     if log:
         axes.set(xscale="log", yscale="log")
     plain(axes, title)
@@ -186,6 +189,6 @@ def score_pictures(scores: Mapping[str, Any]) -> Figures:
     for name, metric in METRICS.items():
         values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
         y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
-        title = metric.label if metric.larger_is_better else f"{metric.label} (less is better)"
+        title = metric.labelled
         figures.append((f"{title} of every case", strips(values, title=title, y_label=metric.unit, y_range=y_range)))
     return figures

@@ -66,8 +66,9 @@ def load_config(run: Path) -> RunConfig:
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a setting is missing, as a
     default is not what the run has, or if one is not valid."""
+    content = {"weight_decay": 0.0, **content}  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):
-        content = {**content, "augment": _with_later(content["augment"])}
+        content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")
     nested = {f"{part}.{name}" for part in PARTS for name in content.get(part, {})}
     missing = sorted(set(settings_by_name(config)) - set(content) - nested - set(FACTS))
@@ -98,7 +99,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of another mode nothing
     else, as other settings follow from it. A micro-batch that batch norm has to keep is compared as it is computed."""
     left, right = settings_by_name(old), settings_by_name(new)
-    changeable = {*CHANGEABLE, *FACTS}
+    changeable = {*CHANGEABLE, *FACTS, "augment.in_planes"}  # which has a line of its own
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
         left["micro_batch"], right["micro_batch"] = old.micro, new.micro

@@ -74,15 +74,20 @@ class Muon(InOrder):
         beta_1: float = 0.9,
         beta_2: float = 0.999,
         epsilon: float = 1e-7,
+        kernel_decay: float = 0.0,
         name: str = "Muon",
         **options,
     ):
         """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of kernels, with Nesterov's
-        look-ahead; `options` are those of every Keras optimizer, such as `clipnorm`."""
+        look-ahead. Each step takes `learning_rate` times `kernel_decay` of a kernel away, as in
+        AdamW (Loshchilov and Hutter 2019): a norm follows each, so only its direction counts, and
+        one that grows learns more slowly. `options` are those of every Keras optimizer, such as
+        `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.adam_scale, self.momentum = adam_scale, momentum
         self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        self.kernel_decay = kernel_decay
 
     def build(self, var_list) -> None:
         super().build(var_list)
@@ -96,21 +101,32 @@ class Muon(InOrder):
 
     def change(self, gradient, variable):
         index = self._index_dict[self._var_key(variable)]
-        update = self._muon if is_orthogonal(variable.shape) else self._adam
-        return variable.assign_sub(update(index, tf.convert_to_tensor(gradient)))
+        gradient = tf.convert_to_tensor(gradient)
+        if not is_orthogonal(variable.shape):
+            return variable.assign_sub(self._adam(index, gradient))
+        before = []
+        if self.kernel_decay:
+            share = self._kernel_rate(gradient.dtype) * self._constant(self.kernel_decay, gradient.dtype)
+            before = [variable.assign_sub(share * variable)]
+        with tf.control_dependencies(before):  # or both would hold a tensor of the kernel's size
+            return variable.assign_sub(self._muon(index, gradient))
 
     def get_config(self):
-        own = {name: getattr(self, name) for name in ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon")}
+        names = ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon", "kernel_decay")
+        own = {name: getattr(self, name) for name in names}
         return {**super().get_config(), "learning_rate": self._serialize_hyperparameter(self._learning_rate), **own}
 
     def _muon(self, index: int, gradient):
         mean, dtype = self._means[index], gradient.dtype
-        rate = self._once("kernels' rate", lambda: tf.cast(self.learning_rate, dtype))
+        rate = self._kernel_rate(dtype)
         # Added to in place: a new mean instead of the old one would be elsewhere after every step.
         mean = mean.assign_add(gradient - self._constant(1 - self.momentum, dtype) * mean)
         ahead = gradient + self._constant(self.momentum, dtype) * mean
         side = min(matrix_shape(gradient.shape))
         return rate * orthogonal(ahead, self._once(f"terms {side}", lambda: first_terms(side, dtype)))
+
+    def _kernel_rate(self, dtype):
+        return self._once("kernels' rate", lambda: tf.cast(self.learning_rate, dtype))
 
     def _adam(self, index: int, gradient):
         mean, square, dtype = self._means[index], self._squares[index], gradient.dtype
@@ -140,7 +156,7 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     """A new optimizer with the settings of a run; its facts are in `memory_estimator.job.OPTIMIZERS`."""
     rate = config.peak_rate
     return {
-        "muon": lambda: Muon(rate, config.adam_rate / rate),
+        "muon": lambda: Muon(rate, config.adam_rate / rate, kernel_decay=config.weight_decay),
         "adam": lambda: Adam(rate),
         "sgd": lambda: Sgd(rate, momentum=0.99),
     }[config.optimizer]()

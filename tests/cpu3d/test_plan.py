@@ -569,14 +569,19 @@ def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(phantom_st
 PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, micro_batch=1)
 
 
-@pytest.mark.parametrize("settings", [{}, PATCH, {"resolution": 0.5}, {"resolution": 0.75}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, PATCH, {"resolution": 0.5}, {"resolution": 0.75}, {"resolution": 0.5, "channels": ["FLAIR"]}],
+)
 def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_store, tmp_path, settings):
     plan = planned(phantom_store, tmp_path, policy="speed", **settings)
     full, resolution = plan.forecast.full, plan.config.resolution
     covered = (math.ceil(n / resolution) for n in plan.config.grid)
     volume = tuple(map(max, phantom_store.manifest.largest_box, covered))
     beside = whole_volume_bytes(full.job, volume, resolution) if settings else 0
-    averaged = 4 * 4 * math.prod(plan.config.grid) if resolution < 1 else 0  # of a sample, in float32
+    averaged = 0
+    if resolution < 1:  # a sample's image in float32, and then its target
+        averaged = 4 * math.prod(plan.config.grid) * max(full.job.unet.channels, full.job.unet.outputs)
     alone = estimate(full.job, full.constants, full.accuracy)
     assert full.upper_bound_bytes == alone.upper_bound_bytes + beside + averaged
     split = {**phantom_store.manifest.split, "val": ()}

@@ -91,6 +91,13 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
     assert ("gpu:1" in of_card, again) == (True, note)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_run_of_a_version_before_gamma_is_read(tmp_path, turned):
+    fields = {**dataclasses.asdict(JOB), "resampled": turned}
+    del fields["reworked"]
+    assert read_run(write_plan(tmp_path, fields)) == (JOB, [], 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

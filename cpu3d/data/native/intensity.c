@@ -209,9 +209,9 @@ static int measure(const struct volume *volume, struct statistics *of)
     return 0;
 }
 
-static float mean_of(const struct statistics *of)
+static double mean_of(const struct statistics *of)
 {
-    return of->count > 0 ? (float)(of->sum / of->count) : 0;
+    return of->count > 0 ? of->sum / of->count : 0;
 }
 
 static float deviation_of(const struct statistics *of)
@@ -312,7 +312,7 @@ static int change_contrast(const struct sample *sample, const struct volume *vol
     if (measure(volume, of))
         return -1;
     for (int c = 0; c < channels; c++) {
-        numbers[CENTRE][c] = mean_of(&of[c]);
+        numbers[CENTRE][c] = (float)mean_of(&of[c]);
         numbers[FACTOR][c] = sample->contrast[c];
         numbers[LOW][c] = of[c].low;
         numbers[HIGH][c] = of[c].high;
@@ -334,7 +334,7 @@ static int change_gamma(const struct sample *sample, const struct volume *volume
     for (int c = 0; c < channels; c++) {
         float range = before[c].high - before[c].low;
         int is_changed = before[c].count > 0 && range > 0;
-        if (sample->inverted[c])
+        if (sample->is_negative)
             range = -range;
         numbers[EXPONENT][c] = is_changed ? sample->gamma[c] : 1;
         numbers[CENTRE][c] = is_changed ? (range > 0 ? before[c].low : before[c].high) : 0;
@@ -348,9 +348,9 @@ static int change_gamma(const struct sample *sample, const struct volume *volume
     for (int c = 0; c < channels; c++) {
         float deviation = deviation_of(&after[c]);
         int is_changed = numbers[EXPONENT][c] != 1 && deviation > 0;
-        numbers[CENTRE][c] = is_changed ? mean_of(&after[c]) : 0;
+        numbers[CENTRE][c] = is_changed ? (float)mean_of(&after[c]) : 0;
         numbers[FACTOR][c] = is_changed ? deviation_of(&before[c]) / deviation : 1;
-        numbers[LOW][c] = is_changed ? mean_of(&before[c]) : 0;
+        numbers[LOW][c] = is_changed ? (float)mean_of(&before[c]) : 0;
     }
     repeat_numbers(volume, channels, numbers);
     shift(volume);

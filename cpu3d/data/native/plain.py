@@ -76,20 +76,21 @@ def _changed(image: np.ndarray, drawn: Drawn) -> np.ndarray:
     for channel in range(image.shape[3]):
         volume = image[..., channel]
         inside = volume != 0
-        if not inside.any():
-            continue
         if drawn.noise is not None:
             volume = volume + _noise(volume.shape, drawn.noise_keys[channel]) * drawn.noise[channel]
             volume = np.where(inside, volume, 0)
         for axis, matrix in enumerate(matrices[channel] or ()):
             volume = _along(volume, matrix, axis)
+        volume = np.where(inside, volume, 0)
+        inside = volume != 0  # what has become 0 counts as background, too
         values = volume[inside].astype(np.float64)
-        if drawn.contrast is not None and drawn.contrast[channel] != 1:
+        if values.size and drawn.contrast is not None and drawn.contrast[channel] != 1:
             changed = values.mean() + drawn.contrast[channel] * (values - values.mean())
             values = np.clip(changed, values.min(), values.max())
-        if drawn.gamma is not None and drawn.gamma[channel] != 1:
+        if values.size and drawn.gamma is not None and drawn.gamma[channel] != 1:
             values = _with_gamma(values, drawn.gamma[channel], drawn.negative)
-        image[..., channel][inside] = values
+        volume[inside] = values
+        image[..., channel] = volume
     return image
 
 

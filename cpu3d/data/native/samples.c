@@ -68,9 +68,9 @@ static int cut_to_regions(struct box *box)
             const uint8_t *row = values + x * box->strides[X] + y * box->strides[Y];
             int first = 0;
             int stop = box->size[Z];
-            while (first < stop && !is_of_region[row[first]])
+            while (first < stop && !is_of_region[row[first * box->strides[Z]]])
                 first++;
-            while (stop > first && !is_of_region[row[stop - 1]])
+            while (stop > first && !is_of_region[row[(stop - 1) * box->strides[Z]]])
                 stop--;
             if (first == stop)
                 continue;

@@ -45,7 +45,7 @@ struct sample {
     const struct band *smoothing; /* [channels][AXES], of 0 taps for a channel that stays */
     const float *contrast; /* [channels], 1 for a channel that stays, as below */
     const float *gamma;
-    const int *inverted; /* [channels], whether gamma is that of the negative */
+    int is_negative; /* whether gamma is that of the negative image */
     int is_bfloat16; /* the image; else it is float32 */
     void *to_image;
     uint8_t *to_target; /* all 0 */

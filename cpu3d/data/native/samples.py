@@ -30,7 +30,7 @@ from models.native.build import build_library
 from models.native.instruction_sets import INSTRUCTION_SETS
 
 SOURCES = Path(__file__).resolve().parent
-KINDS = {"int16": 0, "float16": 1, "label": 3}  # as in samples.c
+KINDS = {"int16": 0, "float16": 1, "label": 3}  # as in samples.h
 Sample = Tuple[np.ndarray, np.ndarray]  # image (X, Y, Z, C), target (X, Y, Z, R) uint8
 
 
@@ -68,8 +68,8 @@ class Form:
 
 
 def make_sample(stored: Stored, drawn: Drawn, form: Form) -> Sample:
-    """The sample of the numbers that were drawn for it. Threads may call it; while C computes, others
-    run.
+    """The sample of the numbers that were drawn for it. Threads may call it; while C computes,
+    others run.
 
     `drawn` are the numbers of all channels of the store. Raises MemoryError.
     """
@@ -87,7 +87,7 @@ def make_sample(stored: Stored, drawn: Drawn, form: Form) -> Sample:
     return image, target
 
 
-# --- The call: structures as in samples.c ---
+# --- The call: structures as in samples.h ---
 
 
 class _Box(ctypes.Structure):
@@ -127,7 +127,7 @@ class _Sample(ctypes.Structure):
         ("smoothing", ctypes.c_void_p),
         ("contrast", ctypes.c_void_p),
         ("gamma", ctypes.c_void_p),
-        ("inverted", ctypes.c_void_p),
+        ("is_negative", ctypes.c_int),
         ("is_bfloat16", ctypes.c_int),
         ("to_image", ctypes.c_void_p),
         ("to_target", ctypes.c_void_p),
@@ -137,13 +137,12 @@ class _Sample(ctypes.Structure):
 class _Call:
     """A sample as C takes it, with the arrays that its pointers lead to."""
 
-    def __init__(self, stored: Stored, drawn: Drawn, form: Form, image: np.ndarray, target: np.ndarray):
+    def __init__(self, stored: Stored, drawn: Drawn, form: Form, image, target):
         self._kept: List[Any] = [stored, image, target]
         picked = np.int32(form.channels)
         shrinking = None
         if form.shrinking is not None:
             shrinking = self._bands(form.shrinking)
-        inverted = np.full(len(picked), drawn.negative, np.int32)
         self.sample = _Sample(
             image=_Box(
                 kind=KINDS[stored.image.dtype.name],
@@ -168,7 +167,7 @@ class _Call:
             smoothing=self._smoothing(drawn, form),
             contrast=self._pointer(drawn.contrast),
             gamma=self._pointer(drawn.gamma),
-            inverted=self._pointer(inverted),
+            is_negative=drawn.negative,
             is_bfloat16=form.dtype == "bfloat16",
             to_image=image.ctypes.data,
             to_target=target.ctypes.data,

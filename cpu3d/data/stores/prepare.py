@@ -74,8 +74,8 @@ class Options:
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option(
         (0.8, 0.1, 0.1),
-        "shares of the patients; for `train --folds` 1 0 0 puts all of them into the folds, and leaves "
-        "none for a test split",
+        "shares of the patients: fractions that sum to 1, or a ratio in whole numbers; for `train --folds` "
+        "1 0 0 puts all of them into the folds, and leaves none for a test split",
         metavar=("TRAIN", "VAL", "TEST"),
         one_of="split",
     )
@@ -122,11 +122,11 @@ def prepare(
     workers, store_dir = worker_count(workers), Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     refuse_unsupported(dataset)
-    _announce(dataset)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed))
     finished = (store_dir / "manifest.json").exists()
     if not finished:  # fail early
         splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+    _announce(dataset)
     if store_dir.resolve() == dataset.folder.resolve():
         raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
     content = identity(dataset, settings)

@@ -18,7 +18,7 @@ from cpu3d.data.records import FOLD_PARTS, SPLITS, case_list, split_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.records import count, listed
-from memory_estimator.common.files import read_json, read_text
+from memory_estimator.common.files import NotRegularError, read_json, read_text, reason
 
 Split = Dict[str, Tuple[str, ...]]
 Fractions = Tuple[float, float, float]
@@ -61,11 +61,17 @@ def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int)
     """Deal the patients' cases to "train", "val" and "test" in the ratio of `fractions`; ids come back sorted.
 
     `patients` maps case id -> patient id. Every split with a fraction above 0 gets a patient, then always the split
-    furthest behind its share. Raises InputError for bad shares or too few patients.
+    furthest behind its share. Whole numbers are a ratio; fractions sum to 1 or 100, but for their
+    rounding. Raises InputError for bad shares or too few patients.
     """
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
         raise InputError(f"--split must be three shares of at least 0, not all 0, got {fractions}; try --split 8 1 1")
+    has_fractions = any(share != int(share) for share in fractions)
+    if has_fractions and not any(math.isclose(total, whole, rel_tol=0.011) for whole in (1, 100)):
+        words = " ".join(f"{share:g}" for share in fractions)
+        rule = f"--split with fractions must sum to 1, or to 100 in percent, got {words}, which"
+        raise InputError(f"{rule} sum to {total:g}; correct one, or give a ratio in whole numbers")
     order = _dealing_order(patients.values(), seed)
     sizes = [int(fraction > 0) for fraction in fractions]
     if len(order) < sum(sizes):
@@ -168,8 +174,12 @@ def read_folds(
     name = f"--splits {path}"
     try:
         content = read_json(path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"{name} must be a file, got none there; correct the path") from None
+    except NotRegularError as error:
+        raise InputError(f"{name} must be a file, got {error.strerror}; name the file") from None
     except (OSError, ValueError) as error:
-        got = error.strerror if isinstance(error, OSError) else error
+        got = reason(error)
         raise InputError(f"{name} must be JSON that can be read, got {got}; correct it") from None
     if not isinstance(content, list) or len(content) < 2:
         got = count(content, "fold") if isinstance(content, list) else f"a {type(content).__name__}"
@@ -188,8 +198,14 @@ def _read_fold(name: str, content: Any) -> Tuple[Split, List[str]]:
     problems = []
     for part in FOLD_PARTS:
         ids = content.get(part) if isinstance(content, dict) else None
-        is_list = isinstance(ids, list) and all(isinstance(case_id, str) for case_id in ids)
-        if not is_list or not ids:
+        is_list = isinstance(ids, list)
+        numbers = [case_id for case_id in ids if type(case_id) in (int, float)] if is_list else []
+        if numbers:
+            rule = f"case ids in {part} of {name} must be text in quotation marks"
+            todo = f'write "{numbers[0]}", with any zeros in front that the files\' names have'
+            problems.append(f"{rule}, got {count(numbers, 'number')}: {numbers[0]}; {todo}")
+            continue
+        if not ids or not is_list or not all(isinstance(case_id, str) for case_id in ids):
             rule = f"{part} of {name} must be a list of at least one case id"
             problems.append(f"{rule}, got {ids!r:.60}; correct it")
             continue

@@ -1,21 +1,31 @@
 """`bench learning`: small runs to their records; tables, differences and pictures of records."""
 
 import dataclasses
+import io
 import json
 import re
 
+import numpy as np
 import pytest
+from matplotlib import colors, image
 
 from cpu3d import processes
 from cpu3d.__main__ import main
 from cpu3d.bench import learning
 from cpu3d.bench.learning import points_of
-from cpu3d.bench.learning_results import learning_table, merged, paired, regions_table
+from cpu3d.bench.learning_results import (
+    draw_learning,
+    learning_table,
+    merged,
+    paired,
+    regions_table,
+)
 from cpu3d.bench.tables import tables
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.processes import RunFailedError
 from cpu3d.run.config import load_config
 from cpu3d.util.records import append_record, read_records
+from memory_estimator.common.table import PALETTE
 from tests.cpu3d.data.datasets import brats_case
 
 NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer", "sgd"]
@@ -54,7 +64,9 @@ def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, calls):
     assert set(case["regions"]) == {"WT", "TC", "ET"}
     dice = {region: scores["dice"] for region, scores in case["regions"].items()}
     assert dice == pytest.approx(last["dice"], abs=1e-6), "the last weights, nothing removed"
-    assert "--filters 2" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "--filters 2" in said.out
+    assert re.search("plan: 1 run of 2 steps: .*(scoring|time unknown)", said.err), said.err
 
 
 def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store, calls, capsys):
@@ -83,11 +95,18 @@ def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store,
     calls.clear()
     assert main([*line, *options]) == 0
     assert calls == []
+    capsys.readouterr()
+    turned = ["--", "--force", "--steps", "1", "--optimizer", "sgd", *NETWORK[:-2]]
+    assert main([*line, "--only", "1", "--json", *turned]) == 0, "the same options in another order"
+    assert json.loads(capsys.readouterr().out)["curves"] == both["curves"], "all that is there"
+    assert calls == []
+    assert len(read_records(file, "learning")) == 2, "no line of what is recorded already"
     (study,) = merged(read_records(file, "learning"))
     assert study["curves"] == both["curves"]
     assert main([*line, *options, "--optimizer", "adam"]) == 2
     said = capsys.readouterr().err
     assert "options of" in said
+    assert f"got -- {' '.join(NETWORK)} --steps 1 --optimizer adam" in said
     assert "choose another --name" in said
 
 
@@ -119,7 +138,9 @@ def test_what_fails_is_named_and_left_out(tmp_path, phantom_store, calls, monkey
         (["--workdir", "W", "--folds", "2", "--", "--fold", "1/2"], "without --fold, got 1/2"),
         (["--workdir", "W", "--folds", "2", "--", "--patience", "3"], "without --patience, got 3"),
         (["--workdir", "W", "--folds", "2", "--", "--colour"], "options of train, got .*colour"),
-        (["--workdir", "W", "--folds", "2", "--only", "3"], "--only .* one of the 2 folds, got 3"),
+        (["--workdir", "W", "--folds", "2", "--only", "3"], "--only .* some of the 2 folds, got 3"),
+        (["--workdir", "W", "--folds", "2", "--only", "1", "3"], "2 folds, got 1 and 3"),
+        (["--workdir", "W", "--folds", "2", "--only", "1", "1"], "--only must differ"),
         (["--workdir", "W", "--only", "1"], "--only must come with --folds, got 1"),
         (["--workdir", "W", "--folds", "9"], "at most as many parts .*, got 1/9"),
         (["--workdir", "W", "--also", "W"], "--also .* a labelled case .*, got no case"),
@@ -200,6 +221,48 @@ def test_records_become_a_table_and_a_picture(tmp_path):
     assert main([*command, "--learning-seconds", str(tmp_path / "b.png")]) == 0
     sizes = [(tmp_path / name).stat().st_size for name in ("a.png", "b.png")]
     assert min(sizes) > 5000
+
+
+def test_tables_take_a_folder_with_several_files_of_studies_or_the_files_by_name(tmp_path, capsys):
+    for name in ("phantoms", "brats"):
+        changes = {"task": name, "options": ["--epochs", "2"]}
+        append_record(tmp_path / f"{name}.jsonl", "learning", record("before", *OLD, **changes))
+    append_record(tmp_path / "pairs.jsonl", "differences", {})
+    assert main(["bench", "tables", "--records", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert [line for line in page.splitlines() if line.startswith("###")] == ["### brats", "### phantoms"]
+    picture = tmp_path / "a.png"
+    line = ["bench", "tables", "--studies", str(tmp_path / "brats.jsonl"), "--learning", str(picture)]
+    assert main(line) == 0
+    page = capsys.readouterr().out
+    assert "| brats " in page
+    assert "| phantoms " not in page
+    assert picture.stat().st_size > 5000
+    assert main(["bench", "tables"]) == 2
+    assert "--records must name a folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    line = ["bench", "tables", "--records", str(tmp_path / "empty"), "--learning", str(picture)]
+    assert main(line) == 2
+    assert "--records must have a file of `bench learning`, got none" in capsys.readouterr().err
+
+
+def test_options_in_another_order_are_the_same_study():
+    words = ["--epochs", "2", "--rotation-deg", "15"]
+    first = record("a", OLD[0], options=words)
+    (study,) = merged([first, record("a", OLD[1], options=[*words[2:], *words[:2]])])
+    assert len(study["curves"]) == 2
+
+
+def test_small_scores_fill_the_picture():
+    """The rows of pixels that a curve of small scores takes are most of the picture's height."""
+    curve = {"seed": 0, "points": [point(8, 0.001, 0.001), point(16, 0.02, 0.02)]}
+    pixels = image.imread(io.BytesIO(draw_learning([record("a", curve)])))[..., :3]
+    coloured = np.abs(pixels - colors.to_rgb(PALETTE[0])).max(-1) < 0.02
+    rows = np.flatnonzero(coloured.any(1))
+    assert np.ptp(rows) > 0.5 * len(pixels)
+    below_legend = coloured[len(pixels) // 2 :]
+    first_column = np.flatnonzero(below_legend.any(0)).min()
+    assert first_column > 0.3 * pixels.shape[1], "the axis starts at 0, the curve at half its end"
 
 
 def test_records_of_one_setting_are_one_study_of_the_newest_networks():

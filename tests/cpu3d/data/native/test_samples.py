@@ -119,6 +119,23 @@ def test_c_computes_what_numpy_does_with_all_changes_of_intensity_together():
     agree(stored(), numbers, form(), atol=1e-3)  # steep where the share of the range is near 0
 
 
+@pytest.mark.parametrize("names", [("contrast",), ("gamma",), ("noise", "negative gamma")])
+def test_c_computes_what_numpy_does_where_a_lower_resolution_leaves_background_in_the_brain(names):
+    box = stored()
+    box.image[np.random.default_rng(2).random(SHAPE) < 0.5] = 0
+    numbers = dataclasses.replace(drawn(*names), low_resolution=np.float32([0.3, 0.6, 0.4, 0.2]))
+    agree(box, numbers, form(), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["plain", "turn"])
+def test_c_computes_what_numpy_does_of_a_part_of_an_array_whatever_its_strides_are(name):
+    box = stored()
+    label = np.stack([box.label, np.full(SHAPE, 7, np.uint8)], -1)[..., 0]
+    image = np.concatenate([box.image, box.image + 1], 2)[:, :, : SHAPE[2]]
+    agree(Stored(image, label, AT), drawn(name), form())
+    agree(Stored(image, label, AT), drawn(name), form(0.5))
+
+
 @pytest.mark.parametrize("name", ["plain", "turn", "gamma"])
 def test_bfloat16_is_float32_rounded_to_nearest_ties_to_even(name):
     import tensorflow as tf  # which a test below cannot import
@@ -299,6 +316,15 @@ def test_gamma_keeps_mean_and_deviation_and_the_order_of_values(name):
             middle = (was.min() + was.max()) / 2
             moved = made[np.abs(was - middle).argmin()] - (made.min() + made.max()) / 2
             assert (moved < 0) == ((exponent > 1) != (name == "negative gamma"))
+
+
+def test_gamma_keeps_a_deviation_that_is_small_beside_the_mean():
+    values = 10_000 + np.round(5 * np.random.default_rng(0).exponential(size=(20, 20, 20, 1)))
+    box = Stored(values.astype(np.int16), np.zeros((20, 20, 20), np.uint8), (0, 0, 0))
+    numbers = Drawn(np.float32([0.001]), np.float32([0]), PLAIN.flips, gamma=np.float32([1.5]))
+    made, _ = make_sample(box, numbers, form(1, (0,), field=(20, 20, 20)))
+    assert made.std(dtype=float) == pytest.approx(0.001 * values.std(), rel=1e-3)
+    assert made.mean(dtype=float) == pytest.approx(0.001 * values.mean(), rel=1e-5)
 
 
 def test_contrast_widens_around_the_mean_within_the_range():

@@ -237,6 +237,22 @@ def folds(tmp_path):
     return write
 
 
+@pytest.mark.parametrize("shares", [(0.9, 0.2, 0.0), (1.0, 0.5, 0.0), (70.5, 10.0, 10.5)])
+def test_fractions_that_do_not_sum_to_one_are_refused(shares):
+    patients = {str(number): str(number) for number in range(30)}
+    with pytest.raises(InputError, match=rf"--split .* sum to 1.* got .* {sum(shares):g}"):
+        split_cases(patients, fractions=shares, seed=0)
+
+
+@pytest.mark.parametrize("shares", [(9, 2, 0), (80, 10, 10), (0.33, 0.33, 0.33), (33.3, 33.3, 33.4)])
+def test_a_ratio_percent_and_rounded_fractions_are_taken(shares):
+    patients = {str(number): str(number) for number in range(30)}
+    split = split_cases(patients, fractions=shares, seed=0)
+    assert sum(map(len, split.values())) == 30
+    for share, ids in zip(shares, split.values()):
+        assert abs(len(ids) - 30 * share / sum(shares)) < 1
+
+
 def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, folds, capsys):
     data, store = dataset("a", "b", "c", "d"), tmp_path / "store"
     command = ["prepare", "--dataset", str(data), "--store", str(store), "--workers", "1"]
@@ -292,7 +308,8 @@ def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path
         (TWO[:1], ["at least two folds .*, got 1 fold"]),
         ([TWO[0], ["a"]], [r"train of fold 2 .* list", "val of fold 2 .* list"]),
         ([TWO[0], {"train": [], "val": ["a"]}], [r"train of fold 2 .*at least one .*, got \[\]"]),
-        ([TWO[0], {"train": ["b", 3], "val": ["a"]}], [r"train of fold 2 .*, got \['b', 3\]"]),
+        ([TWO[0], {"train": ["b", 3], "val": ["a"]}], ["train of fold 2 .* quotation marks, got 1 number: 3"]),
+        ([TWO[0], {"train": ["b", None], "val": ["a"]}], [r"train of fold 2 .*, got \['b', None\]"]),
         ([TWO[0], {"train": ["b", "b"], "val": ["b"]}], ["case b .*, got train, train and val"]),
         ([TWO[0], {"train": ["b", "x"], "val": ["y"]}], ["case x .* no such", "case y .* no such"]),
         ([TWO[0], {"train": ["a"], "val": ["c"]}], ["case c .* by one fold .*, got 1 and 2"]),
@@ -312,9 +329,14 @@ def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_writte
 def test_what_is_no_json_and_options_of_a_drawn_split_are_refused(tmp_path, dataset, folds, capsys):
     data, store = dataset("a", "b", "c"), tmp_path / "store"
     (tmp_path / "text.json").write_text("[")
-    for path in (tmp_path / "text.json", tmp_path / "none.json", tmp_path):
-        with pytest.raises(InputError, match=r"--splits .* must be JSON"):
+    for path, rule in (
+        (tmp_path / "text.json", "must be JSON"),
+        (tmp_path / "none.json", "must be a file, got none"),
+        (tmp_path, "must be a file, got a folder"),
+    ):
+        with pytest.raises(InputError, match=rf"--splits {path} {rule}"):
             prepare(data, store, workers=1, splits=path)
+    assert capsys.readouterr().out == "", "it is refused before anything is said of the data"
     with pytest.raises(InputError, match="--seed must be left out with --splits, got 3"):
         prepare(data, store, workers=1, splits=folds(TWO), seed=3)
     command = ["prepare", "--dataset", str(data), "--store", str(store)]
