@@ -44,8 +44,9 @@ from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
 
 LEAST_COARSE_VOXELS = 40**3
-"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what is learnt at half
-resolution is lost at full resolution (docs/log.md, hippocampus); 48^3 pays."""
+"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
+resolution was lost at full resolution (docs/log.md, "Short runs on real sets"). 48^3
+was not tried long enough to leave it out."""
 
 
 @dataclass(frozen=True)
