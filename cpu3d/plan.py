@@ -225,7 +225,8 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     if not host.instructions:
         why = "TensorFlow's layers compute, which take twice the time and memory"
-        reasons["own operations"] = f"own operations: none ({host.own.why}); {why}"
+        todo = "`./run.sh doctor` says what is missing"
+        reasons["own operations"] = f"warning: no own operations ({host.own.why}); {why}; {todo}"
     try:
         measured, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
         if config.coarse_steps:

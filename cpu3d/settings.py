@@ -36,6 +36,10 @@ COARSE_SHARE = fractions.Fraction(5, 6)
 """The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full step's voxels
 (docs/log.md)."""
 
+FULL_RATE_SHARE = 0.3
+"""The peak of the learning rate of the full steps after coarse ones, as a share of the coarse steps'
+peak. By the whole of it the full steps would forget what the coarse ones have learnt (docs/log.md)."""
+
 VALIDATIONS = 20
 """Validations of a run, evenly spread, unless it has fewer epochs or a setting says how often. An
 epoch of few cases is over in seconds, and the best of many scores of few cases is chance."""
@@ -189,15 +193,21 @@ class RunConfig:
         return self.batch // self.micro
 
     def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the decay, under a
-        curriculum over the coarse steps and again over the full ones. A run that is made longer decays over its new
-        length, so its rate rises again at the join."""
+        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the
+        decay, under a curriculum over the coarse steps and again, from FULL_RATE_SHARE of the peak,
+        over the full ones. A run that is made longer decays over its new length, so its rate rises
+        again at the join."""
         if step < self.warmup_steps:
             return self.peak_rate * (step + 1) / self.warmup_steps
-        is_coarse = step < self.coarse_steps
-        begin = max(self.warmup_steps, 0 if is_coarse else self.coarse_steps)
-        end = self.coarse_steps if is_coarse else steps
-        return self.peak_rate * SCHEDULES[self.schedule]((step - begin) / (end - begin))
+        peak = self.peak_rate
+        begin = self.warmup_steps
+        end = steps
+        if step < self.coarse_steps:
+            end = self.coarse_steps
+        elif self.coarse_steps:
+            peak *= FULL_RATE_SHARE
+            begin = max(begin, self.coarse_steps)
+        return peak * SCHEDULES[self.schedule]((step - begin) / (end - begin))
 
     def full_steps(self, steps: int) -> float:
         """The number of full steps with the voxels of the run's first `steps`: its cost on any host."""
