@@ -7,7 +7,7 @@
    In place, the output is written over the one map that is read. Parts that are read later are copied first: the planes
    beside each slab before any thread writes, and in each plane of a slab the last row of the tile before. */
 #include <unistd.h>
-#include "rows.h"
+#include "slabs.h"
 
 /* --- The micro-kernels: all the arithmetic that counts --- */
 
@@ -218,7 +218,7 @@ static size_t row_units(int width, int tiles)
 struct job {
     const struct operation *op;
     struct input input, gradient; /* of the output, for a filter gradient */
-    enum { NO_SUMS, MOMENTS, NORM_SUMS } sums;
+    enum map_sums sums;
     int slabs;                /* one a thread; without planes for all, some threads have none */
     int inputs, outputs;      /* channels */
     int width, output_width;  /* the same, rounded up to whole groups */
@@ -226,7 +226,6 @@ struct job {
     int most;                 /* tiles of one call of `multiply` */
     int y_rows;               /* of a tile along y, without its borders */
     size_t row, gradient_row; /* units from one row to the next */
-    size_t row_bytes;         /* of a row of the first map: in place it is this one that is written over */
     size_t ring, line, output_line, row_sums, bytes; /* of a thread's memory: units of all rows; floats; all in bytes */
     size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* sizes of what is below, of copies in bytes; or 0 */
     size_t passing;           /* the bytes of all that */
@@ -250,8 +249,7 @@ static struct job job_of(const struct operation *op)
     j.gradient = (struct input){{op->outputs}, {op->others[0]}, op->others[1], op->other_coefficients};
     if (op->kind == INPUT_GRADIENT)
         j.input.raw = op->others[1];
-    if (op->sums_to && (op->kind == CONVOLVE || op->other_coefficients)) /* else they are 0 */
-        j.sums = op->kind == CONVOLVE ? MOMENTS : NORM_SUMS;
+    j.sums = sums_of(op);
 
     j.step = tiles < 8 ? UNIT : 2, j.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
 #ifdef TILES /* a tile register takes up to 16 tiles, or 16 pairs of them */
@@ -262,7 +260,6 @@ static struct job job_of(const struct operation *op)
     j.width = round_up(j.inputs, GROUP), j.output_width = round_up(j.outputs, GROUP);
     j.row = row_units(j.width, j.tiles);
     j.gradient_row = gradient ? row_units(j.output_width, j.tiles) : 0;
-    j.row_bytes = (size_t)op->z * op->channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
 
     long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
     long rows = (cache > 0 ? cache : 1 << 20) * 5 / 8 / (long)(sizeof(unit) * (3 * j.row + j.gradient_row));
@@ -273,13 +270,12 @@ static struct job job_of(const struct operation *op)
     j.line = (size_t)(j.tiles * TILE + 2) * j.width, j.output_line = (size_t)(j.tiles * TILE + 2) * j.output_width;
     j.row_sums = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
     j.bytes = j.ring * sizeof(unit) + (j.line + j.output_line + j.row_sums) * sizeof(float) + 2 * j.y_rows * sizeof(void *);
-    long planes = ((long)op->batch * op->x + j.slabs - 1) / j.slabs; /* of the largest slab */
     if (gradient) {
         j.thread_sums = (size_t)9 * STREAMS * j.width * j.output_width;
     } else {
         j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
         j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
-        j.thread_copies = op->map == op->maps[0] ? ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64 : 0;
+        j.thread_copies = copies_bytes(op, j.slabs);
     }
     size_t totals = sizeof(double) * j.thread_totals, sums = sizeof(float) * j.thread_sums;
     j.passing = j.weight_bytes + j.slabs * (totals + j.thread_copies + sums);
@@ -328,9 +324,6 @@ static unit *ring_row(const struct thread *t, int x, int y, int y0)
     return t->rows + ((size_t)((x + 1) % 3) * (t->job->y_rows + 2) + (y - y0 + 1)) * t->job->row;
 }
 
-/* The first plane of a thread's share. */
-static long share(const struct operation *op, int thread, int threads) { return (long)op->batch * op->x * thread / threads; }
-
 ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
 {
     const struct job *j = t->job;
@@ -341,19 +334,13 @@ ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in,
         transpose_row(row, STREAMS * (width / GROUP) * (j->tiles / j->step), j->step / UNIT);
 }
 
-/* The same in place, of plane x of a slab x0 ... x1 - 1 and a tile y0 ... y1 - 1: reads the copy where the map has gone. */
-static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int x0, int x1, int y, int y0, int y1)
+/* The same in place. */
+static void fill_row_in_place(struct thread *t, unit *row, const struct part *part, int x, int y)
 {
     struct input in = t->job->input;
-    size_t bytes = t->job->row_bytes, at = voxel_of(t->job->op, 1, batch, x, y) * (bytes / t->job->op->z);
-    int outside = x < x0 || x == x1;
-    char *last = outside ? NULL : t->copies + (2 * t->job->op->y + x - x0) * bytes;
-    const char *copy = outside ? t->copies + ((size_t)(x == x1) * t->job->op->y + y) * bytes : y < y0 ? last : NULL;
-    if (copy)
-        in.maps[0] = (const void *)((uintptr_t)copy - at);
-    fill_row(t, row, &in, t->job->width, batch, x, y, CHANNELS_SUMMED);
-    if (last && y == y1 - 1)
-        memcpy(last, (const char *)in.maps[0] + at, bytes);
+    in.maps[0] = map_in_place(t->job->op, t->copies, part, x, y);
+    fill_row(t, row, &in, t->job->width, part->batch, x, y, CHANNELS_SUMMED);
+    keep_last_row(t->job->op, t->copies, part, x, y);
 }
 
 /* --- Convolution and input gradient --- */
@@ -445,15 +432,10 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
     }
 }
 
-static void copy_planes_beside(void *argument, int thread, int threads)
+static void copy_beside(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    const struct operation *op = j->op;
-    long begin = share(op, thread, threads), end = share(op, thread + 1, threads), beside[2] = {begin - 1, end};
-    size_t plane = op->y * j->row_bytes;
-    for (int i = 0; i < 2 && begin < end; i++)
-        if ((i ? end : begin) % op->x)
-            memcpy(j->copies + thread * j->thread_copies + i * plane, (const char *)op->maps[0] + beside[i] * plane, plane);
+    copy_planes_beside(j->op, j->copies + thread * j->thread_copies, thread, threads);
 }
 
 /* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
@@ -484,24 +466,6 @@ static void pack_weights(void *argument, int thread, int threads)
                     store_units(to + o, sums[0], sums[1]);
                 }
         }
-    }
-}
-
-static void write_sums(const struct job *j, int threads)
-{
-    const struct operation *op = j->op;
-    double voxels = (double)op->x * op->y * op->z;
-    for (int i = 0; i < op->batch * op->outputs; i++) {
-        int batch = i / op->outputs, c = i % op->outputs;
-        const double *at = j->totals + (size_t)batch * 2 * j->output_width + c;
-        double first = total(at, j->thread_totals, threads), second = total(at + j->output_width, j->thread_totals, threads);
-        if (j->sums == MOMENTS) {
-            first /= voxels;
-            second = second / voxels - first * first;
-            second = second < 0 ? 0 : second; /* a rounding of float64 below it */
-        }
-        op->sums_to[(size_t)batch * 2 * op->outputs + c] = (float)first;
-        op->sums_to[((size_t)batch * 2 + 1) * op->outputs + c] = (float)second;
     }
 }
 
@@ -577,26 +541,25 @@ static void operation_thread(void *argument, int thread, int threads)
     }
     tile_config(filters ? 16 : j->step, filters ? j->step / UNIT : GROUP_UNITS);
     long at = share(op, thread, threads), end = share(op, thread + 1, threads);
-    for (int batch, x0, x1; at < end; at += x1 - x0) {
-        batch = (int)(at / op->x);
-        x0 = (int)(at % op->x);
-        x1 = least(op->x, x0 + end - at);
-        for (int y0 = 0, y1; y0 < op->y; y0 = y1) {
-            y1 = least(y0 + j->y_rows, op->y);
-            for (int x = x0 - 1; x <= x1; x++) {
-                for (int y = y0 - 1; y <= y1; y++) {
-                    unit *row = ring_row(&t, x, y, y0);
+    struct part part;
+    for (; at < end; at += part.x1 - part.x0) {
+        planes_from(&part, op, at, end);
+        for (part.y0 = 0; part.y0 < op->y; part.y0 = part.y1) {
+            part.y1 = least(part.y0 + j->y_rows, op->y);
+            for (int x = part.x0 - 1; x <= part.x1; x++) {
+                for (int y = part.y0 - 1; y <= part.y1; y++) {
+                    unit *row = ring_row(&t, x, y, part.y0);
                     if (row != t.zero_row && j->thread_copies)
-                        fill_row_in_place(&t, row, batch, x, x0, x1, y, y0, y1);
+                        fill_row_in_place(&t, row, &part, x, y);
                     else if (row != t.zero_row && filters)
-                        fill_row(&t, row, &j->input, j->width, batch, x, y, TILES_SUMMED);
+                        fill_row(&t, row, &j->input, j->width, part.batch, x, y, TILES_SUMMED);
                     else if (row != t.zero_row)
-                        fill_row(&t, row, &j->input, j->width, batch, x, y, CHANNELS_SUMMED);
+                        fill_row(&t, row, &j->input, j->width, part.batch, x, y, CHANNELS_SUMMED);
                 }
-                if (x > x0 && filters)
-                    correlate_plane(&t, batch, x - 1, y0, y1);
-                else if (x > x0)
-                    convolve_plane(&t, batch, x - 1, y0, y1);
+                if (x > part.x0 && filters)
+                    correlate_plane(&t, part.batch, x - 1, part.y0, part.y1);
+                else if (x > part.x0)
+                    convolve_plane(&t, part.batch, x - 1, part.y0, part.y1);
             }
         }
     }
@@ -624,14 +587,14 @@ static int convolve(const struct operation *op)
     if (j.weight_bytes)
         run_on_threads(op->threads, pack_weights, &j);
     if (j.thread_copies)
-        run_on_threads(j.slabs, copy_planes_beside, &j);
+        run_on_threads(j.slabs, copy_beside, &j);
     run_on_threads(j.slabs, operation_thread, &j);
     if (j.failed)
         return -1;
     if (j.thread_sums)
         run_on_threads(op->threads, write_filter_gradient, &j);
     else if (op->sums_to)
-        write_sums(&j, j.slabs);
+        write_sums(op, j.sums, j.totals, j.thread_totals, j.output_width, j.slabs);
     return 0;
 }
 
