@@ -79,6 +79,8 @@ def scratch_of(
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
     slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
     rows = rows_of(instructions, op.value_bytes)
+    if rows.in_registers and op.kind in ("convolve", "input_gradient"):
+        return _of_direct_convolution(op, slabs, l2_bytes, in_place)
     if op.kind in CONVOLUTIONS:
         return _of_convolution(op, slabs, rows, l2_bytes, in_place)
     return _of_pass(op, slabs, rows.lanes)
@@ -123,9 +125,48 @@ def _of_convolution(
     packed = _up(op.channels, GROUP if rows.in_registers else rows.unit) // rows.unit
     passing = 4 * output_width * rows.streams * 9 * packed
     passing += slabs * 8 * (op.batch * 2 * output_width + 16)
-    if in_place:
-        planes = _parts(op.batch * op.grid[0], slabs)
-        passing += slabs * _up((2 * y + planes) * z * op.outputs * op.value_bytes, LINE_BYTES)
+    passing += slabs * _copies(op, slabs, in_place)
+    return Scratch(slabs, kept, passing)
+
+
+def _copies(op: OwnOperation, slabs: int, in_place: bool) -> int:
+    """`copies_bytes` in slabs.h: the rows that are read after they are overwritten."""
+    if not in_place:
+        return 0
+    x, y, z = op.grid
+    planes = _parts(op.batch * x, slabs)
+    return _up((2 * y + planes) * z * op.outputs * op.value_bytes, LINE_BYTES)
+
+
+def _of_direct_convolution(
+    op: OwnOperation,
+    slabs: int,
+    l2_bytes: int,
+    in_place: bool,
+) -> Scratch:
+    """`job_of` in direct.c: a ring of three planes of bfloat16 rows in the cache, and the sums of
+    four tiles; packed filters, the slabs' sums and copies."""
+    _, y, z = op.grid
+    narrow = [width for width in (4, 8, 16) if op.channels <= width]
+    width = narrow[0] if narrow else _up(op.channels, GROUP)
+    blocks = _parts(op.outputs, GROUP)
+    voxels = 2 if width <= 16 else 1  # of a line of a tile
+    columns = 2 if voxels == 2 or blocks > 1 else 1
+    terms = (voxels + 2) * width
+    depth = min(16, terms // 2)
+    terms = _up(terms, 2 * depth)
+
+    lines = _parts(z, voxels)
+    tiles = _parts(lines, 16)
+    lines = tiles * _parts(lines, tiles)
+    row = 2 * ((lines - 1) * voxels * width + terms)
+    row = LINE_BYTES * (_parts(row, LINE_BYTES) | 1)
+    most = max(4, l2_bytes * 2 // 5 // (3 * row) - 2)
+    y_rows = min(y, _up(_parts(y, _parts(y, most)), 4 // columns))
+    kept = 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
+
+    passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
+    passing += slabs * (8 * (op.batch * 2 * blocks * GROUP + 16) + _copies(op, slabs, in_place))
     return Scratch(slabs, kept, passing)
 
 

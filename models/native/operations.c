@@ -598,10 +598,22 @@ static int convolve(const struct operation *op)
     return 0;
 }
 
+#ifdef TILES
+int DIRECT(const struct operation *);
+#endif
+
 static int run(const struct operation *op)
 {
+    int failed;
     begin_operation();
-    int failed = op->kind >= MAX_POOL ? PASSES(op) : convolve(op);
+    if (op->kind >= MAX_POOL)
+        failed = PASSES(op);
+#ifdef TILES
+    else if (op->kind != FILTER_GRADIENT)
+        failed = DIRECT(op);
+#endif
+    else
+        failed = convolve(op);
     end_operation();
     return failed;
 }

@@ -27,6 +27,8 @@ static struct {
     void *argument;
 } pool = {.operation = PTHREAD_MUTEX_INITIALIZER};
 
+long tile_counts[TILE_COUNTS];
+
 void begin_operation(void) { pthread_mutex_lock(&pool.operation); }
 
 void end_operation(void) { pthread_mutex_unlock(&pool.operation); }

@@ -32,6 +32,7 @@ SHAPES += [
     (1, 2, 130),
 ]  # several rows at once; several registers a row
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
+CHANNELS += [(16, 32), (32, 16)]
 THREADS = (1, 2, 3, 8)
 PASSES = str(Path(__file__).with_name("test_passes.py"))
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3

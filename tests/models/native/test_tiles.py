@@ -1,0 +1,52 @@
+"""What is multiplied and loaded, counted by the tiles in plain C, is what docs/kernels.md draws."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from tests.models.native.reference import operation
+
+GRID = (4, 8, 64)  # whole tiles along Z, pairs and fours of rows
+VOXELS = int(np.prod(GRID))
+TILE_BYTES = 16 * 64
+
+
+class Counts:
+    """Of one operation in tiles in plain C."""
+
+    def __init__(self, library, *arguments, **arrays):
+        every = (ctypes.c_long * 4).in_dll(library, "tile_counts")
+        before = np.array(every)
+        assert library.native_run(b"amx_in_c", operation(*arguments, **arrays)) == 0
+        counts = np.array(every) - before
+        self.products, self.multiplications, self.loads, self.loaded_bytes = map(int, counts)
+
+
+def maps_of(*channels):
+    return [np.zeros((1, *GRID, width), np.uint16) for width in channels]
+
+
+@pytest.mark.parametrize("kind", ["convolve", "input_gradient"])
+@pytest.mark.parametrize(
+    ("channels", "outputs", "useful", "loads"),
+    [
+        (4, 16, 0.75, 1),  # pairs of voxels: three of the four voxels of a line
+        (8, 16, 0.75, 1),
+        (16, 16, 0.75, 1),
+        (16, 32, 0.75, 1),
+        (32, 32, 1, 1),  # two tiles A and two tiles B make four products
+        (64, 64, 1, 1),
+        (32, 16, 1, 1.25),  # four tiles A and one tile B
+        (48, 32, 0.9, 1),  # 144 values of K in steps of 32
+    ],
+)
+def test_a_convolution_multiplies_and_loads_what_is_drawn(library, kind, channels, outputs, useful, loads):
+    values, made = maps_of(channels, outputs)
+    filters = np.zeros((3, 3, 3, channels, outputs), np.float32)
+    arguments = (kind, "bfloat16", (1, *GRID), 2, [values], outputs)
+    counts = Counts(library, *arguments, filters=filters, map=made)
+    assert counts.multiplications == pytest.approx(27 * channels * outputs * VOXELS / useful)
+    assert counts.loads == loads * counts.products
+    tile_bytes = TILE_BYTES if channels > 4 else TILE_BYTES // 2  # K = 16 values
+    assert counts.loaded_bytes == counts.loads * tile_bytes
