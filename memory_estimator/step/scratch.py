@@ -1,5 +1,5 @@
 """Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
-passes.c and pool.c.
+direct.c, direct_filters.c, passes.c and pool.c.
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -8,6 +8,7 @@ the next. A buffer is as large as the largest operation so far has made it, whic
 from typing import Iterable, List, NamedTuple
 
 from memory_estimator.step.program import OwnOperation, StepOp
+from models.native.instruction_sets import BFLOAT16_PRODUCTS
 
 KINDS = {
     "convolve": "convolve",
@@ -32,6 +33,7 @@ CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")
 FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_filter_gradient")
 MOST_THREADS = 256  # that compute an operation (native.h)
 GROUP = 16  # channels that are stored together
+TILES = ("amx", "amx_in_c")  # direct products, of bfloat16 maps
 LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is rounded up to
 
 
@@ -50,7 +52,6 @@ class Rows(NamedTuple):
     tile: int  # voxels along Z
     unit: int  # values in 4 bytes
     lanes: int  # of a vector of float32
-    in_registers: bool  # AMX: whole registers of tiles
 
 
 def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_bytes: int) -> int:
@@ -79,20 +80,22 @@ def scratch_of(
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
     slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
     rows = rows_of(instructions, op.value_bytes)
-    if rows.in_registers and op.kind in ("convolve", "input_gradient"):
-        return _of_direct_convolution(op, slabs, l2_bytes, in_place)
-    if op.kind in CONVOLUTIONS:
+    if op.kind not in CONVOLUTIONS:
+        return _of_pass(op, slabs, rows.lanes)
+    if op.value_bytes == 4 or instructions not in TILES:
         return _of_convolution(op, slabs, rows, l2_bytes, in_place)
-    return _of_pass(op, slabs, rows.lanes)
+    if op.kind == "filter_gradient":
+        return _of_direct_filters(op, slabs, l2_bytes)
+    return _of_direct_convolution(op, slabs, l2_bytes, in_place)
 
 
 def rows_of(instructions: str, value_bytes: int) -> Rows:
     """Rows of maps of so many bytes a value. Without products of bfloat16 values they are of
     float32."""
     lanes = 16 if instructions in ("avx512", "avx512_bf16", "amx") else 8
-    if value_bytes == 2 and instructions in ("avx512_bf16", "amx", "amx_in_c"):
-        return Rows(4, 2, 2, lanes, in_registers=instructions != "avx512_bf16")
-    return Rows(6, 4, 1, lanes, in_registers=False)
+    if value_bytes == 2 and instructions in BFLOAT16_PRODUCTS:
+        return Rows(4, 2, 2, lanes)
+    return Rows(6, 4, 1, lanes)
 
 
 def _of_convolution(
@@ -109,7 +112,7 @@ def _of_convolution(
     is_gradient = op.kind == "filter_gradient"
     width = _up(op.channels, GROUP)
     output_width = _up(op.outputs, GROUP)
-    tiles = _padded_tiles(z, rows, is_gradient)
+    tiles = _padded_tiles(z, rows)
 
     row = _row_bytes(width, tiles, rows)
     gradient_row = _row_bytes(output_width, tiles, rows) if is_gradient else 0
@@ -122,7 +125,7 @@ def _of_convolution(
 
     if is_gradient:
         return Scratch(slabs, kept, slabs * 4 * 9 * rows.streams * width * output_width)
-    packed = _up(op.channels, GROUP if rows.in_registers else rows.unit) // rows.unit
+    packed = _parts(op.channels, rows.unit)
     passing = 4 * output_width * rows.streams * 9 * packed
     passing += slabs * 8 * (op.batch * 2 * output_width + 16)
     passing += slabs * _copies(op, slabs, in_place)
@@ -147,8 +150,7 @@ def _of_direct_convolution(
     """`job_of` in direct.c: a ring of three planes of bfloat16 rows in the cache, and the sums of
     four tiles; packed filters, the slabs' sums and copies."""
     _, y, z = op.grid
-    narrow = [width for width in (4, 8, 16) if op.channels <= width]
-    width = narrow[0] if narrow else _up(op.channels, GROUP)
+    width = _direct_width(op.channels)
     blocks = _parts(op.outputs, GROUP)
     voxels = 2 if width <= 16 else 1  # of a line of a tile
     columns = 2 if voxels == 2 or blocks > 1 else 1
@@ -170,6 +172,37 @@ def _of_direct_convolution(
     return Scratch(slabs, kept, passing)
 
 
+def _of_direct_filters(op: OwnOperation, slabs: int, l2_bytes: int) -> Scratch:
+    """`job_of` in direct_filters.c: planes of pairs of positions in the cache, values' and
+    gradients', a row and the sums of six tiles; and the slabs' sums."""
+    x, y, z = op.grid
+    width = _direct_width(op.channels)
+    groups = _parts(width, GROUP)
+    blocks = _parts(op.outputs, GROUP)
+    shifts = width // 4 if width < 16 else 3
+    arrays = groups * (1 if width < 16 else 2)
+    pitch = _up(z + 1, 2)
+
+    budget = l2_bytes * 5 // 8
+    most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + blocks))
+    most = min(y, max(1, most * 32 // pitch))
+    y_rows = _parts(y, _parts(y, most))
+    position_blocks = _parts(y_rows * pitch, 32)
+    values = arrays * 64 * (pitch + 16 * position_blocks + 1)
+    gradients = 1024 * blocks * position_blocks
+    enough = min(8, _parts(64, position_blocks), _parts(op.batch * x, slabs))
+    planes = min(enough, max(1, (budget - 2 * values) // (values + gradients)))
+
+    kept = 4 * 6 * 256 + 2 * _up((pitch + 6) * max(width, blocks * GROUP), 32)
+    kept += (planes + 2) * values + planes * gradients
+    return Scratch(slabs, kept, slabs * 4 * 9 * shifts * groups * blocks * 256)
+
+
+def _direct_width(channels: int) -> int:
+    """`width_of` in direct.h: few channels are padded to a part of a tile's line."""
+    return next((width for width in (4, 8) if channels <= width), _up(channels, GROUP))
+
+
 def _of_pass(op: OwnOperation, slabs: int, lanes: int) -> Scratch:
     """`PASSES` in passes.c: a line of both maps; sums of each slab, and packed filters."""
     taps = 8 if op.kind.startswith("up_") else 1
@@ -184,13 +217,9 @@ def _of_pass(op: OwnOperation, slabs: int, lanes: int) -> Scratch:
     return Scratch(slabs, kept, slabs * 8 * sums + 4 * filters * takes_filters)
 
 
-def _padded_tiles(z: int, rows: Rows, is_gradient: bool) -> int:
+def _padded_tiles(z: int, rows: Rows) -> int:
     tiles = _parts(z, rows.tile)
-    step = 2 if tiles >= 8 else rows.unit
-    if rows.in_registers:  # of up to 16 tiles, or 16 pairs of them, and equally high
-        registers = _parts(tiles, 32 if is_gradient else 16)
-        step = _up(_parts(tiles, registers), 2)
-    return _up(tiles, step)
+    return _up(tiles, 2 if tiles >= 8 else rows.unit)
 
 
 def _row_bytes(width: int, tiles: int, rows: Rows) -> int:

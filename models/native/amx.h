@@ -1,5 +1,5 @@
 /* AMX's tile instructions as functions, in registers of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and 5 the left factors,
-   6 and 7 the right ones. Without -mamx-bf16 they are plain C with the order of sums that Intel documents, but for
+   6 and 7 the right ones; or, of whole registers, 0 to 5 sums, 6 the left factor, 7 the right one. Without -mamx-bf16 they are plain C with the order of sums that Intel documents, but for
    denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits as the plain C
    (docs/kernels.md). */
 #ifndef AMX_H
@@ -25,7 +25,9 @@ static void tile_release(void) { _tile_release(); }
 
 /* The instructions have their registers' numbers in them: all below must be inlined with constants. */
 #define EACH_TILE(CASE) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
-#define EACH_PRODUCT(CASE) EACH_SUM(CASE, 4, 6) EACH_SUM(CASE, 5, 6) EACH_SUM(CASE, 4, 7) EACH_SUM(CASE, 5, 7)
+#define EACH_PRODUCT(CASE) \
+    EACH_SUM(CASE, 4, 6) EACH_SUM(CASE, 5, 6) EACH_SUM(CASE, 4, 7) EACH_SUM(CASE, 5, 7) \
+    EACH_SUM(CASE, 6, 7) CASE(4, 6, 7) CASE(5, 6, 7)
 #define EACH_SUM(CASE, l, r) CASE(0, l, r) CASE(1, l, r) CASE(2, l, r) CASE(3, l, r)
 
 ALWAYS_INLINE void tile_zero(int tile)
@@ -47,7 +49,7 @@ ALWAYS_INLINE void tile_store(int tile, void *to, size_t stride)
     EACH_TILE(STORE)
 }
 
-/* sum[row][16] += left[row][depth] * right[depth][16], of pairs of bfloat16 values; right is register 6 or 7. */
+/* sum[row][16] += left[row][depth] * right[depth][16], of pairs of bfloat16 values. */
 ALWAYS_INLINE void tile_multiply_add(int sum, int left, int right)
 {
 #define MULTIPLY(s, l, r) if (sum == s && left == l && right == r) _tile_dpbf16ps(s, l, r);

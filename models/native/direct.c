@@ -4,10 +4,9 @@
    A thread goes through a slab as in operations.c: it forms the rows of the next plane into a ring in the cache L2, as bfloat16
    values with a voxel of zeros at each end, then multiplies and finishes the plane before. */
 #include <unistd.h>
-#include "amx.h"
-#include "slabs.h"
+#include "direct.h"
 
-enum { TILE_LINES = 16, TILE_FLOATS = 16 * 16, VECS = 16 / LANES };
+enum { TILE_LINES = 16 };
 enum { STREAMED_BYTES = 4 << 20 }; /* maps above it are written past the caches */
 
 /* What the threads of an operation share, and how it is cut. */
@@ -33,8 +32,6 @@ struct job {
     int failed;
 };
 
-static int parts_of(int number, int size) { return (number + size - 1) / size; }
-
 /* memory_estimator/step/scratch.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
@@ -47,12 +44,7 @@ static struct job job_of(const struct operation *op)
     j.output_width = round_up(j.outputs, 16);
     j.blocks = j.output_width / 16;
 
-    if (j.inputs <= 4)
-        j.width = 4;
-    else if (j.inputs <= 8)
-        j.width = 8;
-    else
-        j.width = round_up(j.inputs, 16);
+    j.width = width_of(j.inputs);
     j.voxels = j.width <= 16 ? 2 : 1;
     int terms = (j.voxels + 2) * j.width; /* values of K: of the voxels of a line and one on each side */
     j.depth = least(16, terms / 2);
@@ -424,8 +416,7 @@ static void pack_weights(void *argument, int thread, int threads)
     }
 }
 
-/* The name that build.py gives to those of an instruction set. */
-int DIRECT(const struct operation *op)
+static int convolve(const struct operation *op)
 {
     struct job j = job_of(op);
     if (op->scratch) {
@@ -449,3 +440,45 @@ int DIRECT(const struct operation *op)
         write_sums(op, j.sums, j.totals, j.thread_totals, j.output_width, j.slabs);
     return 0;
 }
+
+/* --- An instruction set with tiles --- */
+
+int DIRECT_FILTERS(const struct operation *); /* build.py defines the names */
+int PASSES(const struct operation *);
+
+static int run(const struct operation *op)
+{
+    int failed;
+    begin_operation();
+    if (op->kind >= MAX_POOL)
+        failed = PASSES(op);
+    else if (op->kind == FILTER_GRADIENT)
+        failed = DIRECT_FILTERS(op);
+    else
+        failed = convolve(op);
+    end_operation();
+    return failed;
+}
+
+static void multiply_in_cache(void *repeats, int thread, int threads)
+{
+    static char values[2 * TILE_BYTES] __attribute__((aligned(64))), weights[2 * 9 * TILE_BYTES] __attribute__((aligned(64)));
+    static _Thread_local float sums[4 * TILE_FLOATS] __attribute__((aligned(64)));
+    const struct job j = {.width = 32, .voxels = 1, .steps = 1, .depth = 16, .row_bytes = TILE_BYTES};
+    const char *first[9] = {values, values, values, values, values, values, values, values, values};
+    const char *of_columns[2] = {weights, weights + 9 * TILE_BYTES};
+    tile_config(TILE_LINES, j.depth);
+    for (long i = 0; i < *(long *)repeats; i++)
+        multiply(&j, 2, 2, sums, first, of_columns);
+    tile_release();
+}
+
+static double products(int threads, long repeats)
+{
+    begin_operation();
+    run_on_threads(threads, multiply_in_cache, &repeats);
+    end_operation();
+    return 2.0 * repeats * threads * 9 * 4 * TILE_FLOATS * 32;
+}
+
+const struct kernels KERNELS = {KERNELS_NAME, run, products};

@@ -25,13 +25,13 @@ _FOR_AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
     "-mprefer-vector-width=512",
 )
-_OF_TILES = ("operations", "direct", "passes")
+_OF_TILES = ("direct", "direct_filters", "passes")
 _FOR_BFLOAT16 = (*_FOR_AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS")
 
 INSTRUCTION_SETS: Dict[str, InstructionSet] = {
     "amx": InstructionSet(
         needs=(*_BFLOAT16, "amx_tile", "amx_bf16"),
-        options=(*_FOR_BFLOAT16, "-mamx-tile", "-mamx-bf16", "-DTILES"),
+        options=(*_FOR_BFLOAT16, "-mamx-tile", "-mamx-bf16"),
         sources=_OF_TILES,
     ),
     "avx512_bf16": InstructionSet(needs=_BFLOAT16, options=_FOR_BFLOAT16, slow_on_intel=True),
@@ -39,7 +39,7 @@ INSTRUCTION_SETS: Dict[str, InstructionSet] = {
     "avx2": InstructionSet(needs=_AVX2, options=_FOR_AVX2),
     "amx_in_c": InstructionSet(
         needs=_AVX2,
-        options=(*_FOR_AVX2, "-DBFLOAT16_ROWS", "-DTILES"),
+        options=(*_FOR_AVX2, "-DBFLOAT16_ROWS"),
         sources=_OF_TILES,
         emulated=True,
     ),

@@ -13,84 +13,6 @@
 
 enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
 
-#ifdef TILES
-#include "amx.h"
-
-enum { MOST_SUMS = 4 * 16, STEP = 16, PACKED = GROUP }; /* tiles of four registers, and of one; channels that are packed at once */
-
-/* As `multiply` below, by `count` = up to four tile registers of `step` tiles each: 16 channels at once. */
-ALWAYS_INLINE void multiply_tiles(int count, int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows,
-                                  const unit *weights, int units, size_t next_group)
-{
-    int blocks = n / step;
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
-        tile_zero(i);
-    for (int tap = 0; tap < 9; tap++, rows += r)
-        for (int u = 0; u < units; u += GROUP_UNITS, weights += 16 * GROUP_UNITS) {
-            tile_load(6, weights, 64);
-#pragma GCC unroll 4
-            for (int i = 0; i < count; i++) {
-                tile_load(4 + i % 2, rows[i / blocks] + u / GROUP_UNITS * next_group + i % blocks * step * GROUP_UNITS, 2 * GROUP);
-                tile_multiply_add(i, 4 + i % 2, 6);
-            }
-        }
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
-        tile_store(i, sums + i / blocks * next_sums + i % blocks * step * 16, 64);
-}
-
-static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
-                     size_t next_group)
-{
-    switch (r * n / step) {
-#define TILES_OF(count) case count: multiply_tiles(count, r, n, step, sums, next_sums, rows, weights, units, next_group); break;
-    TILES_OF(1) TILES_OF(2) TILES_OF(3) TILES_OF(4)
-    }
-}
-
-/* As `correlate` below, with values that `transpose_row` has transposed, `step` units at once: four sums side by side. */
-static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
-                      size_t gradients_at, int units, int step)
-{
-    float some[4][GROUP * 16] __attribute__((aligned(64)));
-    int r = 0, u = 0;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        tile_zero(i);
-    while (r < rows) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4 && r < rows; i++) {
-            tile_load(4 + i % 2, values[r] + at + u * GROUP, 4 * step);
-            tile_load(6 + i % 2, gradients[r] + gradients_at + u * GROUP, 64);
-            tile_multiply_add(i, 4 + i % 2, 6 + i % 2);
-            if ((u += step) == units)
-                u = 0, r++;
-        }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        tile_store(i, some[i], 64);
-    for (int i = 0; i < GROUP * 16; i += LANES)
-        store(sums + i, load(sums + i) + ((load(some[0] + i) + load(some[1] + i)) + (load(some[2] + i) + load(some[3] + i))));
-}
-
-/* Each block of `step` pairs of tiles x 16 channels becomes 16 channels x step pairs. */
-static void transpose_row(unit *row, int blocks, int step)
-{
-    for (; blocks > 0; blocks--, row += step * GROUP) {
-        unit copy[16 * GROUP];
-        memcpy(copy, row, sizeof(unit) * step * GROUP);
-        for (int c = 0; c < GROUP; c++)
-            for (int i = 0; i < step; i++)
-                row[c * step + i] = copy[i * GROUP + c];
-    }
-}
-#else
-static void tile_config(int rows, int depth) {}
-static void tile_release(void) {}
-enum { STEP = 1, PACKED = UNIT };
-
 /* sum + weights * (the unit, spread over all lanes) */
 ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
 {
@@ -134,7 +56,7 @@ ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const
             store(sums + t / n * next_sums + t % n * 16 + v * LANES, sum[t][v]);
 }
 
-static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
+static void multiply(int r, int n, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
                      size_t next_group)
 {
     switch (r * 100 + n) {
@@ -186,7 +108,7 @@ ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *
 }
 
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
-                      size_t gradients_at, int units, int step)
+                      size_t gradients_at, int units)
 {
     for (int c = 0; c < channels; c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
         int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
@@ -200,12 +122,9 @@ static void correlate(int channels, float *sums, int rows, const unit *const *va
     }
 }
 
-static void transpose_row(unit *row, int blocks, int step) {}
-#endif
-
 /* --- How an operation is cut --- */
 
-static int units_of(int channels) { return round_up(channels, PACKED) / UNIT; }
+static int units_of(int channels) { return round_up(channels, UNIT) / UNIT; }
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
 static size_t row_units(int width, int tiles)
@@ -252,10 +171,6 @@ static struct job job_of(const struct operation *op)
     j.sums = sums_of(op);
 
     j.step = tiles < 8 ? UNIT : 2, j.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
-#ifdef TILES /* a tile register takes up to 16 tiles, or 16 pairs of them */
-    int register_tiles = gradient ? 32 : 16, blocks = (tiles + register_tiles - 1) / register_tiles;
-    j.step = round_up((tiles + blocks - 1) / blocks, 2), j.most = 4 * j.step;
-#endif
     j.tiles = round_up(tiles, j.step);
     j.width = round_up(j.inputs, GROUP), j.output_width = round_up(j.outputs, GROUP);
     j.row = row_units(j.width, j.tiles);
@@ -330,8 +245,6 @@ ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in,
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
     form_row(line, width, in, batch, voxel_of(t->job->op, 1, batch, x, y), t->job->op->z, t->job->op->dtype);
     store_row(row, line, width, j->tiles, purpose);
-    if (purpose == TILES_SUMMED)
-        transpose_row(row, STREAMS * (width / GROUP) * (j->tiles / j->step), j->step / UNIT);
 }
 
 /* The same in place. */
@@ -423,7 +336,7 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
                     for (int row = 0; row < 9 * r; row++)
                         rows[row] = around[row] + k * stream + (size_t)done * GROUP_UNITS;
                     float *sums = t->sums + ((size_t)k * j->tiles + done) * 16;
-                    multiply(r, n, j->step, sums, next_sums, rows, weights, units, next_group);
+                    multiply(r, n, sums, next_sums, rows, weights, units, next_group);
                     done += n;
                 }
             for (int row = 0; row < r; row++)
@@ -493,7 +406,7 @@ static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
                 for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
                     int channels = least(round_up(j->inputs - group * GROUP, 4), GROUP);
                     correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
-                              ((size_t)k * blocks + block) * group_units, units, j->step / UNIT);
+                              ((size_t)k * blocks + block) * group_units, units);
                 }
     }
 }
@@ -539,7 +452,6 @@ static void operation_thread(void *argument, int thread, int threads)
         j->failed = 1;
         return;
     }
-    tile_config(filters ? 16 : j->step, filters ? j->step / UNIT : GROUP_UNITS);
     long at = share(op, thread, threads), end = share(op, thread + 1, threads);
     struct part part;
     for (; at < end; at += part.x1 - part.x0) {
@@ -563,7 +475,6 @@ static void operation_thread(void *argument, int thread, int threads)
             }
         }
     }
-    tile_release();
 }
 
 int PASSES(const struct operation *); /* build.py defines the names */
@@ -598,22 +509,10 @@ static int convolve(const struct operation *op)
     return 0;
 }
 
-#ifdef TILES
-int DIRECT(const struct operation *);
-#endif
-
 static int run(const struct operation *op)
 {
-    int failed;
     begin_operation();
-    if (op->kind >= MAX_POOL)
-        failed = PASSES(op);
-#ifdef TILES
-    else if (op->kind != FILTER_GRADIENT)
-        failed = DIRECT(op);
-#endif
-    else
-        failed = convolve(op);
+    int failed = op->kind >= MAX_POOL ? PASSES(op) : convolve(op);
     end_operation();
     return failed;
 }
@@ -624,10 +523,8 @@ static void multiply_in_cache(void *repeats, int thread, int threads)
     static unit weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
     static _Thread_local float sums[MOST_SUMS * 16] __attribute__((aligned(64)));
     const unit *rows[9] = {row, row, row, row, row, row, row, row, row};
-    tile_config(STEP, GROUP_UNITS);
     for (long i = 0; i < *(long *)repeats; i++)
-        multiply(1, MOST_SUMS, STEP, sums, 0, rows, weights, GROUP_UNITS, 0);
-    tile_release();
+        multiply(1, MOST_SUMS, sums, 0, rows, weights, GROUP_UNITS, 0);
 }
 
 static double products(int threads, long repeats)

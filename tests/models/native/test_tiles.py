@@ -8,6 +8,7 @@ import pytest
 from tests.models.native.reference import operation
 
 GRID = (4, 8, 64)  # whole tiles along Z, pairs and fours of rows
+SHORT = (4, 4, 30)  # with two zeros after each row, whole blocks of 32 positions
 VOXELS = int(np.prod(GRID))
 TILE_BYTES = 16 * 64
 
@@ -23,8 +24,8 @@ class Counts:
         self.products, self.multiplications, self.loads, self.loaded_bytes = map(int, counts)
 
 
-def maps_of(*channels):
-    return [np.zeros((1, *GRID, width), np.uint16) for width in channels]
+def maps_of(grid, *channels):
+    return [np.zeros((1, *grid, width), np.uint16) for width in channels]
 
 
 @pytest.mark.parametrize("kind", ["convolve", "input_gradient"])
@@ -42,7 +43,7 @@ def maps_of(*channels):
     ],
 )
 def test_a_convolution_multiplies_and_loads_what_is_drawn(library, kind, channels, outputs, useful, loads):
-    values, made = maps_of(channels, outputs)
+    values, made = maps_of(GRID, channels, outputs)
     filters = np.zeros((3, 3, 3, channels, outputs), np.float32)
     arguments = (kind, "bfloat16", (1, *GRID), 2, [values], outputs)
     counts = Counts(library, *arguments, filters=filters, map=made)
@@ -50,3 +51,25 @@ def test_a_convolution_multiplies_and_loads_what_is_drawn(library, kind, channel
     assert counts.loads == loads * counts.products
     tile_bytes = TILE_BYTES if channels > 4 else TILE_BYTES // 2  # K = 16 values
     assert counts.loaded_bytes == counts.loads * tile_bytes
+
+
+@pytest.mark.parametrize(
+    ("channels", "outputs", "useful", "targets"),
+    [
+        (4, 16, 12 / 16, 9),  # of the 16 values of a line three taps along Z times the channels
+        (8, 16, 3 / 4, 18),
+        (16, 16, 1, 27),
+        (32, 48, 1, 27),
+    ],
+)
+def test_a_filter_gradient_multiplies_and_loads_what_is_drawn(library, channels, outputs, useful, targets):
+    values, gradient = maps_of(SHORT, channels, outputs)
+    made = np.zeros((3, 3, 3, channels, outputs), np.float32)
+    arguments = ("filter_gradient", "bfloat16", (1, *SHORT), 2, [values], outputs, [gradient])
+    counts = Counts(library, *arguments, filter_gradient=made)
+    x, y, z = SHORT
+    positions = x * y * (z + 2)
+    assert counts.multiplications == pytest.approx(27 * channels * outputs * positions / useful)
+    sixes = -(-targets // 6)  # a tile A is loaded once for six tiles B
+    assert counts.loads * targets == counts.products * (targets + sixes)
+    assert counts.loaded_bytes == counts.loads * TILE_BYTES
