@@ -1,5 +1,5 @@
 """Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
-direct.c, direct_filters.c, passes.c and pool.c.
+direct*.c, passes.c and pool.c.
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -80,9 +80,12 @@ def scratch_of(
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
     slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
     rows = rows_of(instructions, op.value_bytes)
+    in_tiles = op.value_bytes == 2 and instructions in TILES
+    if in_tiles and op.kind in ("up_convolve", "up_input_gradient"):
+        return _of_direct_up(op, slabs)
     if op.kind not in CONVOLUTIONS:
         return _of_pass(op, slabs, rows.lanes)
-    if op.value_bytes == 4 or instructions not in TILES:
+    if not in_tiles:
         return _of_convolution(op, slabs, rows, l2_bytes, in_place)
     if op.kind == "filter_gradient":
         return _of_direct_filters(op, slabs, l2_bytes)
@@ -196,6 +199,21 @@ def _of_direct_filters(op: OwnOperation, slabs: int, l2_bytes: int) -> Scratch:
     kept = 4 * 6 * 256 + 2 * _up((pitch + 6) * max(width, blocks * GROUP), 32)
     kept += (planes + 2) * values + planes * gradients
     return Scratch(slabs, kept, slabs * 4 * 9 * shifts * groups * blocks * 256)
+
+
+def _of_direct_up(op: OwnOperation, slabs: int) -> Scratch:
+    """`job_of` in direct_up.c: formed rows, and the sums of four tiles; packed filters, and the
+    slabs' sums."""
+    z = op.grid[2]
+    if op.kind == "up_convolve":
+        rows, steps, voxels, made = 1, _parts(op.channels, 32), 2, op.outputs
+    else:
+        rows, steps, voxels, made = 4, _parts(op.outputs, GROUP), 1, op.channels
+    width = _up(made, GROUP)
+    tiles = _parts(z, 16)
+    kept = 4 * 4 * 256 + rows * tiles * _parts(z, tiles) * 64 * steps
+    passing = width // GROUP * voxels * 4 * steps * 1024
+    return Scratch(slabs, kept, passing + slabs * 8 * (op.batch * 2 * width + 16))
 
 
 def _direct_width(channels: int) -> int:

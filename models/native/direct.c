@@ -130,50 +130,12 @@ static void form_ring_row(struct thread *t, int x, int y)
         keep_last_row(op, t->copies, &t->part, x, y);
 }
 
-/* --- Columns: tiles B --- */
-
-/* 16 outputs, and of a pair of voxels those of the first or of the second. */
-struct column { int block, voxel; };
-
-/* Returns the number of columns of a pass. Of pairs, two blocks of one voxel where blocks are
-   even: their outputs are side by side in memory. */
-static int columns_of(struct column *columns, const struct job *j, int pass)
-{
-    if (j->voxels == 2 && j->blocks % 2) {
-        columns[0] = (struct column){pass, 0};
-        columns[1] = (struct column){pass, 1};
-        return 2;
-    }
-    int voxel = j->voxels == 2 ? pass % 2 : 0;
-    int block = j->voxels == 2 ? pass / 2 * 2 : 2 * pass;
-    columns[0] = (struct column){block, voxel};
-    columns[1] = (struct column){block + 1, voxel};
-    return least(2, j->blocks - block);
-}
-
 /* The tiles B of a column. The weights of a tap begin and end with zeros of a voxel: the first
    voxel of a pair skips those. */
 static const char *weights_of(const struct job *j, struct column column)
 {
     size_t zeros = j->voxels == 2 && column.voxel == 0 ? (size_t)j->width * 32 : 0;
     return j->weights + column.block * j->block_bytes + zeros;
-}
-
-static struct lines lines_of(const struct job *j, const struct part *part, const float *sums,
-                             const struct column *columns, int count, int x, int y, int tile)
-{
-    int outputs = j->outputs, z0 = tile * j->lines * j->voxels;
-    int left = least(j->op->z - z0, j->lines * j->voxels);
-    size_t voxel = voxel_of(j->op, 1, part->batch, x, y) + z0, next = (size_t)j->voxels * outputs;
-    size_t at[2];
-    int lines[2];
-    if (count == 1)
-        return lines_of_one(sums, voxel * outputs + 16 * columns[0].block, next, left);
-    for (int i = 0; i < 2; i++) {
-        at[i] = (voxel + columns[i].voxel) * outputs + 16 * columns[i].block;
-        lines[i] = parts_of(left - columns[i].voxel, j->voxels);
-    }
-    return lines_of_two(sums, at[0], at[1], next, lines[0], lines[1]);
 }
 
 /* --- An operation --- */
@@ -186,12 +148,12 @@ static void convolve_plane(struct thread *t, int x)
     size_t tile_bytes = j->lines * j->products.line_bytes;
     for (int pass = 0; pass < j->passes; pass++) {
         struct column columns[2];
-        int count = columns_of(columns, j, pass), last = count - 1;
-        const char *weights[2] = {weights_of(j, columns[0]), weights_of(j, columns[last])};
-        struct finished f = {.channel = {16 * columns[0].block, 16 * columns[last].block}};
-        f.wide[0] = least(16, j->outputs - f.channel[0]);
-        f.wide[1] = least(16, j->outputs - f.channel[1]);
-        for (int tile = 0; tile < j->tiles; tile++)
+        int count = columns_of(columns, j->voxels, j->blocks, pass);
+        const char *weights[2] = {weights_of(j, columns[0]), weights_of(j, columns[count - 1])};
+        struct finished f = finished_of(columns, count, j->outputs);
+        for (int tile = 0; tile < j->tiles; tile++) {
+            int z0 = tile * j->lines * j->voxels;
+            int left = least(j->op->z - z0, j->lines * j->voxels);
             for (int y = part->y0; y < part->y1; y += f.rows) {
                 const char *first[9];
                 f.rows = least(MOST_ROWS / count, part->y1 - y);
@@ -203,10 +165,12 @@ static void convolve_plane(struct thread *t, int x)
                 multiply(&j->products, f.rows, count, t->sums, first, weights);
                 for (int row = 0; row < f.rows; row++) {
                     const float *sums = t->sums + row * count * TILE_FLOATS;
-                    f.lines[row] = lines_of(j, part, sums, columns, count, x, y + row, tile);
+                    size_t voxel = voxel_of(j->op, 1, part->batch, x, y + row) + z0;
+                    f.lines[row] = lines_of(sums, columns, count, voxel, left, j->voxels, j->outputs);
                 }
                 finish(&t->made, &f);
             }
+        }
     }
 }
 
@@ -319,20 +283,24 @@ static int convolve(const struct operation *op)
     if (j.failed)
         return -1;
     if (op->sums_to)
-        write_sums(op, j.made.sums, j.totals, j.thread_totals, j.made.width, j.slabs);
+        write_sums(op, j.made.sums, j.totals, j.thread_totals, j.outputs, j.made.width,
+                   j.slabs);
     return 0;
 }
 
 /* --- An instruction set with tiles --- */
 
 int DIRECT_FILTERS(const struct operation *); /* build.py defines the names */
+int DIRECT_UP(const struct operation *);
 int PASSES(const struct operation *);
 
 static int run(const struct operation *op)
 {
     int failed;
     begin_operation();
-    if (op->kind >= MAX_POOL)
+    if (op->kind == UP_CONVOLVE || op->kind == UP_INPUT_GRADIENT)
+        failed = DIRECT_UP(op);
+    else if (op->kind >= MAX_POOL)
         failed = PASSES(op);
     else if (op->kind == FILTER_GRADIENT)
         failed = DIRECT_FILTERS(op);

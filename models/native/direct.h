@@ -124,6 +124,51 @@ static struct lines lines_of_one(const float *sums, size_t at, size_t next, int 
     };
 }
 
+/* --- Columns: tiles B of the outputs --- */
+
+/* 16 outputs, and where a line makes a pair of voxels those of the first or of the second. */
+struct column { int block, voxel; };
+
+/* Returns the number of columns of a pass. Of pairs, two blocks of one voxel where blocks are
+   even: their outputs are side by side in memory. */
+static int columns_of(struct column *columns, int voxels, int blocks, int pass)
+{
+    if (voxels == 2 && blocks % 2) {
+        columns[0] = (struct column){pass, 0};
+        columns[1] = (struct column){pass, 1};
+        return 2;
+    }
+    int voxel = voxels == 2 ? pass % 2 : 0;
+    int block = voxels == 2 ? pass / 2 * 2 : 2 * pass;
+    columns[0] = (struct column){block, voxel};
+    columns[1] = (struct column){block + 1, voxel};
+    return least(2, blocks - block);
+}
+
+/* The sums of a tile A and its columns, from `voxel` of the map on, of which `left` voxels are. */
+static struct lines lines_of(const float *sums, const struct column *columns, int count,
+                             size_t voxel, int left, int voxels, int channels)
+{
+    size_t next = (size_t)voxels * channels, at[2];
+    int lines[2];
+    if (count == 1)
+        return lines_of_one(sums, voxel * channels + 16 * columns[0].block, next, left);
+    for (int i = 0; i < 2; i++) {
+        at[i] = (voxel + columns[i].voxel) * channels + 16 * columns[i].block;
+        lines[i] = parts_of(left - columns[i].voxel, voxels);
+    }
+    return lines_of_two(sums, at[0], at[1], next, lines[0], lines[1]);
+}
+
+/* Of a pass's columns, without lines. */
+static struct finished finished_of(const struct column *columns, int count, int channels)
+{
+    struct finished f = {.channel = {16 * columns[0].block, 16 * columns[count - 1].block}};
+    f.wide[0] = least(16, channels - f.channel[0]);
+    f.wide[1] = least(16, channels - f.channel[1]);
+    return f;
+}
+
 static int lanes_of(int wide, int v)
 {
     int lanes = wide - v * LANES;

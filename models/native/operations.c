@@ -505,7 +505,7 @@ static int convolve(const struct operation *op)
     if (j.thread_sums)
         run_on_threads(op->threads, write_filter_gradient, &j);
     else if (op->sums_to)
-        write_sums(op, j.sums, j.totals, j.thread_totals, j.output_width, j.slabs);
+        write_sums(op, j.sums, j.totals, j.thread_totals, j.outputs, j.output_width, j.slabs);
     return 0;
 }
 

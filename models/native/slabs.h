@@ -80,12 +80,14 @@ static enum map_sums sums_of(const struct operation *op)
     return op->sums_to && op->other_coefficients ? NORM_SUMS : NO_SUMS; /* without a norm below they are 0 */
 }
 
-/* Of the slabs' totals, [batch][2][width] each and `next` apart: of MOMENTS the values' sum and the sum of their squares. */
-static void write_sums(const struct operation *op, enum map_sums sums, const double *totals, size_t next, int width, int slabs)
+/* Of the slabs' totals, [batch][2][width] each and `next` apart: of MOMENTS the values' sum and
+   the sum of their squares. */
+static void write_sums(const struct operation *op, enum map_sums sums, const double *totals,
+                       size_t next, int channels, int width, int slabs)
 {
     double voxels = (double)op->x * op->y * op->z;
-    for (int i = 0; i < op->batch * op->outputs; i++) {
-        int batch = i / op->outputs, c = i % op->outputs;
+    for (int i = 0; i < op->batch * channels; i++) {
+        int batch = i / channels, c = i % channels;
         const double *at = totals + (size_t)batch * 2 * width + c;
         double first = total(at, next, slabs), second = total(at + width, next, slabs);
         if (sums == MOMENTS) {
@@ -93,8 +95,8 @@ static void write_sums(const struct operation *op, enum map_sums sums, const dou
             second = second / voxels - first * first;
             second = second < 0 ? 0 : second; /* a rounding of float64 below it */
         }
-        op->sums_to[(size_t)batch * 2 * op->outputs + c] = (float)first;
-        op->sums_to[((size_t)batch * 2 + 1) * op->outputs + c] = (float)second;
+        op->sums_to[(size_t)batch * 2 * channels + c] = (float)first;
+        op->sums_to[((size_t)batch * 2 + 1) * channels + c] = (float)second;
     }
 }
 

@@ -13,7 +13,7 @@ OVER.update(project_gradient=2, project_to_raw=0)
 """Which of the raw map and the others a kind may be written over."""
 
 SHAPES = ((1, 1, 1, 1), (2, 3, 5, 9), (1, 4, 2, 17), (3, 1, 3, 8))  # with a batch, of the coarser grid
-CHANNELS = ((1, 3), (3, 1), (5, 20), (16, 3), (20, 5), (33, 16))
+CHANNELS = ((1, 3), (3, 1), (5, 20), (16, 3), (20, 5), (33, 16), (32, 16), (16, 48))
 THREADS = (1, 2, 3, 8)
 ERRORS = {"float32": 2e-6, "bfloat16": 2**-8}  # of a map; all else is summed of what is written
 SUM_ERROR = 2e-6

@@ -73,3 +73,24 @@ def test_a_filter_gradient_multiplies_and_loads_what_is_drawn(library, channels,
     sixes = -(-targets // 6)  # a tile A is loaded once for six tiles B
     assert counts.loads * targets == counts.products * (targets + sixes)
     assert counts.loaded_bytes == counts.loads * TILE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kind", "channels", "outputs", "loads"),
+    [
+        ("up_convolve", 32, 16, 1),  # two tiles A and two tiles B make four products
+        ("up_convolve", 64, 32, 1),
+        ("up_input_gradient", 32, 16, 1),
+        ("up_input_gradient", 16, 32, 1.25),  # four tiles A and one tile B
+    ],
+)
+def test_a_transposed_convolution_multiplies_nothing_in_vain(library, kind, channels, outputs, loads):
+    (coarse,) = maps_of(GRID, channels)
+    (fine,) = maps_of(np.multiply(GRID, 2), outputs)
+    filters = np.zeros((2, 2, 2, outputs, channels), np.float32)
+    made, others = (fine, []) if kind == "up_convolve" else (coarse.copy(), [fine])
+    arguments = (kind, "bfloat16", (1, *GRID), 2, [coarse], outputs, others)
+    counts = Counts(library, *arguments, filters=filters, map=made)
+    assert counts.multiplications == 8 * channels * outputs * VOXELS
+    assert counts.loads == loads * counts.products
+    assert counts.loaded_bytes == counts.loads * TILE_BYTES
