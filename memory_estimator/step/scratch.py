@@ -83,6 +83,8 @@ def scratch_of(
     in_tiles = op.value_bytes == 2 and instructions in TILES
     if in_tiles and op.kind in ("up_convolve", "up_input_gradient"):
         return _of_direct_up(op, slabs)
+    if in_tiles and op.kind == "up_filter_gradient":
+        return _of_direct_up_filters(op, slabs, l2_bytes)
     if op.kind not in CONVOLUTIONS:
         return _of_pass(op, slabs, rows.lanes)
     if not in_tiles:
@@ -214,6 +216,21 @@ def _of_direct_up(op: OwnOperation, slabs: int) -> Scratch:
     kept = 4 * 4 * 256 + rows * tiles * _parts(z, tiles) * 64 * steps
     passing = width // GROUP * voxels * 4 * steps * 1024
     return Scratch(slabs, kept, passing + slabs * 8 * (op.batch * 2 * width + 16))
+
+
+def _of_direct_up_filters(op: OwnOperation, slabs: int, l2_bytes: int) -> Scratch:
+    """`job_of` in direct_up_filters.c: pairs of positions of some rows in the cache, a row, and the
+    sums of six tiles; and the slabs' sums."""
+    x, y, z = op.grid
+    groups = _parts(op.channels, GROUP)
+    blocks = _parts(op.outputs, GROUP)
+    pitch = _up(z, 2)
+    arrays = groups + 8 * blocks
+    rows = min(_parts(64 * 32, pitch), y * _parts(op.batch * x, slabs))
+    rows = max(1, min(rows, l2_bytes * 5 // 8 // (arrays * 32 * pitch)))
+    kept = 4 * 6 * 256 + 2 * _up(pitch * GROUP * max(groups, 2 * blocks), 32)
+    kept += arrays * 1024 * _parts(rows * pitch, 32)
+    return Scratch(slabs, kept, slabs * 4 * 8 * blocks * groups * 256)
 
 
 def _direct_width(channels: int) -> int:

@@ -211,6 +211,7 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
         names += [f"-DPASSES=passes_{name}", f"-DDIRECT_UP=direct_up_{name}"]
         names.append(f"-DDIRECT_FILTERS=direct_filters_{name}")
+        names.append(f"-DDIRECT_UP_FILTERS=direct_up_filters_{name}")
         for source in each.sources:
             jobs[f"{source}_{name}"] = [f"{source}.c", *each.options, *names]
     compile_ = [*compiler, *OPTIONS, *extra, "-c"]

@@ -292,6 +292,7 @@ static int convolve(const struct operation *op)
 
 int DIRECT_FILTERS(const struct operation *); /* build.py defines the names */
 int DIRECT_UP(const struct operation *);
+int DIRECT_UP_FILTERS(const struct operation *);
 int PASSES(const struct operation *);
 
 static int run(const struct operation *op)
@@ -300,6 +301,8 @@ static int run(const struct operation *op)
     begin_operation();
     if (op->kind == UP_CONVOLVE || op->kind == UP_INPUT_GRADIENT)
         failed = DIRECT_UP(op);
+    else if (op->kind == UP_FILTER_GRADIENT)
+        failed = DIRECT_UP_FILTERS(op);
     else if (op->kind >= MAX_POOL)
         failed = PASSES(op);
     else if (op->kind == FILTER_GRADIENT)

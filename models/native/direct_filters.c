@@ -5,9 +5,9 @@
    rows, so that blocks of 32 positions need not end with a row, and a tap is a shift of the line. Tile sums are of float32, over
    these planes; they are added in float32 over a slab, and in float64 over slabs. */
 #include <unistd.h>
-#include "direct.h"
+#include "positions.h"
 
-enum { MOST_SUMS = 6, MOST_PLANES = 8, ENOUGH_BLOCKS = 64 };
+enum { MOST_PLANES = 8 };
 
 /* What the threads of an operation share, and how it is cut. */
 struct job {
@@ -87,19 +87,6 @@ static char *values_plane(const struct thread *t, int x)
     return t->values + (x + 1) % (t->job->planes + 2) * t->job->values_bytes;
 }
 
-/* Lines of 16 values of two voxels, interleaved. */
-static void store_pairs(char *to, const uint16_t *line, int width, int pairs)
-{
-    for (int pair = 0; pair < pairs; pair++, to += 64, line += 2 * width)
-        for (int v = 0; v < VECS; v++) {
-            halves first, second;
-            memcpy(&first, line + v * LANES, sizeof first);
-            memcpy(&second, line + width + v * LANES, sizeof second);
-            uvec both = widened(first) | widened(second) << 16;
-            memcpy(to + v * sizeof both, &both, sizeof both);
-        }
-}
-
 /* Row (x, y) of a map into t->line, after a voxel of zeros and followed by zeros; NULL outside the map. */
 static const uint16_t *formed_line(struct thread *t, const struct input *in, int width, int x, int y)
 {
@@ -129,39 +116,6 @@ static void form_values(struct thread *t, int x)
     }
 }
 
-/* 16 x 16 units, in place: a tile of 16 pairs of positions x 16 outputs becomes 16 outputs x 32 positions. */
-static void transpose_tile(char *tile)
-{
-#ifdef __AVX512F__
-    __m512i *rows = (__m512i *)tile, halved[16], quartered[16], eighths[16];
-    for (int i = 0; i < 16; i += 2) {
-        halved[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        halved[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int k = 0; k < 2; k++) {
-            quartered[i + 2 * k] = _mm512_unpacklo_epi64(halved[i + k], halved[i + k + 2]);
-            quartered[i + 2 * k + 1] = _mm512_unpackhi_epi64(halved[i + k], halved[i + k + 2]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int k = 0; k < 4; k++) {
-            eighths[i + k] = _mm512_shuffle_i32x4(quartered[i + k], quartered[i + k + 4], 0x88);
-            eighths[i + k + 4] = _mm512_shuffle_i32x4(quartered[i + k], quartered[i + k + 4], 0xdd);
-        }
-    for (int k = 0; k < 8; k++) {
-        int to = k % 4 + k / 4 * 4;
-        rows[to] = _mm512_shuffle_i32x4(eighths[k], eighths[k + 8], 0x88);
-        rows[to + 8] = _mm512_shuffle_i32x4(eighths[k], eighths[k + 8], 0xdd);
-    }
-#else
-    uint32_t copy[16][16], *to = (uint32_t *)tile;
-    memcpy(copy, tile, sizeof copy);
-    for (int i = 0; i < 16; i++)
-        for (int k = 0; k < 16; k++)
-            to[16 * i + k] = copy[k][i];
-#endif
-}
-
 /* Rows y0 ... y1 - 1 of plane `number` of gradients. */
 static void form_gradients(struct thread *t, int x, int number)
 {
@@ -183,36 +137,6 @@ static void form_gradients(struct thread *t, int x, int number)
 }
 
 /* --- Products --- */
-
-/* The sums of `count` targets over all positions of `planes` planes: each tile A is loaded once for all of them. */
-ALWAYS_INLINE void correlate_as(int count, float *sums, int planes, int tiles, const char *const *gradients,
-                                const char *const (*values)[MOST_SUMS])
-{
-#pragma GCC unroll 6
-    for (int i = 0; i < count; i++)
-        tile_zero(i);
-    for (int plane = 0; plane < planes; plane++)
-        for (size_t at = 0; at < (size_t)tiles * TILE_BYTES; at += TILE_BYTES) {
-            tile_load(6, gradients[plane] + at, 64);
-#pragma GCC unroll 6
-            for (int i = 0; i < count; i++) {
-                tile_load(7, values[plane][i] + at, 64);
-                tile_multiply_add(i, 6, 7);
-            }
-        }
-#pragma GCC unroll 6
-    for (int i = 0; i < count; i++)
-        tile_store(i, sums + i * TILE_FLOATS, 64);
-}
-
-static void correlate(int count, float *sums, int planes, int tiles, const char *const *gradients,
-                      const char *const (*values)[MOST_SUMS])
-{
-    if (count == MOST_SUMS)
-        correlate_as(MOST_SUMS, sums, planes, tiles, gradients, values);
-    else /* 9, 18 and 27 targets leave as many */
-        correlate_as(3, sums, planes, tiles, gradients, values);
-}
 
 /* The tiles B of a target, a tap (x, y) and a shift along z, for the gradients of plane x. */
 static const char *values_of(const struct thread *t, int target, int group, int x)
@@ -241,10 +165,9 @@ static void correlate_planes(struct thread *t, int x, int planes)
                 }
                 correlate(count, t->sums, planes, tiles, gradients, (const char *const (*)[MOST_SUMS])values);
                 for (int i = 0; i < count; i++) {
-                    float *to = t->filter_sums + (((size_t)target + i) * j->groups + group) * j->blocks * TILE_FLOATS
-                                + block * TILE_FLOATS;
-                    for (int k = 0; k < TILE_FLOATS; k += LANES)
-                        store(to + k, load(to + k) + load(t->sums + i * TILE_FLOATS + k));
+                    size_t panel = ((size_t)target + i) * j->groups + group;
+                    float *to = t->filter_sums + (panel * j->blocks + block) * TILE_FLOATS;
+                    add_tile(to, t->sums + i * TILE_FLOATS);
                 }
             }
 }

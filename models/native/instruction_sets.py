@@ -25,7 +25,7 @@ _FOR_AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
     "-mprefer-vector-width=512",
 )
-_OF_TILES = ("direct", "direct_filters", "direct_up", "passes")
+_OF_TILES = ("direct", "direct_filters", "direct_up", "direct_up_filters", "passes")
 _FOR_BFLOAT16 = (*_FOR_AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS")
 
 INSTRUCTION_SETS: Dict[str, InstructionSet] = {

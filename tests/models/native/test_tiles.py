@@ -94,3 +94,14 @@ def test_a_transposed_convolution_multiplies_nothing_in_vain(library, kind, chan
     assert counts.multiplications == 8 * channels * outputs * VOXELS
     assert counts.loads == loads * counts.products
     assert counts.loaded_bytes == counts.loads * TILE_BYTES
+
+
+def test_a_filter_gradient_of_a_transposed_convolution_multiplies_nothing_in_vain(library):
+    grid, channels, outputs = (4, 4, 32), 32, 16
+    (coarse,) = maps_of(grid, channels)
+    (fine,) = maps_of(np.multiply(grid, 2), outputs)
+    made = np.zeros((2, 2, 2, outputs, channels), np.float32)
+    arguments = ("up_filter_gradient", "bfloat16", (1, *grid), 2, [coarse], outputs, [fine])
+    counts = Counts(library, *arguments, filter_gradient=made)
+    assert counts.multiplications == 8 * channels * outputs * np.prod(grid)
+    assert counts.loads * 8 == counts.products * 10  # a tile A for six of 8 tiles B, and for two
