@@ -1,7 +1,8 @@
-/* AMX's tile instructions as functions, in registers of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and 5 the left factors,
-   6 and 7 the right ones; or, of whole registers, 0 to 5 sums, 6 the left factor, 7 the right one. Without -mamx-bf16 they are plain C with the order of sums that Intel documents, but for
-   denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits as the plain C
-   (docs/kernels.md). */
+/* AMX's tile instructions as functions, in registers of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and
+   5 the left factors, 6 and 7 the right ones; or, of whole registers, 0 to 5 sums, 6 the left
+   factor, 7 the right one. Without -mamx-bf16 they are plain C with the order of sums that Intel
+   documents, but for denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits
+   as the plain C (docs/kernels.md). */
 #ifndef AMX_H
 #define AMX_H
 
@@ -58,7 +59,11 @@ ALWAYS_INLINE void tile_multiply_add(int sum, int left, int right)
 
 #else
 
-static _Thread_local struct { int rows, depth; uint32_t tile[8][16][16]; long count[TILE_COUNTS]; } tiles_in_c;
+static _Thread_local struct {
+    int rows, depth;
+    uint32_t tile[8][16][16];
+    long count[TILE_COUNTS];
+} tiles_in_c;
 
 static void tile_config(int rows, int depth)
 {

@@ -166,7 +166,8 @@ static void convolve_plane(struct thread *t, int x)
                 for (int row = 0; row < f.rows; row++) {
                     const float *sums = t->sums + row * count * TILE_FLOATS;
                     size_t voxel = voxel_of(j->op, 1, part->batch, x, y + row) + z0;
-                    f.lines[row] = lines_of(sums, columns, count, voxel, left, j->voxels, j->outputs);
+                    f.lines[row] =
+                        lines_of(sums, columns, count, voxel, left, j->voxels, j->outputs);
                 }
                 finish(&t->made, &f);
             }

@@ -210,6 +210,7 @@ int DIRECT_UP(const struct operation *op)
     if (j.failed)
         return -1;
     if (op->sums_to)
-        write_sums(op, NORM_SUMS, j.totals, j.thread_totals, j.made.channels, j.made.width, j.slabs);
+        write_sums(op, NORM_SUMS, j.totals, j.thread_totals, j.made.channels, j.made.width,
+                   j.slabs);
     return 0;
 }

@@ -21,7 +21,8 @@ static void store_pairs(char *to, const uint16_t *line, int width, int pairs)
         }
 }
 
-/* 16 x 16 units, in place: a tile of 16 pairs of positions x 16 outputs becomes 16 outputs x 32 positions. */
+/* 16 x 16 units, in place: a tile of 16 pairs of positions x 16 outputs becomes 16 outputs x 32
+   positions. */
 static void transpose_tile(char *tile)
 {
 #ifdef __AVX512F__
