@@ -79,6 +79,9 @@ void run_on_threads(int threads, void (*work)(void *, int thread, int threads), 
    NULL if there is not enough. */
 void *thread_memory(int thread, size_t bytes);
 void *passing_memory(size_t bytes);
+/* Asks for pages of 2 MiB for memory that is as large: the CPU then finds more of it without a look
+   into the page table. Nothing changes where the system has none. */
+void use_huge_pages(void *memory, size_t bytes);
 /* Threads of an operation: TF_NUM_INTRAOP_THREADS, by default one for each CPU that the process may
    use. */
 int thread_count(void);

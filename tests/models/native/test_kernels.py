@@ -277,6 +277,29 @@ def test_maps_of_as_many_channels_as_a_network_may_have_are_computed(kernel):
         assert error(change[1, 1, 1], truth, values, gradient, 1) < kernel.filter_error
 
 
+def test_large_buffers_ask_for_huge_pages(library):
+    """In a fresh process: "hg" among a mapping's flags, where the system knows them."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("needs a system with huge pages")
+    script = f"""
+from tests.models.native.reference import *
+library = load({library._name!r})
+
+def huge():
+    lines = open("/proc/self/smaps").read().splitlines()
+    return sum(line.startswith("VmFlags") and "hg" in line.split() for line in lines)
+
+shape, filters = (1, 2, 2, 8), np.zeros((3, 3, 3, 256, 256), np.float32)
+values, result = (np.zeros((*shape, 256), np.float32) for _ in range(2))
+before = huge()
+call = operation("convolve", "float32", shape, 1, [values], 256, filters=filters, map=result)
+assert library.native_run(b"avx2", call) == 0
+assert huge() > before
+"""
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("grid", "channels"),
