@@ -226,18 +226,23 @@ static void copy_beside(void *argument, int thread, int threads)
     copy_planes_beside(j->op, j->copies + thread * j->thread_copies, thread, threads);
 }
 
-/* The weights of a position of the filter and an input, for 16 outputs from `output` on; those
-   that are not there are 0. */
+/* The weights of a position of the filter and an input, for up to 16 outputs from `output` on;
+   `to` keeps its zeros where there are none. */
 static void weights_at(float *to, const struct job *j, int position, int input, int output)
 {
-    int outputs = j->outputs;
-    size_t at = ((size_t)position * j->inputs + input) * outputs + output, next = 1;
-    if (j->op->kind == INPUT_GRADIENT) { /* flipped, and channels swapped */
-        at = ((size_t)(26 - position) * outputs + output) * j->inputs + input;
-        next = j->inputs;
+    int n = least(16, j->outputs - output);
+    const float *filters = j->op->filters;
+    if (input >= j->inputs)
+        return;
+    if (j->op->kind == CONVOLVE) {
+        filters += ((size_t)position * j->inputs + input) * j->outputs + output;
+        memcpy(to, filters, sizeof(float) * n);
+        return;
     }
-    for (int o = 0; o < 16; o++)
-        to[o] = input < j->inputs && output + o < outputs ? j->op->filters[at + o * next] : 0;
+    /* Flipped, and channels swapped. */
+    filters += ((size_t)(26 - position) * j->outputs + output) * j->inputs + input;
+    for (int o = 0; o < n; o++)
+        to[o] = filters[(size_t)o * j->inputs];
 }
 
 /* [block][tap (x, y)][pair of values of K][16 outputs][2]. Of pairs of voxels, a tap is [zeros of

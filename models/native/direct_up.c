@@ -160,32 +160,37 @@ static void up_slab(void *argument, int thread, int threads)
     tile_release();
 }
 
-/* The filter of a fine row and voxel of it, [2][2][2][outputs][channels]; 0 where there is none. */
-static float filter_at(const struct operation *op, int row, int voxel, int output, int channel)
+/* The weights of value k of a line for up to 16 channels of the map from `first` on, of a fine row
+   and, of UP_CONVOLVE, a voxel of it; `to` keeps its zeros where there are none. Filters are
+   [fine row][voxel][outputs][channels]. */
+static void weights_at(float *to, const struct job *j, int row, int voxel, int k, int first)
 {
-    if (voxel > 1 || output >= op->outputs || channel >= op->channels[0])
-        return 0;
-    size_t position = 2 * row + voxel;
-    return op->filters[(position * op->outputs + output) * op->channels[0] + channel];
+    int outputs = j->op->outputs, channels = j->op->channels[0];
+    int n = least(16, j->made.channels - first);
+    const float *filters = j->op->filters;
+    if (j->op->kind == UP_CONVOLVE) {
+        size_t at = ((size_t)(2 * row + voxel) * outputs + first) * channels + k;
+        for (int o = 0; o < n && k < channels; o++)
+            to[o] = filters[at + (size_t)o * channels];
+        return;
+    }
+    int output = k % j->width;
+    size_t at = ((size_t)(2 * row + k / j->width) * outputs + output) * channels + first;
+    if (output < outputs)
+        memcpy(to, filters + at, sizeof(float) * n);
 }
 
 /* A thread packs every `threads`-th fine row of a column. */
 static void pack_weights(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    int is_up = j->op->kind == UP_CONVOLVE;
     for (int part = thread; part < 4 * j->blocks * j->voxels; part += threads) {
         int row = part % 4, voxel = part / 4 % j->voxels, block = part / 4 / j->voxels;
         char *to = (char *)weights_of(j, (struct column){block, voxel}, row);
         for (int pair = 0; pair < 16 * j->products.steps; pair++, to += 64) {
-            float both[2][16];
-            for (int i = 0; i < 32; i++) {
-                int k = 2 * pair + i / 16, n = 16 * block + i % 16;
-                if (is_up)
-                    both[i / 16][i % 16] = filter_at(j->op, row, voxel, n, k);
-                else
-                    both[i / 16][i % 16] = filter_at(j->op, row, k / j->width, k % j->width, n);
-            }
+            float both[2][16] = {{0}};
+            for (int i = 0; i < 2; i++)
+                weights_at(both[i], j, row, voxel, 2 * pair + i, 16 * block);
             for (int n = 0; n < 16; n += LANES)
                 store_units((unit *)to + n, load(both[0] + n), load(both[1] + n));
         }
