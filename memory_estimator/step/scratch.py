@@ -1,5 +1,5 @@
 """Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
-passes.c and pool.c.
+direct*.c, passes.c and pool.c.
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -8,6 +8,7 @@ the next. A buffer is as large as the largest operation so far has made it, whic
 from typing import Iterable, List, NamedTuple
 
 from memory_estimator.step.program import OwnOperation, StepOp
+from models.native.instruction_sets import BFLOAT16_PRODUCTS
 
 KINDS = {
     "convolve": "convolve",
@@ -32,6 +33,7 @@ CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")
 FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_filter_gradient")
 MOST_THREADS = 256  # that compute an operation (native.h)
 GROUP = 16  # channels that are stored together
+TILES = ("amx", "amx_in_c")  # direct products, of bfloat16 maps
 LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is rounded up to
 
 
@@ -50,7 +52,6 @@ class Rows(NamedTuple):
     tile: int  # voxels along Z
     unit: int  # values in 4 bytes
     lanes: int  # of a vector of float32
-    in_registers: bool  # AMX: whole registers of tiles
 
 
 def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_bytes: int) -> int:
@@ -79,18 +80,27 @@ def scratch_of(
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
     slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
     rows = rows_of(instructions, op.value_bytes)
-    if op.kind in CONVOLUTIONS:
+    in_tiles = op.value_bytes == 2 and instructions in TILES
+    if in_tiles and op.kind in ("up_convolve", "up_input_gradient"):
+        return _of_direct_up(op, slabs)
+    if in_tiles and op.kind == "up_filter_gradient":
+        return _of_direct_up_filters(op, slabs, l2_bytes)
+    if op.kind not in CONVOLUTIONS:
+        return _of_pass(op, slabs, rows.lanes)
+    if not in_tiles:
         return _of_convolution(op, slabs, rows, l2_bytes, in_place)
-    return _of_pass(op, slabs, rows.lanes)
+    if op.kind == "filter_gradient":
+        return _of_direct_filters(op, slabs, l2_bytes)
+    return _of_direct_convolution(op, slabs, l2_bytes, in_place)
 
 
 def rows_of(instructions: str, value_bytes: int) -> Rows:
     """Rows of maps of so many bytes a value. Without products of bfloat16 values they are of
     float32."""
     lanes = 16 if instructions in ("avx512", "avx512_bf16", "amx") else 8
-    if value_bytes == 2 and instructions in ("avx512_bf16", "amx", "amx_in_c"):
-        return Rows(4, 2, 2, lanes, in_registers=instructions != "avx512_bf16")
-    return Rows(6, 4, 1, lanes, in_registers=False)
+    if value_bytes == 2 and instructions in BFLOAT16_PRODUCTS:
+        return Rows(4, 2, 2, lanes)
+    return Rows(6, 4, 1, lanes)
 
 
 def _of_convolution(
@@ -107,7 +117,7 @@ def _of_convolution(
     is_gradient = op.kind == "filter_gradient"
     width = _up(op.channels, GROUP)
     output_width = _up(op.outputs, GROUP)
-    tiles = _padded_tiles(z, rows, is_gradient)
+    tiles = _padded_tiles(z, rows)
 
     row = _row_bytes(width, tiles, rows)
     gradient_row = _row_bytes(output_width, tiles, rows) if is_gradient else 0
@@ -120,13 +130,112 @@ def _of_convolution(
 
     if is_gradient:
         return Scratch(slabs, kept, slabs * 4 * 9 * rows.streams * width * output_width)
-    packed = _up(op.channels, GROUP if rows.in_registers else rows.unit) // rows.unit
+    packed = _parts(op.channels, rows.unit)
     passing = 4 * output_width * rows.streams * 9 * packed
     passing += slabs * 8 * (op.batch * 2 * output_width + 16)
-    if in_place:
-        planes = _parts(op.batch * op.grid[0], slabs)
-        passing += slabs * _up((2 * y + planes) * z * op.outputs * op.value_bytes, LINE_BYTES)
+    passing += slabs * _copies(op, slabs, in_place)
     return Scratch(slabs, kept, passing)
+
+
+def _copies(op: OwnOperation, slabs: int, in_place: bool) -> int:
+    """`copies_bytes` in slabs.h: the rows that are read after they are overwritten."""
+    if not in_place:
+        return 0
+    x, y, z = op.grid
+    planes = _parts(op.batch * x, slabs)
+    return _up((2 * y + planes) * z * op.outputs * op.value_bytes, LINE_BYTES)
+
+
+def _of_direct_convolution(
+    op: OwnOperation,
+    slabs: int,
+    l2_bytes: int,
+    in_place: bool,
+) -> Scratch:
+    """`job_of` in direct.c: a ring of three planes of bfloat16 rows in the cache, and the sums of
+    four tiles; packed filters, the slabs' sums and copies."""
+    _, y, z = op.grid
+    width = _direct_width(op.channels)
+    blocks = _parts(op.outputs, GROUP)
+    voxels = 2 if width <= 16 else 1  # of a line of a tile
+    columns = 2 if voxels == 2 or blocks > 1 else 1
+    terms = (voxels + 2) * width
+    depth = min(16, terms // 2)
+    terms = _up(terms, 2 * depth)
+
+    lines = _parts(z, voxels)
+    tiles = _parts(lines, 16)
+    lines = tiles * _parts(lines, tiles)
+    row = 2 * ((lines - 1) * voxels * width + terms)
+    row = LINE_BYTES * (_parts(row, LINE_BYTES) | 1)
+    most = max(4, l2_bytes * 2 // 5 // (3 * row) - 2)
+    y_rows = min(y, _up(_parts(y, _parts(y, most)), 4 // columns))
+    kept = 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
+
+    passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
+    passing += slabs * (8 * (op.batch * 2 * blocks * GROUP + 16) + _copies(op, slabs, in_place))
+    return Scratch(slabs, kept, passing)
+
+
+def _of_direct_filters(op: OwnOperation, slabs: int, l2_bytes: int) -> Scratch:
+    """`job_of` in direct_filters.c: planes of pairs of positions in the cache, values' and
+    gradients', a row and the sums of six tiles; and the slabs' sums."""
+    x, y, z = op.grid
+    width = _direct_width(op.channels)
+    groups = _parts(width, GROUP)
+    blocks = _parts(op.outputs, GROUP)
+    shifts = width // 4 if width < 16 else 3
+    arrays = groups * (1 if width < 16 else 2)
+    pitch = _up(z + 1, 2)
+
+    budget = l2_bytes * 5 // 8
+    most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + blocks))
+    most = min(y, max(1, most * 32 // pitch))
+    y_rows = _parts(y, _parts(y, most))
+    position_blocks = _parts(y_rows * pitch, 32)
+    values = arrays * 64 * (pitch + 16 * position_blocks + 1)
+    gradients = 1024 * blocks * position_blocks
+    enough = min(8, _parts(64, position_blocks), _parts(op.batch * x, slabs))
+    planes = min(enough, max(1, (budget - 2 * values) // (values + gradients)))
+
+    kept = 4 * 6 * 256 + 2 * _up((pitch + 6) * max(width, blocks * GROUP), 32)
+    kept += (planes + 2) * values + planes * gradients
+    return Scratch(slabs, kept, slabs * 4 * 9 * shifts * groups * blocks * 256)
+
+
+def _of_direct_up(op: OwnOperation, slabs: int) -> Scratch:
+    """`job_of` in direct_up.c: formed rows, and the sums of four tiles; packed filters, and the
+    slabs' sums."""
+    z = op.grid[2]
+    if op.kind == "up_convolve":
+        rows, steps, voxels, made = 1, _parts(op.channels, 32), 2, op.outputs
+    else:
+        rows, steps, voxels, made = 4, _parts(op.outputs, GROUP), 1, op.channels
+    width = _up(made, GROUP)
+    tiles = _parts(z, 16)
+    kept = 4 * 4 * 256 + rows * tiles * _parts(z, tiles) * 64 * steps
+    passing = width // GROUP * voxels * 4 * steps * 1024
+    return Scratch(slabs, kept, passing + slabs * 8 * (op.batch * 2 * width + 16))
+
+
+def _of_direct_up_filters(op: OwnOperation, slabs: int, l2_bytes: int) -> Scratch:
+    """`job_of` in direct_up_filters.c: pairs of positions of some rows in the cache, a row, and the
+    sums of six tiles; and the slabs' sums."""
+    x, y, z = op.grid
+    groups = _parts(op.channels, GROUP)
+    blocks = _parts(op.outputs, GROUP)
+    pitch = _up(z, 2)
+    arrays = groups + 8 * blocks
+    rows = min(_parts(64 * 32, pitch), y * _parts(op.batch * x, slabs))
+    rows = max(1, min(rows, l2_bytes * 5 // 8 // (arrays * 32 * pitch)))
+    kept = 4 * 6 * 256 + 2 * _up(pitch * GROUP * max(groups, 2 * blocks), 32)
+    kept += arrays * 1024 * _parts(rows * pitch, 32)
+    return Scratch(slabs, kept, slabs * 4 * 8 * blocks * groups * 256)
+
+
+def _direct_width(channels: int) -> int:
+    """`width_of` in direct.h: few channels are padded to a part of a tile's line."""
+    return next((width for width in (4, 8) if channels <= width), _up(channels, GROUP))
 
 
 def _of_pass(op: OwnOperation, slabs: int, lanes: int) -> Scratch:
@@ -143,13 +252,9 @@ def _of_pass(op: OwnOperation, slabs: int, lanes: int) -> Scratch:
     return Scratch(slabs, kept, slabs * 8 * sums + 4 * filters * takes_filters)
 
 
-def _padded_tiles(z: int, rows: Rows, is_gradient: bool) -> int:
+def _padded_tiles(z: int, rows: Rows) -> int:
     tiles = _parts(z, rows.tile)
-    step = 2 if tiles >= 8 else rows.unit
-    if rows.in_registers:  # of up to 16 tiles, or 16 pairs of them, and equally high
-        registers = _parts(tiles, 32 if is_gradient else 16)
-        step = _up(_parts(tiles, registers), 2)
-    return _up(tiles, step)
+    return _up(tiles, 2 if tiles >= 8 else rows.unit)
 
 
 def _row_bytes(width: int, tiles: int, rows: Rows) -> int:

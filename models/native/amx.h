@@ -1,7 +1,8 @@
-/* AMX's tile instructions as functions, in registers of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and 5 the left factors,
-   6 and 7 the right ones. Without -mamx-bf16 they are plain C with the order of sums that Intel documents, but for
-   denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits as the plain C
-   (docs/kernels.md). */
+/* AMX's tile instructions as functions, in registers of 16 rows of 64 bytes: 0 to 3 hold sums, 4 and
+   5 the left factors, 6 and 7 the right ones; or, of whole registers, 0 to 5 sums, 6 the left
+   factor, 7 the right one. Without -mamx-bf16 they are plain C with the order of sums that Intel
+   documents, but for denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits
+   as the plain C (docs/kernels.md). */
 #ifndef AMX_H
 #define AMX_H
 
@@ -25,7 +26,9 @@ static void tile_release(void) { _tile_release(); }
 
 /* The instructions have their registers' numbers in them: all below must be inlined with constants. */
 #define EACH_TILE(CASE) CASE(0) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
-#define EACH_PRODUCT(CASE) EACH_SUM(CASE, 4, 6) EACH_SUM(CASE, 5, 6) EACH_SUM(CASE, 4, 7) EACH_SUM(CASE, 5, 7)
+#define EACH_PRODUCT(CASE) \
+    EACH_SUM(CASE, 4, 6) EACH_SUM(CASE, 5, 6) EACH_SUM(CASE, 4, 7) EACH_SUM(CASE, 5, 7) \
+    EACH_SUM(CASE, 6, 7) CASE(4, 6, 7) CASE(5, 6, 7)
 #define EACH_SUM(CASE, l, r) CASE(0, l, r) CASE(1, l, r) CASE(2, l, r) CASE(3, l, r)
 
 ALWAYS_INLINE void tile_zero(int tile)
@@ -47,7 +50,7 @@ ALWAYS_INLINE void tile_store(int tile, void *to, size_t stride)
     EACH_TILE(STORE)
 }
 
-/* sum[row][16] += left[row][depth] * right[depth][16], of pairs of bfloat16 values; right is register 6 or 7. */
+/* sum[row][16] += left[row][depth] * right[depth][16], of pairs of bfloat16 values. */
 ALWAYS_INLINE void tile_multiply_add(int sum, int left, int right)
 {
 #define MULTIPLY(s, l, r) if (sum == s && left == l && right == r) _tile_dpbf16ps(s, l, r);
@@ -56,7 +59,11 @@ ALWAYS_INLINE void tile_multiply_add(int sum, int left, int right)
 
 #else
 
-static _Thread_local struct { int rows, depth; uint32_t tile[8][16][16]; } tiles_in_c;
+static _Thread_local struct {
+    int rows, depth;
+    uint32_t tile[8][16][16];
+    long count[TILE_COUNTS];
+} tiles_in_c;
 
 static void tile_config(int rows, int depth)
 {
@@ -64,7 +71,13 @@ static void tile_config(int rows, int depth)
     tiles_in_c.rows = rows, tiles_in_c.depth = depth;
 }
 
-static void tile_release(void) { memset(&tiles_in_c, 0xff, sizeof tiles_in_c); }
+/* Adds what was counted since tile_config to that of all threads. */
+static void tile_release(void)
+{
+    for (int i = 0; i < TILE_COUNTS; i++)
+        __atomic_fetch_add(&tile_counts[i], tiles_in_c.count[i], __ATOMIC_RELAXED);
+    memset(&tiles_in_c, 0xff, sizeof tiles_in_c);
+}
 
 static int tile_rows(int tile) { return tile < 6 ? tiles_in_c.rows : tiles_in_c.depth; }
 static size_t tile_row_bytes(int tile) { return tile == 4 || tile == 5 ? 4 * tiles_in_c.depth : 64; }
@@ -73,6 +86,8 @@ static void tile_zero(int tile) { memset(tiles_in_c.tile[tile], 0, sizeof tiles_
 
 static void tile_load(int tile, const void *from, size_t stride)
 {
+    tiles_in_c.count[LOADS]++;
+    tiles_in_c.count[LOADED_BYTES] += tile_rows(tile) * tile_row_bytes(tile);
     for (int row = 0; row < tile_rows(tile); row++)
         memcpy(tiles_in_c.tile[tile][row], (const char *)from + row * stride, tile_row_bytes(tile));
 }
@@ -85,6 +100,8 @@ static void tile_store(int tile, void *to, size_t stride)
 
 static void tile_multiply_add(int sum, int left, int right)
 {
+    tiles_in_c.count[PRODUCTS]++;
+    tiles_in_c.count[MULTIPLICATIONS] += tiles_in_c.rows * tiles_in_c.depth * 2 * 16;
     for (int row = 0; row < tiles_in_c.rows; row++)
         for (int c = 0; c < 16; c += LANES) {
             vec even = {0}, uneven = {0}; /* of the first and of the second of each pair */

@@ -5,6 +5,7 @@ Libraries are in `built/` beside the sources, in pairs: "kernels" for ctypes and
 TensorFlow. The names of a pair tell what it is:
 
     kernels-SOURCES.PLATFORM.INSTRUCTION+SETS.CHECKSUM.so
+    door-SOURCES.PLATFORM.INSTRUCTION+SETS.CHECKSUM_OF_KERNELS.CHECKSUM.so
 
 Hosts that share a checkout may each have a pair of their own there.
 """
@@ -53,8 +54,9 @@ def existing(folder: Optional[Path] = None) -> List[Libraries]:
     most instruction sets first."""
     pairs = []
     for kernels in (folder or BUILT).glob(f"kernels-{_digest()}.*.so"):
-        about = kernels.name.split(".", 1)[1].rsplit(".", 2)[0]
-        doors = list(filter(_is_whole, kernels.parent.glob(f"door-{_digest()}.{about}.*.so")))
+        about, checksum, _ = kernels.name.split(".", 1)[1].rsplit(".", 2)
+        beside = kernels.parent.glob(f"door-{_digest()}.{about}.{checksum}.*.so")
+        doors = list(filter(_is_whole, beside))
         if doors and _is_whole(kernels):
             built_on, _, sets = about.rpartition(".")
             pairs.append(Libraries(kernels, doors[0], built_on, tuple(sets.split("+"))))
@@ -114,7 +116,9 @@ def build(
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             _compile(compiler, sets, Path(scratch), tuple(extra))
             made = [Path(scratch) / kind for kind in KINDS]
-            wanted = [folder / f"{path.name}-{about}.{_checksum(path)}.so" for path in made]
+            kernels, door = map(_checksum, made)
+            wanted = [folder / f"kernels-{about}.{kernels}.so"]
+            wanted += [folder / f"door-{about}.{kernels}.{door}.so"]
             for path, name in zip(made, wanted):
                 os.replace(path, name)
         _remove_others(folder, _digest(), wanted)
@@ -203,10 +207,13 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
         "door": ["door.c"],
     }
     for name in sets:
-        names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"', f"-DPASSES=passes_{name}"]
-        options = (*INSTRUCTION_SETS[name].options, *names)
-        jobs[name] = ["operations.c", *options]
-        jobs[f"passes_{name}"] = ["passes.c", *options]
+        each = INSTRUCTION_SETS[name]
+        names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
+        names += [f"-DPASSES=passes_{name}", f"-DDIRECT_UP=direct_up_{name}"]
+        names.append(f"-DDIRECT_FILTERS=direct_filters_{name}")
+        names.append(f"-DDIRECT_UP_FILTERS=direct_up_filters_{name}")
+        for source in each.sources:
+            jobs[f"{source}_{name}"] = [f"{source}.c", *each.options, *names]
     compile_ = [*compiler, *OPTIONS, *extra, "-c"]
     running = [
         subprocess.Popen([*compile_, *job, "-o", str(scratch / f"{name}.o")], cwd=HERE) for name, job in jobs.items()

@@ -135,7 +135,12 @@ static void *output_of(struct call *call, int index, TF_DataType type, struct sh
         size_t bytes = count * (type == TF_FLOAT ? sizeof(float) : 2);
         call->outputs[index] = TF_AllocateOutput(call->context, index, type, shape.size, shape.rank, bytes, call->status);
     }
-    return fine(call) && count ? TF_TensorData(call->outputs[index]) : NULL;
+    if (!fine(call) || !count)
+        return NULL;
+    void *values = TF_TensorData(call->outputs[index]);
+    if (over < 0)
+        use_huge_pages(values, count * (type == TF_FLOAT ? sizeof(float) : 2));
+    return values;
 }
 
 /* --- The kernel --- */

@@ -10,7 +10,8 @@ class InstructionSet:
     """One of them."""
 
     needs: Tuple[str, ...]  # flags of a CPU that runs it, as /proc/cpuinfo spells them
-    options: Tuple[str, ...]  # of the compiler, for operations.c and passes.c
+    options: Tuple[str, ...]  # of the compiler, for `sources`
+    sources: Tuple[str, ...] = ("operations", "passes")  # C files that are compiled for it
     slow_on_intel: bool = False  # there it is taken by name alone
     emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
 
@@ -24,19 +25,22 @@ _FOR_AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
     "-mprefer-vector-width=512",
 )
+_OF_TILES = ("direct", "direct_filters", "direct_up", "direct_up_filters", "passes")
 _FOR_BFLOAT16 = (*_FOR_AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS")
 
 INSTRUCTION_SETS: Dict[str, InstructionSet] = {
     "amx": InstructionSet(
         needs=(*_BFLOAT16, "amx_tile", "amx_bf16"),
-        options=(*_FOR_BFLOAT16, "-mamx-tile", "-mamx-bf16", "-DTILES"),
+        options=(*_FOR_BFLOAT16, "-mamx-tile", "-mamx-bf16"),
+        sources=_OF_TILES,
     ),
     "avx512_bf16": InstructionSet(needs=_BFLOAT16, options=_FOR_BFLOAT16, slow_on_intel=True),
     "avx512": InstructionSet(needs=_AVX512, options=_FOR_AVX512),
     "avx2": InstructionSet(needs=_AVX2, options=_FOR_AVX2),
     "amx_in_c": InstructionSet(
         needs=_AVX2,
-        options=(*_FOR_AVX2, "-DBFLOAT16_ROWS", "-DTILES"),
+        options=(*_FOR_AVX2, "-DBFLOAT16_ROWS"),
+        sources=_OF_TILES,
         emulated=True,
     ),
 }

@@ -63,6 +63,11 @@ struct kernels {
     double (*products)(int threads, long repeats);
 };
 
+/* What tiles in plain C have done so far in this process: instructions, values that were multiplied and bytes that were loaded;
+   0 with tiles in hardware. */
+enum { PRODUCTS, MULTIPLICATIONS, LOADS, LOADED_BYTES, TILE_COUNTS };
+extern long tile_counts[TILE_COUNTS];
+
 /* pool.c: what follows is for one operation at a time, which waits for the one before it. */
 void begin_operation(void);
 void end_operation(void);
@@ -74,6 +79,9 @@ void run_on_threads(int threads, void (*work)(void *, int thread, int threads), 
    NULL if there is not enough. */
 void *thread_memory(int thread, size_t bytes);
 void *passing_memory(size_t bytes);
+/* Asks for pages of 2 MiB for memory that is as large: the CPU then finds more of it without a look
+   into the page table. Nothing changes where the system has none. */
+void use_huge_pages(void *memory, size_t bytes);
 /* Threads of an operation: TF_NUM_INTRAOP_THREADS, by default one for each CPU that the process may
    use. */
 int thread_count(void);

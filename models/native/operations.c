@@ -7,89 +7,11 @@
    In place, the output is written over the one map that is read. Parts that are read later are copied first: the planes
    beside each slab before any thread writes, and in each plane of a slab the last row of the tile before. */
 #include <unistd.h>
-#include "rows.h"
+#include "slabs.h"
 
 /* --- The micro-kernels: all the arithmetic that counts --- */
 
 enum { VECS = 16 / LANES }; /* vectors of 16 outputs */
-
-#ifdef TILES
-#include "amx.h"
-
-enum { MOST_SUMS = 4 * 16, STEP = 16, PACKED = GROUP }; /* tiles of four registers, and of one; channels that are packed at once */
-
-/* As `multiply` below, by `count` = up to four tile registers of `step` tiles each: 16 channels at once. */
-ALWAYS_INLINE void multiply_tiles(int count, int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows,
-                                  const unit *weights, int units, size_t next_group)
-{
-    int blocks = n / step;
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
-        tile_zero(i);
-    for (int tap = 0; tap < 9; tap++, rows += r)
-        for (int u = 0; u < units; u += GROUP_UNITS, weights += 16 * GROUP_UNITS) {
-            tile_load(6, weights, 64);
-#pragma GCC unroll 4
-            for (int i = 0; i < count; i++) {
-                tile_load(4 + i % 2, rows[i / blocks] + u / GROUP_UNITS * next_group + i % blocks * step * GROUP_UNITS, 2 * GROUP);
-                tile_multiply_add(i, 4 + i % 2, 6);
-            }
-        }
-#pragma GCC unroll 4
-    for (int i = 0; i < count; i++)
-        tile_store(i, sums + i / blocks * next_sums + i % blocks * step * 16, 64);
-}
-
-static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
-                     size_t next_group)
-{
-    switch (r * n / step) {
-#define TILES_OF(count) case count: multiply_tiles(count, r, n, step, sums, next_sums, rows, weights, units, next_group); break;
-    TILES_OF(1) TILES_OF(2) TILES_OF(3) TILES_OF(4)
-    }
-}
-
-/* As `correlate` below, with values that `transpose_row` has transposed, `step` units at once: four sums side by side. */
-static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
-                      size_t gradients_at, int units, int step)
-{
-    float some[4][GROUP * 16] __attribute__((aligned(64)));
-    int r = 0, u = 0;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        tile_zero(i);
-    while (r < rows) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4 && r < rows; i++) {
-            tile_load(4 + i % 2, values[r] + at + u * GROUP, 4 * step);
-            tile_load(6 + i % 2, gradients[r] + gradients_at + u * GROUP, 64);
-            tile_multiply_add(i, 4 + i % 2, 6 + i % 2);
-            if ((u += step) == units)
-                u = 0, r++;
-        }
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++)
-        tile_store(i, some[i], 64);
-    for (int i = 0; i < GROUP * 16; i += LANES)
-        store(sums + i, load(sums + i) + ((load(some[0] + i) + load(some[1] + i)) + (load(some[2] + i) + load(some[3] + i))));
-}
-
-/* Each block of `step` pairs of tiles x 16 channels becomes 16 channels x step pairs. */
-static void transpose_row(unit *row, int blocks, int step)
-{
-    for (; blocks > 0; blocks--, row += step * GROUP) {
-        unit copy[16 * GROUP];
-        memcpy(copy, row, sizeof(unit) * step * GROUP);
-        for (int c = 0; c < GROUP; c++)
-            for (int i = 0; i < step; i++)
-                row[c * step + i] = copy[i * GROUP + c];
-    }
-}
-#else
-static void tile_config(int rows, int depth) {}
-static void tile_release(void) {}
-enum { STEP = 1, PACKED = UNIT };
 
 /* sum + weights * (the unit, spread over all lanes) */
 ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
@@ -134,7 +56,7 @@ ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const
             store(sums + t / n * next_sums + t % n * 16 + v * LANES, sum[t][v]);
 }
 
-static void multiply(int r, int n, int step, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
+static void multiply(int r, int n, float *sums, size_t next_sums, const unit *const *rows, const unit *weights, int units,
                      size_t next_group)
 {
     switch (r * 100 + n) {
@@ -186,7 +108,7 @@ ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *
 }
 
 static void correlate(int channels, float *sums, int rows, const unit *const *values, const unit *const *gradients, size_t at,
-                      size_t gradients_at, int units, int step)
+                      size_t gradients_at, int units)
 {
     for (int c = 0; c < channels; c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
         int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
@@ -200,12 +122,9 @@ static void correlate(int channels, float *sums, int rows, const unit *const *va
     }
 }
 
-static void transpose_row(unit *row, int blocks, int step) {}
-#endif
-
 /* --- How an operation is cut --- */
 
-static int units_of(int channels) { return round_up(channels, PACKED) / UNIT; }
+static int units_of(int channels) { return round_up(channels, UNIT) / UNIT; }
 
 /* Rows that begin at equal addresses modulo 4096 would share sets of the cache L1: they begin 17 lines further on. */
 static size_t row_units(int width, int tiles)
@@ -218,7 +137,7 @@ static size_t row_units(int width, int tiles)
 struct job {
     const struct operation *op;
     struct input input, gradient; /* of the output, for a filter gradient */
-    enum { NO_SUMS, MOMENTS, NORM_SUMS } sums;
+    enum map_sums sums;
     int slabs;                /* one a thread; without planes for all, some threads have none */
     int inputs, outputs;      /* channels */
     int width, output_width;  /* the same, rounded up to whole groups */
@@ -226,7 +145,6 @@ struct job {
     int most;                 /* tiles of one call of `multiply` */
     int y_rows;               /* of a tile along y, without its borders */
     size_t row, gradient_row; /* units from one row to the next */
-    size_t row_bytes;         /* of a row of the first map: in place it is this one that is written over */
     size_t ring, line, output_line, row_sums, bytes; /* of a thread's memory: units of all rows; floats; all in bytes */
     size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* sizes of what is below, of copies in bytes; or 0 */
     size_t passing;           /* the bytes of all that */
@@ -250,19 +168,13 @@ static struct job job_of(const struct operation *op)
     j.gradient = (struct input){{op->outputs}, {op->others[0]}, op->others[1], op->other_coefficients};
     if (op->kind == INPUT_GRADIENT)
         j.input.raw = op->others[1];
-    if (op->sums_to && (op->kind == CONVOLVE || op->other_coefficients)) /* else they are 0 */
-        j.sums = op->kind == CONVOLVE ? MOMENTS : NORM_SUMS;
+    j.sums = sums_of(op);
 
     j.step = tiles < 8 ? UNIT : 2, j.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
-#ifdef TILES /* a tile register takes up to 16 tiles, or 16 pairs of them */
-    int register_tiles = gradient ? 32 : 16, blocks = (tiles + register_tiles - 1) / register_tiles;
-    j.step = round_up((tiles + blocks - 1) / blocks, 2), j.most = 4 * j.step;
-#endif
     j.tiles = round_up(tiles, j.step);
     j.width = round_up(j.inputs, GROUP), j.output_width = round_up(j.outputs, GROUP);
     j.row = row_units(j.width, j.tiles);
     j.gradient_row = gradient ? row_units(j.output_width, j.tiles) : 0;
-    j.row_bytes = (size_t)op->z * op->channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
 
     long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
     long rows = (cache > 0 ? cache : 1 << 20) * 5 / 8 / (long)(sizeof(unit) * (3 * j.row + j.gradient_row));
@@ -273,13 +185,12 @@ static struct job job_of(const struct operation *op)
     j.line = (size_t)(j.tiles * TILE + 2) * j.width, j.output_line = (size_t)(j.tiles * TILE + 2) * j.output_width;
     j.row_sums = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
     j.bytes = j.ring * sizeof(unit) + (j.line + j.output_line + j.row_sums) * sizeof(float) + 2 * j.y_rows * sizeof(void *);
-    long planes = ((long)op->batch * op->x + j.slabs - 1) / j.slabs; /* of the largest slab */
     if (gradient) {
         j.thread_sums = (size_t)9 * STREAMS * j.width * j.output_width;
     } else {
         j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
         j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
-        j.thread_copies = op->map == op->maps[0] ? ((2 * op->y + planes) * j.row_bytes + 63) / 64 * 64 : 0;
+        j.thread_copies = copies_bytes(op, j.slabs);
     }
     size_t totals = sizeof(double) * j.thread_totals, sums = sizeof(float) * j.thread_sums;
     j.passing = j.weight_bytes + j.slabs * (totals + j.thread_copies + sums);
@@ -328,32 +239,21 @@ static unit *ring_row(const struct thread *t, int x, int y, int y0)
     return t->rows + ((size_t)((x + 1) % 3) * (t->job->y_rows + 2) + (y - y0 + 1)) * t->job->row;
 }
 
-/* The first plane of a thread's share. */
-static long share(const struct operation *op, int thread, int threads) { return (long)op->batch * op->x * thread / threads; }
-
 ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in, int width, int batch, int x, int y, int purpose)
 {
     const struct job *j = t->job;
     float *line = (purpose == GRADIENT_TILES_SUMMED ? t->output_line : t->line) + width;
     form_row(line, width, in, batch, voxel_of(t->job->op, 1, batch, x, y), t->job->op->z, t->job->op->dtype);
     store_row(row, line, width, j->tiles, purpose);
-    if (purpose == TILES_SUMMED)
-        transpose_row(row, STREAMS * (width / GROUP) * (j->tiles / j->step), j->step / UNIT);
 }
 
-/* The same in place, of plane x of a slab x0 ... x1 - 1 and a tile y0 ... y1 - 1: reads the copy where the map has gone. */
-static void fill_row_in_place(struct thread *t, unit *row, int batch, int x, int x0, int x1, int y, int y0, int y1)
+/* The same in place. */
+static void fill_row_in_place(struct thread *t, unit *row, const struct part *part, int x, int y)
 {
     struct input in = t->job->input;
-    size_t bytes = t->job->row_bytes, at = voxel_of(t->job->op, 1, batch, x, y) * (bytes / t->job->op->z);
-    int outside = x < x0 || x == x1;
-    char *last = outside ? NULL : t->copies + (2 * t->job->op->y + x - x0) * bytes;
-    const char *copy = outside ? t->copies + ((size_t)(x == x1) * t->job->op->y + y) * bytes : y < y0 ? last : NULL;
-    if (copy)
-        in.maps[0] = (const void *)((uintptr_t)copy - at);
-    fill_row(t, row, &in, t->job->width, batch, x, y, CHANNELS_SUMMED);
-    if (last && y == y1 - 1)
-        memcpy(last, (const char *)in.maps[0] + at, bytes);
+    in.maps[0] = map_in_place(t->job->op, t->copies, part, x, y);
+    fill_row(t, row, &in, t->job->width, part->batch, x, y, CHANNELS_SUMMED);
+    keep_last_row(t->job->op, t->copies, part, x, y);
 }
 
 /* --- Convolution and input gradient --- */
@@ -436,7 +336,7 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
                     for (int row = 0; row < 9 * r; row++)
                         rows[row] = around[row] + k * stream + (size_t)done * GROUP_UNITS;
                     float *sums = t->sums + ((size_t)k * j->tiles + done) * 16;
-                    multiply(r, n, j->step, sums, next_sums, rows, weights, units, next_group);
+                    multiply(r, n, sums, next_sums, rows, weights, units, next_group);
                     done += n;
                 }
             for (int row = 0; row < r; row++)
@@ -445,15 +345,10 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
     }
 }
 
-static void copy_planes_beside(void *argument, int thread, int threads)
+static void copy_beside(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    const struct operation *op = j->op;
-    long begin = share(op, thread, threads), end = share(op, thread + 1, threads), beside[2] = {begin - 1, end};
-    size_t plane = op->y * j->row_bytes;
-    for (int i = 0; i < 2 && begin < end; i++)
-        if ((i ? end : begin) % op->x)
-            memcpy(j->copies + thread * j->thread_copies + i * plane, (const char *)op->maps[0] + beside[i] * plane, plane);
+    copy_planes_beside(j->op, j->copies + thread * j->thread_copies, thread, threads);
 }
 
 /* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
@@ -487,24 +382,6 @@ static void pack_weights(void *argument, int thread, int threads)
     }
 }
 
-static void write_sums(const struct job *j, int threads)
-{
-    const struct operation *op = j->op;
-    double voxels = (double)op->x * op->y * op->z;
-    for (int i = 0; i < op->batch * op->outputs; i++) {
-        int batch = i / op->outputs, c = i % op->outputs;
-        const double *at = j->totals + (size_t)batch * 2 * j->output_width + c;
-        double first = total(at, j->thread_totals, threads), second = total(at + j->output_width, j->thread_totals, threads);
-        if (j->sums == MOMENTS) {
-            first /= voxels;
-            second = second / voxels - first * first;
-            second = second < 0 ? 0 : second; /* a rounding of float64 below it */
-        }
-        op->sums_to[(size_t)batch * 2 * op->outputs + c] = (float)first;
-        op->sums_to[((size_t)batch * 2 + 1) * op->outputs + c] = (float)second;
-    }
-}
-
 /* --- Filter gradient --- */
 
 static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
@@ -529,7 +406,7 @@ static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
                 for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
                     int channels = least(round_up(j->inputs - group * GROUP, 4), GROUP);
                     correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
-                              ((size_t)k * blocks + block) * group_units, units, j->step / UNIT);
+                              ((size_t)k * blocks + block) * group_units, units);
                 }
     }
 }
@@ -575,32 +452,29 @@ static void operation_thread(void *argument, int thread, int threads)
         j->failed = 1;
         return;
     }
-    tile_config(filters ? 16 : j->step, filters ? j->step / UNIT : GROUP_UNITS);
     long at = share(op, thread, threads), end = share(op, thread + 1, threads);
-    for (int batch, x0, x1; at < end; at += x1 - x0) {
-        batch = (int)(at / op->x);
-        x0 = (int)(at % op->x);
-        x1 = least(op->x, x0 + end - at);
-        for (int y0 = 0, y1; y0 < op->y; y0 = y1) {
-            y1 = least(y0 + j->y_rows, op->y);
-            for (int x = x0 - 1; x <= x1; x++) {
-                for (int y = y0 - 1; y <= y1; y++) {
-                    unit *row = ring_row(&t, x, y, y0);
+    struct part part;
+    for (; at < end; at += part.x1 - part.x0) {
+        planes_from(&part, op, at, end);
+        for (part.y0 = 0; part.y0 < op->y; part.y0 = part.y1) {
+            part.y1 = least(part.y0 + j->y_rows, op->y);
+            for (int x = part.x0 - 1; x <= part.x1; x++) {
+                for (int y = part.y0 - 1; y <= part.y1; y++) {
+                    unit *row = ring_row(&t, x, y, part.y0);
                     if (row != t.zero_row && j->thread_copies)
-                        fill_row_in_place(&t, row, batch, x, x0, x1, y, y0, y1);
+                        fill_row_in_place(&t, row, &part, x, y);
                     else if (row != t.zero_row && filters)
-                        fill_row(&t, row, &j->input, j->width, batch, x, y, TILES_SUMMED);
+                        fill_row(&t, row, &j->input, j->width, part.batch, x, y, TILES_SUMMED);
                     else if (row != t.zero_row)
-                        fill_row(&t, row, &j->input, j->width, batch, x, y, CHANNELS_SUMMED);
+                        fill_row(&t, row, &j->input, j->width, part.batch, x, y, CHANNELS_SUMMED);
                 }
-                if (x > x0 && filters)
-                    correlate_plane(&t, batch, x - 1, y0, y1);
-                else if (x > x0)
-                    convolve_plane(&t, batch, x - 1, y0, y1);
+                if (x > part.x0 && filters)
+                    correlate_plane(&t, part.batch, x - 1, part.y0, part.y1);
+                else if (x > part.x0)
+                    convolve_plane(&t, part.batch, x - 1, part.y0, part.y1);
             }
         }
     }
-    tile_release();
 }
 
 int PASSES(const struct operation *); /* build.py defines the names */
@@ -624,14 +498,14 @@ static int convolve(const struct operation *op)
     if (j.weight_bytes)
         run_on_threads(op->threads, pack_weights, &j);
     if (j.thread_copies)
-        run_on_threads(j.slabs, copy_planes_beside, &j);
+        run_on_threads(j.slabs, copy_beside, &j);
     run_on_threads(j.slabs, operation_thread, &j);
     if (j.failed)
         return -1;
     if (j.thread_sums)
         run_on_threads(op->threads, write_filter_gradient, &j);
     else if (op->sums_to)
-        write_sums(&j, j.slabs);
+        write_sums(op, j.sums, j.totals, j.thread_totals, j.outputs, j.output_width, j.slabs);
     return 0;
 }
 
@@ -649,10 +523,8 @@ static void multiply_in_cache(void *repeats, int thread, int threads)
     static unit weights[9 * GROUP_UNITS * 16] __attribute__((aligned(64)));
     static _Thread_local float sums[MOST_SUMS * 16] __attribute__((aligned(64)));
     const unit *rows[9] = {row, row, row, row, row, row, row, row, row};
-    tile_config(STEP, GROUP_UNITS);
     for (long i = 0; i < *(long *)repeats; i++)
-        multiply(1, MOST_SUMS, STEP, sums, 0, rows, weights, GROUP_UNITS, 0);
-    tile_release();
+        multiply(1, MOST_SUMS, sums, 0, rows, weights, GROUP_UNITS, 0);
 }
 
 static double products(int threads, long repeats)

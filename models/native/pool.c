@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -27,6 +28,8 @@ static struct {
     void *argument;
 } pool = {.operation = PTHREAD_MUTEX_INITIALIZER};
 
+long tile_counts[TILE_COUNTS];
+
 void begin_operation(void) { pthread_mutex_lock(&pool.operation); }
 
 void end_operation(void) { pthread_mutex_unlock(&pool.operation); }
@@ -38,7 +41,7 @@ void end_operation(void) { pthread_mutex_unlock(&pool.operation); }
    fork at any moment, and its child then finds a whole buffer or none. While a buffer is not at
    its place, no pointer leads to it. */
 struct buffer { size_t bytes; };
-enum { LINE = 64, PAGE = 4096 };
+enum { LINE = 64, PAGE = 4096, HUGE_PAGE = 2 << 20 };
 
 static struct buffer *_Atomic kept[MOST_THREADS];
 static struct buffer *_Atomic passing;
@@ -49,6 +52,14 @@ static struct buffer *_Atomic passing;
 #define ASAN_POISON_MEMORY_REGION(from, bytes) ((void)0)
 #define ASAN_UNPOISON_MEMORY_REGION(from, bytes) ((void)0)
 #endif
+
+void use_huge_pages(void *memory, size_t bytes)
+{
+    uintptr_t first = ((uintptr_t)memory + PAGE - 1) / PAGE * PAGE;
+    uintptr_t past = ((uintptr_t)memory + bytes) / PAGE * PAGE;
+    if (bytes >= HUGE_PAGE) /* a refusal costs speed alone */
+        madvise((void *)first, past - first, MADV_HUGEPAGE);
+}
 
 static void *at_least_so_large(struct buffer *_Atomic *place, size_t bytes)
 {
@@ -68,6 +79,7 @@ static void *at_least_so_large(struct buffer *_Atomic *place, size_t bytes)
             return NULL;
         }
         buffer = grown;
+        use_huge_pages(buffer, wanted); /* all of it: mremap takes no mapping of two kinds */
         buffer->bytes = wanted;
         *place = buffer;
     }

@@ -169,9 +169,9 @@ struct input {
 
 enum form { RAW, NORM, NORM_GRADIENT };
 
-/* Channels c .. c + n of map m, of all z of a row. */
-ALWAYS_INLINE void form_channels(float *line, int width, const struct input *in, int m, int batch, size_t voxel, int c, int z,
-                                 int n, int dtype, int form)
+/* Channels c .. c + n of map m, of all z of a row, into a line of dtype `made`. */
+ALWAYS_INLINE void form_channels(void *line, int made, int width, const struct input *in, int m, int batch, size_t voxel, int c,
+                                 int z, int n, int dtype, int form)
 {
     int stride = in->channels[m], channels = in->channels[0] + in->channels[1], to = m ? in->channels[0] + c : c;
     size_t at = voxel * stride + c;
@@ -184,30 +184,42 @@ ALWAYS_INLINE void form_channels(float *line, int width, const struct input *in,
             value = normed(k, value);
         else if (form == NORM_GRADIENT)
             value = gradient_of_raw(k, load_values(in->raw, at, n, dtype), value);
-        store_values(line, (size_t)i * width + to, value, n, FLOAT32);
+        store_values(line, (size_t)i * width + to, value, n, made);
     }
 }
 
-ALWAYS_INLINE void form_row_as(float *line, int width, const struct input *in, int batch, size_t voxel, int z, int dtype, int form)
+ALWAYS_INLINE void form_row_as(void *line, int made, int width, const struct input *in, int batch, size_t voxel, int z, int dtype,
+                               int form)
 {
     for (int m = 0; m < 2; m++)
         for (int c = 0; c < in->channels[m]; c += LANES)
             if (in->channels[m] - c >= LANES)
-                form_channels(line, width, in, m, batch, voxel, c, z, LANES, dtype, form);
+                form_channels(line, made, width, in, m, batch, voxel, c, z, LANES, dtype, form);
             else
-                form_channels(line, width, in, m, batch, voxel, c, z, in->channels[m] - c, dtype, form);
+                form_channels(line, made, width, in, m, batch, voxel, c, z, in->channels[m] - c, dtype, form);
 }
 
 /* All channels of the row that begins at `voxel`, formed, in float32: line[z * width + channel]. */
 static void form_row(float *line, int width, const struct input *in, int batch, size_t voxel, int z, int dtype)
 {
-#define FORM(dtype, form) form_row_as(line, width, in, batch, voxel, z, dtype, form)
+#define FORM(dtype, form) form_row_as(line, FLOAT32, width, in, batch, voxel, z, dtype, form)
     if (!in->coefficients)
         dtype == FLOAT32 ? FORM(FLOAT32, RAW) : FORM(BFLOAT16, RAW);
     else if (!in->raw)
         dtype == FLOAT32 ? FORM(FLOAT32, NORM) : FORM(BFLOAT16, NORM);
     else
         dtype == FLOAT32 ? FORM(FLOAT32, NORM_GRADIENT) : FORM(BFLOAT16, NORM_GRADIENT);
+}
+
+/* The same of bfloat16 maps, rounded to bfloat16. */
+static void form_bfloat16_row(uint16_t *line, int width, const struct input *in, int batch, size_t voxel, int z)
+{
+    if (!in->coefficients)
+        form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, RAW);
+    else if (!in->raw)
+        form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, NORM);
+    else
+        form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, NORM_GRADIENT);
 }
 
 /* --- Storing as streams --- */

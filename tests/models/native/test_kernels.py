@@ -32,6 +32,7 @@ SHAPES += [
     (1, 2, 130),
 ]  # several rows at once; several registers a row
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
+CHANNELS += [(16, 32), (32, 16)]
 THREADS = (1, 2, 3, 8)
 PASSES = str(Path(__file__).with_name("test_passes.py"))
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
@@ -55,6 +56,7 @@ class Kernel:
         products = ROUNDED_PRODUCTS if name in ROUNDED_ROWS else EXACT
         self.map_error = EXACT if dtype == "float32" else max(ROUNDED, products)
         self.filter_error = products
+        self.raw_filter_error = EXACT if name in ("amx", "amx_in_c") else products
 
     def run(self, *arguments, **arrays):
         assert self.library.native_run(self.name.encode(), operation(*arguments, **arrays)) == 0
@@ -207,7 +209,8 @@ def test_filter_gradient_of_raw_and_formed_maps(kernel):
             result = kernel.filter_gradient(shape, threads, maps, gradient, coefficients, (raw_above, above))
             truth = filter_gradient_of(values, gradients)
             case = (shape, parts, outputs, threads, above is not None)
-            assert error(result, truth, values, gradients, np.prod(shape)) < kernel.filter_error, case
+            limit = kernel.raw_filter_error if above is None else kernel.filter_error
+            assert error(result, truth, values, gradients, np.prod(shape)) < limit, case
 
 
 def test_moments_hold_far_from_zero_for_any_number_of_threads(kernel):
@@ -272,6 +275,29 @@ def test_maps_of_as_many_channels_as_a_network_may_have_are_computed(kernel):
         change = kernel.filter_gradient(shape, 2, [values], gradient)
         truth = read.reshape(-1, 1) * written.reshape(1, -1)
         assert error(change[1, 1, 1], truth, values, gradient, 1) < kernel.filter_error
+
+
+def test_large_buffers_ask_for_huge_pages(library):
+    """In a fresh process: "hg" among a mapping's flags, where the system knows them."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("needs a system with huge pages")
+    script = f"""
+from tests.models.native.reference import *
+library = load({library._name!r})
+
+def huge():
+    lines = open("/proc/self/smaps").read().splitlines()
+    return sum(line.startswith("VmFlags") and "hg" in line.split() for line in lines)
+
+shape, filters = (1, 2, 2, 8), np.zeros((3, 3, 3, 256, 256), np.float32)
+values, result = (np.zeros((*shape, 256), np.float32) for _ in range(2))
+before = huge()
+call = operation("convolve", "float32", shape, 1, [values], 256, filters=filters, map=result)
+assert library.native_run(b"avx2", call) == 0
+assert huge() > before
+"""
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
 
 
 @pytest.mark.slow

@@ -1,0 +1,346 @@
+/* 3x3x3 convolutions of bfloat16 maps in AMX's tiles, and their input gradients: no transform, up
+   to 32 values of K a product.
+
+   A thread goes through a slab as in operations.c: it forms the rows of the next plane into a ring
+   in the cache L2, as bfloat16 values with a voxel of zeros at each end, then multiplies and
+   finishes the plane before. */
+#include <unistd.h>
+#include "direct.h"
+
+/* What the threads of an operation share, and how it is cut. */
+struct job {
+    const struct operation *op;
+    struct input input;
+    struct made made;            /* without what belongs to a sample */
+    struct products products;
+    int slabs;
+    int inputs, outputs;         /* channels */
+    int width;                   /* values of a voxel in a row: 4, 8 or whole 16 */
+    int blocks;                  /* of 16 outputs */
+    int voxels;                  /* that a line makes: a pair where channels are few, else one */
+    int tiles, lines;            /* of a row: tiles A along z, and lines in each */
+    int passes, columns;         /* passes, and columns of the first one */
+    int y_rows;                  /* of a part along y, without its borders */
+    size_t tap_bytes, block_bytes; /* of packed filters: of a tap (x, y), and of 16 outputs */
+    size_t weight_bytes;
+    size_t thread_totals;        /* float64 numbers */
+    size_t thread_copies;        /* bytes */
+    size_t kept, passing;
+    char *weights, *copies;      /* copies: of every slab */
+    double *totals;              /* of every slab: [batch][2][width of the map that is made] */
+    int failed;
+};
+
+static struct made made_of(const struct operation *op)
+{
+    struct made made = {
+        .map = op->map,
+        .bytes = (size_t)op->batch * op->x * op->y * op->z * op->outputs * 2,
+        .channels = op->outputs,
+        .width = round_up(op->outputs, 16),
+        .sums = sums_of(op),
+        .other = op->others[0],
+        .adds = op->kind == CONVOLVE && op->others[0],
+    };
+    return made;
+}
+
+/* memory_estimator/step/scratch.py has the bytes as a formula. */
+static struct job job_of(const struct operation *op)
+{
+    struct job j = {.op = op, .made = made_of(op), .slabs = slabs_of(op)};
+    j.inputs = op->channels[0] + op->channels[1];
+    j.outputs = op->outputs;
+    j.input.channels[0] = op->channels[0];
+    j.input.channels[1] = op->channels[1];
+    j.input.maps[0] = op->maps[0];
+    j.input.maps[1] = op->maps[1];
+    j.input.raw = op->kind == INPUT_GRADIENT ? op->others[1] : NULL;
+    j.input.coefficients = op->coefficients;
+
+    j.width = width_of(j.inputs);
+    j.blocks = j.made.width / 16;
+    j.voxels = j.width <= 16 ? 2 : 1;
+    j.passes = j.voxels == 2 ? j.blocks : parts_of(j.blocks, 2);
+    j.columns = j.voxels == 2 || j.blocks > 1 ? 2 : 1;
+    int lines = parts_of(op->z, j.voxels);
+    j.tiles = parts_of(lines, TILE_LINES);
+    j.lines = parts_of(lines, j.tiles);
+
+    struct products *p = &j.products;
+    int terms = (j.voxels + 2) * j.width; /* values of K: a line's voxels and one on each side */
+    p->taps = 9;
+    p->depth = least(16, terms / 2);
+    p->steps = parts_of(terms, 2 * p->depth);
+    p->line_bytes = (size_t)j.voxels * j.width * 2;
+    /* Up to the last value that a tile reads, in an uneven number of cache lines: so rows spread
+       over the cache. */
+    size_t row = (j.tiles * j.lines - 1) * p->line_bytes + (size_t)p->steps * p->depth * 4;
+    p->row_bytes = ((row + 63) / 64 | 1) * 64;
+    j.tap_bytes = (size_t)p->steps * p->depth * 64;
+    j.block_bytes = 9 * j.tap_bytes + (j.voxels - 1) * j.width * 32;
+
+    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    long rows = (cache > 0 ? cache : 1 << 20) * 2 / 5 / (long)(3 * p->row_bytes) - 2;
+    int most = rows < MOST_ROWS ? MOST_ROWS : least(rows, op->y);
+    int cuts = parts_of(op->y, most); /* of equal height */
+    j.y_rows = least(op->y, round_up(parts_of(op->y, cuts), MOST_ROWS / j.columns));
+    j.kept = sizeof(float) * MOST_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
+
+    j.weight_bytes = j.blocks * j.block_bytes;
+    j.thread_totals = (size_t)op->batch * 2 * j.made.width + 16; /* a line between threads */
+    j.thread_copies = copies_bytes(op, j.slabs);
+    j.passing = j.slabs * (sizeof(double) * j.thread_totals + j.thread_copies) + j.weight_bytes;
+    return j;
+}
+
+struct thread {
+    const struct job *job;
+    struct part part;
+    struct made made;
+    float *sums; /* of up to four tiles */
+    char *ring;  /* three planes of y_rows + 2 rows */
+    char *copies;
+    double *totals;
+};
+
+/* Row (x, y) in the ring. */
+static char *ring_row(const struct thread *t, int x, int y)
+{
+    size_t row = (size_t)((x + 1) % 3) * (t->job->y_rows + 2) + (y - t->part.y0 + 1);
+    return t->ring + row * t->job->products.row_bytes;
+}
+
+/* Forms row (x, y), after a voxel of zeros; outside the map all of it is zero. */
+static void form_ring_row(struct thread *t, int x, int y)
+{
+    const struct job *j = t->job;
+    const struct operation *op = j->op;
+    struct input in = j->input;
+    char *row = ring_row(t, x, y);
+    if (x < 0 || x >= op->x || y < 0 || y >= op->y) {
+        memset(row, 0, j->products.row_bytes);
+        return;
+    }
+    size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
+    if (j->thread_copies)
+        in.maps[0] = map_in_place(op, t->copies, &t->part, x, y);
+    form_bfloat16_row((uint16_t *)row + j->width, j->width, &in, t->part.batch, voxel, op->z);
+    if (j->thread_copies)
+        keep_last_row(op, t->copies, &t->part, x, y);
+}
+
+/* The tiles B of a column. The weights of a tap begin and end with zeros of a voxel: the first
+   voxel of a pair skips those. */
+static const char *weights_of(const struct job *j, struct column column)
+{
+    size_t zeros = j->voxels == 2 && column.voxel == 0 ? (size_t)j->width * 32 : 0;
+    return j->weights + column.block * j->block_bytes + zeros;
+}
+
+/* --- An operation --- */
+
+/* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1. */
+static void convolve_plane(struct thread *t, int x)
+{
+    const struct job *j = t->job;
+    const struct part *part = &t->part;
+    size_t tile_bytes = j->lines * j->products.line_bytes;
+    for (int pass = 0; pass < j->passes; pass++) {
+        struct column columns[2];
+        int count = columns_of(columns, j->voxels, j->blocks, pass);
+        const char *weights[2] = {weights_of(j, columns[0]), weights_of(j, columns[count - 1])};
+        struct finished f = finished_of(columns, count, j->outputs);
+        for (int tile = 0; tile < j->tiles; tile++) {
+            int z0 = tile * j->lines * j->voxels;
+            int left = least(j->op->z - z0, j->lines * j->voxels);
+            for (int y = part->y0; y < part->y1; y += f.rows) {
+                const char *first[9];
+                f.rows = least(MOST_ROWS / count, part->y1 - y);
+                f.ahead = (size_t)f.rows * j->op->z * j->outputs;
+                for (int tap = 0; tap < 9; tap++) {
+                    const char *row = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1);
+                    first[tap] = row + tile * tile_bytes;
+                }
+                multiply(&j->products, f.rows, count, t->sums, first, weights);
+                for (int row = 0; row < f.rows; row++) {
+                    const float *sums = t->sums + row * count * TILE_FLOATS;
+                    size_t voxel = voxel_of(j->op, 1, part->batch, x, y + row) + z0;
+                    f.lines[row] =
+                        lines_of(sums, columns, count, voxel, left, j->voxels, j->outputs);
+                }
+                finish(&t->made, &f);
+            }
+        }
+    }
+}
+
+/* What belongs to a sample of the map that is made. */
+static void begin_sample(struct thread *t, int batch)
+{
+    const struct operation *op = t->job->op;
+    t->made.totals = t->totals + (size_t)batch * 2 * t->made.width;
+    if (t->made.sums == NORM_SUMS)
+        t->made.norm = op->other_coefficients + (size_t)batch * COEFFICIENTS * op->outputs;
+}
+
+static void convolve_slab(void *argument, int thread, int threads)
+{
+    struct job *j = argument;
+    const struct operation *op = j->op;
+    char *memory = thread_memory(thread, j->kept);
+    if (!memory) {
+        j->failed = 1;
+        return;
+    }
+    struct thread t = {.job = j, .made = j->made, .sums = (float *)memory};
+    t.ring = (char *)(t.sums + MOST_ROWS * TILE_FLOATS);
+    t.copies = j->copies + thread * j->thread_copies;
+    t.totals = j->totals + thread * j->thread_totals;
+    memset(t.totals, 0, j->thread_totals * sizeof(double));
+    /* What follows a row's voxels stays 0. */
+    memset(t.ring, 0, 3 * (j->y_rows + 2) * j->products.row_bytes);
+    tile_config(j->lines, j->products.depth);
+    struct part *part = &t.part;
+    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
+    for (; at < end; at += part->x1 - part->x0) {
+        planes_from(part, op, at, end);
+        begin_sample(&t, part->batch);
+        for (part->y0 = 0; part->y0 < op->y; part->y0 = part->y1) {
+            part->y1 = least(part->y0 + j->y_rows, op->y);
+            for (int x = part->x0 - 1; x <= part->x1; x++) {
+                for (int y = part->y0 - 1; y <= part->y1; y++)
+                    form_ring_row(&t, x, y);
+                if (x > part->x0)
+                    convolve_plane(&t, x - 1);
+            }
+        }
+    }
+    _mm_sfence(); /* after values that were written past the caches */
+    tile_release();
+}
+
+static void copy_beside(void *argument, int thread, int threads)
+{
+    const struct job *j = argument;
+    copy_planes_beside(j->op, j->copies + thread * j->thread_copies, thread, threads);
+}
+
+/* The weights of a position of the filter and an input, for up to 16 outputs from `output` on;
+   `to` keeps its zeros where there are none. */
+static void weights_at(float *to, const struct job *j, int position, int input, int output)
+{
+    int n = least(16, j->outputs - output);
+    const float *filters = j->op->filters;
+    if (input >= j->inputs)
+        return;
+    if (j->op->kind == CONVOLVE) {
+        filters += ((size_t)position * j->inputs + input) * j->outputs + output;
+        memcpy(to, filters, sizeof(float) * n);
+        return;
+    }
+    /* Flipped, and channels swapped. */
+    filters += ((size_t)(26 - position) * j->outputs + output) * j->inputs + input;
+    for (int o = 0; o < n; o++)
+        to[o] = filters[(size_t)o * j->inputs];
+}
+
+/* [block][tap (x, y)][pair of values of K][16 outputs][2]. Of pairs of voxels, a tap is [zeros of
+   a voxel][three taps along z], and zeros end the block. A thread packs every `threads`-th tap. */
+static void pack_weights(void *argument, int thread, int threads)
+{
+    const struct job *j = argument;
+    int zeros = j->voxels == 2 ? j->width : 0; /* values of K */
+    for (int part = thread; part < 10 * j->blocks; part += threads) {
+        int block = part / 10, tap = part % 10;
+        char *to = j->weights + block * j->block_bytes + tap * j->tap_bytes;
+        int pairs = tap < 9 ? j->products.steps * j->products.depth : zeros / 2;
+        for (int pair = 0; pair < pairs; pair++, to += 64) {
+            float both[2][16] = {{0}};
+            for (int i = 0; i < 2; i++) {
+                int k = 2 * pair + i - zeros; /* of the three taps along z */
+                if (tap < 9 && k >= 0 && k < 3 * j->width)
+                    weights_at(both[i], j, 3 * tap + k / j->width, k % j->width, 16 * block);
+            }
+            for (int o = 0; o < 16; o += LANES)
+                store_units((unit *)to + o, load(both[0] + o), load(both[1] + o));
+        }
+    }
+}
+
+static int convolve(const struct operation *op)
+{
+    struct job j = job_of(op);
+    if (op->scratch) {
+        op->scratch[KEEPING_THREADS] = j.slabs;
+        op->scratch[KEPT_BYTES] = j.kept;
+        op->scratch[PASSING_BYTES] = j.passing;
+        return 0;
+    }
+    j.weights = passing_memory(j.passing);
+    if (!j.weights)
+        return -1;
+    j.totals = (double *)(j.weights + j.weight_bytes);
+    j.copies = (char *)(j.totals + j.slabs * j.thread_totals);
+    run_on_threads(op->threads, pack_weights, &j);
+    if (j.thread_copies)
+        run_on_threads(j.slabs, copy_beside, &j);
+    run_on_threads(j.slabs, convolve_slab, &j);
+    if (j.failed)
+        return -1;
+    if (op->sums_to)
+        write_sums(op, j.made.sums, j.totals, j.thread_totals, j.outputs, j.made.width,
+                   j.slabs);
+    return 0;
+}
+
+/* --- An instruction set with tiles --- */
+
+int DIRECT_FILTERS(const struct operation *); /* build.py defines the names */
+int DIRECT_UP(const struct operation *);
+int DIRECT_UP_FILTERS(const struct operation *);
+int PASSES(const struct operation *);
+
+static int run(const struct operation *op)
+{
+    int failed;
+    begin_operation();
+    if (op->kind == UP_CONVOLVE || op->kind == UP_INPUT_GRADIENT)
+        failed = DIRECT_UP(op);
+    else if (op->kind == UP_FILTER_GRADIENT)
+        failed = DIRECT_UP_FILTERS(op);
+    else if (op->kind >= MAX_POOL)
+        failed = PASSES(op);
+    else if (op->kind == FILTER_GRADIENT)
+        failed = DIRECT_FILTERS(op);
+    else
+        failed = convolve(op);
+    end_operation();
+    return failed;
+}
+
+static void multiply_in_cache(void *repeats, int thread, int threads)
+{
+    enum { TAPS = 9 };
+    static char values[2 * TILE_BYTES] __attribute__((aligned(64)));
+    static char weights[2 * TAPS * TILE_BYTES] __attribute__((aligned(64)));
+    static _Thread_local float sums[4 * TILE_FLOATS] __attribute__((aligned(64)));
+    const struct products p = {TAPS, 1, 16, 64, TILE_BYTES};
+    const char *first[TAPS], *of_columns[2] = {weights, weights + TAPS * TILE_BYTES};
+    for (int tap = 0; tap < TAPS; tap++)
+        first[tap] = values;
+    tile_config(TILE_LINES, p.depth);
+    for (long i = 0; i < *(long *)repeats; i++)
+        multiply(&p, 2, 2, sums, first, of_columns);
+    tile_release();
+}
+
+static double products(int threads, long repeats)
+{
+    begin_operation();
+    run_on_threads(threads, multiply_in_cache, &repeats);
+    end_operation();
+    return 2.0 * repeats * threads * 9 * 4 * TILE_FLOATS * 32;
+}
+
+const struct kernels KERNELS = {KERNELS_NAME, run, products};

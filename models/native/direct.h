@@ -1,0 +1,281 @@
+/* What the direct products in AMX's tiles share: the products, and what becomes of their sums.
+   docs/kernels.md draws the tiles; what is drawn there has the same names here. */
+#ifndef DIRECT_H
+#define DIRECT_H
+
+#include "amx.h"
+#include "slabs.h"
+
+enum { TILE_LINES = 16, TILE_BYTES = 1024, TILE_FLOATS = 16 * 16, VECS = 16 / LANES };
+enum { MOST_ROWS = 4 };            /* tiles A that are multiplied at once */
+enum { STREAMED_BYTES = 4 << 20 }; /* maps above it are written past the caches */
+
+static int parts_of(int number, int size) { return (number + size - 1) / size; }
+
+/* Values of a voxel in a row: few channels are padded so that whole neighbours fit a line. */
+static int width_of(int channels)
+{
+    if (channels <= 4)
+        return 4;
+    return channels <= 8 ? 8 : round_up(channels, 16);
+}
+
+/* --- Products --- */
+
+/* What is summed: over the steps of each tap, tiles A times tiles B. */
+struct products {
+    int taps, steps;
+    int depth;         /* pairs of values of K in a step */
+    size_t line_bytes; /* from a line of a tile A to the next */
+    size_t row_bytes;  /* from a tile A to the next that is multiplied at the same time */
+};
+
+/* The sums of `rows` tiles A x `columns` tiles B: of each tap, A from `first[tap]` on. */
+ALWAYS_INLINE void multiply_as(const struct products *p, int rows, int columns, float *sums,
+                               const char *const *first, const char *const *weights)
+{
+    size_t weight = 0;
+#pragma GCC unroll 4
+    for (int i = 0; i < rows * columns; i++)
+        tile_zero(i);
+    for (int tap = 0; tap < p->taps; tap++)
+        for (int step = 0; step < p->steps; step++, weight += (size_t)p->depth * 64) {
+            const char *values = first[tap] + 64 * step;
+#pragma GCC unroll 2
+            for (int column = 0; column < columns; column++)
+                tile_load(6 + column, weights[column] + weight, 64);
+#pragma GCC unroll 4
+            for (int row = 0; row < rows; row++) {
+                tile_load(4 + row % 2, values + row * p->row_bytes, p->line_bytes);
+#pragma GCC unroll 2
+                for (int column = 0; column < columns; column++)
+                    tile_multiply_add(row * columns + column, 4 + row % 2, 6 + column);
+            }
+        }
+#pragma GCC unroll 4
+    for (int i = 0; i < rows * columns; i++)
+        tile_store(i, sums + i * TILE_FLOATS, 64);
+}
+
+static void multiply(const struct products *p, int rows, int columns, float *sums,
+                     const char *const *first, const char *const *weights)
+{
+    switch (10 * rows + columns) {
+#define BLOCK(rows, columns) \
+    case 10 * rows + columns: multiply_as(p, rows, columns, sums, first, weights); break;
+    BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(1, 2) BLOCK(2, 2)
+    }
+}
+
+/* --- Finishing: sums become values of a map --- */
+
+/* The map that is made, of a sample. */
+struct made {
+    void *map;
+    size_t bytes;
+    int channels, width;   /* width: in whole 16 */
+    enum map_sums sums;
+    double *totals;        /* [2][width] */
+    const void *other;     /* what is added, or with NORM_SUMS the raw map below; NULL */
+    int adds;
+    const float *norm;     /* with NORM_SUMS: [COEFFICIENTS][channels] of the map below */
+};
+
+/* The sums of a tile as lines of two times up to 16 values: side by side in the map, where they
+   can be. */
+struct lines {
+    const float *sums[2]; /* of the first line */
+    int next_sums;        /* to those of the next line */
+    int count[2];         /* lines of which the first, or the second, are of a voxel of the map */
+    size_t at[2], next;   /* elements of the map; to those of the next line */
+};
+
+/* What is finished at once. */
+struct finished {
+    int rows;
+    struct lines lines[MOST_ROWS];
+    int channel[2], wide[2]; /* first channel, and channels, up to 16 */
+    size_t ahead;            /* elements to what is finished next */
+};
+
+/* Two tiles: the first has `count` lines of voxels, `next` elements apart from `at` on, the second
+   `count_beside` from `beside` on. */
+static struct lines lines_of_two(const float *sums, size_t at, size_t beside, size_t next,
+                                 int count, int count_beside)
+{
+    return (struct lines){
+        .sums = {sums, sums + TILE_FLOATS},
+        .next_sums = 16,
+        .count = {count < 0 ? 0 : count, count_beside < 0 ? 0 : count_beside},
+        .at = {at, beside},
+        .next = next,
+    };
+}
+
+/* One tile: two of its lines become one. */
+static struct lines lines_of_one(const float *sums, size_t at, size_t next, int count)
+{
+    return (struct lines){
+        .sums = {sums, sums + 16},
+        .next_sums = 32,
+        .count = {(count + 1) / 2, count / 2},
+        .at = {at, at + next},
+        .next = 2 * next,
+    };
+}
+
+/* --- Columns: tiles B of the outputs --- */
+
+/* 16 outputs, and where a line makes a pair of voxels those of the first or of the second. */
+struct column { int block, voxel; };
+
+/* Returns the number of columns of a pass. Of pairs, two blocks of one voxel where blocks are
+   even: their outputs are side by side in memory. */
+static int columns_of(struct column *columns, int voxels, int blocks, int pass)
+{
+    if (voxels == 2 && blocks % 2) {
+        columns[0] = (struct column){pass, 0};
+        columns[1] = (struct column){pass, 1};
+        return 2;
+    }
+    int voxel = voxels == 2 ? pass % 2 : 0;
+    int block = voxels == 2 ? pass / 2 * 2 : 2 * pass;
+    columns[0] = (struct column){block, voxel};
+    columns[1] = (struct column){block + 1, voxel};
+    return least(2, blocks - block);
+}
+
+/* The sums of a tile A and its columns, from `voxel` of the map on, of which `left` voxels are. */
+static struct lines lines_of(const float *sums, const struct column *columns, int count,
+                             size_t voxel, int left, int voxels, int channels)
+{
+    size_t next = (size_t)voxels * channels, at[2];
+    int lines[2];
+    if (count == 1)
+        return lines_of_one(sums, voxel * channels + 16 * columns[0].block, next, left);
+    for (int i = 0; i < 2; i++) {
+        at[i] = (voxel + columns[i].voxel) * channels + 16 * columns[i].block;
+        lines[i] = parts_of(left - columns[i].voxel, voxels);
+    }
+    return lines_of_two(sums, at[0], at[1], next, lines[0], lines[1]);
+}
+
+/* Of a pass's columns, without lines. */
+static struct finished finished_of(const struct column *columns, int count, int channels)
+{
+    struct finished f = {.channel = {16 * columns[0].block, 16 * columns[count - 1].block}};
+    f.wide[0] = least(16, channels - f.channel[0]);
+    f.wide[1] = least(16, channels - f.channel[1]);
+    return f;
+}
+
+static int lanes_of(int wide, int v)
+{
+    int lanes = wide - v * LANES;
+    return lanes < 0 ? 0 : least(lanes, LANES);
+}
+
+/* Two vectors of 16 values to 32 elements side by side; they become what was written. */
+ALWAYS_INLINE void store_line(void *map, size_t at, vec (*value)[VECS], int is_streamed)
+{
+#ifdef __AVX512BF16__
+    __m512i pair = (__m512i)_mm512_cvtne2ps_pbh((__m512)value[1][0], (__m512)value[0][0]);
+    if (is_streamed)
+        _mm512_stream_si512((void *)((uint16_t *)map + at), pair);
+    else
+        _mm512_storeu_si512((uint16_t *)map + at, pair);
+    value[0][0] = from_bfloat16((halves)_mm512_castsi512_si256(pair));
+    value[1][0] = from_bfloat16((halves)_mm512_extracti64x4_epi64(pair, 1));
+#else
+    for (int i = 0; i < 2 * VECS; i++) {
+        vec *of_line = &value[i / VECS][i % VECS];
+        *of_line = store_values(map, at + i * LANES, *of_line, LANES, BFLOAT16);
+    }
+#endif
+}
+
+/* Adds what was summed over lines to the totals of `count` values more. */
+ALWAYS_INLINE void add_sums(const struct made *made, int channel, int kind, const vec *sums,
+                            vec pivot, int count)
+{
+    double *totals = made->totals + channel;
+    if (kind == NORM_SUMS)
+        add_row(totals, made->width, sums);
+    for (int lane = 0; lane < LANES && kind == MOMENTS; lane++) {
+        double from = pivot[lane], first = sums[0][lane], second = sums[1][lane];
+        totals[lane] += count * from + first;
+        totals[made->width + lane] += second + from * (2 * first + count * from);
+    }
+}
+
+/* Rounds, writes and sums. Moments are of the differences from the first value, in float32, and
+   in float64 over all calls. */
+ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, int kind, int adds,
+                             int is_whole)
+{
+    int counted[2] = {0, 0};
+    vec below[2][VECS][COEFFICIENTS], sums[2][VECS][2] = {{{{0}}}}, pivot[2][VECS] = {{{0}}};
+    for (int i = 0; i < 2 * VECS; i++) {
+        int half = i / VECS, v = i % VECS, n = lanes_of(f->wide[half], v);
+        const float *norm = kind == NORM_SUMS ? made->norm : NULL;
+        load_norm(below[half][v], norm, made->channels, f->channel[half] + v * LANES, n);
+    }
+    for (int row = 0; row < f->rows; row++) {
+        const struct lines *l = &f->lines[row];
+        int is_aligned = ((uintptr_t)made->map + 2 * l->at[0]) % 64 == 0 && l->next % 32 == 0;
+        int is_streamed = is_aligned && made->bytes > STREAMED_BYTES;
+        for (int i = 0; i < l->count[0]; i++) {
+            vec value[2][VECS], other[2][VECS] = {{{0}}};
+            int halves_here = i < l->count[1] ? 2 : 1;
+            for (int half = 0; half < halves_here; half++)
+                for (int v = 0; v < VECS; v++) {
+                    size_t at = l->at[half] + i * l->next + v * LANES;
+                    int n = is_whole ? LANES : lanes_of(f->wide[half], v);
+                    value[half][v] = load(l->sums[half] + i * l->next_sums + v * LANES);
+                    if (adds || kind == NORM_SUMS) {
+                        __builtin_prefetch((const uint16_t *)made->other + at + f->ahead);
+                        other[half][v] = load_values(made->other, at, n, BFLOAT16);
+                    }
+                    if (adds)
+                        value[half][v] += other[half][v];
+                    if (!is_whole || halves_here == 1)
+                        value[half][v] = store_values(made->map, at, value[half][v], n, BFLOAT16);
+                }
+            if (is_whole && halves_here == 2)
+                store_line(made->map, l->at[0] + i * l->next, value, is_streamed);
+            for (int half = 0; half < halves_here; half++) {
+                for (int v = 0; v < VECS; v++) {
+                    vec written = value[half][v], *to = sums[half][v];
+                    if (kind == NORM_SUMS)
+                        add_norm_sums(to, below[half][v], other[half][v], written);
+                    if (kind != MOMENTS)
+                        continue;
+                    if (!counted[half])
+                        pivot[half][v] = written;
+                    to[0] += written - pivot[half][v];
+                    to[1] += (written - pivot[half][v]) * (written - pivot[half][v]);
+                }
+                counted[half]++;
+            }
+        }
+    }
+    for (int i = 0; i < 2 * VECS && kind != NO_SUMS; i++) {
+        int half = i / VECS, v = i % VECS, channel = f->channel[half] + v * LANES;
+        add_sums(made, channel, kind, sums[half][v], pivot[half][v], counted[half]);
+    }
+}
+
+static void finish(const struct made *made, const struct finished *f)
+{
+    int is_beside = f->lines[0].at[1] - f->lines[0].at[0] == 16;
+    int is_whole = f->wide[0] == 16 && f->wide[1] == 16 && is_beside;
+    switch (made->sums * 4 + made->adds * 2 + is_whole) {
+#define FINISH(kind, adds, whole) \
+    case kind * 4 + adds * 2 + whole: finish_as(made, f, kind, adds, whole); break;
+    FINISH(NO_SUMS, 0, 0) FINISH(NO_SUMS, 0, 1) FINISH(NO_SUMS, 1, 0) FINISH(NO_SUMS, 1, 1)
+    FINISH(MOMENTS, 0, 0) FINISH(MOMENTS, 0, 1) FINISH(MOMENTS, 1, 0) FINISH(MOMENTS, 1, 1)
+    FINISH(NORM_SUMS, 0, 0) FINISH(NORM_SUMS, 0, 1)
+    }
+}
+
+#endif

@@ -1,0 +1,296 @@
+/* Filter gradients of 3x3x3 convolutions of bfloat16 maps in AMX's tiles: sums over positions, 32
+   in a product. docs/kernels.md draws the tiles; what is drawn there has the same names here.
+
+   A thread takes a few planes of a slab at a time. Their rows follow each other as one line of
+   positions with zeros between rows, so that blocks of 32 positions need not end with a row, and a
+   tap is a shift of the line. Tile sums are of float32, over these planes; they are added in
+   float32 over a slab, and in float64 over slabs. */
+#include <unistd.h>
+#include "positions.h"
+
+enum { MOST_PLANES = 8 };
+
+/* What the threads of an operation share, and how it is cut. */
+struct job {
+    const struct operation *op;
+    struct input values, gradient; /* of the tiles B and of the tiles A */
+    int slabs;
+    int inputs, outputs;     /* channels */
+    int width, output_width; /* of a formed voxel: values 4, 8 or whole 16; outputs whole 16 */
+    int groups, blocks;      /* of 16 values of a line, of 16 outputs */
+    int shifts;              /* along z, of tiles B that make the three taps: 1 to 3 */
+    int copies;              /* of values: in pairs from uneven positions, and from even ones */
+    int pitch;               /* positions from row to row; even */
+    int y_rows, planes;      /* that are taken at a time */
+    int position_blocks;     /* of such a plane: of 32 positions */
+    size_t copy_bytes;       /* of a group of a plane */
+    size_t values_bytes;     /* of a plane: [group][copy] */
+    size_t block_bytes;      /* of gradients: 16 outputs of a plane */
+    size_t gradient_bytes;   /* of a plane */
+    size_t line_values;      /* of a formed row with its zeros */
+    size_t thread_sums;      /* floats: [target][group][block][16 outputs][16 values] */
+    size_t kept, passing;
+    float *filter_sums;      /* of every slab */
+    int failed;
+};
+
+/* memory_estimator/step/scratch.py has the bytes as a formula. */
+static struct job job_of(const struct operation *op)
+{
+    struct job j = {.op = op, .slabs = slabs_of(op), .outputs = op->outputs};
+    j.inputs = op->channels[0] + op->channels[1];
+    j.values.channels[0] = op->channels[0];
+    j.values.channels[1] = op->channels[1];
+    j.values.maps[0] = op->maps[0];
+    j.values.maps[1] = op->maps[1];
+    j.values.coefficients = op->coefficients;
+    j.gradient.channels[0] = op->outputs;
+    j.gradient.maps[0] = op->others[0];
+    j.gradient.raw = op->others[1];
+    j.gradient.coefficients = op->other_coefficients;
+    j.width = width_of(j.inputs);
+    j.output_width = round_up(j.outputs, 16);
+    j.groups = parts_of(j.width, 16);
+    j.blocks = j.output_width / 16;
+    j.shifts = j.width < 16 ? j.width / 4 : 3;
+    j.copies = j.width < 16 ? 1 : 2;
+    j.pitch = round_up(op->z + 1, 2);
+
+    /* There are two planes of values more than of gradients; and of values a row more on each
+       side, and a line that the last shift reads. */
+    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE), arrays = j.groups * j.copies;
+    long budget = (cache > 0 ? cache : 1 << 20) * 5 / 8;
+    long borders = 3 * arrays * 64 * (j.pitch + 1);
+    long rows = (budget - borders) / (TILE_BYTES * (3 * arrays + j.blocks)) * 32 / j.pitch;
+    int most = op->y;
+    if (rows < op->y)
+        most = rows < 1 ? 1 : (int)rows;
+    j.y_rows = parts_of(op->y, parts_of(op->y, most)); /* parts of equal height */
+    j.position_blocks = parts_of(j.y_rows * j.pitch, 32);
+    j.copy_bytes = 64 * ((size_t)j.pitch + 16 * (size_t)j.position_blocks + 1);
+    j.values_bytes = arrays * j.copy_bytes;
+    j.block_bytes = (size_t)TILE_BYTES * j.position_blocks;
+    j.gradient_bytes = j.blocks * j.block_bytes;
+
+    long plane_bytes = (long)(j.values_bytes + j.gradient_bytes);
+    long planes = (budget - 2 * (long)j.values_bytes) / plane_bytes;
+    int enough = least(MOST_PLANES, parts_of(ENOUGH_BLOCKS, j.position_blocks));
+    j.planes = least(enough, parts_of(op->batch * op->x, j.slabs));
+    if (planes < j.planes)
+        j.planes = planes < 1 ? 1 : (int)planes;
+
+    int wide = j.width > j.output_width ? j.width : j.output_width;
+    j.line_values = round_up((j.pitch + 6) * wide, 32); /* lines of few channels reach so far */
+    j.kept = sizeof(float) * MOST_SUMS * TILE_FLOATS + sizeof(uint16_t) * j.line_values;
+    j.kept += (j.planes + 2) * j.values_bytes + j.planes * j.gradient_bytes;
+    j.thread_sums = (size_t)9 * j.shifts * j.groups * j.blocks * TILE_FLOATS;
+    j.passing = j.slabs * sizeof(float) * j.thread_sums;
+    return j;
+}
+
+struct thread {
+    const struct job *job;
+    struct part part;
+    float *sums;     /* of six tiles */
+    uint16_t *line;  /* a row, formed */
+    char *values;    /* a ring of planes: [group][copy][pair of positions][16 values][2] */
+    char *gradients; /* planes: [block][block of 32 positions][16 outputs][32 positions] */
+    float *filter_sums;
+};
+
+/* --- Forming --- */
+
+static char *values_plane(const struct thread *t, int x)
+{
+    return t->values + (x + 1) % (t->job->planes + 2) * t->job->values_bytes;
+}
+
+/* Row (x, y) of a map, after a voxel of zeros and followed by zeros; NULL outside the map. */
+static const uint16_t *formed_line(struct thread *t, const struct input *in, int width, int x,
+                                   int y)
+{
+    const struct operation *op = t->job->op;
+    uint16_t *line = t->line + width;
+    if (x < 0 || x >= op->x || y < 0 || y >= op->y)
+        return NULL;
+    size_t voxel = voxel_of(op, 1, t->part.batch, x, y), beyond = t->job->pitch + 4 - op->z;
+    memset(t->line, 0, sizeof(uint16_t) * width);
+    form_bfloat16_row(line, width, in, t->part.batch, voxel, op->z);
+    memset(line + (size_t)op->z * width, 0, sizeof(uint16_t) * beyond * width);
+    return line;
+}
+
+/* Rows y0 - 1 ... y1 of a plane of values. Pair p begins with position 2 p - 1, in the second copy
+   with 2 p. */
+static void form_values(struct thread *t, int x)
+{
+    const struct job *j = t->job;
+    int pairs = j->pitch / 2;
+    for (int y = t->part.y0 - 1; y <= t->part.y1; y++) {
+        const uint16_t *line = formed_line(t, &j->values, j->width, x, y);
+        char *to = values_plane(t, x) + (size_t)(y - t->part.y0 + 1) * pairs * 64;
+        for (int i = 0; i < j->groups * j->copies; i++, to += j->copy_bytes) {
+            int group = i / j->copies, first = i % j->copies - 1;
+            if (line)
+                store_pairs(to, line + first * j->width + 16 * group, j->width, pairs);
+            else
+                memset(to, 0, (size_t)pairs * 64);
+        }
+    }
+}
+
+/* Rows y0 ... y1 - 1 of plane `number` of gradients. */
+static void form_gradients(struct thread *t, int x, int number)
+{
+    const struct job *j = t->job;
+    int rows = t->part.y1 - t->part.y0, tiles = parts_of(rows * j->pitch, 32), pairs = j->pitch / 2;
+    size_t row_bytes = (size_t)pairs * 64, formed = rows * row_bytes;
+    char *plane = t->gradients + number * j->gradient_bytes;
+    for (int row = 0; row < rows; row++) {
+        int y = t->part.y0 + row;
+        const uint16_t *line = formed_line(t, &j->gradient, j->output_width, x, y);
+        for (int block = 0; block < j->blocks; block++) {
+            char *to = plane + block * j->block_bytes + row * row_bytes;
+            store_pairs(to, line + 16 * block, j->output_width, pairs);
+        }
+    }
+    for (int block = 0; block < j->blocks; block++) {
+        char *tile = plane + block * j->block_bytes;
+        memset(tile + formed, 0, (size_t)TILE_BYTES * tiles - formed);
+        for (int i = 0; i < tiles; i++)
+            transpose_tile(tile + (size_t)i * TILE_BYTES);
+    }
+}
+
+/* --- Products --- */
+
+/* The tiles B of a target, a tap (x, y) and a shift along z, for the gradients of plane x. */
+static const char *values_of(const struct thread *t, int target, int group, int x)
+{
+    const struct job *j = t->job;
+    int tap = target / j->shifts, shift = target % j->shifts;
+    int copy = j->shifts == 3 && shift == 1;           /* the one from even positions */
+    int line = j->shifts == 3 ? shift / 2 : shift;     /* pairs further on */
+    const char *plane = values_plane(t, x + tap / 3 - 1);
+    size_t pair = (size_t)(tap % 3) * (j->pitch / 2) + line;
+    return plane + (group * j->copies + copy) * j->copy_bytes + pair * 64;
+}
+
+/* Adds the products of planes x ... x + planes - 1, a group and a block, to the slab's sums. */
+static void correlate_block(struct thread *t, int x, int planes, int group, int block)
+{
+    const struct job *j = t->job;
+    int tiles = parts_of((t->part.y1 - t->part.y0) * j->pitch, 32), targets = 9 * j->shifts;
+    const char *left[MOST_PLANES], *right[MOST_PLANES][MOST_SUMS] = {{0}};
+    for (int plane = 0; plane < planes; plane++)
+        left[plane] = t->gradients + plane * j->gradient_bytes + block * j->block_bytes;
+    for (int target = 0; target < targets; target += MOST_SUMS) {
+        int count = least(MOST_SUMS, targets - target);
+        for (int plane = 0; plane < planes; plane++)
+            for (int i = 0; i < count; i++)
+                right[plane][i] = values_of(t, target + i, group, x + plane);
+        correlate(count, t->sums, planes, tiles, left, (const char *const (*)[MOST_SUMS])right);
+        for (int i = 0; i < count; i++) {
+            size_t panel = (((size_t)target + i) * j->groups + group) * j->blocks + block;
+            add_tile(t->filter_sums + panel * TILE_FLOATS, t->sums + i * TILE_FLOATS);
+        }
+    }
+}
+
+/* --- An operation --- */
+
+static void correlate_part(struct thread *t)
+{
+    const struct job *j = t->job;
+    const struct part *part = &t->part;
+    int next = part->x0 - 1; /* plane of values */
+    for (int x = part->x0, planes; x < part->x1; x += planes) {
+        planes = least(j->planes, part->x1 - x);
+        for (; next <= x + planes; next++)
+            form_values(t, next);
+        for (int i = 0; i < planes; i++)
+            form_gradients(t, x + i, i);
+        for (int group = 0; group < j->groups; group++)
+            for (int block = 0; block < j->blocks; block++)
+                correlate_block(t, x, planes, group, block);
+    }
+}
+
+static void correlate_slab(void *argument, int thread, int threads)
+{
+    struct job *j = argument;
+    const struct operation *op = j->op;
+    char *memory = thread_memory(thread, j->kept);
+    if (!memory) {
+        j->failed = 1;
+        return;
+    }
+    struct thread t = {.job = j, .sums = (float *)memory};
+    t.line = (uint16_t *)(t.sums + MOST_SUMS * TILE_FLOATS);
+    t.values = (char *)(t.line + j->line_values);
+    t.gradients = t.values + (j->planes + 2) * j->values_bytes;
+    t.filter_sums = j->filter_sums + thread * j->thread_sums;
+    memset(t.filter_sums, 0, j->thread_sums * sizeof(float));
+    /* What follows the rows is multiplied by zeros. */
+    memset(t.values, 0, (j->planes + 2) * j->values_bytes);
+    tile_config(16, 16);
+    struct part *part = &t.part;
+    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
+    for (; at < end; at += part->x1 - part->x0) {
+        planes_from(part, op, at, end);
+        for (part->y0 = 0; part->y0 < op->y; part->y0 = part->y1) {
+            part->y1 = least(part->y0 + j->y_rows, op->y);
+            correlate_part(&t);
+        }
+    }
+    tile_release();
+}
+
+/* Writes the sums [16 outputs][16 values] of a target, a group and a block. */
+static void write_tile(const struct job *j, const double *sums, int target, int group, int block)
+{
+    int tap = target / j->shifts, shift = target % j->shifts, first = 16 * block;
+    int width = least(j->width, 16), z_taps = 16 / width; /* of a line */
+    for (int value = 0; value < 16; value++) {
+        int z = shift * z_taps + value / width, input = 16 * group + value % width;
+        if (z > 2 || input >= j->inputs)
+            continue;
+        size_t at = ((size_t)(3 * tap + z) * j->inputs + input) * j->outputs + first;
+        for (int o = 0; o < least(16, j->outputs - first); o++)
+            j->op->filter_gradient[at + o] = (float)sums[16 * o + value];
+    }
+}
+
+/* Adds the slabs' sums in their order: a thread those of every `threads`-th target and group. */
+static void write_filter_gradient(void *argument, int thread, int threads)
+{
+    const struct job *j = argument;
+    for (int part = thread; part < 9 * j->shifts * j->groups; part += threads)
+        for (int block = 0; block < j->blocks; block++) {
+            const float *from = j->filter_sums + ((size_t)part * j->blocks + block) * TILE_FLOATS;
+            double sums[TILE_FLOATS] = {0};
+            for (int slab = 0; slab < j->slabs; slab++, from += j->thread_sums)
+                for (int i = 0; i < TILE_FLOATS; i++)
+                    sums[i] += from[i];
+            write_tile(j, sums, part / j->groups, part % j->groups, block);
+        }
+}
+
+int DIRECT_FILTERS(const struct operation *op)
+{
+    struct job j = job_of(op);
+    if (op->scratch) {
+        op->scratch[KEEPING_THREADS] = j.slabs;
+        op->scratch[KEPT_BYTES] = j.kept;
+        op->scratch[PASSING_BYTES] = j.passing;
+        return 0;
+    }
+    j.filter_sums = passing_memory(j.passing);
+    if (!j.filter_sums)
+        return -1;
+    run_on_threads(j.slabs, correlate_slab, &j);
+    if (j.failed)
+        return -1;
+    run_on_threads(op->threads, write_filter_gradient, &j);
+    return 0;
+}

@@ -1,0 +1,221 @@
+/* Transposed convolutions of 2x2x2 of bfloat16 maps in AMX's tiles, and their input gradients.
+
+   Both go row by row of the coarse grid. UP_CONVOLVE: a line of a tile A is a formed voxel, and
+   makes a pair of voxels of each of the four fine rows. UP_INPUT_GRADIENT: a line is a pair of
+   voxels of a fine row, and the four fine rows are the taps that make one voxel. */
+#include "direct.h"
+
+struct job {
+    const struct operation *op;
+    struct input input;       /* what lines are formed of */
+    struct made made;         /* without what belongs to a sample */
+    struct products products;
+    int slabs;
+    int rows, times;          /* that are formed for a coarse row; 2 if they are fine ones */
+    int width;                /* values of a formed voxel */
+    int voxels, blocks;       /* that a line makes; of 16 channels of the map that is made */
+    int tiles, lines;         /* of a row: tiles A along z, and lines in each */
+    size_t formed_bytes;      /* of a formed row */
+    size_t column_bytes;      /* of packed filters: [fine row][step][pair of values of K][16][2] */
+    size_t weight_bytes, thread_totals, kept, passing;
+    char *weights;
+    double *totals;           /* of every slab: [batch][2][width of the map that is made] */
+    int failed;
+};
+
+/* memory_estimator/step/scratch.py has the bytes as a formula. */
+static struct job job_of(const struct operation *op)
+{
+    struct job j = {.op = op, .slabs = slabs_of(op)};
+    struct products *p = &j.products;
+    size_t coarse = (size_t)op->batch * op->x * op->y * op->z;
+    j.made.map = op->map;
+    if (op->kind == UP_CONVOLVE) {
+        j.input = (struct input){.channels = {op->channels[0]}, .maps = {op->maps[0]}};
+        j.input.coefficients = op->coefficients;
+        j.rows = 1;
+        j.times = 1;
+        j.width = round_up(op->channels[0], 32);
+        j.voxels = 2;
+        j.made.channels = op->outputs;
+        j.made.bytes = 8 * coarse * op->outputs * 2;
+        p->taps = 1;
+        p->steps = j.width / 32;
+    } else {
+        j.input = (struct input){.channels = {op->outputs}, .maps = {op->others[0]}};
+        j.rows = 4;
+        j.times = 2;
+        j.width = round_up(op->outputs, 16);
+        j.voxels = 1;
+        j.made.channels = op->channels[0];
+        j.made.bytes = coarse * op->channels[0] * 2;
+        j.made.sums = op->sums_to ? NORM_SUMS : NO_SUMS;
+        j.made.other = op->maps[0];
+        p->taps = 4;
+        p->steps = j.width / 16;
+    }
+    j.made.width = round_up(j.made.channels, 16);
+    j.blocks = j.made.width / 16;
+    j.tiles = parts_of(op->z, TILE_LINES);
+    j.lines = parts_of(op->z, j.tiles);
+    p->depth = 16;
+    p->line_bytes = (size_t)64 * p->steps;
+    p->row_bytes = j.lines * p->line_bytes;
+    j.formed_bytes = j.tiles * p->row_bytes;
+    j.column_bytes = (size_t)4 * p->steps * TILE_BYTES;
+    j.kept = sizeof(float) * MOST_ROWS * TILE_FLOATS + j.rows * j.formed_bytes;
+    j.weight_bytes = j.blocks * j.voxels * j.column_bytes;
+    j.thread_totals = (size_t)op->batch * 2 * j.made.width + 16; /* a line between threads */
+    j.passing = j.weight_bytes + j.slabs * sizeof(double) * j.thread_totals;
+    return j;
+}
+
+struct thread {
+    const struct job *job;
+    struct made made;
+    float *sums;  /* of up to four tiles */
+    char *formed; /* rows */
+};
+
+static const char *weights_of(const struct job *j, struct column column, int row)
+{
+    size_t of_row = (size_t)j->products.steps * TILE_BYTES;
+    return j->weights + (column.block * j->voxels + column.voxel) * j->column_bytes + row * of_row;
+}
+
+/* From the formed rows the row of the map that begins at `voxel`; of UP_CONVOLVE, fine row `row`
+   of four. */
+static void make_row(struct thread *t, size_t voxel, int row)
+{
+    const struct job *j = t->job;
+    int passes = j->voxels == 2 ? j->blocks : parts_of(j->blocks, 2);
+    for (int pass = 0; pass < passes; pass++) {
+        struct column columns[2];
+        int count = columns_of(columns, j->voxels, j->blocks, pass);
+        const char *weights[2];
+        weights[0] = weights_of(j, columns[0], row);
+        weights[1] = weights_of(j, columns[count - 1], row);
+        struct finished f = finished_of(columns, count, j->made.channels);
+        for (int tile = 0; tile < j->tiles; tile += f.rows) {
+            const char *first[4];
+            f.rows = least(MOST_ROWS / count, j->tiles - tile);
+            f.ahead = (size_t)f.rows * j->lines * j->voxels * j->made.channels;
+            for (int i = 0; i < j->rows; i++)
+                first[i] = t->formed + i * j->formed_bytes + tile * j->products.row_bytes;
+            multiply(&j->products, f.rows, count, t->sums, first, weights);
+            for (int i = 0; i < f.rows; i++) {
+                const float *sums = t->sums + i * count * TILE_FLOATS;
+                int z0 = (tile + i) * j->lines, left = least(j->op->z - z0, j->lines);
+                f.lines[i] = lines_of(sums, columns, count, voxel + z0 * j->voxels,
+                                      left * j->voxels, j->voxels, j->made.channels);
+            }
+            finish(&t->made, &f);
+        }
+    }
+}
+
+static void row(struct thread *t, int batch, int x, int y)
+{
+    const struct job *j = t->job;
+    const struct operation *op = j->op;
+    int edge = j->times;
+    for (int i = 0; i < j->rows; i++) {
+        size_t voxel = voxel_of(op, edge, batch, edge * x + i / 2, edge * y + i % 2);
+        uint16_t *to = (uint16_t *)(t->formed + i * j->formed_bytes);
+        form_bfloat16_row(to, j->width, &j->input, batch, voxel, edge * op->z);
+    }
+    if (op->kind == UP_INPUT_GRADIENT) {
+        make_row(t, voxel_of(op, 1, batch, x, y), 0);
+        return;
+    }
+    for (int i = 0; i < 4; i++)
+        make_row(t, voxel_of(op, 2, batch, 2 * x + i / 2, 2 * y + i % 2), i);
+}
+
+static void up_slab(void *argument, int thread, int threads)
+{
+    struct job *j = argument;
+    const struct operation *op = j->op;
+    char *memory = thread_memory(thread, j->kept);
+    if (!memory) {
+        j->failed = 1;
+        return;
+    }
+    struct thread t = {.job = j, .made = j->made, .sums = (float *)memory};
+    t.formed = (char *)(t.sums + MOST_ROWS * TILE_FLOATS);
+    double *totals = j->totals + thread * j->thread_totals;
+    memset(totals, 0, j->thread_totals * sizeof(double));
+    memset(t.formed, 0, j->rows * j->formed_bytes); /* voxels and channels that are not there */
+    tile_config(j->lines, j->products.depth);
+    long plane = share(op, thread, threads), end = share(op, thread + 1, threads);
+    for (; plane < end; plane++) {
+        int batch = (int)(plane / op->x);
+        t.made.totals = totals + (size_t)batch * 2 * t.made.width;
+        if (op->coefficients)
+            t.made.norm = op->coefficients + (size_t)batch * COEFFICIENTS * op->channels[0];
+        for (int y = 0; y < op->y; y++)
+            row(&t, batch, (int)(plane % op->x), y);
+    }
+    _mm_sfence(); /* after values that were written past the caches */
+    tile_release();
+}
+
+/* The weights of value k of a line for up to 16 channels of the map from `first` on, of a fine row
+   and, of UP_CONVOLVE, a voxel of it; `to` keeps its zeros where there are none. Filters are
+   [fine row][voxel][outputs][channels]. */
+static void weights_at(float *to, const struct job *j, int row, int voxel, int k, int first)
+{
+    int outputs = j->op->outputs, channels = j->op->channels[0];
+    int n = least(16, j->made.channels - first);
+    const float *filters = j->op->filters;
+    if (j->op->kind == UP_CONVOLVE) {
+        size_t at = ((size_t)(2 * row + voxel) * outputs + first) * channels + k;
+        for (int o = 0; o < n && k < channels; o++)
+            to[o] = filters[at + (size_t)o * channels];
+        return;
+    }
+    int output = k % j->width;
+    size_t at = ((size_t)(2 * row + k / j->width) * outputs + output) * channels + first;
+    if (output < outputs)
+        memcpy(to, filters + at, sizeof(float) * n);
+}
+
+/* A thread packs every `threads`-th fine row of a column. */
+static void pack_weights(void *argument, int thread, int threads)
+{
+    const struct job *j = argument;
+    for (int part = thread; part < 4 * j->blocks * j->voxels; part += threads) {
+        int row = part % 4, voxel = part / 4 % j->voxels, block = part / 4 / j->voxels;
+        char *to = (char *)weights_of(j, (struct column){block, voxel}, row);
+        for (int pair = 0; pair < 16 * j->products.steps; pair++, to += 64) {
+            float both[2][16] = {{0}};
+            for (int i = 0; i < 2; i++)
+                weights_at(both[i], j, row, voxel, 2 * pair + i, 16 * block);
+            for (int n = 0; n < 16; n += LANES)
+                store_units((unit *)to + n, load(both[0] + n), load(both[1] + n));
+        }
+    }
+}
+
+int DIRECT_UP(const struct operation *op)
+{
+    struct job j = job_of(op);
+    if (op->scratch) {
+        op->scratch[KEEPING_THREADS] = j.slabs;
+        op->scratch[KEPT_BYTES] = j.kept;
+        op->scratch[PASSING_BYTES] = j.passing;
+        return 0;
+    }
+    j.weights = passing_memory(j.passing);
+    if (!j.weights)
+        return -1;
+    j.totals = (double *)(j.weights + j.weight_bytes);
+    run_on_threads(op->threads, pack_weights, &j);
+    run_on_threads(j.slabs, up_slab, &j);
+    if (j.failed)
+        return -1;
+    if (op->sums_to)
+        write_sums(op, NORM_SUMS, j.totals, j.thread_totals, j.made.channels, j.made.width,
+                   j.slabs);
+    return 0;
+}

@@ -1,0 +1,96 @@
+/* Sums over positions in AMX's tiles, which make the gradients of filters: 32 positions a product.
+   docs/kernels.md draws the tiles. */
+#ifndef POSITIONS_H
+#define POSITIONS_H
+
+#include "direct.h"
+
+enum { MOST_SUMS = 6 };      /* tiles B whose sums are in registers at once */
+enum { ENOUGH_BLOCKS = 64 }; /* of 32 positions: adding up the sums of more costs next to nothing */
+
+/* Lines of 16 values of two voxels, interleaved. */
+static void store_pairs(char *to, const uint16_t *line, int width, int pairs)
+{
+    for (int pair = 0; pair < pairs; pair++, to += 64, line += 2 * width)
+        for (int v = 0; v < VECS; v++) {
+            halves first, second;
+            memcpy(&first, line + v * LANES, sizeof first);
+            memcpy(&second, line + width + v * LANES, sizeof second);
+            uvec both = widened(first) | widened(second) << 16;
+            memcpy(to + v * sizeof both, &both, sizeof both);
+        }
+}
+
+/* 16 x 16 units, in place: a tile of 16 pairs of positions x 16 outputs becomes 16 outputs x 32
+   positions. */
+static void transpose_tile(char *tile)
+{
+#ifdef __AVX512F__
+    __m512i *rows = (__m512i *)tile, halved[16], quartered[16], eighths[16];
+    for (int i = 0; i < 16; i += 2) {
+        halved[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        halved[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int k = 0; k < 2; k++) {
+            quartered[i + 2 * k] = _mm512_unpacklo_epi64(halved[i + k], halved[i + k + 2]);
+            quartered[i + 2 * k + 1] = _mm512_unpackhi_epi64(halved[i + k], halved[i + k + 2]);
+        }
+    for (int i = 0; i < 16; i += 8)
+        for (int k = 0; k < 4; k++) {
+            eighths[i + k] = _mm512_shuffle_i32x4(quartered[i + k], quartered[i + k + 4], 0x88);
+            eighths[i + k + 4] = _mm512_shuffle_i32x4(quartered[i + k], quartered[i + k + 4], 0xdd);
+        }
+    for (int k = 0; k < 8; k++) {
+        int to = k % 4 + k / 4 * 4;
+        rows[to] = _mm512_shuffle_i32x4(eighths[k], eighths[k + 8], 0x88);
+        rows[to + 8] = _mm512_shuffle_i32x4(eighths[k], eighths[k + 8], 0xdd);
+    }
+#else
+    uint32_t copy[16][16], *to = (uint32_t *)tile;
+    memcpy(copy, tile, sizeof copy);
+    for (int i = 0; i < 16; i++)
+        for (int k = 0; k < 16; k++)
+            to[16 * i + k] = copy[k][i];
+#endif
+}
+
+/* The sums of `count` tiles B over all blocks of 32 positions of `planes` planes: each tile A is
+   loaded once for all of them. */
+ALWAYS_INLINE void correlate_as(int count, float *sums, int planes, int blocks,
+                                const char *const *left, const char *const (*right)[MOST_SUMS])
+{
+#pragma GCC unroll 6
+    for (int i = 0; i < count; i++)
+        tile_zero(i);
+    for (int plane = 0; plane < planes; plane++)
+        for (size_t at = 0; at < (size_t)blocks * TILE_BYTES; at += TILE_BYTES) {
+            tile_load(6, left[plane] + at, 64);
+#pragma GCC unroll 6
+            for (int i = 0; i < count; i++) {
+                tile_load(7, right[plane][i] + at, 64);
+                tile_multiply_add(i, 6, 7);
+            }
+        }
+#pragma GCC unroll 6
+    for (int i = 0; i < count; i++)
+        tile_store(i, sums + i * TILE_FLOATS, 64);
+}
+
+static void correlate(int count, float *sums, int planes, int blocks, const char *const *left,
+                      const char *const (*right)[MOST_SUMS])
+{
+    switch (count) {
+#define COUNT(n) case n: correlate_as(n, sums, planes, blocks, left, right); break;
+    COUNT(1) COUNT(2) COUNT(3) COUNT(4) COUNT(5) COUNT(6)
+    }
+}
+
+/* Adds a tile's sums to those of a slab. */
+static void add_tile(float *to, const float *sums)
+{
+    for (int i = 0; i < TILE_FLOATS; i += LANES)
+        store(to + i, load(to + i) + load(sums + i));
+}
+
+#endif
