@@ -203,10 +203,12 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
         "door": ["door.c"],
     }
     for name in sets:
-        names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"', f"-DPASSES=passes_{name}"]
+        names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
+        names += [f"-DPASSES=passes_{name}", f"-DLOSS=loss_{name}"]
         options = (*INSTRUCTION_SETS[name].options, *names)
         jobs[name] = ["operations.c", *options]
         jobs[f"passes_{name}"] = ["passes.c", *options]
+        jobs[f"loss_{name}"] = ["loss.c", *options]
     compile_ = [*compiler, *OPTIONS, *extra, "-c"]
     running = [
         subprocess.Popen([*compile_, *job, "-o", str(scratch / f"{name}.o")], cwd=HERE) for name, job in jobs.items()

@@ -10,7 +10,7 @@ class InstructionSet:
     """One of them."""
 
     needs: Tuple[str, ...]  # flags of a CPU that runs it, as /proc/cpuinfo spells them
-    options: Tuple[str, ...]  # of the compiler, for operations.c and passes.c
+    options: Tuple[str, ...]  # of the compiler, for operations.c, passes.c and loss.c
     slow_on_intel: bool = False  # there it is taken by name alone
     emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
 
