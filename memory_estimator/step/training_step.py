@@ -160,6 +160,10 @@ class PaperPass(Order):
     def filter_gradient(self, name: str, entry: List[Map], at: List[Map], part: str = "") -> str:
         return self._kernel_gradient(name, entry, at, "filter_gradient", part)
 
+    def split_kernel(self, name: str, entry: List[Map]) -> None:
+        for part in range(len(entry)):
+            self._rows(name, entry, part)
+
     def join_gradients(self, name: str, parts: List[str]) -> None:
         self._whole_gradient(name, "pass", parts)
 
