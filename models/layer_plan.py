@@ -11,8 +11,6 @@ from models.config import UNetConfig
 
 Shape3 = Tuple[int, int, int]
 
-PIECES = 8  # parts of X in which a volume's loss is computed: float32 maps are then no larger than its logits
-
 
 @dataclass(frozen=True)
 class LayerOp:

@@ -45,6 +45,7 @@ class Order:
         to_raw(name, source, at)                     a map of that, over the raw sum
         input_gradient(name, at, entry, part, sums)  `sums`: the norm of the map needs those of its gradient
         filter_gradient(name, entry, at, part)       `part` names the part of a kernel, "" is the whole
+        split_kernel(name, entry)                    of joined maps: a copy of the rows of each
         join_gradients(name, parts)                  of a kernel of joined maps
     """
 
@@ -146,6 +147,7 @@ class Order:
         at_first, at_sum = self._through_block(name, block, at)
         if self.makes_again:
             return self._through_parts(level, self.to_raw(f"{name}_conv1", block.first, at_first), at_sum)
+        self.split_kernel(f"{name}_conv1", block.entry)  # not into the memory that the next map leaves
         self.filter_gradient(f"{name}_conv1", block.entry, at_first)
         at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
         at_skip = self._at_entry(name, block.entry, 0, at_first, at_sum)  # now, as the block's last maps go with it

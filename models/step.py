@@ -136,6 +136,10 @@ class Pass(Order):
         self._gradients[self.layer(name).kernel.name] = gradient
         return gradient
 
+    def split_kernel(self, name, entry):
+        for part in range(len(entry)):
+            self._rows(name, entry, part)
+
     def join_gradients(self, name, parts):
         self._gradients[self.layer(name).kernel.name] = self._run(tf.concat, parts, 3)
 

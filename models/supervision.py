@@ -1,20 +1,19 @@
-"""A network's loss over one head or several, in pieces along X and one fixed order.
+"""A network's loss over one head or several, from sums over the voxels of each region.
 
-A loss is an object with three pure functions. Maps are float32 rows (n, X * Y, Z * R) of a piece of n samples with R
-regions, `t` the target and `p` the sigmoid of the logits `z`.
+A loss is an object with one pure function of sums (N, 4, R), of whole samples with R regions:
 
-    sums(t, z, regions)    (n, R, any), which add up over the pieces of a sample, and p
-    value(sums)            from the sums of whole samples: the loss, a score (N, R) and `factors`, a tuple of (N, R)
-    slope(t, p, factors)   d loss / d z, from the factors of the samples and proportional to them
+    value(sums)  the loss, a score (N, R), and d loss / d sums of the first three, (N, 3, R)
 
-`cpu3d.training.losses.DiceCrossEntropy` is one.
+The sums are, with p the sigmoid of the logits and t the target, those of the cross-entropy, of p * t, of p, and of t.
+`cpu3d.training.losses.DiceCrossEntropy` is one. The sums, and the logits' gradient from such derivatives, are two
+operations: of models/native, or of TensorFlow where those do not run.
 """
 
 from typing import Any, Callable, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
-from models.layer_plan import PIECES
+from models.native import operations
 
 
 class Supervised(NamedTuple):
@@ -27,22 +26,32 @@ class Supervised(NamedTuple):
 
 def supervise(loss, target, logits: Sequence) -> Supervised:
     """The loss of one head's logits or several', the finest first. `target` is (N, X, Y, Z, R), 0 or 1; the first head
-    has its grid, the others every 2nd, 4th ... voxel of it, and their losses are weighted as `head_weights`. The
-    gradient is written out: automatic differentiation passes over the maps twice as often. No float32 map of the whole
-    grid is made: the loss is computed a piece of X at a time, and again for the gradient."""
-    weights, heads = head_weights(logits), []
-    for each in logits:
-        with tf.control_dependencies([head.loss for head in heads[-1:]]):
-            heads.append(_Head(loss, thinned(target, each), each))
+    has its grid, the others every 2nd, 4th ... voxel of it, and their losses are weighted as `head_weights`. First come
+    the sums of all heads, one after the other, and then, with `slopes`, the gradients.
+
+    A target of a floating dtype may have values in between; TensorFlow's operations then compute."""
+    sums_of, slope_of = _plain_sums, _plain_slope
+    if operations.in_use() and not target.dtype.is_floating:
+        target = tf.cast(target, tf.uint8)
+        sums_of, slope_of = operations.loss_sums, operations.loss_slope
+    values = []
+    before = list(logits)  # when all are there
+    for head in logits:
+        with tf.control_dependencies(before):
+            sums = sums_of(head, target)
+        before = [sums]
+        values.append(loss.value(sums))
+    weights = head_weights(logits)
 
     def slopes(upstream):
         gradients: List[tf.Tensor] = []
-        for head, weight in zip(heads, weights):
+        for head, weight, (_, _, factors) in zip(logits, weights, values):
             with tf.control_dependencies(gradients[-1:]):
-                gradients.append(head.slope(weight * upstream))
+                gradients.append(slope_of(head, target, weight * upstream * factors))
         return gradients
 
-    return Supervised(tf.add_n([head.loss * weight for head, weight in zip(heads, weights)]), heads[0].score, slopes)
+    total = tf.add_n([each * weight for (each, _, _), weight in zip(values, weights)])
+    return Supervised(total, values[0][1], slopes)
 
 
 def head_weights(heads: Sequence) -> List[float]:
@@ -53,40 +62,34 @@ def head_weights(heads: Sequence) -> List[float]:
 
 def thinned(target, logits):
     """Every 2nd, 4th ... voxel of a target (N, X, Y, Z, R), on the grid of the logits."""
-    step = target.shape[1] // logits.shape[1]
-    return target[:, ::step, ::step, ::step] if step > 1 else target
+    steps = [fine // coarse for fine, coarse in zip(target.shape[1:4], logits.shape[1:4])]
+    return target[(slice(None), *(slice(None, None, step) for step in steps))] if max(steps) > 1 else target
 
 
-# --- Private helpers ---
+# --- By TensorFlow's operations, on float32 maps ---
 
 
-class _Head:
-    def __init__(self, loss, target, logits):
-        self._loss, self._target, self._logits = loss, target, logits
-        self._edges = sorted({logits.shape[1] * piece // PIECES for piece in range(PIECES + 1)})
-        total = []
-        for first, past in zip(self._edges, self._edges[1:]):
-            t, z = self._piece(first, past, total)
-            sums = loss.sums(t, z, logits.shape[-1])[0]
-            total = [total[0] + sums if total else sums]
-        self.loss, self.score, self._factors = loss.value(*total)
+def _plain_sums(logits: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+    """As `operations.loss_sums`."""
+    z, t = _rows(logits), _rows(thinned(target, logits))
+    p = tf.sigmoid(z)
+    terms = (tf.nn.sigmoid_cross_entropy_with_logits(t, z), p * t, p, t)
+    _, _, _, size_z, regions = logits.shape
+    lines = [tf.reduce_sum(tf.reduce_sum(term, 2), 1) for term in terms]  # (N, Z * R)
+    return tf.stack([tf.reduce_sum(tf.reshape(line, (-1, size_z, regions)), 1) for line in lines], 1)
 
-    def slope(self, upstream):
-        """The gradient of the logits."""
-        logits, factors, pieces = self._logits, [factor * upstream for factor in self._factors], []
-        for first, past in zip(self._edges, self._edges[1:]):
-            t, z = self._piece(first, past, pieces[-1:] or factors[:1])
-            p = tf.sigmoid(z)
-            with tf.control_dependencies([p]):
-                slope = tf.cast(self._loss.slope(t, p, factors), logits.dtype)
-            pieces.append(tf.reshape(slope, (-1, past - first, *logits.shape[2:])))
-        return tf.concat(pieces, 1)
 
-    def _piece(self, first: int, past: int, before: Sequence):
-        """Target and logits as float32 rows: broadcasting three values over the last axis is slow."""
-        _, _, size_y, size_z, regions = self._logits.shape
-        with tf.control_dependencies(before):
-            return [
-                tf.reshape(tf.cast(maps[:, first:past], tf.float32), (-1, (past - first) * size_y, size_z * regions))
-                for maps in (self._target, self._logits)
-            ]
+def _plain_slope(logits: tf.Tensor, target: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
+    """As `operations.loss_slope`."""
+    z, t = _rows(logits), _rows(thinned(target, logits))
+    along_z = tf.tile(factors, (1, 1, logits.shape[3]))[:, :, None, None]
+    of_cross_entropy, of_overlap, of_p = tf.unstack(along_z, axis=1)
+    p = tf.sigmoid(z)
+    slope = of_cross_entropy * (p - t) + p * (1 - p) * (of_overlap * t + of_p)
+    return tf.reshape(tf.cast(slope, logits.dtype), tf.shape(logits))
+
+
+def _rows(map_: tf.Tensor) -> tf.Tensor:
+    """(N, X, Y, Z * R) float32: broadcasting and summing a few values over the last axis is slow."""
+    _, size_x, size_y, size_z, regions = map_.shape
+    return tf.reshape(tf.cast(map_, tf.float32), (-1, size_x, size_y, size_z * regions))

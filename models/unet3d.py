@@ -65,7 +65,7 @@ class UNet3D(tf.keras.Model):
         A tape has gradients of the weights and of the image. In training they are computed by own
         operations, else by TensorFlow's, which takes longer but can be differentiated again.
         """
-        if self.jit_compile or in_save_context() or not _has_operations():
+        if self.jit_compile or in_save_context() or not operations.in_use():
             return super().call(inputs, training, mask)
         (image,) = tf.nest.flatten(inputs)
         image = tf.cast(image, self.unet.dtype)
@@ -96,7 +96,7 @@ class UNet3D(tf.keras.Model):
     def loss_and_gradients(self, loss, image, target, share=1.0) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the gradients of `share`
         times the loss by `trainable_weights`. `loss` is an object as models/supervision.py has it."""
-        if _has_operations():
+        if operations.in_use():
             network = Pass(self, True)
             supervised = supervise(loss, target, network.forward(image))
             gradients = network.backward(supervised.slopes(share))
@@ -188,8 +188,3 @@ def _check_keras() -> None:
     if not package.__version__.startswith("2."):
         todo = "install tf_keras, and set TF_USE_LEGACY_KERAS=1 before TensorFlow is imported"
         raise ImportError(f"tf.keras must be Keras 2, got {package.__version__}; {todo}")
-
-
-def _has_operations() -> bool:
-    """Whether own operations compute the network: on a CPU for which they are built."""
-    return operations.available() and not tf.config.list_logical_devices("GPU")

@@ -2,8 +2,8 @@
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
-Another loss is another such class, with the `sums`, `value` and `slope` that models/supervision.py asks for; `train`
-and its validations take the one that TrainingLoss names.
+Another loss is another such class, with the `value` that models/supervision.py asks for; `train` and its validations
+take the one that TrainingLoss names.
 
 Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is compared with every 2nd,
 4th ... voxel of the same target; `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their
@@ -45,46 +45,31 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
     @tf.autograph.experimental.do_not_convert
     def call(self, y_true, y_pred):
         """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple of the logits'."""
-        by_sample = SimpleNamespace(
-            sums=self.sums, value=functools.partial(self.value, by_sample=True), slope=self.slope
-        )
+        by_sample = SimpleNamespace(value=functools.partial(self.value, by_sample=True))
         y_pred = tf.convert_to_tensor(y_pred)
-        target = tf.stop_gradient(_on_grid_of(y_pred, y_true))
+        target = tf.stop_gradient(_on_grid_or_finer(y_pred, y_true))
 
         @tf.custom_gradient
         def of_samples(logits):
             supervised = supervise(by_sample, target, [logits])
-            return supervised.loss, lambda upstream: supervised.slopes(upstream)[0]
+            return supervised.loss, lambda upstream: supervised.slopes(upstream[:, None])[0]
 
         return of_samples(y_pred)[:, 0]
 
-    def sums(self, t, z, regions: int):
-        """Sums of each region of a piece, (n, R, 4): cross-entropy, overlap, predicted, true; and the probabilities."""
-        cross_entropy = _per_region(tf.nn.softplus(z), regions) - _per_region(z * t, regions)
-        # In this order the sigmoid can take the memory of z, and no more than four maps live at a time.
-        with tf.control_dependencies([cross_entropy]):
-            p = tf.sigmoid(z)
-        return tf.stack([cross_entropy, *(_per_region(m, regions) for m in (p * t, p, t))], -1), p
-
-    def value(self, sums, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, Tuple]:
-        """The loss of the batch, or (N, 1) of each sample."""
-        cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=-1)
-        size, errors = predicted + true + SMOOTH, tf.maximum(predicted + true - 2 * overlap, 0.0)
-        dice, weight = (2 * overlap + SMOOTH) / size, HARD / (errors + SMOOTH)
+    def value(self, sums, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """The loss of the batch, or (N, 1) of each sample, from sums (N, 4, R); the soft Dice; and the loss's
+        derivatives by the first three sums, (N, 3, R)."""
+        cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=1)
+        size = predicted + true + SMOOTH
+        errors = tf.maximum(predicted + true - 2 * overlap, 0.0)
+        dice = (2 * overlap + SMOOTH) / size
+        weight = HARD / (errors + SMOOTH)
         count = tf.cast(tf.size(dice[0] if by_sample else dice), tf.float32)
         mean = functools.partial(tf.reduce_mean, axis=1 if by_sample else None, keepdims=by_sample)
         loss = 1 - mean(dice) + mean(weight * (cross_entropy - errors))
-        # Of errors d / d z is p (1 - p) (1 - 2 t).
-        return loss, dice, ((2 * weight - 2 / size) / count, (dice / size - weight) / count, weight / count)
-
-    def slope(self, t, p, factors):
-        """p (1 - p) (a t + b) + c (p - t), with a, b and c of the factors, in this order."""
-        a, b, c = (tf.tile(each, (1, p.shape[2] // each.shape[1]))[:, None] for each in factors)
-        dz = a * t + b
-        with tf.control_dependencies([dz]):
-            dz = p * ((1 - p) * dz + c)
-        with tf.control_dependencies([dz]):
-            return dz - c * t
+        # d errors is d predicted - 2 d overlap.
+        factors = tf.stack([weight, 2 * weight - 2 / size, dice / size - weight], 1) / count
+        return loss, dice, factors
 
 
 tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy  # compile(loss="dice_cross_entropy")
@@ -103,7 +88,7 @@ class RegionDice(tf.keras.metrics.Mean):
     def update_state(self, y_true, y_pred, sample_weight=None):
         """Add the Dice of cases; arguments as of `DiceCrossEntropy.call`."""
         y_pred = tf.convert_to_tensor(y_pred)
-        dice = hard_dice(hard_dice_counts(_on_grid_of(y_pred, y_true), y_pred))
+        dice = hard_dice(hard_dice_counts(thinned(_on_grid_or_finer(y_pred, y_true), y_pred), y_pred))
         if self.region is not None and not 0 <= self.region < dice.shape[1]:
             raise ValueError(f"region must be at least 0, below {dice.shape[1]}, got {self.region}; give an index")
         dice = tf.reduce_mean(dice, 1) if self.region is None else dice[:, self.region]
@@ -135,8 +120,8 @@ def hard_dice_counts(target, logits) -> tf.Tensor:
 # --- Private helpers ---
 
 
-def _on_grid_of(logits, target):
-    """The target, thinned. Raises ValueError if it is no map of as many regions on that grid or a multiple of it."""
+def _on_grid_or_finer(logits, target):
+    """The target. Raises ValueError if it is no map of as many regions on that grid or a multiple of it."""
     target = tf.convert_to_tensor(target)
     if target.shape.rank is None or None in target.shape[1:]:
         target = tf.ensure_shape(target, logits.shape)
@@ -145,10 +130,4 @@ def _on_grid_of(logits, target):
     if is_other or len(steps) > 1 or max(steps) % 1:
         got = f"{tuple(target.shape)} for {tuple(logits.shape)}"
         raise ValueError(f"y_true must have the shape of y_pred or a finer grid, got {got}; give a map for each region")
-    return thinned(target, logits)
-
-
-def _per_region(rows, regions: int):
-    """Sum (N, X * Y, Z * R) over all voxels of each region: (N, R)."""
-    column_sums = tf.reduce_sum(rows, 1)
-    return tf.reduce_sum(tf.reshape(column_sums, (-1, rows.shape[2] // regions, regions)), 1)
+    return target

@@ -20,7 +20,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import TrainingLoss
-from models.layer_plan import PIECES
+from memory_estimator.step.training_step import SCORED_SLABS
 from models.supervision import supervise
 
 
@@ -91,7 +91,7 @@ def _painted_dice(
     volume. Slab by slab of X, as each map of a whole volume is a large one."""
     counts = np.zeros((len(regions), 3), np.int64)  # voxels: of both, predicted, true
     along_x, *across = inside
-    size = -(-logits.shape[1] // PIECES)
+    size = -(-logits.shape[1] // SCORED_SLABS)
     for first in range(along_x.start, along_x.stop, size):
         slab = (0, slice(first, min(first + size, along_x.stop)), *across)
         probabilities = tf.sigmoid(tf.cast(logits[slab], tf.float32)).numpy()

@@ -5,20 +5,19 @@ TensorFlow keeps the output of every layer for the backward pass, under each pol
 orders the operations itself: memory is known roughly, so the bound on it is wide.
 """
 
-from typing import Dict, List
+from typing import Dict, List, Sequence, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, Tensor
 from memory_estimator.step.training_step import (
     Map,
     PaperPass,
-    loss_slopes,
-    target_piece,
     training_step,
 )
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
 from models.layer_plan import LayerOp
+from models.order import head_of
 
 COPIES = {
     ("itex", "float32"): 2,
@@ -42,10 +41,11 @@ def layer_step(job: Job) -> Program:
     writer = Writer(job)
     reset_sums(writer)
     layers = _Layers(writer)
-    early = target_piece(layers.paper, Map("head", 0, job.unet.outputs), "target")
     heads = layers.forward()
     writer.phase = "loss"
-    slopes = loss_slopes(layers.paper, heads, early)
+    for head in heads:
+        layers.loss_sums(head)
+    slopes = [layers.loss_slope(head) for head in heads]
     writer.phase = "backward pass"
     gradients = layers.backward({head.name: slope.name for head, slope in zip(heads, slopes)})
     writer.phase = "update"
@@ -75,6 +75,41 @@ class _Layers:
             self.writer.make(op.name, kind, reads, self._bytes(op), group, over=over, **more)
         heads = [op for op in self.writer.plan if op.kind == "head"]
         return [Map(op.name, op.level, op.shape[3]) for op in heads]
+
+    def loss_sums(self, head: Map) -> None:
+        """Sums over a head's logits, as `_plain_sums` in models/supervision.py has them."""
+        logits, target = self._loss_inputs(head)
+        sizes = self._loss_map(head, "log", [logits])
+        cross = self._loss_map(head, "product", [logits, target])
+        self._loss_map(head, "cross_entropy", [sizes, cross], over=[cross])
+        probability = self._loss_map(head, "probability", [logits], over=[logits])
+        self._loss_map(head, "overlap", [probability, target], over=[target])
+
+    def loss_slope(self, head: Map) -> Map:
+        """The gradient of a head's logits, as `_plain_slope` has it."""
+        logits, target = self._loss_inputs(head)
+        probability = self._loss_map(head, "probability", [logits], over=[logits])
+        errors = self._loss_map(head, "errors", [probability, target])
+        rest = self._loss_map(head, "rest", [probability])
+        rest = self._loss_map(head, "rest", [probability, rest], over=[rest])
+        weighted = self._loss_map(head, "weighted", [target], over=[target])
+        weighted = self._loss_map(head, "weighted", [rest, weighted], over=[weighted])
+        name = self._loss_map(head, "slope", [errors, weighted], over=[weighted])
+        if self.writer.value_bytes == 2:
+            name = self._loss_map(head, "slope/cast", [name], self.writer.value_bytes)
+        return head._replace(name=name)
+
+    def _loss_inputs(self, head: Map) -> Tuple[str, str]:
+        """Logits and target in float32."""
+        target = "target"
+        if head.level:
+            target = self._loss_map(head, "target", [target], value_bytes=1)
+        return self._loss_map(head, "logits", [head.name]), self._loss_map(head, "target", [target])
+
+    def _loss_map(self, head: Map, name: str, reads: List[str], value_bytes: int = 4, over: Sequence[str] = ()) -> str:
+        """An operation of the loss that makes a map; returns its name."""
+        size = self.paper.map_bytes(head, value_bytes)
+        return self.writer.make(f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over)
 
     def backward(self, slopes: Dict[str, str]) -> Dict[str, str]:
         """Gradients of the kernels, by their layers, from those of the logits."""

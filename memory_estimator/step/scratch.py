@@ -1,5 +1,5 @@
 """Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
-direct*.c, passes.c and pool.c.
+direct*.c, passes.c, loss.c and pool.c.
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -26,6 +26,8 @@ KINDS = {
     "up_convolve": "up",
     "up_input_gradient": "up",
     "up_filter_gradient": "up",
+    "loss_sums": "loss",
+    "loss_slope": "loss",
 }
 """Own operations, as native.h has them -> kinds that cost the same, of `calibration.FEATURES`."""
 
@@ -34,13 +36,15 @@ FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_f
 MOST_THREADS = 256  # that compute an operation (native.h)
 GROUP = 16  # channels that are stored together
 TILES = ("amx", "amx_in_c")  # direct products, of bfloat16 maps
+LOSS_TERMS = 4  # sums of each region
+BLOCK_VALUES = 8192  # logits of a block of rows, of which a loss has its sums
 LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is rounded up to
 
 
 class Scratch(NamedTuple):
     """What one operation takes besides its maps."""
 
-    threads: int  # that keep some: one for each slab of planes along X
+    threads: int  # that keep some: one for each slab of planes along X, or of rows
     kept_bytes: int  # of each of them
     passing_bytes: int
 
@@ -78,6 +82,8 @@ def scratch_of(
     in_place: bool = False,
 ) -> Scratch:
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
+    if op.kind.startswith("loss_"):
+        return _of_loss(op, threads, rows_of(instructions, op.value_bytes).lanes)
     slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
     rows = rows_of(instructions, op.value_bytes)
     in_tiles = op.value_bytes == 2 and instructions in TILES
@@ -250,6 +256,17 @@ def _of_pass(op: OwnOperation, slabs: int, lanes: int) -> Scratch:
         sums += filters + output_width
     takes_filters = op.kind.startswith(("project", "up_")) and op.kind != "up_filter_gradient"
     return Scratch(slabs, kept, slabs * 8 * sums + 4 * filters * takes_filters)
+
+
+def _of_loss(op: OwnOperation, threads: int, lanes: int) -> Scratch:
+    """`LOSS` in loss.c: sums of a row in float32 and of a block in float64, and a row of the
+    target; the sums of all blocks."""
+    x, y, z = op.grid
+    row_values = z * op.channels
+    blocks = op.batch * _parts(x * y, max(1, BLOCK_VALUES // row_values))
+    kept = LOSS_TERMS * op.channels * lanes * (4 + 8) + row_values
+    passing = 8 * LOSS_TERMS * op.channels * blocks if op.kind == "loss_sums" else 0
+    return Scratch(min(threads, MOST_THREADS, blocks), kept, passing)
 
 
 def _padded_tiles(z: int, rows: Rows) -> int:

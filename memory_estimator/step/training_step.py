@@ -13,11 +13,11 @@ from memory_estimator.step.program import OwnOperation, Program, StepOp
 from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
-from models.layer_plan import PIECES
 from models.order import Block, Order, head_of
 
 TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of operation; others have 27
-SCORE_MAPS = 5  # float32 maps of a slab that is scored: logits, target, three of the loss's
+SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
+SLAB_MAPS = 2  # of one, in float32: logits and probabilities
 
 
 def training_step(job: Job) -> Program:
@@ -25,11 +25,9 @@ def training_step(job: Job) -> Program:
     writer = Writer(job)
     reset_sums(writer)
     paper = PaperPass(writer)
-    # It waits for nothing.
-    early = target_piece(paper, Map("head", 0, job.unet.outputs), "target")
     logits = paper.logits()
     writer.phase = "loss"
-    slopes = loss_slopes(paper, logits, early)
+    slopes = loss_slopes(paper, logits)
     writer.phase = "backward pass"
     gradients = paper.gradients(slopes)
     writer.phase = "update"
@@ -43,11 +41,12 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     writer = Writer(replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1))
     ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
     writer.run("validation/next", "pass", [], ready)
-    (logits,) = PaperPass(writer, keeps=False).logits()
-    maps = SCORE_MAPS * 4 * writer.job.voxels * logits.channels // PIECES
+    paper = PaperPass(writer, keeps=False)
+    (logits,) = paper.logits()
+    slab = writer.tensor("validation/slab", SLAB_MAPS * 4 * writer.job.voxels * logits.channels // SCORED_SLABS)
     reads = [logits.name, "target", *(tensor.name for tensor in ready)]
-    scored = writer.tensor("validation/slab", maps)
-    writer.run("validation/score", "pass", reads, scratch=(scored,))
+    writer.run("validation/paint", "pass", reads, scratch=(slab,))
+    paper.loss_sums(logits)
     return writer.program().ops
 
 
@@ -161,8 +160,38 @@ class PaperPass(Order):
     def filter_gradient(self, name: str, entry: List[Map], at: List[Map], part: str = "") -> str:
         return self._kernel_gradient(name, entry, at, "filter_gradient", part)
 
+    def split_kernel(self, name: str, entry: List[Map]) -> None:
+        for part in range(len(entry)):
+            self._rows(name, entry, part)
+
     def join_gradients(self, name: str, parts: List[str]) -> None:
         self._whole_gradient(name, "pass", parts)
+
+    # --- The loss ---
+
+    def loss_sums(self, head: Map) -> None:
+        """Sums over a head's logits, which are a few numbers."""
+        own, moved = self._own("loss_sums", head.level, head.channels, 0), self._read_by_loss(head)
+        reads = [head.name, "target"]
+        self.writer.run(f"{head_of(head.level)}/loss_sums", KINDS["loss_sums"], reads, own=own, traffic_bytes=moved)
+
+    def loss_slope(self, head: Map) -> Map:
+        """The gradient of a head's logits, written over them."""
+        size = self.map_bytes(head)
+        name = self.writer.make(
+            f"{head_of(head.level)}/slope",
+            KINDS["loss_slope"],
+            [head.name, "target"],
+            size,
+            over=[head.name],
+            own=self._own("loss_slope", head.level, head.channels, 0),
+            traffic_bytes=self._read_by_loss(head) + size,
+        )
+        return head._replace(name=name)
+
+    def _read_by_loss(self, head: Map) -> int:
+        """Bytes of the logits, and of the target's rows along Z that count for them."""
+        return self.map_bytes(head) + (self.map_bytes(head, 1) << head.level)
 
     # --- Kernels ---
 
@@ -281,64 +310,11 @@ class PaperPass(Order):
         return OwnOperation(kind, batch, self._grid(level), channels, outputs, value_bytes)
 
 
-# --- The loss, as models/supervision.py and cpu3d.training.losses.DiceCrossEntropy have it ---
+# --- The loss, as models/supervision.py has it ---
 
 
-def loss_slopes(paper: PaperPass, logits: List[Map], early: str) -> List[Map]:
-    """Gradients of each head's logits. All heads' sums come first, then slopes. `early`: the target's first piece."""
-    targets = []
+def loss_slopes(paper: PaperPass, logits: List[Map]) -> List[Map]:
+    """Gradients of each head's logits. All heads' sums come first, then slopes."""
     for head in logits:
-        name, size = f"{head_of(head.level)}/target", paper.map_bytes(head, 1)
-        targets.append(paper.writer.make(name, "loss", ["target"], size) if head.level else "target")
-        for piece in range(PIECES):
-            _sums(paper, head, targets[-1], "" if head.level or piece else early)
-    return [_slope(paper, head, target) for head, target in zip(logits, targets)]
-
-
-def _sums(paper: PaperPass, head: Map, target: str, t: str) -> None:
-    """The sums of a piece, whose target `t` is made in its turn. Sums without their own map take almost no time."""
-    z = _logits_piece(paper, head)
-    paper.writer.run(f"{head.name}/softplus/sum", "pass", [_loss_map(paper, head, "softplus", [z])])
-    t = t or target_piece(paper, head, target)
-    paper.writer.run(f"{head.name}/product/sum", "pass", [_loss_map(paper, head, "product", [z, t])])
-    p = _loss_map(paper, head, "probability", [z], over=[z])
-    paper.writer.run(f"{head.name}/overlap/sum", "pass", [_loss_map(paper, head, "overlap", [p, t], over=[t])])
-
-
-def _slope(paper: PaperPass, head: Map, target: str) -> Map:
-    """The gradient of a head's logits, piece by piece."""
-    pieces = []
-    for _ in range(PIECES):
-        z = _logits_piece(paper, head)
-        p = _loss_map(paper, head, "probability", [z], over=[z])
-        t = target_piece(paper, head, target)
-        slope = _loss_map(paper, head, "weighted", [t])
-        rest = _loss_map(paper, head, "rest", [p])
-        slope = _loss_map(paper, head, "slope", [rest, slope], over=[rest])
-        slope = _loss_map(paper, head, "slope", [p, slope], over=[p])
-        truth = _loss_map(paper, head, "truth", [t], over=[t])
-        slope = _loss_map(paper, head, "slope", [slope, truth], over=[slope])
-        if paper.writer.value_bytes == 2:
-            slope = _loss_map(paper, head, "slope/cast", [slope], value_bytes=2)
-        pieces.append(slope)
-    return head._replace(name=paper.writer.make(f"{head_of(head.level)}/slope", "loss", pieces, paper.map_bytes(head)))
-
-
-def target_piece(paper: PaperPass, head: Map, target: str) -> str:
-    """A piece of the target in float32, made of a copy."""
-    return _loss_map(paper, head, "target", [_loss_map(paper, head, "target/piece", [target], value_bytes=1)])
-
-
-def _logits_piece(paper: PaperPass, head: Map) -> str:
-    """A piece of the logits in float32: a copy, or made of one."""
-    cut = _loss_map(paper, head, "logits/piece", [head.name], value_bytes=paper.writer.value_bytes)
-    return cut if paper.writer.value_bytes == 4 else _loss_map(paper, head, "logits", [cut])
-
-
-def _loss_map(
-    paper: PaperPass, head: Map, name: str, reads: List[str], over: Sequence[str] = (), value_bytes: int = 4
-) -> str:
-    """A map of a piece; returns its name."""
-    size = paper.map_bytes(head, value_bytes) // PIECES
-    moved = size * (1 + len(reads))  # a piece of each map, even of a whole one
-    return paper.writer.make(f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over, traffic_bytes=moved)
+        paper.loss_sums(head)
+    return [paper.loss_slope(head) for head in logits]

@@ -209,7 +209,8 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
     for name in sets:
         each = INSTRUCTION_SETS[name]
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
-        names += [f"-DPASSES=passes_{name}", f"-DDIRECT_UP=direct_up_{name}"]
+        names += [f"-DPASSES=passes_{name}", f"-DLOSS=loss_{name}"]
+        names.append(f"-DDIRECT_UP=direct_up_{name}")
         names.append(f"-DDIRECT_FILTERS=direct_filters_{name}")
         names.append(f"-DDIRECT_UP_FILTERS=direct_up_filters_{name}")
         for source in each.sources:

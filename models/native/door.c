@@ -2,9 +2,11 @@
 
    CpuOperation  filters, bias, coefficients, other_coefficients: float; maps: n_maps * T; others: n_others * T
                  -> map: T; sums, filter_gradient, bias_gradient: float
+   CpuLossSums   logits: T; target: uint8 -> sums: float
+   CpuLossSlope  logits: T; target: uint8; factors: float -> slope: T
 
-   of each kind in native.h. What a kind neither takes nor makes is empty; every other shape follows from the first map's and the
-   filters', and is compared with them before any memory is read. */
+   The first is of each kind in native.h but those of a loss. What a kind neither takes nor makes is empty; every other shape
+   follows from the first map's and the filters', and is compared with them before any memory is read. */
 #define _GNU_SOURCE
 #include <stdbool.h>
 #include <stdint.h>
@@ -18,7 +20,7 @@ int native_run(const char *name, const struct operation *operation);
 /* --- Of TensorFlow's C interface, the same from 2.15 to 2.21, so that no TensorFlow is needed to build: tensorflow/c/kernels.h,
    ops.h, tf_tensor.h, tf_status.h and tf_datatype.h --- */
 
-typedef enum { TF_FLOAT = 1, TF_BFLOAT16 = 14 } TF_DataType;
+typedef enum { TF_FLOAT = 1, TF_UINT8 = 4, TF_BFLOAT16 = 14 } TF_DataType;
 typedef enum { TF_OK = 0, TF_INVALID_ARGUMENT = 3, TF_RESOURCE_EXHAUSTED = 8, TF_UNIMPLEMENTED = 12 } TF_Code;
 typedef struct TF_Status TF_Status;
 typedef struct TF_Tensor TF_Tensor;
@@ -150,7 +152,7 @@ static void *output_of(struct call *call, int index, TF_DataType type, struct sh
    which it may be written: OVER_OTHER and OVER_OTHER + 1 are the others. */
 enum { FINER = 1, COARSER, LIKE_MAP = 1, LIKE_OTHER, OVER_MAP = 1, OVER_OTHER };
 struct about { char more, others, optional, edge, filters, swapped, grid, makes, over, sums, filter_gradient, bias_gradient; };
-static const struct about ABOUT[KINDS] = {
+static const struct about ABOUT[LOSS_SUMS] = {
     [CONVOLVE] = {.more = 1, .optional = 1, .edge = 3, .filters = 1, .makes = LIKE_OTHER, .over = OVER_MAP, .sums = 1},
     [INPUT_GRADIENT] = {.edge = 3, .filters = 1, .swapped = 1, .makes = LIKE_OTHER, .over = OVER_MAP, .sums = 1},
     [FILTER_GRADIENT] = {.more = 1, .others = 1, .edge = 3, .filter_gradient = 1},
@@ -171,8 +173,23 @@ static const struct about ABOUT[KINDS] = {
 
 struct attributes { int kind, maps, others; };
 
+/* The operation itself, once its tensors are known to fit. */
+static void run(struct call *call, const struct operation *op)
+{
+    if (!fine(call))
+        return;
+    int code = native_run(NULL, op);
+    if (code == -1)
+        TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread");
+    else if (code)
+        TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA");
+}
+
 static void compute_kind(struct call *call, const struct attributes *given)
 {
+    REQUIRE(call, given->kind < LOSS_SUMS, "kind must be below %d, got %d", LOSS_SUMS, given->kind);
+    if (!fine(call))
+        return;
     const struct about *about = &ABOUT[given->kind];
     TF_Tensor **inputs = call->inputs, *first_other = inputs[MAPS + given->maps];
     int kind = given->kind, dtype = TF_TensorType(inputs[MAPS]);
@@ -237,26 +254,57 @@ static void compute_kind(struct call *call, const struct attributes *given)
     op.sums_to = output_of(call, 1, TF_FLOAT, about->sums ? sums : EMPTY, -1);
     op.filter_gradient = output_of(call, 2, TF_FLOAT, about->filter_gradient ? filters : EMPTY, -1);
     op.bias_gradient = output_of(call, 3, TF_FLOAT, about->bias_gradient ? bias : EMPTY, -1);
-    if (!fine(call))
-        return;
-    int code = native_run(NULL, &op);
-    if (code == -1)
-        TF_SetStatus(call->status, TF_RESOURCE_EXHAUSTED, "memory must suffice for the rows of every thread");
-    else if (code)
-        TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA");
+    run(call, &op);
 }
 
-static void compute(void *attributes, TF_OpKernelContext *context)
+/* A loss of logits, whose gradient may be written over them. */
+static void compute_loss(struct call *call, int kind)
+{
+    enum { LOGITS, TARGET, LOSS_FACTORS };
+    TF_Tensor **inputs = call->inputs;
+    struct shape map = shape_of(inputs[LOGITS]), target = shape_of(inputs[TARGET]);
+    bool fits = map.rank == 5 && target.rank == 5 && TF_TensorElementCount(inputs[LOGITS]) > 0;
+    struct operation op = {.kind = kind, .threads = thread_count()};
+    op.dtype = TF_TensorType(inputs[LOGITS]) == TF_FLOAT ? FLOAT32 : BFLOAT16;
+    for (int i = 0; i < 5 && fits; i++) {
+        int64_t finer = target.size[i] / map.size[i];
+        fits = finer > 0 && target.size[i] == finer * map.size[i] && target.size[i] < 1 << 24;
+        if (i >= 1 && i <= 3)
+            op.finer[i - 1] = (int)finer;
+        else
+            fits = fits && finer == 1;
+    }
+    REQUIRE(call, fits, "target must have the shape of the logits or a finer grid, got (%s) for (%s)", text_of(target).of,
+            text_of(map).of);
+    REQUIRE(call, map.size[4] <= MOST_CHANNELS && map.size[3] * map.size[4] < 1 << 30,
+            "regions must be 1 to %d, and values of a row fewer than 2^30, got logits (%s)", MOST_CHANNELS, text_of(map).of);
+    struct shape factors = {3, {map.size[0], FACTORS, map.size[4]}}, sums = {3, {map.size[0], TERMS, map.size[4]}};
+    op.coefficients = values_of(call, LOSS_FACTORS, kind == LOSS_SLOPE, "factors", factors);
+    if (!fine(call))
+        return;
+    op.batch = (int)map.size[0], op.x = (int)map.size[1], op.y = (int)map.size[2], op.z = (int)map.size[3];
+    op.channels[0] = (int)map.size[4];
+    op.maps[0] = TF_TensorData(inputs[LOGITS]);
+    op.others[0] = TF_TensorData(inputs[TARGET]);
+    if (kind == LOSS_SLOPE)
+        op.map = output_of(call, 0, TF_TensorType(inputs[LOGITS]), map, LOGITS);
+    else
+        op.sums_to = output_of(call, 0, TF_FLOAT, sums, -1);
+    run(call, &op);
+}
+
+/* A call from its tensors to its status; a kind of a loss, or the attributes of another operation. */
+static void compute_call(TF_OpKernelContext *context, int loss, const struct attributes *given)
 {
     struct call call = {.context = context, .status = TF_NewStatus(), .count = TF_NumInputs(context)};
-    const struct attributes *given = attributes;
     call.outputs = call.inputs + MOST_INPUTS;
-    REQUIRE(&call, given->kind < KINDS, "kind must be below %d, got %d", KINDS, given->kind);
     REQUIRE(&call, call.count <= MOST_INPUTS, "maps and others must be at most 4, got %d", call.count - MAPS);
     for (int i = 0; i < call.count && fine(&call); i++)
         TF_GetInput(context, i, &call.inputs[i], call.status);
-    if (fine(&call))
+    if (fine(&call) && given)
         compute_kind(&call, given);
+    else if (fine(&call))
+        compute_loss(&call, loss);
     if (!fine(&call))
         TF_OpKernelContext_Failure(context, call.status);
     for (int i = 0; i < MOST_INPUTS + OUTPUTS; i++)
@@ -264,6 +312,10 @@ static void compute(void *attributes, TF_OpKernelContext *context)
             TF_DeleteTensor(call.inputs[i]);
     TF_DeleteStatus(call.status);
 }
+
+static void compute(void *attributes, TF_OpKernelContext *context) { compute_call(context, KINDS, attributes); }
+static void compute_sums(void *none, TF_OpKernelContext *context) { compute_call(context, LOSS_SUMS, NULL); }
+static void compute_slope(void *none, TF_OpKernelContext *context) { compute_call(context, LOSS_SLOPE, NULL); }
 
 static void *create(TF_OpKernelConstruction *construction)
 {
@@ -284,26 +336,51 @@ static void shape_unknown(TF_ShapeInferenceContext *context, TF_Status *status)
     TF_ShapeInferenceContextSetUnknownShape(context, status);
 }
 
-/* When the library is loaded. */
-__attribute__((constructor)) static void register_operation(void)
+/* An operation of TensorFlow: its name, kernel, and what it takes and makes, in lists that end with NULL. */
+struct definition {
+    const char *name;
+    void *(*create)(TF_OpKernelConstruction *);
+    void (*compute)(void *, TF_OpKernelContext *);
+    void (*destroy)(void *);
+    const char *attributes[5], *inputs[7], *outputs[5];
+};
+
+static const struct definition DEFINITIONS[] = {
+    {"CpuOperation", create, compute, free,
+     {"T: {float, bfloat16}", "kind: int >= 0", "n_maps: int >= 1", "n_others: int >= 0"},
+     {"filters: float", "bias: float", "coefficients: float", "other_coefficients: float", "maps: n_maps * T",
+      "others: n_others * T"},
+     {"map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"}},
+    {"CpuLossSums", NULL, compute_sums, NULL, {"T: {float, bfloat16}"}, {"logits: T", "target: uint8"}, {"sums: float"}},
+    {"CpuLossSlope", NULL, compute_slope, NULL, {"T: {float, bfloat16}"},
+     {"logits: T", "target: uint8", "factors: float"}, {"slope: T"}},
+};
+
+static void register_definition(const struct definition *about, TF_Status *status)
 {
-    static const char *const attributes[] = {"T: {float, bfloat16}", "kind: int >= 0", "n_maps: int >= 1", "n_others: int >= 0"};
-    static const char *const inputs[] = {"filters: float", "bias: float", "coefficients: float", "other_coefficients: float",
-                                         "maps: n_maps * T", "others: n_others * T"};
-    static const char *const outputs[] = {"map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"};
-    TF_Status *status = TF_NewStatus();
-    TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder("CpuOperation");
-    for (size_t i = 0; i < sizeof attributes / sizeof *attributes; i++)
-        TF_OpDefinitionBuilderAddAttr(definition, attributes[i]);
-    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++)
-        TF_OpDefinitionBuilderAddInput(definition, inputs[i]);
-    for (size_t i = 0; i < sizeof outputs / sizeof *outputs; i++)
-        TF_OpDefinitionBuilderAddOutput(definition, outputs[i]);
+    TF_OpDefinitionBuilder *definition = TF_NewOpDefinitionBuilder(about->name);
+    for (const char *const *each = about->attributes; *each; each++)
+        TF_OpDefinitionBuilderAddAttr(definition, *each);
+    for (const char *const *each = about->inputs; *each; each++)
+        TF_OpDefinitionBuilderAddInput(definition, *each);
+    for (const char *const *each = about->outputs; *each; each++)
+        TF_OpDefinitionBuilderAddOutput(definition, *each);
     TF_OpDefinitionBuilderSetShapeInferenceFunction(definition, shape_unknown);
     TF_RegisterOpDefinition(definition, status);
-    if (TF_GetCode(status) == TF_OK)
-        TF_RegisterKernelBuilder("CpuOperation", TF_NewKernelBuilder("CpuOperation", "CPU", create, compute, free), status);
     if (TF_GetCode(status) != TF_OK)
-        fprintf(stderr, "CpuOperation is not registered: %s\n", TF_Message(status));
+        return;
+    TF_KernelBuilder *kernel = TF_NewKernelBuilder(about->name, "CPU", about->create, about->compute, about->destroy);
+    TF_RegisterKernelBuilder(about->name, kernel, status);
+}
+
+/* When the library is loaded. */
+__attribute__((constructor)) static void register_operations(void)
+{
+    TF_Status *status = TF_NewStatus();
+    for (size_t i = 0; i < sizeof DEFINITIONS / sizeof *DEFINITIONS && TF_GetCode(status) == TF_OK; i++) {
+        register_definition(&DEFINITIONS[i], status);
+        if (TF_GetCode(status) != TF_OK)
+            fprintf(stderr, "%s is not registered: %s\n", DEFINITIONS[i].name, TF_Message(status));
+    }
     TF_DeleteStatus(status);
 }

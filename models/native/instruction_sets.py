@@ -11,7 +11,7 @@ class InstructionSet:
 
     needs: Tuple[str, ...]  # flags of a CPU that runs it, as /proc/cpuinfo spells them
     options: Tuple[str, ...]  # of the compiler, for `sources`
-    sources: Tuple[str, ...] = ("operations", "passes")  # C files that are compiled for it
+    sources: Tuple[str, ...] = ("operations", "passes", "loss")  # C files that are compiled for it
     slow_on_intel: bool = False  # there it is taken by name alone
     emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
 
@@ -25,7 +25,7 @@ _FOR_AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
     "-mprefer-vector-width=512",
 )
-_OF_TILES = ("direct", "direct_filters", "direct_up", "direct_up_filters", "passes")
+_OF_TILES = ("direct", "direct_filters", "direct_up", "direct_up_filters", "passes", "loss")
 _FOR_BFLOAT16 = (*_FOR_AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS")
 
 INSTRUCTION_SETS: Dict[str, InstructionSet] = {

@@ -34,8 +34,16 @@ enum kind {
     UP_CONVOLVE,        /* raw, filters [2][2][2][outputs][channels] -> map */
     UP_INPUT_GRADIENT,  /* raw, filters, others: gradient -> map, sums */
     UP_FILTER_GRADIENT, /* raw, others: gradient -> filter gradient */
+    LOSS_SUMS,          /* logits, others: target -> sums, [batch][TERMS][channels] */
+    LOSS_SLOPE,         /* logits, others: target; coefficients: factors -> map, that of the logits' gradient */
     KINDS
 };
+
+/* Of a loss: a channel is a region, p the sigmoid of a logit, t 1 where a byte of the target is not 0. The terms are sums over
+   a sample's voxels: of cross-entropies, of p where t, of p, and of t. The loss is a function of them; its derivatives by the
+   first three are the factors, [batch][FACTORS][channels], and with those the gradient of a logit is
+     factor[CROSS_ENTROPY] * (p - t) + p * (1 - p) * (factor[OVERLAP] * t + factor[PREDICTED]) */
+enum { CROSS_ENTROPY, OVERLAP, PREDICTED, TRUE, TERMS, FACTORS = TRUE };
 
 /* Of an operation's memory besides its maps: the threads that keep some, the bytes that each of
    them keeps, and the bytes that pass to the next operation. memory_estimator/step/scratch.py has
@@ -53,6 +61,7 @@ struct operation {
     float *sums_to;              /* NULL if they are not wanted, as below */
     float *filter_gradient, *bias_gradient;
     size_t *scratch; /* not NULL: nothing is computed; SCRATCH numbers are written here */
+    int finer[3];    /* of a loss: voxels of the target along each axis for one of the map, the first of which counts */
 };
 
 /* An instruction set: the same sources, compiled for it. */

@@ -477,7 +477,7 @@ static void operation_thread(void *argument, int thread, int threads)
     }
 }
 
-int PASSES(const struct operation *); /* build.py defines the names */
+int PASSES(const struct operation *), LOSS(const struct operation *); /* build.py defines the names */
 
 static int convolve(const struct operation *op)
 {
@@ -512,7 +512,13 @@ static int convolve(const struct operation *op)
 static int run(const struct operation *op)
 {
     begin_operation();
-    int failed = op->kind >= MAX_POOL ? PASSES(op) : convolve(op);
+    int failed;
+    if (op->kind >= LOSS_SUMS)
+        failed = LOSS(op);
+    else if (op->kind >= MAX_POOL)
+        failed = PASSES(op);
+    else
+        failed = convolve(op);
     end_operation();
     return failed;
 }

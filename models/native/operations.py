@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from models.native.library import does_not_load, own_operations
 
@@ -65,6 +67,14 @@ class AtValues(NamedTuple):
 def available() -> bool:
     """Whether the operations are built, for this TensorFlow and CPU."""
     return _loaded() is not None
+
+
+def in_use() -> bool:
+    """Whether they compute what is called now: on a CPU for which they are built, and in no step
+    that XLA compiles."""
+    if GraphOrParentsInXlaContext(ops.get_default_graph()):
+        return False
+    return available() and not tf.config.list_logical_devices("GPU")
 
 
 # --- 3 x 3 x 3 convolutions, stride 1, "same": filters (3, 3, 3, in, out) ---
@@ -163,6 +173,29 @@ def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
     return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
 
 
+# --- The loss: logits (batch, x, y, z, R) against a target uint8 that is 0 or not ---
+
+
+def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
+    """Sums over the voxels of each sample and region, (batch, 4, R): of cross-entropies, of p where
+    the target is not 0, of p, and of such voxels, with p the sigmoid of a logit.
+
+    Their bits do not depend on the number of threads. Of a target on a finer grid every 2nd, 3rd
+    ... voxel counts, as each axis has it. A logit that is not finite makes a sum not finite.
+    """
+    sums = _module().cpu_loss_sums(logits, target)
+    sums.set_shape((logits.shape[0], 4, logits.shape[-1]))
+    return sums
+
+
+def loss_slope(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
+    """The gradient of a loss by the logits, in their dtype, from its derivatives by the first three
+    of `loss_sums`, (batch, 3, R)."""
+    slope = _module().cpu_loss_slope(logits, target, factors)
+    slope.set_shape(logits.shape)
+    return slope
+
+
 # --- A limit ---
 
 
@@ -194,9 +227,7 @@ def _run(
     """Map with its two sums, gradients of filters and bias; results that the kind does not make are empty. `floats` are
     filters, bias, coefficients and other coefficients, if any; `made` is the shape of the map, or of the map that has
     the sums."""
-    module = _loaded()
-    if module is None:
-        raise RuntimeError(f"own operations must load here, got none: {own_operations().why}")
+    module = _module()
     floats = [tf.zeros((0,)) if array is None else array for array in (*floats, *4 * [None])[:4]]
     made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(extras), kind=kind)
     if made and kind in WITH_SUMS:
@@ -225,6 +256,13 @@ def _pass(
     return _run(kind, [source.raw], extras, filters, bias, coefficients, made=made)
 
 
+def _module() -> Any:
+    module = _loaded()
+    if module is None:
+        raise RuntimeError(f"own operations must load here, got none: {own_operations().why}")
+    return module
+
+
 @tf.autograph.experimental.do_not_convert
 def _loaded() -> Optional[Any]:
     """TensorFlow's module of the operations; None if they are not built or do not run here."""
@@ -248,17 +286,17 @@ def _module_of(door: Path) -> Optional[Any]:
 
 
 def _module_of_registered() -> Any:
-    """The module of an operation that is registered already: `load_op_library` makes one only of
+    """The module of operations that are registered already: `load_op_library` makes one only of
     what a library registers when it is opened, and another part of this process has opened it
     before."""
     from tensorflow.core.framework import op_def_pb2
     from tensorflow.python.client import pywrap_tf_session  # noqa: F401, the next one needs it
     from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
 
-    definition = op_def_registry.get("CpuOperation")
-    if definition is None:
+    known = [op_def_registry.get(name) for name in ("CpuOperation", "CpuLossSums", "CpuLossSlope")]
+    if None in known:
         raise ImportError("another part of this process opened the library before TensorFlow")
-    definitions = op_def_pb2.OpList(op=[definition]).SerializeToString()
+    definitions = op_def_pb2.OpList(op=known).SerializeToString()
     source = _pywrap_python_op_gen.GetPythonWrappers(definitions)
     module = types.ModuleType("cpu_operation")
     exec(source, module.__dict__)

@@ -38,8 +38,7 @@ static size_t fine_voxel(const struct operation *op, int tap) { return (size_t)(
 /* The larger one; a NaN is larger. */
 ALWAYS_INLINE vec larger(vec best, vec value)
 {
-    ivec kept = (best >= value) | (best != best);
-    return (vec)((kept & (ivec)best) | (~kept & (ivec)value));
+    return choose((best >= value) | (best != best), best, value);
 }
 
 /* The largest value of eight voxels; or its gradient, which goes to the first of the largest. */

@@ -102,11 +102,12 @@ ALWAYS_INLINE vec store_values(void *map, size_t at, vec value, int n, int dtype
 
 ALWAYS_INLINE vec keep_where(ivec condition, vec value) { return (vec)(condition & (ivec)value); }
 
-/* The larger one; a NaN stays one. */
-ALWAYS_INLINE vec at_least(vec value, vec floor)
+ALWAYS_INLINE vec choose(ivec condition, vec yes, vec no)
 {
-    ivec below = value < floor;
-    return (vec)((below & (ivec)floor) | (~below & (ivec)value));
+    return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
 }
+
+/* The larger one; a NaN stays one. */
+ALWAYS_INLINE vec at_least(vec value, vec floor) { return choose(value < floor, floor, value); }
 
 #endif

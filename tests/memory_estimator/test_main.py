@@ -29,10 +29,10 @@ def answer(arguments, capsys, code=0):
 
 
 def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
-    large = SMALL.replace("64GiB", "1300MiB") + " --batch 8 --micro-batch 8 --dtype float32 --policy speed"
+    large = SMALL.replace("64GiB", "1200MiB") + " --batch 8 --micro-batch 8 --dtype float32 --policy speed"
     content = answer(large, capsys, code=3)
     assert content["fits"] is False
-    assert content["upper_bound_bytes"] > 1300 * 2**20
+    assert content["upper_bound_bytes"] > 1200 * 2**20
     offered = [re.fullmatch(r"fits with (--.+): up to (.+), .+ a volume", line) for line in content["advice"]]
     assert "--micro-batch" in {option[1].split()[0] for option in offered}
     for option in offered[:2]:
@@ -142,7 +142,7 @@ ABSURD = [
     ("--shape 1280000000 128 128 --filters 128 --depth 8 --policy speed", 3),
     ("--shape 64 64 64 --filters 1000000000", 2),
     ("--shape 64 64 64 --plan --host-memory 900000000000000000PiB", 0),
-    ("--shape 64 64 64 --hosts 2147483647 --host-memory 1GiB --threads 2", 3),
+    ("--shape 64 64 64 --hosts 2147483647 --host-memory 900MiB --threads 2", 3),
     ("--shape 2147483648 16 16", 2),
     ("--shape 64 64 64 --batch 2147483648", 2),
     ("--shape 0 64 64", 2),

@@ -51,17 +51,17 @@ def test_every_program_is_consistent(job):
 @pytest.mark.parametrize(
     ("unet", "side", "optimizer", "measured"),
     [
-        ({"dtype": "float32", "policy": "speed"}, 64, "muon", 171_671_552),
-        ({"policy": "speed"}, 96, "muon", 261_824_512),
-        ({"policy": "lean"}, 96, "muon", 166_936_576),
-        ({"policy": "speed", "depth": 3, "filters": 8}, 64, "adam", 33_947_648),
-        ({"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"}, 96, "muon", 164_364_288),
+        ({"dtype": "float32", "policy": "speed"}, 64, "muon", 168_132_608),
+        ({"policy": "speed"}, 96, "muon", 252_313_600),
+        ({"policy": "lean"}, 96, "muon", 165_150_720),
+        ({"policy": "speed", "depth": 3, "filters": 8}, 64, "adam", 31_981_568),
+        ({"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"}, 96, "muon", 161_792_000),
     ],
 )
 def test_the_allocators_peak_is_the_measured_one(unet, side, optimizer, measured):
     """get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0, two threads."""
     job = Job(UNetConfig(**{"dtype": "bfloat16", **unet}), (side,) * 3, optimizer=optimizer, threads=2)
-    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.02)
+    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
 
 
 KIB, SIDE = 2**10, 16
@@ -99,6 +99,33 @@ def test_a_gradient_takes_the_place_of_the_one_it_is_made_of_where_nobody_else_r
     lean = {op.name: op.takes_over for op in in_lean.ops}
     assert lean["encoder0_conv2"] == "encoder0_conv1"
     assert lean["encoder0_conv1"] is None  # the image stays
+
+
+def test_a_copy_of_a_kernel_does_not_take_the_place_of_the_next_map():
+    """The paper's network: each gradient of an up-sampled map lies where that map was."""
+    unet = UNetConfig(network="cicek2016", channels=1, outputs=1, filters=32, depth=4, norm="batch")
+    unet = dataclasses.replace(unet, dtype="bfloat16", policy="speed")
+    taken = use(training_step(Job(unet, (240, 240, 144), 16, micro_batch=1, optimizer="adam")))
+    assert taken.resident_bytes < 1.1 * taken.peak_bytes  # 1.32 with the copy in the free place
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_logits_takes_their_place_and_the_loss_no_map(dtype):
+    unet = UNetConfig(depth=3, deep_supervision=True, dtype=dtype)
+    loss = [op for op in training_step(Job(unet, (32, 32, 32))).ops if op.phase == "loss"]
+    taken = {op.name: op.takes_over for op in loss}
+    assert taken == {
+        "head/loss_sums": None,
+        "head1/loss_sums": None,
+        "head/slope": "head",
+        "head1/slope": "head1",
+    }
+    assert not any(op.scratch for op in loss)
+    assert sum(len(op.writes) for op in loss) == 2
+    # Logits of three regions, and of the target a byte each; of the coarser head's every second row along x and y.
+    value_bytes = 2 if dtype == "bfloat16" else 4
+    fine, coarse = 3 * 32**3, 3 * 16**3
+    assert [op.traffic_bytes for op in loss[:2]] == [fine * (value_bytes + 1), coarse * (value_bytes + 2)]
 
 
 def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():

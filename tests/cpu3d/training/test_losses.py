@@ -5,7 +5,17 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.training.losses import HARD, SMOOTH, DiceCrossEntropy, RegionDice, hard_dice_counts
+from models.native import operations
 from models.supervision import supervise
+
+
+@pytest.fixture(params=["own operations", "TensorFlow's"])
+def computed_by(request, monkeypatch):
+    """Both ways in which a loss is computed."""
+    if request.param == "TensorFlow's":
+        monkeypatch.setattr(operations, "in_use", lambda: False)
+    elif not operations.available():
+        pytest.skip("own operations are not built")
 
 
 @tf.custom_gradient
@@ -35,7 +45,7 @@ def by_definition(target, logits):
     return 1 - tf.reduce_mean(dice) + HARD * tf.reduce_mean(hard), dice
 
 
-def test_a_voxel_pulls_by_its_error_and_the_square_of_it():
+def test_a_voxel_pulls_by_its_error_and_the_square_of_it(computed_by):
     # One region of four voxels, errors 0.5, 0.9, 0.1 and 0: HARD * |p - t| (p - t) / (1.5 + 1), and the slope of Dice.
     target, logits = volume([1, 0, 1, 0]), logit([0.5, 0.9, 0.9, 0])
     with tf.GradientTape() as tape:
@@ -60,7 +70,7 @@ def test_soft_dice_of_four_voxels(target, probabilities, dice):
     np.testing.assert_allclose(dice_cross_entropy(volume(target), logit(probabilities))[1], [[dice]], rtol=1e-6)
 
 
-def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
+def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(computed_by):
     rng = np.random.default_rng(1)
     target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
     logits = [tf.constant(rng.normal(size=(1, n, n, n, 1)), tf.float32) for n in (8, 2, 4)]
@@ -71,7 +81,7 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel():
 
 
 @pytest.mark.parametrize("samples", [2, None])
-def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid(samples):
+def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid(samples, computed_by):
     rng = np.random.default_rng(2)
     target = tf.constant(rng.random((2, 8, 4, 4, 3)) < [0.5, 0.1, 0.0], tf.uint8)
     logits, weights = tf.constant(rng.normal(0, 2, (2, 4, 2, 2, 3)), tf.float32), tf.constant([1.0, 3.0])
@@ -117,8 +127,8 @@ def test_hard_counts_are_voxels_of_at_least_one_half():
 
 
 @pytest.mark.parametrize(("samples", "size_x", "dtype"), [(2, 20, "float32"), (3, 5, "bfloat16")])
-def test_loss_and_gradient_are_those_of_the_definition_over_pieces_of_x(samples, size_x, dtype):
-    """20 planes are pieces of 2 and 3; of 5 planes there are fewer pieces."""
+def test_loss_and_gradient_are_those_of_the_definition(samples, size_x, dtype, computed_by):
+    """The last region is empty."""
     rng = np.random.default_rng(0)
     target = tf.constant(rng.random((samples, size_x, 4, 6, 3)) < np.linspace(0.4, 0, 3), tf.uint8)
     logits, results = tf.cast(rng.normal(0, 3, target.shape), dtype), []
@@ -130,6 +140,42 @@ def test_loss_and_gradient_are_those_of_the_definition_over_pieces_of_x(samples,
         results.append((loss, dice, tf.cast(tape.gradient(weighted, logits), tf.float32)))
     for gradient, expected in zip(*results):
         assert tf.norm(gradient - expected) <= (1e-5 if dtype == "float32" else 3e-3) * tf.norm(expected)
+
+
+def test_the_factors_are_derivatives_by_the_sums():
+    rng = np.random.default_rng(0)
+    overlap = rng.uniform(1, 50, (2, 3))
+    predicted, true = overlap + rng.uniform(0, 9, (2, 3)), overlap + rng.uniform(0, 9, (2, 3))
+    sums = np.stack([rng.uniform(1, 90, (2, 3)), overlap, predicted, true], 1)
+    sums[0, :, 2] = [3, 0, 2, 0]  # an empty region
+    sums, loss = tf.constant(sums, tf.float32), DiceCrossEntropy()
+    with tf.GradientTape() as tape:
+        tape.watch(sums)
+        cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=1)
+        errors = predicted + true - 2 * overlap
+        dice = (2 * overlap + SMOOTH) / (predicted + true + SMOOTH)
+        hard = (cross_entropy - errors) / tf.stop_gradient(errors + SMOOTH)
+        value = 1 - tf.reduce_mean(dice) + HARD * tf.reduce_mean(hard)
+    of_batch, score, factors = loss.value(sums)
+    np.testing.assert_allclose(of_batch, value, rtol=1e-6)
+    np.testing.assert_allclose(score, dice, rtol=1e-6)
+    np.testing.assert_allclose(factors, tape.gradient(value, sums)[:, :3], rtol=1e-5, atol=1e-8)
+
+
+def test_a_floating_target_may_lie_between_0_and_1():
+    rng = np.random.default_rng(4)
+    target = tf.constant(rng.random((1, 4, 4, 4, 2)), tf.float32)
+    logits = tf.constant(rng.normal(size=(1, 4, 4, 4, 2)), tf.float32)
+    dice = dice_cross_entropy(target, logits)[1]
+    np.testing.assert_allclose(dice, by_definition(target, logits)[1], rtol=1e-5)
+
+
+def test_a_step_that_xla_compiles_has_the_same_loss():
+    rng = np.random.default_rng(5)
+    target = tf.constant(rng.random((1, 4, 4, 4, 2)) < 0.4, tf.uint8)
+    logits = tf.constant(rng.normal(size=(1, 4, 4, 4, 2)), tf.float32)
+    compiled = tf.function(DiceCrossEntropy(), jit_compile=True)
+    np.testing.assert_allclose(compiled(target, logits), DiceCrossEntropy()(target, logits), rtol=1e-6)
 
 
 def test_compile_takes_the_loss_by_its_name_and_arrays():

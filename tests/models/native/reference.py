@@ -18,7 +18,9 @@ DTYPES = {"float32": (FLOAT32, np.float32), "bfloat16": (BFLOAT16, ml_dtypes.bfl
 
 KINDS = ("convolve", "input_gradient", "filter_gradient")
 KINDS += ("max_pool", "max_pool_gradient", "residual_sum", "residual_gradient", "to_raw", "project", "project_gradient")
-KINDS += ("project_sums", "project_to_raw", "up_convolve", "up_input_gradient", "up_filter_gradient")  # as in native.h
+KINDS += ("project_sums", "project_to_raw", "up_convolve", "up_input_gradient", "up_filter_gradient")
+LOSSES = ("loss_sums", "loss_slope")
+KINDS += LOSSES  # as in native.h
 
 
 class Operation(ctypes.Structure):
@@ -28,6 +30,7 @@ class Operation(ctypes.Structure):
         *((name, c_void_p * 2) for name in ("maps", "others")),
         *((name, c_void_p) for name in ("coefficients", "other_coefficients", "filters", "bias")),
         *((name, c_void_p) for name in ("map", "sums_to", "filter_gradient", "bias_gradient", "scratch")),
+        ("finer", c_int * 3),
     )
 
 

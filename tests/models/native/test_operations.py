@@ -79,6 +79,47 @@ def test_a_map_of_an_odd_side_is_not_pooled():
         operations.max_pool(Source(tf.zeros((1, 2, 3, 2, 4))))
 
 
+@pytest.mark.parametrize(
+    ("logits", "target", "factors", "message"),
+    [
+        ((1, 4, 4, 4, 2), (1, 4, 4, 4, 3), (1, 3, 2), r"target must .* got \(1, 4, 4, 4, 3\)"),
+        ((1, 4, 4, 4, 2), (2, 4, 4, 4, 2), (1, 3, 2), r"target must .* got \(2, 4, 4, 4, 2\)"),
+        ((1, 4, 4, 4, 2), (1, 4, 6, 4, 2), (1, 3, 2), r"target must .* got \(1, 4, 6, 4, 2\)"),
+        ((1, 4, 4, 4, 2), (1, 4, 4, 2, 2), (1, 3, 2), r"target must .* got \(1, 4, 4, 2, 2\)"),
+        ((1, 4, 4, 4, 2), (4, 4, 4, 2), (1, 3, 2), r"target must .* got \(4, 4, 4, 2\)"),
+        ((1, 0, 4, 4, 2), (1, 4, 4, 4, 2), (1, 3, 2), r"target must .* for \(1, 0, 4, 4, 2\)"),
+        ((1, 4, 4, 4, 2), (1, 4, 4, 4, 2), (1, 4, 2), r"factors must .* \(1, 3, 2\), got"),
+        ((1, 1, 1, 1, 16385), (1, 1, 1, 1, 16385), (1, 3, 16385), "regions must be 1 to 16384"),
+    ],
+)
+def test_a_target_and_factors_that_do_not_fit_the_logits_are_refused(logits, target, factors, message):
+    logits, target = tf.zeros(logits), tf.zeros(target, tf.uint8)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        operations.loss_slope(logits, target, tf.zeros(factors))
+    if not message.startswith("factors"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            operations.loss_sums(logits, target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_that_are_read_again_keep_their_values(dtype):
+    logits = tf.cast(normal(15, 1, 3, 4, 5, 3), dtype)
+    target = tf.cast(normal(16, 1, 6, 8, 10, 3) > 0, tf.uint8)
+    factors = normal(17, 1, 3, 3)
+
+    @tf.function(autograph=False)
+    def both(logits):
+        map_ = logits + 1
+        slope = operations.loss_slope(map_, target, factors)
+        with tf.control_dependencies([slope]):
+            return slope, tf.identity(map_) * 1
+
+    slope, map_ = both(logits)
+    np.testing.assert_array_equal(map_, logits + 1)
+    alone = tf.function(lambda: operations.loss_slope(logits + 1, target, factors), autograph=False)
+    np.testing.assert_array_equal(alone(), slope)
+
+
 # Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of both coefficients,
 # maps and others.
 KINDS = {

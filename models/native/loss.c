@@ -1,0 +1,325 @@
+/* The loss of a map of logits against a target: sums over the voxels of each region, and the
+   gradient of the logits (native.h has both).
+
+   A row of the map is all z at one x, y: a run of values in whole vectors, and a rest. With R
+   regions the values of vector v belong to regions (v * LANES + lane) % R, the same ones again
+   every R vectors. One of these R places of a vector is its phase.
+
+       R = 3:   phase 0: 0 1 2 0 1 2 0 1   phase 1: 2 0 1 2 0 1 2 0   phase 2: 1 2 0 1 2 0 1 2
+
+   Rows are computed in blocks that follow from the map's shape alone. Sums are of float32 within a
+   row and of float64 over rows; those of the blocks are added in their order: their bits do not
+   depend on the number of threads. */
+#include "rows.h"
+
+enum { BLOCK_VALUES = 8192 }; /* of logits in a block, about: some microseconds of work */
+
+struct loss {
+    const struct operation *op;
+    int regions, row_values;
+    int block_rows;      /* rows of a block */
+    long sample_rows;    /* rows of a sample */
+    long sample_blocks;  /* blocks of a sample */
+    double *block_sums;  /* [block][TERMS][regions] */
+    size_t kept_bytes;   /* of a thread */
+    int failed;
+};
+
+/* What a thread keeps. */
+struct lines {
+    vec *phases;     /* [phase][TERMS]: sums of a row; or [phase][FACTORS] */
+    double *lanes;   /* [phase][TERMS][LANES]: sums of a block */
+    uint8_t *target; /* a row of a target on a finer grid, thinned */
+};
+
+/* --- One vector of logits --- */
+
+/* c[0] + c[1] x + c[2] x^2 ... */
+ALWAYS_INLINE vec polynomial(vec x, const float *c, int count)
+{
+    vec sum = c[count - 1] + (vec){0};
+#pragma GCC unroll 16
+    for (int i = count - 2; i >= 0; i--)
+        sum = sum * x + c[i];
+    return sum;
+}
+
+/* exp(-|z|), of at least exp(-87): 2^n exp(r) with |r| <= ln 2 / 2 (Cody and Waite 1980). A NaN
+   stays one. */
+ALWAYS_INLINE vec exp_of_minus_size(vec z)
+{
+    static const float of_r[] = { /* fitted at Chebyshev's points: 2.4e-8 relative */
+        1, 1, 0.5f, 0.16666505f, 0.041666351f, 0.0083691506f, 0.0013941111f,
+    };
+    const float to_integer = 12582912; /* 1.5 * 2^23: a sum with it has integers in its last bits */
+    const float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+    vec x = at_least(-(vec)((ivec)z & 0x7fffffff), (vec){0} - 87);
+    vec shifted = x * 1.44269504f + to_integer;
+    vec n = shifted - to_integer;
+    vec r = x - n * ln2_high - n * ln2_low;
+    uvec power = ((uvec)shifted - 0x4b400000 + 127) << 23; /* the bits of 2^n */
+    return polynomial(r, of_r, 7) * (vec)power;
+}
+
+/* log(1 + e) of 0 <= e <= 1. */
+ALWAYS_INLINE vec log_of_1_and(vec e)
+{
+    static const float over_e[] = { /* fitted at Chebyshev's points: 6.0e-8 relative */
+        1,           -0.49999502f, 0.33319271f,  -0.24844369f,  0.19111431f,
+        -0.1367477f, 0.078361668f, -0.029588507f, 0.0052534579f,
+    };
+    return e * polynomial(e, over_e, 9);
+}
+
+/* The sigmoid of a vector of logits, to full precision on both sides. */
+struct sigmoid {
+    vec p, rest;  /* rest: 1 - p */
+    vec slope;    /* p (1 - p) */
+    vec e;        /* exp(-|z|) */
+};
+
+ALWAYS_INLINE struct sigmoid sigmoid_of(vec z)
+{
+    vec e = exp_of_minus_size(z), large = 1 / (1 + e), small = e * large;
+    ivec is_negative = z < 0;
+    return (struct sigmoid){
+        .p = choose(is_negative, small, large),
+        .rest = choose(is_negative, large, small),
+        .slope = large * small,
+        .e = e,
+    };
+}
+
+/* Lanes where the target is not 0; not those from n on. */
+ALWAYS_INLINE ivec true_lanes(const uint8_t *target, int n)
+{
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    bytes some = {0};
+    memcpy(&some, target, n == LANES ? sizeof some : (size_t)n);
+    return __builtin_convertvector(some, ivec) != 0;
+}
+
+ALWAYS_INLINE ivec lanes_below(int n)
+{
+    ivec lane;
+    for (int i = 0; i < LANES; i++)
+        lane[i] = i;
+    return lane < n;
+}
+
+/* Adds the values of a vector, the first n, to the sums of its phase. */
+ALWAYS_INLINE void add_terms(vec *sums, vec z, ivec is_true, int n)
+{
+    struct sigmoid of_z = sigmoid_of(z);
+    /* 0 * z: of an infinite logit a NaN, so that the loss shows it. */
+    vec cross_entropy = at_least(choose(is_true, -z, z), (vec){0}) + log_of_1_and(of_z.e) + 0 * z;
+    if (n < LANES) {
+        cross_entropy = keep_where(lanes_below(n), cross_entropy);
+        of_z.p = keep_where(lanes_below(n), of_z.p);
+    }
+    sums[CROSS_ENTROPY] += cross_entropy;
+    sums[OVERLAP] += keep_where(is_true, of_z.p);
+    sums[PREDICTED] += of_z.p;
+    sums[TRUE] += keep_where(is_true, (vec){0} + 1);
+}
+
+ALWAYS_INLINE vec slope_of(const vec *factors, vec z, ivec is_true)
+{
+    struct sigmoid of_z = sigmoid_of(z);
+    vec of_p = keep_where(is_true, factors[OVERLAP]) + factors[PREDICTED];
+    return factors[CROSS_ENTROPY] * choose(is_true, -of_z.rest, of_z.p) + of_z.slope * of_p;
+}
+
+/* --- Rows --- */
+
+/* The n values of the map from element `at` on, against those of the target. */
+ALWAYS_INLINE void compute_vector(const struct operation *op, vec *phases, int phase, size_t at,
+                                  const uint8_t *target, int n, int kind, int dtype)
+{
+    prefetch(op->maps[0], at, dtype, 0);
+    vec z = load_values(op->maps[0], at, n, dtype);
+    ivec is_true = true_lanes(target, n);
+    if (kind == LOSS_SUMS) {
+        add_terms(phases + phase * TERMS, z, is_true, n);
+    } else {
+        vec slope = slope_of(phases + phase * FACTORS, z, is_true);
+        store_values(op->map, at, slope, n, dtype);
+    }
+}
+
+/* A row of the map, from element `at` on. */
+ALWAYS_INLINE void compute_row(const struct loss *loss, vec *phases, size_t at,
+                               const uint8_t *target, int kind, int dtype)
+{
+    int left = loss->row_values;
+    int phase = 0;
+    for (; left >= LANES; left -= LANES) {
+        compute_vector(loss->op, phases, phase, at, target, LANES, kind, dtype);
+        at += LANES;
+        target += LANES;
+        phase++;
+        if (phase == loss->regions)
+            phase = 0;
+    }
+    if (left)
+        compute_vector(loss->op, phases, phase, at, target, left, kind, dtype);
+}
+
+static void compute_row_as(const struct loss *loss, vec *phases, size_t at, const uint8_t *target)
+{
+#define ROW(kind, dtype) compute_row(loss, phases, at, target, kind, dtype)
+    if (loss->op->kind == LOSS_SUMS)
+        loss->op->dtype == FLOAT32 ? ROW(LOSS_SUMS, FLOAT32) : ROW(LOSS_SUMS, BFLOAT16);
+    else
+        loss->op->dtype == FLOAT32 ? ROW(LOSS_SLOPE, FLOAT32) : ROW(LOSS_SLOPE, BFLOAT16);
+}
+
+/* A row of the target on the map's grid. */
+static const uint8_t *target_row(const struct loss *loss, struct lines *lines, int batch, long row)
+{
+    const struct operation *op = loss->op;
+    const int *finer = op->finer;
+    size_t x = (size_t)(row / op->y) * finer[0] + (size_t)batch * op->x * finer[0];
+    size_t y = (size_t)(row % op->y) * finer[1] + x * op->y * finer[1];
+    const uint8_t *from = (const uint8_t *)op->others[0] + y * loss->row_values * finer[2];
+    if (finer[2] == 1)
+        return from;
+    size_t voxel = loss->regions;
+    for (int z = 0; z < op->z; z++)
+        memcpy(lines->target + z * voxel, from + z * voxel * finer[2], voxel);
+    return lines->target;
+}
+
+/* Adds the sums of a row to those of its block, and clears them. */
+static void add_row_to_block(const struct loss *loss, struct lines *lines)
+{
+    int count = loss->regions * TERMS;
+    for (int i = 0; i < count; i++) {
+        for (int lane = 0; lane < LANES; lane++)
+            lines->lanes[(size_t)i * LANES + lane] += lines->phases[i][lane];
+        lines->phases[i] = (vec){0};
+    }
+}
+
+static void write_block_sums(const struct loss *loss, struct lines *lines, long block)
+{
+    int regions = loss->regions;
+    double *sums = loss->block_sums + (size_t)block * TERMS * regions;
+    memset(sums, 0, sizeof(double) * TERMS * regions);
+    for (int phase = 0, region = 0; phase < regions; phase++)
+        for (int lane = 0; lane < LANES; lane++) {
+            for (int term = 0; term < TERMS; term++) {
+                double *sum = lines->lanes + ((size_t)phase * TERMS + term) * LANES + lane;
+                sums[(size_t)term * regions + region] += *sum;
+                *sum = 0;
+            }
+            region++;
+            if (region == regions)
+                region = 0;
+        }
+}
+
+/* The factors of a sample at the lanes of each phase. */
+static void spread_factors(const struct loss *loss, struct lines *lines, int batch)
+{
+    int regions = loss->regions;
+    const float *factors = loss->op->coefficients + (size_t)batch * FACTORS * regions;
+    for (int phase = 0, region = 0; phase < regions; phase++)
+        for (int lane = 0; lane < LANES; lane++) {
+            vec *to = lines->phases + phase * FACTORS;
+            for (int term = 0; term < FACTORS; term++)
+                to[term][lane] = factors[(size_t)term * regions + region];
+            region++;
+            if (region == regions)
+                region = 0;
+        }
+}
+
+/* --- The operation --- */
+
+static void loss_thread(void *argument, int thread, int threads)
+{
+    struct loss *loss = argument;
+    const struct operation *op = loss->op;
+    char *memory = thread_memory(thread, loss->kept_bytes);
+    if (!memory) {
+        loss->failed = 1;
+        return;
+    }
+    memset(memory, 0, loss->kept_bytes);
+    size_t count = (size_t)loss->regions * TERMS * LANES;
+    struct lines lines = {.phases = (vec *)memory};
+    lines.lanes = (double *)(memory + count * sizeof(float));
+    lines.target = (uint8_t *)(lines.lanes + count);
+    long blocks = op->batch * loss->sample_blocks;
+    int spread = -1; /* the sample whose factors are there */
+    for (long block = blocks * thread / threads; block < blocks * (thread + 1) / threads; block++) {
+        int batch = (int)(block / loss->sample_blocks);
+        if (op->kind == LOSS_SLOPE && spread != batch) {
+            spread_factors(loss, &lines, batch);
+            spread = batch;
+        }
+        long row = block % loss->sample_blocks * loss->block_rows;
+        long past = row + loss->block_rows;
+        if (past > loss->sample_rows)
+            past = loss->sample_rows;
+        for (; row < past; row++) {
+            const uint8_t *target = target_row(loss, &lines, batch, row);
+            size_t at = ((size_t)batch * loss->sample_rows + row) * loss->row_values;
+            compute_row_as(loss, lines.phases, at, target);
+            if (op->kind == LOSS_SUMS)
+                add_row_to_block(loss, &lines);
+        }
+        if (op->kind == LOSS_SUMS)
+            write_block_sums(loss, &lines, block);
+    }
+}
+
+static void write_sums(const struct loss *loss)
+{
+    const struct operation *op = loss->op;
+    size_t count = (size_t)TERMS * loss->regions;
+    for (int batch = 0; batch < op->batch; batch++) {
+        const double *blocks = loss->block_sums + batch * loss->sample_blocks * count;
+        for (size_t i = 0; i < count; i++) {
+            double sum = 0;
+            for (long block = 0; block < loss->sample_blocks; block++)
+                sum += blocks[block * count + i];
+            op->sums_to[batch * count + i] = (float)sum;
+        }
+    }
+}
+
+/* The name that build.py gives to that of an instruction set. */
+int LOSS(const struct operation *op)
+{
+    struct loss loss = {.op = op, .regions = op->channels[0]};
+    loss.row_values = op->z * loss.regions;
+    loss.sample_rows = (long)op->x * op->y;
+    loss.block_rows = loss.row_values < BLOCK_VALUES ? BLOCK_VALUES / loss.row_values : 1;
+    loss.sample_blocks = (loss.sample_rows + loss.block_rows - 1) / loss.block_rows;
+    size_t count = (size_t)loss.regions * TERMS * LANES;
+    loss.kept_bytes = count * (sizeof(float) + sizeof(double)) + loss.row_values;
+    long blocks = op->batch * loss.sample_blocks;
+    size_t passing = op->kind == LOSS_SUMS ? sizeof(double) * TERMS * loss.regions * blocks : 0;
+    int threads = least(op->threads, MOST_THREADS);
+    if (blocks < threads)
+        threads = (int)blocks;
+    if (op->scratch) {
+        op->scratch[KEEPING_THREADS] = threads;
+        op->scratch[KEPT_BYTES] = loss.kept_bytes;
+        op->scratch[PASSING_BYTES] = passing;
+        return 0;
+    }
+    if (passing) {
+        loss.block_sums = passing_memory(passing);
+        if (!loss.block_sums)
+            return -1;
+    }
+    run_on_threads(threads, loss_thread, &loss);
+    if (loss.failed)
+        return -1;
+    if (op->kind == LOSS_SUMS)
+        write_sums(&loss);
+    return 0;
+}
