@@ -300,6 +300,7 @@ int DIRECT_FILTERS(const struct operation *); /* build.py defines the names */
 int DIRECT_UP(const struct operation *);
 int DIRECT_UP_FILTERS(const struct operation *);
 int PASSES(const struct operation *);
+int LOSS(const struct operation *);
 
 static int run(const struct operation *op)
 {
@@ -309,6 +310,8 @@ static int run(const struct operation *op)
         failed = DIRECT_UP(op);
     else if (op->kind == UP_FILTER_GRADIENT)
         failed = DIRECT_UP_FILTERS(op);
+    else if (op->kind >= LOSS_SUMS)
+        failed = LOSS(op);
     else if (op->kind >= MAX_POOL)
         failed = PASSES(op);
     else if (op->kind == FILTER_GRADIENT)
