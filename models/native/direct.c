@@ -271,12 +271,8 @@ static void pack_weights(void *argument, int thread, int threads)
 static int convolve(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (op->scratch) {
-        op->scratch[KEEPING_THREADS] = j.slabs;
-        op->scratch[KEPT_BYTES] = j.kept;
-        op->scratch[PASSING_BYTES] = j.passing;
+    if (asks_for_scratch(op, j.slabs, j.kept, j.passing))
         return 0;
-    }
     j.weights = passing_memory(j.passing);
     if (!j.weights)
         return -1;

@@ -172,12 +172,8 @@ static void write_filter_gradient(void *argument, int thread, int threads)
 int DIRECT_UP_FILTERS(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (op->scratch) {
-        op->scratch[KEEPING_THREADS] = j.slabs;
-        op->scratch[KEPT_BYTES] = j.kept;
-        op->scratch[PASSING_BYTES] = j.passing;
+    if (asks_for_scratch(op, j.slabs, j.kept, j.passing))
         return 0;
-    }
     j.filter_sums = passing_memory(j.passing);
     if (!j.filter_sums)
         return -1;

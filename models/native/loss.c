@@ -305,12 +305,8 @@ int LOSS(const struct operation *op)
     int threads = least(op->threads, MOST_THREADS);
     if (blocks < threads)
         threads = (int)blocks;
-    if (op->scratch) {
-        op->scratch[KEEPING_THREADS] = threads;
-        op->scratch[KEPT_BYTES] = loss.kept_bytes;
-        op->scratch[PASSING_BYTES] = passing;
+    if (asks_for_scratch(op, threads, loss.kept_bytes, passing))
         return 0;
-    }
     if (passing) {
         loss.block_sums = passing_memory(passing);
         if (!loss.block_sums)

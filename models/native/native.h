@@ -64,6 +64,18 @@ struct operation {
     int finer[3];    /* of a loss: voxels of the target along each axis for one of the map, the first of which counts */
 };
 
+/* Whether an operation is asked for its scratch alone, which is then written. */
+static inline int asks_for_scratch(const struct operation *op, size_t threads, size_t kept_bytes,
+                                   size_t passing_bytes)
+{
+    if (!op->scratch)
+        return 0;
+    op->scratch[KEEPING_THREADS] = threads;
+    op->scratch[KEPT_BYTES] = kept_bytes;
+    op->scratch[PASSING_BYTES] = passing_bytes;
+    return 1;
+}
+
 /* An instruction set: the same sources, compiled for it. */
 struct kernels {
     const char *name;

@@ -482,12 +482,8 @@ int PASSES(const struct operation *), LOSS(const struct operation *); /* build.p
 static int convolve(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (op->scratch) {
-        op->scratch[KEEPING_THREADS] = j.slabs;
-        op->scratch[KEPT_BYTES] = j.bytes;
-        op->scratch[PASSING_BYTES] = j.passing;
+    if (asks_for_scratch(op, j.slabs, j.bytes, j.passing))
         return 0;
-    }
     char *memory = passing_memory(j.passing);
     if (!memory)
         return -1;

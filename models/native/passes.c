@@ -300,12 +300,8 @@ int PASSES(const struct operation *op)
     job.filter_count = op->filter_gradient ? filters + job.other_width : 0;
     size_t bytes = (job.sum_count + job.filter_count) * job.slabs * sizeof(double);
     bytes += job.packed_count * sizeof(float);
-    if (op->scratch) {
-        op->scratch[KEEPING_THREADS] = job.slabs;
-        op->scratch[KEPT_BYTES] = job.floats * sizeof(float);
-        op->scratch[PASSING_BYTES] = bytes;
+    if (asks_for_scratch(op, job.slabs, job.floats * sizeof(float), bytes))
         return 0;
-    }
     job.sums = passing_memory(bytes);
     if (!job.sums)
         return -1;
