@@ -35,7 +35,7 @@ CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")
 FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_filter_gradient")
 MOST_THREADS = 256  # that compute an operation (native.h)
 GROUP = 16  # channels that are stored together
-TILES = ("amx", "amx_in_c")  # direct products, of bfloat16 maps
+TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # direct products, of bfloat16 maps
 LOSS_TERMS = 4  # sums of each region
 BLOCK_VALUES = 8192  # logits of a block of rows, of which a loss has its sums
 LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is rounded up to
@@ -103,7 +103,7 @@ def scratch_of(
 def rows_of(instructions: str, value_bytes: int) -> Rows:
     """Rows of maps of so many bytes a value. Without products of bfloat16 values they are of
     float32."""
-    lanes = 16 if instructions in ("avx512", "avx512_bf16", "amx") else 8
+    lanes = 8 if instructions in ("avx2", "amx_in_c") else 16
     if value_bytes == 2 and instructions in BFLOAT16_PRODUCTS:
         return Rows(4, 2, 2, lanes)
     return Rows(6, 4, 1, lanes)
@@ -159,7 +159,7 @@ def _of_direct_convolution(
     in_place: bool,
 ) -> Scratch:
     """`job_of` in direct.c: a ring of three planes of bfloat16 rows in the cache, and the sums of
-    four tiles; packed filters, the slabs' sums and copies."""
+    twice four tiles; packed filters, the slabs' sums and copies."""
     _, y, z = op.grid
     width = _direct_width(op.channels)
     blocks = _parts(op.outputs, GROUP)
@@ -176,7 +176,7 @@ def _of_direct_convolution(
     row = LINE_BYTES * (_parts(row, LINE_BYTES) | 1)
     most = max(4, l2_bytes * 2 // 5 // (3 * row) - 2)
     y_rows = min(y, _up(_parts(y, _parts(y, most)), 4 // columns))
-    kept = 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
+    kept = 2 * 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
 
     passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
     passing += slabs * (8 * (op.batch * 2 * blocks * GROUP + 16) + _copies(op, slabs, in_place))

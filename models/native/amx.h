@@ -2,13 +2,26 @@
    5 the left factors, 6 and 7 the right ones; or, of whole registers, 0 to 5 sums, 6 the left
    factor, 7 the right one. Without -mamx-bf16 they are plain C with the order of sums that Intel
    documents, but for denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits
-   as the plain C (docs/kernels.md). */
+   as the plain C (docs/kernels.md). With -DTILES_LEFT_OUT they do nothing, to time what is done
+   beside them: the results are then meaningless. */
 #ifndef AMX_H
 #define AMX_H
 
 #include "vectors.h"
 
-#ifdef __AMX_BF16__
+#ifdef TILES_LEFT_OUT
+
+static void tile_config(int rows, int depth) {}
+static void tile_release(void) {}
+ALWAYS_INLINE void tile_zero(int tile) {}
+ALWAYS_INLINE void tile_load(int tile, const void *from, size_t stride) {}
+ALWAYS_INLINE void tile_store(int tile, void *to, size_t stride)
+{
+    __asm__ volatile("" ::: "memory"); /* or what follows would be known beforehand */
+}
+ALWAYS_INLINE void tile_multiply_add(int sum, int left, int right) {}
+
+#elif defined __AMX_BF16__
 
 /* Left factors of `rows` x 2 * `depth` values, right ones of 2 * depth x 16. */
 static void tile_config(int rows, int depth)

@@ -85,7 +85,7 @@ static struct job job_of(const struct operation *op)
     int most = rows < MOST_ROWS ? MOST_ROWS : least(rows, op->y);
     int cuts = parts_of(op->y, most); /* of equal height */
     j.y_rows = least(op->y, round_up(parts_of(op->y, cuts), MOST_ROWS / j.columns));
-    j.kept = sizeof(float) * MOST_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
+    j.kept = sizeof(float) * 2 * MOST_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
 
     j.weight_bytes = j.blocks * j.block_bytes;
     j.thread_totals = (size_t)op->batch * 2 * j.made.width + 16; /* a line between threads */
@@ -98,7 +98,7 @@ struct thread {
     const struct job *job;
     struct part part;
     struct made made;
-    float *sums; /* of up to four tiles */
+    float *sums; /* of twice up to four tiles */
     char *ring;  /* three planes of y_rows + 2 rows */
     char *copies;
     double *totals;
@@ -140,39 +140,68 @@ static const char *weights_of(const struct job *j, struct column column)
 
 /* --- An operation --- */
 
-/* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1. */
+/* Asks for voxels z0 ... z0 + count - 1 of rows y ... y + rows - 1 of the plane that is formed next:
+   while products are made, memory would have nothing to do. */
+static void ask_for_next(const struct thread *t, int x, int y, int rows, int z0, int count)
+{
+    const struct operation *op = t->job->op;
+    const struct input *in = &t->job->input;
+    const void *maps[] = {in->maps[0], in->maps[1], in->raw};
+    int channels[] = {in->channels[0], in->channels[1], in->raw ? in->channels[0] : 0};
+    if (x > t->part.x1 || x >= op->x)
+        return;
+    for (int row = 0; row < rows; row++)
+        for (int m = 0; m < 3; m++) {
+            size_t voxel = voxel_of(op, 1, t->part.batch, x, y + row) + z0;
+            const char *from = (const char *)maps[m] + voxel * channels[m] * 2;
+            for (int at = 0; at < count * channels[m] * 2; at += 64)
+                __builtin_prefetch(from + at, 0, 2);
+        }
+}
+
+/* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1. A
+   block is finished after the products of the next one: its own would have to be waited for. */
 static void convolve_plane(struct thread *t, int x)
 {
     const struct job *j = t->job;
     const struct part *part = &t->part;
     size_t tile_bytes = j->lines * j->products.line_bytes;
+    struct finished blocks[2] = {{0}};
+    int now = 0; /* of `blocks` and of the sums of both */
     for (int pass = 0; pass < j->passes; pass++) {
         struct column columns[2];
-        int count = columns_of(columns, j->voxels, j->blocks, pass);
+        int count = columns_of(columns, j->voxels, j->blocks, pass), most = MOST_ROWS / count;
         const char *weights[2] = {weights_of(j, columns[0]), weights_of(j, columns[count - 1])};
-        struct finished f = finished_of(columns, count, j->outputs);
+        const struct finished empty = finished_of(columns, count, j->outputs);
         for (int tile = 0; tile < j->tiles; tile++) {
             int z0 = tile * j->lines * j->voxels;
             int left = least(j->op->z - z0, j->lines * j->voxels);
-            for (int y = part->y0; y < part->y1; y += f.rows) {
-                const char *first[9];
-                f.rows = least(MOST_ROWS / count, part->y1 - y);
-                f.ahead = (size_t)f.rows * j->op->z * j->outputs;
-                for (int tap = 0; tap < 9; tap++) {
-                    const char *row = ring_row(t, x + tap / 3 - 1, y + tap % 3 - 1);
-                    first[tap] = row + tile * tile_bytes;
-                }
-                multiply(&j->products, f.rows, count, t->sums, first, weights);
-                for (int row = 0; row < f.rows; row++) {
-                    const float *sums = t->sums + row * count * TILE_FLOATS;
-                    size_t voxel = voxel_of(j->op, 1, part->batch, x, y + row) + z0;
-                    f.lines[row] =
-                        lines_of(sums, columns, count, voxel, left, j->voxels, j->outputs);
-                }
-                finish(&t->made, &f);
+            size_t voxel = voxel_of(j->op, 1, part->batch, x, part->y0) + z0;
+            size_t row_values = (size_t)j->op->z * j->outputs;
+            const struct lines top =
+                lines_of(t->sums, columns, count, voxel, left, j->voxels, j->outputs);
+            const char *first[9];
+            for (int tap = 0; tap < 9; tap++)
+                first[tap] = ring_row(t, x + tap / 3 - 1, part->y0 + tap % 3 - 1) + tile * tile_bytes;
+            for (int y = part->y0; y < part->y1; y += most, now = !now) {
+                struct finished *f = &blocks[now];
+                float *sums = t->sums + now * MOST_ROWS * TILE_FLOATS;
+                *f = empty;
+                f->rows = least(most, part->y1 - y);
+                f->ahead = f->rows * row_values;
+                for (int row = 0; row < f->rows; row++)
+                    f->lines[row] = moved(top, sums - t->sums + row * count * TILE_FLOATS,
+                                          (y - part->y0 + row) * row_values);
+                if (pass == 0)
+                    ask_for_next(t, x + 2, y, f->rows, z0, left);
+                multiply(&j->products, f->rows, count, sums, first, weights);
+                finish(&t->made, &blocks[!now]);
+                for (int tap = 0; tap < 9; tap++)
+                    first[tap] += most * j->products.row_bytes;
             }
         }
     }
+    finish(&t->made, &blocks[!now]);
 }
 
 /* What belongs to a sample of the map that is made. */
@@ -194,7 +223,7 @@ static void convolve_slab(void *argument, int thread, int threads)
         return;
     }
     struct thread t = {.job = j, .made = j->made, .sums = (float *)memory};
-    t.ring = (char *)(t.sums + MOST_ROWS * TILE_FLOATS);
+    t.ring = (char *)(t.sums + 2 * MOST_ROWS * TILE_FLOATS);
     t.copies = j->copies + thread * j->thread_copies;
     t.totals = j->totals + thread * j->thread_totals;
     memset(t.totals, 0, j->thread_totals * sizeof(double));

@@ -90,9 +90,19 @@ struct lines {
     size_t at[2], next;   /* elements of the map; to those of the next line */
 };
 
+/* The same lines of another row: so many sums, and elements of the map, further on. */
+static struct lines moved(struct lines lines, size_t sums, size_t elements)
+{
+    for (int i = 0; i < 2; i++) {
+        lines.sums[i] += sums;
+        lines.at[i] += elements;
+    }
+    return lines;
+}
+
 /* What is finished at once. */
 struct finished {
-    int rows;
+    int rows; /* 0: nothing */
     struct lines lines[MOST_ROWS];
     int channel[2], wide[2]; /* first channel, and channels, up to 16 */
     size_t ahead;            /* elements to what is finished next */
@@ -155,7 +165,7 @@ static struct lines lines_of(const float *sums, const struct column *columns, in
         return lines_of_one(sums, voxel * channels + 16 * columns[0].block, next, left);
     for (int i = 0; i < 2; i++) {
         at[i] = (voxel + columns[i].voxel) * channels + 16 * columns[i].block;
-        lines[i] = parts_of(left - columns[i].voxel, voxels);
+        lines[i] = voxels == 2 ? (left - columns[i].voxel + 1) / 2 : left;
     }
     return lines_of_two(sums, at[0], at[1], next, lines[0], lines[1]);
 }
@@ -194,87 +204,130 @@ ALWAYS_INLINE void store_line(void *map, size_t at, vec (*value)[VECS], int is_s
 #endif
 }
 
-/* Adds what was summed over lines to the totals of `count` values more. */
-ALWAYS_INLINE void add_sums(const struct made *made, int channel, int kind, const vec *sums,
-                            vec pivot, int count)
+/* How the lines of a call are finished: constants of the functions below. */
+struct how { int kind, adds, is_whole; };
+
+/* What is summed over the lines of a call, of both halves of a line. Moments are of the differences
+   from a pivot, in float32, and in float64 over all calls. */
+struct line_sums {
+    vec below[2][VECS][COEFFICIENTS]; /* norm of the map below */
+    vec pivot[2][VECS];
+    vec sums[2][VECS][2];
+};
+
+/* What is written: the products' sum, and what is added. */
+ALWAYS_INLINE vec value_of(const struct made *made, const struct lines *l, int i, int half, int v,
+                           int wide, struct how how)
 {
-    double *totals = made->totals + channel;
-    if (kind == NORM_SUMS)
-        add_row(totals, made->width, sums);
-    for (int lane = 0; lane < LANES && kind == MOMENTS; lane++) {
-        double from = pivot[lane], first = sums[0][lane], second = sums[1][lane];
-        totals[lane] += count * from + first;
-        totals[made->width + lane] += second + from * (2 * first + count * from);
+    size_t at = l->at[half] + i * l->next + v * LANES;
+    vec value = load(l->sums[half] + i * l->next_sums + v * LANES);
+    if (how.adds)
+        value += load_values(made->other, at, wide, BFLOAT16);
+    return value;
+}
+
+/* Rounds, writes and sums line i, of one voxel or of two. */
+ALWAYS_INLINE void finish_line(const struct made *made, const struct finished *f,
+                               const struct lines *l, int i, int voxels, int is_streamed,
+                               struct how how, struct line_sums *s)
+{
+    int reads = how.adds || how.kind == NORM_SUMS;
+    int is_pair = how.is_whole && voxels == 2;
+    vec value[2][VECS];
+#pragma GCC unroll 4
+    for (int n = 0; n < voxels * VECS; n++) {
+        int half = n / VECS, v = n % VECS;
+        int wide = how.is_whole ? LANES : lanes_of(f->wide[half], v);
+        size_t at = l->at[half] + i * l->next + v * LANES;
+        if (reads)
+            __builtin_prefetch((const uint16_t *)made->other + at + f->ahead);
+        value[half][v] = value_of(made, l, i, half, v, wide, how);
+        if (!is_pair)
+            value[half][v] = store_values(made->map, at, value[half][v], wide, BFLOAT16);
+    }
+    if (is_pair)
+        store_line(made->map, l->at[0] + i * l->next, value, is_streamed);
+#pragma GCC unroll 4
+    for (int n = 0; n < voxels * VECS; n++) {
+        int half = n / VECS, v = n % VECS;
+        int wide = how.is_whole ? LANES : lanes_of(f->wide[half], v);
+        size_t at = l->at[half] + i * l->next + v * LANES;
+        vec written = value[half][v], *to = s->sums[half][v];
+        if (how.kind == NORM_SUMS)
+            add_norm_sums(to, s->below[half][v], load_values(made->other, at, wide, BFLOAT16),
+                          written);
+        if (how.kind == MOMENTS) {
+            vec difference = written - s->pivot[half][v];
+            to[0] += difference;
+            to[1] += difference * difference;
+        }
     }
 }
 
-/* Rounds, writes and sums. Moments are of the differences from the first value, in float32, and
-   in float64 over all calls. */
-ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, int kind, int adds,
-                             int is_whole)
+/* Adds what was summed over `count` lines to the totals. */
+ALWAYS_INLINE void add_sums(const struct made *made, int channel, struct how how, const vec *sums,
+                            vec pivot, int count)
+{
+    double *totals = made->totals + channel;
+    if (how.kind == NORM_SUMS) {
+        add_row(totals, made->width, sums);
+        return;
+    }
+    dvec from = __builtin_convertvector(pivot, dvec);
+    dvec first = __builtin_convertvector(sums[0], dvec);
+    dvec second = __builtin_convertvector(sums[1], dvec);
+    dvec squares = second + from * (2 * first + count * from);
+    first += count * from;
+    add_doubles(totals, &first);
+    add_doubles(totals + made->width, &squares);
+}
+
+ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, struct how how)
 {
     int counted[2] = {0, 0};
-    vec below[2][VECS][COEFFICIENTS], sums[2][VECS][2] = {{{{0}}}}, pivot[2][VECS] = {{{0}}};
-    for (int i = 0; i < 2 * VECS; i++) {
-        int half = i / VECS, v = i % VECS, n = lanes_of(f->wide[half], v);
-        const float *norm = kind == NORM_SUMS ? made->norm : NULL;
-        load_norm(below[half][v], norm, made->channels, f->channel[half] + v * LANES, n);
+    struct line_sums s = {0};
+#pragma GCC unroll 4
+    for (int n = 0; n < 2 * VECS; n++) {
+        int half = n / VECS, v = n % VECS, wide = lanes_of(f->wide[half], v);
+        const float *norm = how.kind == NORM_SUMS ? made->norm : NULL;
+        int channel = f->channel[half] + v * LANES;
+        load_norm(s.below[half][v], norm, made->channels, channel, wide);
+        if (how.kind == MOMENTS && f->lines[0].count[half])
+            s.pivot[half][v] = value_of(made, &f->lines[0], 0, half, v, wide, how);
     }
     for (int row = 0; row < f->rows; row++) {
-        const struct lines *l = &f->lines[row];
-        int is_aligned = ((uintptr_t)made->map + 2 * l->at[0]) % 64 == 0 && l->next % 32 == 0;
+        const struct lines l = f->lines[row];
+        int is_aligned = ((uintptr_t)made->map + 2 * l.at[0]) % 64 == 0 && l.next % 32 == 0;
         int is_streamed = is_aligned && made->bytes > STREAMED_BYTES;
-        for (int i = 0; i < l->count[0]; i++) {
-            vec value[2][VECS], other[2][VECS] = {{{0}}};
-            int halves_here = i < l->count[1] ? 2 : 1;
-            for (int half = 0; half < halves_here; half++)
-                for (int v = 0; v < VECS; v++) {
-                    size_t at = l->at[half] + i * l->next + v * LANES;
-                    int n = is_whole ? LANES : lanes_of(f->wide[half], v);
-                    value[half][v] = load(l->sums[half] + i * l->next_sums + v * LANES);
-                    if (adds || kind == NORM_SUMS) {
-                        __builtin_prefetch((const uint16_t *)made->other + at + f->ahead);
-                        other[half][v] = load_values(made->other, at, n, BFLOAT16);
-                    }
-                    if (adds)
-                        value[half][v] += other[half][v];
-                    if (!is_whole || halves_here == 1)
-                        value[half][v] = store_values(made->map, at, value[half][v], n, BFLOAT16);
-                }
-            if (is_whole && halves_here == 2)
-                store_line(made->map, l->at[0] + i * l->next, value, is_streamed);
-            for (int half = 0; half < halves_here; half++) {
-                for (int v = 0; v < VECS; v++) {
-                    vec written = value[half][v], *to = sums[half][v];
-                    if (kind == NORM_SUMS)
-                        add_norm_sums(to, below[half][v], other[half][v], written);
-                    if (kind != MOMENTS)
-                        continue;
-                    if (!counted[half])
-                        pivot[half][v] = written;
-                    to[0] += written - pivot[half][v];
-                    to[1] += (written - pivot[half][v]) * (written - pivot[half][v]);
-                }
-                counted[half]++;
-            }
-        }
+        for (int i = 0; i < l.count[1]; i++)
+            finish_line(made, f, &l, i, 2, is_streamed, how, &s);
+        for (int i = l.count[1]; i < l.count[0]; i++) /* the last voxel of an uneven number */
+            finish_line(made, f, &l, i, 1, 0, how, &s);
+        counted[0] += l.count[0];
+        counted[1] += l.count[1];
     }
-    for (int i = 0; i < 2 * VECS && kind != NO_SUMS; i++) {
-        int half = i / VECS, v = i % VECS, channel = f->channel[half] + v * LANES;
-        add_sums(made, channel, kind, sums[half][v], pivot[half][v], counted[half]);
+#pragma GCC unroll 4
+    for (int n = 0; n < 2 * VECS && how.kind != NO_SUMS; n++) {
+        int half = n / VECS, v = n % VECS, channel = f->channel[half] + v * LANES;
+        add_sums(made, channel, how, s.sums[half][v], s.pivot[half][v], counted[half]);
     }
 }
 
 static void finish(const struct made *made, const struct finished *f)
 {
+    if (!f->rows)
+        return;
     int is_beside = f->lines[0].at[1] - f->lines[0].at[0] == 16;
     int is_whole = f->wide[0] == 16 && f->wide[1] == 16 && is_beside;
     switch (made->sums * 4 + made->adds * 2 + is_whole) {
 #define FINISH(kind, adds, whole) \
-    case kind * 4 + adds * 2 + whole: finish_as(made, f, kind, adds, whole); break;
+    case kind * 4 + adds * 2 + whole: \
+        finish_as(made, f, (struct how){kind, adds, whole}); \
+        break;
     FINISH(NO_SUMS, 0, 0) FINISH(NO_SUMS, 0, 1) FINISH(NO_SUMS, 1, 0) FINISH(NO_SUMS, 1, 1)
     FINISH(MOMENTS, 0, 0) FINISH(MOMENTS, 0, 1) FINISH(MOMENTS, 1, 0) FINISH(MOMENTS, 1, 1)
     FINISH(NORM_SUMS, 0, 0) FINISH(NORM_SUMS, 0, 1)
+    default: __builtin_trap();
     }
 }
 

@@ -20,6 +20,8 @@ struct job {
     int groups, blocks;      /* of 16 values of a line, of 16 outputs */
     int shifts;              /* along z, of tiles B that make the three taps: 1 to 3 */
     int copies;              /* of values: in pairs from uneven positions, and from even ones */
+    int values_are_whole;    /* maps of whole 16 channels, whose rows need no line between */
+    int gradients_are_whole;
     int pitch;               /* positions from row to row; even */
     int y_rows, planes;      /* that are taken at a time */
     int position_blocks;     /* of such a plane: of 32 positions */
@@ -54,6 +56,8 @@ static struct job job_of(const struct operation *op)
     j.blocks = j.output_width / 16;
     j.shifts = j.width < 16 ? j.width / 4 : 3;
     j.copies = j.width < 16 ? 1 : 2;
+    j.values_are_whole = op->channels[0] % 16 == 0 && op->channels[1] % 16 == 0;
+    j.gradients_are_whole = j.outputs % 16 == 0;
     j.pitch = round_up(op->z + 1, 2);
 
     /* There are two planes of values more than of gradients; and of values a row more on each
@@ -105,14 +109,18 @@ static char *values_plane(const struct thread *t, int x)
     return t->values + (x + 1) % (t->job->planes + 2) * t->job->values_bytes;
 }
 
-/* Row (x, y) of a map, after a voxel of zeros and followed by zeros; NULL outside the map. */
+static int is_outside(const struct operation *op, int x, int y)
+{
+    return x < 0 || x >= op->x || y < 0 || y >= op->y;
+}
+
+/* Row (x, y) of a map, after a voxel of zeros and followed by zeros. Channels that are there for the
+   width alone have any values: they are multiplied into sums that are not read. */
 static const uint16_t *formed_line(struct thread *t, const struct input *in, int width, int x,
                                    int y)
 {
     const struct operation *op = t->job->op;
     uint16_t *line = t->line + width;
-    if (x < 0 || x >= op->x || y < 0 || y >= op->y)
-        return NULL;
     size_t voxel = voxel_of(op, 1, t->part.batch, x, y), beyond = t->job->pitch + 4 - op->z;
     memset(t->line, 0, sizeof(uint16_t) * width);
     form_bfloat16_row(line, width, in, t->part.batch, voxel, op->z);
@@ -120,45 +128,67 @@ static const uint16_t *formed_line(struct thread *t, const struct input *in, int
     return line;
 }
 
-/* Rows y0 - 1 ... y1 of a plane of values. Pair p begins with position 2 p - 1, in the second copy
-   with 2 p. */
-static void form_values(struct thread *t, int x)
+/* The lines of row (x, y) of values: of each group and copy, `copy_bytes` apart. Pair p begins with
+   position 2 p - 1, in the second copy with 2 p. */
+static void form_values_row(struct thread *t, char *to, int x, int y)
 {
     const struct job *j = t->job;
-    int pairs = j->pitch / 2;
-    for (int y = t->part.y0 - 1; y <= t->part.y1; y++) {
-        const uint16_t *line = formed_line(t, &j->values, j->width, x, y);
-        char *to = values_plane(t, x) + (size_t)(y - t->part.y0 + 1) * pairs * 64;
-        for (int i = 0; i < j->groups * j->copies; i++, to += j->copy_bytes) {
-            int group = i / j->copies, first = i % j->copies - 1;
-            if (line)
-                store_pairs(to, line + first * j->width + 16 * group, j->width, pairs);
-            else
-                memset(to, 0, (size_t)pairs * 64);
+    const struct operation *op = j->op;
+    int pairs = j->pitch / 2, arrays = j->groups * j->copies;
+    const uint16_t *line = NULL;
+    if (!j->values_are_whole && !is_outside(op, x, y))
+        line = formed_line(t, &j->values, j->width, x, y);
+    for (int i = 0; i < arrays; i++, to += j->copy_bytes) {
+        int group = i / j->copies, first = i % j->copies - 1;
+        if (is_outside(op, x, y)) {
+            memset(to, 0, (size_t)pairs * 64);
+        } else if (line) {
+            store_pairs(to, line + first * j->width + 16 * group, j->width, pairs);
+        } else if (first) {
+            size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
+            form_pairs(to + j->copy_bytes, to, pairs, &j->values, t->part.batch, voxel,
+                       16 * group, op->z);
         }
     }
 }
 
-/* Rows y0 ... y1 - 1 of plane `number` of gradients. */
+/* Rows y0 - 1 ... y1 of a plane of values. */
+static void form_values(struct thread *t, int x)
+{
+    size_t row_bytes = (size_t)t->job->pitch / 2 * 64;
+    char *to = values_plane(t, x);
+    for (int y = t->part.y0 - 1; y <= t->part.y1; y++, to += row_bytes)
+        form_values_row(t, to, x, y);
+}
+
+/* Rows y0 ... y1 - 1 of plane `number` of gradients. Tiles go on from row to row: each is transposed
+   as soon as it is full, still in the cache L1. */
 static void form_gradients(struct thread *t, int x, int number)
 {
     const struct job *j = t->job;
+    const struct operation *op = j->op;
     int rows = t->part.y1 - t->part.y0, tiles = parts_of(rows * j->pitch, 32), pairs = j->pitch / 2;
     size_t row_bytes = (size_t)pairs * 64, formed = rows * row_bytes;
     char *plane = t->gradients + number * j->gradient_bytes;
+    int full = 0; /* tiles */
     for (int row = 0; row < rows; row++) {
-        int y = t->part.y0 + row;
-        const uint16_t *line = formed_line(t, &j->gradient, j->output_width, x, y);
+        int y = t->part.y0 + row, now = row + 1 < rows ? (row + 1) * pairs / 16 : tiles;
+        size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
+        const uint16_t *line = NULL;
+        if (!j->gradients_are_whole)
+            line = formed_line(t, &j->gradient, j->output_width, x, y);
         for (int block = 0; block < j->blocks; block++) {
-            char *to = plane + block * j->block_bytes + row * row_bytes;
-            store_pairs(to, line + 16 * block, j->output_width, pairs);
+            char *of_block = plane + block * j->block_bytes, *to = of_block + row * row_bytes;
+            if (line)
+                store_pairs(to, line + 16 * block, j->output_width, pairs);
+            else
+                form_pairs(to, NULL, pairs, &j->gradient, t->part.batch, voxel, 16 * block, op->z);
+            if (row + 1 == rows)
+                memset(of_block + formed, 0, (size_t)TILE_BYTES * tiles - formed);
+            for (int i = full; i < now; i++)
+                transpose_tile(of_block + (size_t)i * TILE_BYTES);
         }
-    }
-    for (int block = 0; block < j->blocks; block++) {
-        char *tile = plane + block * j->block_bytes;
-        memset(tile + formed, 0, (size_t)TILE_BYTES * tiles - formed);
-        for (int i = 0; i < tiles; i++)
-            transpose_tile(tile + (size_t)i * TILE_BYTES);
+        full = now;
     }
 }
 

@@ -43,10 +43,16 @@ INSTRUCTION_SETS: Dict[str, InstructionSet] = {
         sources=_OF_TILES,
         emulated=True,
     ),
+    "amx_in_c_avx512": InstructionSet(
+        needs=_BFLOAT16,
+        options=_FOR_BFLOAT16,
+        sources=_OF_TILES,
+        emulated=True,
+    ),
 }
 """By name, the fastest first."""
 
-BFLOAT16_PRODUCTS = ("amx", "avx512_bf16", "amx_in_c")
+BFLOAT16_PRODUCTS = ("amx", "avx512_bf16", "amx_in_c", "amx_in_c_avx512")
 """Those that multiply bfloat16 values. The others make them float32 first."""
 
 

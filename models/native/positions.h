@@ -21,6 +21,47 @@ static void store_pairs(char *to, const uint16_t *line, int width, int pairs)
         }
 }
 
+/* The lines of a row, straight from 16 channels of a map from c on: pair p begins with voxel 2 p, and
+   in `uneven`, where that is wanted, with 2 p - 1. What is not in the row is 0. */
+ALWAYS_INLINE void form_pairs_as(char *even, char *uneven, int pairs, const struct input *in, int m,
+                                 int batch, size_t voxel, int c, int z, int form)
+{
+    const void *map = in->maps[m], *raw = in->raw;
+    int stride = in->channels[m];
+    for (int v = 0; v < VECS; v++) {
+        size_t at = voxel * stride + c + v * LANES, unit = v * LANES;
+        vec k[COEFFICIENTS], before = {0};
+        load_norm_of(k, in, m, batch, c + v * LANES, LANES, form);
+        for (int pair = 0; pair < pairs; pair++, at += 2 * stride, unit += 16) {
+            int left = z - 2 * pair; /* voxels */
+            vec first = {0}, second = {0};
+            if (__builtin_expect(left > 0, 1))
+                first = formed(k, map, raw, at, LANES, BFLOAT16, form);
+            if (__builtin_expect(left > 1, 1))
+                second = formed(k, map, raw, at + stride, LANES, BFLOAT16, form);
+            store_units((uint32_t *)even + unit, first, second);
+            if (uneven)
+                store_units((uint32_t *)uneven + unit, before, first);
+            before = second;
+        }
+    }
+}
+
+static void form_pairs(char *even, char *uneven, int pairs, const struct input *in, int batch,
+                       size_t voxel, int c, int z)
+{
+    int m = c >= in->channels[0];
+    c -= m ? in->channels[0] : 0;
+    if (in->raw)
+        form_pairs_as(even, NULL, pairs, in, m, batch, voxel, c, z, NORM_GRADIENT);
+    else if (!uneven)
+        form_pairs_as(even, NULL, pairs, in, m, batch, voxel, c, z, RAW);
+    else if (in->coefficients)
+        form_pairs_as(even, uneven, pairs, in, m, batch, voxel, c, z, NORM);
+    else
+        form_pairs_as(even, uneven, pairs, in, m, batch, voxel, c, z, RAW);
+}
+
 /* 16 x 16 units, in place: a tile of 16 pairs of positions x 16 outputs becomes 16 outputs x 32
    positions. */
 static void transpose_tile(char *tile)

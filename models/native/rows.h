@@ -139,12 +139,20 @@ ALWAYS_INLINE void add_norm_sums(vec *of_row, const vec *k, vec raw, vec gradien
     of_row[1] += gradient * ((raw - k[MEAN]) * k[RSTD]);
 }
 
+ALWAYS_INLINE void add_doubles(double *to, const dvec *values)
+{
+    dvec sum;
+    memcpy(&sum, to, sizeof sum);
+    sum += *values;
+    memcpy(to, &sum, sizeof sum);
+}
+
 /* Adds a row's two sums to those of all rows, `width` apart. */
 ALWAYS_INLINE void add_row(double *sums, int width, const vec *of_row)
 {
-    for (int i = 0; i < LANES; i++) {
-        sums[i] += of_row[0][i];
-        sums[width + i] += of_row[1][i];
+    for (int i = 0; i < 2; i++) {
+        dvec of_one = __builtin_convertvector(of_row[i], dvec);
+        add_doubles(sums + i * width, &of_one);
     }
 }
 
@@ -169,23 +177,46 @@ struct input {
 
 enum form { RAW, NORM, NORM_GRADIENT };
 
-/* Channels c .. c + n of map m, of all z of a row, into a line of dtype `made`. */
-ALWAYS_INLINE void form_channels(void *line, int made, int width, const struct input *in, int m, int batch, size_t voxel, int c,
-                                 int z, int n, int dtype, int form)
+/* A value of a map as it is read, or formed: n of its channels. */
+ALWAYS_INLINE vec formed(const vec *k, const void *map, const void *raw, size_t at, int n, int dtype,
+                         int form)
 {
-    int stride = in->channels[m], channels = in->channels[0] + in->channels[1], to = m ? in->channels[0] + c : c;
+    prefetch(map, at, dtype, 0);
+    vec value = load_values(map, at, n, dtype);
+    if (form == RAW)
+        return value;
+    if (form == NORM)
+        return normed(k, value);
+    prefetch(raw, at, dtype, 0);
+    return gradient_of_raw(k, load_values(raw, at, n, dtype), value);
+}
+
+/* The coefficients of n channels from c on of map m, of a sample. */
+ALWAYS_INLINE void load_norm_of(vec *k, const struct input *in, int m, int batch, int c, int n,
+                                int form)
+{
+    int channels = in->channels[0] + in->channels[1];
+    const float *norms = NULL;
+    if (form != RAW)
+        norms = in->coefficients + (size_t)batch * COEFFICIENTS * channels;
+    load_norm(k, norms, channels, m ? in->channels[0] + c : c, n);
+}
+
+/* Channels c .. c + n of map m, of all z of a row, into a line of dtype `made`. */
+ALWAYS_INLINE void form_channels(void *line, int made, int width, const struct input *in, int m,
+                                 int batch, size_t voxel, int c, int z, int n, int dtype, int form)
+{
+    const void *map = in->maps[m], *raw = in->raw;
+    int stride = in->channels[m], to = m ? in->channels[0] + c : c;
     size_t at = voxel * stride + c;
     vec k[COEFFICIENTS];
-    load_norm(k, form == RAW ? NULL : in->coefficients + (size_t)batch * COEFFICIENTS * channels, channels, to, n);
-    for (int i = 0; i < z; i++, at += stride) {
-        prefetch(in->maps[m], at, dtype, 0);
-        vec value = load_values(in->maps[m], at, n, dtype);
-        if (form == NORM)
-            value = normed(k, value);
-        else if (form == NORM_GRADIENT)
-            value = gradient_of_raw(k, load_values(in->raw, at, n, dtype), value);
-        store_values(line, (size_t)i * width + to, value, n, made);
-    }
+    load_norm_of(k, in, m, batch, c, n, form);
+    for (int i = 0; i < z; i++, at += stride)
+        if (form == RAW && dtype == BFLOAT16 && made == BFLOAT16)
+            memcpy((uint16_t *)line + (size_t)i * width + to, (const uint16_t *)map + at, 2 * n);
+        else
+            store_values(line, (size_t)i * width + to, formed(k, map, raw, at, n, dtype, form), n,
+                         made);
 }
 
 ALWAYS_INLINE void form_row_as(void *line, int made, int width, const struct input *in, int batch, size_t voxel, int z, int dtype,
@@ -212,9 +243,12 @@ static void form_row(float *line, int width, const struct input *in, int batch, 
 }
 
 /* The same of bfloat16 maps, rounded to bfloat16. */
-static void form_bfloat16_row(uint16_t *line, int width, const struct input *in, int batch, size_t voxel, int z)
+static void form_bfloat16_row(uint16_t *line, int width, const struct input *in, int batch,
+                              size_t voxel, int z)
 {
-    if (!in->coefficients)
+    if (!in->coefficients && width == in->channels[0])
+        memcpy(line, (const uint16_t *)in->maps[0] + voxel * width, sizeof *line * z * width);
+    else if (!in->coefficients)
         form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, RAW);
     else if (!in->raw)
         form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, NORM);
@@ -229,7 +263,12 @@ enum purpose { CHANNELS_SUMMED, TILES_SUMMED, GRADIENT_TILES_SUMMED };
 /* A unit of each lane: `first` itself, or the pair of both. */
 ALWAYS_INLINE void store_units(unit *to, vec first, vec second)
 {
-#ifdef BFLOAT16_ROWS
+#ifdef __AVX512BF16__
+    static const uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER), both));
+#elif defined BFLOAT16_ROWS
     uvec pair = widened(to_bfloat16(first)) | widened(to_bfloat16(second)) << 16;
     memcpy(to, &pair, sizeof pair);
 #else

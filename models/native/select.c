@@ -10,6 +10,7 @@
 #define WEAK __attribute__((weak))
 extern const struct kernels kernels_avx2 WEAK, kernels_avx512 WEAK, kernels_avx512_bf16 WEAK;
 extern const struct kernels kernels_amx WEAK, kernels_amx_in_c WEAK;
+extern const struct kernels kernels_amx_in_c_avx512 WEAK;
 
 /* The flags of a CPU that instruction sets need: where cpuid has them, and the registers that the system must save. Not every
    compiler brings __builtin_cpu_supports. */
@@ -63,6 +64,8 @@ static const struct set {
     int bfloat16_alone, by_name_alone, slow_on_intel;
 } sets[] = {
     {"amx_in_c", &kernels_amx_in_c, NEEDS_amx_in_c, .bfloat16_alone = 1, .by_name_alone = 1},
+    {"amx_in_c_avx512", &kernels_amx_in_c_avx512, NEEDS_amx_in_c_avx512, .bfloat16_alone = 1,
+     .by_name_alone = 1},
     {"amx", &kernels_amx, NEEDS_amx, .bfloat16_alone = 1},
     {"avx512_bf16", &kernels_avx512_bf16, NEEDS_avx512_bf16, .bfloat16_alone = 1, .slow_on_intel = 1},
     {"avx512", &kernels_avx512, NEEDS_avx512, .bfloat16_alone = 0},

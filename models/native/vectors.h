@@ -15,6 +15,7 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef double dvec __attribute__((vector_size(LANES * 8)));
 typedef uint32_t uvec __attribute__((vector_size(LANES * 4)));
 typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 typedef uint16_t halves __attribute__((vector_size(LANES * 2))); /* bfloat16 values: the upper half of a float32 */
@@ -107,7 +108,14 @@ ALWAYS_INLINE vec choose(ivec condition, vec yes, vec no)
     return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
 }
 
-/* The larger one; a NaN stays one. */
-ALWAYS_INLINE vec at_least(vec value, vec floor) { return choose(value < floor, floor, value); }
+/* The larger one; a NaN stays one: of two that do not compare, the instruction takes the second. */
+ALWAYS_INLINE vec at_least(vec value, vec floor)
+{
+#ifdef __AVX512F__
+    return (vec)_mm512_max_ps((__m512)floor, (__m512)value);
+#else
+    return (vec)_mm256_max_ps((__m256)floor, (__m256)value);
+#endif
+}
 
 #endif

@@ -12,6 +12,7 @@ LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
     *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
     *(("avx512_bf16", "bfloat16"), ("amx", "bfloat16"), ("amx_in_c", "bfloat16")),
+    ("amx_in_c_avx512", "bfloat16"),
 ]
 DTYPES = {"float32": (FLOAT32, np.float32), "bfloat16": (BFLOAT16, ml_dtypes.bfloat16)}
 

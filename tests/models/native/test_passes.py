@@ -17,7 +17,7 @@ CHANNELS = ((1, 3), (3, 1), (5, 20), (16, 3), (20, 5), (33, 16), (32, 16), (16, 
 THREADS = (1, 2, 3, 8)
 ERRORS = {"float32": 2e-6, "bfloat16": 2**-8}  # of a map; all else is summed of what is written
 SUM_ERROR = 2e-6
-TILES = ("amx", "amx_in_c")  # multiply formed values as bfloat16
+TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # multiply formed values as bfloat16
 
 
 class Case:
