@@ -306,8 +306,10 @@ ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, 
         counted[0] += l.count[0];
         counted[1] += l.count[1];
     }
+    if (how.kind == NO_SUMS)
+        return;
 #pragma GCC unroll 4
-    for (int n = 0; n < 2 * VECS && how.kind != NO_SUMS; n++) {
+    for (int n = 0; n < 2 * VECS; n++) {
         int half = n / VECS, v = n % VECS, channel = f->channel[half] + v * LANES;
         add_sums(made, channel, how, s.sums[half][v], s.pivot[half][v], counted[half]);
     }

@@ -84,7 +84,8 @@ static struct job job_of(const struct operation *op)
         j.planes = planes < 1 ? 1 : (int)planes;
 
     int wide = j.width > j.output_width ? j.width : j.output_width;
-    j.line_values = round_up((j.pitch + 6) * wide, 32); /* lines of few channels reach so far */
+    size_t voxels = j.pitch + 6; /* lines of few channels reach so far */
+    j.line_values = (voxels * wide + 31) / 32 * 32;
     j.kept = sizeof(float) * MOST_SUMS * TILE_FLOATS + sizeof(uint16_t) * j.line_values;
     j.kept += (j.planes + 2) * j.values_bytes + j.planes * j.gradient_bytes;
     j.thread_sums = (size_t)9 * j.shifts * j.groups * j.blocks * TILE_FLOATS;

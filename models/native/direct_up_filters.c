@@ -46,7 +46,7 @@ static struct job job_of(const struct operation *op)
     j.array_bytes = (size_t)j.position_blocks * TILE_BYTES;
 
     int widest = j.groups > 2 * j.blocks ? j.groups : 2 * j.blocks;
-    j.line_values = round_up(j.pitch * 16 * widest, 32);
+    j.line_values = ((size_t)j.pitch * 16 * widest + 31) / 32 * 32;
     j.kept = sizeof(float) * MOST_SUMS * TILE_FLOATS + sizeof(uint16_t) * j.line_values;
     j.kept += arrays * j.array_bytes;
     j.thread_sums = (size_t)8 * j.blocks * j.groups * TILE_FLOATS;
