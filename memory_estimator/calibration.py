@@ -127,13 +127,13 @@ def scaled(kinds: Mapping[str, Mapping[str, float]], work: float, traffic: float
 
 
 ORTHOGONAL = 11
-"""Operations that a kernel which Muon makes orthogonal counts as, with its twenty products of matrices: 20 of 21 steps
-of 64^3 and 96^3 voxels are within 35 MiB of a line through their operations."""
+"""Operations that a kernel which TensorFlow makes orthogonal counts as, with its twenty products of matrices: 20 of 21
+steps of 64^3 and 96^3 voxels are within 35 MiB of a line through their operations."""
 
 
 def runtime_ops(program: Program) -> int:
     """Operations that `op_bytes` counts, as far as a program shows TensorFlow's own."""
-    orthogonal = sum(op.name.endswith("/orthogonal") for op in program.ops)
+    orthogonal = sum(op.name.endswith("/orthogonal") and not op.own for op in program.ops)
     return len(program.ops) + ORTHOGONAL * orthogonal
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from cpu3d.settings import RunConfig
 from memory_estimator.job import is_orthogonal
+from models.native import operations
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times.
 ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
@@ -122,6 +123,8 @@ class Muon(InOrder):
         # Added to in place: a new mean instead of the old one would be elsewhere after every step.
         mean = mean.assign_add(gradient - self._constant(1 - self.momentum, dtype) * mean)
         ahead = gradient + self._constant(self.momentum, dtype) * mean
+        if operations.in_use() and dtype == tf.float32:
+            return rate * operations.orthogonal(ahead)
         side = min(matrix_shape(gradient.shape))
         return rate * orthogonal(ahead, self._once(f"terms {side}", lambda: first_terms(side, dtype)))
 
@@ -188,6 +191,7 @@ def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
 
     Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. The factor of X depends on G alone, so
     only that is iterated, B x B in size, times the root of c, and X, which has many more rows, is multiplied once.
+    `operations.orthogonal` is the same, faster, where own operations run.
     """
     rows, columns = matrix_shape(kernel.shape)
     matrix, wide = tf.reshape(kernel, (rows, columns)), rows < columns

@@ -38,7 +38,7 @@ def step_of(job: Job, instructions: str) -> Program:
 
 def layer_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
-    writer = Writer(job)
+    writer = Writer(job, own=False)
     reset_sums(writer)
     layers = _Layers(writer)
     heads = layers.forward()

@@ -1,5 +1,5 @@
 """Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
-direct*.c, passes.c, loss.c and pool.c.
+direct*.c, passes.c, loss.c, orthogonal.c and pool.c.
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -28,6 +28,7 @@ KINDS = {
     "up_filter_gradient": "up",
     "loss_sums": "loss",
     "loss_slope": "loss",
+    "orthogonal": "update",
 }
 """Own operations, as native.h has them -> kinds that cost the same, of `calibration.FEATURES`."""
 
@@ -82,6 +83,8 @@ def scratch_of(
     in_place: bool = False,
 ) -> Scratch:
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
+    if op.kind == "orthogonal":
+        return _of_orthogonal(op, rows_of(instructions, op.value_bytes).lanes)
     if op.kind.startswith("loss_"):
         return _of_loss(op, threads, rows_of(instructions, op.value_bytes).lanes)
     slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
@@ -267,6 +270,15 @@ def _of_loss(op: OwnOperation, threads: int, lanes: int) -> Scratch:
     kept = LOSS_TERMS * op.channels * lanes * (4 + 8) + row_values
     passing = 8 * LOSS_TERMS * op.channels * blocks if op.kind == "loss_sums" else 0
     return Scratch(min(threads, MOST_THREADS, blocks), kept, passing)
+
+
+def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
+    """`MAKE_ORTHOGONAL` in orthogonal.c: the matrix and five square ones of its smaller side, in
+    panels; all threads share them."""
+    rows, columns = op.grid[0], op.outputs
+    width = _up(min(rows, columns), 32 if lanes == 16 else 16)
+    tall = max(rows, columns, 8 if lanes == 16 else 4)
+    return Scratch(0, 0, 4 * (width * tall + 5 * width**2))
 
 
 def _padded_tiles(z: int, rows: Rows) -> int:

@@ -3,11 +3,13 @@
 from typing import Dict
 
 from memory_estimator.job import OPTIMIZERS, is_orthogonal
-from memory_estimator.step.program import Tensor
+from memory_estimator.step.program import OwnOperation, Tensor
+from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.writer import Writer, kernel_elements, kernel_shape, kernel_sides
 from models.layer_plan import LayerOp
 
 SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once, and products of two of them
+OWN_SQUARE_PRODUCTS = 17  # of the own operation
 
 
 FEW_THREADS = 4
@@ -54,12 +56,22 @@ def _descend(writer: Writer, op: LayerOp, gradient: str) -> None:
 
 def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
     """Muon of a kernel of more than one voxel: its momentum changes in place; the look-ahead is written over the
-    gradient if that is no sum. Then the matrices of its smaller side, and the last product."""
-    size, few, slot = 4 * kernel_elements(op), min(kernel_sides(op)), f"{op.name}/slot0"
+    gradient if that is no sum, and the orthogonal matrix over the look-ahead. TensorFlow makes that with matrices of
+    the kernel's smaller side, and a last product."""
+    size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
+    rows, columns = kernel_sides(op)
+    few = min(rows, columns)
     change = writer.make(f"{op.name}/change", "update", [slot], size)
     writer.run(f"{op.name}/momentum", "update", [change, gradient, slot])
     decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
     ahead = writer.make(f"{op.name}/ahead", "update", [gradient, decayed], size, over=[gradient, decayed])
+    if writer.own:
+        own = OwnOperation("orthogonal", 1, (rows, 1, 1), 0, columns, 4)
+        flops = 3 * kernel_elements(op) * few + OWN_SQUARE_PRODUCTS * few**3  # symmetric: half of each
+        more = {"over": [ahead], "own": own, "flops": flops}
+        step = writer.make(f"{op.name}/orthogonal", KINDS[own.kind], [ahead], size, **more)
+        writer.run(f"{op.name}/update", "update", [step, f"{op.name}/kernel"])
+        return
     squares = tuple(Tensor(f"{op.name}/square{n}", 4 * few**2, "scratch") for n in range(1, SQUARES))
     flops = 2 * kernel_elements(op) * few
     threads = Tensor(f"{op.name}/threads", _of_threads(writer, few), "scratch")

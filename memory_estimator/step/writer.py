@@ -14,9 +14,12 @@ CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that h
 class Writer:
     """A program in the making."""
 
-    def __init__(self, job: Job):
-        """Writes weights, slots and one input batch down. Raises ValueError for a shape the network cannot take."""
-        self.job, self.phase = job, "forward pass"  # the phase of the operations that are added next
+    def __init__(self, job: Job, own: bool = True):
+        """Writes weights, slots and one input batch down, of a step by own operations or by
+        TensorFlow's. Raises ValueError for a shape the network cannot take."""
+        self.job = job
+        self.own = own
+        self.phase = "forward pass"  # of the operations that are added next
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
         self.kernels = [op for op in self.plan if op.kind in CONVOLUTIONS]
@@ -99,7 +102,7 @@ class Writer:
         self.resident.append(self.tensor("slots of norms and biases", 4 * optimizer.slots * trained, "optimizer slots"))
         if self.job.parts > 1:
             self.resident.append(self.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
-        if optimizer.orthogonal:
+        if optimizer.orthogonal and not self.own:
             for side in sorted({min(kernel_sides(op)) for op in self.kernels if is_orthogonal(kernel_shape(op))}):
                 for _ in range(2):
                     self._zeros(f"diagonal{side}", 4 * side**2, "optimizer slots")

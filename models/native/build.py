@@ -210,6 +210,7 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
         each = INSTRUCTION_SETS[name]
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
         names += [f"-DPASSES=passes_{name}", f"-DLOSS=loss_{name}"]
+        names.append(f"-DMAKE_ORTHOGONAL=make_orthogonal_{name}")
         names.append(f"-DDIRECT_UP=direct_up_{name}")
         names.append(f"-DDIRECT_FILTERS=direct_filters_{name}")
         names.append(f"-DDIRECT_UP_FILTERS=direct_up_filters_{name}")

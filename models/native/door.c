@@ -4,8 +4,9 @@
                  -> map: T; sums, filter_gradient, bias_gradient: float
    CpuLossSums   logits: T; target: uint8 -> sums: float
    CpuLossSlope  logits: T; target: uint8; factors: float -> slope: T
+   CpuOrthogonal kernel: float -> orthogonal: float
 
-   The first is of each kind in native.h but those of a loss. What a kind neither takes nor makes is empty; every other shape
+   The first is of each kind in native.h but those of a loss and ORTHOGONAL. What a kind neither takes nor makes is empty; every other shape
    follows from the first map's and the filters', and is compared with them before any memory is read. */
 #define _GNU_SOURCE
 #include <stdbool.h>
@@ -293,8 +294,28 @@ static void compute_loss(struct call *call, int kind)
     run(call, &op);
 }
 
-/* A call from its tensors to its status; a kind of a loss, or the attributes of another operation. */
-static void compute_call(TF_OpKernelContext *context, int loss, const struct attributes *given)
+/* A kernel as a matrix whose columns are its outputs; the result may be written over it. */
+static void compute_orthogonal_of(struct call *call)
+{
+    struct shape kernel = shape_of(call->inputs[0]);
+    int64_t count = TF_TensorElementCount(call->inputs[0]);
+    bool fits = kernel.rank >= 2 && kernel.rank <= 5 && count > 0;
+    int64_t columns = fits ? kernel.size[kernel.rank - 1] : 1;
+    fits = fits && count / columns < 1 << 30 && columns <= MOST_CHANNELS;
+    REQUIRE(call, fits, "kernel must hold values in 2 to 5 dimensions, of at most %d outputs, got (%s)", MOST_CHANNELS,
+            text_of(kernel).of);
+    if (!fine(call))
+        return;
+    struct operation op = {.kind = ORTHOGONAL, .dtype = FLOAT32, .threads = thread_count(), .batch = 1, .y = 1, .z = 1};
+    op.x = (int)(count / columns);
+    op.outputs = (int)columns;
+    op.maps[0] = TF_TensorData(call->inputs[0]);
+    op.map = output_of(call, 0, TF_FLOAT, kernel, 0);
+    run(call, &op);
+}
+
+/* A call from its tensors to its status; a kind of a loss, or ORTHOGONAL, or the attributes of another operation. */
+static void compute_call(TF_OpKernelContext *context, int kind, const struct attributes *given)
 {
     struct call call = {.context = context, .status = TF_NewStatus(), .count = TF_NumInputs(context)};
     call.outputs = call.inputs + MOST_INPUTS;
@@ -303,8 +324,10 @@ static void compute_call(TF_OpKernelContext *context, int loss, const struct att
         TF_GetInput(context, i, &call.inputs[i], call.status);
     if (fine(&call) && given)
         compute_kind(&call, given);
+    else if (fine(&call) && kind == ORTHOGONAL)
+        compute_orthogonal_of(&call);
     else if (fine(&call))
-        compute_loss(&call, loss);
+        compute_loss(&call, kind);
     if (!fine(&call))
         TF_OpKernelContext_Failure(context, call.status);
     for (int i = 0; i < MOST_INPUTS + OUTPUTS; i++)
@@ -316,6 +339,7 @@ static void compute_call(TF_OpKernelContext *context, int loss, const struct att
 static void compute(void *attributes, TF_OpKernelContext *context) { compute_call(context, KINDS, attributes); }
 static void compute_sums(void *none, TF_OpKernelContext *context) { compute_call(context, LOSS_SUMS, NULL); }
 static void compute_slope(void *none, TF_OpKernelContext *context) { compute_call(context, LOSS_SLOPE, NULL); }
+static void compute_orthogonal(void *none, TF_OpKernelContext *context) { compute_call(context, ORTHOGONAL, NULL); }
 
 static void *create(TF_OpKernelConstruction *construction)
 {
@@ -354,6 +378,7 @@ static const struct definition DEFINITIONS[] = {
     {"CpuLossSums", NULL, compute_sums, NULL, {"T: {float, bfloat16}"}, {"logits: T", "target: uint8"}, {"sums: float"}},
     {"CpuLossSlope", NULL, compute_slope, NULL, {"T: {float, bfloat16}"},
      {"logits: T", "target: uint8", "factors: float"}, {"slope: T"}},
+    {"CpuOrthogonal", NULL, compute_orthogonal, NULL, {NULL}, {"kernel: float"}, {"orthogonal: float"}},
 };
 
 static void register_definition(const struct definition *about, TF_Status *status)

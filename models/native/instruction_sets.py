@@ -4,6 +4,8 @@ build.py, of select.c."""
 from dataclasses import dataclass
 from typing import Dict, Sequence, Tuple
 
+_WITH_FLOAT32 = ("operations", "passes", "loss", "orthogonal")
+
 
 @dataclass(frozen=True)
 class InstructionSet:
@@ -11,7 +13,7 @@ class InstructionSet:
 
     needs: Tuple[str, ...]  # flags of a CPU that runs it, as /proc/cpuinfo spells them
     options: Tuple[str, ...]  # of the compiler, for `sources`
-    sources: Tuple[str, ...] = ("operations", "passes", "loss")  # C files that are compiled for it
+    sources: Tuple[str, ...] = _WITH_FLOAT32  # C files that are compiled for it
     slow_on_intel: bool = False  # there it is taken by name alone
     emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
 
@@ -34,7 +36,12 @@ INSTRUCTION_SETS: Dict[str, InstructionSet] = {
         options=(*_FOR_BFLOAT16, "-mamx-tile", "-mamx-bf16"),
         sources=_OF_TILES,
     ),
-    "avx512_bf16": InstructionSet(needs=_BFLOAT16, options=_FOR_BFLOAT16, slow_on_intel=True),
+    "avx512_bf16": InstructionSet(
+        needs=_BFLOAT16,
+        options=_FOR_BFLOAT16,
+        sources=("operations", "passes", "loss"),
+        slow_on_intel=True,
+    ),
     "avx512": InstructionSet(needs=_AVX512, options=_FOR_AVX512),
     "avx2": InstructionSet(needs=_AVX2, options=_FOR_AVX2),
     "amx_in_c": InstructionSet(

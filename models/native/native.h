@@ -36,6 +36,8 @@ enum kind {
     UP_FILTER_GRADIENT, /* raw, others: gradient -> filter gradient */
     LOSS_SUMS,          /* logits, others: target -> sums, [batch][TERMS][channels] */
     LOSS_SLOPE,         /* logits, others: target; coefficients: factors -> map, that of the logits' gradient */
+    ORTHOGONAL,         /* a matrix of float32, x rows of `outputs` values -> map: orthogonal columns, times the root of
+                           its rows over its columns if that is more than 1 */
     KINDS
 };
 

@@ -478,6 +478,9 @@ static void operation_thread(void *argument, int thread, int threads)
 }
 
 int PASSES(const struct operation *), LOSS(const struct operation *); /* build.py defines the names */
+#ifndef BFLOAT16_ROWS
+int MAKE_ORTHOGONAL(const struct operation *);
+#endif
 
 static int convolve(const struct operation *op)
 {
@@ -509,6 +512,11 @@ static int run(const struct operation *op)
 {
     begin_operation();
     int failed;
+#ifndef BFLOAT16_ROWS
+    if (op->kind == ORTHOGONAL)
+        failed = MAKE_ORTHOGONAL(op);
+    else
+#endif
     if (op->kind >= LOSS_SUMS)
         failed = LOSS(op);
     else if (op->kind >= MAX_POOL)

@@ -196,6 +196,19 @@ def loss_slope(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
     return slope
 
 
+# --- An optimizer's update ---
+
+
+def orthogonal(kernel: Tensor) -> Tensor:
+    """The orthogonal matrix nearest to a kernel (..., A, B), float32, as a matrix of B columns, roughly, in the
+    kernel's shape: singular values of 0.7 to 1.2, times the root of its rows over its columns if that is more
+    than 1. `cpu3d.training.optimizers.orthogonal` is the same by TensorFlow. Its bits do not depend on the
+    number of threads."""
+    made = _module().cpu_orthogonal(kernel)
+    made.set_shape(kernel.shape)
+    return made
+
+
 # --- A limit ---
 
 
@@ -213,6 +226,8 @@ def products_per_s(dtype: str, threads: int) -> float:
 
 
 # --- The library ---
+
+REGISTERED = ("CpuOperation", "CpuLossSums", "CpuLossSlope", "CpuOrthogonal")  # TensorFlow's names
 
 CONVOLVE, INPUT_GRADIENT, FILTER_GRADIENT, MAX_POOL, MAX_POOL_GRADIENT, RESIDUAL_SUM, RESIDUAL_GRADIENT = range(7)
 TO_RAW, PROJECT, PROJECT_GRADIENT, PROJECT_SUMS, PROJECT_TO_RAW = range(7, 12)
@@ -293,7 +308,7 @@ def _module_of_registered() -> Any:
     from tensorflow.python.client import pywrap_tf_session  # noqa: F401, the next one needs it
     from tensorflow.python.framework import _pywrap_python_op_gen, op_def_registry
 
-    known = [op_def_registry.get(name) for name in ("CpuOperation", "CpuLossSums", "CpuLossSlope")]
+    known = [op_def_registry.get(name) for name in REGISTERED]
     if None in known:
         raise ImportError("another part of this process opened the library before TensorFlow")
     definitions = op_def_pb2.OpList(op=known).SerializeToString()

@@ -52,6 +52,8 @@ def operations(kind, dtype):
 def test_every_operation_takes_what_the_c_function_says(library, kind, instructions, dtype):
     if not library.native_kernels(instructions.encode(), DTYPES[dtype][0]):
         pytest.skip(f"needs a CPU with {instructions}")
+    if kind == "orthogonal" and dtype != "float32":
+        pytest.skip("a kernel is float32")
 
     @given(operations(kind, dtype))
     @settings(max_examples=25, deadline=None, derandomize=True)

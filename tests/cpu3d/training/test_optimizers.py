@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.training.optimizers import ITERATION, TIMES, Adam, Muon, Sgd, orthogonal
+from models.native import operations
 
 
 def noise(*shape, seed=0):
@@ -34,6 +35,26 @@ def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(sh
     assert values.min() >= 0.68 * scale
     assert values.max() <= 1.2 * scale
     np.testing.assert_allclose(matrix, orthogonal_by_hand(noise(*shape)), atol=2e-3 * scale)
+
+
+@pytest.mark.parametrize("shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 48, 40)])
+def test_own_operations_make_the_same_as_tensorflow(shape):
+    if not operations.available():
+        pytest.skip("needs own operations")
+    kernel = tf.constant(noise(*shape))
+    made = tf.function(operations.orthogonal)(kernel)
+    assert made.shape == shape
+    np.testing.assert_allclose(
+        made, orthogonal(kernel), atol=2e-3 * math.sqrt(max(1, math.prod(shape[:-1]) / shape[-1]))
+    )
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 0), (1, 2, 1, 2, 1, 3)])
+def test_what_is_no_kernel_is_refused(shape):
+    if not operations.available():
+        pytest.skip("needs own operations")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="kernel"):
+        operations.orthogonal(tf.zeros(shape))
 
 
 def test_of_a_gradient_of_zeros_nothing_is_made():

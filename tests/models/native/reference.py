@@ -21,7 +21,7 @@ KINDS = ("convolve", "input_gradient", "filter_gradient")
 KINDS += ("max_pool", "max_pool_gradient", "residual_sum", "residual_gradient", "to_raw", "project", "project_gradient")
 KINDS += ("project_sums", "project_to_raw", "up_convolve", "up_input_gradient", "up_filter_gradient")
 LOSSES = ("loss_sums", "loss_slope")
-KINDS += LOSSES  # as in native.h
+KINDS += (*LOSSES, "orthogonal")  # as in native.h
 
 
 class Operation(ctypes.Structure):

@@ -34,7 +34,7 @@ SHAPES += [
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 CHANNELS += [(16, 32), (32, 16)]
 THREADS = (1, 2, 3, 8)
-FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("passes", "loss", "tiles")]
+FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("passes", "loss", "tiles", "orthogonal")]
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
 """Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
 

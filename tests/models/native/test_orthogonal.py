@@ -1,0 +1,69 @@
+"""The orthogonal matrix nearest to a kernel, in every instruction set of this machine against float64."""
+
+import numpy as np
+import pytest
+
+from tests.models.native.reference import FLOAT32, KERNELS, operation
+
+ITERATION, ROUNDS = (3.4445, -4.7750, 2.0315), 5  # Jordan's
+SIZES = [(1, 1), (5, 3), (1, 4), (27, 48), (9, 40), (108, 16), (432, 17), (300, 80), (520, 96), (128, 128)]
+"""Rows and columns: fewer rows than a block, wide ones, several blocks of rows and of columns."""
+
+
+@pytest.fixture(params=[name for name, dtype in KERNELS if dtype == "float32"])
+def made_orthogonal(request, library):
+    """matrix, threads, whether over the matrix -> what the C function makes of it."""
+    name = request.param
+    if not library.native_kernels(name.encode(), FLOAT32):
+        pytest.skip(f"needs a CPU with {name}")
+
+    def run(matrix, threads=1, in_place=False):
+        given = matrix.copy()
+        made = given if in_place else np.full_like(given, np.nan)
+        about = ("orthogonal", "float32", (1, len(matrix), 1, 1), threads, [given], matrix.shape[1])
+        assert library.native_run(name.encode(), operation(*about, map=made)) == 0
+        assert in_place or given.tobytes() == matrix.tobytes()
+        return made
+
+    return run
+
+
+def noise(size, seed=0):
+    return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
+
+
+def by_hand(matrix):
+    """Newton and Schulz' iteration on the matrix itself, in float64."""
+    x = matrix.astype(np.float64)
+    scale = max(1.0, x.shape[0] / x.shape[1]) ** 0.5
+    x /= np.linalg.norm(x)
+    a, b, c = ITERATION
+    for _ in range(ROUNDS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return scale * x
+
+
+@pytest.mark.parametrize("size", SIZES, ids=lambda size: "x".join(map(str, size)))
+def test_it_is_that_of_float64_with_the_same_bits_on_any_number_of_threads(made_orthogonal, size):
+    matrix = noise(size)
+    made = made_orthogonal(matrix)
+    truth = by_hand(matrix)
+    assert np.linalg.norm(made - truth) <= 1e-4 * np.linalg.norm(truth)
+    for threads in (2, 3, 8, 56):
+        assert made_orthogonal(matrix, threads, in_place=True).tobytes() == made.tobytes(), threads
+
+
+@pytest.mark.parametrize("size", [1e-10, 1.0, 1e15])
+def test_a_gradient_of_any_size_makes_the_same(made_orthogonal, size):
+    matrix = noise((54, 32))
+    made = made_orthogonal((matrix * size).astype(np.float32))
+    np.testing.assert_allclose(made, made_orthogonal(matrix), atol=1e-4)
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden(made_orthogonal):
+    assert not made_orthogonal(np.zeros((20, 8), np.float32)).any()
+    for value in (np.nan, np.inf):
+        matrix = noise((20, 8))
+        matrix[3, 2] = value
+        assert np.isnan(made_orthogonal(matrix)).any()
