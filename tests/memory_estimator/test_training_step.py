@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import Allocator, use
+from memory_estimator.step.layer_step import layer_step
 from memory_estimator.step.program import rounded, timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
@@ -53,9 +54,9 @@ def test_every_program_is_consistent(job):
     [
         ({"dtype": "float32", "policy": "speed"}, 64, "muon", 168_132_608),
         ({"policy": "speed"}, 96, "muon", 252_313_600),
-        ({"policy": "lean"}, 96, "muon", 165_150_720),
+        ({"policy": "lean"}, 96, "muon", 164_282_368),
         ({"policy": "speed", "depth": 3, "filters": 8}, 64, "adam", 31_981_568),
-        ({"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"}, 96, "muon", 161_792_000),
+        ({"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"}, 96, "muon", 159_875_072),
     ],
 )
 def test_the_allocators_peak_is_the_measured_one(unet, side, optimizer, measured):
@@ -143,8 +144,9 @@ def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():
     [("itex", 112, 134.416), ("itex", 56, 67.208), ("itex", 2, 1.283), ("stock", 112, 0)],
 )
 def test_sums_of_many_threads_are_counted_where_they_are_requested(engine, threads, requested):
-    """MiB for the product of a matrix of 2048 x 512 with itself: TensorFlow 2.15.1."""
+    """MiB for the product of a matrix of 2048 x 512 with itself by TensorFlow 2.15.1, which makes
+    Muon's matrices where own operations do not run."""
     unet = UNetConfig(filters=32)
-    program = training_step(Job(unet, (32, 32, 32), engine=engine, threads=threads))
+    program = layer_step(Job(unet, (32, 32, 32), engine=engine, threads=threads))
     scratch = {tensor.name: tensor.bytes for op in program.ops for tensor in op.scratch}
     assert scratch["decoder3_up/threads"] == pytest.approx(requested * 2**20, rel=0.05, abs=2**20)
