@@ -1,4 +1,4 @@
-"""Efficiency on paper: how well the own operations of a training step fill many cores, measured on few.
+"""Efficiency on paper: how well own operations of a training step fill many cores, measured on few.
 
     ./run.sh bench kernels --threads 28 56 --shape 240 240 160
 
@@ -21,7 +21,7 @@ from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.step.program import OwnOperation
-from memory_estimator.step.scratch import scratch_bytes
+from memory_estimator.step.scratch import CONVOLUTIONS, scratch_bytes
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 from models.native.calls import load, operation
@@ -31,7 +31,7 @@ INPUTS, OUTPUTS = "channels", "outputs"
 
 
 class Maps(NamedTuple):
-    """The maps of a kind: a field of `OwnOperation` for the channels, and how much finer the grid is."""
+    """The maps of a kind, each with the field of its channels and how much finer its grid is."""
 
     others: Sequence[Tuple[str, int]] = ()
     made: Optional[Tuple[str, int]] = None
@@ -70,7 +70,8 @@ WITH_FILTER_GRADIENT = ("filter_gradient", "project_gradient", "project_sums", "
 def efficiency_tables(record: Result) -> List[Table]:
     """A table of efficiencies, by grid and kind, and one of the threads' memory."""
     counts, rows = record["paper_threads"], record["rows"]
-    heads = ("grid", "operation", "calls", "ms, 1 thread", *(f"{count} threads" for count in counts))
+    of_counts = [f"{count} threads" for count in counts]
+    heads = ("grid", "operation", "calls", "ms, 1 thread", *of_counts)
     lines = []
     for grid in sorted({tuple(row["grid"]) for row in rows}, reverse=True):
         of_grid = [row for row in rows if tuple(row["grid"]) == grid]
@@ -90,14 +91,14 @@ def efficiency_tables(record: Result) -> List[Table]:
 
 def efficiency(rows: Sequence[Result], threads: int) -> float:
     """Of operations together, each as often as a step has it."""
-    one = sum(row["calls"] * row["seconds"]["1"] for row in rows)
-    return one / threads / sum(row["calls"] * row["seconds"][str(threads)] for row in rows)
+    alone_s = sum(row["calls"] * row["seconds"]["1"] for row in rows)
+    return alone_s / threads / sum(row["calls"] * row["seconds"][str(threads)] for row in rows)
 
 
 def _figures(rows: Sequence[Result], counts: Sequence[int]) -> List[str]:
     calls = sum(row["calls"] for row in rows)
-    one_ms = 1e3 * sum(row["calls"] * row["seconds"]["1"] for row in rows)
-    return [str(calls), f"{one_ms:.1f}", *(f"{efficiency(rows, count):.2f}" for count in counts)]
+    single_ms = 1e3 * sum(row["calls"] * row["seconds"]["1"] for row in rows)
+    return [str(calls), f"{single_ms:.1f}", *(f"{efficiency(rows, count):.2f}" for count in counts)]
 
 
 # --- In the measuring process ---
@@ -148,7 +149,7 @@ def seconds_on_paper(
             call.threads = count
             library.native_time_on_paper(1)
             if library.native_run(None, call):
-                raise InputError("memory must suffice for an operation, got too little; free some")
+                raise InputError("memory must suffice for an operation, got too little; end other programs")
             seconds = library.native_time_on_paper(0)
             if number:
                 best[str(count)] = min(best[str(count)], seconds)
@@ -179,14 +180,15 @@ def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
         arrays["map"] = values
     elif about.made:
         arrays["map"] = map_of(*about.made)
-    taps = {"up": 8, "co": 27, "in": 27, "fi": 27}.get(op.kind[:2], 1)
+    taps = 27 if op.kind in CONVOLUTIONS else 8 if op.kind.startswith("up_") else 1
     filters = _noise("float32", taps * op.channels * max(op.outputs, 1)) / 10
     if op.kind in WITH_FILTERS:
         arrays["filters"] = filters
     if op.kind in WITH_FILTER_GRADIENT:
         arrays["filter_gradient"] = np.empty_like(filters)
     if op.kind.startswith("project"):
-        arrays["bias" if op.kind == "project" else "bias_gradient"] = np.zeros(op.outputs, np.float32)
+        name = "bias" if op.kind == "project" else "bias_gradient"
+        arrays[name] = np.zeros(op.outputs, np.float32)
     if op.kind in WITH_SUMS or op.kind == "loss_sums":
         arrays["sums_to"] = np.empty((op.batch, 4, max(op.channels, op.outputs)), np.float32)
     shape = (op.batch, *op.grid)

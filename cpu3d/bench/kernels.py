@@ -28,7 +28,7 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import DTYPE_BYTES
-from memory_estimator.step.scratch import MOST_THREADS
+from memory_estimator.step.cut import MOST_THREADS
 from models.config import DTYPES
 from models.native.library import own_operations
 

@@ -1,5 +1,6 @@
 """Every operation in every instruction set of this machine against float64, through the C functions alone."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from tests.models.native.reference import (
     FLOAT32,
     KERNELS,
     LIBRARY,
+    MANY_THREADS,
     convolved,
     filter_gradient_of,
     formed,
     operation,
+    run,
 )
 
 ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c")
@@ -33,7 +36,7 @@ SHAPES += [
 ]  # several rows at once; several registers a row
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 CHANNELS += [(16, 32), (32, 16)]
-THREADS = (1, 2, 3, 8)
+THREADS = (1, 2, 3, 8, MANY_THREADS)
 PASSES = str(Path(__file__).with_name("test_passes.py"))
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
 """Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
@@ -59,7 +62,7 @@ class Kernel:
         self.raw_filter_error = EXACT if name in ("amx", "amx_in_c") else products
 
     def run(self, *arguments, **arrays):
-        assert self.library.native_run(self.name.encode(), operation(*arguments, **arrays)) == 0
+        assert run(self.library, self.name, operation(*arguments, **arrays)) == 0
 
     def convolve(self, shape, threads, maps, filters, coefficients=None, *, add=None, sums=True, over=None):
         """The map, plus `add`, written over the map `over` or a new one, and its moments."""
@@ -114,11 +117,8 @@ def error(result, truth, values, factors, terms):
 
 def cases():
     """Shapes with a batch, channels and threads: all shapes and channels, each with other threads."""
-    number = 0
-    for shape in SHAPES:
-        for channels in CHANNELS:
-            yield (1 + number % 2, *shape), channels, THREADS[number % 4]
-            number += 1 + (number % 5 == 4)
+    for number, (shape, channels) in enumerate(itertools.product(SHAPES, CHANNELS)):
+        yield (1 + number % 2, *shape), channels, THREADS[number % len(THREADS)]
 
 
 def two_parts(channels):
