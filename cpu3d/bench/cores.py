@@ -70,7 +70,7 @@ WITH_FILTER_GRADIENT = ("filter_gradient", "project_gradient", "project_sums", "
 def efficiency_tables(record: Result) -> List[Table]:
     """A table of efficiencies, by grid and kind, and one of the threads' memory."""
     counts, rows = record["paper_threads"], record["rows"]
-    of_counts = [f"{count} threads" for count in counts]
+    of_counts = [f"T = {count}" for count in counts]
     heads = ("grid", "operation", "calls", "ms, 1 thread", *of_counts)
     lines = []
     for grid in sorted({tuple(row["grid"]) for row in rows}, reverse=True):

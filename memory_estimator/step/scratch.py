@@ -148,7 +148,7 @@ def _work_of_filters(op: OwnOperation, grid: Dict[str, int], rows: Rows, in_tile
         load, sums = 3 * 27 // pitch, 3 * 200 // pitch
     else:
         inputs, products, units = _parts(op.channels, GROUP), 8, _padded_tiles(z, rows) // rows.unit
-        load, sums = 8 * 3 // units, 8 * 6 // units
+        load, sums = 8 * 3 // units, 8 * 30 // units
     return Work(**grid, inputs=inputs, products=products, load=load, sums=sums, form_outputs=1)
 
 

@@ -310,19 +310,20 @@ static void write_tile(const struct job *j, const double *sums, int target, int 
     }
 }
 
-/* Adds the positions' sums in their order: a thread every `threads`-th target and group. */
+/* Adds the positions' sums in their order: a thread those of its share of all tiles. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    for (int part = thread; part < 9 * j->shifts * j->groups; part += threads)
-        for (int block = 0; block < j->blocks; block++) {
-            const float *from = j->filter_sums + ((size_t)part * j->blocks + block) * TILE_FLOATS;
-            double sums[TILE_FLOATS] = {0};
-            for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
-                for (int i = 0; i < TILE_FLOATS; i++)
-                    sums[i] += from[i];
-            write_tile(j, sums, part / j->groups, part % j->groups, block);
-        }
+    long all = 9L * j->shifts * j->groups * j->blocks, past = share(all, thread + 1, threads);
+    for (long panel = share(all, thread, threads); panel < past; panel++) {
+        const float *from = j->filter_sums + panel * TILE_FLOATS;
+        double sums[TILE_FLOATS] = {0};
+        for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
+            for (int i = 0; i < TILE_FLOATS; i++)
+                sums[i] += from[i];
+        int group = (int)(panel / j->blocks % j->groups);
+        write_tile(j, sums, (int)(panel / j->blocks / j->groups), group, (int)(panel % j->blocks));
+    }
 }
 
 int DIRECT_FILTERS(const struct operation *op)

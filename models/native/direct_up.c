@@ -179,20 +179,21 @@ static void weights_at(float *to, const struct job *j, int row, int voxel, int k
         memcpy(to, filters + at, sizeof(float) * n);
 }
 
-/* A thread packs every `threads`-th fine row of a column. */
+/* [block][voxel][fine row][pair of values of K][16][2]: a thread packs its share of the pairs. */
 static void pack_weights(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    for (int part = thread; part < 4 * j->blocks * j->voxels; part += threads) {
-        int row = part % 4, voxel = part / 4 % j->voxels, block = part / 4 / j->voxels;
-        char *to = (char *)weights_of(j, (struct column){block, voxel}, row);
-        for (int pair = 0; pair < 16 * j->products.steps; pair++, to += 64) {
-            float both[2][16] = {{0}};
-            for (int i = 0; i < 2; i++)
-                weights_at(both[i], j, row, voxel, 2 * pair + i, 16 * block);
-            for (int n = 0; n < 16; n += LANES)
-                store_units((unit *)to + n, load(both[0] + n), load(both[1] + n));
-        }
+    int pairs = 16 * j->products.steps;
+    long all = 4L * j->blocks * j->voxels * pairs;
+    for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++) {
+        int pair = (int)(at % pairs), row = (int)(at / pairs % 4);
+        int column = (int)(at / pairs / 4), block = column / j->voxels;
+        unit *to = (unit *)(j->weights + at * 64);
+        float both[2][16] = {{0}};
+        for (int i = 0; i < 2; i++)
+            weights_at(both[i], j, row, column % j->voxels, 2 * pair + i, 16 * block);
+        for (int n = 0; n < 16; n += LANES)
+            store_units(to + n, load(both[0] + n), load(both[1] + n));
     }
 }
 

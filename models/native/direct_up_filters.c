@@ -182,25 +182,26 @@ static void correlate_piece(void *argument, int thread, int threads)
     tile_release();
 }
 
-/* Adds the positions' sums in their order: a thread those of every `threads`-th target. */
+/* Adds the positions' sums in their order: a thread those of its share of targets and groups. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
     const struct operation *op = j->op;
-    for (int target = thread; target < 8 * j->blocks; target += threads)
-        for (int group = 0; group < j->groups; group++) {
-            const float *from = j->filter_sums + ((size_t)target * j->groups + group) * TILE_FLOATS;
-            double sums[TILE_FLOATS] = {0};
-            for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
-                for (int i = 0; i < TILE_FLOATS; i++)
-                    sums[i] += from[i];
-            int tap = target / j->blocks, first = target % j->blocks * 16;
-            for (int o = 0; o < least(16, op->outputs - first); o++) {
-                size_t at = ((size_t)tap * op->outputs + first + o) * op->channels[0] + 16 * group;
-                for (int c = 0; c < least(16, op->channels[0] - 16 * group); c++)
-                    op->filter_gradient[at + c] = (float)sums[16 * c + o];
-            }
+    long all = 8L * j->blocks * j->groups, past = share(all, thread + 1, threads);
+    for (long panel = share(all, thread, threads); panel < past; panel++) {
+        int target = (int)(panel / j->groups), group = (int)(panel % j->groups);
+        const float *from = j->filter_sums + panel * TILE_FLOATS;
+        double sums[TILE_FLOATS] = {0};
+        for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
+            for (int i = 0; i < TILE_FLOATS; i++)
+                sums[i] += from[i];
+        int tap = target / j->blocks, first = target % j->blocks * 16;
+        for (int o = 0; o < least(16, op->outputs - first); o++) {
+            size_t at = ((size_t)tap * op->outputs + first + o) * op->channels[0] + 16 * group;
+            for (int c = 0; c < least(16, op->channels[0] - 16 * group); c++)
+                op->filter_gradient[at + c] = (float)sums[16 * c + o];
         }
+    }
 }
 
 int DIRECT_UP_FILTERS(const struct operation *op)

@@ -137,7 +137,7 @@ static size_t row_units(int width, int tiles)
 
 /* Costs of pieces.h, about: a load of filters, and one of the sums of a filter gradient, takes as
    long as products of so many tiles or units; so do these sums, cleared and added up. */
-enum { PRODUCTS_COST = 8, LOAD_TILES = 3, LOAD_UNITS = 3, SUMS_UNITS = 6 };
+enum { PRODUCTS_COST = 8, LOAD_TILES = 3, LOAD_UNITS = 3, SUMS_UNITS = 30 };
 
 /* What the threads of an operation share, and how it is cut. */
 struct job {
@@ -427,35 +427,46 @@ static void copy_for_piece(void *argument, int thread, int threads)
     copy_beside(&copies);
 }
 
-/* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
-   every `threads`-th of the taps of a block of 16 outputs, and transforms a unit's three filters along z for all 16 at once. */
+/* The streams of a unit's three filters along z, for a tap and all outputs of a block at once; outputs
+   and inputs that are not there are 0. */
+static void pack_unit(const struct job *j, int block, int tap, int u)
+{
+    int inputs = j->inputs, outputs = j->outputs, units = units_of(inputs);
+    int n = least(outputs - block * 16, 16);
+    float taps[2][3][16] = {{{0}}};
+    for (int i = u * UNIT; i < least(inputs, (u + 1) * UNIT); i++)
+        for (int z = 0; z < 3; z++) {
+            long position = tap * 3 + z, next = 1;
+            long at = (position * inputs + i) * outputs + block * 16;
+            if (j->op->kind == INPUT_GRADIENT) { /* flipped, and their channels swapped */
+                at = ((26 - position) * outputs + block * 16) * inputs + i;
+                next = inputs;
+            }
+            for (int o = 0; o < n; o++)
+                taps[i % UNIT][z][o] = j->op->filters[at + o * next];
+        }
+    unit *to = j->weights + (((size_t)block * STREAMS * 9 + tap) * units + u) * 16;
+    for (int k = 0; k < STREAMS; k++, to += 9 * units * 16)
+        for (int o = 0; o < 16; o += LANES) {
+            vec sums[2] = {{0}};
+            for (int i = 0; i < UNIT; i++)
+                for (int z = 0; z < 3; z++)
+                    sums[i] += FILTER_TRANSFORM[k][z] * load(taps[i][z] + o);
+            store_units(to + o, sums[0], sums[1]);
+        }
+}
+
+/* Packs a thread's share of all units in the order in which `multiply` reads them. It goes through
+   them in the order in which the filters are in memory. */
 static void pack_weights(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    int inputs = j->inputs, outputs = j->outputs, units = units_of(inputs);
-    for (int part = thread; part < j->output_width / 16 * 9; part += threads) {
-        int block = part / 9, tap = part % 9, n = least(outputs - block * 16, 16);
-        for (int u = 0; u < units; u++) {
-            float taps[2][3][16] = {{{0}}};
-            for (int i = u * UNIT; i < least(inputs, (u + 1) * UNIT); i++)
-                for (int z = 0; z < 3; z++) {
-                    long position = tap * 3 + z, at = (position * inputs + i) * outputs + block * 16, next = 1;
-                    if (j->op->kind == INPUT_GRADIENT) /* flipped, and their channels swapped */
-                        at = ((26 - position) * outputs + block * 16) * inputs + i, next = inputs;
-                    for (int o = 0; o < n; o++)
-                        taps[i % UNIT][z][o] = j->op->filters[at + o * next];
-                }
-            unit *to = j->weights + (((size_t)block * STREAMS * 9 + tap) * units + u) * 16;
-            for (int k = 0; k < STREAMS; k++, to += 9 * units * 16)
-                for (int o = 0; o < 16; o += LANES) {
-                    vec sums[2] = {{0}};
-                    for (int i = 0; i < UNIT; i++)
-                        for (int z = 0; z < 3; z++)
-                            sums[i] += FILTER_TRANSFORM[k][z] * load(taps[i][z] + o);
-                    store_units(to + o, sums[0], sums[1]);
-                }
-        }
-    }
+    long units = units_of(j->inputs), blocks = j->output_width / 16, all = 9 * units * blocks;
+    for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++)
+        if (j->op->kind == INPUT_GRADIENT)
+            pack_unit(j, at / units / 9, at / units % 9, at % units);
+        else
+            pack_unit(j, at % blocks, at / blocks / units, at / blocks % units);
 }
 
 /* --- Filter gradient --- */
@@ -491,31 +502,37 @@ static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
     }
 }
 
-/* Adds the positions' sums in their order, and makes the three taps along z of the streams: a thread
-   those of every `threads`-th input of a tap, of 16 outputs at once. */
+/* Of an input and a block of outputs: adds the positions' sums in their order, and makes the three
+   taps along z of the streams. */
+static void write_taps(const struct job *j, int tap, int input, int block)
+{
+    int outputs = j->outputs, groups = j->width / GROUP, blocks = j->output_width / GROUP;
+    double taps[3][16] = {{0}};
+    for (int k = 0; k < STREAMS; k++) {
+        size_t panel = ((size_t)(tap * STREAMS + k) * groups + input / GROUP) * blocks + block;
+        const float *from = j->filter_sums + (panel * GROUP + input % GROUP) * 16;
+        double sum[16] = {0};
+        for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
+            for (int o = 0; o < 16; o++)
+                sum[o] += from[o];
+        for (int z = 0; z < 3; z++)
+            for (int o = 0; o < 16; o++)
+                taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
+    }
+    for (int z = 0; z < 3; z++) {
+        size_t at = ((size_t)(tap * 3 + z) * j->inputs + input) * outputs + block * 16;
+        for (int o = 0; o < least(outputs - block * 16, 16); o++)
+            j->op->filter_gradient[at + o] = (float)taps[z][o];
+    }
+}
+
+/* A thread's share of all, in the order in which the gradient is in memory. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    int inputs = j->inputs, outputs = j->outputs, groups = j->width / GROUP, blocks = j->output_width / 16;
-    for (int part = thread; part < 9 * inputs; part += threads)
-        for (int block = 0; block < blocks; block++) {
-            int tap = part / inputs, i = part % inputs, n = least(outputs - block * 16, 16);
-            double taps[3][16] = {{0}};
-            for (int k = 0; k < STREAMS; k++) {
-                size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
-                const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
-                double sum[16] = {0};
-                for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
-                    for (int o = 0; o < 16; o++)
-                        sum[o] += from[o];
-                for (int z = 0; z < 3; z++)
-                    for (int o = 0; o < 16; o++)
-                        taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
-            }
-            for (int z = 0; z < 3; z++)
-                for (int o = 0; o < n; o++)
-                    j->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
-        }
+    long inputs = j->inputs, blocks = j->output_width / GROUP, all = 9 * inputs * blocks;
+    for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++)
+        write_taps(j, at / blocks / inputs, at / blocks % inputs, at % blocks);
 }
 
 /* --- An operation --- */

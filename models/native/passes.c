@@ -297,7 +297,7 @@ static size_t filter_at(const struct operation *op, int tap, int channel, int ou
     return op->kind < UP_CONVOLVE ? (size_t)channel * op->outputs + output : of_up;
 }
 
-/* A row has the weights of a value for all channels of the map: a thread packs every `threads`-th. */
+/* A row has the weights of a value for all channels of the map. A thread packs its share of them. */
 static void pack_filters(void *argument, int thread, int threads)
 {
     const struct job *job = argument;
@@ -305,9 +305,10 @@ static void pack_filters(void *argument, int thread, int threads)
     int values = job->from_raw ? op->channels[0] : op->outputs;
     int made = job->from_raw ? op->outputs : op->channels[0];
     int width = job->from_raw ? job->other_width : job->width;
-    for (int row = thread; row < job->taps * values; row += threads) {
+    long all = (long)job->taps * values;
+    for (long row = share(all, thread, threads); row < share(all, thread + 1, threads); row++) {
         float *to = job->filters + (size_t)row * width;
-        int tap = row / values, value = row % values;
+        int tap = (int)(row / values), value = (int)(row % values);
         memset(to, 0, width * sizeof(float)); /* channels that are not there */
         for (int i = 0; i < made; i++) {
             int channel = job->from_raw ? value : i, output = job->from_raw ? i : value;

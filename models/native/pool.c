@@ -32,7 +32,8 @@ long tile_counts[TILE_COUNTS];
 
 /* --- Time on paper: what operations would take with a core for each thread. It is the CPU time of
    the caller, but of the threads of a call that of the busiest one alone. While it is counted they
-   compute one after the other, so that none takes another's core or cache. --- */
+   compute one after the other, so that none takes another's core or cache; and in one memory, which
+   is in the cache as each one's own would be. --- */
 
 static struct { int is_counted; long ns; } on_paper; /* of one operation at a time */
 
@@ -56,16 +57,15 @@ double native_time_on_paper(int is_counted)
 
 static void work_on_paper(int threads, void (*work)(void *, int, int), void *argument)
 {
-    long all = 0, busiest = 0;
+    long first = cpu_ns(), begin = first, busiest = 0;
     for (int thread = 0; thread < threads; thread++) {
-        long begin = cpu_ns();
         work(argument, thread, threads);
-        long taken = cpu_ns() - begin;
-        all += taken;
-        if (taken > busiest)
-            busiest = taken;
+        long end = cpu_ns();
+        if (end - begin > busiest)
+            busiest = end - begin;
+        begin = end;
     }
-    on_paper.ns += busiest - all; /* `all` is in the caller's time */
+    on_paper.ns += busiest - (begin - first); /* all of it is in the caller's time */
 }
 
 void begin_operation(void)
@@ -136,7 +136,10 @@ static void *at_least_so_large(struct buffer *_Atomic *place, size_t bytes)
     return memory;
 }
 
-void *thread_memory(int thread, size_t bytes) { return at_least_so_large(&kept[thread], bytes); }
+void *thread_memory(int thread, size_t bytes)
+{
+    return at_least_so_large(&kept[on_paper.is_counted ? 0 : thread], bytes);
+}
 
 void *passing_memory(size_t bytes) { return at_least_so_large(&passing, bytes); }
 

@@ -1,8 +1,11 @@
 """Efficiency on paper: `bench kernels` for more threads than there are cores."""
 
+import json
+
 import pytest
 
-from cpu3d.bench.cores import efficiency, efficiency_tables, measure
+from cpu3d.__main__ import main
+from cpu3d.bench.cores import efficiency, efficiency_tables
 from models.native.library import own_operations
 from tests.models.native.reference import KINDS
 
@@ -13,9 +16,10 @@ PLAIN |= {"up_convolve", "up_input_gradient", "up_filter_gradient"}
 
 @pytest.mark.skipif(own_operations().kernels is None, reason="own operations are not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_own_operation_of_a_step_is_measured_for_each_number_of_threads(dtype):
-    request = {"shape": (32, 48, 32), "filters": 4, "dtype": dtype, "threads": (5, 2), "rounds": 1}
-    record = measure(request)
+def test_every_own_operation_of_a_step_is_measured_for_each_number_of_threads(dtype, capsys):
+    words = f"bench kernels --threads 5 2 --shape 32 48 32 --filters 4 --rounds 1 --dtype {dtype} --json"
+    assert main(words.split()) == 0
+    record = json.loads(capsys.readouterr().out)
     assert {row["kind"] for row in record["rows"]} == PLAIN
     assert {row["kind"] for row in record["rows"]} <= set(KINDS)
     for row in record["rows"]:
@@ -24,7 +28,7 @@ def test_every_own_operation_of_a_step_is_measured_for_each_number_of_threads(dt
     assert 0.2 < efficiency(record["rows"], 2) < 2
     assert record["scratch_bytes"]["5"] > record["scratch_bytes"]["1"] > 0
     table, memory = efficiency_tables(record)
-    assert list(table.columns)[-2:] == ["2 threads", "5 threads"]
+    assert list(table.columns)[-2:] == ["T = 2", "T = 5"]
     assert [row[0] for row in memory.rows] == ["1", "2", "5"]
 
 

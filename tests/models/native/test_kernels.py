@@ -194,6 +194,36 @@ def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape
         assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], threads
 
 
+@pytest.mark.parametrize("threads", THREADS)
+def test_in_place_many_channels_are_as_elsewhere(kernel, threads):
+    """Elsewhere outputs may be computed by several threads, which add up sums in another order."""
+    rng, shape, channels = np.random.default_rng(9), (2, 3, 4, 7), 40
+    filters = filters_of(rng, (channels, channels))
+    (source,) = kernel.maps(rng, shape, channels)
+    expected, moments = kernel.convolve(shape, threads, [source], filters)
+    over = source.copy()
+    result, sums = kernel.convolve(shape, threads, [over], filters, over=over)
+    assert result.tobytes() == expected.tobytes()
+    np.testing.assert_allclose(sums, moments, rtol=1e-5, atol=1e-6)
+
+
+def test_one_thread_after_the_other_computes_what_all_at_once_do(kernel):
+    rng, shape = np.random.default_rng(10), (1, 5, 6, 9)
+    values, gradient = kernel.maps(rng, shape, 20, 32)
+    filters = filters_of(rng, (20, 32))
+
+    def computed():
+        made, moments = kernel.convolve(shape, 8, [values], filters)
+        change = kernel.filter_gradient(shape, 8, [values], gradient)
+        return [each.tobytes() for each in (made, moments, change)]
+
+    at_once = computed()
+    kernel.library.native_time_on_paper(1)
+    assert computed() == at_once
+    assert kernel.library.native_time_on_paper(0) > 0
+    assert kernel.library.native_time_on_paper(0) == 0  # no more was counted
+
+
 def test_filter_gradient_of_raw_and_formed_maps(kernel):
     rng = np.random.default_rng(4)
     for shape, (channels, outputs), threads in cases():
