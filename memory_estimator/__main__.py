@@ -213,6 +213,10 @@ def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]
         name = predicted.constants.instructions
         setup = as_typed("./run.sh setup")
         notes.append(f"assumes that own operations compute, with {name}, as `{setup}` builds them")
+    constants, threads = predicted.constants, predicted.job.threads
+    if constants.instructions and threads != constants.threads:
+        busy = f"{threads} threads share the work of an operation in pieces, which keep them busy"
+        notes.append(f"assumes that {busy} {predicted.busy_share:.0%} of its time")
     if predicted.kind and predicted.job.engine not in predicted.accuracy.versions:
         notes.append(f"assumes the recorded engine, {' or '.join(predicted.kind.versions)}")
     return notes

@@ -13,7 +13,7 @@ from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.scratch import scratch_bytes
-from memory_estimator.step.timing import step_seconds
+from memory_estimator.step.timing import step_busy_share, step_seconds
 from memory_estimator.step.training_step import validation_pass
 
 STORE_NOTE = (
@@ -64,6 +64,7 @@ class Estimate:
     process_peak_bytes: int  # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
     upper_bound_bytes: int  # memory that must be free: the process's peak and a margin
     step_s: float  # of all the micro-batches of a step, and its update
+    busy_share: float  # of the threads' time in operations: else they wait for the largest piece
     components: Tuple[Component, ...]  # the bill, which adds up to `process_peak_bytes`
     timeline: Timeline
     accuracy: Accuracy
@@ -159,6 +160,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         process_peak_bytes=process_peak,
         upper_bound_bytes=upper_bound,
         step_s=step_seconds(program, constants, job),
+        busy_share=step_busy_share(program, constants, job),
         components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
         timeline=line,
         accuracy=accuracy,

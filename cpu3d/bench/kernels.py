@@ -2,6 +2,7 @@
 
     ./run.sh bench kernels
     ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
+    ./run.sh bench kernels --threads 2 8 28 56              # how well that many cores are filled, on paper
     ./run.sh bench tables --records records --roofline docs/pictures/roofline.png
 
 GFLOP/s count the multiplications and additions of a plain convolution, however an operation computes it. All read plain
@@ -18,6 +19,7 @@ from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import numpy as np
 
+from cpu3d.bench import cores
 from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up_for
 from cpu3d.errors import InputError
 from cpu3d.report.pictures import Line, chart
@@ -26,6 +28,7 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import DTYPE_BYTES
+from memory_estimator.step.cut import MOST_THREADS
 from models.config import DTYPES
 from models.native.library import own_operations
 
@@ -42,7 +45,16 @@ class Options:
     """The options of `bench kernels`."""
 
     dtype: Optional[str] = option(None, "compute dtype (default: all that the host computes fast)", choices=DTYPES)
-    threads: Optional[int] = option(None, "threads (default: those of a training step)", at_least=1)
+    threads: Optional[Tuple[int, ...]] = option(
+        None,
+        "threads (default: those of a training step); several, or more than this host has cores: "
+        "efficiency on paper of all own operations of a step",
+        "N",
+        at_least=1,
+        at_most=MOST_THREADS,
+    )
+    shape: Tuple[int, int, int] = option((240, 240, 160), "voxels of that step", ("X", "Y", "Z"), at_least=16)
+    filters: int = option(16, "feature maps of its first convolution", "F", at_least=1)
     rounds: int = option(5, "runs of each operation; the fastest counts", at_least=1)
 
 
@@ -50,8 +62,15 @@ OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    dtypes = [options.dtype] if options.dtype else DTYPES[: 1 + read_host().fast_bfloat16]
-    result = in_fresh_process(measure, {**vars(options), "dtypes": dtypes})
+    host, threads = read_host(), options.threads or ()
+    if len(threads) > 1 or max(threads, default=0) > host.usable_cores:
+        paper = {**vars(options), "dtype": options.dtype or host.best_dtype}
+        result = in_fresh_process(cores.measure, paper)
+        output.publish("cores", result, *cores.efficiency_tables(result))
+        return 0
+    dtypes = [options.dtype] if options.dtype else DTYPES[: 1 + host.fast_bfloat16]
+    request = {**vars(options), "threads": next(iter(threads), None), "dtypes": dtypes}
+    result = in_fresh_process(measure, request)
     output.publish("kernels", result, kernels_table(result))
     return 0
 

@@ -5,8 +5,10 @@ A buffer for each thread stays from operation to operation, and one passes from 
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
 """
 
-from typing import Iterable, List, NamedTuple
+from typing import Dict, Iterable, List, NamedTuple, Tuple
 
+from memory_estimator.step.cut import Cut, Work, cut_of, cut_of_rows
+from memory_estimator.step.cut import parts as _parts
 from memory_estimator.step.program import OwnOperation, StepOp
 from models.native.instruction_sets import BFLOAT16_PRODUCTS
 
@@ -34,7 +36,6 @@ KINDS = {
 
 CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")
 FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_filter_gradient")
-MOST_THREADS = 256  # that compute an operation (native.h)
 GROUP = 16  # channels that are stored together
 TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # direct products, of bfloat16 maps
 LOSS_TERMS = 4  # sums of each region
@@ -45,7 +46,7 @@ LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is roun
 class Scratch(NamedTuple):
     """What one operation takes besides its maps."""
 
-    threads: int  # that keep some: one for each slab of planes along X, or of rows
+    threads: int  # that keep some: one for each piece
     kept_bytes: int  # of each of them
     passing_bytes: int
 
@@ -57,6 +58,11 @@ class Rows(NamedTuple):
     tile: int  # voxels along Z
     unit: int  # values in 4 bytes
     lanes: int  # of a vector of float32
+
+    @property
+    def most_sums(self) -> int:
+        """Tiles of a product, whose sums are in registers."""
+        return 28 if self.lanes == 16 else 6
 
 
 def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_bytes: int) -> int:
@@ -85,22 +91,68 @@ def scratch_of(
     """Scratch of one operation; `in_place` if it writes over the first map that it reads."""
     if op.kind == "orthogonal":
         return _of_orthogonal(op, rows_of(instructions, op.value_bytes).lanes)
-    if op.kind.startswith("loss_"):
-        return _of_loss(op, threads, rows_of(instructions, op.value_bytes).lanes)
-    slabs = min(threads, MOST_THREADS, op.batch * op.grid[0])
+    cut = cut_for(op, threads, instructions, in_place)
     rows = rows_of(instructions, op.value_bytes)
-    in_tiles = op.value_bytes == 2 and instructions in TILES
+    if op.kind.startswith("loss_"):
+        return _of_loss(op, cut, rows.lanes)
+    in_tiles = is_in_tiles(op, instructions)
     if in_tiles and op.kind in ("up_convolve", "up_input_gradient"):
-        return _of_direct_up(op, slabs)
+        return _of_direct_up(op, cut)
     if in_tiles and op.kind == "up_filter_gradient":
-        return _of_direct_up_filters(op, slabs, l2_bytes)
+        return _of_direct_up_filters(op, cut, l2_bytes)
     if op.kind not in CONVOLUTIONS:
-        return _of_pass(op, slabs, rows.lanes)
+        return _of_pass(op, cut, rows.lanes)
     if not in_tiles:
-        return _of_convolution(op, slabs, rows, l2_bytes, in_place)
+        return _of_convolution(op, cut, rows, l2_bytes, in_place)
     if op.kind == "filter_gradient":
-        return _of_direct_filters(op, slabs, l2_bytes)
-    return _of_direct_convolution(op, slabs, l2_bytes, in_place)
+        return _of_direct_filters(op, cut, l2_bytes)
+    return _of_direct_convolution(op, cut, l2_bytes, in_place)
+
+
+def is_in_tiles(op: OwnOperation, instructions: str) -> bool:
+    """Whether the code for AMX computes it, as far as it has the kind."""
+    return op.value_bytes == 2 and instructions in TILES
+
+
+def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = False) -> Cut:
+    """The pieces of one operation."""
+    x, y, z = op.grid
+    rows = rows_of(instructions, op.value_bytes)
+    in_tiles = is_in_tiles(op, instructions)
+    if op.kind.startswith("loss_"):
+        return cut_of_rows(_loss_blocks(op), threads)
+    if op.kind == "up_filter_gradient":
+        blocks = {"inputs": _parts(op.channels, GROUP), "outputs": _parts(op.outputs, GROUP)}
+        costs = (4, 4 * 200 // z) if in_tiles else (16, 16 * 24 // z)
+        work = Work(op.batch * x * y, products=costs[0], sums=costs[1], form_outputs=8, **blocks)
+        return cut_of(work, threads)
+    if op.kind not in CONVOLUTIONS:
+        return cut_of_rows(op.batch * x * y, threads)
+    grid = {"planes": op.batch * x, "rows": y, "outputs": _parts(op.outputs, GROUP), "border": 1}
+    if op.kind == "filter_gradient":
+        return cut_of(_work_of_filters(op, grid, rows, in_tiles), threads)
+    unit = grid["outputs"] if in_place else 1
+    if in_tiles:
+        unit = grid["outputs"] if in_place else 2
+        _, _, together = _direct_columns(op)
+        return cut_of(Work(**grid, unit=unit, products=3, load=1, together=together), threads)
+    tiles = _padded_tiles(z, rows)
+    together = 1
+    while together < 8 and 2 * together * tiles <= rows.most_sums:
+        together *= 2
+    load = 8 * 3 // tiles
+    return cut_of(Work(**grid, unit=unit, products=8, load=load, together=together), threads)
+
+
+def _work_of_filters(op: OwnOperation, grid: Dict[str, int], rows: Rows, in_tiles: bool) -> Work:
+    z = op.grid[2]
+    if in_tiles:
+        inputs, products, pitch = _parts(_direct_width(op.channels), GROUP), 3, _up(z + 1, 2)
+        load, sums = 3 * 27 // pitch, 3 * 200 // pitch
+    else:
+        inputs, products, units = _parts(op.channels, GROUP), 8, _padded_tiles(z, rows) // rows.unit
+        load, sums = 8 * 3 // units, 8 * 30 // units
+    return Work(**grid, inputs=inputs, products=products, load=load, sums=sums, form_outputs=1)
 
 
 def rows_of(instructions: str, value_bytes: int) -> Rows:
@@ -114,60 +166,70 @@ def rows_of(instructions: str, value_bytes: int) -> Rows:
 
 def _of_convolution(
     op: OwnOperation,
-    slabs: int,
+    cut: Cut,
     rows: Rows,
     l2_bytes: int,
     in_place: bool,
 ) -> Scratch:
     """`job_of` in operations.c: a ring of transformed rows in the cache, two lines in float32 and
-    sums of a row; packed filters, and of each slab the sums or, in place, the rows that other
-    slabs still read."""
-    _, y, z = op.grid
+    sums of a row; packed filters, the positions' sums and, in place, of each piece the rows that
+    others overwrite."""
+    z = op.grid[2]
     is_gradient = op.kind == "filter_gradient"
     width = _up(op.channels, GROUP)
     output_width = _up(op.outputs, GROUP)
     tiles = _padded_tiles(z, rows)
 
-    row = _row_bytes(width, tiles, rows)
-    gradient_row = _row_bytes(output_width, tiles, rows) if is_gradient else 0
+    ring_width = cut.inputs * GROUP if is_gradient else width
+    line_width = cut.outputs * GROUP if is_gradient else GROUP
+    row = _row_bytes(ring_width, tiles, rows)
+    gradient_row = _row_bytes(line_width, tiles, rows) if is_gradient else 0
     most = max(1, l2_bytes * 5 // 8 // (3 * row + gradient_row) - 2)
-    y_rows = _parts(y, _parts(y, most))
+    y_rows = _parts(cut.rows, _parts(cut.rows, most))
     kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row
-    kept += 4 * (tiles * rows.tile + 2) * (width + output_width)  # two lines
+    kept += 4 * (tiles * rows.tile + 2) * (ring_width + line_width)  # two lines
     kept += 4 * rows.streams * max(tiles, 64) * GROUP  # sums
     kept += 16 * y_rows  # two pointers
 
     if is_gradient:
-        return Scratch(slabs, kept, slabs * 4 * 9 * rows.streams * width * output_width)
+        sums = 4 * 9 * rows.streams * width * output_width
+        return Scratch(cut.pieces, kept, cut.positions * sums)
     packed = _parts(op.channels, rows.unit)
     passing = 4 * output_width * rows.streams * 9 * packed
-    passing += slabs * 8 * (op.batch * 2 * output_width + 16)
-    passing += slabs * _copies(op, slabs, in_place)
-    return Scratch(slabs, kept, passing)
+    passing += cut.positions * 8 * (op.batch * 2 * output_width + 16)
+    passing += cut.pieces * _copies(op, cut, in_place)
+    return Scratch(cut.pieces, kept, passing)
 
 
-def _copies(op: OwnOperation, slabs: int, in_place: bool) -> int:
-    """`copies_bytes` in slabs.h: the rows that are read after they are overwritten."""
+def _copies(op: OwnOperation, cut: Cut, in_place: bool) -> int:
+    """`copies_bytes` in pieces.h: the rows that are read after they are overwritten."""
     if not in_place:
         return 0
-    x, y, z = op.grid
-    planes = _parts(op.batch * x, slabs)
-    return _up((2 * y + planes) * z * op.outputs * op.value_bytes, LINE_BYTES)
+    rows = 2 * cut.rows + cut.planes
+    if cut.is_along_y:
+        rows += 4 + cut.planes
+    return _up(rows * op.grid[2] * op.outputs * op.value_bytes, LINE_BYTES)
+
+
+def _direct_columns(op: OwnOperation) -> Tuple[int, int, int]:
+    """Of direct.c: blocks of outputs, voxels of a line of a tile, rows that are multiplied at
+    once."""
+    blocks = _parts(op.outputs, GROUP)
+    voxels = 2 if _direct_width(op.channels) <= 16 else 1
+    return blocks, voxels, 2 if voxels == 2 or blocks > 1 else 4
 
 
 def _of_direct_convolution(
     op: OwnOperation,
-    slabs: int,
+    cut: Cut,
     l2_bytes: int,
     in_place: bool,
 ) -> Scratch:
     """`job_of` in direct.c: a ring of three planes of bfloat16 rows in the cache, and the sums of
-    twice four tiles; packed filters, the slabs' sums and copies."""
-    _, y, z = op.grid
+    twice four tiles; packed filters, the positions' sums and the pieces' copies."""
+    z = op.grid[2]
     width = _direct_width(op.channels)
-    blocks = _parts(op.outputs, GROUP)
-    voxels = 2 if width <= 16 else 1  # of a line of a tile
-    columns = 2 if voxels == 2 or blocks > 1 else 1
+    blocks, voxels, together = _direct_columns(op)
     terms = (voxels + 2) * width
     depth = min(16, terms // 2)
     terms = _up(terms, 2 * depth)
@@ -178,43 +240,45 @@ def _of_direct_convolution(
     row = 2 * ((lines - 1) * voxels * width + terms)
     row = LINE_BYTES * (_parts(row, LINE_BYTES) | 1)
     most = max(4, l2_bytes * 2 // 5 // (3 * row) - 2)
-    y_rows = min(y, _up(_parts(y, _parts(y, most)), 4 // columns))
+    y_rows = min(cut.rows, _up(_parts(cut.rows, _parts(cut.rows, most)), together))
     kept = 2 * 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
 
     passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
-    passing += slabs * (8 * (op.batch * 2 * blocks * GROUP + 16) + _copies(op, slabs, in_place))
-    return Scratch(slabs, kept, passing)
+    passing += cut.positions * 8 * (op.batch * 2 * blocks * GROUP + 16)
+    return Scratch(cut.pieces, kept, passing + cut.pieces * _copies(op, cut, in_place))
 
 
-def _of_direct_filters(op: OwnOperation, slabs: int, l2_bytes: int) -> Scratch:
+def _of_direct_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     """`job_of` in direct_filters.c: planes of pairs of positions in the cache, values' and
-    gradients', a row and the sums of six tiles; and the slabs' sums."""
-    x, y, z = op.grid
+    gradients', a row and the sums of six tiles; and the positions' sums."""
+    z = op.grid[2]
     width = _direct_width(op.channels)
     groups = _parts(width, GROUP)
     blocks = _parts(op.outputs, GROUP)
     shifts = width // 4 if width < 16 else 3
-    arrays = groups * (1 if width < 16 else 2)
+    arrays = cut.inputs * (1 if width < 16 else 2)
     pitch = _up(z + 1, 2)
 
     budget = l2_bytes * 5 // 8
-    most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + blocks))
-    most = min(y, max(1, most * 32 // pitch))
-    y_rows = _parts(y, _parts(y, most))
+    most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + cut.outputs))
+    most = min(cut.rows, max(1, most * 32 // pitch))
+    y_rows = _parts(cut.rows, _parts(cut.rows, most))
     position_blocks = _parts(y_rows * pitch, 32)
     values = arrays * 64 * (pitch + 16 * position_blocks + 1)
-    gradients = 1024 * blocks * position_blocks
-    enough = min(8, _parts(64, position_blocks), _parts(op.batch * x, slabs))
+    gradients = 1024 * cut.outputs * position_blocks
+    enough = min(8, _parts(64, position_blocks), cut.planes)
     planes = min(enough, max(1, (budget - 2 * values) // (values + gradients)))
 
-    kept = 4 * 6 * 256 + 2 * _up((pitch + 6) * max(width, blocks * GROUP), 32)
+    line_width = max(min(width, cut.inputs * GROUP), cut.outputs * GROUP)
+    kept = 4 * 6 * 256 + 2 * _up((pitch + 6) * line_width, 32)
     kept += (planes + 2) * values + planes * gradients
-    return Scratch(slabs, kept, slabs * 4 * 9 * shifts * groups * blocks * 256)
+    sums = 4 * 9 * shifts * groups * blocks * 256
+    return Scratch(cut.pieces, kept, cut.positions * sums)
 
 
-def _of_direct_up(op: OwnOperation, slabs: int) -> Scratch:
+def _of_direct_up(op: OwnOperation, cut: Cut) -> Scratch:
     """`job_of` in direct_up.c: formed rows, and the sums of four tiles; packed filters, and the
-    slabs' sums."""
+    pieces' sums."""
     z = op.grid[2]
     if op.kind == "up_convolve":
         rows, steps, voxels, made = 1, _parts(op.channels, 32), 2, op.outputs
@@ -224,22 +288,23 @@ def _of_direct_up(op: OwnOperation, slabs: int) -> Scratch:
     tiles = _parts(z, 16)
     kept = 4 * 4 * 256 + rows * tiles * _parts(z, tiles) * 64 * steps
     passing = width // GROUP * voxels * 4 * steps * 1024
-    return Scratch(slabs, kept, passing + slabs * 8 * (op.batch * 2 * width + 16))
+    passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
+    return Scratch(cut.pieces, kept, passing)
 
 
-def _of_direct_up_filters(op: OwnOperation, slabs: int, l2_bytes: int) -> Scratch:
+def _of_direct_up_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     """`job_of` in direct_up_filters.c: pairs of positions of some rows in the cache, a row, and the
-    sums of six tiles; and the slabs' sums."""
-    x, y, z = op.grid
+    sums of six tiles; and the positions' sums."""
+    z = op.grid[2]
     groups = _parts(op.channels, GROUP)
     blocks = _parts(op.outputs, GROUP)
     pitch = _up(z, 2)
-    arrays = groups + 8 * blocks
-    rows = min(_parts(64 * 32, pitch), y * _parts(op.batch * x, slabs))
+    arrays = cut.inputs + 8 * cut.outputs
+    rows = min(_parts(64 * 32, pitch), cut.planes)
     rows = max(1, min(rows, l2_bytes * 5 // 8 // (arrays * 32 * pitch)))
-    kept = 4 * 6 * 256 + 2 * _up(pitch * GROUP * max(groups, 2 * blocks), 32)
+    kept = 4 * 6 * 256 + 2 * _up(pitch * GROUP * max(cut.inputs, 2 * cut.outputs), 32)
     kept += arrays * 1024 * _parts(rows * pitch, 32)
-    return Scratch(slabs, kept, slabs * 4 * 8 * blocks * groups * 256)
+    return Scratch(cut.pieces, kept, cut.positions * 4 * 8 * blocks * groups * 256)
 
 
 def _direct_width(channels: int) -> int:
@@ -247,29 +312,36 @@ def _direct_width(channels: int) -> int:
     return next((width for width in (4, 8) if channels <= width), _up(channels, GROUP))
 
 
-def _of_pass(op: OwnOperation, slabs: int, lanes: int) -> Scratch:
-    """`PASSES` in passes.c: a line of both maps; sums of each slab, and packed filters."""
+def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
+    """`PASSES` in passes.c: a line of both maps; sums of each position, and packed filters."""
     taps = 8 if op.kind.startswith("up_") else 1
     width = _up(op.channels, lanes)
     output_width = _up(op.outputs, lanes)
     filters = taps * width * output_width
     kept = 4 * op.grid[2] * (width + output_width * taps)
+    if op.kind == "up_filter_gradient":
+        of_outputs = min(output_width, cut.outputs * GROUP)
+        kept = 4 * op.grid[2] * (min(width, cut.inputs * GROUP) + of_outputs * taps)
     sums = op.batch * 2 * width
     if op.kind in FILTER_GRADIENTS:
         sums += filters + output_width
     takes_filters = op.kind.startswith(("project", "up_")) and op.kind != "up_filter_gradient"
-    return Scratch(slabs, kept, slabs * 8 * sums + 4 * filters * takes_filters)
+    return Scratch(cut.pieces, kept, cut.positions * 8 * sums + 4 * filters * takes_filters)
 
 
-def _of_loss(op: OwnOperation, threads: int, lanes: int) -> Scratch:
+def _loss_blocks(op: OwnOperation) -> int:
+    """Blocks of rows, of which a loss has its sums."""
+    x, y, z = op.grid
+    return op.batch * _parts(x * y, max(1, BLOCK_VALUES // (z * op.channels)))
+
+
+def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
     """`LOSS` in loss.c: sums of a row in float32 and of a block in float64, and a row of the
     target; the sums of all blocks."""
-    x, y, z = op.grid
-    row_values = z * op.channels
-    blocks = op.batch * _parts(x * y, max(1, BLOCK_VALUES // row_values))
+    row_values = op.grid[2] * op.channels
     kept = LOSS_TERMS * op.channels * lanes * (4 + 8) + row_values
-    passing = 8 * LOSS_TERMS * op.channels * blocks if op.kind == "loss_sums" else 0
-    return Scratch(min(threads, MOST_THREADS, blocks), kept, passing)
+    sums = 8 * LOSS_TERMS * op.channels * _loss_blocks(op)
+    return Scratch(cut.pieces, kept, sums if op.kind == "loss_sums" else 0)
 
 
 def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
@@ -294,10 +366,6 @@ def _row_bytes(width: int, tiles: int, rows: Rows) -> int:
 
 def _mapped(size_bytes: int) -> int:
     return _up(LINE_BYTES + size_bytes, PAGE_BYTES)
-
-
-def _parts(number: int, size: int) -> int:
-    return -(-number // size)
 
 
 def _up(number: int, to: int) -> int:

@@ -1,6 +1,7 @@
 """Seconds of a training step: every operation by its work and its traffic, at the speed of the host's own calibration.
 
-On top comes a constant for every operation, for TensorFlow's work between them.
+On top comes a constant for every operation, for TensorFlow's work between them. With many threads
+the pieces that an own operation is cut into are not equally large: some threads wait for others.
 """
 
 from typing import Dict, Tuple
@@ -8,6 +9,7 @@ from typing import Dict, Tuple
 from memory_estimator.calibration import FEATURES, HostConstants
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, StepOp
+from memory_estimator.step.scratch import cut_for
 
 LANES, FEWEST = 16, 4  # channels are written in blocks of so many, and read in such
 
@@ -16,10 +18,39 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
     """Seconds of each operation of a step."""
     speeds = constants.speeds(job)
     overhead_s = speeds["every_op"]["seconds"]
-    return tuple(
-        overhead_s + sum(speeds[op.kind][feature] * amount for feature, amount in features(op).items())
-        for op in program.ops
-    )
+    seconds = []
+    for op in program.ops:
+        op_s = overhead_s
+        for feature, amount in features(op).items():
+            cost = speeds[op.kind][feature]
+            if feature.startswith("work"):
+                cost *= busy_share(op, constants, constants.threads)
+                cost /= busy_share(op, constants, job.threads)
+            op_s += cost * amount
+        seconds.append(op_s)
+    return tuple(seconds)
+
+
+def busy_share(op: StepOp, constants: HostConstants, threads: int) -> float:
+    """The share of so many threads' time in which they compute the pieces of an operation, and do
+    not wait for the largest; 1 of TensorFlow's operations, which are taken to divide evenly."""
+    if op.own is None or not constants.instructions:
+        return 1.0
+    in_place = op.takes_over == op.reads[0]
+    return cut_for(op.own, threads, constants.instructions, in_place).efficiency
+
+
+def step_busy_share(program: Program, constants: HostConstants, job: Job) -> float:
+    """`busy_share` over the work of a step."""
+    speeds = constants.speeds(job)
+    even_s = 0.0
+    cut_s = 0.0
+    for op in program.ops:
+        costs = features(op).items()
+        op_s = sum(speeds[op.kind][name] * amount for name, amount in costs if name.startswith("work"))
+        even_s += op_s
+        cut_s += op_s / busy_share(op, constants, job.threads)
+    return even_s / cut_s if cut_s else 1.0
 
 
 def step_seconds(program: Program, constants: HostConstants, job: Job) -> float:

@@ -1,11 +1,13 @@
 /* 3x3x3 convolutions of bfloat16 maps in AMX's tiles, and their input gradients: no transform, up
    to 32 values of K a product.
 
-   A thread goes through a slab as in operations.c: it forms the rows of the next plane into a ring
+   A thread goes through a piece as in operations.c: it forms the rows of the next plane into a ring
    in the cache L2, as bfloat16 values with a voxel of zeros at each end, then multiplies and
    finishes the plane before. */
 #include <unistd.h>
 #include "direct.h"
+
+enum { PRODUCTS_COST = 3, LOAD_COST = 1 }; /* of pieces.h, about */
 
 /* What the threads of an operation share, and how it is cut. */
 struct job {
@@ -13,21 +15,21 @@ struct job {
     struct input input;
     struct made made;            /* without what belongs to a sample */
     struct products products;
-    int slabs;
+    struct cut cut;
     int inputs, outputs;         /* channels */
     int width;                   /* values of a voxel in a row: 4, 8 or whole 16 */
     int blocks;                  /* of 16 outputs */
     int voxels;                  /* that a line makes: a pair where channels are few, else one */
     int tiles, lines;            /* of a row: tiles A along z, and lines in each */
-    int passes, columns;         /* passes, and columns of the first one */
+    int columns;                 /* of the first pass */
     int y_rows;                  /* of a part along y, without its borders */
     size_t tap_bytes, block_bytes; /* of packed filters: of a tap (x, y), and of 16 outputs */
     size_t weight_bytes;
     size_t thread_totals;        /* float64 numbers */
     size_t thread_copies;        /* bytes */
     size_t kept, passing;
-    char *weights, *copies;      /* copies: of every slab */
-    double *totals;              /* of every slab: [batch][2][width of the map that is made] */
+    char *weights, *copies;      /* copies: of every piece */
+    double *totals;              /* of every position: [batch][2][width of the map that is made] */
     int failed;
 };
 
@@ -45,10 +47,28 @@ static struct made made_of(const struct operation *op)
     return made;
 }
 
+/* Two blocks of outputs make a pass, which writes whole lines: they stay together. In place all
+   outputs do: a piece would overwrite what the others read. */
+static struct cut cut_for(const struct operation *op, const struct job *j)
+{
+    struct work work = {
+        .planes = (long)op->batch * op->x,
+        .rows = op->y,
+        .inputs = 1,
+        .outputs = j->blocks,
+        .unit = op->map == op->maps[0] ? j->blocks : 2,
+        .border = 1,
+        .products = PRODUCTS_COST,
+        .together = MOST_ROWS / j->columns,
+        .load = LOAD_COST,
+    };
+    return cut_of(&work, op->threads);
+}
+
 /* memory_estimator/step/scratch.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
-    struct job j = {.op = op, .made = made_of(op), .slabs = slabs_of(op)};
+    struct job j = {.op = op, .made = made_of(op)};
     j.inputs = op->channels[0] + op->channels[1];
     j.outputs = op->outputs;
     j.input.channels[0] = op->channels[0];
@@ -57,11 +77,11 @@ static struct job job_of(const struct operation *op)
     j.input.maps[1] = op->maps[1];
     j.input.raw = op->kind == INPUT_GRADIENT ? op->others[1] : NULL;
     j.input.coefficients = op->coefficients;
+    j.input = all_of(j.input);
 
     j.width = width_of(j.inputs);
     j.blocks = j.made.width / 16;
     j.voxels = j.width <= 16 ? 2 : 1;
-    j.passes = j.voxels == 2 ? j.blocks : parts_of(j.blocks, 2);
     j.columns = j.voxels == 2 || j.blocks > 1 ? 2 : 1;
     int lines = parts_of(op->z, j.voxels);
     j.tiles = parts_of(lines, TILE_LINES);
@@ -82,25 +102,28 @@ static struct job job_of(const struct operation *op)
 
     long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
     long rows = (cache > 0 ? cache : 1 << 20) * 2 / 5 / (long)(3 * p->row_bytes) - 2;
-    int most = rows < MOST_ROWS ? MOST_ROWS : least(rows, op->y);
-    int cuts = parts_of(op->y, most); /* of equal height */
-    j.y_rows = least(op->y, round_up(parts_of(op->y, cuts), MOST_ROWS / j.columns));
+    j.cut = cut_for(op, &j);
+    int most = rows < MOST_ROWS ? MOST_ROWS : least(rows, j.cut.rows);
+    int height = parts_of(j.cut.rows, parts_of(j.cut.rows, most)); /* of parts of equal height */
+    j.y_rows = least(j.cut.rows, round_up(height, MOST_ROWS / j.columns));
     j.kept = sizeof(float) * 2 * MOST_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
 
     j.weight_bytes = j.blocks * j.block_bytes;
     j.thread_totals = (size_t)op->batch * 2 * j.made.width + 16; /* a line between threads */
-    j.thread_copies = copies_bytes(op, j.slabs);
-    j.passing = j.slabs * (sizeof(double) * j.thread_totals + j.thread_copies) + j.weight_bytes;
+    j.thread_copies = copies_bytes(op, &j.cut);
+    j.passing = j.weight_bytes + j.cut.positions * sizeof(double) * j.thread_totals;
+    j.passing += j.cut.pieces * j.thread_copies;
     return j;
 }
 
 struct thread {
     const struct job *job;
+    struct piece piece;
     struct part part;
     struct made made;
     float *sums; /* of twice up to four tiles */
     char *ring;  /* three planes of y_rows + 2 rows */
-    char *copies;
+    struct copies copies;
     double *totals;
 };
 
@@ -124,10 +147,10 @@ static void form_ring_row(struct thread *t, int x, int y)
     }
     size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
     if (j->thread_copies)
-        in.maps[0] = map_in_place(op, t->copies, &t->part, x, y);
+        in.maps[0] = map_in_place(&t->copies, &t->part, x, y);
     form_bfloat16_row((uint16_t *)row + j->width, j->width, &in, t->part.batch, voxel, op->z);
     if (j->thread_copies)
-        keep_last_row(op, t->copies, &t->part, x, y);
+        keep_last_row(&t->copies, &t->part, x, y);
 }
 
 /* The tiles B of a column. The weights of a tap begin and end with zeros of a voxel: the first
@@ -168,9 +191,11 @@ static void convolve_plane(struct thread *t, int x)
     size_t tile_bytes = j->lines * j->products.line_bytes;
     struct finished blocks[2] = {{0}};
     int now = 0; /* of `blocks` and of the sums of both */
-    for (int pass = 0; pass < j->passes; pass++) {
+    int wide = t->piece.past_output - t->piece.output; /* in blocks of outputs */
+    for (int pass = 0; pass < passes_of(j->voxels, wide); pass++) {
         struct column columns[2];
-        int count = columns_of(columns, j->voxels, j->blocks, pass), most = MOST_ROWS / count;
+        int count = columns_of(columns, j->voxels, t->piece.output, wide, pass);
+        int most = MOST_ROWS / count;
         const char *weights[2] = {weights_of(j, columns[0]), weights_of(j, columns[count - 1])};
         const struct finished empty = finished_of(columns, count, j->outputs);
         for (int tile = 0; tile < j->tiles; tile++) {
@@ -213,7 +238,7 @@ static void begin_sample(struct thread *t, int batch)
         t->made.norm = op->other_coefficients + (size_t)batch * COEFFICIENTS * op->outputs;
 }
 
-static void convolve_slab(void *argument, int thread, int threads)
+static void convolve_piece(void *argument, int thread, int threads)
 {
     struct job *j = argument;
     const struct operation *op = j->op;
@@ -223,20 +248,20 @@ static void convolve_slab(void *argument, int thread, int threads)
         return;
     }
     struct thread t = {.job = j, .made = j->made, .sums = (float *)memory};
+    t.piece = piece_of(&j->cut, thread);
     t.ring = (char *)(t.sums + 2 * MOST_ROWS * TILE_FLOATS);
-    t.copies = j->copies + thread * j->thread_copies;
-    t.totals = j->totals + thread * j->thread_totals;
-    memset(t.totals, 0, j->thread_totals * sizeof(double));
+    t.copies = copies_of(op, &j->cut, thread, j->copies + thread * j->thread_copies);
+    t.totals = j->totals + t.piece.position * j->thread_totals;
+    clear_totals(op, t.totals, t.made.width, &t.piece);
     /* What follows a row's voxels stays 0. */
     memset(t.ring, 0, 3 * (j->y_rows + 2) * j->products.row_bytes);
     tile_config(j->lines, j->products.depth);
     struct part *part = &t.part;
-    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
-    for (; at < end; at += part->x1 - part->x0) {
-        planes_from(part, op, at, end);
+    for (long at = t.piece.plane; at < t.piece.past_plane; at += part->x1 - part->x0) {
+        planes_from(part, op, at, t.piece.past_plane);
         begin_sample(&t, part->batch);
-        for (part->y0 = 0; part->y0 < op->y; part->y0 = part->y1) {
-            part->y1 = least(part->y0 + j->y_rows, op->y);
+        for (part->y0 = t.piece.y0; part->y0 < t.piece.y1; part->y0 = part->y1) {
+            part->y1 = least(part->y0 + j->y_rows, t.piece.y1);
             for (int x = part->x0 - 1; x <= part->x1; x++) {
                 for (int y = part->y0 - 1; y <= part->y1; y++)
                     form_ring_row(&t, x, y);
@@ -249,10 +274,11 @@ static void convolve_slab(void *argument, int thread, int threads)
     tile_release();
 }
 
-static void copy_beside(void *argument, int thread, int threads)
+static void copy_for_piece(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    copy_planes_beside(j->op, j->copies + thread * j->thread_copies, thread, threads);
+    struct copies copies = copies_of(j->op, &j->cut, thread, j->copies + thread * j->thread_copies);
+    copy_beside(&copies);
 }
 
 /* The weights of a position of the filter and an input, for up to 16 outputs from `output` on;
@@ -300,22 +326,22 @@ static void pack_weights(void *argument, int thread, int threads)
 static int convolve(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (asks_for_scratch(op, j.slabs, j.kept, j.passing))
+    if (asks_for_scratch(op, j.cut.pieces, j.kept, j.passing))
         return 0;
     j.weights = passing_memory(j.passing);
     if (!j.weights)
         return -1;
     j.totals = (double *)(j.weights + j.weight_bytes);
-    j.copies = (char *)(j.totals + j.slabs * j.thread_totals);
+    j.copies = (char *)(j.totals + j.cut.positions * j.thread_totals);
     run_on_threads(op->threads, pack_weights, &j);
     if (j.thread_copies)
-        run_on_threads(j.slabs, copy_beside, &j);
-    run_on_threads(j.slabs, convolve_slab, &j);
+        run_on_threads(j.cut.pieces, copy_for_piece, &j);
+    run_on_threads(j.cut.pieces, convolve_piece, &j);
     if (j.failed)
         return -1;
     if (op->sums_to)
         write_sums(op, j.made.sums, j.totals, j.thread_totals, j.outputs, j.made.width,
-                   j.slabs);
+                   j.cut.positions);
     return 0;
 }
 

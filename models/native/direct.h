@@ -4,13 +4,11 @@
 #define DIRECT_H
 
 #include "amx.h"
-#include "slabs.h"
+#include "pieces.h"
 
 enum { TILE_LINES = 16, TILE_BYTES = 1024, TILE_FLOATS = 16 * 16, VECS = 16 / LANES };
 enum { MOST_ROWS = 4 };            /* tiles A that are multiplied at once */
 enum { STREAMED_BYTES = 4 << 20 }; /* maps above it are written past the caches */
-
-static int parts_of(int number, int size) { return (number + size - 1) / size; }
 
 /* Values of a voxel in a row: few channels are padded so that whole neighbours fit a line. */
 static int width_of(int channels)
@@ -139,19 +137,21 @@ static struct lines lines_of_one(const float *sums, size_t at, size_t next, int 
 /* 16 outputs, and where a line makes a pair of voxels those of the first or of the second. */
 struct column { int block, voxel; };
 
-/* Returns the number of columns of a pass. Of pairs, two blocks of one voxel where blocks are
-   even: their outputs are side by side in memory. */
-static int columns_of(struct column *columns, int voxels, int blocks, int pass)
+static int passes_of(int voxels, int blocks) { return voxels == 2 ? blocks : parts_of(blocks, 2); }
+
+/* Returns the number of columns of a pass over `blocks` blocks from `first` on. Of pairs, two
+   blocks of one voxel where blocks are even: their outputs are side by side in memory. */
+static int columns_of(struct column *columns, int voxels, int first, int blocks, int pass)
 {
     if (voxels == 2 && blocks % 2) {
-        columns[0] = (struct column){pass, 0};
-        columns[1] = (struct column){pass, 1};
+        columns[0] = (struct column){first + pass, 0};
+        columns[1] = (struct column){first + pass, 1};
         return 2;
     }
     int voxel = voxels == 2 ? pass % 2 : 0;
     int block = voxels == 2 ? pass / 2 * 2 : 2 * pass;
-    columns[0] = (struct column){block, voxel};
-    columns[1] = (struct column){block + 1, voxel};
+    columns[0] = (struct column){first + block, voxel};
+    columns[1] = (struct column){first + block + 1, voxel};
     return least(2, blocks - block);
 }
 

@@ -1,20 +1,24 @@
 /* Filter gradients of 3x3x3 convolutions of bfloat16 maps in AMX's tiles: sums over positions, 32
    in a product. docs/kernels.md draws the tiles; what is drawn there has the same names here.
 
-   A thread takes a few planes of a slab at a time. Their rows follow each other as one line of
+   A thread takes a few planes of its piece at a time. Their rows follow each other as one line of
    positions with zeros between rows, so that blocks of 32 positions need not end with a row, and a
    tap is a shift of the line. Tile sums are of float32, over these planes; they are added in
-   float32 over a slab, and in float64 over slabs. */
+   float32 over a piece, and in float64 over pieces. */
 #include <unistd.h>
 #include "positions.h"
 
 enum { MOST_PLANES = 8 };
 
+/* Costs of pieces.h, about: positions whose products take as long as what comes with each plane,
+   and as clearing and adding up the sums of a group and a block. */
+enum { PRODUCTS_COST = 3, LOAD_POSITIONS = 27, SUMS_POSITIONS = 200 };
+
 /* What the threads of an operation share, and how it is cut. */
 struct job {
     const struct operation *op;
     struct input values, gradient; /* of the tiles B and of the tiles A */
-    int slabs;
+    struct cut cut;
     int inputs, outputs;     /* channels */
     int width, output_width; /* of a formed voxel: values 4, 8 or whole 16; outputs whole 16 */
     int groups, blocks;      /* of 16 values of a line, of 16 outputs */
@@ -32,14 +36,31 @@ struct job {
     size_t line_values;      /* of a formed row with its zeros */
     size_t thread_sums;      /* floats: [target][group][block][16 outputs][16 values] */
     size_t kept, passing;
-    float *filter_sums;      /* of every slab */
+    float *filter_sums;      /* of every position */
     int failed;
 };
+
+static struct cut cut_for(const struct operation *op, const struct job *j)
+{
+    struct work work = {
+        .planes = (long)op->batch * op->x,
+        .rows = op->y,
+        .inputs = j->groups,
+        .outputs = j->blocks,
+        .unit = 1,
+        .border = 1,
+        .products = PRODUCTS_COST,
+        .load = PRODUCTS_COST * LOAD_POSITIONS / j->pitch,
+        .form_outputs = 1,
+        .sums = PRODUCTS_COST * SUMS_POSITIONS / j->pitch,
+    };
+    return cut_of(&work, op->threads);
+}
 
 /* memory_estimator/step/scratch.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
-    struct job j = {.op = op, .slabs = slabs_of(op), .outputs = op->outputs};
+    struct job j = {.op = op, .outputs = op->outputs};
     j.inputs = op->channels[0] + op->channels[1];
     j.values.channels[0] = op->channels[0];
     j.values.channels[1] = op->channels[1];
@@ -50,6 +71,8 @@ static struct job job_of(const struct operation *op)
     j.gradient.maps[0] = op->others[0];
     j.gradient.raw = op->others[1];
     j.gradient.coefficients = op->other_coefficients;
+    j.values = all_of(j.values);
+    j.gradient = all_of(j.gradient);
     j.width = width_of(j.inputs);
     j.output_width = round_up(j.outputs, 16);
     j.groups = parts_of(j.width, 16);
@@ -59,42 +82,47 @@ static struct job job_of(const struct operation *op)
     j.values_are_whole = op->channels[0] % 16 == 0 && op->channels[1] % 16 == 0;
     j.gradients_are_whole = j.outputs % 16 == 0;
     j.pitch = round_up(op->z + 1, 2);
+    j.cut = cut_for(op, &j);
 
     /* There are two planes of values more than of gradients; and of values a row more on each
        side, and a line that the last shift reads. */
-    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE), arrays = j.groups * j.copies;
+    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE), arrays = j.cut.inputs * j.copies;
     long budget = (cache > 0 ? cache : 1 << 20) * 5 / 8;
     long borders = 3 * arrays * 64 * (j.pitch + 1);
-    long rows = (budget - borders) / (TILE_BYTES * (3 * arrays + j.blocks)) * 32 / j.pitch;
-    int most = op->y;
-    if (rows < op->y)
+    long rows = (budget - borders) / (TILE_BYTES * (3 * arrays + j.cut.outputs)) * 32 / j.pitch;
+    int most = j.cut.rows;
+    if (rows < most)
         most = rows < 1 ? 1 : (int)rows;
-    j.y_rows = parts_of(op->y, parts_of(op->y, most)); /* parts of equal height */
+    j.y_rows = parts_of(j.cut.rows, parts_of(j.cut.rows, most)); /* parts of equal height */
     j.position_blocks = parts_of(j.y_rows * j.pitch, 32);
     j.copy_bytes = 64 * ((size_t)j.pitch + 16 * (size_t)j.position_blocks + 1);
     j.values_bytes = arrays * j.copy_bytes;
     j.block_bytes = (size_t)TILE_BYTES * j.position_blocks;
-    j.gradient_bytes = j.blocks * j.block_bytes;
+    j.gradient_bytes = j.cut.outputs * j.block_bytes;
 
     long plane_bytes = (long)(j.values_bytes + j.gradient_bytes);
     long planes = (budget - 2 * (long)j.values_bytes) / plane_bytes;
     int enough = least(MOST_PLANES, parts_of(ENOUGH_BLOCKS, j.position_blocks));
-    j.planes = least(enough, parts_of(op->batch * op->x, j.slabs));
+    j.planes = least(enough, j.cut.planes);
     if (planes < j.planes)
         j.planes = planes < 1 ? 1 : (int)planes;
 
-    int wide = j.width > j.output_width ? j.width : j.output_width;
+    int width = j.width < 16 ? j.width : 16 * j.cut.inputs, output_width = 16 * j.cut.outputs;
+    int wide = width > output_width ? width : output_width;
     size_t voxels = j.pitch + 6; /* lines of few channels reach so far */
     j.line_values = (voxels * wide + 31) / 32 * 32;
     j.kept = sizeof(float) * MOST_SUMS * TILE_FLOATS + sizeof(uint16_t) * j.line_values;
     j.kept += (j.planes + 2) * j.values_bytes + j.planes * j.gradient_bytes;
     j.thread_sums = (size_t)9 * j.shifts * j.groups * j.blocks * TILE_FLOATS;
-    j.passing = j.slabs * sizeof(float) * j.thread_sums;
+    j.passing = j.cut.positions * sizeof(float) * j.thread_sums;
     return j;
 }
 
 struct thread {
     const struct job *job;
+    struct piece piece;
+    struct input values_of, gradient_of; /* the channels of the piece */
+    int width, output_width;             /* of a formed voxel of them */
     struct part part;
     float *sums;     /* of six tiles */
     uint16_t *line;  /* a row, formed */
@@ -135,20 +163,20 @@ static void form_values_row(struct thread *t, char *to, int x, int y)
 {
     const struct job *j = t->job;
     const struct operation *op = j->op;
-    int pairs = j->pitch / 2, arrays = j->groups * j->copies;
+    int pairs = j->pitch / 2, groups = t->piece.past_input - t->piece.input;
     const uint16_t *line = NULL;
     if (!j->values_are_whole && !is_outside(op, x, y))
-        line = formed_line(t, &j->values, j->width, x, y);
-    for (int i = 0; i < arrays; i++, to += j->copy_bytes) {
+        line = formed_line(t, &t->values_of, t->width, x, y);
+    for (int i = 0; i < groups * j->copies; i++, to += j->copy_bytes) {
         int group = i / j->copies, first = i % j->copies - 1;
         if (is_outside(op, x, y)) {
             memset(to, 0, (size_t)pairs * 64);
         } else if (line) {
-            store_pairs(to, line + first * j->width + 16 * group, j->width, pairs);
+            store_pairs(to, line + first * t->width + 16 * group, t->width, pairs);
         } else if (first) {
             size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
             form_pairs(to + j->copy_bytes, to, pairs, &j->values, t->part.batch, voxel,
-                       16 * group, op->z);
+                       16 * (t->piece.input + group), op->z);
         }
     }
 }
@@ -169,6 +197,7 @@ static void form_gradients(struct thread *t, int x, int number)
     const struct job *j = t->job;
     const struct operation *op = j->op;
     int rows = t->part.y1 - t->part.y0, tiles = parts_of(rows * j->pitch, 32), pairs = j->pitch / 2;
+    int blocks = t->piece.past_output - t->piece.output;
     size_t row_bytes = (size_t)pairs * 64, formed = rows * row_bytes;
     char *plane = t->gradients + number * j->gradient_bytes;
     int full = 0; /* tiles */
@@ -177,13 +206,14 @@ static void form_gradients(struct thread *t, int x, int number)
         size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
         const uint16_t *line = NULL;
         if (!j->gradients_are_whole)
-            line = formed_line(t, &j->gradient, j->output_width, x, y);
-        for (int block = 0; block < j->blocks; block++) {
+            line = formed_line(t, &t->gradient_of, t->output_width, x, y);
+        for (int block = 0; block < blocks; block++) {
             char *of_block = plane + block * j->block_bytes, *to = of_block + row * row_bytes;
             if (line)
-                store_pairs(to, line + 16 * block, j->output_width, pairs);
+                store_pairs(to, line + 16 * block, t->output_width, pairs);
             else
-                form_pairs(to, NULL, pairs, &j->gradient, t->part.batch, voxel, 16 * block, op->z);
+                form_pairs(to, NULL, pairs, &j->gradient, t->part.batch, voxel,
+                           16 * (t->piece.output + block), op->z);
             if (row + 1 == rows)
                 memset(of_block + formed, 0, (size_t)TILE_BYTES * tiles - formed);
             for (int i = full; i < now; i++)
@@ -207,7 +237,15 @@ static const char *values_of(const struct thread *t, int target, int group, int 
     return plane + (group * j->copies + copy) * j->copy_bytes + pair * 64;
 }
 
-/* Adds the products of planes x ... x + planes - 1, a group and a block, to the slab's sums. */
+/* The sums of a target, a group and a block of the piece. */
+static float *panel_of(const struct thread *t, int target, int group, int block)
+{
+    size_t panel = (size_t)target * t->job->groups + t->piece.input + group;
+    panel = panel * t->job->blocks + t->piece.output + block;
+    return t->filter_sums + panel * TILE_FLOATS;
+}
+
+/* Adds the products of planes x ... x + planes - 1, a group and a block, to the piece's sums. */
 static void correlate_block(struct thread *t, int x, int planes, int group, int block)
 {
     const struct job *j = t->job;
@@ -221,10 +259,8 @@ static void correlate_block(struct thread *t, int x, int planes, int group, int 
             for (int i = 0; i < count; i++)
                 right[plane][i] = values_of(t, target + i, group, x + plane);
         correlate(count, t->sums, planes, tiles, left, (const char *const (*)[MOST_SUMS])right);
-        for (int i = 0; i < count; i++) {
-            size_t panel = (((size_t)target + i) * j->groups + group) * j->blocks + block;
-            add_tile(t->filter_sums + panel * TILE_FLOATS, t->sums + i * TILE_FLOATS);
-        }
+        for (int i = 0; i < count; i++)
+            add_tile(panel_of(t, target + i, group, block), t->sums + i * TILE_FLOATS);
     }
 }
 
@@ -241,13 +277,22 @@ static void correlate_part(struct thread *t)
             form_values(t, next);
         for (int i = 0; i < planes; i++)
             form_gradients(t, x + i, i);
-        for (int group = 0; group < j->groups; group++)
-            for (int block = 0; block < j->blocks; block++)
+        for (int group = 0; group < t->piece.past_input - t->piece.input; group++)
+            for (int block = 0; block < t->piece.past_output - t->piece.output; block++)
                 correlate_block(t, x, planes, group, block);
     }
 }
 
-static void correlate_slab(void *argument, int thread, int threads)
+static void clear_filter_sums(struct thread *t)
+{
+    const struct piece *piece = &t->piece;
+    size_t bytes = sizeof(float) * TILE_FLOATS * (piece->past_output - piece->output);
+    for (int target = 0; target < 9 * t->job->shifts; target++)
+        for (int group = 0; group < piece->past_input - piece->input; group++)
+            memset(panel_of(t, target, group, 0), 0, bytes);
+}
+
+static void correlate_piece(void *argument, int thread, int threads)
 {
     struct job *j = argument;
     const struct operation *op = j->op;
@@ -257,20 +302,25 @@ static void correlate_slab(void *argument, int thread, int threads)
         return;
     }
     struct thread t = {.job = j, .sums = (float *)memory};
+    struct piece piece = piece_of(&j->cut, thread);
+    t.piece = piece;
+    t.values_of = blocks_of(&j->values, piece.input, piece.past_input);
+    t.gradient_of = blocks_of(&j->gradient, piece.output, piece.past_output);
+    t.width = j->width < 16 ? j->width : 16 * (piece.past_input - piece.input);
+    t.output_width = 16 * (piece.past_output - piece.output);
     t.line = (uint16_t *)(t.sums + MOST_SUMS * TILE_FLOATS);
     t.values = (char *)(t.line + j->line_values);
     t.gradients = t.values + (j->planes + 2) * j->values_bytes;
-    t.filter_sums = j->filter_sums + thread * j->thread_sums;
-    memset(t.filter_sums, 0, j->thread_sums * sizeof(float));
+    t.filter_sums = j->filter_sums + piece.position * j->thread_sums;
+    clear_filter_sums(&t);
     /* What follows the rows is multiplied by zeros. */
     memset(t.values, 0, (j->planes + 2) * j->values_bytes);
     tile_config(16, 16);
     struct part *part = &t.part;
-    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
-    for (; at < end; at += part->x1 - part->x0) {
-        planes_from(part, op, at, end);
-        for (part->y0 = 0; part->y0 < op->y; part->y0 = part->y1) {
-            part->y1 = least(part->y0 + j->y_rows, op->y);
+    for (long at = piece.plane; at < piece.past_plane; at += part->x1 - part->x0) {
+        planes_from(part, op, at, piece.past_plane);
+        for (part->y0 = piece.y0; part->y0 < piece.y1; part->y0 = part->y1) {
+            part->y1 = least(part->y0 + j->y_rows, piece.y1);
             correlate_part(&t);
         }
     }
@@ -292,30 +342,31 @@ static void write_tile(const struct job *j, const double *sums, int target, int 
     }
 }
 
-/* Adds the slabs' sums in their order: a thread those of every `threads`-th target and group. */
+/* Adds the positions' sums in their order: a thread those of its share of all tiles. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    for (int part = thread; part < 9 * j->shifts * j->groups; part += threads)
-        for (int block = 0; block < j->blocks; block++) {
-            const float *from = j->filter_sums + ((size_t)part * j->blocks + block) * TILE_FLOATS;
-            double sums[TILE_FLOATS] = {0};
-            for (int slab = 0; slab < j->slabs; slab++, from += j->thread_sums)
-                for (int i = 0; i < TILE_FLOATS; i++)
-                    sums[i] += from[i];
-            write_tile(j, sums, part / j->groups, part % j->groups, block);
-        }
+    long all = 9L * j->shifts * j->groups * j->blocks, past = share(all, thread + 1, threads);
+    for (long panel = share(all, thread, threads); panel < past; panel++) {
+        const float *from = j->filter_sums + panel * TILE_FLOATS;
+        double sums[TILE_FLOATS] = {0};
+        for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
+            for (int i = 0; i < TILE_FLOATS; i++)
+                sums[i] += from[i];
+        int group = (int)(panel / j->blocks % j->groups);
+        write_tile(j, sums, (int)(panel / j->blocks / j->groups), group, (int)(panel % j->blocks));
+    }
 }
 
 int DIRECT_FILTERS(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (asks_for_scratch(op, j.slabs, j.kept, j.passing))
+    if (asks_for_scratch(op, j.cut.pieces, j.kept, j.passing))
         return 0;
     j.filter_sums = passing_memory(j.passing);
     if (!j.filter_sums)
         return -1;
-    run_on_threads(j.slabs, correlate_slab, &j);
+    run_on_threads(j.cut.pieces, correlate_piece, &j);
     if (j.failed)
         return -1;
     run_on_threads(op->threads, write_filter_gradient, &j);

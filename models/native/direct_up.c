@@ -10,7 +10,7 @@ struct job {
     struct input input;       /* what lines are formed of */
     struct made made;         /* without what belongs to a sample */
     struct products products;
-    int slabs;
+    struct cut cut;           /* of coarse rows */
     int rows, times;          /* that are formed for a coarse row; 2 if they are fine ones */
     int width;                /* values of a formed voxel */
     int voxels, blocks;       /* that a line makes; of 16 channels of the map that is made */
@@ -19,14 +19,14 @@ struct job {
     size_t column_bytes;      /* of packed filters: [fine row][step][pair of values of K][16][2] */
     size_t weight_bytes, thread_totals, kept, passing;
     char *weights;
-    double *totals;           /* of every slab: [batch][2][width of the map that is made] */
+    double *totals;           /* of every piece: [batch][2][width of the map that is made] */
     int failed;
 };
 
 /* memory_estimator/step/scratch.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
-    struct job j = {.op = op, .slabs = slabs_of(op)};
+    struct job j = {.op = op, .cut = cut_of_rows(rows_of_all(op), op->threads)};
     struct products *p = &j.products;
     size_t coarse = (size_t)op->batch * op->x * op->y * op->z;
     j.made.map = op->map;
@@ -54,6 +54,7 @@ static struct job job_of(const struct operation *op)
         p->taps = 4;
         p->steps = j.width / 16;
     }
+    j.input = all_of(j.input);
     j.made.width = round_up(j.made.channels, 16);
     j.blocks = j.made.width / 16;
     j.tiles = parts_of(op->z, TILE_LINES);
@@ -66,7 +67,7 @@ static struct job job_of(const struct operation *op)
     j.kept = sizeof(float) * MOST_ROWS * TILE_FLOATS + j.rows * j.formed_bytes;
     j.weight_bytes = j.blocks * j.voxels * j.column_bytes;
     j.thread_totals = (size_t)op->batch * 2 * j.made.width + 16; /* a line between threads */
-    j.passing = j.weight_bytes + j.slabs * sizeof(double) * j.thread_totals;
+    j.passing = j.weight_bytes + j.cut.pieces * sizeof(double) * j.thread_totals;
     return j;
 }
 
@@ -88,10 +89,9 @@ static const char *weights_of(const struct job *j, struct column column, int row
 static void make_row(struct thread *t, size_t voxel, int row)
 {
     const struct job *j = t->job;
-    int passes = j->voxels == 2 ? j->blocks : parts_of(j->blocks, 2);
-    for (int pass = 0; pass < passes; pass++) {
+    for (int pass = 0; pass < passes_of(j->voxels, j->blocks); pass++) {
         struct column columns[2];
-        int count = columns_of(columns, j->voxels, j->blocks, pass);
+        int count = columns_of(columns, j->voxels, 0, j->blocks, pass);
         const char *weights[2];
         weights[0] = weights_of(j, columns[0], row);
         weights[1] = weights_of(j, columns[count - 1], row);
@@ -132,7 +132,7 @@ static void row(struct thread *t, int batch, int x, int y)
         make_row(t, voxel_of(op, 2, batch, 2 * x + i / 2, 2 * y + i % 2), i);
 }
 
-static void up_slab(void *argument, int thread, int threads)
+static void up_piece(void *argument, int thread, int threads)
 {
     struct job *j = argument;
     const struct operation *op = j->op;
@@ -147,14 +147,13 @@ static void up_slab(void *argument, int thread, int threads)
     memset(totals, 0, j->thread_totals * sizeof(double));
     memset(t.formed, 0, j->rows * j->formed_bytes); /* voxels and channels that are not there */
     tile_config(j->lines, j->products.depth);
-    long plane = share(op, thread, threads), end = share(op, thread + 1, threads);
-    for (; plane < end; plane++) {
-        int batch = (int)(plane / op->x);
+    struct piece piece = piece_of(&j->cut, thread);
+    for (long at = piece.plane; at < piece.past_plane; at++) {
+        int y = (int)(at % op->y), x = (int)(at / op->y % op->x), batch = (int)(at / op->y / op->x);
         t.made.totals = totals + (size_t)batch * 2 * t.made.width;
         if (op->coefficients)
             t.made.norm = op->coefficients + (size_t)batch * COEFFICIENTS * op->channels[0];
-        for (int y = 0; y < op->y; y++)
-            row(&t, batch, (int)(plane % op->x), y);
+        row(&t, batch, x, y);
     }
     _mm_sfence(); /* after values that were written past the caches */
     tile_release();
@@ -180,38 +179,39 @@ static void weights_at(float *to, const struct job *j, int row, int voxel, int k
         memcpy(to, filters + at, sizeof(float) * n);
 }
 
-/* A thread packs every `threads`-th fine row of a column. */
+/* [block][voxel][fine row][pair of values of K][16][2]: a thread packs its share of the pairs. */
 static void pack_weights(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    for (int part = thread; part < 4 * j->blocks * j->voxels; part += threads) {
-        int row = part % 4, voxel = part / 4 % j->voxels, block = part / 4 / j->voxels;
-        char *to = (char *)weights_of(j, (struct column){block, voxel}, row);
-        for (int pair = 0; pair < 16 * j->products.steps; pair++, to += 64) {
-            float both[2][16] = {{0}};
-            for (int i = 0; i < 2; i++)
-                weights_at(both[i], j, row, voxel, 2 * pair + i, 16 * block);
-            for (int n = 0; n < 16; n += LANES)
-                store_units((unit *)to + n, load(both[0] + n), load(both[1] + n));
-        }
+    int pairs = 16 * j->products.steps;
+    long all = 4L * j->blocks * j->voxels * pairs;
+    for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++) {
+        int pair = (int)(at % pairs), row = (int)(at / pairs % 4);
+        int column = (int)(at / pairs / 4), block = column / j->voxels;
+        unit *to = (unit *)(j->weights + at * 64);
+        float both[2][16] = {{0}};
+        for (int i = 0; i < 2; i++)
+            weights_at(both[i], j, row, column % j->voxels, 2 * pair + i, 16 * block);
+        for (int n = 0; n < 16; n += LANES)
+            store_units(to + n, load(both[0] + n), load(both[1] + n));
     }
 }
 
 int DIRECT_UP(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (asks_for_scratch(op, j.slabs, j.kept, j.passing))
+    if (asks_for_scratch(op, j.cut.pieces, j.kept, j.passing))
         return 0;
     j.weights = passing_memory(j.passing);
     if (!j.weights)
         return -1;
     j.totals = (double *)(j.weights + j.weight_bytes);
     run_on_threads(op->threads, pack_weights, &j);
-    run_on_threads(j.slabs, up_slab, &j);
+    run_on_threads(j.cut.pieces, up_piece, &j);
     if (j.failed)
         return -1;
     if (op->sums_to)
         write_sums(op, NORM_SUMS, j.totals, j.thread_totals, j.made.channels, j.made.width,
-                   j.slabs);
+                   j.cut.pieces);
     return 0;
 }

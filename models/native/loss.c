@@ -10,7 +10,7 @@
    Rows are computed in blocks that follow from the map's shape alone. Sums are of float32 within a
    row and of float64 over rows; those of the blocks are added in their order: their bits do not
    depend on the number of threads. */
-#include "rows.h"
+#include "pieces.h"
 
 enum { BLOCK_VALUES = 8192 }; /* of logits in a block, about: some microseconds of work */
 
@@ -253,7 +253,8 @@ static void loss_thread(void *argument, int thread, int threads)
     lines.target = (uint8_t *)(lines.lanes + count);
     long blocks = op->batch * loss->sample_blocks;
     int spread = -1; /* the sample whose factors are there */
-    for (long block = blocks * thread / threads; block < blocks * (thread + 1) / threads; block++) {
+    long past_block = share(blocks, thread + 1, threads);
+    for (long block = share(blocks, thread, threads); block < past_block; block++) {
         int batch = (int)(block / loss->sample_blocks);
         if (op->kind == LOSS_SLOPE && spread != batch) {
             spread_factors(loss, &lines, batch);
@@ -275,7 +276,7 @@ static void loss_thread(void *argument, int thread, int threads)
     }
 }
 
-static void write_sums(const struct loss *loss)
+static void write_loss_sums(const struct loss *loss)
 {
     const struct operation *op = loss->op;
     size_t count = (size_t)TERMS * loss->regions;
@@ -302,20 +303,18 @@ int LOSS(const struct operation *op)
     loss.kept_bytes = count * (sizeof(float) + sizeof(double)) + loss.row_values;
     long blocks = op->batch * loss.sample_blocks;
     size_t passing = op->kind == LOSS_SUMS ? sizeof(double) * TERMS * loss.regions * blocks : 0;
-    int threads = least(op->threads, MOST_THREADS);
-    if (blocks < threads)
-        threads = (int)blocks;
-    if (asks_for_scratch(op, threads, loss.kept_bytes, passing))
+    int pieces = cut_of_rows(blocks, op->threads).pieces;
+    if (asks_for_scratch(op, pieces, loss.kept_bytes, passing))
         return 0;
     if (passing) {
         loss.block_sums = passing_memory(passing);
         if (!loss.block_sums)
             return -1;
     }
-    run_on_threads(threads, loss_thread, &loss);
+    run_on_threads(pieces, loss_thread, &loss);
     if (loss.failed)
         return -1;
     if (op->kind == LOSS_SUMS)
-        write_sums(&loss);
+        write_loss_sums(&loss);
     return 0;
 }

@@ -1,13 +1,15 @@
 /* The operations: one loop, compiled once for every instruction set.
 
-   A thread has a slab of planes along x, cut into tiles along y so low that three planes of a tile's rows stay in the cache L2.
-   It goes along x through each tile: forms the rows of the next plane, then multiplies and finishes row after row. So each
-   map is read from memory once, and once more what tiles and slabs share.
+   A thread has a piece of the planes along x, of their rows, and of the outputs' blocks (pieces.h),
+   cut into tiles along y so low that three planes of a tile's rows stay in the cache L2. It goes
+   along x through each tile: forms the rows of the next plane, then multiplies and finishes row
+   after row. So each map is read from memory once, and once more what tiles and pieces share.
 
-   In place, the output is written over the one map that is read. Parts that are read later are copied first: the planes
-   beside each slab before any thread writes, and in each plane of a slab the last row of the tile before. */
+   In place, the output is written over the one map that is read. Rows that are read later are
+   copied first: those beside each piece before any thread writes, and in each plane of a piece the
+   last row of the tile before. */
 #include <unistd.h>
-#include "slabs.h"
+#include "pieces.h"
 
 /* --- The micro-kernels: all the arithmetic that counts --- */
 
@@ -133,14 +135,19 @@ static size_t row_units(int width, int tiles)
     return (lines + (49 - lines % 32) % 32) * 16;
 }
 
+/* Costs of pieces.h, about: a load of filters, and one of the sums of a filter gradient, takes as
+   long as products of so many tiles or units; so do these sums, cleared and added up. */
+enum { PRODUCTS_COST = 8, LOAD_TILES = 3, LOAD_UNITS = 3, SUMS_UNITS = 30 };
+
 /* What the threads of an operation share, and how it is cut. */
 struct job {
     const struct operation *op;
     struct input input, gradient; /* of the output, for a filter gradient */
     enum map_sums sums;
-    int slabs;                /* one a thread; without planes for all, some threads have none */
+    struct cut cut;
     int inputs, outputs;      /* channels */
     int width, output_width;  /* the same, rounded up to whole groups */
+    int ring_width, gradient_width; /* of the largest piece; for outputs one group */
     int tiles, step;          /* of a row; a row is padded to whole steps */
     int most;                 /* tiles of one call of `multiply` */
     int y_rows;               /* of a tile along y, without its borders */
@@ -149,12 +156,41 @@ struct job {
     size_t weight_bytes, thread_totals, thread_copies, thread_sums; /* sizes of what is below, of copies in bytes; or 0 */
     size_t passing;           /* the bytes of all that */
     unit *weights;            /* [16 outputs][stream][tap][unit][16] */
-    double *totals;           /* of every slab: [batch][2][output_width] */
-    char *copies;             /* of every slab, in place: two planes, a row of each of its own */
-    /* Of every slab, of a filter gradient: [tap][stream][group][16 outputs][16 channels][16]. */
+    double *totals;           /* of every position: [batch][2][output_width] */
+    char *copies;             /* of every piece, in place */
+    /* Of every position: [tap][stream][group][16 outputs][16 channels][16]. */
     float *filter_sums;
     int failed;
 };
+
+/* How an operation on rows of so many tiles is cut. In place outputs are not: a piece would
+   overwrite what the others read. */
+static struct cut cut_for(const struct operation *op, const struct job *j)
+{
+    int units = j->tiles / UNIT, blocks = j->output_width / GROUP;
+    struct work work = {
+        .planes = (long)op->batch * op->x,
+        .rows = op->y,
+        .inputs = 1,
+        .outputs = blocks,
+        .unit = op->map == op->maps[0] ? blocks : 1,
+        .border = 1,
+        .products = PRODUCTS_COST,
+        .together = 1,
+        .load = PRODUCTS_COST * LOAD_TILES / j->tiles,
+    };
+    while (work.together < 8 && 2 * work.together * j->tiles <= j->most)
+        work.together *= 2;
+    if (op->kind == FILTER_GRADIENT) {
+        work.inputs = j->width / GROUP;
+        work.unit = 1;
+        work.together = 0;
+        work.load = PRODUCTS_COST * LOAD_UNITS / units;
+        work.form_outputs = 1;
+        work.sums = PRODUCTS_COST * SUMS_UNITS / units;
+    }
+    return cut_of(&work, op->threads);
+}
 
 /* A thread keeps `bytes`, the most of all operations so far: a ring of rows, two lines, and sums of the streams of a row, or of
    as many as are multiplied at once: at most 64 tiles. What else an operation takes passes on.
@@ -163,9 +199,13 @@ static struct job job_of(const struct operation *op)
 {
     int gradient = op->kind == FILTER_GRADIENT, tiles = (op->z + TILE - 1) / TILE;
     struct job j = {.op = op, .inputs = op->channels[0] + op->channels[1], .outputs = op->outputs};
-    j.slabs = slabs_of(op);
-    j.input = (struct input){{op->channels[0], op->channels[1]}, {op->maps[0], op->maps[1]}, .coefficients = op->coefficients};
-    j.gradient = (struct input){{op->outputs}, {op->others[0]}, op->others[1], op->other_coefficients};
+    j.input = all_of((struct input){.channels = {op->channels[0], op->channels[1]},
+                                    .maps = {op->maps[0], op->maps[1]},
+                                    .coefficients = op->coefficients});
+    j.gradient = all_of((struct input){.channels = {op->outputs},
+                                       .maps = {op->others[0]},
+                                       .raw = op->others[1],
+                                       .coefficients = op->other_coefficients});
     if (op->kind == INPUT_GRADIENT)
         j.input.raw = op->others[1];
     j.sums = sums_of(op);
@@ -173,16 +213,19 @@ static struct job job_of(const struct operation *op)
     j.step = tiles < 8 ? UNIT : 2, j.most = MOST_SUMS; /* the sizes for which there is a `multiply` */
     j.tiles = round_up(tiles, j.step);
     j.width = round_up(j.inputs, GROUP), j.output_width = round_up(j.outputs, GROUP);
-    j.row = row_units(j.width, j.tiles);
-    j.gradient_row = gradient ? row_units(j.output_width, j.tiles) : 0;
+    j.cut = cut_for(op, &j);
+    j.ring_width = gradient ? j.cut.inputs * GROUP : j.width;
+    j.gradient_width = gradient ? j.cut.outputs * GROUP : GROUP;
+    j.row = row_units(j.ring_width, j.tiles);
+    j.gradient_row = gradient ? row_units(j.gradient_width, j.tiles) : 0;
 
     long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
     long rows = (cache > 0 ? cache : 1 << 20) * 5 / 8 / (long)(sizeof(unit) * (3 * j.row + j.gradient_row));
     int most = rows - 2 < 1 ? 1 : (int)rows - 2;
-    int cuts = (op->y + most - 1) / most; /* of equal height */
-    j.y_rows = (op->y + cuts - 1) / cuts;
+    j.y_rows = (int)parts_of(j.cut.rows, parts_of(j.cut.rows, most)); /* tiles of equal height */
     j.ring = (3 * (j.y_rows + 2) + 1) * j.row + j.y_rows * j.gradient_row;
-    j.line = (size_t)(j.tiles * TILE + 2) * j.width, j.output_line = (size_t)(j.tiles * TILE + 2) * j.output_width;
+    j.line = (size_t)(j.tiles * TILE + 2) * j.ring_width;
+    j.output_line = (size_t)(j.tiles * TILE + 2) * j.gradient_width;
     j.row_sums = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
     j.bytes = j.ring * sizeof(unit) + (j.line + j.output_line + j.row_sums) * sizeof(float) + 2 * j.y_rows * sizeof(void *);
     if (gradient) {
@@ -190,31 +233,54 @@ static struct job job_of(const struct operation *op)
     } else {
         j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
         j.thread_totals = (size_t)op->batch * 2 * j.output_width + 16; /* a line between threads */
-        j.thread_copies = copies_bytes(op, j.slabs);
+        j.thread_copies = copies_bytes(op, &j.cut);
     }
     size_t totals = sizeof(double) * j.thread_totals, sums = sizeof(float) * j.thread_sums;
-    j.passing = j.weight_bytes + j.slabs * (totals + j.thread_copies + sums);
+    j.passing = j.weight_bytes + j.cut.positions * (totals + sums);
+    j.passing += j.cut.pieces * j.thread_copies;
     return j;
 }
 
 /* A thread's memory, and where it is in its ring of rows. */
 struct thread {
     const struct job *job;
+    struct piece piece;
+    struct input input, gradient; /* what rows are formed of: for filters the piece's channels */
+    int width, gradient_width;    /* of these rows, in whole groups */
     unit *rows, *zero_row, *gradient_rows;
     float *line, *output_line; /* a row in float32: formed, with a border of zeros; and of the output or its gradient */
     float *sums;
     const unit **pointers;
-    char *copies; /* in place: the rows of the planes before and after the slab, and of each plane the last of the tile before */
+    struct copies copies; /* in place */
     double *totals;
     float *filter_sums;
 };
+
+/* Where the sums of a tap's stream and a group of inputs begin, of the piece's outputs. */
+static float *panel_of(const struct thread *t, int stream, int group)
+{
+    size_t groups = t->job->width / GROUP, blocks = t->job->output_width / GROUP;
+    return t->filter_sums + ((stream * groups + group) * blocks + t->piece.output) * GROUP * GROUP;
+}
+
+static void clear_filter_sums(struct thread *t)
+{
+    const struct piece *piece = &t->piece;
+    size_t bytes = sizeof(float) * GROUP * GROUP * (piece->past_output - piece->output);
+    for (int stream = 0; stream < 9 * STREAMS; stream++)
+        for (int group = piece->input; group < piece->past_input; group++)
+            memset(panel_of(t, stream, group), 0, bytes);
+}
 
 static int open_thread(struct thread *t, const struct job *j, int number)
 {
     char *memory = thread_memory(number, j->bytes);
     if (!memory)
         return -1;
-    *t = (struct thread){j, .rows = (unit *)memory};
+    *t = (struct thread){.job = j, .piece = piece_of(&j->cut, number), .rows = (unit *)memory};
+    t->input = j->input;
+    t->gradient = j->gradient;
+    t->width = j->ring_width;
     t->zero_row = t->rows + 3 * (j->y_rows + 2) * j->row;
     t->gradient_rows = t->zero_row + j->row;
     t->line = (float *)(t->rows + j->ring);
@@ -223,11 +289,19 @@ static int open_thread(struct thread *t, const struct job *j, int number)
     t->pointers = (const unit **)(t->sums + j->row_sums);
     memset(t->zero_row, 0, j->row * sizeof(unit));
     memset(t->line, 0, (j->line + j->output_line) * sizeof(float)); /* the borders stay 0 */
-    t->copies = j->copies + number * j->thread_copies;
-    t->totals = j->totals + number * j->thread_totals;
-    t->filter_sums = j->filter_sums + number * j->thread_sums;
-    memset(t->totals, 0, j->thread_totals * sizeof(double));
-    memset(t->filter_sums, 0, j->thread_sums * sizeof(float));
+    t->copies = copies_of(j->op, &j->cut, number, j->copies + number * j->thread_copies);
+    t->totals = j->totals + t->piece.position * j->thread_totals;
+    t->filter_sums = j->filter_sums + t->piece.position * j->thread_sums;
+    if (j->op->kind == FILTER_GRADIENT) {
+        const struct piece *piece = &t->piece;
+        t->input = blocks_of(&j->input, piece->input, piece->past_input);
+        t->gradient = blocks_of(&j->gradient, piece->output, piece->past_output);
+        t->width = (piece->past_input - piece->input) * GROUP;
+        t->gradient_width = (piece->past_output - piece->output) * GROUP;
+        clear_filter_sums(t);
+    } else {
+        clear_totals(j->op, t->totals, j->output_width, &t->piece);
+    }
     return 0;
 }
 
@@ -250,10 +324,10 @@ ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in,
 /* The same in place. */
 static void fill_row_in_place(struct thread *t, unit *row, const struct part *part, int x, int y)
 {
-    struct input in = t->job->input;
-    in.maps[0] = map_in_place(t->job->op, t->copies, part, x, y);
-    fill_row(t, row, &in, t->job->width, part->batch, x, y, CHANNELS_SUMMED);
-    keep_last_row(t->job->op, t->copies, part, x, y);
+    struct input in = t->input;
+    in.maps[0] = map_in_place(&t->copies, part, x, y);
+    fill_row(t, row, &in, t->width, part->batch, x, y, CHANNELS_SUMMED);
+    keep_last_row(&t->copies, part, x, y);
 }
 
 /* --- Convolution and input gradient --- */
@@ -322,14 +396,15 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
     int units = units_of(j->inputs), chunks = (j->tiles + j->most - 1) / j->most;
     size_t next_group = (size_t)j->tiles * GROUP_UNITS, stream = next_group * (j->width / GROUP);
     size_t next_sums = (size_t)STREAMS * j->tiles * 16;
+    const unit *first_weights = j->weights + (size_t)t->piece.output * STREAMS * 9 * units * 16;
     for (int r, y = y0; y < y1; y += r) {
-        const unit *weights = j->weights, *around[9 * 8], *rows[9 * 8];
+        const unit *weights = first_weights, *around[9 * 8], *rows[9 * 8];
         r = 8;
         while (r > 1 && (r > y1 - y || r * j->tiles > j->most))
             r /= 2;
         for (int i = 0; i < 9 * r; i++)
             around[i] = ring_row(t, x + i / r / 3 - 1, y + i % r + i / r % 3 - 1, y0);
-        for (int block = 0; block < j->output_width / 16; block++) {
+        for (int block = t->piece.output; block < t->piece.past_output; block++) {
             for (int k = 0; k < STREAMS; k++, weights += 9 * units * 16)
                 for (int done = 0, i = 0; i < chunks; i++) {
                     int n = round_up((j->tiles - done + chunks - i - 1) / (chunks - i), j->step);
@@ -345,41 +420,53 @@ static void convolve_plane(struct thread *t, int batch, int x, int y0, int y1)
     }
 }
 
-static void copy_beside(void *argument, int thread, int threads)
+static void copy_for_piece(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    copy_planes_beside(j->op, j->copies + thread * j->thread_copies, thread, threads);
+    struct copies copies = copies_of(j->op, &j->cut, thread, j->copies + thread * j->thread_copies);
+    copy_beside(&copies);
 }
 
-/* The filters' streams in the order in which `multiply` reads them; outputs and inputs that are not there are 0. A thread packs
-   every `threads`-th of the taps of a block of 16 outputs, and transforms a unit's three filters along z for all 16 at once. */
+/* The streams of a unit's three filters along z, for a tap and all outputs of a block at once; outputs
+   and inputs that are not there are 0. */
+static void pack_unit(const struct job *j, int block, int tap, int u)
+{
+    int inputs = j->inputs, outputs = j->outputs, units = units_of(inputs);
+    int n = least(outputs - block * 16, 16);
+    float taps[2][3][16] = {{{0}}};
+    for (int i = u * UNIT; i < least(inputs, (u + 1) * UNIT); i++)
+        for (int z = 0; z < 3; z++) {
+            long position = tap * 3 + z, next = 1;
+            long at = (position * inputs + i) * outputs + block * 16;
+            if (j->op->kind == INPUT_GRADIENT) { /* flipped, and their channels swapped */
+                at = ((26 - position) * outputs + block * 16) * inputs + i;
+                next = inputs;
+            }
+            for (int o = 0; o < n; o++)
+                taps[i % UNIT][z][o] = j->op->filters[at + o * next];
+        }
+    unit *to = j->weights + (((size_t)block * STREAMS * 9 + tap) * units + u) * 16;
+    for (int k = 0; k < STREAMS; k++, to += 9 * units * 16)
+        for (int o = 0; o < 16; o += LANES) {
+            vec sums[2] = {{0}};
+            for (int i = 0; i < UNIT; i++)
+                for (int z = 0; z < 3; z++)
+                    sums[i] += FILTER_TRANSFORM[k][z] * load(taps[i][z] + o);
+            store_units(to + o, sums[0], sums[1]);
+        }
+}
+
+/* Packs a thread's share of all units in the order in which `multiply` reads them. It goes through
+   them in the order in which the filters are in memory. */
 static void pack_weights(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    int inputs = j->inputs, outputs = j->outputs, units = units_of(inputs);
-    for (int part = thread; part < j->output_width / 16 * 9; part += threads) {
-        int block = part / 9, tap = part % 9, n = least(outputs - block * 16, 16);
-        for (int u = 0; u < units; u++) {
-            float taps[2][3][16] = {{{0}}};
-            for (int i = u * UNIT; i < least(inputs, (u + 1) * UNIT); i++)
-                for (int z = 0; z < 3; z++) {
-                    long position = tap * 3 + z, at = (position * inputs + i) * outputs + block * 16, next = 1;
-                    if (j->op->kind == INPUT_GRADIENT) /* flipped, and their channels swapped */
-                        at = ((26 - position) * outputs + block * 16) * inputs + i, next = inputs;
-                    for (int o = 0; o < n; o++)
-                        taps[i % UNIT][z][o] = j->op->filters[at + o * next];
-                }
-            unit *to = j->weights + (((size_t)block * STREAMS * 9 + tap) * units + u) * 16;
-            for (int k = 0; k < STREAMS; k++, to += 9 * units * 16)
-                for (int o = 0; o < 16; o += LANES) {
-                    vec sums[2] = {{0}};
-                    for (int i = 0; i < UNIT; i++)
-                        for (int z = 0; z < 3; z++)
-                            sums[i] += FILTER_TRANSFORM[k][z] * load(taps[i][z] + o);
-                    store_units(to + o, sums[0], sums[1]);
-                }
-        }
-    }
+    long units = units_of(j->inputs), blocks = j->output_width / 16, all = 9 * units * blocks;
+    for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++)
+        if (j->op->kind == INPUT_GRADIENT)
+            pack_unit(j, at / units / 9, at / units % 9, at % units);
+        else
+            pack_unit(j, at % blocks, at / blocks / units, at / blocks % units);
 }
 
 /* --- Filter gradient --- */
@@ -387,13 +474,13 @@ static void pack_weights(void *argument, int thread, int threads)
 static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
 {
     const struct job *j = t->job;
-    int groups = j->width / GROUP, blocks = j->output_width / 16, units = j->tiles / UNIT;
+    const struct piece *piece = &t->piece;
+    int groups = t->width / GROUP, blocks = t->gradient_width / GROUP, units = j->tiles / UNIT;
     const unit **values = t->pointers, **gradients = t->pointers + j->y_rows;
-    float *sums = t->filter_sums;
     size_t group_units = (size_t)units * GROUP;
     for (int y = y0; y < y1; y++)
-        fill_row(t, t->gradient_rows + (y - y0) * j->gradient_row, &j->gradient, j->output_width, batch, x, y,
-                 GRADIENT_TILES_SUMMED);
+        fill_row(t, t->gradient_rows + (y - y0) * j->gradient_row, &t->gradient, t->gradient_width,
+                 batch, x, y, GRADIENT_TILES_SUMMED);
     for (int tap = 0; tap < 9; tap++) {
         int rows = 0;
         for (int y = y0; y < y1; y++) {
@@ -402,46 +489,56 @@ static void correlate_plane(struct thread *t, int batch, int x, int y0, int y1)
                 values[rows] = row, gradients[rows++] = t->gradient_rows + (y - y0) * j->gradient_row;
         }
         for (int k = 0; k < STREAMS; k++)
-            for (int group = 0; group < groups; group++)
-                for (int block = 0; block < blocks; block++, sums += GROUP * 16) {
-                    int channels = least(round_up(j->inputs - group * GROUP, 4), GROUP);
-                    correlate(channels, sums, rows, values, gradients, ((size_t)k * groups + group) * group_units,
-                              ((size_t)k * blocks + block) * group_units, units);
+            for (int group = 0; group < groups; group++) {
+                float *sums = panel_of(t, tap * STREAMS + k, piece->input + group);
+                int left = j->inputs - (piece->input + group) * GROUP;
+                size_t at = ((size_t)k * groups + group) * group_units;
+                for (int block = 0; block < blocks; block++, sums += GROUP * GROUP) {
+                    size_t gradients_at = ((size_t)k * blocks + block) * group_units;
+                    correlate(least(round_up(left, 4), GROUP), sums, rows, values, gradients, at,
+                              gradients_at, units);
                 }
+            }
     }
 }
 
-/* Adds the threads' sums in their order, and makes the three taps along z of the streams: a thread those of every `threads`-th
-   input of a tap, of 16 outputs at once. */
+/* Of an input and a block of outputs: adds the positions' sums in their order, and makes the three
+   taps along z of the streams. */
+static void write_taps(const struct job *j, int tap, int input, int block)
+{
+    int outputs = j->outputs, groups = j->width / GROUP, blocks = j->output_width / GROUP;
+    double taps[3][16] = {{0}};
+    for (int k = 0; k < STREAMS; k++) {
+        size_t panel = ((size_t)(tap * STREAMS + k) * groups + input / GROUP) * blocks + block;
+        const float *from = j->filter_sums + (panel * GROUP + input % GROUP) * 16;
+        double sum[16] = {0};
+        for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
+            for (int o = 0; o < 16; o++)
+                sum[o] += from[o];
+        for (int z = 0; z < 3; z++)
+            for (int o = 0; o < 16; o++)
+                taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
+    }
+    for (int z = 0; z < 3; z++) {
+        size_t at = ((size_t)(tap * 3 + z) * j->inputs + input) * outputs + block * 16;
+        for (int o = 0; o < least(outputs - block * 16, 16); o++)
+            j->op->filter_gradient[at + o] = (float)taps[z][o];
+    }
+}
+
+/* A thread's share of all, in the order in which the gradient is in memory. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    int inputs = j->inputs, outputs = j->outputs, groups = j->width / GROUP, blocks = j->output_width / 16;
-    for (int part = thread; part < 9 * inputs; part += threads)
-        for (int block = 0; block < blocks; block++) {
-            int tap = part / inputs, i = part % inputs, n = least(outputs - block * 16, 16);
-            double taps[3][16] = {{0}};
-            for (int k = 0; k < STREAMS; k++) {
-                size_t panel = ((size_t)(tap * STREAMS + k) * groups + i / GROUP) * blocks + block;
-                const float *from = j->filter_sums + (panel * GROUP + i % GROUP) * 16;
-                double sum[16] = {0};
-                for (int slab = 0; slab < j->slabs; slab++, from += j->thread_sums)
-                    for (int o = 0; o < 16; o++)
-                        sum[o] += from[o];
-                for (int z = 0; z < 3; z++)
-                    for (int o = 0; o < 16; o++)
-                        taps[z][o] += FILTER_TRANSFORM[k][z] * sum[o];
-            }
-            for (int z = 0; z < 3; z++)
-                for (int o = 0; o < n; o++)
-                    j->op->filter_gradient[((size_t)(tap * 3 + z) * inputs + i) * outputs + block * 16 + o] = (float)taps[z][o];
-        }
+    long inputs = j->inputs, blocks = j->output_width / GROUP, all = 9 * inputs * blocks;
+    for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++)
+        write_taps(j, at / blocks / inputs, at / blocks % inputs, at % blocks);
 }
 
 /* --- An operation --- */
 
-/* Forms the rows of a thread's share plane by plane, tile by tile along y, each plane's after those of the one before; and takes
-   each plane once the two beside it are formed. */
+/* Forms the rows of a thread's piece plane by plane, tile by tile along y, each plane's after those
+   of the one before; and takes each plane once the two beside it are formed. */
 static void operation_thread(void *argument, int thread, int threads)
 {
     struct job *j = argument;
@@ -452,21 +549,20 @@ static void operation_thread(void *argument, int thread, int threads)
         j->failed = 1;
         return;
     }
-    long at = share(op, thread, threads), end = share(op, thread + 1, threads);
     struct part part;
-    for (; at < end; at += part.x1 - part.x0) {
-        planes_from(&part, op, at, end);
-        for (part.y0 = 0; part.y0 < op->y; part.y0 = part.y1) {
-            part.y1 = least(part.y0 + j->y_rows, op->y);
+    for (long at = t.piece.plane; at < t.piece.past_plane; at += part.x1 - part.x0) {
+        planes_from(&part, op, at, t.piece.past_plane);
+        for (part.y0 = t.piece.y0; part.y0 < t.piece.y1; part.y0 = part.y1) {
+            part.y1 = least(part.y0 + j->y_rows, t.piece.y1);
             for (int x = part.x0 - 1; x <= part.x1; x++) {
                 for (int y = part.y0 - 1; y <= part.y1; y++) {
                     unit *row = ring_row(&t, x, y, part.y0);
                     if (row != t.zero_row && j->thread_copies)
                         fill_row_in_place(&t, row, &part, x, y);
                     else if (row != t.zero_row && filters)
-                        fill_row(&t, row, &j->input, j->width, part.batch, x, y, TILES_SUMMED);
+                        fill_row(&t, row, &t.input, t.width, part.batch, x, y, TILES_SUMMED);
                     else if (row != t.zero_row)
-                        fill_row(&t, row, &j->input, j->width, part.batch, x, y, CHANNELS_SUMMED);
+                        fill_row(&t, row, &t.input, t.width, part.batch, x, y, CHANNELS_SUMMED);
                 }
                 if (x > part.x0 && filters)
                     correlate_plane(&t, part.batch, x - 1, part.y0, part.y1);
@@ -485,26 +581,27 @@ int MAKE_ORTHOGONAL(const struct operation *);
 static int convolve(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (asks_for_scratch(op, j.slabs, j.bytes, j.passing))
+    if (asks_for_scratch(op, j.cut.pieces, j.bytes, j.passing))
         return 0;
     char *memory = passing_memory(j.passing);
     if (!memory)
         return -1;
     j.weights = (unit *)memory;
     j.totals = (double *)(memory + j.weight_bytes);
-    j.copies = (char *)(j.totals + j.slabs * j.thread_totals);
-    j.filter_sums = (float *)(j.copies + j.slabs * j.thread_copies);
+    j.copies = (char *)(j.totals + j.cut.positions * j.thread_totals);
+    j.filter_sums = (float *)(j.copies + j.cut.pieces * j.thread_copies);
     if (j.weight_bytes)
         run_on_threads(op->threads, pack_weights, &j);
     if (j.thread_copies)
-        run_on_threads(j.slabs, copy_beside, &j);
-    run_on_threads(j.slabs, operation_thread, &j);
+        run_on_threads(j.cut.pieces, copy_for_piece, &j);
+    run_on_threads(j.cut.pieces, operation_thread, &j);
     if (j.failed)
         return -1;
     if (j.thread_sums)
         run_on_threads(op->threads, write_filter_gradient, &j);
     else if (op->sums_to)
-        write_sums(op, j.sums, j.totals, j.thread_totals, j.outputs, j.output_width, j.slabs);
+        write_sums(op, j.sums, j.totals, j.thread_totals, j.outputs, j.output_width,
+                   j.cut.positions);
     return 0;
 }
 

@@ -30,9 +30,57 @@ static struct {
 
 long tile_counts[TILE_COUNTS];
 
-void begin_operation(void) { pthread_mutex_lock(&pool.operation); }
+/* --- Time on paper: what operations would take with a core for each thread. It is the CPU time of
+   the caller, but of the threads of a call that of the busiest one alone. While it is counted they
+   compute one after the other, so that none takes another's core or cache; and in one memory, which
+   is in the cache as each one's own would be. --- */
 
-void end_operation(void) { pthread_mutex_unlock(&pool.operation); }
+static struct { int is_counted; long ns; } on_paper; /* of one operation at a time */
+
+static long cpu_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return t.tv_sec * 1000000000L + t.tv_nsec;
+}
+
+/* Seconds since the last call of this function, which decides whether more are counted. */
+double native_time_on_paper(int is_counted)
+{
+    pthread_mutex_lock(&pool.operation);
+    double seconds = on_paper.ns * 1e-9;
+    on_paper.ns = 0;
+    on_paper.is_counted = is_counted;
+    pthread_mutex_unlock(&pool.operation);
+    return seconds;
+}
+
+static void work_on_paper(int threads, void (*work)(void *, int, int), void *argument)
+{
+    long first = cpu_ns(), begin = first, busiest = 0;
+    for (int thread = 0; thread < threads; thread++) {
+        work(argument, thread, threads);
+        long end = cpu_ns();
+        if (end - begin > busiest)
+            busiest = end - begin;
+        begin = end;
+    }
+    on_paper.ns += busiest - (begin - first); /* all of it is in the caller's time */
+}
+
+void begin_operation(void)
+{
+    pthread_mutex_lock(&pool.operation);
+    if (on_paper.is_counted)
+        on_paper.ns -= cpu_ns();
+}
+
+void end_operation(void)
+{
+    if (on_paper.is_counted)
+        on_paper.ns += cpu_ns();
+    pthread_mutex_unlock(&pool.operation);
+}
 
 /* --- Memory: mapped buffers that only grow. In the C library's heap, freed memory would stay
    beside what is taken next. --- */
@@ -88,7 +136,10 @@ static void *at_least_so_large(struct buffer *_Atomic *place, size_t bytes)
     return memory;
 }
 
-void *thread_memory(int thread, size_t bytes) { return at_least_so_large(&kept[thread], bytes); }
+void *thread_memory(int thread, size_t bytes)
+{
+    return at_least_so_large(&kept[on_paper.is_counted ? 0 : thread], bytes);
+}
 
 void *passing_memory(size_t bytes) { return at_least_so_large(&passing, bytes); }
 
@@ -197,6 +248,10 @@ void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)
 {
     if (threads > MOST_THREADS)
         threads = MOST_THREADS;
+    if (on_paper.is_counted) {
+        work_on_paper(threads, work, argument);
+        return;
+    }
     start_threads(threads - 1);
     if (threads == 1 || pool.started < threads - 1) { /* shares are fixed: one thread after the other, with the same result */
         for (int thread = 0; thread < threads; thread++)

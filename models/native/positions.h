@@ -127,7 +127,7 @@ static void correlate(int count, float *sums, int planes, int blocks, const char
     }
 }
 
-/* Adds a tile's sums to those of a slab. */
+/* Adds a tile's sums to those of a piece. */
 static void add_tile(float *to, const float *sums)
 {
     for (int i = 0; i < TILE_FLOATS; i += LANES)

@@ -97,12 +97,6 @@ static const float FILTER_TRANSFORM[STREAMS][3] = {
 static inline int least(int a, int b) { return a < b ? a : b; }
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
-/* Slabs of planes along x, of all samples: one for each thread, as far as there are planes. */
-static int slabs_of(const struct operation *op)
-{
-    return least(least(op->threads, MOST_THREADS), op->batch * op->x);
-}
-
 /* Voxel (x, y, 0) of a grid that is `times` as fine. */
 static size_t voxel_of(const struct operation *op, int times, int batch, int x, int y)
 {
@@ -156,12 +150,12 @@ ALWAYS_INLINE void add_row(double *sums, int width, const vec *of_row)
     }
 }
 
-/* The threads' sums, `next` apart, added in their order. */
-static double total(const double *sums, size_t next, int threads)
+/* `count` sums, `next` apart, added in their order. */
+static double total(const double *sums, size_t next, int count)
 {
     double sum = 0;
-    for (int thread = 0; thread < threads; thread++)
-        sum += sums[thread * next];
+    for (int i = 0; i < count; i++)
+        sum += sums[i * next];
     return sum;
 }
 
@@ -173,7 +167,16 @@ struct input {
     const void *maps[2]; /* read as if concatenated */
     const void *raw;     /* where maps[0] is a gradient with coefficients: the map that was normalised */
     const float *coefficients;
+    int first, past;     /* channels that are formed, of those of both maps */
 };
+
+/* All channels of one map or two. */
+static struct input all_of(struct input in)
+{
+    in.first = 0;
+    in.past = in.channels[0] + in.channels[1];
+    return in;
+}
 
 enum form { RAW, NORM, NORM_GRADIENT };
 
@@ -213,24 +216,28 @@ ALWAYS_INLINE void form_channels(void *line, int made, int width, const struct i
     load_norm_of(k, in, m, batch, c, n, form);
     for (int i = 0; i < z; i++, at += stride)
         if (form == RAW && dtype == BFLOAT16 && made == BFLOAT16)
-            memcpy((uint16_t *)line + (size_t)i * width + to, (const uint16_t *)map + at, 2 * n);
+            memcpy((uint16_t *)line + (size_t)i * width + to - in->first, (const uint16_t *)map + at, 2 * n);
         else
-            store_values(line, (size_t)i * width + to, formed(k, map, raw, at, n, dtype, form), n,
+            store_values(line, (size_t)i * width + to - in->first, formed(k, map, raw, at, n, dtype, form), n,
                          made);
 }
 
 ALWAYS_INLINE void form_row_as(void *line, int made, int width, const struct input *in, int batch, size_t voxel, int z, int dtype,
                                int form)
 {
-    for (int m = 0; m < 2; m++)
-        for (int c = 0; c < in->channels[m]; c += LANES)
-            if (in->channels[m] - c >= LANES)
+    for (int m = 0; m < 2; m++) {
+        int before = m ? in->channels[0] : 0; /* channels of the maps before */
+        int past = least(in->past - before, in->channels[m]);
+        int first = in->first > before ? in->first - before : 0;
+        for (int c = first; c < past; c += LANES)
+            if (past - c >= LANES)
                 form_channels(line, made, width, in, m, batch, voxel, c, z, LANES, dtype, form);
             else
-                form_channels(line, made, width, in, m, batch, voxel, c, z, in->channels[m] - c, dtype, form);
+                form_channels(line, made, width, in, m, batch, voxel, c, z, past - c, dtype, form);
+    }
 }
 
-/* All channels of the row that begins at `voxel`, formed, in float32: line[z * width + channel]. */
+/* The row that begins at `voxel`, formed, in float32: line[z * width + channel - first]. */
 static void form_row(float *line, int width, const struct input *in, int batch, size_t voxel, int z, int dtype)
 {
 #define FORM(dtype, form) form_row_as(line, FLOAT32, width, in, batch, voxel, z, dtype, form)
@@ -246,7 +253,8 @@ static void form_row(float *line, int width, const struct input *in, int batch, 
 static void form_bfloat16_row(uint16_t *line, int width, const struct input *in, int batch,
                               size_t voxel, int z)
 {
-    if (!in->coefficients && width == in->channels[0])
+    int is_whole_map = !in->first && in->past == in->channels[0] && width == in->past;
+    if (!in->coefficients && is_whole_map)
         memcpy(line, (const uint16_t *)in->maps[0] + voxel * width, sizeof *line * z * width);
     else if (!in->coefficients)
         form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, RAW);

@@ -43,6 +43,14 @@ def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
     assert "does not fit: needs up to" in capsys.readouterr().out
 
 
+def test_what_is_assumed_of_more_threads_than_were_measured_is_said(capsys):
+    ask = "--shape 64 64 64 --calibration amx --threads "
+    few, many = (answer(f"{ask}{threads}", capsys) for threads in (2, 56))
+    assert not any("threads" in note for note in few["notes"])
+    assert any("56 threads" in note and "%" in note for note in many["notes"])
+    assert few["step_s"] / 28 < many["step_s"] < few["step_s"]
+
+
 @pytest.mark.parametrize("threads", [2, 56])  # of 56 there are no records, so that the margin is larger
 def test_the_plan_has_the_largest_of_each_kind_for_every_policy(threads, capsys):
     ask = f"--shape 64 64 64 --filters 16 --dtype bfloat16 --threads {threads} --host-memory 3GiB"

@@ -74,15 +74,16 @@ def test_every_operation_takes_what_the_c_function_says(library, kind, instructi
     agree()
 
 
-def step_op(name, kind, x, channels, over=None):
-    own = OwnOperation(kind, 1, (x, 8, 16), channels, channels, 4)
+def step_op(name, kind, grid, channels, over=None):
+    own = OwnOperation(kind, 1, grid, channels, 16, 4)
     return StepOp(name, kind, ("map",), takes_over=over, own=own)
 
 
 def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
-    wide, flat = step_op("wide", "filter_gradient", 2, 64), step_op("flat", "convolve", 8, 16)
+    wide = step_op("wide", "convolve", (2, 1, 16), 640)
+    flat = step_op("flat", "convolve", (8, 8, 16), 16)
     of_wide, of_flat = (scratch_of(op.own, 8, "avx2", 2**20) for op in (wide, flat))
-    assert of_wide.threads == 2  # as many as there are planes
+    assert of_wide.threads == 2  # as many as there are rows
     assert of_flat.threads == 8
     assert of_wide.kept_bytes > of_flat.kept_bytes
     assert of_wide.passing_bytes > of_flat.passing_bytes
@@ -90,7 +91,7 @@ def test_each_buffer_is_as_large_as_the_operation_that_takes_most_of_it():
     whole = 2 * of_wide.kept_bytes + 6 * of_flat.kept_bytes + of_wide.passing_bytes
     assert whole < together <= whole + 9 * (64 + 4096)  # a buffer's first line, in whole pages
     assert scratch_bytes([flat, wide, StepOp("engine's", "pass")], 8, "avx2", 2**20) == together
-    in_place = step_op("in place", "convolve", 8, 16, over="map")
+    in_place = step_op("in place", "convolve", (8, 8, 16), 16, over="map")
     assert scratch_bytes([in_place], 8, "avx2", 2**20) > scratch_bytes([flat], 8, "avx2", 2**20)
     assert scratch_bytes([StepOp("engine's", "pass")], 8, "avx2", 2**20) <= 4096
 

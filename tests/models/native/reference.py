@@ -1,13 +1,13 @@
 """The operations in float64 with NumPy, and the C functions through ctypes."""
 
-import ctypes
 import os
-from ctypes import POINTER, c_char_p, c_int, c_void_p
 
 import ml_dtypes
 import numpy as np
 
-FLOAT32, BFLOAT16 = 0, 1
+from models.native.calls import KINDS, Operation, load, operation, pointer  # noqa: F401
+from models.native.library import BFLOAT16, FLOAT32
+
 LIBRARY = os.environ.get("CPU3D_KERNELS")
 KERNELS = [
     *(("avx2", "float32"), ("avx2", "bfloat16"), ("avx512", "float32"), ("avx512", "bfloat16")),
@@ -15,48 +15,18 @@ KERNELS = [
     ("amx_in_c_avx512", "bfloat16"),
 ]
 DTYPES = {"float32": (FLOAT32, np.float32), "bfloat16": (BFLOAT16, ml_dtypes.bfloat16)}
-
-
-KINDS = ("convolve", "input_gradient", "filter_gradient")
-KINDS += ("max_pool", "max_pool_gradient", "residual_sum", "residual_gradient", "to_raw", "project", "project_gradient")
-KINDS += ("project_sums", "project_to_raw", "up_convolve", "up_input_gradient", "up_filter_gradient")
 LOSSES = ("loss_sums", "loss_slope")
-KINDS += (*LOSSES, "orthogonal")  # as in native.h
+MANY_THREADS = 56
 
 
-class Operation(ctypes.Structure):
-    _fields_ = (
-        *((name, c_int) for name in ("kind", "dtype", "threads", "batch", "x", "y", "z")),
-        *(("channels", c_int * 2), ("outputs", c_int)),
-        *((name, c_void_p * 2) for name in ("maps", "others")),
-        *((name, c_void_p) for name in ("coefficients", "other_coefficients", "filters", "bias")),
-        *((name, c_void_p) for name in ("map", "sums_to", "filter_gradient", "bias_gradient", "scratch")),
-        ("finer", c_int * 3),
-    )
-
-
-def operation(kind, dtype, shape, threads, maps, outputs, others=(), **arrays):
-    """An Operation on NumPy arrays; it does not keep them."""
-    made = Operation(KINDS.index(kind), DTYPES[dtype][0], threads, *shape, outputs=outputs)
-    for i, array in enumerate(maps):
-        made.maps[i], made.channels[i] = pointer(array), array.shape[-1]
-    for i, array in enumerate(others):
-        made.others[i] = pointer(array)
-    for name, array in arrays.items():
-        setattr(made, name, pointer(array))
-    return made
-
-
-def load(path):
-    library = ctypes.CDLL(str(path))
-    library.native_run.argtypes = (c_char_p, POINTER(Operation))
-    library.native_kernels.argtypes = (c_char_p, c_int)
-    library.native_kernels.restype = c_void_p
-    return library
-
-
-def pointer(array):
-    return None if array is None else array.ctypes.data
+def run(library, name, call):
+    """The result of `native_run`. Many threads compute one after the other, which is quick."""
+    if call.threads != MANY_THREADS:
+        return library.native_run(name.encode(), call)
+    library.native_time_on_paper(1)
+    code = library.native_run(name.encode(), call)
+    library.native_time_on_paper(0)
+    return code
 
 
 def formed(maps, coefficients=None, raw=None):

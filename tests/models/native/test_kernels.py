@@ -1,5 +1,6 @@
 """Every operation in every instruction set of this machine against float64, through the C functions alone."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -16,10 +17,12 @@ from tests.models.native.reference import (
     FLOAT32,
     KERNELS,
     LIBRARY,
+    MANY_THREADS,
     convolved,
     filter_gradient_of,
     formed,
     operation,
+    run,
 )
 
 ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c", "amx_in_c_avx512")
@@ -33,7 +36,7 @@ SHAPES += [
 ]  # several rows at once; several registers a row
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 CHANNELS += [(16, 32), (32, 16)]
-THREADS = (1, 2, 3, 8)
+THREADS = (1, 2, 3, 8, MANY_THREADS)
 FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("passes", "loss", "tiles", "orthogonal")]
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
 """Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
@@ -59,7 +62,7 @@ class Kernel:
         self.raw_filter_error = EXACT if name.startswith("amx") else products
 
     def run(self, *arguments, **arrays):
-        assert self.library.native_run(self.name.encode(), operation(*arguments, **arrays)) == 0
+        assert run(self.library, self.name, operation(*arguments, **arrays)) == 0
 
     def convolve(self, shape, threads, maps, filters, coefficients=None, *, add=None, sums=True, over=None):
         """The map, plus `add`, written over the map `over` or a new one, and its moments."""
@@ -114,11 +117,8 @@ def error(result, truth, values, factors, terms):
 
 def cases():
     """Shapes with a batch, channels and threads: all shapes and channels, each with other threads."""
-    number = 0
-    for shape in SHAPES:
-        for channels in CHANNELS:
-            yield (1 + number % 2, *shape), channels, THREADS[number % 4]
-            number += 1 + (number % 5 == 4)
+    for number, (shape, channels) in enumerate(itertools.product(SHAPES, CHANNELS)):
+        yield (1 + number % 2, *shape), channels, THREADS[number % len(THREADS)]
 
 
 def two_parts(channels):
@@ -200,6 +200,36 @@ def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape
         expected = kernel.input_gradient(shape, threads, source, filters, (raw, norm), below)
         results = kernel.input_gradient(shape, threads, again, filters, (raw, norm), below, over=again)
         assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], threads
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_in_place_many_channels_are_as_elsewhere(kernel, threads):
+    """Elsewhere outputs may be computed by several threads, which add up sums in another order."""
+    rng, shape, channels = np.random.default_rng(9), (2, 3, 4, 7), 40
+    filters = filters_of(rng, (channels, channels))
+    (source,) = kernel.maps(rng, shape, channels)
+    expected, moments = kernel.convolve(shape, threads, [source], filters)
+    over = source.copy()
+    result, sums = kernel.convolve(shape, threads, [over], filters, over=over)
+    assert result.tobytes() == expected.tobytes()
+    np.testing.assert_allclose(sums, moments, rtol=1e-5, atol=1e-6)
+
+
+def test_one_thread_after_the_other_computes_what_all_at_once_do(kernel):
+    rng, shape = np.random.default_rng(10), (1, 5, 6, 9)
+    values, gradient = kernel.maps(rng, shape, 20, 32)
+    filters = filters_of(rng, (20, 32))
+
+    def computed():
+        made, moments = kernel.convolve(shape, 8, [values], filters)
+        change = kernel.filter_gradient(shape, 8, [values], gradient)
+        return [each.tobytes() for each in (made, moments, change)]
+
+    at_once = computed()
+    kernel.library.native_time_on_paper(1)
+    assert computed() == at_once
+    assert kernel.library.native_time_on_paper(0) > 0
+    assert kernel.library.native_time_on_paper(0) == 0  # no more was counted
 
 
 def test_filter_gradient_of_raw_and_formed_maps(kernel):

@@ -4,9 +4,9 @@ the C functions alone."""
 import numpy as np
 import pytest
 
-from tests.models.native.reference import DTYPES, KERNELS, operation
+from tests.models.native.reference import DTYPES, KERNELS, MANY_THREADS, operation, run
 
-THREADS = (1, 2, 3, 8)
+THREADS = (1, 2, 3, 8, MANY_THREADS)
 SHAPES = [
     # Map with a batch, regions, and how much finer the target is along each axis.
     ((1, 1, 1, 1), 1, (1, 1, 1)),
@@ -45,7 +45,7 @@ class Case:
         about = (kind, self.dtype, self.shape, threads, [logits], logits.shape[-1], [self.target])
         call = operation(*about, **arrays)
         call.finer[:] = self.finer
-        assert library.native_run(name.encode(), call) == 0
+        assert run(library, name, call) == 0
         return made
 
     def expected(self):
