@@ -93,12 +93,6 @@ def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
 
 RECORDS = Path(__file__).resolve().parents[2] / "records"
 
-of_another_loss = pytest.mark.xfail(
-    reason="the steps in records/memory had a loss by TensorFlow's operations, which took more: "
-    "run ./run.sh bench validate, then take this mark away",
-    strict=True,
-)
-
 
 @pytest.fixture(scope="module")
 def validated():
@@ -107,19 +101,16 @@ def validated():
     return validation(RECORDS)[1]
 
 
-@of_another_loss
 def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):
     remake = "run ./run.sh bench tables --records records --accuracy memory_estimator/hosts/accuracy.json"
     assert load_accuracy() == digest(validated), remake
 
 
-@of_another_loss
 def test_no_peak_lies_above_its_bound(validated):
     assert all(row.errors["upper_bound"] >= 0 for row in validated)
     assert left_out_in_turn(validated)[0] == 0  # nor above the bound that all other records make
 
 
-@of_another_loss
 @pytest.mark.parametrize(
     ("figure", "side", "median", "worst"),
     [("allocator_peak", 16, 0.001, 0.02), ("process_peak", 16, 0.02, 0.1), ("step_s", 16, 0.05, 0.25),
