@@ -24,7 +24,6 @@ struct product {
 
 /* What the threads of an operation share. */
 struct job {
-    const struct operation *op;
     const float *matrix;
     float *result;
     int rows, columns;        /* of the kernel's matrix */
@@ -37,7 +36,6 @@ struct job {
     int count;                /* of `products` */
     float scale;              /* of X, that makes G's largest eigenvalue at most 1 */
     int threads;
-    int failed;
 };
 
 /* --- The micro-kernel --- */
@@ -266,7 +264,7 @@ static void scale_gram(struct job *j)
    the bytes as a formula. */
 int MAKE_ORTHOGONAL(const struct operation *op)
 {
-    struct job j = {.op = op, .matrix = op->maps[0], .result = op->map};
+    struct job j = {.matrix = op->maps[0], .result = op->map};
     j.rows = op->x;
     j.columns = op->outputs;
     j.is_wide = j.rows < j.columns;
