@@ -1,1 +1,2 @@
-"""Train 3D U-Nets on whole brain volumes or on patches: a store of volumes, training, scores, prediction, reports."""
+"""Train 3D U-Nets on whole brain volumes or on patches: a store of volumes, training, scores,
+prediction, reports."""

@@ -14,22 +14,58 @@ from memory_estimator.installed import as_typed, how_to_install
 from models.native.library import InstructionSetError
 
 COMMANDS = {
-    "demo": ("cpu3d.demo", "make phantoms, train on them, score, predict, report: everything once, in minutes"),
+    "demo": (
+        "cpu3d.demo",
+        "make phantoms, train on them, score, predict, report: everything once, in minutes",
+    ),
     "phantom": ("cpu3d.data.stores.phantom", "write a data set of made-up brains with tumours"),
     "prepare": ("cpu3d.data.stores.prepare", "read a BraTS or Decathlon data set into a store"),
     "store": ("cpu3d.data.stores.upkeep", "print the content of a store, check it, add cases"),
-    "train": ("cpu3d.training.train", "train a 3D U-Net on whole volumes or on patches, or continue"),
-    "launch": ("cpu3d.distributed.launch", "train with several workers: one per socket, or on several hosts"),
-    "status": ("cpu3d.report.status", "print the state of a run: phase, progress, memory, and what to do next"),
-    "evaluate": ("cpu3d.inference.evaluate", "score untouched cases on their full grids, or cross-validate folds"),
-    "predict": ("cpu3d.inference.predict", "segment new cases on their own grids, with one run or several"),
-    "view": ("cpu3d.report.view", "write a page to scroll through the slices of a case in a browser"),
-    "export": ("cpu3d.inference.export", "write a trained network for other programs: SavedModel or ONNX"),
+    "train": (
+        "cpu3d.training.train",
+        "train a 3D U-Net on whole volumes or on patches, or continue",
+    ),
+    "launch": (
+        "cpu3d.distributed.launch",
+        "train with several workers: one per socket, or on several hosts",
+    ),
+    "status": (
+        "cpu3d.report.status",
+        "print the state of a run: phase, progress, memory, and what to do next",
+    ),
+    "evaluate": (
+        "cpu3d.inference.evaluate",
+        "score untouched cases on their full grids, or cross-validate folds",
+    ),
+    "predict": (
+        "cpu3d.inference.predict",
+        "segment new cases on their own grids, with one run or several",
+    ),
+    "view": (
+        "cpu3d.report.view",
+        "write a page to scroll through the slices of a case in a browser",
+    ),
+    "export": (
+        "cpu3d.inference.export",
+        "write a trained network for other programs: SavedModel or ONNX",
+    ),
     "report": ("cpu3d.report.report", "write one report.html of a run"),
-    "compare": ("cpu3d.compare.command", "train whole-volume and patch runs under one budget and compare them"),
-    "bench": ("cpu3d.bench", "measure time and memory of a training step, and how fast settings learn"),
-    "calibrate": ("cpu3d.bench.calibrate", "measure this host's speed for the estimator, in about a minute"),
-    "doctor": ("cpu3d.host.doctor", "check this host: cores, memory, settings of a training, a test of the engine"),
+    "compare": (
+        "cpu3d.compare.command",
+        "train whole-volume and patch runs under one budget and compare them",
+    ),
+    "bench": (
+        "cpu3d.bench",
+        "measure time and memory of a training step, and how fast settings learn",
+    ),
+    "calibrate": (
+        "cpu3d.bench.calibrate",
+        "measure this host's speed for the estimator, in about a minute",
+    ),
+    "doctor": (
+        "cpu3d.host.doctor",
+        "check this host: cores, memory, settings of a training, a test of the engine",
+    ),
 }
 """Subcommand -> its module and a line of help."""
 
@@ -37,7 +73,8 @@ EXPLAINED = (InputError, InstructionSetError)
 """Errors that say what to do."""
 
 AFTER = {"train": "cpu3d.inference.postprocessing.decision"}
-"""Subcommand -> a module whose `after` follows it with the same options: its room is above the subcommand's."""
+"""Subcommand -> a module whose `after` follows it with the same options: its room is above the
+subcommand's."""
 
 INSTEAD = {("train", "folds"): "cpu3d.folds"}
 """A subcommand and an option of it -> a module whose `run` takes its place if the option is given,
@@ -47,7 +84,8 @@ as its room is above the subcommand's."""
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
     with contextlib.suppress(OSError, AttributeError):  # of a caller whose stderr is no file
-        faulthandler.enable()  # a file that is cut while it is mapped ends the process: this prints where
+        # a file that is cut while it is mapped ends the process: this prints where
+        faulthandler.enable()
     if argv is None:
         use_utf8()
         argv = sys.argv[1:]
@@ -55,7 +93,8 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
-    """Read a command line: the command that it names, with `OPTIONS` and `run`, and its options as they were typed."""
+    """Read a command line: the command that it names, with `OPTIONS` and `run`, and its options as
+    they were typed."""
     endings = (f"  {code:<3}  {ending.words}" for code, ending in ENDINGS.items() if code >= 0)
     parser = argparse.ArgumentParser(
         prog=as_typed("./run.sh"),
@@ -90,13 +129,16 @@ def _run(argv: Sequence[str]) -> int:
 
 
 def _explained(error: BaseException) -> List[str]:
-    """The lines to print of an exception. Raises it again if it is a bug of ours: a missing module of this project."""
+    """The lines to print of an exception. Raises it again if it is a bug of ours: a missing module
+    of this project."""
     if isinstance(error, KeyboardInterrupt):
         return [f"interrupted: {str(error) or 'the same command continues if it can'}"]
     problems = error.problems if isinstance(error, InputError) else [str(error)]
     if isinstance(error, MemoryError):
         got = str(error) or "too little"
-        problems = [f"memory must suffice for the command, got {got}; end other programs, or use a host with more"]
+        problems = [
+            f"memory must suffice for the command, got {got}; end other programs, or use a host with more"
+        ]
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in ("", "cpu3d", "memory_estimator", "models"):
@@ -107,12 +149,18 @@ def _explained(error: BaseException) -> List[str]:
 
 
 def _choose(
-    parser: argparse.ArgumentParser, lines: Mapping[str, str], load: Callable[[str], Any], words: Sequence[str]
+    parser: argparse.ArgumentParser,
+    lines: Mapping[str, str],
+    load: Callable[[str], Any],
+    words: Sequence[str],
 ) -> Any:
-    """Offer the commands of `lines`, and load the command that `words` begin with, or one of its `actions()`, alone."""
+    """Offer the commands of `lines`, and load the command that `words` begin with, or one of its
+    `actions()`, alone."""
     offered, chosen = parser.add_subparsers(metavar="COMMAND", required=True), None
     for name, line in lines.items():
-        sub = offered.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        sub = offered.add_parser(
+            name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
         if words and words[0] == name:
             chosen = load(name)
             sub.description = as_typed(chosen.__doc__)

@@ -1,4 +1,5 @@
-"""Run everything once: phantoms, a store, training on whole volumes, scores, a prediction, a report.
+"""Run everything once: phantoms, a store, training on whole volumes, scores, a prediction, a
+report.
 
     ./run.sh demo                  # whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores; fewer steps on slow ones
     ./run.sh demo --smoke          # the same steps on small volumes, in about a minute, to see that they work
@@ -31,7 +32,9 @@ class Options:
 
     out: Path = option(Path("demo"), "folder to write", "DIR")
     smoke: bool = option(False, "small volumes and a small network")
-    policy: Optional[str] = option(None, "memory policy of the run (default: as `train` decides)", choices=POLICIES)
+    policy: Optional[str] = option(
+        None, "memory policy of the run (default: as `train` decides)", choices=POLICIES
+    )
 
 
 OPTIONS = (Options,)
@@ -41,20 +44,42 @@ def run(options: Options) -> int:
     """Run each command in turn. A run under a chosen policy has folders of its own."""
     from cpu3d.__main__ import main
 
-    os.environ.pop("TF_CONFIG", None)  # left over, it would make the training wait for other workers
+    os.environ.pop(
+        "TF_CONFIG", None
+    )  # left over, it would make the training wait for other workers
     out = options.out / "smoke" if options.smoke else options.out
-    own, chosen = (f"-{options.policy}", ["--policy", options.policy]) if options.policy else ("", [])
+    own, chosen = (
+        (f"-{options.policy}", ["--policy", options.policy]) if options.policy else ("", [])
+    )
     data, store, run_folder = str(out / "data"), str(out / "store"), str(out / f"run{own}")
     shape, length = SHAPE, ["--budget-minutes", str(BUDGET_MINUTES)]
     if options.smoke:
         shape, length = SMOKE_SHAPE, ["--filters", "4", "--depth", "3", "--epochs", "4"]
     new_case = str(Path(data) / "imagesTr" / "BRATS_001.nii.gz")
     for command in (
-        ["phantom", "--out", data, "--cases", str(CASES), "--shape", *map(str, shape), "--seed", "0"],
+        [
+            "phantom",
+            "--out",
+            data,
+            "--cases",
+            str(CASES),
+            "--shape",
+            *map(str, shape),
+            "--seed",
+            "0",
+        ],
         ["prepare", "--dataset", data, "--store", store, "--split", "7", "3", "2"],
         ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length, *chosen],
         ["evaluate", "--run", run_folder],
-        ["predict", "--run", run_folder, "--image", new_case, "--out", str(out / f"predictions{own}")],
+        [
+            "predict",
+            "--run",
+            run_folder,
+            "--image",
+            new_case,
+            "--out",
+            str(out / f"predictions{own}"),
+        ],
         ["report", "--run", run_folder],
     ):
         say("", f"$ {as_typed('./run.sh')} {shlex.join(command)}")

@@ -22,13 +22,15 @@ class InputError(Exception):
 
 
 class DoesNotFitError(InputError):
-    """A job that may not fit this host's free memory; a smaller job or a larger host could run it."""
+    """A job that may not fit this host's free memory; a smaller job or a larger host could run
+    it."""
 
     exit_code = 3
 
 
 class DivergedError(InputError):
-    """Losses that are too high, or numbers that are not finite: of a training, or a network's answers."""
+    """Losses that are too high, or numbers that are not finite: of a training, or a network's
+    answers."""
 
     exit_code = 4
 
@@ -50,7 +52,8 @@ class WorkersDifferError(WorkerLostError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal that a run has answered by saving; the process ends with 128 + its number, as shells have it."""
+    """A signal that a run has answered by saving; the process ends with 128 + its number, as shells
+    have it."""
 
     def __init__(self, message: str, signal_number: int = signal.SIGINT):
         self.exit_code = 128 + signal_number  # 130 after SIGINT, 143 after SIGTERM
@@ -63,13 +66,18 @@ class Ending:
 
     state: str  # of a worker that ended so, as `status` shows it
     words: str  # of the event, for --help and for `launch`
-    advice: str = "{again}"  # what to do next; {again}: the same command, and from where; {rates}: with half the rates
+    # what to do next; {again}: the same command, and from where; {rates}: with half the rates
+    advice: str = "{again}"
 
 
 ENDINGS: Dict[int, Ending] = {
     0: Ending("finished", "done", "more --steps, --epochs or --budget-minutes continue it"),
-    1: Ending("failed", "failed, for example on a full disk", "correct what the error names; then {again}"),
-    InputError.exit_code: Ending("failed", "bad input", "correct what the error names; then {again}"),
+    1: Ending(
+        "failed", "failed, for example on a full disk", "correct what the error names; then {again}"
+    ),
+    InputError.exit_code: Ending(
+        "failed", "bad input", "correct what the error names; then {again}"
+    ),
     DoesNotFitError.exit_code: Ending(
         "too large",
         "does not fit the memory",
@@ -91,7 +99,8 @@ ENDINGS: Dict[int, Ending] = {
     -signal.SIGTERM: Ending("failed", "ended before it could save"),
     -signal.SIGKILL: Ending("failed", "killed by a user, or by the kernel when memory ran out"),
 }
-"""Exit code, or a signal's number below 0, -> its meaning: the one table, for --help, `status` and `launch`."""
+"""Exit code, or a signal's number below 0, -> its meaning: the one table, for --help, `status` and
+`launch`."""
 
 
 def ending_of(code: int) -> Ending:
@@ -105,7 +114,9 @@ def exit_code_of(error: Optional[BaseException]) -> int:
         return 0
     if isinstance(error, (NotRegularError, InstructionSetError, ModuleNotFoundError)):
         return InputError.exit_code
-    return getattr(error, "exit_code", 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
+    return getattr(
+        error, "exit_code", 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    )
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -328,7 +328,9 @@ def _show(planned: Sequence[PlannedFold], host: Host) -> None:
     manifest = planned[0].plan.store.manifest
     untouched = len(manifest.split["test"])
     if untouched:
-        todo = "" if manifest.folds else "; `prepare --split 1 0 0` puts all patients into the folds"
+        todo = (
+            "" if manifest.folds else "; `prepare --split 1 0 0` puts all patients into the folds"
+        )
         say(f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}")
 
 

@@ -5,10 +5,9 @@
     check_fits(plan, host, gpus)             # raises DoesNotFitError with the nearest settings that fit
     save_plan(plan, run_folder)              # run/plan.json
 
-Only here is a setting decided that was left open: names, channels and outputs from the store; batch and learning rate
-from the workers, if they grow with them; device and dtype from the host; the grid, or the patch, from both; and the
-memory policy by the estimate of a step.
-"""
+Only here is a setting decided that was left open: names, channels and outputs from the store; batch
+and learning rate from the workers, if they grow with them; device and dtype from the host; the
+grid, or the patch, from both; and the memory policy by the estimate of a step."""
 
 import contextlib
 import dataclasses
@@ -25,11 +24,27 @@ from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import DoesNotFitError, InputError, refuse
-from cpu3d.host.gpu import Gpu, best_dtype, card_of, check_card, largest_patch, pick_device, why_no_card
+from cpu3d.host.gpu import (
+    Gpu,
+    best_dtype,
+    card_of,
+    check_card,
+    largest_patch,
+    pick_device,
+    why_no_card,
+)
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import differences, load_config, rate_growth
-from cpu3d.settings import AUTO, VALIDATIONS, RunConfig, chosen_again, left_open, recipe_config, with_settings
+from cpu3d.settings import (
+    AUTO,
+    VALIDATIONS,
+    RunConfig,
+    chosen_again,
+    left_open,
+    recipe_config,
+    with_settings,
+)
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
@@ -63,7 +78,8 @@ class Plan:
     rate_growth: float = 1.0  # of the learning rates that are given to this run, with its workers
     forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """Name of a setting that was left open -> why it was decided so; under "memory" why there is no forecast."""
+    """Name of a setting that was left open -> why it was decided so; under "memory" why there is no
+    forecast."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -82,8 +98,8 @@ class Plan:
 
     @property
     def least_steps(self) -> int:
-        """Steps that a budget of minutes keeps in any case: an epoch, or those of --validate-every. A
-        run for which a number of validations was chosen spreads them over any number of steps."""
+        """Steps that a budget of minutes keeps in any case: an epoch, or those of --validate-every.
+        A run for which a number of validations was chosen spreads them over any number of steps."""
         if self.config.validate_every:
             return self.config.validate_every * self.steps_per_epoch
         has_chosen = self.chosen is None or "validations" in self.chosen
@@ -92,12 +108,17 @@ class Plan:
     @property
     def job(self) -> Job:
         """The run as a job of the estimator, on one thread."""
-        case_bytes = stored_bytes(self.store.manifest.largest_shape, len(self.store.manifest.channels))
-        return dataclasses.replace(job_of(self.config, 1, self.samples_per_epoch), case_bytes=case_bytes)
+        case_bytes = stored_bytes(
+            self.store.manifest.largest_shape, len(self.store.manifest.channels)
+        )
+        return dataclasses.replace(
+            job_of(self.config, 1, self.samples_per_epoch), case_bytes=case_bytes
+        )
 
     @property
     def predicted(self) -> Dict[str, Any]:
-        """Time and memory of a step, for the log and the report to compare with the measured ones."""
+        """Time and memory of a step, for the log and the report to compare with the measured
+        ones."""
         if self.config.device != "cpu":
             return planner.gpu_forecast(self.job)
         return self.forecast.to_json() if self.forecast else {}
@@ -143,7 +164,9 @@ class Plan:
             length += f", {config.coarse_steps} of them on {by(config.coarse_grid, ' x ')}"
         forecast = self.forecast.describe(host, self.training_s) if self.forecast else []
         if config.device != "cpu":
-            forecast = [f"a step takes about {format_bytes(planner.gpu_bytes(self.job))} of the card"]
+            forecast = [
+                f"a step takes about {format_bytes(planner.gpu_bytes(self.job))} of the card"
+            ]
         notes = [statistics_note(unet.norm, config.batch, config.micro)]
         pair = mirror_pair(manifest.labels.values())
         if pair and config.augment.flip:
@@ -172,15 +195,15 @@ def make_plan(
     workers: int = 1,
     force: bool = False,
 ) -> Plan:
-    """The plan of a run: recipe or saved run, then the chosen settings, then the decisions by store and host, of which
-    this worker has its share. Device, dtype, policy and micro-batch of a saved run only a setting changes, no recipe.
+    """The plan of a run: recipe or saved run, then the chosen settings, then the decisions by store
+    and host, of which this worker has its share. Device, dtype, policy and micro-batch of a saved
+    run only a setting changes, no recipe.
 
     Before a run's first checkpoint nothing is trained that would have to be continued: the settings
     that were chosen for it are kept, and all else is decided again.
 
-    Raises InputError for settings that do not suit the store or the saved run, and, unless `force`, if the host's
-    calibration cannot be read.
-    """
+    Raises InputError for settings that do not suit the store or the saved run, and, unless `force`,
+    if the host's calibration cannot be read."""
     saved = load_config(run_folder) if (run_folder / "config.json").is_file() else None
     is_begun = saved is not None and bool(checkpoints(run_folder))
     chosen = dict(settings)
@@ -191,11 +214,17 @@ def make_plan(
     if in_all is not None and not is_begun:
         chosen, saved = in_all, None
     start = recipe_config(chosen) if saved is None or "recipe" in chosen else saved
-    inputs = Inputs(store, host, _with_kept(chosen, start, saved, workers), gpus, workers, saved, is_begun)
+    inputs = Inputs(
+        store, host, _with_kept(chosen, start, saved, workers), gpus, workers, saved, is_begun
+    )
     config = _decided(start, inputs)
     reasons = {}
     if config.device == "cpu":
-        reasons.update(zip(["device"], why_no_card(left_open(inputs.settings.get("device")), config.mode, gpus)))
+        reasons.update(
+            zip(
+                ["device"], why_no_card(left_open(inputs.settings.get("device")), config.mode, gpus)
+            )
+        )
     growth = rate_growth(config, workers) if "batch_per_worker" in chosen else 1.0
     split = with_fold(store, config.fold)
     plan = Plan(config, split, saved, workers, in_all, growth, reasons=reasons)
@@ -205,7 +234,9 @@ def make_plan(
             f"batch must be at most the {plan.samples_per_epoch} {kind}, got {config.batch}; {_smaller_batch(inputs)}"
         )
     plan = _with_coarse_steps(_with_validations(plan), is_begun)
-    return with_forecast(plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force)
+    return with_forecast(
+        plan, host, pick=left_open(inputs.settings.get("policy")) is None, force=force
+    )
 
 
 def read_plan(run_folder: Path) -> Dict[str, Any]:
@@ -228,17 +259,26 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         todo = "`./run.sh doctor` says what is missing"
         reasons["own operations"] = f"warning: no own operations ({host.own.why}); {why}; {todo}"
     try:
-        measured, coarse = (find_constants(host), load_accuracy(versions=installed_versions())), None
+        measured, coarse = (
+            (find_constants(host), load_accuracy(versions=installed_versions())),
+            None,
+        )
         if config.coarse_steps:
             of_coarse = dataclasses.replace(plan, config=config.at(0))
-            coarse_job = dataclasses.replace(job, shape=of_coarse.config.grid, unet=of_coarse.config.unet)
+            coarse_job = dataclasses.replace(
+                job, shape=of_coarse.config.grid, unet=of_coarse.config.unet
+            )
             coarse = _price(of_coarse, *measured)(coarse_job)
         price = _price(plan, *measured, coarse)
         if pick:
             choice = planner.fastest_that_fits(job, price, host.free_bytes)
             config, job = config.with_policy(choice.policy), choice.estimate.job
-            reasons["policy"] = f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
-        return dataclasses.replace(plan, config=config, forecast=Forecast(price(job), coarse), reasons=reasons)
+            reasons["policy"] = (
+                f"policy {choice.policy}: {choice.reason(f'{format_bytes(host.free_bytes)} free')}"
+            )
+        return dataclasses.replace(
+            plan, config=config, forecast=Forecast(price(job), coarse), reasons=reasons
+        )
     except ValueError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
@@ -251,13 +291,21 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 
 def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
-    """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is more than is free. A
-    run that continues may change its policy and, but for batch norm, its micro-batch: else it is another run."""
+    """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is
+    more than is free. A run that continues may change its policy and, but for batch norm, its
+    micro-batch: else it is another run."""
     if plan.config.device != "cpu":
-        smaller = "another --device" if plan.saved else "fewer --filters, a smaller --patch or --micro-batch"
+        smaller = (
+            "another --device"
+            if plan.saved
+            else "fewer --filters, a smaller --patch or --micro-batch"
+        )
         check_card(card_of(plan.config.device, gpus), plan.job, f"choose {smaller}, or --force")
         return
-    free_bytes, bound_bytes = host.free_bytes, plan.forecast.upper_bound_bytes if plan.forecast else 0
+    free_bytes, bound_bytes = (
+        host.free_bytes,
+        plan.forecast.upper_bound_bytes if plan.forecast else 0,
+    )
     if bound_bytes <= free_bytes:
         return
     full = plan.forecast.full
@@ -266,7 +314,11 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     place = ", as a run in another folder" if plan.saved and not options else ""
     options = options or planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
     listed = "; ".join(map(str, options))
-    smaller = f"what fits{place}: {listed}" if options else f"no smaller setting fits{place and ', even' + place[1:]}"
+    smaller = (
+        f"what fits{place}: {listed}"
+        if options
+        else f"no smaller setting fits{place and ', even' + place[1:]}"
+    )
     raise DoesNotFitError(
         f"memory must hold this training, up to {format_bytes(bound_bytes)}, got {format_bytes(free_bytes)} free; "
         f"{smaller}; end other programs, use a host with more memory, or --force"
@@ -277,13 +329,18 @@ def job_of(config: RunConfig, threads: int, cases: int) -> Job:
     """The run as a job of the estimator. `cases` are volumes an epoch, or patches."""
     engine = installed_engine() if config.engine == AUTO else config.engine
     same = {name: getattr(config, name) for name in ("unet", "batch", "micro_batch", "optimizer")}
-    fed = {"averaged": config.ema > 0, "from_store": True, "reworked": config.augment.needs_volume, "cases": cases}
+    fed = {
+        "averaged": config.ema > 0,
+        "from_store": True,
+        "reworked": config.augment.needs_volume,
+        "cases": cases,
+    }
     return Job(shape=config.grid, engine=engine, threads=threads, **same, **fed)
 
 
 def volume_shape(store: Store, config: RunConfig) -> Shape3:
-    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: the box that holds every
-    case and the network's field."""
+    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: the box
+    that holds every case and the network's field."""
     extent = grid_size(store, extent=config.extent, multiple=1)
     return field_of(config.grid, config.resolution, at_least=extent)
 
@@ -306,14 +363,22 @@ class Inputs(NamedTuple):
 def _with_kept(
     settings: Mapping[str, Any], start: RunConfig, saved: Optional[RunConfig], workers: int
 ) -> Dict[str, Any]:
-    """The settings with the batch of all workers, a recipe's card, and those of a saved run that no recipe changes."""
-    batch, kept = settings.get("batch", start.batch), {} if start.device == "cpu" else {"device": start.device}
+    """The settings with the batch of all workers, a recipe's card, and those of a saved run that no
+    recipe changes."""
+    batch, kept = (
+        settings.get("batch", start.batch),
+        {} if start.device == "cpu" else {"device": start.device},
+    )
     if "batch_per_worker" in settings:
         batch = settings["batch_per_worker"] * workers
     if saved:
         kept = {"device": saved.device, "dtype": saved.unet.dtype, "policy": saved.unet.policy}
         kept["micro_batch"] = saved.micro_batch if batch == saved.batch else 0
-        kept.update({"patch": saved.grid, "patches_per_case": saved.patches_per_case} if saved.is_patch else {})
+        kept.update(
+            {"patch": saved.grid, "patches_per_case": saved.patches_per_case}
+            if saved.is_patch
+            else {}
+        )
     return {**kept, **settings, "batch": batch}
 
 
@@ -340,13 +405,16 @@ def _decided(start: RunConfig, inputs: Inputs) -> RunConfig:
 
 
 def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig:
-    """Fill in the settings that follow from the number of workers: the learning rates, if the batch grows with it, and
-    the micro-batch. The rates of a run that continues have grown already, unless a setting or `scale` gives them."""
+    """Fill in the settings that follow from the number of workers: the learning rates, if the batch
+    grows with it, and the micro-batch. The rates of a run that continues have grown already, unless
+    a setting or `scale` gives them."""
     settings, workers = inputs.settings, inputs.workers
     if "batch_per_worker" in settings:
         growth = rate_growth(config, workers)
         grown = [name for name in ("learning_rate", "adam_rate") if scale or name in settings]
-        config = dataclasses.replace(config, **{name: getattr(config, name) * growth for name in grown})
+        config = dataclasses.replace(
+            config, **{name: getattr(config, name) * growth for name in grown}
+        )
     if config.batch % workers:
         rule = f"batch must be a multiple of the {workers} workers, got {config.batch}"
         todo = "choose another --batch, or --batch-per-worker in its place"
@@ -366,11 +434,17 @@ def _for_workers(config: RunConfig, inputs: Inputs, *, scale: bool) -> RunConfig
 
 
 def _for_store(config: RunConfig, store: Store) -> RunConfig:
-    """Fill in the settings that follow from the store: names, the network's channels and outputs."""
+    """Fill in the settings that follow from the store: names, the network's channels and
+    outputs."""
     manifest = store.manifest
     if not manifest.split["train"]:
-        raise InputError(f"split train of {store.folder} must hold cases, got none; prepare with another --split")
-    channels, regions = config.channels or manifest.channels, config.regions or tuple(manifest.regions)
+        raise InputError(
+            f"split train of {store.folder} must hold cases, got none; prepare with another --split"
+        )
+    channels, regions = (
+        config.channels or manifest.channels,
+        config.regions or tuple(manifest.regions),
+    )
     check_names("channels", channels, manifest.channels)
     check_names("regions", regions, tuple(manifest.regions))
     return dataclasses.replace(
@@ -383,7 +457,9 @@ def _for_store(config: RunConfig, store: Store) -> RunConfig:
         **_training_grid(store),
         channels=tuple(channels),
         regions=tuple(regions),
-        unet=dataclasses.replace(config.unet, channels=len(channels), outputs=len(regions), seed=config.seed),
+        unet=dataclasses.replace(
+            config.unet, channels=len(channels), outputs=len(regions), seed=config.seed
+        ),
     )
 
 
@@ -401,7 +477,8 @@ def _training_grid(store: Store) -> Dict[str, Any]:
 
 
 def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Fill in the settings that follow from the host: the device, and the dtype that is fast on it."""
+    """Fill in the settings that follow from the host: the device, and the dtype that is fast on
+    it."""
     device = pick_device(left_open(inputs.settings.get("device")), config.mode, inputs.gpus)
     if device != "cpu" and config.engine == "itex":
         rule = f"engine must be auto or stock on {device}, got itex, which computes on CPUs"
@@ -416,12 +493,16 @@ def _for_host(config: RunConfig, inputs: Inputs) -> RunConfig:
 def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
     """Fill in the network's grid: the extent's at the run's resolution, or a patch of it."""
     settings, divisor = inputs.settings, config.unet.divisor
-    grid = network_grid(grid_size(inputs.store, extent=config.extent, multiple=1), config.resolution, divisor)
+    grid = network_grid(
+        grid_size(inputs.store, extent=config.extent, multiple=1), config.resolution, divisor
+    )
     if not config.is_patch:
         for name in ("patch", "patches_per_case", "foreground"):
             if name in settings:
                 todo = "leave it out" if inputs.saved else "add that"
-                raise InputError(f"--{name.replace('_', '-')} must come with --mode patch, got mode whole; {todo}")
+                raise InputError(
+                    f"--{name.replace('_', '-')} must come with --mode patch, got mode whole; {todo}"
+                )
         return dataclasses.replace(config, grid=grid, patches_per_case=1)
     if "patch" in settings:
         patch = tuple(settings["patch"])
@@ -432,17 +513,24 @@ def _with_grid(config: RunConfig, inputs: Inputs) -> RunConfig:
         patch = planner.usual_patch(grid, divisor)
     planner.check_patch(patch, grid, divisor)
     as_many_voxels = max(round(math.prod(grid) / math.prod(patch)), 1)
-    return dataclasses.replace(config, grid=patch, patches_per_case=settings.get("patches_per_case", as_many_voxels))
+    return dataclasses.replace(
+        config, grid=patch, patches_per_case=settings.get("patches_per_case", as_many_voxels)
+    )
 
 
 def _with_curriculum(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Fill in whether there is a curriculum, and its coarse grid: none if that would leave the deepest level fewer than
-    two voxels along an axis, and by itself none on a grid so small that coarse steps do not pay."""
+    """Fill in whether there is a curriculum, and its coarse grid: none if that would leave the
+    deepest level fewer than two voxels along an axis, and by itself none on a grid so small that
+    coarse steps do not pay."""
     without = dataclasses.replace(config, curriculum="off", coarse_grid=(0, 0, 0))
     if config.curriculum == "off":
         return without
     divisor = config.unet.divisor
-    extent = config.grid if config.is_patch else grid_size(inputs.store, extent=config.extent, multiple=1)
+    extent = (
+        config.grid
+        if config.is_patch
+        else grid_size(inputs.store, extent=config.extent, multiple=1)
+    )
     coarse = network_grid(extent, config.resolution / 2, divisor)  # the resolution of patches is 1
     is_possible = min(coarse) >= 2 * divisor
     pays = math.prod(coarse) >= LEAST_COARSE_VOXELS

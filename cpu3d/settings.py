@@ -1,4 +1,5 @@
-"""The settings of a training run. One declaration of each makes its option, its check and its place in config.json.
+"""The settings of a training run. One declaration of each makes its option, its check and its place
+in config.json.
 
     add_options(parser, SETTINGS)                                 # every setting that a user may choose
     settings, = arguments([SETTINGS], parser.parse_args())        # the chosen ones, by name
@@ -22,7 +23,15 @@ from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import check, option
 from memory_estimator.installed import ENGINES
-from memory_estimator.job import AUTO, DEFAULT_RECIPE, OPTIMIZERS, RECIPES, Architecture, check_micro_batch, micro_of
+from memory_estimator.job import (
+    AUTO,
+    DEFAULT_RECIPE,
+    OPTIMIZERS,
+    RECIPES,
+    Architecture,
+    check_micro_batch,
+    micro_of,
+)
 from models.config import DTYPES, POLICIES, UNetConfig
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
@@ -33,19 +42,21 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 """How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
 COARSE_SHARE = fractions.Fraction(5, 6)
-"""The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full step's voxels
-(docs/log.md)."""
+"""The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full
+step's voxels (docs/log.md)."""
 
 FULL_RATE_SHARE = 0.3
-"""The peak of the learning rate of the full steps after coarse ones, as a share of the coarse steps'
-peak. By the whole of it the full steps would forget what the coarse ones have learnt (docs/log.md)."""
+"""The peak of the learning rate of the full steps after coarse ones, as a share of the coarse
+steps' peak. By the whole of it the full steps would forget what the coarse ones have learnt
+(docs/log.md)."""
 
 VALIDATIONS = 20
 """Validations of a run, evenly spread, unless it has fewer epochs or a setting says how often. An
 epoch of few cases is over in seconds, and the best of many scores of few cases is chance."""
 
 _data, _patches, _training, _network = (
-    functools.partial(option, group=heading) for heading in ("data", "patches", "training", "network")
+    functools.partial(option, group=heading)
+    for heading in ("data", "patches", "training", "network")
 )
 
 
@@ -57,7 +68,9 @@ class RunConfig:
     store: str = ""  # its folder
     store_channels: Tuple[str, ...] = ()  # all of the store: an image to predict on must have them
     label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
-    region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)  # region -> label codes of the store
+    region_codes: Dict[str, Tuple[Code, ...]] = field(
+        default_factory=dict
+    )  # region -> label codes of the store
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     spacing_mm: Optional[Tuple[float, float, float]] = None
     """Along R, A, S: the median of the training cases on each axis. None in runs of earlier
@@ -65,36 +78,72 @@ class RunConfig:
     oriented: Optional[bool] = None
     """Whether the training cases' files gave the patient's orientation; None if only some did, or
     as above."""
-    grid: Tuple[int, int, int] = (0, 0, 0)  # voxels X, Y, Z that the network sees: a patch, or all of the extent
+    grid: Tuple[int, int, int] = (
+        0,
+        0,
+        0,
+    )  # voxels X, Y, Z that the network sees: a patch, or all of the extent
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
     """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
-    unet: UNetConfig = field(default_factory=UNetConfig)  # channels, outputs, dtype follow from store and host
+    unet: UNetConfig = field(
+        default_factory=UNetConfig
+    )  # channels, outputs, dtype follow from store and host
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
-    extent: str = _data("brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS)
-    channels: Tuple[str, ...] = _data((), "image channels to use, such as FLAIR; default: all", "NAME")
+    extent: str = _data(
+        "brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS
+    )
+    channels: Tuple[str, ...] = _data(
+        (), "image channels to use, such as FLAIR; default: all", "NAME"
+    )
     regions: Tuple[str, ...] = _data((), "regions to learn, such as WT; default: all", "NAME")
-    read_mode: str = _data(AUTO, "auto: pread if files are on a network, else mmap", choices=(AUTO, *READ_MODES))
+    read_mode: str = _data(
+        AUTO, "auto: pread if files are on a network, else mmap", choices=(AUTO, *READ_MODES)
+    )
     fold: str = _data("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K")
-    """The parts are of the training and validation cases; test cases are untouched. "" is the store's own split."""
+    """The parts are of the training and validation cases; test cases are untouched. "" is the
+    store's own split."""
     resolution: float = _data(
-        1.0, "the network's resolution, as a share of the store's; scores are on the full grid", "R", above=0, at_most=1
+        1.0,
+        "the network's resolution, as a share of the store's; scores are on the full grid",
+        "R",
+        above=0,
+        at_most=1,
     )
 
-    mode: str = _patches("whole", "train on whole volumes, or on patches of them", choices=("whole", "patch"))
-    foreground: float = _patches(1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1)
+    mode: str = _patches(
+        "whole", "train on whole volumes, or on patches of them", choices=("whole", "patch")
+    )
+    foreground: float = _patches(
+        1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1
+    )
     patches_per_case: int = _patches(
-        1, "patches of a case in an epoch (default: as many as together have its number of voxels)", "N", at_least=1
+        1,
+        "patches of a case in an epoch (default: as many as together have its number of voxels)",
+        "N",
+        at_least=1,
     )
-    device: str = _patches("cpu", "cpu, or gpu:0 (default: for patches a GPU if there is one, else cpu)", "D")
+    device: str = _patches(
+        "cpu", "cpu, or gpu:0 (default: for patches a GPU if there is one, else cpu)", "D"
+    )
 
-    epochs: int = _training(100, "passes over the cases, at either resolution", "N", at_least=1, one_of="length")
+    epochs: int = _training(
+        100, "passes over the cases, at either resolution", "N", at_least=1, one_of="length"
+    )
     steps: int = _training(
-        0, "updates in all, at either resolution, instead of --epochs", "N", at_least=0, one_of="length"
+        0,
+        "updates in all, at either resolution, instead of --epochs",
+        "N",
+        at_least=0,
+        one_of="length",
     )
     budget_minutes: float = _training(
-        0.0, "take only as many of the epochs' steps as fit these minutes; 0: no limit", "M", at_least=0, below=math.inf
+        0.0,
+        "take only as many of the epochs' steps as fit these minutes; 0: no limit",
+        "M",
+        at_least=0,
+        below=math.inf,
     )
     """By the time of the first steps; at least an epoch, or the epochs of --validate-every."""
     curriculum: str = _training(
@@ -103,7 +152,9 @@ class RunConfig:
         "others at full resolution; auto: half if half the grid has 40^3 voxels or more, else off",
         choices=(AUTO, "off", "half"),
     )
-    batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch")
+    batch: int = _training(
+        1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch"
+    )
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(
         0,
@@ -122,7 +173,11 @@ class RunConfig:
         below=math.inf,
     )
     adam_rate: float = _training(
-        0.03, "with muon: Adam's rate, for norms, biases and the 1x1x1 head", "R", above=0, below=math.inf
+        0.03,
+        "with muon: Adam's rate, for norms, biases and the 1x1x1 head",
+        "R",
+        above=0,
+        below=math.inf,
     )
     weight_decay: float = _training(
         0.0,
@@ -132,9 +187,14 @@ class RunConfig:
         below=math.inf,
     )
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
-    warmup_steps: int = _training(10, "first steps, over which the learning rate rises linearly", "N", at_least=0)
-    ema: float = _training(0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1)
-    """The decay of an exponential moving average; validation and prediction then use the averaged weights."""
+    warmup_steps: int = _training(
+        10, "first steps, over which the learning rate rises linearly", "N", at_least=0
+    )
+    ema: float = _training(
+        0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1
+    )
+    """The decay of an exponential moving average; validation and prediction then use the averaged
+    weights."""
     validate_every: int = _training(
         0,
         f"epochs between validations (default: one, or as many as make {VALIDATIONS} validations in all)",
@@ -143,18 +203,27 @@ class RunConfig:
         one_of="often",
     )
     validations: int = _training(
-        0, "validations in all, evenly spread, instead of --validate-every", "N", at_least=0, one_of="often"
+        0,
+        "validations in all, evenly spread, instead of --validate-every",
+        "N",
+        at_least=0,
+        one_of="often",
     )
     patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)
     save_minutes: float = _training(10.0, "longest time between checkpoints", "M", at_least=0)
     """There is one after every validation as well."""
     keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
-    stall_minutes: float = _training(15.0, "a step that takes longer counts as hanging; 0: no limit", "M", at_least=0)
-    """And ten times longer than any before. A phase that is done for the first time may take four times as long."""
+    stall_minutes: float = _training(
+        15.0, "a step that takes longer counts as hanging; 0: no limit", "M", at_least=0
+    )
+    """And ten times longer than any before. A phase that is done for the first time may take four
+    times as long."""
     seed: int = _training(0, "seed of weights, order and augmentation", "S")
     """The split has the store's own."""
     engine: str = _training(
-        AUTO, "itex (TensorFlow with Intel's extension) or stock; auto: itex if installed", choices=(AUTO, *ENGINES)
+        AUTO,
+        "itex (TensorFlow with Intel's extension) or stock; auto: itex if installed",
+        choices=(AUTO, *ENGINES),
     )
 
     def __post_init__(self):
@@ -164,7 +233,9 @@ class RunConfig:
         except ValueError as error:
             raise InputError(str(error)) from None
         if self.is_patch and self.resolution != 1:
-            raise InputError(f"resolution must be 1 with --mode patch, got {self.resolution}; see `train --help`")
+            raise InputError(
+                f"resolution must be 1 with --mode patch, got {self.resolution}; see `train --help`"
+            )
 
     @property
     def micro(self) -> int:
@@ -210,14 +281,21 @@ class RunConfig:
         return peak * SCHEDULES[self.schedule]((step - begin) / (end - begin))
 
     def full_steps(self, steps: int) -> float:
-        """The number of full steps with the voxels of the run's first `steps`: its cost on any host."""
+        """The number of full steps with the voxels of the run's first `steps`: its cost on any
+        host."""
         coarse = min(steps, self.coarse_steps)
-        return steps - coarse + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid) if coarse else 0)
+        return (
+            steps
+            - coarse
+            + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid) if coarse else 0)
+        )
 
     def at(self, step: int) -> "RunConfig":
-        """The run as step `step` (0 is the first) is computed: without its curriculum, at one resolution.
+        """The run as step `step` (0 is the first) is computed: without its curriculum, at one
+        resolution.
 
-        At half of it the policy is "speed", which takes less memory there than any policy in full."""
+        At half of it the policy is "speed", which takes less memory there than any policy in
+        full."""
         if step >= self.coarse_steps:
             return dataclasses.replace(self, coarse_steps=0)
         resolution = self.resolution if self.is_patch else self.resolution / 2
@@ -237,8 +315,11 @@ class RunConfig:
         return self.grid == self.coarse_grid
 
     def with_coarse_share(self, steps: int) -> "RunConfig":
-        """The same run with COARSE_SHARE of `steps` coarse, rounded down, if it has a curriculum."""
-        return dataclasses.replace(self, coarse_steps=int(COARSE_SHARE * steps) if self.curriculum == "half" else 0)
+        """The same run with COARSE_SHARE of `steps` coarse, rounded down, if it has a
+        curriculum."""
+        return dataclasses.replace(
+            self, coarse_steps=int(COARSE_SHARE * steps) if self.curriculum == "half" else 0
+        )
 
     def with_policy(self, policy: str) -> "RunConfig":
         """The same run under another memory policy."""
@@ -259,7 +340,8 @@ class Network(Architecture):
 
 @dataclass(frozen=True)
 class Shorthand:
-    """Options that become other settings: the recipe's, the grid, the batch and the rate, the augmentation."""
+    """Options that become other settings: the recipe's, the grid, the batch and the rate, the
+    augmentation."""
 
     recipe: Optional[str] = _data(
         None,
@@ -282,8 +364,8 @@ class Shorthand:
 
 
 SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
-"""The declarations of all settings that a user may choose; others come from the recipe, or the continued run. Chosen
-settings are a dict of field name -> value."""
+"""The declarations of all settings that a user may choose; others come from the recipe, or the
+continued run. Chosen settings are a dict of field name -> value."""
 
 
 @dataclass(frozen=True)
@@ -299,7 +381,9 @@ class TrainOptions:
         at_least=2,
     )
     force: bool = option(False, "train even if the job may not fit the free memory")
-    mlflow: str = option("", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI")
+    mlflow: str = option(
+        "", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI"
+    )
     """No setting of the run: it may hold a password, which is never written to a file."""
 
 
@@ -312,10 +396,13 @@ def left_open(value: Optional[str]) -> Optional[str]:
 
 
 def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
-    """The settings of the chosen "recipe", or of DEFAULT_RECIPE. dtype and grid follow from host and store."""
+    """The settings of the chosen "recipe", or of DEFAULT_RECIPE. dtype and grid follow from host
+    and store."""
     recipe = RECIPES[settings.get("recipe") or DEFAULT_RECIPE]
     names = ("unet", "batch", "micro_batch", "optimizer")
-    return with_settings(RunConfig(**{name: getattr(recipe.job, name) for name in names}), recipe.settings)
+    return with_settings(
+        RunConfig(**{name: getattr(recipe.job, name) for name in names}), recipe.settings
+    )
 
 
 INSTEAD = {  # setting -> others that it replaces
@@ -341,16 +428,23 @@ def chosen_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> Dict[str,
 
 
 def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """`config` with the chosen settings in their places, but for values of "auto" and `Shorthand`, which the plan
-    decides. A length, or validations, chosen in one way replace those that `config` has in another. Raises ValueError
-    or InputError for values out of range.
-    """
+    """`config` with the chosen settings in their places, but for values of "auto" and `Shorthand`,
+    which the plan decides. A length, or validations, chosen in one way replace those that `config`
+    has in another. Raises ValueError or InputError for values out of range."""
     augment = NO_AUGMENT if settings.get("no_augment") else config.augment
     augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, settings))
-    unet = dataclasses.replace(config.unet, **{k: v for k, v in _fields_of(Network, settings).items() if v != AUTO})
-    own = {name: value for name, value in _fields_of(RunConfig, settings).items() if (name, value) != ("device", AUTO)}
+    unet = dataclasses.replace(
+        config.unet, **{k: v for k, v in _fields_of(Network, settings).items() if v != AUTO}
+    )
+    own = {
+        name: value
+        for name, value in _fields_of(RunConfig, settings).items()
+        if (name, value) != ("device", AUTO)
+    }
     if own.get("steps") and own.get("budget_minutes"):
-        raise InputError(f"--budget-minutes must come without --steps, got --steps {own['steps']}; leave one out")
+        raise InputError(
+            f"--budget-minutes must come without --steps, got --steps {own['steps']}; leave one out"
+        )
     replaced = {other for name in settings for other in INSTEAD.get(name, ())}
     own = {**{name: getattr(RunConfig, name) for name in replaced}, **own}
     return dataclasses.replace(config, **own, unet=unet, augment=augment)

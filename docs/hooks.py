@@ -1,7 +1,8 @@
-"""Files of the site from outside docs/: the README, the notebook, tables of the records, all that pages link to.
+"""Files of the site from outside docs/: the README, the notebook, tables of the records, all that
+pages link to.
 
-On its own a page's links work in the repository, `../records/compare.jsonl`; the site has these files under `project/`.
-"""
+On its own a page's links work in the repository, `../records/compare.jsonl`; the site has these
+files under `project/`."""
 
 import json
 import re
@@ -27,18 +28,25 @@ def on_files(files, config):
     files.append(File.generated(config, "first_hour.md", content=readme))
     notebook = (ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8")
     cells = "\n\n".join(as_markdown(cell) for cell in json.loads(notebook)["cells"])
-    files.append(File.generated(config, "first_hour_in_python.md", content=cells.replace("](../docs/", "](")))
+    files.append(
+        File.generated(config, "first_hour_in_python.md", content=cells.replace("](../docs/", "]("))
+    )
     for name, content in tables().items():
         files.append(File.generated(config, name, content=content))
     return files
 
 
 def tables():
-    """Name -> content of the pages that `bench tables` makes from records/, in the project's own environment."""
+    """Name -> content of the pages that `bench tables` makes from records/, in the project's own
+    environment."""
     with tempfile.TemporaryDirectory() as folder:
         pages = {"results.md": "--out", "validation.md": "--page"}
-        words = [word for name, option in pages.items() for word in (option, str(Path(folder) / name))]
-        subprocess.run([ROOT / "run.sh", "bench", "tables", "--records", ROOT / "records", *words], check=True)
+        words = [
+            word for name, option in pages.items() for word in (option, str(Path(folder) / name))
+        ]
+        subprocess.run(
+            [ROOT / "run.sh", "bench", "tables", "--records", ROOT / "records", *words], check=True
+        )
         return {name: (Path(folder) / name).read_text(encoding="utf-8") for name in pages}
 
 
@@ -55,9 +63,13 @@ def as_markdown(cell):
     parts = [f"```python\n{source}\n```"]
     for output in cell["outputs"]:
         if "image/png" in output.get("data", {}):
-            parts.append(f"![output](data:image/png;base64,{''.join(output['data']['image/png'].split())})")
+            parts.append(
+                f"![output](data:image/png;base64,{''.join(output['data']['image/png'].split())})"
+            )
         else:
             parts.append(
-                "```text\n" + "".join(output.get("text", output.get("data", {}).get("text/plain", ""))) + "\n```"
+                "```text\n"
+                + "".join(output.get("text", output.get("data", {}).get("text/plain", "")))
+                + "\n```"
             )
     return "\n\n".join(parts)

@@ -1,4 +1,5 @@
-"""Train on whole volumes by plain Keras: compile, fit, save, load, continue. Half a minute on made-up brains.
+"""Train on whole volumes by plain Keras: compile, fit, save, load, continue. Half a minute on
+made-up brains.
 
 PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras                    # makes six brains
 PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras --store STORE      # or a store that `prepare` made
@@ -25,7 +26,9 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
     """Loss of each epoch. `out` gets `best.keras`, by the held-out loss, and `last.keras`."""
     store = open_store(store_folder)
     regions, cases = store.manifest.regions, len(store.cases("train"))
-    unet = UNetConfig(channels=len(store.manifest.channels), outputs=len(regions), filters=8, depth=3)
+    unet = UNetConfig(
+        channels=len(store.manifest.channels), outputs=len(regions), filters=8, depth=3
+    )
     grid = grid_size(store, extent="brain", multiple=unet.divisor)
 
     model = build_unet3d(unet, grid, batch_size=1)
@@ -38,15 +41,20 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
     fit = {
         "steps_per_epoch": cases,
         "validation_data": held_out,
-        "callbacks": [tf.keras.callbacks.ModelCheckpoint(str(out / "best.keras"), save_best_only=True)],
+        "callbacks": [
+            tf.keras.callbacks.ModelCheckpoint(str(out / "best.keras"), save_best_only=True)
+        ],
         "verbose": 2,
     }
     # One dataset for all epochs: a dataset of one epoch would give each the same order.
     half = epochs // 2
-    history = model.fit(volume_dataset(store, stop=half * cases, grid=grid), epochs=half, **fit).history
+    history = model.fit(
+        volume_dataset(store, stop=half * cases, grid=grid), epochs=half, **fit
+    ).history
     model.save(str(out / "last.keras"))
 
-    # Later, in another process: the same weights, optimizer, loss and metrics, and the next volumes.
+    # Later, in another process: the same weights, optimizer, loss and metrics, and the next
+    # volumes.
     model = tf.keras.models.load_model(str(out / "last.keras"))
     rest = volume_dataset(store, start=half * cases, stop=epochs * cases, grid=grid)
     again = model.fit(rest, initial_epoch=half, epochs=epochs, **fit).history
@@ -54,13 +62,19 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
 
     probabilities = tf.sigmoid(model.predict(held_out, verbose=0))  # (cases, X, Y, Z, regions)
     for index, name in enumerate(regions):
-        print(f"{name}: {100 * float(tf.reduce_mean(probabilities[..., index])):.2f} % of the voxels")
+        print(
+            f"{name}: {100 * float(tf.reduce_mean(probabilities[..., index])):.2f} % of the voxels"
+        )
     return history["loss"] + again["loss"]
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--store", type=Path, help="a store that `prepare` made; without it, one of made-up brains")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--store", type=Path, help="a store that `prepare` made; without it, one of made-up brains"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the models")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the cases (default 6)")
     args = parser.parse_args()

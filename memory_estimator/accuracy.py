@@ -1,7 +1,8 @@
-"""Errors of predictions by kind of measured step, and the margin of an upper bound that follows from them.
+"""Errors of predictions by kind of measured step, and the margin of an upper bound that follows
+from them.
 
-accuracy.json holds them for the records in records/memory: `bench tables --accuracy` writes it, from `validation`.
-"""
+accuracy.json holds them for the records in records/memory: `bench tables --accuracy` writes it,
+from `validation`."""
 
 import dataclasses
 import math
@@ -47,7 +48,9 @@ class Kind:
 
     def upper_bound(self, process_peak_bytes: int) -> int:
         """Memory that must be free for a predicted peak: the peak and the margin."""
-        return process_peak_bytes + max(math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes)
+        return process_peak_bytes + max(
+            math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes
+        )
 
     def __str__(self) -> str:
         """Such as "49 steps on AMD EPYC, bfloat16, policy lean, 2 threads"."""
@@ -58,14 +61,18 @@ class Kind:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors of predictions, by kind of record: the content of accuracy.json, and the engines in use."""
+    """Errors of predictions, by kind of record: the content of accuracy.json, and the engines in
+    use."""
 
     kinds: Tuple[Kind, ...]
-    versions: Dict[str, str] = field(default_factory=dict)  # engine -> its `engine_version`; one missing is as recorded
+    versions: Dict[str, str] = field(
+        default_factory=dict
+    )  # engine -> its `engine_version`; one missing is as recorded
 
     def covering(self, job: Job, instructions: str) -> Tuple[Optional[Kind], str]:
-        """The kind of records that covers a job by own operations of an instruction set; None, and what was not
-        measured, if there is none. For "" TensorFlow's layers compute, which no kind covers."""
+        """The kind of records that covers a job by own operations of an instruction set; None, and
+        what was not measured, if there is none. For "" TensorFlow's layers compute, which no kind
+        covers."""
         if not instructions:
             return None, "TensorFlow's layers"
         for kind in self.kinds:
@@ -73,10 +80,15 @@ class Accuracy:
                 version = self.versions.get(job.engine)
                 if version and version not in kind.versions:
                     return None, version
-                for measured, value in ((kind.networks, job.unet.network), (kind.instructions, instructions)):
+                for measured, value in (
+                    (kind.networks, job.unet.network),
+                    (kind.instructions, instructions),
+                ):
                     if value not in measured:
                         return None, value
-                return (kind, "") if job.threads in kind.threads else (None, f"{job.threads} threads")
+                return (
+                    (kind, "") if job.threads in kind.threads else (None, f"{job.threads} threads")
+                )
         return None, f"{job.unet.dtype} under policy {job.policy}"
 
     def widest(self, process_peak_bytes: int) -> int:
@@ -92,8 +104,11 @@ def bound_of_layers(process_peak_bytes: int) -> int:
     return math.ceil(process_peak_bytes * (1 + WIDE_SHARE))
 
 
-def load_accuracy(path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None) -> Accuracy:
-    """The shipped digest; `versions` are those of the engines, if known. Raises ValueError for a damaged file."""
+def load_accuracy(
+    path: Union[str, Path] = SHIPPED, versions: Optional[Mapping[str, str]] = None
+) -> Accuracy:
+    """The shipped digest; `versions` are those of the engines, if known. Raises ValueError for a
+    damaged file."""
     todo = "restore it, or make it from the records"
     accuracy = read_record(path, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo)
     return dataclasses.replace(accuracy, versions=dict(versions or {}))

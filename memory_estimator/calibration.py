@@ -1,9 +1,10 @@
-"""A host's constants: the memory of its runtime, and the seconds that a unit of each kind of work takes.
+"""A host's constants: the memory of its runtime, and the seconds that a unit of each kind of work
+takes.
 
-Shipped files are in `hosts/`, one for each instruction set of own operations, which is its name: some were measured,
-the others state how they differ from one of these. A host's own file is in the user's data directory
-(`cpu3d.host.speed` writes it) and comes first: shipped constants, with seconds scaled to those of measured steps.
-"""
+Shipped files are in `hosts/`, one for each instruction set of own operations, which is its name:
+some were measured, the others state how they differ from one of these. A host's own file is in the
+user's data directory (`cpu3d.host.speed` writes it) and comes first: shipped constants, with
+seconds scaled to those of measured steps."""
 
 import dataclasses
 import hashlib
@@ -42,8 +43,8 @@ LAYERS_SLOWER = 2.0
 """Seconds of TensorFlow's layers over those of own operations on the same CPU: assumed."""
 
 FURTHEST = 8.0
-"""Measured seconds are at most so many times the predicted ones, and at least that part of them: beyond it something
-other than the host's speed was measured."""
+"""Measured seconds are at most so many times the predicted ones, and at least that part of them:
+beyond it something other than the host's speed was measured."""
 
 
 @dataclass(frozen=True)
@@ -69,31 +70,45 @@ class HostConstants:
     instructions: str  # the set of own operations there; "" if TensorFlow's layers compute
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
     origin: str  # "measured" or "assumed", of the costs
-    origins: Dict[str, str]  # field -> "measured: how" or "assumed: why", for every field of figures
+    origins: Dict[
+        str, str
+    ]  # field -> "measured: how" or "assumed: why", for every field of figures
     record: str  # where the figures are from, for printing
     date: str
     threads: int  # that `costs` are of
     saturating_threads: int  # from this many threads on, more do not move memory faster
-    baseline_bytes: Dict[str, int]  # engine -> resident memory besides tensors, in front of the first operation
-    op_bytes: Dict[str, int]  # engine -> bytes that each operation adds to it: graph nodes, tiny tensors
+    baseline_bytes: Dict[
+        str, int
+    ]  # engine -> resident memory besides tensors, in front of the first operation
+    op_bytes: Dict[
+        str, int
+    ]  # engine -> bytes that each operation adds to it: graph nodes, tiny tensors
     l2_bytes: int  # of a core's cache L2, which own operations fill with rows
-    costs: Dict[str, Dict[str, Dict[str, float]]]  # dtype -> kind of operations -> feature -> seconds a unit
+    costs: Dict[
+        str, Dict[str, Dict[str, float]]
+    ]  # dtype -> kind of operations -> feature -> seconds a unit
     scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> factor of `costs`
     note: str = ""  # why the host's own file was not read
 
     @property
     def digest(self) -> str:
         """A short hash of the figures that predictions are made from."""
-        return _digest(self.threads, self.saturating_threads, self.baseline_bytes, self.op_bytes, self.costs)
+        return _digest(
+            self.threads, self.saturating_threads, self.baseline_bytes, self.op_bytes, self.costs
+        )
 
     def scale(self, dtype: str) -> Optional[Scale]:
         """The scale of steps in a dtype: the other dtype's if it has none."""
         return self.scales.get(dtype) or next(iter(self.scales.values()), None)
 
     def basis(self, job: Job, host: Optional[Host] = None) -> str:
-        """The source of the costs, and why they may be less exact for a job on `host` (None: on theirs)."""
+        """The source of the costs, and why they may be less exact for a job on `host` (None: on
+        theirs)."""
         scale = self.scale(job.unet.dtype)
-        words, measured = f"measured on {self.cpu} on {self.date}", scale.threads if scale else self.threads
+        words, measured = (
+            f"measured on {self.cpu} on {self.date}",
+            scale.threads if scale else self.threads,
+        )
         if scale:
             words = f"scaled by {scale.scale:.2f} to steps {'here' if host else f'on {self.cpu}'} on {scale.date}"
             words += f", {scale.job}{'' if scale.quiet else '; other programs kept its CPUs busy'}"
@@ -101,7 +116,11 @@ class HostConstants:
             words = f"assumed from {self.name}"
         elif host:
             words = f"assumed from measurements on {self.cpu}"
-        by_rule = f"from {measured} threads to {job.threads} by assumption" if measured != job.threads else ""
+        by_rule = (
+            f"from {measured} threads to {job.threads} by assumption"
+            if measured != job.threads
+            else ""
+        )
         return "; ".join(filter(None, (words, self.note, by_rule)))
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
@@ -109,26 +128,41 @@ class HostConstants:
         return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
 
     def speeds(self, job: Job) -> Mapping[str, Mapping[str, float]]:
-        """Kind -> feature -> seconds a unit with a job's threads. Work divides evenly, which a socket full of cores
-        comes close to; traffic does up to `saturating_threads`; the time between operations stays the same."""
+        """Kind -> feature -> seconds a unit with a job's threads. Work divides evenly, which a
+        socket full of cores comes close to; traffic does up to `saturating_threads`; the time
+        between operations stays the same."""
         measured = self.scale(job.unet.dtype)
         scale = measured.scale if measured else 1.0
-        moving = min(self.threads, self.saturating_threads) / min(job.threads, self.saturating_threads)
-        return scaled(self.costs[job.unet.dtype], scale * self.threads / job.threads, scale * moving, scale)
+        moving = min(self.threads, self.saturating_threads) / min(
+            job.threads, self.saturating_threads
+        )
+        return scaled(
+            self.costs[job.unet.dtype], scale * self.threads / job.threads, scale * moving, scale
+        )
 
 
-def scaled(kinds: Mapping[str, Mapping[str, float]], work: float, traffic: float = 1.0, overhead: float = 1.0) -> Any:
-    """Costs of kinds of operations in a dtype, times factors of arithmetic, of memory traffic, of TensorFlow's code."""
+def scaled(
+    kinds: Mapping[str, Mapping[str, float]],
+    work: float,
+    traffic: float = 1.0,
+    overhead: float = 1.0,
+) -> Any:
+    """Costs of kinds of operations in a dtype, times factors of arithmetic, of memory traffic, of
+    TensorFlow's code."""
 
     def times(feature: str) -> float:
         return work if feature.startswith("work") else overhead if feature == "seconds" else traffic
 
-    return {kind: {name: cost * times(name) for name, cost in costs.items()} for kind, costs in kinds.items()}
+    return {
+        kind: {name: cost * times(name) for name, cost in costs.items()}
+        for kind, costs in kinds.items()
+    }
 
 
 ORTHOGONAL = 11
-"""Operations that a kernel which TensorFlow makes orthogonal counts as, with its twenty products of matrices: 20 of 21
-steps of 64^3 and 96^3 voxels are within 35 MiB of a line through their operations."""
+"""Operations that a kernel which TensorFlow makes orthogonal counts as, with its twenty products of
+matrices: 20 of 21 steps of 64^3 and 96^3 voxels are within 35 MiB of a line through their
+operations."""
 
 
 def runtime_ops(program: Program) -> int:
@@ -138,12 +172,15 @@ def runtime_ops(program: Program) -> int:
 
 
 def load_constants(name: Union[str, Path]) -> HostConstants:
-    """Constants from a file, or shipped ones by their name. Raises ValueError for a file that is missing, damaged or of
-    another schema, and for one whose steps were predicted by other constants than those that are shipped now."""
+    """Constants from a file, or shipped ones by their name. Raises ValueError for a file that is
+    missing, damaged or of another schema, and for one whose steps were predicted by other constants
+    than those that are shipped now."""
     try:
         return read_record(_path(name), SCHEMA, _constants, "run `calibrate` again, or delete it")
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"calibration {name} must exist, got none; write it with `calibrate --out {name}`") from None
+        raise ValueError(
+            f"calibration {name} must exist, got none; write it with `calibrate --out {name}`"
+        ) from None
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
@@ -176,21 +213,24 @@ def constants_of(host: Host) -> HostConstants:
 
 
 def host_file(host: Host) -> Path:
-    """The file of a host's own speed, by its CPU, instruction sets and cores, and by the shipped constants that it
-    scales: versions leave each other's alone. It is in $XDG_DATA_HOME, else ~/.local/share. Raises ValueError if there
-    is no such folder."""
+    """The file of a host's own speed, by its CPU, instruction sets and cores, and by the shipped
+    constants that it scales: versions leave each other's alone. It is in $XDG_DATA_HOME, else
+    ~/.local/share. Raises ValueError if there is no such folder."""
     base = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not base.is_absolute():  # the XDG specification: ignore it then
         base = Path(os.path.expanduser("~/.local/share"))
     if not base.is_absolute():
-        raise ValueError("$XDG_DATA_HOME or a home folder must be set to keep a host's speed, got neither; set one")
+        raise ValueError(
+            "$XDG_DATA_HOME or a home folder must be set to keep a host's speed, got neither; set one"
+        )
     digest = _digest(host.cpu_model, host.isa, host.usable_cores, constants_of(host).digest)
     cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
     return base / "cpu3d" / "speed" / f"{cpu}.cores-{host.usable_cores}.{digest}.json"
 
 
 def shipped_constants(instructions: str) -> HostConstants:
-    """The shipped constants for hosts whose own operations use an instruction set; "" is none, as avx2."""
+    """The shipped constants for hosts whose own operations use an instruction set; "" is none, as
+    avx2."""
     return load_constants(instructions or "avx2")
 
 
@@ -222,13 +262,17 @@ def _constants(content: Mapping[str, Any]) -> HostConstants:
 
 
 def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The content, with fields of the shipped file that it is "like", whose arithmetic is "slower" by that factor."""
+    """The content, with fields of the shipped file that it is "like", whose arithmetic is "slower"
+    by that factor."""
     if "like" not in content:
         return content
     if content["like"] not in INSTRUCTION_SETS:
         raise ValueError(f"like {content['like']}")
     base = _completed(read_json(_path(content["like"])))
-    costs = {dtype: scaled(kinds, work=content.get("slower", 1.0)) for dtype, kinds in base["costs"].items()}
+    costs = {
+        dtype: scaled(kinds, work=content.get("slower", 1.0))
+        for dtype, kinds in base["costs"].items()
+    }
     return {**base, "costs": costs, **content}
 
 
@@ -239,7 +283,9 @@ def _check(constants: HostConstants) -> None:
             raise ValueError(f"{name} {getattr(constants, name)}")
     for name, engine in itertools.product(("baseline_bytes", "op_bytes"), ENGINES):
         if getattr(constants, name).get(engine, -1) < 0:
-            raise ValueError(f"{name} of {engine} {getattr(constants, name).get(engine, 'missing')}")
+            raise ValueError(
+                f"{name} of {engine} {getattr(constants, name).get(engine, 'missing')}"
+            )
     for dtype, (kind, features) in itertools.product(DTYPES, FEATURES.items()):
         for feature in features:
             cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature, "missing")

@@ -20,7 +20,8 @@ STORE_NOTE = (
     "the errors were measured on steps with one repeated batch; "
     "the upper bound also covers data loading, validation and saving"
 )
-"""Printed with the errors of a job that a store feeds: its pipeline's requests of the allocator are not replayed."""
+"""Printed with the errors of a job that a store feeds: its pipeline's requests of the allocator are
+not replayed."""
 
 NEXT_BATCH = "input pipeline, next batch"  # the group of the tensors that a store holds ready
 
@@ -37,18 +38,23 @@ RULES: Dict[str, str] = {
     "input": "exact: images in the compute dtype, targets in one byte",
     NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
-"""Groups of tensors, in the order of the bill, and how their sizes are known; some are split by level."""
+"""Groups of tensors, in the order of the bill, and how their sizes are known; some are split by
+level."""
 
 CONSTANTS = ("name", "instructions", "origin", "record")  # fields that `to_json` names
 
 SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
 
-NAMED_SINGLY = ("transients", "scratch")  # groups that live during few operations: the bill names their tensors
+NAMED_SINGLY = (
+    "transients",
+    "scratch",
+)  # groups that live during few operations: the bill names their tensors
 
 
 @dataclass(frozen=True)
 class Component:
-    """One line of the memory bill: memory of one cause that a process holds when the step is at its peak."""
+    """One line of the memory bill: memory of one cause that a process holds when the step is at its
+    peak."""
 
     name: str  # such as "optimizer slots"
     bytes: int
@@ -60,8 +66,12 @@ class Estimate:
     """Memory and time of one training step of a job."""
 
     job: Job
-    allocator_peak_bytes: int  # of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on
-    process_peak_bytes: int  # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
+    allocator_peak_bytes: (
+        int  # of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on
+    )
+    process_peak_bytes: (
+        int  # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
+    )
     upper_bound_bytes: int  # memory that must be free: the process's peak and a margin
     step_s: float  # of all the micro-batches of a step, and its update
     busy_share: float  # of the threads' time in operations: else they wait for the largest piece
@@ -69,8 +79,12 @@ class Estimate:
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
-    beside: Tuple[Component, ...] = ()  # held by a run beside its steps, at its most: in the upper bound alone
-    kind: Optional[Kind] = None  # of records that covers the job; None if none does, and the upper bound is wide
+    beside: Tuple[
+        Component, ...
+    ] = ()  # held by a run beside its steps, at its most: in the upper bound alone
+    kind: Optional[Kind] = (
+        None  # of records that covers the job; None if none does, and the upper bound is wide
+    )
     uncovered: str = ""  # the setting of the job or its host that was not measured then
 
     @property
@@ -79,7 +93,8 @@ class Estimate:
 
     @property
     def epoch_s(self) -> Optional[float]:
-        """None if the number of cases is unknown. Whole batches only, as `train` counts them; no validation."""
+        """None if the number of cases is unknown. Whole batches only, as `train` counts them; no
+        validation."""
         return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
 
     def with_beside(self, *more: Component) -> "Estimate":
@@ -89,31 +104,47 @@ class Estimate:
         return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
 
     def error(self, figure: str) -> str:
-        """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst 2.1%"."""
+        """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst
+        2.1%"."""
         bound, hosts = getattr(self.kind, figure, None), self.kind.hosts if self.kind else ()
         if figure == "step_s" and (self.constants.scales or self.constants.cpu not in hosts):
-            bound = None  # those of seconds are of the shipped constants, on the hosts that these are of
-        return f"± {bound.median:.1%}, worst {bound.worst:.1%}" if bound else "not measured like this"
+            # those of seconds are of the shipped constants, on the hosts that these are of
+            bound = None
+        return (
+            f"± {bound.median:.1%}, worst {bound.worst:.1%}" if bound else "not measured like this"
+        )
 
     @property
     def margin(self) -> str:
-        """The share and bytes by which the upper bound is above the process's peak, or why it is wide."""
+        """The share and bytes by which the upper bound is above the process's peak, or why it is
+        wide."""
         if self.kind:
-            return (
-                f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
-            )
+            return f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
         return f"a larger margin: nothing similar was measured ({self.uncovered})"
 
     def to_json(self) -> Dict[str, Any]:
         """The figures, and the records and constants behind them, as JSON content."""
-        names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s", "volume_s", "epoch_s")
-        errors = {figure: self.error(figure) for figure in ("allocator_peak", "process_peak", "step_s")}
+        names = (
+            "allocator_peak_bytes",
+            "process_peak_bytes",
+            "upper_bound_bytes",
+            "step_s",
+            "volume_s",
+            "epoch_s",
+        )
+        errors = {
+            figure: self.error(figure) for figure in ("allocator_peak", "process_peak", "step_s")
+        }
         return {
             **{name: getattr(self, name) for name in names},
             "components": [vars(line) for line in self.components],
             "beside": [vars(line) for line in self.beside],
             "peak_op": self.timeline.peak_op,
-            "errors": {**errors, "upper_bound": self.margin, "records": self.kind and dataclasses.asdict(self.kind)},
+            "errors": {
+                **errors,
+                "upper_bound": self.margin,
+                "records": self.kind and dataclasses.asdict(self.kind),
+            },
             "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
             "job": self.job.to_json(),
         }
@@ -147,7 +178,10 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         bound = bound_of_layers
     upper_bound = bound(process_peak + validation)
     upper_bound += sum(part.bytes for part in beside)
-    beside = (Component("validation", validation, "derived: the allocator replayed through one"), *beside)
+    beside = (
+        Component("validation", validation, "derived: the allocator replayed through one"),
+        *beside,
+    )
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in inside)
     around = (
         Component("scratch outside the allocator", scratch, SCRATCH_RULE),
@@ -172,12 +206,15 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
 
 
 def live_at_peak(line: Timeline) -> List[Component]:
-    """The tensors live at the peak, by group. Raises ValueError for a tensor of no group in RULES."""
+    """The tensors live at the peak, by group. Raises ValueError for a tensor of no group in
+    RULES."""
     groups: Dict[Tuple[int, str], List[Tensor]] = {}
     for tensor in line.peak_tensors:
         rule = tensor.group.partition(", level ")[0]
         if rule not in RULES:
-            raise ValueError(f"group must be one of {', '.join(RULES)}, got {tensor.group!r}; declare it in RULES")
+            raise ValueError(
+                f"group must be one of {', '.join(RULES)}, got {tensor.group!r}; declare it in RULES"
+            )
         groups.setdefault((list(RULES).index(rule), tensor.group), []).append(tensor)
     bill = []
     for place, group in sorted(groups):
@@ -191,8 +228,9 @@ def live_at_peak(line: Timeline) -> List[Component]:
 
 
 def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, ...]]:
-    """The program of a run that a store feeds, which is validated too, with the next micro-batch; and memory that is
-    held beside it outside of TensorFlow's allocator, or at moments that are not replayed."""
+    """The program of a run that a store feeds, which is validated too, with the next micro-batch;
+    and memory that is held beside it outside of TensorFlow's allocator, or at moments that are not
+    replayed."""
     channels, value_bytes = job.unet.channels, DTYPE_BYTES[job.unet.dtype]
     volume = math.prod(job.shape)
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
@@ -206,8 +244,16 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
     beside = (
         Component("samples in preparation", prepared, "exact: before they are a batch"),
-        Component("a case's files", files, "exact: mapped or read; counted, though the kernel may drop mapped pages"),
-        Component("saving and restoring", 2 * largest, "exact: the largest variable, as read and as copied"),
+        Component(
+            "a case's files",
+            files,
+            "exact: mapped or read; counted, though the kernel may drop mapped pages",
+        ),
+        Component(
+            "saving and restoring",
+            2 * largest,
+            "exact: the largest variable, as read and as copied",
+        ),
     )
     resident = (*program.resident, image, target)
     if job.micro > 1:

@@ -1,7 +1,8 @@
-"""This host's cores, sockets, memory and instructions, and the part of them that this process may use.
+"""This host's cores, sockets, memory and instructions, and the part of them that this process may
+use.
 
-From /proc and /sys: a container sees the whole machine but may use only the part that its cgroup and CPU mask leave.
-"""
+From /proc and /sys: a container sees the whole machine but may use only the part that its cgroup
+and CPU mask leave."""
 
 import contextlib
 import math
@@ -20,7 +21,8 @@ ISA_FLAGS = (
     *("avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16"),
     *("amx_tile", "amx_bf16", "amx_int8"),
 )
-"""The instruction sets that matter to own operations and oneDNN, in the spelling of /proc/cpuinfo."""
+"""The instruction sets that matter to own operations and oneDNN, in the spelling of
+/proc/cpuinfo."""
 
 _ALL = instruction_sets.INSTRUCTION_SETS
 INSTRUCTION_SETS = tuple(name for name, each in _ALL.items() if not each.emulated)
@@ -43,14 +45,23 @@ class Host:
 
     cpu_model: str
     sockets: int  # sockets that hold at least one CPU of this process
-    cores: int  # physical cores that hold at least one CPU of this process; two hyper-threads are one core
+    # physical cores that hold at least one CPU of this process; two hyper-threads are one core
+    cores: int
     logical_cpus: int  # CPUs this process may run on, hyper-threads counted
     numa_nodes: int  # NUMA nodes that hold at least one CPU of this process
     memory_bytes: int  # memory of the machine
-    available_bytes: int  # of it, free for this process without swapping: MemAvailable, of the nodes it may use
-    cgroup_limit_bytes: Optional[int]  # the tightest memory limit above this process; None without any
-    cgroup_used_bytes: int  # of that limit, less the page cache that the kernel can drop; 0 without a limit
-    cpu_quota: Optional[float]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
+    available_bytes: (
+        int  # of it, free for this process without swapping: MemAvailable, of the nodes it may use
+    )
+    cgroup_limit_bytes: Optional[
+        int
+    ]  # the tightest memory limit above this process; None without any
+    cgroup_used_bytes: (
+        int  # of that limit, less the page cache that the kernel can drop; 0 without a limit
+    )
+    cpu_quota: Optional[
+        float
+    ]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
     l2_bytes: int = 0  # of a core's cache L2; 0 if it is not known, as of another host
     is_here: bool = False  # whether this process runs on it; else it was made up, or described
@@ -61,12 +72,16 @@ class Host:
 
     @property
     def usable_cores(self) -> int:
-        """Physical cores worth a thread each: `cores`, or the whole CPUs of a smaller quota; at least 1."""
-        return self.cores if self.cpu_quota is None else max(1, min(self.cores, int(self.cpu_quota)))
+        """Physical cores worth a thread each: `cores`, or the whole CPUs of a smaller quota; at
+        least 1."""
+        return (
+            self.cores if self.cpu_quota is None else max(1, min(self.cores, int(self.cpu_quota)))
+        )
 
     @property
     def free_bytes(self) -> int:
-        """Memory that can be filled before something is killed: the machine's, or less if a cgroup leaves less."""
+        """Memory that can be filled before something is killed: the machine's, or less if a cgroup
+        leaves less."""
         if self.cgroup_limit_bytes is None:
             return self.available_bytes
         return max(0, min(self.available_bytes, self.cgroup_limit_bytes - self.cgroup_used_bytes))
@@ -112,8 +127,8 @@ class Host:
 
 
 def read_host(root: Union[str, Path] = "/") -> Host:
-    """Describe the host whose /proc and /sys are under `root`; without a /proc (macOS, Windows), ask psutil.
-    Never fails for a file that is missing, as many are in containers."""
+    """Describe the host whose /proc and /sys are under `root`; without a /proc (macOS, Windows),
+    ask psutil. Never fails for a file that is missing, as many are in containers."""
     root = Path(root)
     is_here = root == Path("/")
     if not (root / "proc/meminfo").is_file():
@@ -157,15 +172,20 @@ class Cpu(NamedTuple):
     """A CPU as Linux counts them: a hyper-thread if a core has several."""
 
     number: int
-    core: int  # hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs
+    # hyper-threads of one core have the same. Counted over the whole host in the order of the CPUs
+    core: int
     socket: int
     node: int  # NUMA node
 
 
 def cpu_places(root: Path) -> List[Cpu]:
-    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and cpusets. Their places are
-    from /sys, else from /proc/cpuinfo, as in a container that masks it, else each is a core of its own on socket 0."""
-    listed = {cpu.get("processor"): cpu for cpu in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))}
+    """The CPUs that this process may run on, by number: its mask covers taskset, numactl and
+    cpusets. Their places are from /sys, else from /proc/cpuinfo, as in a container that masks it,
+    else each is a core of its own on socket 0."""
+    listed = {
+        cpu.get("processor"): cpu
+        for cpu in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))
+    }
     node_of = {
         cpu: int(path.parent.name[4:])
         for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
@@ -176,14 +196,20 @@ def cpu_places(root: Path) -> List[Cpu]:
     cores: Dict[str, int] = {}
     numbers = [int(number) for number in listed if number and number.isdigit()]
     online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or numbers
-    for cpu in sorted({*mask} & {*online}) or sorted(online) or [0]:  # a mask may name CPUs that do not exist
+    for cpu in (
+        sorted({*mask} & {*online}) or sorted(online) or [0]
+    ):  # a mask may name CPUs that do not exist
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings, socket = (read_text(topology / name) for name in ("thread_siblings_list", "physical_package_id"))
+        siblings, socket = (
+            read_text(topology / name) for name in ("thread_siblings_list", "physical_package_id")
+        )
         if not siblings:
             named = listed.get(str(cpu), {})
             socket = named.get("physical id", "")
             siblings = f"{socket}/{named['core id']}" if "core id" in named else f"cpu{cpu}"
-        core = cores.setdefault(siblings, len(cores))  # the socket is -1 if the machine does not know
+        core = cores.setdefault(
+            siblings, len(cores)
+        )  # the socket is -1 if the machine does not know
         places.append(Cpu(cpu, core, int(socket) if socket.isdigit() else 0, node_of.get(cpu, 0)))
     return places
 
@@ -214,16 +240,29 @@ def _nodes(root: Path) -> List[Node]:
         # "Node 0 MemTotal:   24684092 kB"
         lines = sizes("\n".join(line.split(None, 2)[-1] for line in read_text(path).splitlines()))
         dropped = lines.get("Active(file)", 0) + lines.get("Inactive(file)", 0)
-        nodes.append(Node(int(path.parent.name[4:]), lines.get("MemTotal", 0), lines.get("MemFree", 0) + dropped))
+        nodes.append(
+            Node(
+                int(path.parent.name[4:]),
+                lines.get("MemTotal", 0),
+                lines.get("MemFree", 0) + dropped,
+            )
+        )
     return sorted(nodes)
 
 
 def _allowed_nodes(root: Path) -> Set[int]:
-    """The nodes of this process's cpuset (Slurm) that it is bound to (`numactl --membind`); empty if unknown."""
-    allowed = set(cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", "")))
+    """The nodes of this process's cpuset (Slurm) that it is bound to (`numactl --membind`); empty
+    if unknown."""
+    allowed = set(
+        cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", ""))
+    )
     policy = ""
-    with contextlib.suppress(OSError), open(root / "proc/self/numa_maps", "rb", buffering=0) as file:
-        # Such as "561bbaff2000 bind:1 file=...". Without a buffer: the next lines take as long as memory is large.
+    with (
+        contextlib.suppress(OSError),
+        open(root / "proc/self/numa_maps", "rb", buffering=0) as file,
+    ):
+        # Such as "561bbaff2000 bind:1 file=...". Without a buffer: the next lines take as long as
+        # memory is large.
         policy = file.readline().decode()
     bound = re.match(r"\S+ bind\S*:(\S+)", policy)
     if not bound:
@@ -238,10 +277,15 @@ def meminfo(root: Path) -> Dict[str, int]:
 
 
 def available_bytes(root: Path, memory: Dict[str, int]) -> int:
-    """The part of `meminfo` that this process can have without swapping, of the NUMA nodes that it may use."""
+    """The part of `meminfo` that this process can have without swapping, of the NUMA nodes that it
+    may use."""
     machine, nodes = _available_bytes(memory), _nodes(root)
     usable = _usable(root, nodes)
-    return min(machine, sum(node.free_bytes for node in usable)) if len(usable) < len(nodes) else machine
+    return (
+        min(machine, sum(node.free_bytes for node in usable))
+        if len(usable) < len(nodes)
+        else machine
+    )
 
 
 def _available_bytes(memory: Dict[str, int]) -> int:
@@ -250,12 +294,14 @@ def _available_bytes(memory: Dict[str, int]) -> int:
 
 
 def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """The limit that leaves least, and the used part of it; a limit of the machine's size or more is none."""
+    """The limit that leaves least, and the used part of it; a limit of the machine's size or more
+    is none."""
     return _tightest(root, machine_bytes, (VERSION_2, VERSION_1))
 
 
 def memory_high(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """The same for version 2's memory.high: beyond it no process is killed, but allocations wait."""
+    """The same for version 2's memory.high: beyond it no process is killed, but allocations
+    wait."""
     return _tightest(root, machine_bytes, (("memory.high", *VERSION_2[1:]),))
 
 
@@ -277,12 +323,18 @@ def cpu_list(text: str) -> List[int]:
 
 
 VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
-VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-"""A cgroup's files of its limit and of its use, and the fields of its memory.stat that are pages of files."""
+VERSION_1 = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_active_file", "total_inactive_file"),
+)
+"""A cgroup's files of its limit and of its use, and the fields of its memory.stat that are pages of
+files."""
 
 
 def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[Optional[int], int]:
-    """The limit that leaves least, on the way up, and its used part without pages of files; (None, 0) for none."""
+    """The limit that leaves least, on the way up, and its used part without pages of files; (None,
+    0) for none."""
     tightest, least = (None, 0), math.inf
     for folder in _cgroup_folders(root, "memory"):
         for limit_name, used_name, file_names in kinds:
@@ -290,7 +342,9 @@ def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[O
             if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
                 continue
             stat = dict(line.split()[:2] for line in read_text(folder / "memory.stat").splitlines())
-            cache = sum(int(stat.get(name, 0)) for name in file_names)  # active ones too: a mapped store's are
+            cache = sum(
+                int(stat.get(name, 0)) for name in file_names
+            )  # active ones too: a mapped store's are
             used = max(0, int(read_text(folder / used_name) or 0) - cache)
             if int(limit) - used < least:
                 tightest, least = (int(limit), used), int(limit) - used
@@ -313,13 +367,18 @@ def fields(text: str) -> Dict[str, str]:
 
 def sizes(text: str) -> Dict[str, int]:
     """The fields that are sizes, in bytes."""
-    return {name: int(value.split()[0]) * 1024 for name, value in fields(text).items() if value.endswith(" kB")}
+    return {
+        name: int(value.split()[0]) * 1024
+        for name, value in fields(text).items()
+        if value.endswith(" kB")
+    }
 
 
 def _cgroup_folders(root: Path, controller: str) -> List[Path]:
-    """The folders, from this process's cgroup up to the root of the mount, whose files may limit it. Version 2 has one
-    tree, version 1 one a controller, and a machine may have both. A container often names a path of the host's in
-    /proc/self/cgroup that it cannot see; it can see the top, so go all the way."""
+    """The folders, from this process's cgroup up to the root of the mount, whose files may limit
+    it. Version 2 has one tree, version 1 one a controller, and a machine may have both. A container
+    often names a path of the host's in /proc/self/cgroup that it cannot see; it can see the top, so
+    go all the way."""
     folders: List[Path] = []
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -330,5 +389,7 @@ def _cgroup_folders(root: Path, controller: str) -> List[Path]:
         else:
             continue
         inside = Path(path.lstrip("/"))
-        folders.extend(root / mount / part for mount in mounts for part in (inside, *inside.parents))
+        folders.extend(
+            root / mount / part for mount in mounts for part in (inside, *inside.parents)
+        )
     return list(dict.fromkeys(folder for folder in folders if folder.is_dir()))

@@ -19,20 +19,24 @@ def in_checkout() -> bool:
 
 
 def as_typed(text: str) -> str:
-    """`text`, which writes commands as `./run.sh train` and `./run.sh estimate`, with the commands that a user types
-    here: these in a checkout, `cpu3d train` and `memory-estimator` if pip has installed them."""
+    """`text`, which writes commands as `./run.sh train` and `./run.sh estimate`, with the commands
+    that a user types here: these in a checkout, `cpu3d train` and `memory-estimator` if pip has
+    installed them."""
     if in_checkout():
         return text
     return text.replace("./run.sh estimate", "memory-estimator").replace("./run.sh", "cpu3d")
 
 
 def how_to_install(extra: str = "") -> str:
-    """The command that installs an extra of pyproject.toml, by default this host's engine; run.sh's in a checkout."""
+    """The command that installs an extra of pyproject.toml, by default this host's engine; run.sh's
+    in a checkout."""
     if in_checkout() and extra == "mlflow":
         return f"run `{sys.executable} -m pip install -r requirements-mlflow.txt`"
     if in_checkout():
         return f"run `./run.sh setup{' --gpu' if extra == 'gpu' else ''}`"
-    has_itex = sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
+    has_itex = (
+        sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
+    )
     engine = "itex" if has_itex else "tensorflow"
     # MLflow together with the engine: alone it would bring a protobuf that ITEX cannot take.
     extras = {"": engine, "mlflow": f"{engine},mlflow"}.get(extra, extra)
@@ -50,15 +54,24 @@ def has_tensorflow() -> bool:
 
 
 def installed_engine() -> str:
-    """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the fast engine."""
+    """ "itex" unless TensorFlow is installed here without it: a laptop without either plans for the
+    fast engine."""
     return "stock" if has_tensorflow() and not itex_is_installed() else "itex"
 
 
 def engine_version(engine: str, versions: Mapping[str, str]) -> str:
-    """An engine by its packages' versions, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" if one is missing."""
-    packages = {"TensorFlow": "tensorflow", **({"ITEX": "intel-extension-for-tensorflow"} if engine == "itex" else {})}
+    """An engine by its packages' versions, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" if one is
+    missing."""
+    packages = {
+        "TensorFlow": "tensorflow",
+        **({"ITEX": "intel-extension-for-tensorflow"} if engine == "itex" else {}),
+    }
     known = all(package in versions for package in packages.values())
-    return ", ".join(f"{name} {versions[package]}" for name, package in packages.items()) if known else ""
+    return (
+        ", ".join(f"{name} {versions[package]}" for name, package in packages.items())
+        if known
+        else ""
+    )
 
 
 def installed_versions() -> Dict[str, str]:

@@ -1,4 +1,5 @@
-"""The job to be estimated, one training step: from the command line, a recipe by its name, or the folder of a run."""
+"""The job to be estimated, one training step: from the command line, a recipe by its name, or the
+folder of a run."""
 
 import argparse
 import dataclasses
@@ -16,14 +17,16 @@ from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer as everything but TensorFlow knows it. A new one is a record in OPTIMIZERS, a Keras object in
-    `cpu3d.training.optimizers.optimizer_of` and, if they are new, its operations in `step.update.UPDATES`."""
+    """An optimizer as everything but TensorFlow knows it. A new one is a record in OPTIMIZERS, a
+    Keras object in `cpu3d.training.optimizers.optimizer_of` and, if they are new, its operations in
+    `step.update.UPDATES`."""
 
     learning_rate: float  # if none is chosen: the best of several on untouched cases (docs/log.md)
     rate_scaling: str  # of the rate if the batch grows with the workers: "linear" or "sqrt"
     slots: int  # float32 copies that it keeps of a weight: mean and variance, or the momentum
     update: str  # the cost of a weight's update: the operations of `step.update.UPDATES`
-    orthogonal: bool = False  # whether kernels of several voxels have orthogonal updates, one slot and their own rate
+    # whether kernels of several voxels have orthogonal updates, one slot and their own rate
+    orthogonal: bool = False
 
 
 OPTIMIZERS = {
@@ -37,14 +40,17 @@ OPTIMIZERS = {
 
 
 def is_orthogonal(shape: Sequence[int]) -> bool:
-    """Whether a variable of this shape is a kernel of more than one voxel, whose updates Muon makes orthogonal."""
+    """Whether a variable of this shape is a kernel of more than one voxel, whose updates Muon makes
+    orthogonal."""
     return len(shape) > 2 and math.prod(shape[:-2]) > 1
 
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-STORED_BYTES = 2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
+STORED_BYTES = (
+    2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
+)
 
 AUTO = "auto"  # of an option that is decided later
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
@@ -54,32 +60,45 @@ PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's 
 class Job:
     """One training job: everything that its memory and time depend on, the host's speed aside."""
 
-    unet: UNetConfig = field(default_factory=UNetConfig)  # its compute dtype and memory policy included
+    unet: UNetConfig = field(
+        default_factory=UNetConfig
+    )  # its compute dtype and memory policy included
     shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
     batch: int = 1  # volumes a step, for one update
-    micro_batch: int = 0  # volumes computed at a time, a divisor of `batch`; 0 is by the rule of `micro_of`
+    micro_batch: int = (
+        0  # volumes computed at a time, a divisor of `batch`; 0 is by the rule of `micro_of`
+    )
     optimizer: str = "muon"
-    engine: str = "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
+    engine: str = (
+        "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
+    )
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     averaged: bool = False  # whether an exponential moving average of the weights is kept
-    from_store: bool = False  # whether a store feeds the step: one batch ahead and samples in preparation count too
+    # whether a store feeds the step: one batch ahead and samples in preparation count too
+    from_store: bool = False
     reworked: bool = False
-    """Whether a store's samples are changed in ways that need them whole and in float32, such as gamma."""
-    case_bytes: int = 0  # of a store, the largest case's files; 0 is unknown, and then they are as large as the grid
+    """Whether a store's samples are changed in ways that need them whole and in float32, such as
+    gamma."""
+    # of a store, the largest case's files; 0 is unknown, and then they are as large as the grid
+    case_bytes: int = 0
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self):
         self.unet.check_shape(self.shape)
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
             if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}; raise it")
+                raise ValueError(
+                    f"{name} must be at least {least}, got {getattr(self, name)}; raise it"
+                )
             if getattr(self, name) > MOST:
                 got = f"{getattr(self, name)!s:.40}"
                 raise ValueError(f"{name} must be at most {MOST}, got {got}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one"
+                )
 
     @property
     def policy(self) -> str:
@@ -93,7 +112,8 @@ class Job:
 
     @property
     def parts(self) -> int:
-        """Micro-batches of a step. With more than one their gradients are summed before the update."""
+        """Micro-batches of a step. With more than one their gradients are summed before the
+        update."""
         return self.batch // self.micro
 
     @property
@@ -124,20 +144,25 @@ class Job:
 
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
-    """Volumes computed at a time: `micro_batch`; if that is 0 the whole batch with batch norm, whose statistics are of
-    the volumes computed together, else 1: the least memory, and the same gradients to rounding."""
+    """Volumes computed at a time: `micro_batch`; if that is 0 the whole batch with batch norm,
+    whose statistics are of the volumes computed together, else 1: the least memory, and the same
+    gradients to rounding."""
     return micro_batch or (batch if norm == "batch" else 1)
 
 
 def check_micro_batch(batch: int, micro_batch: int) -> None:
-    """Raise ValueError unless a batch can be computed so many volumes at a time; 0 is by rule, which always can be."""
+    """Raise ValueError unless a batch can be computed so many volumes at a time; 0 is by rule,
+    which always can be."""
     if micro_batch < 0 or (micro_batch and batch % micro_batch):
         allowed = ", ".join(map(str, divisors(batch)))
-        raise ValueError(f"micro_batch must divide the batch of {batch}, got {micro_batch}; give one of {allowed}")
+        raise ValueError(
+            f"micro_batch must divide the batch of {batch}, got {micro_batch}; give one of {allowed}"
+        )
 
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
-    """A sentence on batch norm's statistics in a batch computed `micro` volumes at a time; "" if they are the same."""
+    """A sentence on batch norm's statistics in a batch computed `micro` volumes at a time; "" if
+    they are the same."""
     note = f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
     return note if norm == "batch" and micro != batch else ""
 
@@ -148,25 +173,33 @@ def divisors(number: int) -> Tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-BRAIN_BOX = (144, 192, 144)  # holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136
+BRAIN_BOX = (
+    144,
+    192,
+    144,
+)  # holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136
 USUAL_PATCH = (128, 128, 128)  # nnU-Net's for BraTS (Isensee et al. 2021)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named run: `train --recipe NAME` starts from it, `estimate --recipe NAME` predicts its memory and time."""
+    """A named run: `train --recipe NAME` starts from it, `estimate --recipe NAME` predicts its
+    memory and time."""
 
     summary: str  # A line for the end of a help page
-    job: Job  # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the trainer, by name; they change no memory
+    # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
+    job: Job
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the trainer, by name; they change no memory
 
 
 _CICEK = UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch")
 _PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs": 25}
 
-# "Predicted" is for 387 training cases, those of the Decathlon's 484 that a split of 8 1 1 leaves, with
-# `--calibration avx512_bf16 --threads 2`, every step in full: the curriculum takes about a quarter of that in all.
-# Validation comes on top. No score on real data was verified here.
+# "Predicted" is for 387 training cases, those of the Decathlon's 484 that a split of 8 1 1 leaves,
+# with `--calibration avx512_bf16 --threads 2`, every step in full: the curriculum takes about a
+# quarter of that in all. Validation comes on top. No score on real data was verified here.
 RECIPES: Dict[str, Recipe] = {
     # Its Dice is of phantoms alone: records/learning.jsonl.
     "demo": Recipe(
@@ -174,28 +207,36 @@ RECIPES: Dict[str, Recipe] = {
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=7),
         {"epochs": 10, "validate_every": 5, "warmup_steps": 3, "gain": 0.05, "offset": 0.05},
     ),
-    # Predicted 2.8 GiB, 6.7 s a volume in bfloat16, 43 minutes an epoch, 18 h in all. The paper (Ojika et al. 2020)
-    # reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's 484 cases.
+    # Predicted 2.8 GiB, 6.7 s a volume in bfloat16, 43 minutes an epoch, 18 h in all. The paper
+    # (Ojika et al. 2020) reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's
+    # 484 cases.
     "paper-flair": Recipe(
         "The paper's task with a network of today: the whole tumour from FLAIR alone, one sigmoid, the full grid.",
-        Job(UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"), (240, 240, 160), cases=484),
+        Job(
+            UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"),
+            (240, 240, 160),
+            cases=484,
+        ),
         _PAPER,
     ),
-    # As published, on a grid cropped to 144 slices, but one volume at a time; the paper took 16 at once. Predicted
-    # 10.9 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's took 1 TB, 30 s.
+    # As published, on a grid cropped to 144 slices, but one volume at a time; the paper took 16 at
+    # once. Predicted 10.9 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's
+    # took 1 TB, 30 s.
     "paper-2020": Recipe(
         "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
         Job(_CICEK, (240, 240, 144), 16, 1, "adam", cases=484),
         {**_PAPER, "curriculum": "off"},
     ),
-    # Predicted 1.7 GiB, 3.0 s a volume in bfloat16, 19 minutes an epoch, 32 h in all. For context: nnU-Net, on patches,
-    # has a mean Dice of 91.2 over the five folds of BraTS 2021 (MIC-DKFZ/nnUNet, documentation/resenc_presets.md).
+    # Predicted 1.7 GiB, 3.0 s a volume in bfloat16, 19 minutes an epoch, 32 h in all. For context:
+    # nnU-Net, on patches, has a mean Dice of 91.2 over the five folds of BraTS 2021
+    # (MIC-DKFZ/nnUNet, documentation/resenc_presets.md).
     "brats-regions": Recipe(
         "The three regions from all four modalities, whole brains; the default.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX),
     ),
-    # Assumed 5.8 GiB of the card: the two patches are computed one after the other. Its time is not predicted. For
-    # context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100 (as above).
+    # Assumed 5.8 GiB of the card: the two patches are computed one after the other. Its time is not
+    # predicted. For context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100
+    # (as above).
     "gpu-patch": Recipe(
         "Settings usual on a GPU: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
         Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
@@ -208,14 +249,20 @@ DEFAULT_RECIPE = "brats-regions"
 
 @dataclass(frozen=True)
 class Architecture:
-    """Options of the network between its input and its output, for the estimator and the trainer."""
+    """Options of the network between its input and its output, for the estimator and the
+    trainer."""
 
     network: str = option(
-        "unet3d", "unet3d, the paper's, or cicek2016, the wider original", choices=NETWORKS, group="network"
+        "unet3d",
+        "unet3d, the paper's, or cicek2016, the wider original",
+        choices=NETWORKS,
+        group="network",
     )
     filters: int = option(16, "feature maps of the first convolution", "F", group="network")
     depth: int = option(5, "levels of resolution", "L", group="network")
-    norm: str = option("instance", "normalisation after each convolution", choices=NORMS, group="network")
+    norm: str = option(
+        "instance", "normalisation after each convolution", choices=NORMS, group="network"
+    )
     up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
     residual: bool = option(False, "residual blocks", group="network")
     deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
@@ -228,31 +275,44 @@ class JobOptions(Architecture):
     channels: int = option(4, "image channels", "C")
     classes: int = option(3, "output regions", "K")
     recipe: Optional[str] = option(
-        None, "the job of a recipe; other options override it", choices=sorted(RECIPES), one_of="source"
+        None,
+        "the job of a recipe; other options override it",
+        choices=sorted(RECIPES),
+        one_of="source",
     )
-    run: Optional[Path] = option(None, "the job of a run folder that `train` has written", "DIR", one_of="source")
+    run: Optional[Path] = option(
+        None, "the job of a run folder that `train` has written", "DIR", one_of="source"
+    )
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
     batch: int = option(1, "volumes a step", "B")
     micro_batch: int = option(
-        0, "volumes computed at once, a divisor of --batch (default: 1; with batch norm the whole batch)", "M"
+        0,
+        "volumes computed at once, a divisor of --batch (default: 1; with batch norm the whole batch)",
+        "M",
     )
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
     optimizer: str = option("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     policy: str = option(
-        AUTO, "memory policy (default: auto, the fastest that fits; with --run the run's)", choices=(AUTO, *POLICIES)
+        AUTO,
+        "memory policy (default: auto, the fastest that fits; with --run the run's)",
+        choices=(AUTO, *POLICIES),
     )
     engine: str = option(
         AUTO,
         "itex (TensorFlow with Intel's extension) or stock (default: auto, itex unless only stock is installed)",
         choices=(AUTO, *ENGINES),
     )
-    threads: Optional[int] = option(None, "threads of each operation (default: this host's physical cores)", "N")
+    threads: Optional[int] = option(
+        None, "threads of each operation (default: this host's physical cores)", "N"
+    )
 
 
 class JobSource(NamedTuple):
     """The job of --recipe or --run."""
 
-    job: Optional[Job] = None  # None without them; of several workers all that they compute together
+    job: Optional[Job] = (
+        None  # None without them; of several workers all that they compute together
+    )
     notes: Sequence[str] = ()  # memory that an estimate of it does not count, a sentence each
     workers: int = 1  # of the run
 
@@ -265,8 +325,8 @@ def source_job(args: argparse.Namespace) -> JobSource:
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
-    """The job of `JobOptions`; options that were not given are as in `base`. A policy that is left open is `base`'s for
-    the time being. Raises ValueError for settings out of range."""
+    """The job of `JobOptions`; options that were not given are as in `base`. A policy that is left
+    open is `base`'s for the time being. Raises ValueError for settings out of range."""
     chosen = {name: value for name, value in vars(args).items() if value != AUTO}
     if base is None and "shape" not in chosen:
         raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
@@ -276,12 +336,18 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         chosen["outputs"] = chosen.pop("classes")
     base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
     network, own = (
-        {field.name: chosen[field.name] for field in dataclasses.fields(kind) if field.name in chosen}
+        {
+            field.name: chosen[field.name]
+            for field in dataclasses.fields(kind)
+            if field.name in chosen
+        }
         for kind in (UNetConfig, Job)
     )
     job = dataclasses.replace(base.with_unet(**network), **own)
     if 0 < job.cases < job.batch:
-        raise ValueError(f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it")
+        raise ValueError(
+            f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it"
+        )
     return job
 
 
@@ -324,9 +390,12 @@ def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
 
 
 def read_run(folder: Union[str, Path]) -> JobSource:
-    """The job of the run in `folder`, as its plan.json has it. Raises ValueError for a folder without a plan, or with
-    one that is damaged or of another version."""
-    path, todo = Path(folder) / "plan.json", "continue the run with its store, which writes it again"
+    """The job of the run in `folder`, as its plan.json has it. Raises ValueError for a folder
+    without a plan, or with one that is damaged or of another version."""
+    path, todo = (
+        Path(folder) / "plan.json",
+        "continue the run with its store, which writes it again",
+    )
     try:
         plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
     except (FileNotFoundError, NotADirectoryError):
@@ -337,13 +406,19 @@ def read_run(folder: Union[str, Path]) -> JobSource:
         raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
     config = plan["config"]
     card = f"the run is on {config['device']}: a CPU is estimated; `train` shows what its steps take on the card"
-    validation = "the run validates on whole volumes of the store, which is not counted; `train` adds it"
+    validation = (
+        "the run validates on whole volumes of the store, which is not counted; `train` adds it"
+    )
     twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
-    notes = {card: config["device"] != "cpu", validation: config["mode"] == "patch" or config["resolution"] != 1}
+    notes = {
+        card: config["device"] != "cpu",
+        validation: config["mode"] == "patch" or config["resolution"] != 1,
+    }
     notes[twice] = config["coarse_steps"] > 0
     return JobSource(plan["job"], [note for note, is_so in notes.items() if is_so], plan["workers"])
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:
-    """Bytes of a case's files in a store at most: image and label (X, Y, Z), as `prepare` writes them unpacked."""
+    """Bytes of a case's files in a store at most: image and label (X, Y, Z), as `prepare` writes
+    them unpacked."""
     return math.prod(shape) * (channels * STORED_BYTES + 1)

@@ -1,4 +1,5 @@
-"""Jobs that fit: the fastest policy, the largest micro-batch, filters and extent, the mildest change, a GPU's patch.
+"""Jobs that fit: the fastest policy, the largest micro-batch, filters and extent, the mildest
+change, a GPU's patch.
 
 `price` makes the estimate of a job: `estimate` with a host's constants in it, or a table in a test.
 """
@@ -15,12 +16,19 @@ from models.layer_plan import Shape3, layer_plan
 
 Price = Callable[[Job], Estimate]
 
-STEP_OF_FILTERS = 8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
-BEYOND = 4  # numbers tried past the first that does not fit: with rounding a larger one may take less
+STEP_OF_FILTERS = (
+    8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
+)
+BEYOND = (
+    4  # numbers tried past the first that does not fit: with rounding a larger one may take less
+)
 LARGEST = 2**20  # no search continues past this number: the memory would be without limit
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
-CARD_SHARE = 1.4  # of the sum in `gpu_bytes`: 0.9 was measured in float32, 1.35 in bfloat16 on an H200 (docs/log.md)
-WORKSPACE_BYTES = 4 * 2**30  # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
+# of the sum in `gpu_bytes`: 0.9 was measured in float32, 1.35 in bfloat16 on an H200 (docs/log.md)
+CARD_SHARE = 1.4
+WORKSPACE_BYTES = (
+    4 * 2**30
+)  # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
 BOTTOM = 2  # least voxels of the deepest level along an axis: a norm makes a single voxel zero
 
 
@@ -33,7 +41,10 @@ class Option:
 
     def __str__(self) -> str:
         """Such as "--batch 2: up to 312.00 GiB, 41 s a volume"."""
-        bound, volume = format_bytes(self.estimate.upper_bound_bytes), format_seconds(self.estimate.volume_s)
+        bound, volume = (
+            format_bytes(self.estimate.upper_bound_bytes),
+            format_seconds(self.estimate.volume_s),
+        )
         return f"{self.change}: up to {bound}, {volume} a volume"
 
 
@@ -50,27 +61,38 @@ class Choice:
         return self.estimate.job.policy
 
     def reason(self, memory: str) -> str:
-        """Such as "speed would take up to 9.10 GiB of 7.00 GiB free"; `memory` is the limit, "7.00 GiB free"."""
+        """Such as "speed would take up to 9.10 GiB of 7.00 GiB free"; `memory` is the limit, "7.00
+        GiB free"."""
         if not self.fits:
             return f"no policy fits {memory}, and this one takes least"
-        taken = [f"{e.job.policy} would take up to {format_bytes(e.upper_bound_bytes)}" for e in self.passed_over]
+        taken = [
+            f"{e.job.policy} would take up to {format_bytes(e.upper_bound_bytes)}"
+            for e in self.passed_over
+        ]
         return f"{' and '.join(taken)} of {memory}" if taken else f"the fastest, and fits {memory}"
 
 
 def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
-    """The policy that takes the least time of those whose upper bound is within the budget, whatever `job` has now.
-    If none is, the policy that takes the least memory. Of equals the first, as POLICIES has them."""
-    by_time = sorted((price(job.with_unet(policy=policy)) for policy in POLICIES), key=lambda priced: priced.step_s)
+    """The policy that takes the least time of those whose upper bound is within the budget,
+    whatever `job` has now. If none is, the policy that takes the least memory. Of equals the first,
+    as POLICIES has them."""
+    by_time = sorted(
+        (price(job.with_unet(policy=policy)) for policy in POLICIES),
+        key=lambda priced: priced.step_s,
+    )
     for place, priced in enumerate(by_time):
         if priced.upper_bound_bytes <= budget_bytes:
             return Choice(priced, fits=True, passed_over=tuple(by_time[:place]))
-    return Choice(min(by_time, key=lambda priced: priced.upper_bound_bytes), fits=False, passed_over=())
+    return Choice(
+        min(by_time, key=lambda priced: priced.upper_bound_bytes), fits=False, passed_over=()
+    )
 
 
 def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
-    """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's proportions) in the budget.
-    All else is as asked for; None if not even the smallest fits. In micro-batches a larger batch takes no more than one
-    of them and a set of gradients. No batch is larger than the training cases, if their number is known."""
+    """The largest "batch" at once, "filters" (multiples of 8) and "extent" (in the job's
+    proportions) in the budget. All else is as asked for; None if not even the smallest fits. In
+    micro-batches a larger batch takes no more than one of them and a set of gradients. No batch is
+    larger than the training cases, if their number is known."""
 
     def largest(chain: Callable[[int], Job], last: int = LARGEST) -> Optional[Estimate]:
         def cost(number: int) -> int:
@@ -82,7 +104,8 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
     most_filters = job.unet.most_filters // STEP_OF_FILTERS
     return {
         "batch": largest(
-            lambda number: dataclasses.replace(job, batch=number, micro_batch=number), job.cases or LARGEST
+            lambda number: dataclasses.replace(job, batch=number, micro_batch=number),
+            job.cases or LARGEST,
         ),
         "filters": largest(lambda n: job.with_unet(filters=STEP_OF_FILTERS * n), most_filters),
         "extent": largest(lambda number: extent(job, number)),
@@ -90,15 +113,19 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
 
 
 def extent(job: Job, number: int) -> Job:
-    """The job on the `number`-th grid of about its proportions, every side a multiple of the network's divisor."""
+    """The job on the `number`-th grid of about its proportions, every side a multiple of the
+    network's divisor."""
     divisor, longest = job.unet.divisor, max(job.shape)
-    shape = tuple(divisor * max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape)
+    shape = tuple(
+        divisor * max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape
+    )
     return dataclasses.replace(job, shape=shape)
 
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
-    """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow with the number but
-    for the allocator's rounding: the guesses double, then halve the remaining range, then try BEYOND more numbers."""
+    """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow
+    with the number but for the allocator's rounding: the guesses double, then halve the remaining
+    range, then try BEYOND more numbers."""
     low, high = 0, 1
     while high <= last and cost(high) <= budget:
         low, high = high, 2 * high
@@ -117,11 +144,16 @@ def nearest(
     *,
     same_training: bool = False,
 ) -> List[Option]:
-    """The mildest changes after which the job fits, each alone sufficient; if none is, one that takes them together.
-    `grids` are the only grids that may be chosen, each with its option, the smallest first; None is any of the job's
-    proportions. `same_training` leaves the changes that cost a run which has begun nothing but time: of the policy, and
-    of the micro-batch but for batch norm, whose statistics follow it."""
-    kinds = ["policy", "micro-batch"] if same_training else ["policy", "micro-batch", "dtype", "shape", "filters"]
+    """The mildest changes after which the job fits, each alone sufficient; if none is, one that
+    takes them together. `grids` are the only grids that may be chosen, each with its option, the
+    smallest first; None is any of the job's proportions. `same_training` leaves the changes that
+    cost a run which has begun nothing but time: of the policy, and of the micro-batch but for batch
+    norm, whose statistics follow it."""
+    kinds = (
+        ["policy", "micro-batch"]
+        if same_training
+        else ["policy", "micro-batch", "dtype", "shape", "filters"]
+    )
     if same_training and job.unet.norm == "batch":
         kinds = ["policy"]
 
@@ -157,9 +189,11 @@ def nearest(
 
 
 def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
-    """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError, with the bytes of the
-    smallest and memory `name`, if it trains none."""
-    jobs = [dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)]
+    """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError,
+    with the bytes of the smallest and memory `name`, if it trains none."""
+    jobs = [
+        dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)
+    ]
     number = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
     if number:
         return jobs[number - 1].shape
@@ -172,56 +206,75 @@ def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
 
 
 def least_patch(volume: Shape3, divisor: int) -> Shape3:
-    """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or all of the volume's."""
+    """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or all
+    of the volume's."""
     return tuple(min(BOTTOM * divisor, side) for side in volume)
 
 
 def check_patch(patch: Sequence[int], volume: Shape3, divisor: int) -> None:
-    """Raise ValueError unless a network of this divisor learns from a patch of this shape, and a volume, which is a
-    multiple of its divisor, holds it. A side of the volume that is shorter than the least patch is taken whole. The
-    error names the nearest patch that meets all rules."""
+    """Raise ValueError unless a network of this divisor learns from a patch of this shape, and a
+    volume, which is a multiple of its divisor, holds it. A side of the volume that is shorter than
+    the least patch is taken whole. The error names the nearest patch that meets all rules."""
     if len(patch) != 3 or min(patch) < 1:
-        raise ValueError(f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z")
+        raise ValueError(
+            f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z"
+        )
     least, outside = least_patch(volume, divisor), any(n > most for n, most in zip(patch, volume))
     rules = [f"fit into the volumes of {by(volume, ' ')}"] if outside else []
     if any(n % divisor or n < low for n, low in zip(patch, least)):
-        rules.append(f"be divisible by {divisor}, the levels' stride, and at least {by(least, ' ')}")
+        rules.append(
+            f"be divisible by {divisor}, the levels' stride, and at least {by(least, ' ')}"
+        )
     if rules:
-        fitting = (min(max(-(-n // divisor) * divisor, low), most) for n, low, most in zip(patch, least, volume))
+        fitting = (
+            min(max(-(-n // divisor) * divisor, low), most)
+            for n, low, most in zip(patch, least, volume)
+        )
         whole = ", or --mode whole for all of a volume" if outside else ""
-        raise ValueError(f"--patch {by(patch, ' ')} must {' and '.join(rules)}; give {by(fitting, ' ')}{whole}")
+        raise ValueError(
+            f"--patch {by(patch, ' ')} must {' and '.join(rules)}; give {by(fitting, ' ')}{whole}"
+        )
 
 
 def usual_patch(volume: Shape3, divisor: int) -> Shape3:
-    """USUAL_PATCH within a volume, or the least patch that a network of this divisor learns from if that is larger."""
+    """USUAL_PATCH within a volume, or the least patch that a network of this divisor learns from if
+    that is larger."""
     return tuple(min(max(n, BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, volume))
 
 
 def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
-    """The patches to choose from, each one `divisor` longer along one axis than the one before; the last is `volume`.
-    Cubes and near-cubes as far as the volume allows: the axis that grows is the shortest one that is not yet as long as
-    the volume, of equals the first. The first is `least_patch`. All axes are divisible, as the volume's are."""
+    """The patches to choose from, each one `divisor` longer along one axis than the one before; the
+    last is `volume`. Cubes and near-cubes as far as the volume allows: the axis that grows is the
+    shortest one that is not yet as long as the volume, of equals the first. The first is
+    `least_patch`. All axes are divisible, as the volume's are."""
     shape = list(least_patch(volume, divisor))
     shapes = [tuple(shape)]
     while shapes[-1] != tuple(volume):
-        axis = min((axis for axis in range(3) if shape[axis] < volume[axis]), key=lambda axis: shape[axis])
+        axis = min(
+            (axis for axis in range(3) if shape[axis] < volume[axis]), key=lambda axis: shape[axis]
+        )
         shape[axis] += divisor
         shapes.append(tuple(shape))
     return tuple(shapes)
 
 
 def gpu_bytes(job: Job) -> int:
-    """Memory of a card that a training step takes, in plain layers: CONTEXT_BYTES, and CARD_SHARE times every layer's
-    output, three of the largest for gradients, four sets of weights, and for cuDNN a workspace as large as a
-    convolution's input and output, WORKSPACE_BYTES at most. Rough: two steps were measured."""
+    """Memory of a card that a training step takes, in plain layers: CONTEXT_BYTES, and CARD_SHARE
+    times every layer's output, three of the largest for gradients, four sets of weights, and for
+    cuDNN a workspace as large as a convolution's input and output, WORKSPACE_BYTES at most. Rough:
+    two steps were measured."""
     layers, value_bytes = layer_plan(job.unet, job.shape), job.micro * DTYPE_BYTES[job.unet.dtype]
-    sizes, weights = [op.elements * value_bytes for op in layers], sum(op.trainable for op in layers)
+    sizes, weights = (
+        [op.elements * value_bytes for op in layers],
+        sum(op.trainable for op in layers),
+    )
     held = 4 * 4 * weights + sum(sizes) + 3 * max(sizes) + min(2 * max(sizes), WORKSPACE_BYTES)
     return CONTEXT_BYTES + int(CARD_SHARE * held)
 
 
 def gpu_forecast(job: Job) -> Dict[str, Any]:
-    """A step's memory on a card, in fields of `training.Forecast.to_json`: the allocator holds all but the context."""
+    """A step's memory on a card, in fields of `training.Forecast.to_json`: the allocator holds all
+    but the context."""
     card_bytes = gpu_bytes(job)
     sizes = {"allocator_peak_bytes": card_bytes - CONTEXT_BYTES, "card_bytes": card_bytes}
     return {**sizes, "constants": "rough: from two steps on an NVIDIA H200"}

@@ -1,9 +1,10 @@
-"""Data-parallel training on several hosts: how long a step and a whole training take, from one worker's step.
+"""Data-parallel training on several hosts: how long a step and a whole training take, from one
+worker's step.
 
-One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing them into one float32
-vector, its sum over all workers by a ring for each 16 MiB, and a short wait for data: the trainer hides nothing of the
-sum behind the backward pass. The costs of working together were measured on one host.
-"""
+One after the other come the slowest worker's share (`largest_of`), adding gradients up, packing
+them into one float32 vector, its sum over all workers by a ring for each 16 MiB, and a short wait
+for data: the trainer hides nothing of the sum behind the backward pass. The costs of working
+together were measured on one host."""
 
 import argparse
 import dataclasses
@@ -21,10 +22,15 @@ from memory_estimator.estimate import Component, Estimate
 from memory_estimator.job import Job
 from models.layer_plan import layer_plan
 
-RING_BYTES = 16 * 2**20  # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
+RING_BYTES = (
+    16 * 2**20
+)  # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
 LATENCY_S = 50e-6  # of a message between two hosts, besides the cost of one inside a host
-DATA_WAIT_SHARE = 0.0004  # of a step's computing, waiting for data that are read in time (docs/log.md, loading)
-SENT_COPIES = 4  # of the gradients, while they are summed: sent, received, the network's buffers; not measured
+DATA_WAIT_SHARE = (
+    0.0004  # of a step's computing, waiting for data that are read in time (docs/log.md, loading)
+)
+# of the gradients, while they are summed: sent, received, the network's buffers; not measured
+SENT_COPIES = 4
 
 HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
 NOT_COUNTED = (
@@ -32,45 +38,63 @@ NOT_COUNTED = (
     "learns as much"
 )
 
-# Costs of working together, by TensorFlow's own collectives over gRPC: medians of two jobs of a core a worker,
-# 240x240x160 and 128^3, 16 filters, 22.6 MB of gradients.
+# Costs of working together, by TensorFlow's own collectives over gRPC: medians of two jobs of a
+# core a worker, 240x240x160 and 128^3, 16 filters, 22.6 MB of gradients.
 COSTS = {
-    "endpoint_s_per_byte": 1.956e-9,  # that sender and receiver spend, without a network between them
+    # that sender and receiver spend, without a network between them
+    "endpoint_s_per_byte": 1.956e-9,
     "call_s": 0.8547e-3,  # that a sum takes at any length and number of workers
-    "message_s": 92.56e-6,  # of a message without content between two processes of one host; an upper bound
-    "packing_s_per_byte": 0.23e-9,  # of putting all gradients into one vector, and of taking them out of the sum
-    "spread": 0.005946,  # standard deviation of the workers' seconds for the same work: the slowest is waited for
-    "contention": 0.0312,  # share by which a worker is slower if others compute on the same host, on other cores
+    # of a message without content between two processes of one host; an upper bound
+    "message_s": 92.56e-6,
+    # of putting all gradients into one vector, and of taking them out of the sum
+    "packing_s_per_byte": 0.23e-9,
+    # standard deviation of the workers' seconds for the same work: the slowest is waited for
+    "spread": 0.005946,
+    # share by which a worker is slower if others compute on the same host, on other cores
+    "contention": 0.0312,
 }
 ORIGIN = "measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)"
-ERRORS = (0.063, -0.002)  # of the predicted steps of two workers in these two jobs, each by the constants of the other
+ERRORS = (
+    0.063,
+    -0.002,
+)  # of the predicted steps of two workers in these two jobs, each by the constants of the other
 
 
 # --- The formula ---
 
 
 def step_parts(
-    alone_s: float, vector_bytes: int, hosts: int = 1, workers_per_host: int = 1, network_bytes_per_s: float = math.inf
+    alone_s: float,
+    vector_bytes: int,
+    hosts: int = 1,
+    workers_per_host: int = 1,
+    network_bytes_per_s: float = math.inf,
 ) -> Dict[str, float]:
-    """Seconds of each part of a step of several workers, one after the other. A worker alone computes its share in
-    `alone_s`. The network is one host's link, each way.
+    """Seconds of each part of a step of several workers, one after the other. A worker alone
+    computes its share in `alone_s`. The network is one host's link, each way.
 
-    Gradients, one vector, are summed in pieces, one after the other. Each goes round a ring: 2 (n - 1) rounds, in each
-    of which every worker passes an n-th on to its neighbour, at once with all others (Patarasuk and Yuan, J. Parallel
-    Distrib. Comput. 69, 2009). The slowest link sets the pace: the one out of each host, if there are several."""
+    Gradients, one vector, are summed in pieces, one after the other. Each goes round a ring: 2 (n -
+    1) rounds, in each of which every worker passes an n-th on to its neighbour, at once with all
+    others (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The slowest link sets the
+    pace: the one out of each host, if there are several."""
     workers = hosts * workers_per_host
     compute_s = alone_s * (1 + COSTS["contention"] * (workers_per_host > 1))
     packing_s = exchange_s = 0.0
     if workers > 1:
         network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
-        s_per_byte, message_s = COSTS["endpoint_s_per_byte"] + network_s, COSTS["message_s"] + latency_s
+        s_per_byte, message_s = (
+            COSTS["endpoint_s_per_byte"] + network_s,
+            COSTS["message_s"] + latency_s,
+        )
         pieces = math.ceil(vector_bytes / RING_BYTES)
         rounds_s = 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + pieces * message_s)
         exchange_s = rounds_s + pieces * COSTS["call_s"]
         packing_s = vector_bytes * COSTS["packing_s_per_byte"]
     return {
         "compute_s": compute_s,  # of the mean worker
-        "slowest_s": compute_s * COSTS["spread"] * largest_of(workers),  # that the slowest takes longer
+        "slowest_s": compute_s
+        * COSTS["spread"]
+        * largest_of(workers),  # that the slowest takes longer
         "packing_s": packing_s,
         "exchange_s": exchange_s,
         "data_s": DATA_WAIT_SHARE * compute_s,
@@ -78,13 +102,15 @@ def step_parts(
 
 
 def largest_of(count: int) -> float:
-    """The largest of `count` standard normal values, on average; 0 for a single one. Blom's approximation (1958)."""
+    """The largest of `count` standard normal values, on average; 0 for a single one. Blom's
+    approximation (1958)."""
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
 def worker_estimate(whole: Estimate, workers: int) -> Estimate:
-    """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch for each at least.
-    Each computes its share of the micro-batches; the upper bound includes the exchange. Alone it is `whole`."""
+    """The estimate of one of so many workers, from that of the whole batch, which is a micro-batch
+    for each at least. Each computes its share of the micro-batches; the upper bound includes the
+    exchange. Alone it is `whole`."""
     if workers == 1:
         return whole
     sums = sum(part.bytes for part in whole.components if part.name == "gradient sums")
@@ -94,7 +120,11 @@ def worker_estimate(whole: Estimate, workers: int) -> Estimate:
 
 def worker_share(job: Job, workers: int) -> Job:
     """The part of a job's batches that one of so many workers computes."""
-    return dataclasses.replace(job, batch=job.batch // workers, micro_batch=job.micro) if workers > 1 else job
+    return (
+        dataclasses.replace(job, batch=job.batch // workers, micro_batch=job.micro)
+        if workers > 1
+        else job
+    )
 
 
 def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Job], Estimate]:
@@ -108,10 +138,17 @@ def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Jo
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as "25Gb/s"."""
-    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s", text.strip(), re.ASCII)
+    """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as
+    "25Gb/s"."""
+    match = re.fullmatch(
+        r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s",
+        text.strip(),
+        re.ASCII,
+    )
     if not match or not float(match[1]):
-        raise ValueError(f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s")
+        raise ValueError(
+            f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s"
+        )
     unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8
     return float(match[1]) * unit
 
@@ -126,16 +163,22 @@ class ScalingOptions:
     """--hosts and its options."""
 
     hosts: Optional[Tuple[int, ...]] = _option(None, HOSTS_HELP, "N", at_least=1)
-    workers_per_host: int = _option(1, "processes of a host, such as one per socket", "W", at_least=1)
+    workers_per_host: int = _option(
+        1, "processes of a host, such as one per socket", "W", at_least=1
+    )
     link: str = _option("25Gbit/s", "nominal rate of a host's network link", "RATE")
     epochs: int = _option(1, "epochs, each of --cases", "E", at_least=1)
     global_batch: Optional[int] = _option(
-        None, "volumes a step of all workers together (default: --batch for each, so it grows)", "G", at_least=1
+        None,
+        "volumes a step of all workers together (default: --batch for each, so it grows)",
+        "G",
+        at_least=1,
     )
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise ValueError for options that need --hosts, or exclude it, and for a described host without cores."""
+    """Raise ValueError for options that need --hosts, or exclude it, and for a described host
+    without cores."""
     chosen = given_options(ScalingOptions, args)
     if "hosts" not in chosen:
         if chosen:
@@ -145,13 +188,18 @@ def check_options(args: argparse.Namespace) -> None:
     if hasattr(args, "plan"):
         raise ValueError("--hosts must be given without --plan, got both; leave one of them out")
     described = "--host-memory" if hasattr(args, "host_memory") else "--workers-per-host"
-    if ("workers_per_host" in chosen or hasattr(args, "host_memory")) and not hasattr(args, "threads"):
-        raise ValueError(f"--threads must be given with {described}, got none; add a worker's cores on that host")
+    if ("workers_per_host" in chosen or hasattr(args, "host_memory")) and not hasattr(
+        args, "threads"
+    ):
+        raise ValueError(
+            f"--threads must be given with {described}, got none; add a worker's cores on that host"
+        )
 
 
 def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, Any], Table]:
-    """The answer from the estimate of a worker, a row for each number of hosts, as JSON content and as a table. Raises
-    ValueError for an unreadable rate, and for a batch that cannot be dealt to the workers evenly."""
+    """The answer from the estimate of a worker, a row for each number of hosts, as JSON content and
+    as a table. Raises ValueError for an unreadable rate, and for a batch that cannot be dealt to
+    the workers evenly."""
     job, per_host = worker.job, options.workers_per_host
     gradient_bytes = 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))  # in float32
     link = {"network_bytes_per_s": parse_rate(options.link)}
@@ -160,24 +208,53 @@ def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, 
         workers = hosts * per_host
         batch = options.global_batch or workers * job.batch
         if batch % workers:
-            raise ValueError(f"--global-batch must be a multiple of the {workers} workers, got {batch}; choose another")
+            raise ValueError(
+                f"--global-batch must be a multiple of the {workers} workers, got {batch}; choose another"
+            )
         alone_s = batch // workers * worker.volume_s
         parts = step_parts(alone_s, gradient_bytes, hosts, per_host, **link)
         step_s = sum(parts.values())
-        # Whole batches only, as `train` counts them; None without cases, or with fewer than a batch.
+        # Whole batches only, as `train` counts them; None without cases, or with fewer than a
+        # batch.
         epoch_s = job.cases // batch * step_s if job.cases >= batch else None
-        row = {"hosts": hosts, "workers": workers, "batch": batch, **parts, "step_s": step_s, "epoch_s": epoch_s}
+        row = {
+            "hosts": hosts,
+            "workers": workers,
+            "batch": batch,
+            **parts,
+            "step_s": step_s,
+            "epoch_s": epoch_s,
+        }
         row["efficiency"] = alone_s * (1 + DATA_WAIT_SHARE) / step_s  # 1 without any losses
         row.update(cases_per_s=batch / step_s, network_share=parts["exchange_s"] / step_s)
         row["total_s"] = None if epoch_s is None else options.epochs * epoch_s
         rows.append(row)
-        times = ["-" if row[name] is None else format_seconds(row[name]) for name in ("epoch_s", "total_s")]
+        times = [
+            "-" if row[name] is None else format_seconds(row[name])
+            for name in ("epoch_s", "total_s")
+        ]
         shares = [f"{step_s:.3g}", f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}"]
         lines.append([str(hosts), str(batch), *shares, f"{row['efficiency']:.0%}", *times])
     worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
-    content = {"job": job.to_json(), "volume_s": worker.volume_s, "gradient_bytes": gradient_bytes, **link}
-    content.update(rows=rows, workers_per_host=per_host, latency_s=LATENCY_S, costs=COSTS, errors=list(ERRORS))
-    columns = ("hosts", "batch", "s a step", "summing", "cases/s", "efficiency", "an epoch", "in all")
+    content = {
+        "job": job.to_json(),
+        "volume_s": worker.volume_s,
+        "gradient_bytes": gradient_bytes,
+        **link,
+    }
+    content.update(
+        rows=rows, workers_per_host=per_host, latency_s=LATENCY_S, costs=COSTS, errors=list(ERRORS)
+    )
+    columns = (
+        "hosts",
+        "batch",
+        "s a step",
+        "summing",
+        "cases/s",
+        "efficiency",
+        "an epoch",
+        "in all",
+    )
     title = f"{per_host} worker{'s' * (per_host > 1)} a host, {format_bytes(gradient_bytes)} of gradients summed"
     caption = f"costs of summing: {ORIGIN}\nworst error: {worst}\n{NOT_COUNTED}"
     return content, Table(columns, lines, title, caption, names=0)

@@ -1,4 +1,5 @@
-"""A whole training on paper: its coarse steps and its full ones, a worker's memory beside them, and the time of all.
+"""A whole training on paper: its coarse steps and its full ones, a worker's memory beside them, and
+the time of all.
 
 price = price_of_run(constants, accuracy, Beside(volume_shape=(240, 240, 155)), workers=2)
 forecast = Forecast(price(job))
@@ -21,29 +22,39 @@ from memory_estimator.step.training_step import training_step
 from models.layer_plan import Shape3
 
 LOGITS_MAPS = 2
-"""float32 maps as large as the logits that a validation of whole volumes holds at a time: the windows' sum, or the axis
-before, and the whole as a tensor. The scores, which come after, take a slab of it at a time."""
+"""float32 maps as large as the logits that a validation of whole volumes holds at a time: the
+windows' sum, or the axis before, and the whole as a tensor. The scores, which come after, take a
+slab of it at a time."""
 
 CASE_BYTES = 1200
 """Of each case of a store in every worker: its place in the file of records and the facts that are
 kept in memory, 840 measured, and its number in the orders of four epochs."""
 
-SAVED = ("weights", "optimizer slots", "averaged weights")  # groups of tensors that a checkpoint holds
+SAVED = (
+    "weights",
+    "optimizer slots",
+    "averaged weights",
+)  # groups of tensors that a checkpoint holds
 
 
 @dataclass(frozen=True)
 class Beside:
     """A worker's memory beside the steps of a run, all of it in the upper bound."""
 
-    volume_shape: Optional[Shape3] = None  # of whole volumes; None if the steps see them, or nothing is validated
+    volume_shape: Optional[Shape3] = (
+        None  # of whole volumes; None if the steps see them, or nothing is validated
+    )
     resolution: float = 1.0  # of the steps' input, as a share of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
     cases: int = 0  # of the store
 
 
-def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = Beside(), *, workers: int = 1) -> Price:
-    """The price of jobs on a host as steps of a run: the memory of one worker, the time of all of them together."""
+def price_of_run(
+    constants: HostConstants, accuracy: Accuracy, beside: Beside = Beside(), *, workers: int = 1
+) -> Price:
+    """The price of jobs on a host as steps of a run: the memory of one worker, the time of all of
+    them together."""
 
     def price(job: Job) -> Estimate:
         saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
@@ -56,8 +67,14 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation"),
             Component("an averaged volume", averaged, "exact: of a sample in preparation"),
-            Component("variables, once more", copies, "exact: from before the timing, or on another grid"),
-            Component("left by coarse steps", beside.left_bytes, "at most: pages too scattered for maps of full size"),
+            Component(
+                "variables, once more", copies, "exact: from before the timing, or on another grid"
+            ),
+            Component(
+                "left by coarse steps",
+                beside.left_bytes,
+                "at most: pages too scattered for maps of full size",
+            ),
             Component("case records", records, "measured: of each case what is kept in memory"),
         )
 
@@ -65,13 +82,16 @@ def price_of_run(constants: HostConstants, accuracy: Accuracy, beside: Beside = 
 
 
 def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
-    """Bytes of the whole volumes of `shape` that a validation has beside the steps of a `job`, which sees less of
-    them, counted and not measured: with logits and their weights, and at a lower resolution averaged down."""
+    """Bytes of the whole volumes of `shape` that a validation has beside the steps of a `job`,
+    which sees less of them, counted and not measured: with logits and their weights, and at a lower
+    resolution averaged down."""
     unet = job.unet
     volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs
     scored = 4 + LOGITS_MAPS * 4 * unet.outputs
     averaged = 4 * unet.channels * (1 + resolution) if resolution < 1 else 0
-    return round(math.prod(shape) * (3 * volume + scored + averaged))  # in use, ahead, and one in preparation
+    return round(
+        math.prod(shape) * (3 * volume + scored + averaged)
+    )  # in use, ahead, and one in preparation
 
 
 @dataclass(frozen=True)
@@ -88,13 +108,24 @@ class Forecast:
 
     def seconds(self, steps: int, coarse_steps: int = 0) -> float:
         """Seconds of so many steps, the coarse ones included; validations aside."""
-        return coarse_steps * (self.coarse.step_s if self.coarse else 0.0) + (steps - coarse_steps) * self.full.step_s
+        return (
+            coarse_steps * (self.coarse.step_s if self.coarse else 0.0)
+            + (steps - coarse_steps) * self.full.step_s
+        )
 
     def to_json(self) -> Dict[str, Any]:
-        """A step's memory and time, for the log and the report to compare with the measured ones."""
+        """A step's memory and time, for the log and the report to compare with the measured
+        ones."""
         names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-        full, coarse = ({name: getattr(step, name) for name in names if step} for step in (self.full, self.coarse))
-        return {**full, "constants": self.full.constants.name, **({"coarse": coarse} if coarse else {})}
+        full, coarse = (
+            {name: getattr(step, name) for name in names if step}
+            for step in (self.full, self.coarse)
+        )
+        return {
+            **full,
+            "constants": self.full.constants.name,
+            **({"coarse": coarse} if coarse else {}),
+        }
 
     def describe(self, host: Host, all_s: float) -> List[str]:
         """Lines on memory and time; `all_s` are the seconds of all steps."""

@@ -1,4 +1,5 @@
-"""The estimator against measured steps: which are measured, errors of predictions, kinds and a page made of them.
+"""The estimator against measured steps: which are measured, errors of predictions, kinds and a page
+made of them.
 
 rows = compare_steps(measured, lambda step: estimate(step.job, constants))
 accuracy_json(digest(rows)), page(measured, rows)
@@ -20,15 +21,24 @@ from memory_estimator.installed import ENGINES, engine_version
 from memory_estimator.job import AUTO, Job
 from models.config import DTYPES, POLICIES, UNetConfig
 
-FITTED_VOXELS = 96**3  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
+FITTED_VOXELS = (
+    96**3
+)  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
 
 MARGIN_BYTES = 92 * 2**20
-"""The least margin of an upper bound: the most that a runtime held beyond the prediction in small steps, in which that
-is most of the error: 89 MiB in one of 1.4 GiB."""
+"""The least margin of an upper bound: the most that a runtime held beyond the prediction in small
+steps, in which that is most of the error: 89 MiB in one of 1.4 GiB."""
 
-SHARE, CONFIDENCE = 0.99, 0.90  # a bound is to hold for this share of the steps like its records, so surely
+SHARE, CONFIDENCE = (
+    0.99,
+    0.90,
+)  # a bound is to hold for this share of the steps like its records, so surely
 LEAST_RECORDS = 8  # of a kind: fewer steps do not show the spread of their errors
-FIGURES = ("allocator_peak", "process_peak", "step_s")  # that have errors: fields of `Kind`, keys of `Row.errors`
+FIGURES = (
+    "allocator_peak",
+    "process_peak",
+    "step_s",
+)  # that have errors: fields of `Kind`, keys of `Row.errors`
 
 NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
     ({}, (64, 64, 64), {}),
@@ -41,9 +51,17 @@ NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...
     ({"residual": True}, (128, 112, 128), {}),
     ({"deep_supervision": True}, (128, 128, 112), {"optimizer": "adam"}),
     ({"norm": "batch", "up": "upsampling"}, (112, 112, 112), {"batch": 2}),
-    ({"norm": "none", "filters": 12, "channels": 1, "outputs": 1}, (128, 128, 128), {"optimizer": "sgd"}),
+    (
+        {"norm": "none", "filters": 12, "channels": 1, "outputs": 1},
+        (128, 128, 128),
+        {"optimizer": "sgd"},
+    ),
     ({"filters": 32, "depth": 4}, (128, 128, 96), {}),
-    ({"network": "cicek2016", "depth": 4, "filters": 16, "channels": 1, "outputs": 1}, (128, 96, 128), {}),
+    (
+        {"network": "cicek2016", "depth": 4, "filters": 16, "channels": 1, "outputs": 1},
+        (128, 96, 128),
+        {},
+    ),
     ({"filters": 24, "depth": 3}, (128, 96, 128), {"batch": 2}),
     ({}, (144, 192, 144), {}),
     ({"filters": 48}, (96, 112, 96), {"batch": 1}),
@@ -56,9 +74,16 @@ ON_EVERY_ENGINE = ((32, 32, 32), (128, 128, 128))  # voxels; the others on the f
 
 
 def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
-    """Every job that `bench validate` measures on a host with so many threads, some ON_EVERY_ENGINE."""
+    """Every job that `bench validate` measures on a host with so many threads, some
+    ON_EVERY_ENGINE."""
     return tuple(
-        Job(UNetConfig(**unet, dtype=dtype, policy=policy), shape, engine=engine, threads=threads, **more)
+        Job(
+            UNetConfig(**unet, dtype=dtype, policy=policy),
+            shape,
+            engine=engine,
+            threads=threads,
+            **more,
+        )
         for unet, shape, more in NETWORKS
         for dtype in DTYPES
         for policy in POLICIES
@@ -89,13 +114,19 @@ class Measured:
 
 def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     """The request that `bench` makes of a job, which its record begins with, with `more` in it."""
-    request = {"shape": list(job.shape), "batch": job.batch, "micro_batch": job.micro, "optimizer": job.optimizer}
+    request = {
+        "shape": list(job.shape),
+        "batch": job.batch,
+        "micro_batch": job.micro,
+        "optimizer": job.optimizer,
+    }
     request.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads)
     return {**request, **more}
 
 
 def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
-    """A record's job, on the engine that really ran; None for TensorFlow without oneDNN, which has no constants."""
+    """A record's job, on the engine that really ran; None for TensorFlow without oneDNN, which has
+    no constants."""
     engine, name = record["engine"], record.get("engine_name", "")
     if "no oneDNN" in name:
         return None
@@ -103,7 +134,13 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
         engine = "itex" if "ITEX" in name else "stock"
     sizes = {name: record[name] for name in ("batch", "micro_batch", "optimizer")}
     threads = int(record["threads"]["TF_NUM_INTRAOP_THREADS"])
-    job = Job(UNetConfig(**record["unet"]), tuple(record["shape"]), **sizes, engine=engine, threads=threads)
+    job = Job(
+        UNetConfig(**record["unet"]),
+        tuple(record["shape"]),
+        **sizes,
+        engine=engine,
+        threads=threads,
+    )
     by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
     return by_rule if by_rule.micro == job.micro else job
 
@@ -142,17 +179,26 @@ class Row:
     process_peak_bytes: int  # predicted
     covered: bool  # whether a kind of records covers it; else its upper bound is wide
     errors: Dict[str, Optional[float]]
-    """FIGURES and "upper_bound" -> signed shares of the measured value, None if it was not recorded. The upper bound's
-    is of the measured peak; a negative one is too low."""
+    """FIGURES and "upper_bound" -> signed shares of the measured value, None if it was not
+    recorded. The upper bound's is of the measured peak; a negative one is too low."""
 
 
-def compare_steps(measured: Iterable[Measured], predict: Callable[[Measured], Estimate]) -> List[Row]:
-    """A row for every step that was measured; `predict` gives the estimate of its job. Failures are left out."""
+def compare_steps(
+    measured: Iterable[Measured], predict: Callable[[Measured], Estimate]
+) -> List[Row]:
+    """A row for every step that was measured; `predict` gives the estimate of its job. Failures are
+    left out."""
     rows = []
     for step in (step for step in measured if not step.failure):
-        predicted, allocator, process = predict(step), step.allocator_peak_bytes, step.process_peak_bytes
+        predicted, allocator, process = (
+            predict(step),
+            step.allocator_peak_bytes,
+            step.process_peak_bytes,
+        )
         errors = {
-            "allocator_peak": None if allocator is None else predicted.allocator_peak_bytes / allocator - 1,
+            "allocator_peak": None
+            if allocator is None
+            else predicted.allocator_peak_bytes / allocator - 1,
             "process_peak": predicted.process_peak_bytes / process - 1,
             "upper_bound": predicted.upper_bound_bytes / process - 1,
             "step_s": None if math.isnan(step.step_s) else predicted.step_s / step.step_s - 1,
@@ -171,32 +217,48 @@ def spread(rows: Iterable[Row], figure: str) -> Optional[Bound]:
 
 
 def digest(rows: Iterable[Row]) -> Accuracy:
-    """The accuracy of each kind: errors over the records that no constant was fitted to, and the margin of the upper
-    bound from all of them. Kinds with fewer than LEAST_RECORDS are left out: no kind covers such jobs."""
+    """The accuracy of each kind: errors over the records that no constant was fitted to, and the
+    margin of the upper bound from all of them. Kinds with fewer than LEAST_RECORDS are left out: no
+    kind covers such jobs."""
     return Accuracy(tuple(_kind(key, some) for key, some in sorted(_covered(rows).items())))
 
 
 def accuracy_json(accuracy: Accuracy) -> bytes:
-    return (json.dumps({"schema": SCHEMA, "kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1) + "\n").encode()
+    return (
+        json.dumps({"schema": SCHEMA, "kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1)
+        + "\n"
+    ).encode()
 
 
 def margin_share(rows: Sequence[Row]) -> float:
-    """The share of a predicted peak to be added, to a tenth of a per cent: so much that no peak of these rows is above
-    both that and MARGIN_BYTES, and that SHARE of all such steps are below with CONFIDENCE. That is the one-sided
-    tolerance limit of a normal distribution (NIST/SEMATECH Handbook, 7.2.6.3) around the median; its spread is that of
-    the rows above the median, as a peak that is predicted too high harms no bound."""
+    """The share of a predicted peak to be added, to a tenth of a per cent: so much that no peak of
+    these rows is above both that and MARGIN_BYTES, and that SHARE of all such steps are below with
+    CONFIDENCE. That is the one-sided tolerance limit of a normal distribution (NIST/SEMATECH
+    Handbook, 7.2.6.3) around the median; its spread is that of the rows above the median, as a peak
+    that is predicted too high harms no bound."""
     needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
-    beyond = [row.measured.process_peak_bytes > row.process_peak_bytes + MARGIN_BYTES for row in rows]
+    beyond = [
+        row.measured.process_peak_bytes > row.process_peak_bytes + MARGIN_BYTES for row in rows
+    ]
     median, quantile = statistics.median(needed), statistics.NormalDist().inv_cdf
-    deviation = math.sqrt(statistics.fmean((error - median) ** 2 for error in needed if error >= median))
+    deviation = math.sqrt(
+        statistics.fmean((error - median) ** 2 for error in needed if error >= median)
+    )
     share, sure = quantile(SHARE), quantile(CONFIDENCE)
     a, b = 1 - sure**2 / (2 * (len(rows) - 1)), share**2 - sure**2 / len(rows)
     limit = median + (share + math.sqrt(share**2 - a * b)) / a * deviation
-    return math.ceil(1000 * max(limit, 0.0, *(error for error, is_beyond in zip(needed, beyond) if is_beyond))) / 1000
+    return (
+        math.ceil(
+            1000
+            * max(limit, 0.0, *(error for error, is_beyond in zip(needed, beyond) if is_beyond))
+        )
+        / 1000
+    )
 
 
 def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
-    """Numbers of rows of covered kinds: those above the bound that the other rows of their kind make, and all."""
+    """Numbers of rows of covered kinds: those above the bound that the other rows of their kind
+    make, and all."""
     above = count = 0
     for key, some in _covered(rows).items():
         for place, row in enumerate(some):
@@ -257,7 +319,8 @@ records of its kind: of a dtype and a policy.
 
 
 def error_table(rows: Sequence[Row]) -> Table:
-    """Median (of the absolute errors) and worst error of every figure, for all rows and by host, engine and kind."""
+    """Median (of the absolute errors) and worst error of every figure, for all rows and by host,
+    engine and kind."""
     groups: Dict[Tuple[str, str], List[Row]] = {}
     for row in rows:
         job = row.measured.job
@@ -266,12 +329,21 @@ def error_table(rows: Sequence[Row]) -> Table:
     cells = []
     for group, some in [(("all", ""), rows), *sorted(groups.items())]:
         spreads = [spread(some, figure) for figure in FIGURES]
-        errors = [f"{bound.median:.1%}, worst {signed(bound.worst)}" if bound else "-" for bound in spreads]
+        errors = [
+            f"{bound.median:.1%}, worst {signed(bound.worst)}" if bound else "-"
+            for bound in spreads
+        ]
         above = [row.errors["upper_bound"] for row in some]
         mean = f"{signed(statistics.fmean(above))} ({signed(min(above))})" if above else "-"
         mean += "" if any(row.covered for row in some) else ", wide"
         cells.append((*group, str(len(some)), *errors[:2], mean, errors[2]))
-    columns = ("host", "instruction set, engine, dtype, policy", "runs", "allocator peak", "process peak")
+    columns = (
+        "host",
+        "instruction set, engine, dtype, policy",
+        "runs",
+        "allocator peak",
+        "process peak",
+    )
     return Table((*columns, "upper bound, mean (least)", "seconds a step"), cells, names=2)
 
 
@@ -281,15 +353,29 @@ def signed(share: Optional[float]) -> str:
 
 
 def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
-    """The lines of the validation page. `rows` are those of `compare_steps`; the steps include failures."""
+    """The lines of the validation page. `rows` are those of `compare_steps`; the steps include
+    failures."""
     (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
     lines = [*VALIDATION_HEAD.splitlines(), "", *error_table(rows).markdown(), ""]
-    lines.append(f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make.")
-    columns = ("configuration", "allocator, GiB", "error", "process, GiB", "error", "bound above", "s a step", "error")
+    lines.append(
+        f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make."
+    )
+    columns = (
+        "configuration",
+        "allocator, GiB",
+        "error",
+        "process, GiB",
+        "error",
+        "bound above",
+        "s a step",
+        "error",
+    )
     for host, instructions in sorted({(step.host, step.instructions) for step in measured}):
         own = [step for step in measured if (step.host, step.instructions) == (host, instructions)]
         own.sort(key=lambda step: (bool(step.failure), not step.held_out))
-        about = "; ".join(sorted({f"{step.version}, {step.job.threads} threads, {step.date}" for step in own}))
+        about = "; ".join(
+            sorted({f"{step.version}, {step.job.threads} threads, {step.date}" for step in own})
+        )
         cells = [_cells(step, row_of.get(step)) for step in own]
         lines += [
             "",
@@ -309,4 +395,14 @@ def _cells(step: Measured, row: Optional[Row]) -> Sequence[str]:
     step_s = "-" if math.isnan(step.step_s) else f"{step.step_s:.2f}"
     peaks = (step.allocator_peak_bytes, step.process_peak_bytes)
     sizes = ["-" if size is None else f"{size / GIB:.3f}" for size in peaks]
-    return (name, sizes[0], allocator, sizes[1], process, bound, step_s, seconds, "" if row.covered else "wide")
+    return (
+        name,
+        sizes[0],
+        allocator,
+        sizes[1],
+        process,
+        bound,
+        step_s,
+        seconds,
+        "" if row.covered else "wide",
+    )

@@ -1,1 +1,2 @@
-"""The network: its configuration, its plan on paper, and the Keras model. Nothing here knows about data or training."""
+"""The network: its configuration, its plan on paper, and the Keras model. Nothing here knows about
+data or training."""

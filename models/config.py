@@ -1,4 +1,5 @@
-"""The network's settings, as one frozen record. No TensorFlow: the estimator and the command line read it too."""
+"""The network's settings, as one frozen record. No TensorFlow: the estimator and the command line
+read it too."""
 
 from dataclasses import dataclass
 from typing import List, Tuple
@@ -17,28 +18,38 @@ POLICIES = ("speed", "lean")
 MOST_SIDE = 2**31 - 1  # voxels along an axis
 MOST_CHANNELS = 2**14  # of a map, as own operations take it (models/native/door.c)
 EPSILON = 1e-5  # added to the variance by every norm
-MOMENTUM = 0.9  # of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
+# of moving statistics: a run sees hundreds of volumes, not the 100,000 images of Keras' 0.99
+MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
 class UNetConfig:
-    """A 3D U-Net. The defaults are the network of the paper (Ojika et al. 2020) with instance for batch norm."""
+    """A 3D U-Net. The defaults are the network of the paper (Ojika et al. 2020) with instance for
+    batch norm."""
 
     channels: int = 4  # image channels: 4 for BraTS (FLAIR, T1w, T1gd, T2w), 1 for FLAIR alone
     outputs: int = 3  # output maps, each with its own sigmoid: 3 for the nested regions WT, TC, ET
     filters: int = 16  # feature maps of the first convolution; level l has filters * 2**l
     depth: int = 5  # levels of resolution, the bottom included; the input is halved depth - 1 times
     network: str = "unet3d"
-    """ "unet3d": both convolutions of a level are equally wide. "cicek2016": the wider original (Cicek et al. 2016),
-    whose second convolution doubles the maps (32-64, 64-128, 128-256, 256-512 for filters 32, depth 4)."""
+    """ "unet3d": both convolutions of a level are equally wide. "cicek2016": the wider original
+    (Cicek et al. 2016), whose second convolution doubles the maps (32-64, 64-128, 128-256, 256-512
+    for filters 32, depth 4)."""
     norm: str = "instance"
-    """Instance by default: with one whole volume a step, batch statistics are that volume's own anyway, and only
-    per-sample statistics make an accumulated batch equal to a full one."""
-    up: str = "transposed"  # "transposed": a 2x2x2 one; "upsampling": nearest neighbour, then a 1x1x1 convolution
-    residual: bool = False  # add each block's input, through a 1x1x1 convolution, before the last activation
-    deep_supervision: bool = False  # one more head on every decoder level below the finest, for the loss only
+    """Instance by default: with one whole volume a step, batch statistics are that volume's own
+    anyway, and only per-sample statistics make an accumulated batch equal to a full one."""
+    # "transposed": a 2x2x2 one; "upsampling": nearest neighbour, then a 1x1x1 convolution
+    up: str = "transposed"
+    residual: bool = (
+        False  # add each block's input, through a 1x1x1 convolution, before the last activation
+    )
+    deep_supervision: bool = (
+        False  # one more head on every decoder level below the finest, for the loss only
+    )
     seed: int = 0  # of the initial weights
-    dtype: str = "float32"  # of the hidden layers; weights, statistics and the loss are float32 either way
+    dtype: str = (
+        "float32"  # of the hidden layers; weights, statistics and the loss are float32 either way
+    )
     policy: str = "speed"  # one of POLICIES
 
     def __post_init__(self):
@@ -48,11 +59,21 @@ class UNetConfig:
                 rule = f"be an integer from 1 to {MOST_CHANNELS}"
                 raise ValueError(f"{name} must {rule}, got {value!r:.40}; give such a number")
         if not isinstance(self.depth, int) or not 2 <= self.depth <= 8:
-            raise ValueError(f"depth must be between 2 and 8, got {self.depth!r:.40}; 5 is the paper's")
-        choices = {"network": NETWORKS, "norm": NORMS, "up": UPS, "dtype": DTYPES, "policy": POLICIES}
+            raise ValueError(
+                f"depth must be between 2 and 8, got {self.depth!r:.40}; 5 is the paper's"
+            )
+        choices = {
+            "network": NETWORKS,
+            "norm": NORMS,
+            "up": UPS,
+            "dtype": DTYPES,
+            "policy": POLICIES,
+        }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one")
+                raise ValueError(
+                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one"
+                )
         if self.filters > self.most_filters:
             rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
             got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
@@ -70,25 +91,28 @@ class UNetConfig:
         return 2 ** (self.depth - 1)
 
     def encoder_widths(self, level: int) -> Tuple[int, int]:
-        """Feature maps after the first and the second convolution of an encoder level (the bottom is depth - 1)."""
+        """Feature maps after the first and the second convolution of an encoder level (the bottom
+        is depth - 1)."""
         first = self.filters * 2**level
         return (first, first * 2) if self.network == "cicek2016" else (first, first)
 
     def up_width(self, level: int) -> int:
-        """Feature maps of the up-sampled input to decoder `level`: halved in the paper's net, kept in Cicek's."""
+        """Feature maps of the up-sampled input to decoder `level`: halved in the paper's net, kept
+        in Cicek's."""
         below = self.encoder_widths(level + 1)[1]
         return below if self.network == "cicek2016" else below // 2
 
     def up_parts(self, level: int) -> List[Tuple[int, int]]:
-        """Channels, first and past the last, of the up-sampled input to decoder `level` that are in memory at a time:
-        all, but under "lean" no more than the skip has. With `residual` all stay until its sum."""
+        """Channels, first and past the last, of the up-sampled input to decoder `level` that are in
+        memory at a time: all, but under "lean" no more than the skip has. With `residual` all stay
+        until its sum."""
         width = self.up_width(level)
         most = self.encoder_widths(level)[1] if self.policy == "lean" else width
         return [(first, min(first + most, width)) for first in range(0, width, most)]
 
     def check_shape(self, shape: Tuple[int, int, int], name: str = "shape") -> None:
-        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), with the nearest ones. `name` is
-        that of the shape in the error."""
+        """Raise ValueError unless the network can take an image of `shape` (X, Y, Z), with the
+        nearest ones. `name` is that of the shape in the error."""
         if len(shape) != 3 or min(shape) < 1 or max(shape) > MOST_SIDE:
             rule = f"{name} must be three numbers from 1 to {MOST_SIDE}"
             raise ValueError(f"{rule}, got {tuple(shape)!s:.80}; give X Y Z in voxels")

@@ -1,4 +1,5 @@
-"""The network on paper: every layer's name, shape, dtype, parameters and work, in the order it runs. No TensorFlow.
+"""The network on paper: every layer's name, shape, dtype, parameters and work, in the order it
+runs. No TensorFlow.
 
 The Keras model, the memory estimator and the exporter are made from it.
 """
@@ -18,15 +19,16 @@ class LayerOp:
 
     name: str  # the Keras layer's name, such as "encoder0_conv1"
     kind: str
-    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample", "concat",
-    "shortcut" (a residual block's sum), or "head"."""
+    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample",
+    "concat", "shortcut" (a residual block's sum), or "head"."""
     inputs: Tuple[str, ...]  # names of the layers whose outputs it reads
     level: int  # resolution level of its output, 0 is the finest
     shape: Tuple[int, int, int, int]  # of its output for one sample: (X, Y, Z, C)
     kernel: int = 0  # side of the convolution kernel in voxels; 0 without one
     in_channels: int = 0  # channels of a convolution's input
     trainable: int = 0  # trainable parameters
-    frozen: int = 0  # parameters that training moves but does not differentiate (batch norm's moving statistics)
+    # parameters that training moves but does not differentiate (batch norm's moving statistics)
+    frozen: int = 0
 
     @property
     def elements(self) -> int:
@@ -34,16 +36,17 @@ class LayerOp:
 
     @property
     def flops(self) -> int:
-        """Operations of its forward pass for one sample, a multiply-add counted as 2; of convolutions alone, as the
-        rest is limited by memory traffic. An up-convolution costs one kernel tap per output voxel."""
+        """Operations of its forward pass for one sample, a multiply-add counted as 2; of
+        convolutions alone, as the rest is limited by memory traffic. An up-convolution costs one
+        kernel tap per output voxel."""
         if self.kind in ("conv", "head", "shortcut"):
             return 2 * self.kernel**3 * self.in_channels * self.elements
         return 2 * self.in_channels * self.elements if self.kind == "up_conv" else 0
 
 
 def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
-    """The layers of `build_unet3d(config, shape)` in the order they run, for an image of `shape` (X, Y, Z).
-    Raises ValueError when the shape does not divide."""
+    """The layers of `build_unet3d(config, shape)` in the order they run, for an image of `shape`
+    (X, Y, Z). Raises ValueError when the shape does not divide."""
     config.check_shape(shape)
     plan = _Plan(config, shape)
     x = plan.add("image", "input", (), 0, config.channels)
@@ -68,8 +71,9 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
 
 
 def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
-    """Floating-point operations of a training step's convolutions, a multiply-add counted as 2. Forward pass, filter
-    and input gradient cost the same; the first layer has no input gradient. Recomputation is not counted."""
+    """Floating-point operations of a training step's convolutions, a multiply-add counted as 2.
+    Forward pass, filter and input gradient cost the same; the first layer has no input gradient.
+    Recomputation is not counted."""
     plan = layer_plan(config, shape)
     image = plan[0].name
     return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
@@ -85,19 +89,32 @@ class _Plan:
         self.config, self.shape = config, shape
         self.ops: List[LayerOp] = []
 
-    def add(self, name: str, kind: str, inputs: Tuple[LayerOp, ...], level: int, channels: int, **more: int) -> LayerOp:
+    def add(
+        self,
+        name: str,
+        kind: str,
+        inputs: Tuple[LayerOp, ...],
+        level: int,
+        channels: int,
+        **more: int,
+    ) -> LayerOp:
         grid = tuple(n // 2**level for n in self.shape)
         op = LayerOp(name, kind, tuple(op.name for op in inputs), level, (*grid, channels), **more)
         self.ops.append(op)
         return op
 
-    def convolution(self, name: str, kind: str, x: LayerOp, level: int, channels: int, kernel: int) -> LayerOp:
+    def convolution(
+        self, name: str, kind: str, x: LayerOp, level: int, channels: int, kernel: int
+    ) -> LayerOp:
         fan_in = x.shape[3]
         weights = kernel**3 * fan_in * channels + (channels if kind == "head" else 0)
-        return self.add(name, kind, (x,), level, channels, kernel=kernel, in_channels=fan_in, trainable=weights)
+        return self.add(
+            name, kind, (x,), level, channels, kernel=kernel, in_channels=fan_in, trainable=weights
+        )
 
     def block(self, name: str, entry: LayerOp, level: int, widths: Tuple[int, int]) -> LayerOp:
-        """Two convolutions, each with norm and ReLU; `residual` adds the block's input before the last ReLU."""
+        """Two convolutions, each with norm and ReLU; `residual` adds the block's input before the
+        last ReLU."""
         x = self.convolution(f"{name}_conv1", "conv", entry, level, widths[0], kernel=3)
         x = self.norm(f"{name}_act1", "norm_act", x)
         x = self.convolution(f"{name}_conv2", "conv", x, level, widths[1], kernel=3)
@@ -109,7 +126,8 @@ class _Plan:
         return self.add(f"{name}_act2", "act", (x,), level, widths[1])
 
     def norm(self, name: str, kind: str, x: LayerOp) -> LayerOp:
-        """Scale and shift train, or the shift alone; batch norm's moving mean and variance do not."""
+        """Scale and shift train, or the shift alone; batch norm's moving mean and variance do
+        not."""
         channels = x.shape[3]
         trainable = channels if self.config.norm == "none" else 2 * channels
         frozen = 2 * channels if self.config.norm == "batch" else 0
@@ -120,7 +138,17 @@ class _Plan:
         width, name = self.config.up_width(level), f"decoder{level}_up"
         if self.config.up == "transposed":
             weights = 8 * x.shape[3] * width
-            return self.add(name, "up_conv", (x,), level, width, kernel=2, in_channels=x.shape[3], trainable=weights)
-        # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an eighth.
+            return self.add(
+                name,
+                "up_conv",
+                (x,),
+                level,
+                width,
+                kernel=2,
+                in_channels=x.shape[3],
+                trainable=weights,
+            )
+        # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs
+        # an eighth.
         x = self.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1)
         return self.add(name, "upsample", (x,), level, width)

@@ -9,13 +9,14 @@ from models.config import EPSILON, MOMENTUM, UNetConfig
 from models.layer_plan import LayerOp
 
 PRIOR_LOGIT = -2.944
-"""First bias of the head: a sigmoid of 0.05 (Lin et al. 2017), as tumour is a few per cent of a brain. Dice WT/TC/ET of
-one real glioma after 40 steps: 0.96/0.93/0.75, from 0.5 0.88/0.84/0.71."""
+"""First bias of the head: a sigmoid of 0.05 (Lin et al. 2017), as tumour is a few per cent of a
+brain. Dice WT/TC/ET of one real glioma after 40 steps: 0.96/0.93/0.75, from 0.5 0.88/0.84/0.71."""
 
 
 def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
-    """The Keras layer of a layer of the plan. Only heads have a bias: the layers after the others normalise or add one.
-    Logits are of the compute dtype, as all else: the loss casts them to float32."""
+    """The Keras layer of a layer of the plan. Only heads have a bias: the layers after the others
+    normalise or add one. Logits are of the compute dtype, as all else: the loss casts them to
+    float32."""
     own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
     if op.kind in ("norm", "norm_act"):
         return NORM_CLASSES[config.norm](config.norm, op.kind == "norm_act", **own)
@@ -59,8 +60,9 @@ def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
 
 
 class NormActivation(tf.keras.layers.Layer):
-    """Instance, batch or no norm over (N, X, Y, Z, C), then ReLU unless `activate` is false. Same shape and dtype out.
-    Without a norm it adds a bias, so that convolutions never need one. Statistics, scale and shift are float32."""
+    """Instance, batch or no norm over (N, X, Y, Z, C), then ReLU unless `activate` is false. Same
+    shape and dtype out. Without a norm it adds a bias, so that convolutions never need one.
+    Statistics, scale and shift are float32."""
 
     def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
         super().__init__(**kwargs)
@@ -79,7 +81,9 @@ class NormActivation(tf.keras.layers.Layer):
         if self.norm == "batch":
             more = {"trainable": False, **single}
             self.moving_mean = self.add_weight(name="moving_mean", initializer="zeros", **more)
-            self.moving_variance = self.add_weight(name="moving_variance", initializer="ones", **more)
+            self.moving_variance = self.add_weight(
+                name="moving_variance", initializer="ones", **more
+            )
         super().build(input_shape)
 
     def call(self, x, training=None):
@@ -94,7 +98,9 @@ class NormActivation(tf.keras.layers.Layer):
             y, mean, variance = self._fused(x)
             self.move(mean, variance)
         else:
-            y = self._fused(x, mean=self.moving_mean, variance=self.moving_variance, is_training=False)[0]
+            y = self._fused(
+                x, mean=self.moving_mean, variance=self.moving_variance, is_training=False
+            )[0]
         return tf.nn.relu(y) if self.activate else y
 
     def move(self, mean, variance):
@@ -105,14 +111,18 @@ class NormActivation(tf.keras.layers.Layer):
     def _fused(self, x, **more):
         """The norm of all voxels together, their mean and their unbiased variance."""
         _, *grid, channels = x.shape
-        folded = tf.reshape(x, (-1, grid[0] * grid[1], grid[2], channels))  # the kernel takes four dimensions
-        y, mean, variance = tf.compat.v1.nn.fused_batch_norm(folded, self.gamma, self.beta, epsilon=EPSILON, **more)
+        folded = tf.reshape(
+            x, (-1, grid[0] * grid[1], grid[2], channels)
+        )  # the kernel takes four dimensions
+        y, mean, variance = tf.compat.v1.nn.fused_batch_norm(
+            folded, self.gamma, self.beta, epsilon=EPSILON, **more
+        )
         return tf.reshape(y, (-1, *grid, channels)), mean, variance
 
 
 class ShortcutSum(tf.keras.layers.Conv3D):
-    """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its input, without bias.
-    Takes [maps, entry]."""
+    """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its
+    input, without bias. Takes [maps, entry]."""
 
     def __init__(self, filters: int, **kwargs):
         super().__init__(filters, 1, use_bias=False, **kwargs)
@@ -152,6 +162,9 @@ Shortcut.__name__ = "conv3d"
 
 
 def initial_kernel(seed: int, name: str):
-    """Glorot's uniform, from the network's seed and the layer's name: no layer depends on those built before.
-    On one real glioma Glorot's smaller kernels learn in 20 steps as much as He's in 30."""
-    return tf.keras.initializers.GlorotUniform(seed=zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF)
+    """Glorot's uniform, from the network's seed and the layer's name: no layer depends on those
+    built before. On one real glioma Glorot's smaller kernels learn in 20 steps as much as He's in
+    30."""
+    return tf.keras.initializers.GlorotUniform(
+        seed=zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF
+    )

@@ -1,11 +1,13 @@
-"""The forward and backward pass of a U-Net: the order of its operations, and the inputs of each. No TensorFlow.
+"""The forward and backward pass of a U-Net: the order of its operations, and the inputs of each. No
+TensorFlow.
 
-models/step.py computes it, and the memory estimator writes it down (memory_estimator/step/training_step.py).
+models/step.py computes it, and the memory estimator writes it down
+(memory_estimator/step/training_step.py).
 
-A convolution keeps nothing but its raw sum: norm and ReLU are formed wherever it is read. Under "speed" every raw sum
-is kept. Under "lean" these are made again when the backward pass reads them: the finest level's encoder, the first sum
-of the others, and all up-sampled maps, which come in parts no wider than the skip.
-"""
+A convolution keeps nothing but its raw sum: norm and ReLU are formed wherever it is read. Under
+"speed" every raw sum is kept. Under "lean" these are made again when the backward pass reads them:
+the finest level's encoder, the first sum of the others, and all up-sampled maps, which come in
+parts no wider than the skip."""
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -24,9 +26,10 @@ class Block(NamedTuple):
 class Order:
     """One pass. A subclass has the operations, and the types of a map and of its gradient.
 
-    `name` is a layer's and `again` true if the map was made before. `entry` are the maps that a block reads, and `part`
-    is the place of one of them; a kernel of joined maps has a part for each. `at` is a gradient of a map's values, or
-    of its raw sum if `of_raw` or `to_raw` has made it.
+    `name` is a layer's and `again` true if the map was made before. `entry` are the maps that a
+    block reads, and `part` is the place of one of them; a kernel of joined maps has a part for
+    each. `at` is a gradient of a map's values, or of its raw sum if `of_raw` or `to_raw` has made
+    it.
 
         max_pool(level, source)                      to `level`
         max_pool_gradient(level, source, at, add)    from below `level`, plus `add`
@@ -37,7 +40,8 @@ class Order:
         join_up_gradients(level, parts)              of the filters
         add_gradients(at, add)                       of one map
         project(name, entry, part, add)              a head, or a part of a shortcut, plus `add`
-        project_gradient(name, entry, part, at, add) of the kernel's part too; returns that of the map, plus `add`
+        project_gradient(name, entry, part, at, add) of the kernel's part too; returns that of the
+        map, plus `add`
         project_to_raw(source, at)                   of the finest head: the same, but of the raw sum of `source`
         residual_sum(name, second, total, again)
         residual_gradient(name, block, at)
@@ -63,7 +67,10 @@ class Order:
             self._encoders.append(self._block(f"encoder{level}", [entry]))
         for level in reversed(range(self.unet.depth - 1)):
             self._decoders[level] = self._decoder(level)
-        return [self.project(head_of(level), [self._decoders[level].output], 0, None) for level in self._heads()]
+        return [
+            self.project(head_of(level), [self._decoders[level].output], 0, None)
+            for level in self._heads()
+        ]
 
     def backward(self, slopes: Sequence[Any]) -> None:
         """All gradients, from those of the logits of each head."""
@@ -103,7 +110,9 @@ class Order:
 
     def _below(self, level: int) -> Any:
         """The map that decoder `level` samples up."""
-        return (self._decoders[level + 1] if level + 1 in self._decoders else self._encoders[-1]).output
+        return (
+            self._decoders[level + 1] if level + 1 in self._decoders else self._encoders[-1]
+        ).output
 
     def _decoder(self, level: int) -> Block:
         name, ups, total = f"decoder{level}", len(self.unet.up_parts(level)), None
@@ -116,7 +125,9 @@ class Order:
             total = self.convolve_part(f"{name}_conv1", entry, part, total, part == ups)
         return self._block(name, entry, first=total)
 
-    def _block(self, name: str, entry: List[Any], again: bool = False, first: Optional[Any] = None) -> Block:
+    def _block(
+        self, name: str, entry: List[Any], again: bool = False, first: Optional[Any] = None
+    ) -> Block:
         first = first or self.convolve(f"{name}_conv1", entry, again)
         second = self.convolve(f"{name}_conv2", [first], again)
         if not self.unet.residual:
@@ -146,23 +157,32 @@ class Order:
         name, block, below = f"decoder{level}", self._decoders[level], self._below(level)
         at_first, at_sum = self._through_block(name, block, at)
         if self.makes_again:
-            return self._through_parts(level, self.to_raw(f"{name}_conv1", block.first, at_first), at_sum)
-        self.split_kernel(f"{name}_conv1", block.entry)  # not into the memory that the next map leaves
+            return self._through_parts(
+                level, self.to_raw(f"{name}_conv1", block.first, at_first), at_sum
+            )
+        self.split_kernel(
+            f"{name}_conv1", block.entry
+        )  # not into the memory that the next map leaves
         self.filter_gradient(f"{name}_conv1", block.entry, at_first)
         at_up = self._at_entry(name, block.entry, 1, at_first, at_sum)
-        at_skip = self._at_entry(name, block.entry, 0, at_first, at_sum)  # now, as the block's last maps go with it
+        at_skip = self._at_entry(
+            name, block.entry, 0, at_first, at_sum
+        )  # now, as the block's last maps go with it
         of_up, at_below = self.up_gradients(level, below, 0, at_up)
         self.join_up_gradients(level, [of_up])
         return at_skip, at_below
 
     def _through_parts(self, level: int, at_first: Any, at_sum: Any) -> Tuple[Any, Any]:
-        """`_through_decoder` if the block's maps are made again, a part of the up-sampled map at a time."""
+        """`_through_decoder` if the block's maps are made again, a part of the up-sampled map at a
+        time."""
         name, below, at_below, of_ups = f"decoder{level}", self._below(level), None, []
         entry = [self._encoders[level].output if level else self._block_again(level).output]
         of_parts = [self.filter_gradient(f"{name}_conv1", entry, at_first, "/skip")]
         for part in range(len(self.unet.up_parts(level))):
             entry.append(self.up(level, below, part, True))
-            of_parts.append(self.filter_gradient(f"{name}_conv1", entry[-1:], at_first, f"/up{part}"))
+            of_parts.append(
+                self.filter_gradient(f"{name}_conv1", entry[-1:], at_first, f"/up{part}")
+            )
             at_up = self._at_entry(name, entry, part + 1, at_first, at_sum)
             of_up, at_part = self.up_gradients(level, below, part, at_up)
             of_ups.append(of_up)
@@ -172,7 +192,8 @@ class Order:
         return self._at_entry(name, entry, 0, at_first, at_sum), at_below
 
     def _through_block(self, name: str, block: Block, at: Any) -> Tuple[Any, Any]:
-        """Gradients of the first convolution's raw sum, and of the residual's sum, which is None without."""
+        """Gradients of the first convolution's raw sum, and of the residual's sum, which is None
+        without."""
         at_sum = None
         if self.unet.residual:
             at = at_sum = self.residual_gradient(name, block, at)
@@ -181,7 +202,9 @@ class Order:
         at_values = self.input_gradient(f"{name}_conv2", at_second, [block.first], 0, sums=True)
         return self.of_raw(f"{name}_conv1", block.first, at_values), at_sum
 
-    def _at_entry(self, name: str, entry: List[Any], part: int, at_first: Any, at_sum: Optional[Any]) -> Any:
+    def _at_entry(
+        self, name: str, entry: List[Any], part: int, at_first: Any, at_sum: Optional[Any]
+    ) -> Any:
         """The gradient of the values of a part of a block's entry."""
         at_values = self.input_gradient(f"{name}_conv1", at_first, entry, part)
         if at_sum is None:

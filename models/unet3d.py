@@ -93,14 +93,21 @@ class UNet3D(tf.keras.Model):
         # Weights are read once: an optimizer may change one during the pass.
         return computed(image, *map(tf.convert_to_tensor, read))
 
-    def loss_and_gradients(self, loss, image, target, share=1.0) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
-        """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the gradients of `share`
-        times the loss by `trainable_weights`. `loss` is an object as models/supervision.py has it."""
+    def loss_and_gradients(
+        self, loss, image, target, share=1.0
+    ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
+        """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the
+        gradients of `share` times the loss by `trainable_weights`. `loss` is an object as
+        models/supervision.py has it."""
         if operations.in_use():
             network = Pass(self, True)
             supervised = supervise(loss, target, network.forward(image))
             gradients = network.backward(supervised.slopes(share))
-            return supervised.loss, supervised.score, [gradients[weight.name] for weight in self.trainable_weights]
+            return (
+                supervised.loss,
+                supervised.score,
+                [gradients[weight.name] for weight in self.trainable_weights],
+            )
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
         supervised = supervise(loss, target, logits)
@@ -114,7 +121,9 @@ class UNet3D(tf.keras.Model):
 
     @classmethod
     def from_config(cls, config: Dict[str, Any], custom_objects: Any = None) -> "UNet3D":
-        model = build_unet3d(UNetConfig(**config["unet"]), tuple(config["shape"]), config["batch_size"])
+        model = build_unet3d(
+            UNetConfig(**config["unet"]), tuple(config["shape"]), config["batch_size"]
+        )
         for name in config["frozen"]:
             model.get_layer(name).trainable = False
         if "layers" not in config:  # a file from before these were named as Keras' own
@@ -136,14 +145,17 @@ FunctionalUNet3D.__name__ = "Functional"
 FunctionalUNet3D.__module__ = tf.keras.Model.__module__.replace("training", "functional")
 
 
-def build_unet3d(config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None) -> UNet3D:
-    """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and Cicek et al. 2016.
+def build_unet3d(
+    config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None
+) -> UNet3D:
+    """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and
+    Cicek et al. 2016.
 
-    Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in the same dtype;
-    with deep supervision a list of logits: the finest first, then each coarser decoder level, deepest first. The model
-    is compiled, fitted and saved as any of Keras' own; its losses and metrics take logits (cpu3d/training/losses.py has
-    some). Raises ValueError when the shape does not divide, and ImportError if tf.keras is not Keras 2.
-    """
+    Takes (batch, X, Y, Z, channels) in `config.dtype` and gives logits (batch, X, Y, Z, outputs) in
+    the same dtype; with deep supervision a list of logits: the finest first, then each coarser
+    decoder level, deepest first. The model is compiled, fitted and saved as any of Keras' own; its
+    losses and metrics take logits (cpu3d/training/losses.py has some). Raises ValueError when the
+    shape does not divide, and ImportError if tf.keras is not Keras 2."""
     _check_keras()
     image, logits = _built(config, shape, batch_size, _plain)
     return FunctionalUNet3D(config, image, logits)

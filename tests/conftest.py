@@ -15,7 +15,9 @@ from cpu3d.host.apply import apply
 from cpu3d.host.thread_plan import thread_plan
 from memory_estimator.host import read_host
 
-os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")  # the first test that computes would take a card for all of them
+os.environ.setdefault(
+    "CUDA_VISIBLE_DEVICES", "-1"
+)  # the first test that computes would take a card for all of them
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores: one thread each.
@@ -25,11 +27,13 @@ if "tensorflow" not in sys.modules:  # a second collection in one process finds 
     apply(thread_plan(read_host()))
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell starts background jobs so, and every process that a test starts and interrupts would inherit it.
+    # A shell starts background jobs so, and every process that a test starts and interrupts would
+    # inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The same examples every time, so that a change is judged by what it changes; and no limit on an example's time, which
-# says how busy the machine is. `--hypothesis-profile search` looks for others.
+# The same examples every time, so that a change is judged by what it changes; and no limit on an
+# example's time, which says how busy the machine is. `--hypothesis-profile search` looks for
+# others.
 hypothesis.settings.register_profile("steady", derandomize=True, deadline=None)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("steady")
@@ -37,7 +41,9 @@ hypothesis.settings.load_profile("steady")
 
 DATA_HOME = tempfile.mkdtemp(prefix="cpu3d-tests-")
 atexit.register(shutil.rmtree, DATA_HOME, ignore_errors=True)
-os.environ["XDG_DATA_HOME"] = DATA_HOME  # what runs show of this host is kept here, and not with the user's own
+os.environ["XDG_DATA_HOME"] = (
+    DATA_HOME  # what runs show of this host is kept here, and not with the user's own
+)
 
 
 @pytest.fixture(autouse=True)

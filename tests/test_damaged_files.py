@@ -1,10 +1,11 @@
-"""One file is damaged, and every command that reads it answers, and changes nothing but what it is there to write.
+"""One file is damaged, and every command that reads it answers, and changes nothing but what it is
+there to write.
 
     CPU3D_DAMAGED_FILES=3000 CPU3D_DAMAGED_SEED=7 ./run.sh test --all tests/test_damaged_files.py
 
-To answer is to end with a documented exit code, within two minutes and 2 GiB, and with a line that says why where the
-code is not 0. Which file is damaged, how, and what reads it follow from the seed and the name of the test.
-"""
+To answer is to end with a documented exit code, within two minutes and 2 GiB, and with a line that
+says why where the code is not 0. Which file is damaged, how, and what reads it follow from the seed
+and the name of the test."""
 
 import contextlib
 import fnmatch
@@ -39,16 +40,20 @@ pytestmark = pytest.mark.slow
 FILES = int(os.environ.get("CPU3D_DAMAGED_FILES", "320"))
 SEED = int(os.environ.get("CPU3D_DAMAGED_SEED", "0"))
 CODES = (0, 1, 2, 3, 4)
-"""What a command may end with; the other codes are of signals, lost workers and memory that runs out on the way."""
+"""What a command may end with; the other codes are of signals, lost workers and memory that runs
+out on the way."""
 MOST_S, MOST_BYTES = 120, 2 << 30
 
-# --- Damage to the bytes of any file, and to what is in JSON, NIfTI, npy and zip files that stay well-formed ---
+# --- Damage to the bytes of any file, and to what is in JSON, NIfTI, npy and zip files that stay
+# well-formed ---
 
 
 def flip_bits(content, rng):
     changed = bytearray(content)
     for _ in range(rng.choice([1, 8])):
-        changed[rng.randrange(rng.choice([len(content), min(len(content), 400)]))] ^= 1 << rng.randrange(8)
+        changed[rng.randrange(rng.choice([len(content), min(len(content), 400)]))] ^= (
+            1 << rng.randrange(8)
+        )
     return bytes(changed)
 
 
@@ -67,7 +72,24 @@ def not_utf8(content, rng):
 
 
 HUGE, DEEP = "@a number of 5,000 digits@", "@100,000 brackets@"
-INVALID = (None, True, -1, 0, 2.5, float("nan"), 10**30, HUGE, DEEP, "", "..", "a\0b", "\ud800", [], {}, [[1, 2], [3]])
+INVALID = (
+    None,
+    True,
+    -1,
+    0,
+    2.5,
+    float("nan"),
+    10**30,
+    HUGE,
+    DEEP,
+    "",
+    "..",
+    "a\0b",
+    "\ud800",
+    [],
+    {},
+    [[1, 2], [3]],
+)
 
 
 def changed(value, rng):
@@ -87,7 +109,11 @@ def changed(value, rng):
 
 
 def written(value):
-    text = json.dumps(value).replace(f'"{HUGE}"', "9" * 5000).replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000)
+    text = (
+        json.dumps(value)
+        .replace(f'"{HUGE}"', "9" * 5000)
+        .replace(f'"{DEEP}"', "[" * 100_000 + "]" * 100_000)
+    )
     return text.encode()
 
 
@@ -97,12 +123,20 @@ def change_json(content, rng):
     except ValueError:  # a value a line
         lines = content.splitlines(keepends=True)
         place = rng.randrange(len(lines))
-        return b"".join([*lines[:place], written(changed(json.loads(lines[place]), rng)), b"\n", *lines[place + 1 :]])
+        return b"".join(
+            [
+                *lines[:place],
+                written(changed(json.loads(lines[place]), rng)),
+                b"\n",
+                *lines[place + 1 :],
+            ]
+        )
 
 
 NIFTI1 = [("<i", 0), ("<i", 344), *[("<h", at) for at in (*range(40, 56, 2), 70, 72, 252, 254)]]
 NIFTI1 += [("<f", at) for at in (*range(76, 124, 4), *range(256, 328, 4))]
-"""Format and place of fields of the header: dim, datatype, pixdim, vox_offset, scaling, qform, sform, magic."""
+"""Format and place of fields of the header: dim, datatype, pixdim, vox_offset, scaling, qform,
+sform, magic."""
 
 
 def change_nifti(content, rng):
@@ -119,8 +153,21 @@ def change_nifti(content, rng):
 def change_npy(content, rng):
     """Another header of the same length."""
     end = 10 + struct.unpack("<H", content[8:10])[0]
-    descr = rng.choice(["'|O'", "'<f8'", "'>i2'", "'|V0'", "[('a', '<i2')]", "'x'", "'|u1'", "'<f4'"])
-    shape = rng.choice(["(1000000, 1000000)", "(-1,)", "(0,)", "()", "'x'", "(2.5,)", f"({2**62}, 4)", "(24, 24, 24)"])
+    descr = rng.choice(
+        ["'|O'", "'<f8'", "'>i2'", "'|V0'", "[('a', '<i2')]", "'x'", "'|u1'", "'<f4'"]
+    )
+    shape = rng.choice(
+        [
+            "(1000000, 1000000)",
+            "(-1,)",
+            "(0,)",
+            "()",
+            "'x'",
+            "(2.5,)",
+            f"({2**62}, 4)",
+            "(24, 24, 24)",
+        ]
+    )
     text = f"{{'descr': {descr}, 'fortran_order': {rng.choice(['False', 'True', '2'])}, 'shape': {shape}, }}"
     header = rng.choice([text, text, "(" * 100, "{}"]).encode()
     return content[:10] + header[: end - 11].ljust(end - 11) + b"\n" + content[end:]
@@ -134,10 +181,18 @@ def change_zip(content, rng):
     name, data = members[place]
     state = np.lib.format.read_array(io.BytesIO(members[0][1])).tobytes()
     made = io.BytesIO()
-    np.lib.format.write_array(made, np.frombuffer(written(changed(json.loads(state), rng)), np.uint8))
+    np.lib.format.write_array(
+        made, np.frombuffer(written(changed(json.loads(state), rng)), np.uint8)
+    )
     other = made.getvalue()
     members[place : place + 1] = rng.choice(
-        [[], [(name, change_npy(data, rng))], [(name, cut(data, rng))], [("../x.npy", data)], [(name, other)]]
+        [
+            [],
+            [(name, change_npy(data, rng))],
+            [(name, cut(data, rng))],
+            [("../x.npy", data)],
+            [(name, other)],
+        ]
     )
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])) as new:
@@ -166,7 +221,8 @@ INSTEAD = {
 
 
 def reseal(path, rng):
-    """A record of the store, or a field of its manifest, is changed, and all sums are made right again."""
+    """A record of the store, or a field of its manifest, is changed, and all sums are made right
+    again."""
     store = path.parent.parent if path.parent.name == "cases" else path.parent
     manifest = json.loads((store / "manifest.json").read_text())
     records = store / manifest["records"]["file"]
@@ -176,7 +232,9 @@ def reseal(path, rng):
         content = change_json(records.read_bytes(), rng)
         records.write_bytes(content)
         manifest["records"].update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-    (store / "manifest.json").write_bytes(written(sealed(manifest) if isinstance(manifest, dict) else manifest))
+    (store / "manifest.json").write_bytes(
+        written(sealed(manifest) if isinstance(manifest, dict) else manifest)
+    )
 
 
 def damage(path, rng):
@@ -204,9 +262,19 @@ COMPARE = f"compare --store store --out comparison --seeds 0 1 --epochs 1 {NET}"
 PREPARE = "prepare --workers 1 --dataset data --store"
 OF_DATA = (f"{PREPARE} new", f"{PREPARE} new --skip-bad --zero-nan", f"{PREPARE} store")
 OF_CASE = "prepare --workers 1 --dataset brats --store new --split 1 0 0 --skip-bad"
-OF_STORE = ("store verify {top} --workers 1", "store info {top}", "store append {top} --dataset data --workers 1")
+OF_STORE = (
+    "store verify {top} --workers 1",
+    "store info {top}",
+    "store append {top} --dataset data --workers 1",
+)
 OF_STORE += ("evaluate --run run --store {top} --out out", PREPARE + " {top}")
-OF_RUN = ("status --run run", "report --run run --out out/page.html", "estimate --run run", TRAIN, PREDICT)
+OF_RUN = (
+    "status --run run",
+    "report --run run --out out/page.html",
+    "estimate --run run",
+    TRAIN,
+    PREDICT,
+)
 OF_RUN += ("evaluate --run run --out out", "compare --runs run other --out out")
 TARGETS = {
     "data set": (16, ("data/dataset.json", "data/*Tr/*"), OF_DATA),
@@ -216,12 +284,20 @@ TARGETS = {
     "packed store": (8, ("packed/*.json*", "packed/cases/*"), OF_STORE[:-1]),
     "store begun": (8, ("begun/*", "begun/cases/*"), OF_STORE[-1:]),
     "run": (16, ("run/*.json*", "run/heartbeats/*", "run/evaluation/scores.json"), OF_RUN),
-    "checkpoint": (12, ("run/checkpoints/*",), (PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN)),
+    "checkpoint": (
+        12,
+        ("run/checkpoints/*",),
+        (PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN),
+    ),
     "comparison": (3, ("comparison/compare.json",), (COMPARE,)),
-    "calibration": (3, ("calibration.json",), ("estimate --calibration calibration.json --shape 64 64 64",)),
+    "calibration": (
+        3,
+        ("calibration.json",),
+        ("estimate --calibration calibration.json --shape 64 64 64",),
+    ),
 }
-"""Of a hundred damaged files so many are of a kind, which one of the commands reads: {file} is the damaged path,
-{parent} its folder, {top} the folder at the top that holds it."""
+"""Of a hundred damaged files so many are of a kind, which one of the commands reads: {file} is the
+damaged path, {parent} its folder, {top} the folder at the top that holds it."""
 WRITES = {
     **dict.fromkeys(("predict", "evaluate", "report"), ("out/*",)),
     "prepare": ("new/*", "begun/*", "packed/*", "store/*"),
@@ -241,7 +317,9 @@ def call(command):
 
 
 def no_process(*arguments, **more):
-    raise InputError("a run must be trained and scored already, got one that is not; no process is started here")
+    raise InputError(
+        "a run must be trained and scored already, got one that is not; no process is started here"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +342,9 @@ def make_all():
         label, _ = read_volume(f"data/labelsTr/BRATS_00{number}.nii.gz")
         case = Path(f"brats/BraTS-GLI-0000{number}-000")
         case.mkdir(parents=True)
-        for name, volume in zip(("t2f", "t1n", "t1c", "t2w", "seg"), (*np.moveaxis(image, -1, 0), label)):
+        for name, volume in zip(
+            ("t2f", "t1n", "t1c", "t2w", "seg"), (*np.moveaxis(image, -1, 0), label)
+        ):
             write_volume(case / f"{case.name}-{name}.nii.gz", volume, geometry)
     assert call(f"{PREPARE} store --split 0.6 0.2 0.2") == 0
     assert call(f"{PREPARE} packed --split 0.6 0.2 0.2 --format b2nd") == 0
@@ -304,16 +384,21 @@ def content_of(root):
     """Path -> what lies there; only regular files are opened."""
     modes = {path: path.lstat().st_mode for path in root.rglob("*")}
     return {
-        path.relative_to(root).as_posix(): path.read_bytes() if stat.S_ISREG(mode) else stat.S_IFMT(mode)
+        path.relative_to(root).as_posix(): path.read_bytes()
+        if stat.S_ISREG(mode)
+        else stat.S_IFMT(mode)
         for path, mode in modes.items()
         if not stat.S_ISDIR(mode)
     }
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [(name, i) for name, (share, *_) in TARGETS.items() for i in range(-(-FILES * share // 100))]
+    ("name", "number"),
+    [(name, i) for name, (share, *_) in TARGETS.items() for i in range(-(-FILES * share // 100))],
 )
-def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, root, monkeypatch, capsys):
+def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
+    name, number, root, monkeypatch, capsys
+):
     shutil.rmtree(root)
     shutil.copytree(root.with_name("whole"), root)
     monkeypatch.chdir(root)
@@ -328,7 +413,9 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, ro
         with limits():
             code = call(command)
     except BaseException:
-        pytest.fail(f"{way} of {file}, then {command}:\n{traceback.format_exc()[-3000:]}", pytrace=False)
+        pytest.fail(
+            f"{way} of {file}, then {command}:\n{traceback.format_exc()[-3000:]}", pytrace=False
+        )
     printed, after = "".join(capsys.readouterr()), content_of(root)
     about = f"{way} of {file}, then {command}: {code}\n{printed[-2000:]}"
     assert code in CODES, about
@@ -342,9 +429,13 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(name, number, ro
         assert any(fnmatch.fnmatch(name, pattern) for pattern in may), f"{name} is changed: {about}"
         if fnmatch.fnmatch(name, "*/cases/*") and name in before:
             assert after.get(name) == whole[name], f"{name} is changed: {about}"
-    if code == 0 and command.startswith(PREPARE) and way != "reseal":  # the other cases are what they were
+    if (
+        code == 0 and command.startswith(PREPARE) and way != "reseal"
+    ):  # the other cases are what they were
         new, old = open_store(command.split()[6]), open_store(root.with_name("whole") / "store")
-        assert "Nothing to do" in printed or call(f"store verify {new.folder} --workers 1") == 0, about
+        assert "Nothing to do" in printed or call(f"store verify {new.folder} --workers 1") == 0, (
+            about
+        )
         for record in new.manifest.cases:
             same = record.image_voxels_sha256 == old.case(record.case_id).image_voxels_sha256
             assert same or path.name.startswith(record.case_id), about

@@ -64,7 +64,8 @@ def test_only_the_whole_demo_is_cut_to_its_minutes(commands):
 def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone(commands):
     plain, lean = (commands(smoke=True, policy=policy) for policy in (None, "lean"))
     of_plain, of_lean = (
-        {word for line in calls for word in line if word.startswith("out/")} for calls in (plain, lean)
+        {word for line in calls for word in line if word.startswith("out/")}
+        for calls in (plain, lean)
     )
     assert of_lean - of_plain == {"out/smoke/run-lean", "out/smoke/predictions-lean"}
     assert of_plain - of_lean == {"out/smoke/run", "out/smoke/predictions"}
@@ -76,7 +77,11 @@ def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone(comm
     [
         (KeyboardInterrupt(), 130, "interrupted: the same command continues"),
         (Interrupted("saved", signal.SIGTERM), 143, "interrupted: saved"),
-        (InputError("store must hold", "run must hold"), 2, "error: store must hold\nerror: run must hold"),
+        (
+            InputError("store must hold", "run must hold"),
+            2,
+            "error: store must hold\nerror: run must hold",
+        ),
         (DivergedError("loss must be finite"), 4, "error: loss must be finite"),
         (NotRegularError(0, "a FIFO", "x"), 2, "error: x must be a regular file, got a FIFO"),
         (ModuleNotFoundError(name="tensorflow"), 2, "error: tensorflow must be installed"),
@@ -84,7 +89,9 @@ def test_a_demo_under_a_policy_leaves_the_other_s_run_and_predictions_alone(comm
         (MemoryError(), 1, "error: memory must suffice for the command"),
     ],
 )
-def test_the_command_line_and_the_heartbeat_end_with_one_code(error, code, line, monkeypatch, capsys):
+def test_the_command_line_and_the_heartbeat_end_with_one_code(
+    error, code, line, monkeypatch, capsys
+):
     def fails(options):
         raise error
 
@@ -96,8 +103,13 @@ def test_the_command_line_and_the_heartbeat_end_with_one_code(error, code, line,
 def test_a_demo_is_of_no_cluster_that_is_left_over(monkeypatch, tmp_path):
     import cpu3d.__main__
 
-    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
+    monkeypatch.setenv(
+        "TF_CONFIG",
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}',
+    )
     seen = []
-    monkeypatch.setattr(cpu3d.__main__, "main", lambda command: seen.append(os.environ.get("TF_CONFIG")) or 0)
+    monkeypatch.setattr(
+        cpu3d.__main__, "main", lambda command: seen.append(os.environ.get("TF_CONFIG")) or 0
+    )
     assert demo.run(demo.Options(out=tmp_path, smoke=True)) == 0
     assert set(seen) == {None}

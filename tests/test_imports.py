@@ -1,4 +1,5 @@
-"""Importing a command does nothing and needs no TensorFlow; rooms import only from those before them."""
+"""Importing a command does nothing and needs no TensorFlow; rooms import only from those before
+them."""
 
 import ast
 import graphlib
@@ -18,7 +19,8 @@ def sources(*places):
 
 
 def test_keras_is_reached_through_tensorflow_alone():
-    """`import keras` is Keras 3 beside TensorFlow 2.16 and later; tf.keras is Keras 2 on both engines."""
+    """`import keras` is Keras 3 beside TensorFlow 2.16 and later; tf.keras is Keras 2 on both
+    engines."""
     paths = sources("models", "memory_estimator", "cpu3d", "tests")
     packages = [(path.name, name.partition(".")[0]) for path in paths for name in imported(path)]
     assert [pair for pair in packages if pair[1] in ("keras", "tf_keras")] == []
@@ -36,10 +38,15 @@ assert threading.active_count() == 1, threading.enumerate()
 
 
 def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_nothing():
-    """A laptop plans, prepares, scores and reports without it, and a command sets up the host before it is there."""
+    """A laptop plans, prepares, scores and reports without it, and a command sets up the host
+    before it is there."""
     estimator = [path.relative_to(ROOT).with_suffix("") for path in sources("memory_estimator")]
-    names = [".".join(path.parts) for path in estimator if path.stem not in ("__init__", "__main__")]
-    names += [module for module, _ in COMMANDS.values()] + list(AFTER.values()) + list(INSTEAD.values())
+    names = [
+        ".".join(path.parts) for path in estimator if path.stem not in ("__init__", "__main__")
+    ]
+    names += (
+        [module for module, _ in COMMANDS.values()] + list(AFTER.values()) + list(INSTEAD.values())
+    )
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *names],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -53,8 +60,27 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
 # --- The order of rooms ---
 
 ORDER = (
-    *({"models"}, {"memory_estimator"}, {"errors"}, {"util"}, {"data"}, {"pages"}, {"host"}, {"settings"}, {"run"}),
-    *({"plan"}, {"distributed"}, {"processes"}, {"training"}, {"inference"}, {"report"}, {"folds"}, {"compare"}),
+    *(
+        {"models"},
+        {"memory_estimator"},
+        {"errors"},
+        {"util"},
+        {"data"},
+        {"pages"},
+        {"host"},
+        {"settings"},
+        {"run"},
+    ),
+    *(
+        {"plan"},
+        {"distributed"},
+        {"processes"},
+        {"training"},
+        {"inference"},
+        {"report"},
+        {"folds"},
+        {"compare"},
+    ),
     *({"bench"}, {"__main__", "demo"}),
 )
 """Rooms beside each other stand in one set."""
@@ -80,7 +106,9 @@ def imported(path):
 
 
 PATHS = sources("models", "memory_estimator", "cpu3d")
-IMPORTS = {".".join(path.relative_to(ROOT).with_suffix("").parts): set(imported(path)) for path in PATHS}
+IMPORTS = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): set(imported(path)) for path in PATHS
+}
 
 
 def test_rooms_import_only_from_those_before_them():
@@ -89,4 +117,6 @@ def test_rooms_import_only_from_those_before_them():
 
 
 def test_no_modules_import_each_other_in_a_circle():
-    graphlib.TopologicalSorter({module: names & set(IMPORTS) for module, names in IMPORTS.items()}).prepare()
+    graphlib.TopologicalSorter(
+        {module: names & set(IMPORTS) for module, names in IMPORTS.items()}
+    ).prepare()

@@ -13,10 +13,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path):
-    cells = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8"))["cells"]
+    cells = json.loads((ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8"))[
+        "cells"
+    ]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     lines = [line for line in "\n".join(code).splitlines() if not line.startswith("%")]
-    environment = {**os.environ, "FOLDER": str(tmp_path), "MPLBACKEND": "Agg", "XDG_DATA_HOME": str(tmp_path)}
+    environment = {
+        **os.environ,
+        "FOLDER": str(tmp_path),
+        "MPLBACKEND": "Agg",
+        "XDG_DATA_HOME": str(tmp_path),
+    }
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],
         cwd=ROOT,
@@ -27,5 +34,8 @@ def test_the_notebook_runs(tmp_path):
     )
     assert done.returncode == 0
     assert "the saved model predicts the same" in done.stdout
-    before, after = (float(part.split()[-1]) for part in done.stdout.split("loss ")[-1].splitlines()[0].split("->"))
+    before, after = (
+        float(part.split()[-1])
+        for part in done.stdout.split("loss ")[-1].splitlines()[0].split("->")
+    )
     assert after < before

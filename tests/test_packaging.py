@@ -49,14 +49,23 @@ def wheel(tmp_path_factory):
         quick["CC"] = str(folder / "cc")
     flags = ("-q", "--no-deps", "--no-build-isolation", "--no-index")
     command = [sys.executable, "-m", "pip", "wheel", *flags, "./sources"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300, env={**os.environ, **quick})
+    subprocess.run(
+        command,
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        timeout=300,
+        env={**os.environ, **quick},
+    )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as file:
         yield file
 
 
 def about(wheel, name):
     """Text of a file of the wheel's metadata."""
-    return wheel.read(next(member for member in wheel.namelist() if member.endswith(f".dist-info/{name}"))).decode()
+    return wheel.read(
+        next(member for member in wheel.namelist() if member.endswith(f".dist-info/{name}"))
+    ).decode()
 
 
 def test_the_wheel_holds_every_file_of_the_packages_the_version_and_both_commands(wheel):
@@ -68,20 +77,30 @@ def test_the_wheel_holds_every_file_of_the_packages_the_version_and_both_command
     assert set(scripts["console_scripts"]) == {"cpu3d", "memory-estimator"}
 
 
-@pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="kernels are for Linux x86-64")
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="kernels are for Linux x86-64"
+)
 def test_the_wheel_carries_the_built_operations(wheel, tmp_path):
     if not shutil.which("cc"):
         pytest.skip("needs a C compiler")
     assert wheel.filename.endswith("-py3-none-linux_x86_64.whl")
     wheel.extractall(tmp_path)
-    code = "from models.native import operations; print(operations.__file__, operations.available())"
+    code = (
+        "from models.native import operations; print(operations.__file__, operations.available())"
+    )
     nowhere = {**os.environ, "PATH": "", "PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=120
+    )
     usable = "avx2" in Path("/proc/cpuinfo").read_text().split()
-    assert done.stdout.split() == [str(tmp_path / "models/native/operations.py"), str(usable)], done.stderr
+    assert done.stdout.split() == [str(tmp_path / "models/native/operations.py"), str(usable)], (
+        done.stderr
+    )
     command = [sys.executable, "-m", "cpu3d.data.native.samples"]
-    done = subprocess.run(command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=120
+    )
     assert ("note: NumPy makes samples" in done.stderr) != usable
 
 
@@ -96,20 +115,33 @@ runpy.run_path("setup.py")
 def test_without_a_compiler_the_wheel_is_for_every_platform(wheel, tmp_path):
     wheel.extractall(tmp_path, [name for name in wheel.namelist() if "/built/" not in name])
     shutil.copy(ROOT / "setup.py", tmp_path)
-    command, nowhere = [sys.executable, "-c", WITHOUT_COMPILER], {**os.environ, "PATH": "", "CC": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=60)
+    command, nowhere = (
+        [sys.executable, "-c", WITHOUT_COMPILER],
+        {**os.environ, "PATH": "", "CC": ""},
+    )
+    done = subprocess.run(
+        command, cwd=tmp_path, env=nowhere, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1:] == ["{'options': {}}"], done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "usage"),
-    [("memory_estimator --help", "usage: memory-estimator "), ("cpu3d train --help", "usage: cpu3d train ")],
+    [
+        ("memory_estimator --help", "usage: memory-estimator "),
+        ("cpu3d train --help", "usage: cpu3d train "),
+    ],
 )
 def test_what_pip_installs_calls_itself_as_its_user_types_it(wheel, tmp_path, words, usage):
     wheel.extractall(tmp_path)
-    where = {**os.environ, "PYTHONPATH": str(tmp_path)}  # before the folder that these tests import from
+    where = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+    }  # before the folder that these tests import from
     command = [sys.executable, "-m", *words.split()]
-    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.startswith(usage), done.stderr
     assert "run.sh" not in done.stdout
     assert "python -m" not in done.stdout
@@ -124,11 +156,19 @@ def test_what_pip_installs_calls_itself_as_its_user_types_it(wheel, tmp_path, wo
     ],
 )
 def test_the_requirements_files_pin_what_the_wheel_asks_for(wheel, extras, file):
-    lines = re.findall(r"^[A-Za-z].*?(?=\s+#|$)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(
+        r"^[A-Za-z].*?(?=\s+#|$)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE
+    )
     pins = {canonicalize_name(pin.name): str(pin.specifier)[2:] for pin in map(Requirement, lines)}
-    asked = map(Requirement, email.message_from_string(about(wheel, "METADATA")).get_all("Requires-Dist"))
+    asked = map(
+        Requirement, email.message_from_string(about(wheel, "METADATA")).get_all("Requires-Dist")
+    )
     for need in asked:
-        of = [extra for extra in extras if (need.marker.evaluate({"extra": extra}) if need.marker else not extra)]
+        of = [
+            extra
+            for extra in extras
+            if (need.marker.evaluate({"extra": extra}) if need.marker else not extra)
+        ]
         if of and need.name != "cpu3d":
             assert need.specifier.contains(pins[canonicalize_name(need.name)]), need
 

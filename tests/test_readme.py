@@ -1,4 +1,5 @@
-"""The commands, files and links in the README and the pages exist; names and all that users read are in plain words."""
+"""The commands, files and links in the README and the pages exist; names and all that users read
+are in plain words."""
 
 import ast
 import re
@@ -22,10 +23,13 @@ def test_every_subcommand_that_the_readme_names_exists():
 
 
 def shown_commands(path):
-    """The command lines that a page or a docstring shows, without ./run.sh; those in backticks only with options."""
+    """The command lines that a page or a docstring shows, without ./run.sh; those in backticks only
+    with options."""
     text = re.sub(r"\\+\n\s*", "", path.read_text(encoding="utf-8"))
     lines = re.findall(r"^(?:Examples?:)?\s*\./run\.sh ([a-z].*)$", text, re.MULTILINE)
-    return lines + (re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text) if path.suffix == ".md" else [])
+    return lines + (
+        re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text) if path.suffix == ".md" else []
+    )
 
 
 def check(words):
@@ -40,10 +44,16 @@ def check(words):
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODULES = [path for room in ("cpu3d", "memory_estimator", "models") for path in sorted((ROOT / room).rglob("*.py"))]
+MODULES = [
+    path
+    for room in ("cpu3d", "memory_estimator", "models")
+    for path in sorted((ROOT / room).rglob("*.py"))
+]
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES + MODULES if shown_commands(path)], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [path for path in PAGES + MODULES if shown_commands(path)], ids=lambda path: path.name
+)
 def test_every_command_line_that_is_shown_is_one(path, capsys):
     refused = []
     for line in shown_commands(path):
@@ -61,7 +71,15 @@ NOT_PLAIN = re.compile(
 )
 
 
-TEXTS = ("CHANGELOG.md", "docs/*/*.md", "run.sh", ".ci/*", "examples/*.py", "cpu3d/*/*.j[2s]", "models/native/*.[ch]")
+TEXTS = (
+    "CHANGELOG.md",
+    "docs/*/*.md",
+    "run.sh",
+    ".ci/*",
+    "examples/*.py",
+    "cpu3d/*/*.j[2s]",
+    "models/native/*.[ch]",
+)
 
 
 def test_users_read_plain_words():
@@ -70,9 +88,17 @@ def test_users_read_plain_words():
     texts = [(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
     for path in MODULES:
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        literals = (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+        literals = (
+            node.value
+            for node in nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
         texts += [(str(path.relative_to(ROOT)), text) for text in literals]
-    not_plain = [(name, words) for name, text in texts for words in NOT_PLAIN.findall(" ".join(text.lower().split()))]
+    not_plain = [
+        (name, words)
+        for name, text in texts
+        for words in NOT_PLAIN.findall(" ".join(text.lower().split()))
+    ]
     assert not_plain == []
 
 
@@ -84,16 +110,26 @@ def test_no_name_is_a_pronoun():
     bad = []
     for path in MODULES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = {getattr(node, field, None) for field in ("id", "arg", "attr", "name")} & PRONOUNS
+            names = {
+                getattr(node, field, None) for field in ("id", "arg", "attr", "name")
+            } & PRONOUNS
             bad += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in names]
     assert bad == []
 
 
 def test_the_tree_has_every_room():
-    named = re.findall(r"^ *([a-z_0-9]+)/", README.split("## Where things are")[1].split("```")[1], re.MULTILINE)
-    rooms = [path.name for path in (ROOT / "cpu3d").iterdir() if path.is_dir() and path.name != "__pycache__"]
+    named = re.findall(
+        r"^ *([a-z_0-9]+)/", README.split("## Where things are")[1].split("```")[1], re.MULTILINE
+    )
+    rooms = [
+        path.name
+        for path in (ROOT / "cpu3d").iterdir()
+        if path.is_dir() and path.name != "__pycache__"
+    ]
     assert set(rooms) <= set(named)
-    assert [name for name in named if not (ROOT / name).is_dir() and not any(ROOT.glob(f"*/{name}"))] == []
+    assert [
+        name for name in named if not (ROOT / name).is_dir() and not any(ROOT.glob(f"*/{name}"))
+    ] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

@@ -1,4 +1,5 @@
-"""run.sh with made Pythons on a made PATH: which it takes, what it installs, what it says. No network."""
+"""run.sh with made Pythons on a made PATH: which it takes, what it installs, what it says. No
+network."""
 
 import os
 import shutil
@@ -57,7 +58,12 @@ class Sandbox(NamedTuple):
             [str(script or self.root / "run.sh"), *arguments],
             user=user,
             cwd=cwd or self.root,
-            env={"PATH": str(self.bin), "HOME": str(self.root), "JOURNAL": str(self.journal), **environment},
+            env={
+                "PATH": str(self.bin),
+                "HOME": str(self.root),
+                "JOURNAL": str(self.journal),
+                **environment,
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -65,8 +71,11 @@ class Sandbox(NamedTuple):
         )
 
     def installing(self, *arguments, **environment):
-        """Start ./run.sh; the process, once pip installs, which it does until there is a file "pip may end"."""
-        process = self.start(*arguments, STUB_PIP_WAITS=str(self.bin / "pip may end"), **environment)
+        """Start ./run.sh; the process, once pip installs, which it does until there is a file "pip
+        may end"."""
+        process = self.start(
+            *arguments, STUB_PIP_WAITS=str(self.bin / "pip may end"), **environment
+        )
         while not (self.journal.exists() and self.journal.read_text()):
             time.sleep(0.05)
         return process
@@ -121,10 +130,19 @@ def test_the_python_with_the_fastest_engine_is_taken(sandbox, versions, chosen):
         ("3.11", "linux-x86_64", "avx", [], 0, "exists for Linux on x86-64 CPUs with AVX2"),
         ("3.9", "linux-aarch64", "avx2", [], 1, "CPython 3.10 to 3.13 must be installed"),
         ("3.11", "linux-x86_64", "none", [], 1, "must have AVX"),
-        ("3.12", "linux-aarch64", "none", ["--gpu"], 1, "must run on Linux x86-64, for which TensorFlow"),
+        (
+            "3.12",
+            "linux-aarch64",
+            "none",
+            ["--gpu"],
+            1,
+            "must run on Linux x86-64, for which TensorFlow",
+        ),
     ],
 )
-def test_without_a_wheel_the_second_engine_is_set_up_or_refused(sandbox, version, platform, cpu, options, code, words):
+def test_without_a_wheel_the_second_engine_is_set_up_or_refused(
+    sandbox, version, platform, cpu, options, code, words
+):
     sandbox.python("python3", version, platform=platform, cpu=cpu)
     done, printed = sandbox.run("setup", *options)
     assert (done, words in printed) == (code, True), printed
@@ -135,17 +153,25 @@ def test_without_a_wheel_the_second_engine_is_set_up_or_refused(sandbox, version
 def test_latest_and_gpu_make_another_environment_and_a_plain_setup_goes_back(sandbox):
     sandbox.python("python3.9", "3.9")
     sandbox.python("python3.12", "3.12")
-    for words, chosen in ((["--latest"], "requirements-latest.txt 3.12"), ([], "requirements.txt 3.9")):
+    for words, chosen in (
+        (["--latest"], "requirements-latest.txt 3.12"),
+        ([], "requirements.txt 3.9"),
+    ):
         assert sandbox.run("setup", *words)[0] == 0
         assert sandbox.installed() == chosen
         left_over = sandbox.root / ".venv/left-over"
         assert not left_over.exists()
         left_over.touch()
     code, printed = sandbox.run("setup", "--gpu")
-    assert (code, "TensorFlow 2.21 with CUDA" in printed, left_over.exists()) == (0, True, False), printed
+    assert (code, "TensorFlow 2.21 with CUDA" in printed, left_over.exists()) == (0, True, False), (
+        printed
+    )
     assert sandbox.installed() == "requirements-gpu.txt 3.12"
     sandbox.calls()
-    for changed in ("requirements-gpu.txt", "requirements-latest.txt"):  # the one includes the other
+    for changed in (
+        "requirements-gpu.txt",
+        "requirements-latest.txt",
+    ):  # the one includes the other
         with (sandbox.root / changed).open("a") as file:
             file.write("# changed\n")
         assert sandbox.run("train")[0] == 0
@@ -179,7 +205,10 @@ def test_the_python_variable_wins(sandbox):
     ("arguments", "call"),
     [
         ([], "-m cpu3d demo"),
-        (["prepare", "--dataset", "a b", "--store", "s"], "-m cpu3d prepare --dataset a b --store s"),
+        (
+            ["prepare", "--dataset", "a b", "--store", "s"],
+            "-m cpu3d prepare --dataset a b --store s",
+        ),
         (["test", "--all", "-x"], "-m pytest -n auto --maxprocesses 4 -m  -x"),
     ],
 )
@@ -289,7 +318,9 @@ def test_a_python_that_is_gone_is_named_to_who_cannot_make_the_environment_again
 def test_an_estimate_needs_no_environment_where_a_python_has_what_it_takes(sandbox, tmp_path):
     sandbox.python("python3", "3.11")
     assert sandbox.run("estimate", "--shape", "8", "8", "8", cwd=tmp_path) == (0, "")
-    assert sandbox.calls() == [f"python3 -m memory_estimator --shape 8 8 8 [{tmp_path}] [{sandbox.root}]"]
+    assert sandbox.calls() == [
+        f"python3 -m memory_estimator --shape 8 8 8 [{tmp_path}] [{sandbox.root}]"
+    ]
     assert sandbox.run("estimate", STUB_EXIT="3")[0] == 3  # the exit code is the subcommand's
     assert not (sandbox.root / ".venv").exists()
     assert sandbox.run("estimate", STUB_WITHOUT_RICH="1")[0] == 0
@@ -301,7 +332,9 @@ def test_a_second_run_installs_nothing_until_the_requirements_change(sandbox):
     sandbox.run("setup")
     sandbox.calls()
     assert sandbox.run("setup") == (0, "Ready: .venv has Python 3.11 and requirements.txt.\n")
-    (sandbox.bin / "python3.11").rename(sandbox.bin / "away")  # a finished environment needs no other Python
+    (sandbox.bin / "python3.11").rename(
+        sandbox.bin / "away"
+    )  # a finished environment needs no other Python
     assert sandbox.run("train") == (0, "")
     assert not [line for line in sandbox.calls() if line.startswith("pip")]
     (sandbox.bin / "away").rename(sandbox.bin / "python3.11")
@@ -343,7 +376,11 @@ def test_a_lock_that_does_not_change_is_named_with_the_way_out(sandbox):
     lock.mkdir()
     (lock / "holder").write_text("process 7 on node-3 (40 s so far)\n")
     code, printed = sandbox.run("setup")
-    assert (code, "process 7 on node-3" in printed, f"rm -r '{lock}'" in printed) == (1, True, True), printed
+    assert (code, "process 7 on node-3" in printed, f"rm -r '{lock}'" in printed) == (
+        1,
+        True,
+        True,
+    ), printed
     assert not (sandbox.root / ".venv").exists()
     shutil.rmtree(lock)
     assert sandbox.run("setup")[0] == 0
@@ -353,7 +390,9 @@ def test_a_lock_that_does_not_change_is_named_with_the_way_out(sandbox):
     ("words", "python", "chosen"),
     [(["--gpu"], "python3.12", "requirements-gpu.txt 3.12"), ([], "mine", "requirements.txt 3.10")],
 )
-def test_any_command_completes_a_setup_that_was_cut_with_its_engine_and_its_python(sandbox, words, python, chosen):
+def test_any_command_completes_a_setup_that_was_cut_with_its_engine_and_its_python(
+    sandbox, words, python, chosen
+):
     sandbox.python("python3.11", "3.11")
     sandbox.run("setup")  # an environment of another engine was there before
     sandbox.calls()
@@ -382,7 +421,11 @@ def test_an_environment_of_unknown_making_or_without_its_python_is_made_again(sa
 
 def test_help_needs_nothing_and_setup_refuses_what_it_does_not_know(sandbox):
     code, printed = sandbox.run("--help")
-    assert (code, "./run.sh prepare --dataset" in printed, (sandbox.root / ".venv").exists()) == (0, True, False)
+    assert (code, "./run.sh prepare --dataset" in printed, (sandbox.root / ".venv").exists()) == (
+        0,
+        True,
+        False,
+    )
     code, printed = sandbox.run("setup", "--fast")
     assert (code, "got --fast" in printed) == (2, True)
 
@@ -390,7 +433,9 @@ def test_help_needs_nothing_and_setup_refuses_what_it_does_not_know(sandbox):
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a Python that run.sh does not take")
 def test_the_probe_is_answered_by_a_real_python(sandbox):
     probe = (ROOT / "run.sh").read_text().split("probe='")[1].split("'\n")[0]
-    answer = subprocess.run([sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True, check=True).stdout.split()
+    answer = subprocess.run(
+        [sys.executable, "-c", probe], stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
     assert answer[0] == f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert answer[1] in ("venv", "bare")
     assert len(answer) == 4

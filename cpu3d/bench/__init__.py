@@ -1,4 +1,5 @@
-"""Measure time and memory of the project's parts, each measurement in a fresh process; use a quiet machine.
+"""Measure time and memory of the project's parts, each measurement in a fresh process; use a quiet
+machine.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh bench tables --records records

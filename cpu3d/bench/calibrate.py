@@ -3,10 +3,10 @@
     ./run.sh calibrate
     ./run.sh calibrate --all --out other.json
 
-Measures training steps of two networks of 96^3 voxels in each dtype, each in a fresh process, in about a minute for
-each engine. The ratio of measured to predicted seconds replaces an earlier one of this host, and estimates use it. With
---out it is written to a file instead. Run it while no other program computes.
-"""
+Measures training steps of two networks of 96^3 voxels in each dtype, each in a fresh process, in
+about a minute for each engine. The ratio of measured to predicted seconds replaces an earlier one
+of this host, and estimates use it. With --out it is written to a file instead. Run it while no
+other program computes."""
 
 import itertools
 import os
@@ -41,9 +41,13 @@ NETWORKS = ({"filters": 16}, {"filters": 8})
 class Options:
     """The options of `calibrate`."""
 
-    engine: Optional[str] = option(None, "engine to measure (default: the one that `train` would use)", choices=ENGINES)
+    engine: Optional[str] = option(
+        None, "engine to measure (default: the one that `train` would use)", choices=ENGINES
+    )
     all: bool = option(False, help="measure every engine that is installed, a minute each")
-    out: Optional[Path] = option(None, "write to FILE for `estimate --calibration FILE`, instead of keeping it", "FILE")
+    out: Optional[Path] = option(
+        None, "write to FILE for `estimate --calibration FILE`, instead of keeping it", "FILE"
+    )
 
 
 OPTIONS = (Options,)
@@ -63,14 +67,20 @@ def run(options: Options) -> int:
     jobs = [Job(UNetConfig(**unet, dtype=dtype), SHAPE) for dtype in DTYPES for unet in NETWORKS]
     with bar("calibrate", total=len(engines) * len(jobs)) as advance:
         for engine, job in itertools.product(engines, jobs):
-            busy = max(busy, psutil.cpu_percent(0.5) / 100)  # of other programs: nothing of ours runs
-            record = in_fresh_process(measure, request_for(job, engine=engine, threads=None, steps=STEPS))
+            busy = max(
+                busy, psutil.cpu_percent(0.5) / 100
+            )  # of other programs: nothing of ours runs
+            record = in_fresh_process(
+                measure, request_for(job, engine=engine, threads=None, steps=STEPS)
+            )
             measured.append((job_of_record(record), record["step_s"], record["process_peak_bytes"]))
             advance()
     keep_calibration(path, measured, host, quiet=busy <= QUIET_SHARE)
     for dtype, scale in load_constants(path).scales.items():
         say(f"{dtype}: {scale.scale:.2f} of the predicted seconds", stderr=False)
     if busy > QUIET_SHARE:
-        say(f"warning: other programs took {busy:.0%} of the CPUs, so times are too long; calibrate again later")
+        say(
+            f"warning: other programs took {busy:.0%} of the CPUs, so times are too long; calibrate again later"
+        )
     say(f"written after {time.perf_counter() - begin:.0f} s: {path}", stderr=False)
     return 0

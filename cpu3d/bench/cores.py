@@ -155,7 +155,9 @@ def seconds_on_paper(
             call.threads = count
             library.native_time_on_paper(1)
             if library.native_run(None, call):
-                raise InputError("memory must suffice for an operation, got too little; end other programs")
+                raise InputError(
+                    "memory must suffice for an operation, got too little; end other programs"
+                )
             seconds = library.native_time_on_paper(0)
             if number:
                 best[str(count)] = min(best[str(count)], seconds)

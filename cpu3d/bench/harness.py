@@ -1,8 +1,8 @@
-"""The harness of all benchmarks: work in fresh processes, commands of peers, and the output of a result.
+"""The harness of all benchmarks: work in fresh processes, commands of peers, and the output of a
+result.
 
-`python -m cpu3d.bench.harness MODULE FUNCTION '{"shape": ...}'` is one measuring process: it calls the function with
-the JSON and prints its result as the last line.
-"""
+`python -m cpu3d.bench.harness MODULE FUNCTION '{"shape": ...}'` is one measuring process: it calls
+the function with the JSON and prints its result as the last line."""
 
 import contextlib
 import importlib
@@ -76,18 +76,24 @@ def host_of(record: Result) -> str:
 
 
 def in_fresh_process(work: Callable[[Dict[str, Any]], Result], request: Dict[str, Any]) -> Result:
-    """The result of `work(request)` in a new process, where nothing was allocated or compiled before."""
+    """The result of `work(request)` in a new process, where nothing was allocated or compiled
+    before."""
     command = [sys.executable, "-m", "cpu3d.bench.harness", work.__module__, work.__qualname__]
     return run_command([*command, json.dumps(request, default=str)], f"bench, {work.__name__},")
 
 
 def set_up_for(request: Dict[str, Any]) -> Tuple[Any, Result]:
-    """TensorFlow with the "engine" and "threads" of a request, and the FACTS for its record; in a measuring process.
-    Without "engine" or "threads" they are those of the host or the environment."""
+    """TensorFlow with the "engine" and "threads" of a request, and the FACTS for its record; in a
+    measuring process. Without "engine" or "threads" they are those of the host or the
+    environment."""
     if request.get("threads"):
-        os.environ.update(dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"])))
+        os.environ.update(
+            dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"]))
+        )
     host, plan, tf = apply.set_up(request.get("engine"))
-    return tf, dict(zip(FACTS, (apply.engine_name(tf), apply.in_force(plan), host.summary(), versions())))
+    return tf, dict(
+        zip(FACTS, (apply.engine_name(tf), apply.in_force(plan), host.summary(), versions()))
+    )
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
@@ -98,12 +104,16 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 def run_command(command: Sequence[str], name: str, cwd: Optional[Path] = ROOT) -> Result:
-    """The JSON object that a command prints as its last line. SIGINT and SIGTERM end it (KeyboardInterrupt).
+    """The JSON object that a command prints as its last line. SIGINT and SIGTERM end it
+    (KeyboardInterrupt).
 
     Raises ProcessFailedError if the command fails, or prints no such line.
     """
     processes: List[subprocess.Popen] = []
-    with tempfile.TemporaryFile() as log, forward_signals(processes, lambda _: signal.SIGKILL) as signals:
+    with (
+        tempfile.TemporaryFile() as log,
+        forward_signals(processes, lambda _: signal.SIGKILL) as signals,
+    ):
         processes.append(start(command, log, cwd=cwd))
         if signals:  # while it was being started
             processes[0].kill()
@@ -116,16 +126,24 @@ def run_command(command: Sequence[str], name: str, cwd: Optional[Path] = ROOT) -
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
                 return json.loads(line)
-    raise ProcessFailedError(f"{name} must end with a line of JSON, got {how_ended(code)}: {lines[-1]}")
+    raise ProcessFailedError(
+        f"{name} must end with a line of JSON, got {how_ended(code)}: {lines[-1]}"
+    )
 
 
 def run_peer(command: str) -> Result:
     """The JSON and the peak of a peer. Raises InputError without step_s, and as `run_command`."""
     result = run_command(valid(shlex.split, command), f"peer {command!r}", cwd=None)
     if not isinstance(result.get("step_s"), (int, float)):
-        raise InputError(f"peer {command!r} must print JSON with step_s, got {sorted(result)}; have it print step_s")
+        raise InputError(
+            f"peer {command!r} must print JSON with step_s, got {sorted(result)}; have it print step_s"
+        )
     return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
 
 
 if __name__ == "__main__":
-    print(json.dumps(getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(json.loads(sys.argv[3]))))
+    print(
+        json.dumps(
+            getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(json.loads(sys.argv[3]))
+        )
+    )

@@ -1,17 +1,18 @@
-"""Measure time and memory of the real training step in a fresh process, and compare with the estimator's prediction.
+"""Measure time and memory of the real training step in a fresh process, and compare with the
+estimator's prediction.
 
     ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
     ./run.sh bench step --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
 
-The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and without the store. The
-allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out oneDNN's scratch; the peak of the process is
-the kernel's (VmHWM).
+The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and
+without the store. The allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out
+oneDNN's scratch; the peak of the process is the kernel's (VmHWM).
 
---policies measures the step under every memory policy, in turn. A peer is any command whose last line of output is JSON
-with "step_s", and "peak_rss_bytes" if it knows its peak. If one of our processes dies, its row shows that. The bytes
-in use over a step are those of one more step, in which TensorFlow's profiler records every request to the allocator;
-`bench tables --picture` draws them.
-"""
+--policies measures the step under every memory policy, in turn. A peer is any command whose last
+line of output is JSON with "step_s", and "peak_rss_bytes" if it knows its peak. If one of our
+processes dies, its row shows that. The bytes in use over a step are those of one more step, in
+which TensorFlow's profiler records every request to the allocator; `bench tables --picture` draws
+them."""
 
 import contextlib
 import functools
@@ -27,7 +28,16 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.bench import harness
-from cpu3d.bench.harness import FACTS, Output, ProcessFailedError, Result, host_of, run_peer, seconds_of, valid
+from cpu3d.bench.harness import (
+    FACTS,
+    Output,
+    ProcessFailedError,
+    Result,
+    host_of,
+    run_peer,
+    seconds_of,
+    valid,
+)
 from cpu3d.errors import InputError
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
 from cpu3d.plan import job_of
@@ -52,8 +62,12 @@ PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", 
 class MeasuredJob(JobOptions):
     """The estimator's options of a job, with a policy that is never picked automatically."""
 
-    dtype: str = option(AUTO, "compute dtype; auto: the recipe's, the run's or this host's", choices=(AUTO, *DTYPES))
-    policy: str = option("speed", "memory policy (default: speed; with --run the run's)", choices=POLICIES)
+    dtype: str = option(
+        AUTO, "compute dtype; auto: the recipe's, the run's or this host's", choices=(AUTO, *DTYPES)
+    )
+    policy: str = option(
+        "speed", "memory policy (default: speed; with --run the run's)", choices=POLICIES
+    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,9 @@ class StepOptions:
     steps: int = option(5, "steps timed", at_least=1, metavar="N")
     warm_up: int = option(WARM_UP_STEPS, "steps before the timed ones", at_least=0, metavar="N")
     policies: bool = option(False, "measure all policies")
-    peer: Tuple[str, ...] = option((), 'command whose last line is JSON with "step_s"; repeatable', "CMD", repeat=True)
+    peer: Tuple[str, ...] = option(
+        (), 'command whose last line is JSON with "step_s"; repeatable', "CMD", repeat=True
+    )
     rounds: int = option(1, "repeat all measurements N times, in turn", at_least=1, metavar="N")
 
 
@@ -72,25 +88,34 @@ OPTIONS = ((MeasuredJob,), StepOptions, Output)
 
 def run(chosen: Dict[str, Any], options: StepOptions, output: Output) -> int:
     if options.policies and "policy" in chosen:
-        raise InputError(f"--policies must be without --policy, got {chosen['policy']}; leave one out")
+        raise InputError(
+            f"--policies must be without --policy, got {chosen['policy']}; leave one out"
+        )
     whole = valid(source_job, Namespace(**chosen)).job
-    job = valid(job_from, Namespace(**chosen), whole or Job(UNetConfig(dtype=read_host().best_dtype)))
+    job = valid(
+        job_from, Namespace(**chosen), whole or Job(UNetConfig(dtype=read_host().best_dtype))
+    )
     engine = job.engine if whole else left_open(chosen.get("engine", AUTO))
     more = {"threads": chosen.get("threads"), "steps": options.steps, "warm_up": options.warm_up}
     policies = POLICIES if options.policies else (job.policy,)
-    result = compare_policies(request_for(job, engine=engine, **more), policies, options.peer, options.rounds)
+    result = compare_policies(
+        request_for(job, engine=engine, **more), policies, options.peer, options.rounds
+    )
     result = with_predictions(result, find_constants())
     output.publish("policies", result, step_table(result))
     return 0
 
 
-def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Sequence[str], rounds: int) -> Result:
-    """Measure the step of `request` under each policy, and the peers, in turn; the content of a record, with "rows".
+def compare_policies(
+    request: Dict[str, Any], policies: Sequence[str], peers: Sequence[str], rounds: int
+) -> Result:
+    """Measure the step of `request` under each policy, and the peers, in turn; the content of a
+    record, with "rows".
 
-    Seconds are medians, peaks the highest; the bytes live over a step are of the first round, and only if several are
-    compared. A policy whose process died is not tried again, and its row has the "error". Raises ProcessFailedError for
-    a peer that fails, and if no policy could be measured.
-    """
+    Seconds are medians, peaks the highest; the bytes live over a step are of the first round, and
+    only if several are compared. A policy whose process died is not tried again, and its row has
+    the "error". Raises ProcessFailedError for a peer that fails, and if no policy could be
+    measured."""
     from cpu3d.util.progress import bar  # not into the memory of a measuring process
 
     done: Dict[str, List[Result]] = {name: [] for name in (*policies, *peers)}
@@ -101,7 +126,10 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
             if name in peers:
                 done[name].append(run_peer(name))
             elif name not in errors:
-                own = {"unet": {**request["unet"], "policy": name}, "live": number == 0 and len(done) > 1}
+                own = {
+                    "unet": {**request["unet"], "policy": name},
+                    "live": number == 0 and len(done) > 1,
+                }
                 try:
                     done[name].append(harness.in_fresh_process(measure, {**request, **own}))
                 except ProcessFailedError as error:
@@ -112,9 +140,15 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
         raise next(iter(errors.values()))
     rows: List[Result] = []
     for name, results in done.items():
-        row = {"name": name, "kind": "policy", "error": str(errors[name]) if name in errors else None}
+        row = {
+            "name": name,
+            "kind": "policy",
+            "error": str(errors[name]) if name in errors else None,
+        }
         if name in peers:
-            words = [word for word in shlex.split(name)[1:] if "/" not in word]  # paths are of one machine
+            words = [
+                word for word in shlex.split(name)[1:] if "/" not in word
+            ]  # paths are of one machine
             row.update(name=" ".join([results[0].get("peer", ""), *words]).strip(), kind="peer")
         row["rounds"] = numbers(results, "step_s")
         row["step_s"] = median(row["rounds"])
@@ -125,17 +159,23 @@ def compare_policies(request: Dict[str, Any], policies: Sequence[str], peers: Se
 
 
 def with_predictions(record: Result, constants: Optional[HostConstants] = None) -> Result:
-    """The record with the estimator's figures as "predicted" in each row, by default with the constants that are
-    shipped for its host; None for a peer, and for an engine that the estimator does not know, with a warning.
-    """
+    """The record with the estimator's figures as "predicted" in each row, by default with the
+    constants that are shipped for its host; None for a peer, and for an engine that the estimator
+    does not know, with a warning."""
     from cpu3d.util.progress import say  # not into the memory of a measuring process
 
     constants = constants or shipped_constants(instructions_of(record))
     job, rows = job_of_record(record), []
     if not job:
-        say(f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction")
+        say(
+            f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction"
+        )
     for row in record["rows"]:
-        own = estimate(job.with_unet(policy=row["name"]), constants) if job and row["kind"] == "policy" else None
+        own = (
+            estimate(job.with_unet(policy=row["name"]), constants)
+            if job and row["kind"] == "policy"
+            else None
+        )
         rows.append({**row, "predicted": own and {name: getattr(own, name) for name in PREDICTED}})
     return {**record, "rows": rows}
 
@@ -146,8 +186,13 @@ def step_table(record: Result) -> Table:
     for row in record["rows"]:
         for name, figures in ((row["name"], row), ("predicted", row["predicted"])):
             if figures:
-                peaks = [f"{figures[peak] / GIB:.2f}" if figures.get(peak) else "-" for peak in PREDICTED[:3]]
-                cells.append([name, *peaks, f"{figures['step_s']:.2f}" if figures["step_s"] else "-"])
+                peaks = [
+                    f"{figures[peak] / GIB:.2f}" if figures.get(peak) else "-"
+                    for peak in PREDICTED[:3]
+                ]
+                cells.append(
+                    [name, *peaks, f"{figures['step_s']:.2f}" if figures["step_s"] else "-"]
+                )
         died += [f"{row['name']} died: {row['error']}."] if row["error"] else []
     columns = ("", "allocator peak, GiB", "process peak, GiB", "upper bound, GiB", "s a step")
     title = f"{title_of(record)}, {record['engine_name']}, {host_of(record)}"
@@ -164,29 +209,52 @@ def title_of(record: Result) -> str:
 
 
 def draw_policies(records: Sequence[Result]) -> bytes:
-    """The memory of the process over one step under each policy, and the peaks of peers over theirs, as PNG.
+    """The memory of the process over one step under each policy, and the peaks of peers over
+    theirs, as PNG.
 
-    The policies are of the newest record with the bytes live over a step, drawn on top of all else that the process
-    holds at its peak; peers are those of any record of that job and host. Raises InputError without such a record.
-    """
+    The policies are of the newest record with the bytes live over a step, drawn on top of all else
+    that the process holds at its peak; peers are those of any record of that job and host. Raises
+    InputError without such a record."""
     from cpu3d.report.pictures import Line, chart  # not into the memory of a measuring process
 
     alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
     if not alive:
-        raise InputError("records of policies must have live_bytes, got none; measure with `bench step --policies`")
+        raise InputError(
+            "records of policies must have live_bytes, got none; measure with `bench step --policies`"
+        )
     newest, lines = alive[-1], []
     about = (title_of(newest), host_of(newest))
-    of_job = [row for record in records if (title_of(record), host_of(record)) == about for row in record["rows"]]
+    of_job = [
+        row
+        for record in records
+        if (title_of(record), host_of(record)) == about
+        for row in record["rows"]
+    ]
     policies = [row for row in newest["rows"] if row.get("live_bytes")]
     peers = [row for row in of_job if row["kind"] == "peer" and row["process_peak_bytes"]]
     for row, colour in zip((*policies, *peers), itertools.cycle(PALETTE)):
         held, marks = 2 * [row["process_peak_bytes"]], "--"
         if row.get("live_bytes"):  # in parts of a step, which begins with what is live at its end
             beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
-            held, marks = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])], "-"
+            held, marks = (
+                [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])],
+                "-",
+            )
         name = f"{row['name'].partition(' --')[0]}, {max(held) / GIB:.2f} GiB"
-        lines.append(Line(name, np.linspace(0, row["step_s"], len(held)), np.array(held) / GIB, colour, marks=marks))
-    axes = {"x_label": f"seconds\n{about[0]}", "y_label": "GiB held by the process", "y_range": (0, None)}
+        lines.append(
+            Line(
+                name,
+                np.linspace(0, row["step_s"], len(held)),
+                np.array(held) / GIB,
+                colour,
+                marks=marks,
+            )
+        )
+    axes = {
+        "x_label": f"seconds\n{about[0]}",
+        "y_label": "GiB held by the process",
+        "y_range": (0, None),
+    }
     return chart(lines, title=f"Memory over a training step, {about[1]}", **axes)
 
 
@@ -196,8 +264,8 @@ def draw_policies(records: Sequence[Result]) -> bytes:
 def measure(request: Dict[str, Any]) -> Result:
     """Time and memory of `steps` training steps in the dtype and on the engine of `request`.
 
-    With `request["live"]` one more step, after the peaks, is profiled for the bytes that are live over it.
-    """
+    With `request["live"]` one more step, after the peaks, is profiled for the bytes that are live
+    over it."""
     tf, facts = harness.set_up_for(request)
     from cpu3d.training.learner import Learner
 
@@ -220,33 +288,49 @@ def measure(request: Dict[str, Any]) -> Result:
 
 
 def _live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
-    """The most bytes in use in TensorFlow's allocator in each of `parts` equal parts of the time between its first and
-    its last request in `work`; empty without requests."""
+    """The most bytes in use in TensorFlow's allocator in each of `parts` equal parts of the time
+    between its first and its last request in `work`; empty without requests."""
     # The profile's format is here in TensorFlow 2.13 to 2.21 at least.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     profiler = tf.profiler.experimental
     with tempfile.TemporaryDirectory() as folder:
-        with profiler.Profile(folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)):
+        with profiler.Profile(
+            folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+        ):
             work()
-        spaces = [xplane_pb2.XSpace.FromString(path.read_bytes()) for path in Path(folder).rglob("*.xplane.pb")]
+        spaces = [
+            xplane_pb2.XSpace.FromString(path.read_bytes())
+            for path in Path(folder).rglob("*.xplane.pb")
+        ]
     held = []
     for plane in (plane for space in spaces for plane in space.planes):
         names, stats = plane.event_metadata, plane.stat_metadata
         for line in plane.lines:
             for event in line.events:
                 if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
-                    size = next(stat for stat in event.stats if stats[stat.metadata_id].name == "bytes_allocated")
-                    held.append((line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value))
+                    size = next(
+                        stat
+                        for stat in event.stats
+                        if stats[stat.metadata_id].name == "bytes_allocated"
+                    )
+                    held.append(
+                        (line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value)
+                    )
     return most_in_each_part(sorted(held), parts) if held else []
 
 
 def most_in_each_part(requests: Sequence[Tuple[float, int]], parts: int) -> List[int]:
-    """The most bytes in each of equal parts of the time, from requests as (seconds, bytes held from then on)."""
+    """The most bytes in each of equal parts of the time, from requests as (seconds, bytes held from
+    then on)."""
     seconds, sizes = np.array(requests).T
     begins = np.linspace(seconds[0], seconds[-1], parts, endpoint=False)
     # A part begins with the bytes held after the last request before it.
-    return np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1).astype(int).tolist()
+    return (
+        np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1)
+        .astype(int)
+        .tolist()
+    )
 
 
 def made_up(tf: Any, unet: UNetConfig, batch: int, grid: Tuple[int, ...]) -> Tuple[Any, Any]:

@@ -1,4 +1,5 @@
-"""Make the page of results from benchmark records: one section per kind, with the newest record of each job.
+"""Make the page of results from benchmark records: one section per kind, with the newest record of
+each job.
 
     ./run.sh bench tables --records records                         # prints the page
     ./run.sh bench tables --records records --page validation.md --picture docs/pictures/policies.png
@@ -8,10 +9,9 @@
 Records of `bench learning` may lie in several files of the folder, such as one for each data set;
 --studies takes some of them, also from elsewhere, in their place.
 
-Predictions are made by the present estimator with its shipped constants. The upper bounds of the validation page follow
-from the errors of the predictions in accuracy.json: write that file after a new record, and after a change of the
-estimator.
-"""
+Predictions are made by the present estimator with its shipped constants. The upper bounds of the
+validation page follow from the errors of the predictions in accuracy.json: write that file after a
+new record, and after a change of the estimator."""
 
 import json
 from dataclasses import dataclass
@@ -53,11 +53,19 @@ class TableOptions:
     studies: Tuple[Path, ...] = option(
         (), "files of `bench learning` (default: all of DIR that have such records)", metavar="FILE"
     )
-    out: Optional[Path] = option(None, "write the page of results to FILE instead of printing it", metavar="FILE")
+    out: Optional[Path] = option(
+        None, "write the page of results to FILE instead of printing it", metavar="FILE"
+    )
     page: Optional[Path] = option(None, "write the validation page", metavar="FILE")
-    accuracy: Optional[Path] = option(None, "write the errors of the estimator, accuracy.json", metavar="FILE")
-    picture: Optional[Path] = option(None, "draw the newest comparison of policies as PNG", metavar="FILE")
-    roofline: Optional[Path] = option(None, "draw the newest record of `bench kernels` as PNG", metavar="FILE")
+    accuracy: Optional[Path] = option(
+        None, "write the errors of the estimator, accuracy.json", metavar="FILE"
+    )
+    picture: Optional[Path] = option(
+        None, "draw the newest comparison of policies as PNG", metavar="FILE"
+    )
+    roofline: Optional[Path] = option(
+        None, "draw the newest record of `bench kernels` as PNG", metavar="FILE"
+    )
     learning: Optional[Path] = option(
         None, "draw the curves of `bench learning` over full steps as PNG", metavar="FILE"
     )
@@ -127,17 +135,26 @@ def study_files(folder: Path) -> List[Path]:
 def _newest(path: Path, names: Sequence[str]) -> List[Dict[str, Any]]:
     """The newest record of each job; jobs differ in these fields or the CPU."""
     records = read_records(path, path.stem)
-    return newest(records, lambda record: json.dumps([*map(record.get, names), record["host"]["cpu"]], sort_keys=True))
+    return newest(
+        records,
+        lambda record: json.dumps([*map(record.get, names), record["host"]["cpu"]], sort_keys=True),
+    )
 
 
-def _tables(path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]) -> List[str]:
+def _tables(
+    path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]
+) -> List[str]:
     """A table for the newest record of each job."""
     return [line for record in _newest(path, names) for line in (*table(record).markdown(), "")]
 
 
 def _estimator(path: Path) -> List[str]:
     rows = validation(path.parent)[1]
-    return [*error_table(rows).markdown(), "", "Every configuration is in [validation.md](validation.md)."]
+    return [
+        *error_table(rows).markdown(),
+        "",
+        "Every configuration is in [validation.md](validation.md).",
+    ]
 
 
 def _studies(files: Sequence[Path]) -> List[List[Dict[str, Any]]]:
@@ -191,7 +208,10 @@ SECTIONS = {
         "Whole volumes against patches",
         lambda path: comparisons_markdown(read_records(path, "compare")),
     ),
-    "kernels.jsonl": ("Own operations beside the engine's", lambda path: _tables(path, KERNELS, kernels_table)),
+    "kernels.jsonl": (
+        "Own operations beside the engine's",
+        lambda path: _tables(path, KERNELS, kernels_table),
+    ),
 }
 
 # Option -> the content of its file, of a folder of records.

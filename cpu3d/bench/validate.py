@@ -1,15 +1,16 @@
-"""Measure the configurations by which the estimator is judged, on this host, one fresh process each.
+"""Measure the configurations by which the estimator is judged, on this host, one fresh process
+each.
 
     ./run.sh bench validate --record my-host.jsonl
     ./run.sh bench validate --record my-host.jsonl --engine itex --first 12
 
-Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with AVX512_BF16. After
-an interruption it continues: a configuration in the record is not measured again, also if it failed (remove its line to
-repeat it). Use one record file per host.
+Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with
+AVX512_BF16. After an interruption it continues: a configuration in the record is not measured
+again, also if it failed (remove its line to repeat it). Use one record file per host.
 
-The published records are the files in records/memory. `bench tables` makes accuracy.json from them, which the estimator
-ships, and the validation page: every measured configuration with its prediction.
-"""
+The published records are the files in records/memory. `bench tables` makes accuracy.json from them,
+which the estimator ships, and the validation page: every measured configuration with its
+prediction."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +52,12 @@ class Options:
     """The options of `bench validate`."""
 
     record: Path = option(help=".jsonl file; an existing one is continued", metavar="FILE")
-    engine: Optional[str] = option(None, "measure only this engine (default: all installed)", choices=ENGINES)
-    first: Optional[int] = option(None, "measure only the first N of the list", at_least=1, metavar="N")
+    engine: Optional[str] = option(
+        None, "measure only this engine (default: all installed)", choices=ENGINES
+    )
+    first: Optional[int] = option(
+        None, "measure only the first N of the list", at_least=1, metavar="N"
+    )
 
 
 OPTIONS = (Options,)
@@ -62,11 +67,17 @@ def run(options: Options) -> int:
     writable_folder(options.record.parent, "folder")
     host, constants = read_host(), find_constants()
     done = {measured.job for measured in _of_this_host(options.record, host)}
-    engines = [engine for engine in ENGINES if options.engine in (None, engine) and installed(engine)]
+    engines = [
+        engine for engine in ENGINES if options.engine in (None, engine) and installed(engine)
+    ]
     if not engines:
         missing = f"{options.engine}, which is not" if options.engine else "none"
         raise InputError(f"engine must be installed, got {missing}; {how_to_install()}")
-    todo = [job for job in configurations(thread_plan(host).intra_op, engines)[: options.first] if job not in done]
+    todo = [
+        job
+        for job in configurations(thread_plan(host).intra_op, engines)[: options.first]
+        if job not in done
+    ]
     with bar("validate", total=len(todo)) as advance:
         for job in todo:
             needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
@@ -79,7 +90,9 @@ def run(options: Options) -> int:
             advance()
     held_out = [measured for measured in _of_this_host(options.record, host) if measured.held_out]
     # As `estimate` predicts here; the page is made with the shipped constants alone.
-    new_console().print(error_table(compare_steps(held_out, lambda measured: estimate(measured.job, constants))))
+    new_console().print(
+        error_table(compare_steps(held_out, lambda measured: estimate(measured.job, constants)))
+    )
     return 0
 
 
@@ -94,15 +107,17 @@ def record_of(job: Job, host: Host) -> Result:
 
 
 def read_measured(path: Path) -> Tuple[Measured, ...]:
-    """The measured steps of a record file, or of all in a folder: the newest of each job and host, in the place of the
-    oldest. Raises InputError for a missing file, and for a line that is damaged or of another schema."""
+    """The measured steps of a record file, or of all in a folder: the newest of each job and host,
+    in the place of the oldest. Raises InputError for a missing file, and for a line that is damaged
+    or of another schema."""
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
     read = [measured for file in files for measured in read_records(file, "memory", measured_from)]
     return tuple(newest(read, lambda step: (step.host, step.instructions, step.job)))
 
 
 def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:
-    """The measured steps of a record, none if it does not exist yet. Raises InputError if it is of another host."""
+    """The measured steps of a record, none if it does not exist yet. Raises InputError if it is of
+    another host."""
     measured = read_measured(path) if path.exists() else ()
     here = (host.cpu_model, host.instructions)
     other = {step.host for step in measured if (step.host, step.instructions) != here}
@@ -112,9 +127,12 @@ def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:
     return measured
 
 
-def validation(folder: Path, accuracy: Optional[Accuracy] = None) -> Tuple[Sequence[Measured], List[Row]]:
-    """The measured steps in a folder of records, and a row for each with the present estimator's prediction: by the
-    shipped constants, whatever this host's own are, and the margins of `accuracy` (default: shipped too)."""
+def validation(
+    folder: Path, accuracy: Optional[Accuracy] = None
+) -> Tuple[Sequence[Measured], List[Row]]:
+    """The measured steps in a folder of records, and a row for each with the present estimator's
+    prediction: by the shipped constants, whatever this host's own are, and the margins of
+    `accuracy` (default: shipped too)."""
     measured = read_measured(folder / VALIDATION)
     shipped = {name: shipped_constants(name) for name in {step.instructions for step in measured}}
 

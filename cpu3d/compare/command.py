@@ -6,15 +6,16 @@
         --variant patch-64 "--mode patch --patch 64 64 64" --variant half "--resolution 0.5"
     ./run.sh compare --runs runs/first-seed0 runs/first-seed1 runs/other-seed0 runs/other-seed1 --out seen
 
-Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N times). The first
-variant is the baseline: every other variant is compared with it, case by case and seed by seed. Options of `train`
-outside the quotes are for all variants, options inside the quotes are for that variant.
+Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N
+times). The first variant is the baseline: every other variant is compared with it, case by case and
+seed by seed. Options of `train` outside the quotes are for all variants, options inside the quotes
+are for that variant.
 
-Writes OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and their output in OUT/logs. The same
-command continues an interrupted comparison; with more --seeds it adds to a finished one. A run that fails is left out
-and named, and the exit code is 1. Folders of --runs are only read: each run must be trained to its end and scored. Runs
-whose folders have the same name before "-seed" and the number are one variant, of that name.
-"""
+Writes OUT/report.html, OUT/compare.json, ordinary run folders in OUT/runs and their output in
+OUT/logs. The same command continues an interrupted comparison; with more --seeds it adds to a
+finished one. A run that fails is left out and named, and the exit code is 1. Folders of --runs are
+only read: each run must be trained to its end and scored. Runs whose folders have the same name
+before "-seed" and the number are one variant, of that name. """
 
 import itertools
 import re
@@ -67,10 +68,23 @@ def run(options: Options, settings: Json) -> int:
             for seed, course in itertools.product(kept.seeds, kept.plan):
                 folder, own = out / "runs" / f"{course['name']}-seed{seed}", ("--seed", str(seed))
                 runs.append(PlannedRun(course["name"], seed, folder, (*course["options"], *own)))
-            failed = train_and_score(runs, store.folder.resolve(), out, options.evaluation, force=options.force)
+            failed = train_and_score(
+                runs, store.folder.resolve(), out, options.evaluation, force=options.force
+            )
         lost = [failure[:2] for failure in failed]
-        results = [read_result(run, options.split, store) for run in runs if (run.variant, run.seed) not in lost]
-        publish(comparison_of(results, runs[0].variant, failed), kept, store, out, options, budget=budget)
+        results = [
+            read_result(run, options.split, store)
+            for run in runs
+            if (run.variant, run.seed) not in lost
+        ]
+        publish(
+            comparison_of(results, runs[0].variant, failed),
+            kept,
+            store,
+            out,
+            options,
+            budget=budget,
+        )
     return 1 if failed else 0
 
 
@@ -79,17 +93,25 @@ def run(options: Options, settings: Json) -> int:
 
 def _problems(options: Options, settings: Json) -> Iterator[str]:
     """Options that are missing, equal or do not go together."""
-    chosen = {**settings, **{name: getattr(options, name) for name in ("voxels", "minutes", "variant", "dry_run")}}
+    chosen = {
+        **settings,
+        **{name: getattr(options, name) for name in ("voxels", "minutes", "variant", "dry_run")},
+    }
     budgets = [name for name in ("epochs", "voxels", "minutes") if chosen.get(name)]
     if not (options.runs or options.store):
         yield "--store must name a store, got none; name one, or give --runs with folders to compare"
     if settings.get("validations", 1) < 1:
         yield f"--validations must be at least 1, got {settings['validations']}; the last step is always validated"
-    for option, values in (("seeds", options.seeds), ("variant", [name for name, _ in options.variant])):
+    for option, values in (
+        ("seeds", options.seeds),
+        ("variant", [name for name, _ in options.variant]),
+    ):
         if len(set(values)) < len(values):
             yield f"--{option} must differ, got {', '.join(map(str, values))}; leave one out"
     if options.runs and any(chosen.values()):
-        names = " and ".join(f"--{name.replace('_', '-')}" for name, value in chosen.items() if value)
+        names = " and ".join(
+            f"--{name.replace('_', '-')}" for name, value in chosen.items() if value
+        )
         yield f"--runs must be without options of training, got {names}; leave them out, as nothing is trained"
     elif len(budgets) > 1:
         values = " and ".join(f"{chosen[name]:g}" for name in budgets)
@@ -99,32 +121,41 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
 def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
     """The store, the comparison and the runs of --runs, the first one's variant first.
 
-    Raises InputError, with all problems at once, for two runs of one variant and seed, and for runs that were not
-    trained to their end or have no current scores.
-    """
+    Raises InputError, with all problems at once, for two runs of one variant and seed, and for runs
+    that were not trained to their end or have no current scores."""
     runs, problems, evaluation = {}, [], options.evaluation
     for folder in (folder.resolve() for folder in options.runs):
         try:
-            name, config = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name, load_config(folder)
+            name, config = (
+                re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name,
+                load_config(folder),
+            )
         except InputError as error:
             problems += error.problems
             continue
         run = PlannedRun(name, config.seed, folder, ())
         if str(run) in runs:
             both = f"{runs[str(run)].folder} and {folder}"
-            problems.append(f"runs must differ in their name or seed, got {run} for {both}; leave one out")
+            problems.append(
+                f"runs must differ in their name or seed, got {run} for {both}; leave one out"
+            )
         runs[str(run)] = run
         end = last_end(folder).get("reason", "none")
         diverged = last_event(folder).get("event") == "diverged"
         if end not in FINISHED:
             got, todo = f"end: {end}", "continue it with `train`"
             if diverged:
-                got, todo = "diverged", f"see `status --run {shlex.quote(str(folder))}`, or leave it out"
+                got, todo = (
+                    "diverged",
+                    f"see `status --run {shlex.quote(str(folder))}`, or leave it out",
+                )
             problems.append(f"run {folder} must have been trained to its end, got {got}; {todo}")
         elif outdated := outdated_scores(folder, evaluation.split, evaluation.tolerance_mm):
             words = ["evaluate", "--run", str(folder), "--split", evaluation.split]
             command = shlex.join([*words, "--tolerance", f"{evaluation.tolerance_mm!r}"])
-            problems.append(f"run {folder} must have current scores, got {outdated}; run `{command}`")
+            problems.append(
+                f"run {folder} must have current scores, got {outdated}; run `{command}`"
+            )
     refuse(problems)
     ordered = list(runs.values())
     store = store_of_run(load_config(ordered[0].folder), options.store)

@@ -1,8 +1,9 @@
-"""The plan of a comparison, as it is kept in OUT/compare.json: variants, one budget for all, and the runs of each.
+"""The plan of a comparison, as it is kept in OUT/compare.json: variants, one budget for all, and
+the runs of each.
 
-A second call with the same options continues, and adds seeds; one with other options is refused. Steps, dtype, policy
-and patch are decided once and then kept, so that all runs of a variant are alike.
-"""
+A second call with the same options continues, and adds seeds; one with other options is refused.
+Steps, dtype, policy and patch are decided once and then kept, so that all runs of a variant are
+alike."""
 
 import argparse
 import json
@@ -30,9 +31,14 @@ from memory_estimator.planner import BOTTOM
 
 SCHEMA, FILE = 1, "compare.json"
 VALIDATIONS = 4  # of every run, unless a number is chosen
-WARMUP_SHARE = 10  # the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
-LEAST_STEP_S = 1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
-FEW = 8  # steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of many
+# the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
+WARMUP_SHARE = 10
+LEAST_STEP_S = (
+    1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
+)
+# steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
+# many
+FEW = 8
 
 # Settings that compare decides for every run, and those that are the same for all variants.
 DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
@@ -54,16 +60,32 @@ class Options:
         metavar=("NAME", "OPTIONS"),
         repeat=True,
     )
-    runs: Tuple[Path, ...] = option((), help="compare these scored run folders; nothing is trained", metavar="DIR")
-    voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0, below=math.inf)
-    minutes: Optional[float] = option(None, "budget of every run: minutes of its steps", "M", above=0, below=math.inf)
-    seeds: Tuple[int, ...] = option((0, 1, 2), help="one run a variant for each seed", metavar="S", at_least=0)
+    runs: Tuple[Path, ...] = option(
+        (), help="compare these scored run folders; nothing is trained", metavar="DIR"
+    )
+    voxels: Optional[float] = option(
+        None, "budget of every run: voxels seen", metavar="V", above=0, below=math.inf
+    )
+    minutes: Optional[float] = option(
+        None, "budget of every run: minutes of its steps", "M", above=0, below=math.inf
+    )
+    seeds: Tuple[int, ...] = option(
+        (0, 1, 2), help="one run a variant for each seed", metavar="S", at_least=0
+    )
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     tolerance: float = option(
-        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0, below=math.inf
+        TOLERANCE_MM,
+        help="tolerance of the surface Dice in mm",
+        metavar="MM",
+        at_least=0,
+        below=math.inf,
     )
-    title: Optional[str] = option(None, help="title of page and record (default: the data's name)", metavar="TEXT")
-    record: Optional[Path] = option(None, help="append the result to this .jsonl file", metavar="FILE")
+    title: Optional[str] = option(
+        None, help="title of page and record (default: the data's name)", metavar="TEXT"
+    )
+    record: Optional[Path] = option(
+        None, help="append the result to this .jsonl file", metavar="FILE"
+    )
     dry_run: bool = option(False, help="print the plan and stop")
     force: bool = option(False, help="train even if a job may not fit the free memory")
 
@@ -77,18 +99,24 @@ class Options:
 
 def as_options(settings: Mapping[str, Any]) -> List[str]:
     """The command line of these settings, the recipe first."""
-    parts = ({name: settings[name] for name in settings if (name == "recipe") is first} for first in (True, False))
+    parts = (
+        {name: settings[name] for name in settings if (name == "recipe") is first}
+        for first in (True, False)
+    )
     return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
 
 
 def parse_variant(name: str, options: str, common: Json) -> Json:
-    """The common settings with those of a variant's `options`, such as "--mode patch --patch 64 64 64", in their place.
+    """The common settings with those of a variant's `options`, such as "--mode patch --patch 64 64
+    64", in their place.
 
-    Raises InputError, with the variant's name, for an invalid name and for options that train would refuse.
-    """
+    Raises InputError, with the variant's name, for an invalid name and for options that train would
+    refuse."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         rule = "have a name of letters, digits, '-', '_' and '.', at most 64"
-        raise InputError(f"--variant must {rule}, got {name!r}; choose another, as it names folders")
+        raise InputError(
+            f"--variant must {rule}, got {name!r}; choose another, as it names folders"
+        )
     try:
         words = shlex.split(options)
     except ValueError as error:  # a quotation that does not end
@@ -116,19 +144,23 @@ def read_train_options(words: Sequence[str], who: str) -> Json:
 
 
 def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[str, Json]:
-    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each axis, down to what
-    the network takes and no less than it learns from.
+    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each
+    axis, down to what the network takes and no less than it learns from.
 
     Raises InputError for a common mode, as each variant has its own.
     """
     if "mode" in common:
-        raise InputError(f"--mode must be left to the variants, got {common['mode']}; leave it out to train both modes")
+        raise InputError(
+            f"--mode must be left to the variants, got {common['mode']}; leave it out to train both modes"
+        )
     whole, patch = {**_without(common, OF_PATCHES), "mode": "whole"}, {**common, "mode": "patch"}
     if "patch" in common:
         return {"whole": whole, "patch": patch}
     config = resolve_variants({"whole": whole}, store, force=force)["whole"][1].config
     divisor = config.unet.divisor
-    patch["patch"] = [min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in config.grid]
+    patch["patch"] = [
+        min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in config.grid
+    ]
     return {"whole": whole, "patch-half": patch}
 
 
@@ -138,8 +170,8 @@ def resolve_variants(
     """The settings of every variant, with those that its plan on this store and host decides, and
     the plan; `force` is that of `make_plan`.
 
-    So all runs of a variant have the same settings. Raises InputError with the problems of all variants, each by name.
-    """
+    So all runs of a variant have the same settings. Raises InputError with the problems of all
+    variants, each by name."""
     host, gpus, resolved, problems = read_host(), HostGpus(), {}, []
     for name, chosen in variants.items():
         try:
@@ -148,7 +180,12 @@ def resolve_variants(
             problems += [f"variant {name}: {problem}" for problem in error.problems]
             continue
         config, settings = plan.config, dict(chosen)
-        settings.update(mode=config.mode, dtype=config.unet.dtype, policy=config.unet.policy, device=config.device)
+        settings.update(
+            mode=config.mode,
+            dtype=config.unet.dtype,
+            policy=config.unet.policy,
+            device=config.device,
+        )
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
         resolved[name] = settings, plan
@@ -162,7 +199,9 @@ def resolve_variants(
 class Budget(NamedTuple):
     """The budget of every run."""
 
-    kind: str  # "epochs": voxels of so many epochs of the baseline; "voxels"; "minutes": wall time of the steps
+    # "epochs": voxels of so many epochs of the baseline; "voxels"; "minutes": wall time of the
+    # steps
+    kind: str
     amount: float
 
     def words(self, baseline: str) -> str:
@@ -190,24 +229,38 @@ class Course(TypedDict):
 
 
 def run_voxels(config: RunConfig, steps: int) -> int:
-    """Voxels that the network sees in a run of so many steps, a curriculum's share of them at half resolution."""
-    return round(config.batch * math.prod(config.grid) * config.with_coarse_share(steps).full_steps(steps))
+    """Voxels that the network sees in a run of so many steps, a curriculum's share of them at half
+    resolution."""
+    return round(
+        config.batch * math.prod(config.grid) * config.with_coarse_share(steps).full_steps(steps)
+    )
 
 
 def steps_of(config: RunConfig, voxels: float) -> int:
     """The number of steps, 1 or more, whose voxels are nearest to `voxels`."""
     near = max(round(voxels * FEW / run_voxels(config, FEW)), 1)
-    return min(range(max(near - FEW, 1), near + FEW), key=lambda steps: abs(run_voxels(config, steps) - voxels))
+    return min(
+        range(max(near - FEW, 1), near + FEW),
+        key=lambda steps: abs(run_voxels(config, steps) - voxels),
+    )
 
 
-def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validations: int) -> List[Course]:
-    """The course of every variant's runs. All have the same number of validations, from which the best weights are
-    chosen: `validations`, or as many as the variant with the fewest steps has steps."""
+def courses(
+    variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validations: int
+) -> List[Course]:
+    """The course of every variant's runs. All have the same number of validations, from which the
+    best weights are chosen: `validations`, or as many as the variant with the fewest steps has
+    steps."""
     first, voxels = next(iter(variants.values()))[1], budget.amount
     if budget.kind == "epochs":
-        voxels = run_voxels(first.config, voxels * first.steps_per_epoch)  # patches as many as make up a volume
+        voxels = run_voxels(
+            first.config, voxels * first.steps_per_epoch
+        )  # patches as many as make up a volume
     is_timed = budget.kind == "minutes"
-    steps = {name: None if is_timed else steps_of(plan.config, voxels) for name, (_, plan) in variants.items()}
+    steps = {
+        name: None if is_timed else steps_of(plan.config, voxels)
+        for name, (_, plan) in variants.items()
+    }
     validations = min([validations, *filter(None, steps.values())])
     result = []
     for name, (settings, plan) in variants.items():
@@ -216,7 +269,10 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
             own["epochs"] = math.ceil(60 * budget.amount / LEAST_STEP_S / plan.steps_per_epoch)
             own["budget_minutes"] = budget.amount
         else:
-            own.update(steps=steps[name], warmup_steps=min(config.warmup_steps, steps[name] // WARMUP_SHARE))
+            own.update(
+                steps=steps[name],
+                warmup_steps=min(config.warmup_steps, steps[name] // WARMUP_SHARE),
+            )
         result.append(
             Course(
                 name=name,
@@ -236,8 +292,8 @@ def courses(variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validatio
 def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[Course], Budget]:
     """The request that a later call must repeat, the variants' courses and the budget.
 
-    Raises InputError for settings that compare itself decides, and as `parse_variant` and `resolve_variants`.
-    """
+    Raises InputError for settings that compare itself decides, and as `parse_variant` and
+    `resolve_variants`."""
     _refuse_settings("compare", settings, DECIDED)
     common = _without(settings, ("epochs", "validations"))
     named = {name: parse_variant(name, words, common) for name, words in options.variant}
@@ -276,16 +332,19 @@ class Kept:
 
 
 def resumed(new: Kept, out: Path) -> Kept:
-    """The comparison in the folder `out` with the seeds of `new` added, then without results; `new` if there is none.
+    """The comparison in the folder `out` with the seeds of `new` added, then without results; `new`
+    if there is none.
 
-    Raises InputError for a compare.json that is damaged or of another version, for a folder of other files, and for a
-    folder where another comparison was asked for, with all differences at once.
-    """
+    Raises InputError for a compare.json that is damaged or of another version, for a folder of
+    other files, and for a folder where another comparison was asked for, with all differences at
+    once."""
     path = Path(out) / FILE
     if not path.is_file():
         if path.parent.is_dir() and not is_untouched(path.parent, FILE):
             name = min(path.name for path in path.parent.iterdir())
-            raise InputError(f"--out {out} must be empty or hold a {FILE}, got {name} in it; choose another")
+            raise InputError(
+                f"--out {out} must be empty or hold a {FILE}, got {name} in it; choose another"
+            )
         return new
     try:
         content = read_json(path)
@@ -293,7 +352,9 @@ def resumed(new: Kept, out: Path) -> Kept:
             raise ValueError(f"schema {schema} of another version")
         kept = typed(content, Kept)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(f"{path} must be as compare writes it, got {reason(error)}; choose another --out") from None
+        raise InputError(
+            f"{path} must be as compare writes it, got {reason(error)}; choose another --out"
+        ) from None
     before, now = (_by_name(json.loads(json.dumps(asked))) for asked in (kept.asked, new.asked))
     refuse(
         f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
@@ -328,7 +389,8 @@ def _by_name(content: Any, name: str = "") -> Json:
 
 
 def _refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
-    """Raise InputError for the settings among `names`, which `source`, such as "variant whole", may not choose."""
+    """Raise InputError for the settings among `names`, which `source`, such as "variant whole", may
+    not choose."""
     for_all = "give it outside the quotes, for all variants"
     own = "leave it out: compare has --seeds, --validations and a budget for all variants"
     refuse(

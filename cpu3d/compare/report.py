@@ -1,7 +1,8 @@
-"""The results of a comparison: compare.json, report.html, a record, tables on the terminal and in the docs.
+"""The results of a comparison: compare.json, report.html, a record, tables on the terminal and in
+the docs.
 
-Every table is made from the results in compare.json and the records, so all places show the same rows.
-"""
+Every table is made from the results in compare.json and the records, so all places show the same
+rows."""
 
 import dataclasses
 import itertools
@@ -41,7 +42,15 @@ COSTS_OF = (
 )
 
 # Settings that are not those of a variant, or belong to the store.
-NOT_SETTINGS = ("seed", "unet.seed", "save_minutes", "store", "store_channels", "label_names", "region_codes")
+NOT_SETTINGS = (
+    "seed",
+    "unet.seed",
+    "save_minutes",
+    "store",
+    "store_channels",
+    "label_names",
+    "region_codes",
+)
 
 
 # --- Tables ---
@@ -79,7 +88,13 @@ def scores_table(record: Json) -> Table:
     rows = []
     for region, variant in itertools.product(record["regions"], record["variants"]):
         scores = record["variants"][variant]["scores"][region]
-        rows.append((region, variant, *(plus_minus(**scores[name], digits=METRICS[name].digits) for name in METRICS)))
+        rows.append(
+            (
+                region,
+                variant,
+                *(plus_minus(**scores[name], digits=METRICS[name].digits) for name in METRICS),
+            )
+        )
     return Table(
         ("region", "variant", *(metric.label for metric in METRICS.values())),
         rows,
@@ -95,11 +110,15 @@ def differences_table(record: Json, title: str = "") -> Table:
     """Every difference to the baseline; those that count are bold."""
     rows = []
     for variant, regions in record["differences"].items():
-        for region, name, difference in ((region, *pair) for region, of in regions.items() for pair in of.items()):
+        for region, name, difference in (
+            (region, *pair) for region, of in regions.items() for pair in of.items()
+        ):
             digits, bound = METRICS[name].digits, difference["seed_bound"]
             text = f"{difference['mean']:+.{digits}f}"
             if difference["interval"]:
-                text += " ({:+.{digits}f} to {:+.{digits}f})".format(*difference["interval"], digits=digits)
+                text += " ({:+.{digits}f} to {:+.{digits}f})".format(
+                    *difference["interval"], digits=digits
+                )
             alone = "-" if bound is None else f"{bound:.{digits}f}"
             cases = f"{difference['better']} / {difference['worse']} / {difference['equal']}"
             cell = Bold(text) if counts(difference) else text
@@ -110,7 +129,8 @@ def differences_table(record: Json, title: str = "") -> Table:
 
 
 def costs_table(record: Json) -> Table:
-    """The learning rates of each variant's runs, and the costs of a run; a cost that no run knows has no row."""
+    """The learning rates of each variant's runs, and the costs of a run; a cost that no run knows
+    has no row."""
     rates = {variant: {} for variant in record["variants"]}
     for run in record["runs"]:
         rates[run["variant"]][f"{run['learning_rate']:g}"] = None  # each once
@@ -118,7 +138,9 @@ def costs_table(record: Json) -> Table:
     for name, cost in COSTS.items():
         values = [of_variant["costs"].get(name) for of_variant in record["variants"].values()]
         if any(value is not None for value in values):
-            rows.append((cost.label, *("-" if value is None else cost.show(value) for value in values)))
+            rows.append(
+                (cost.label, *("-" if value is None else cost.show(value) for value in values))
+            )
     return Table(("", *record["variants"]), rows, title="Costs of a run", caption=COSTS_OF)
 
 
@@ -144,11 +166,13 @@ def results_tables(record: Json) -> List[Table]:
 # --- What is published ---
 
 
-def publish(comparison: Comparison, kept: Kept, store: Store, out: Path, options: Options, *, budget: str) -> None:
+def publish(
+    comparison: Comparison, kept: Kept, store: Store, out: Path, options: Options, *, budget: str
+) -> None:
     """Keep the results, write the page and the record, print the tables.
 
-    A record names no folder and no case; the page is self-contained, with pictures and slices inside.
-    """
+    A record names no folder and no case; the page is self-contained, with pictures and slices
+    inside."""
     results, manifest = comparison.to_json(), store.manifest
     dataclasses.replace(kept, results=results).save(out)
     split = {name: len(ids) for name, ids in manifest.split.items()}
@@ -179,13 +203,19 @@ def page_sections(comparison: Comparison, record: Json, out: Path, store: Store)
     config = runs[0].config
     facts = (
         ("data", record["data"]["name"]),
-        ("scored", f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}", full original grids'),
+        (
+            "scored",
+            f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}", full original grids',
+        ),
         ("budget", record["budget"]),
         ("split hash", config.split_hash + (f", fold {config.fold}" if config.fold else "")),
         *(("left out", line) for line in record["failed"]),
     )
     folders = [str(run.folder.resolve()).replace(f"{out.resolve()}/", "") for run in runs]
-    rows = [(run.variant, f"{run.seed}", f"{run.config.peak_rate:g}", path) for run, path in zip(runs, folders)]
+    rows = [
+        (run.variant, f"{run.seed}", f"{run.config.peak_rate:g}", path)
+        for run, path in zip(runs, folders)
+    ]
     hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)  # each one once
     about = [*(pair for host in hosts for pair in host), *flat(record["versions"])]
     *tables, costs = results_tables(record)
@@ -201,15 +231,20 @@ def page_sections(comparison: Comparison, record: Json, out: Path, store: Store)
 
 
 def _cases(comparison: Comparison, store: Store) -> Json:
-    """The best, median and worst case by the mean over all variants, with the prediction of each one's first seed."""
+    """The best, median and worst case by the mean over all variants, with the prediction of each
+    one's first seed."""
     region = comparison.regions[-1]  # the mean over the regions, or the only one
     dice = {name: comparison.values(name, region, "dice").mean(0) for name in comparison.runs}
     means = np.mean(list(dice.values()), axis=0)
     scores = {
-        comparison.cases[case]: "mean Dice: " + ", ".join(f"{name} {values[case]:.3f}" for name, values in dice.items())
+        comparison.cases[case]: "mean Dice: "
+        + ", ".join(f"{name} {values[case]:.3f}" for name, values in dice.items())
         for case in sorted(range(len(means)), key=lambda case: -means[case])
     }
-    predictions = {f"{name}, seed {runs[0].seed}": runs[0].predictions for name, runs in comparison.runs.items()}
+    predictions = {
+        f"{name}, seed {runs[0].seed}": runs[0].predictions
+        for name, runs in comparison.runs.items()
+    }
     config = comparison.runs[comparison.baseline][0].config
     regions = {name: config.region_codes[name] for name in config.regions}
     return viewer(shown_cases(store, scores, regions, predictions))
@@ -219,7 +254,10 @@ def case_strips(comparison: Comparison) -> Figures:
     """Dice of every case by variant, the mean over its seeds; a picture for each region."""
     figures = []
     for region in comparison.regions:
-        columns = {name: comparison.values(name, region, "dice").mean(0).tolist() for name in comparison.runs}
+        columns = {
+            name: comparison.values(name, region, "dice").mean(0).tolist()
+            for name in comparison.runs
+        }
         title = f"Dice of every case, {region}"
         figures.append((title, strips(columns, title=title, y_label="Dice", y_range=(-0.02, 1.02))))
     return figures
@@ -232,11 +270,19 @@ def learning_curves(comparison: Comparison) -> Figures:
         lines = []
         for (name, runs), colour in zip(comparison.runs.items(), itertools.cycle(PALETTE)):
             for run in (run for run in runs if run.curve):
-                x, dice = [point[column] / unit for point in run.curve], [point.mean_dice for point in run.curve]
+                x, dice = (
+                    [point[column] / unit for point in run.curve],
+                    [point.mean_dice for point in run.curve],
+                )
                 lines.append(Line(name if run is runs[0] else "", x, dice, colour))
         if lines:
             title = f"Validation Dice over {label}"
-            figures.append((title, chart(lines, title=title, y_label="mean Dice", x_label=label, y_range=(0, 1))))
+            figures.append(
+                (
+                    title,
+                    chart(lines, title=title, y_label="mean Dice", x_label=label, y_range=(0, 1)),
+                )
+            )
     return figures
 
 

@@ -2,10 +2,9 @@
 
     failed = train_and_score(runs, store, out, Evaluation())
 
-A fresh process has its own peak of memory, and all runs start on equal terms. The same call continues after one that
-was cut off: a trained run is not trained again, a half-trained one continues, current scores are kept, and a run that
-diverged is reported as such.
-"""
+A fresh process has its own peak of memory, and all runs start on equal terms. The same call
+continues after one that was cut off: a trained run is not trained again, a half-trained one
+continues, current scores are kept, and a run that diverged is reported as such."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,9 @@ class PlannedRun:
     variant: str
     seed: int
     folder: Path
-    options: Tuple[str, ...]  # of `train`, all but --store and --run; with --seed and --steps or --budget-minutes
+    options: Tuple[
+        str, ...
+    ]  # of `train`, all but --store and --run; with --seed and --steps or --budget-minutes
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
@@ -58,14 +59,20 @@ class Failed(NamedTuple):
 
 
 def train_and_score(
-    runs: Sequence[PlannedRun], store: Path, out: Path, evaluation: Evaluation, *, force: bool = False
+    runs: Sequence[PlannedRun],
+    store: Path,
+    out: Path,
+    evaluation: Evaluation,
+    *,
+    force: bool = False,
 ) -> List[Failed]:
-    """Train and score all of `runs`, in their order, and return those that failed; `force` is that of `train`.
+    """Train and score all of `runs`, in their order, and return those that failed; `force` is that
+    of `train`.
 
-    The output of the processes is added to out/logs/NAME-train.txt and NAME-evaluate.txt, where NAME is that of a run's
-    folder. A run that diverged before is not tried again. Raises the last RunFailedError if all fail, and
-    KeyboardInterrupt after a signal, which the process has received as SIGINT and answered by saving.
-    """
+    The output of the processes is added to out/logs/NAME-train.txt and NAME-evaluate.txt, where
+    NAME is that of a run's folder. A run that diverged before is not tried again. Raises the last
+    RunFailedError if all fail, and KeyboardInterrupt after a signal, which the process has received
+    as SIGINT and answered by saving."""
     failed: List[Failed] = []
     logs = writable_folder(out / "logs", "folder of logs")
     for number, run in enumerate(runs, 1):

@@ -35,10 +35,16 @@ def _augmentation(default: float, words: str, metavar: str) -> float:
 class AugmentConfig:
     """The settings of augmentation. All zero (and no flips) turns it off."""
 
-    flip: bool = option(True, "no mirroring, for data whose left and right differ", group="augmentation")
+    flip: bool = option(
+        True, "no mirroring, for data whose left and right differ", group="augmentation"
+    )
     """Mirror along X, Y and Z, each with probability 1/2; not X if labels pair left and right."""
-    gain: float = _augmentation(0.1, "brightness: each channel, normalised, times up to 1 +- G; below 1", "G")
-    offset: float = _augmentation(0.1, "up to +- O standard deviations added to each channel; below 10", "O")
+    gain: float = _augmentation(
+        0.1, "brightness: each channel, normalised, times up to 1 +- G; below 1", "G"
+    )
+    offset: float = _augmentation(
+        0.1, "up to +- O standard deviations added to each channel; below 10", "O"
+    )
     rotation_deg: float = _augmentation(
         0.0, "turn about each of the three axes by up to +- A degrees; below 45; nnU-Net: 30", "A"
     )
@@ -76,7 +82,9 @@ class AugmentConfig:
     def __post_init__(self):
         for name, limit in LIMITS.items():
             if not 0 <= getattr(self, name) < limit:
-                raise ValueError(f"augment {name} must be in [0, {limit}), got {getattr(self, name)}; 0 turns it off")
+                raise ValueError(
+                    f"augment {name} must be in [0, {limit}), got {getattr(self, name)}; 0 turns it off"
+                )
 
     @property
     def needs_volume(self) -> bool:
@@ -190,8 +198,8 @@ def draw(
 
 
 def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
-    """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows sum
-    to 1.
+    """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows
+    sum to 1.
 
     A lower resolution takes the nearest of the voxels, and interpolates between those that it has
     taken.
@@ -210,8 +218,8 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
 
 
 def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -> np.ndarray:
-    """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and Z,
-    and a zoom.
+    """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and
+    Z, and a zoom.
 
     Ratios of sizes are taken to six digits: a header may give 0.9999999.
     """

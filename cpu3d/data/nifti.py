@@ -2,9 +2,9 @@
 
 Lengths are in mm here and everywhere else, whatever the unit of a header; it is written back.
 
-nibabel parses headers and knows orientations. The bytes are read here, because nibabel stops at the last voxel and
-never checks gzip's CRC behind it: a flipped bit then gives wrong voxels without an error.
-"""
+nibabel parses headers and knows orientations. The bytes are read here, because nibabel stops at the
+last voxel and never checks gzip's CRC behind it: a flipped bit then gives wrong voxels without an
+error."""
 
 import dataclasses
 import gzip
@@ -39,7 +39,17 @@ SHEAR_DEG = 0.01  # up to here axes count as perpendicular: headers round their 
 QUATERNION_TOLERANCE = 1e-5
 
 # Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`.
-_FORMS = ["quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z"]
+_FORMS = [
+    "quatern_b",
+    "quatern_c",
+    "quatern_d",
+    "qoffset_x",
+    "qoffset_y",
+    "qoffset_z",
+    "srow_x",
+    "srow_y",
+    "srow_z",
+]
 
 
 def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
@@ -58,7 +68,9 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     header, shape, dtype, offset, (slope, inter) = _parse_header(path, content)
     needed = offset + math.prod(shape) * dtype.itemsize
     if len(content) < needed:
-        raise InputError(f"{path} must hold {needed} bytes for shape {shape}, got {len(content)}; fetch the file again")
+        raise InputError(
+            f"{path} must hold {needed} bytes for shape {shape}, got {len(content)}; fetch the file again"
+        )
     voxels = np.frombuffer(content, dtype, count=math.prod(shape), offset=offset)
     if not dtype.isnative:
         voxels = voxels.astype(dtype.newbyteorder("="))
@@ -73,7 +85,9 @@ def channel_count(path: Path) -> int:
     """Channels of a file by its header. Raises InputError as `read_volume`."""
     try:
         shape = _axes(nibabel.load(path).shape)
-    except Exception:  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
+    except (
+        Exception
+    ):  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
         shape = ()
     if len(shape) not in (3, 4):
         shape = read_volume(path)[0].shape  # raises it
@@ -81,14 +95,18 @@ def channel_count(path: Path) -> int:
 
 
 def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first three. A view."""
+    """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first
+    three. A view."""
     return orientations.apply_orientation(array, orientations.axcodes2ornt(geometry.axes))
 
 
 def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
-    """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A view."""
+    """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A
+    view."""
     if tuple(array.shape[:3]) != ras_shape(geometry):
-        raise ValueError(f"array must have shape {ras_shape(geometry)} in axes R A S, got {array.shape}; use `to_ras`")
+        raise ValueError(
+            f"array must have shape {ras_shape(geometry)} in axes R A S, got {array.shape}; use `to_ras`"
+        )
     ras, own = map(orientations.axcodes2ornt, ("RAS", geometry.axes))
     return orientations.apply_orientation(array, orientations.ornt_transform(ras, own))
 
@@ -145,29 +163,42 @@ def ras_steps_mm(geometry: Geometry) -> np.ndarray:
 
 
 def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometry) -> None:
-    """Write a label map `(X, Y, Z)` in axes R A S as uint8 NIfTI on the grid of `geometry`, with its sform and qform.
-    Codes must be integers from 0 to 255."""
+    """Write a label map `(X, Y, Z)` in axes R A S as uint8 NIfTI on the grid of `geometry`, with
+    its sform and qform. Codes must be integers from 0 to 255."""
     label = label_ras.astype(np.uint8)
     if label.ndim != 3 or not np.array_equal(label, label_ras):
-        raise ValueError(f"label must be 3D integers 0..255, got {label_ras.ndim}D of {label_ras.dtype}; convert it")
+        raise ValueError(
+            f"label must be 3D integers 0..255, got {label_ras.ndim}D of {label_ras.dtype}; convert it"
+        )
     write_volume(path, label, geometry)
 
 
-def write_volume(path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6) -> None:
-    """Write `(X, Y, Z)` or `(X, Y, Z, C)` in axes R A S, in its own dtype, on the grid of `geometry`, atomically.
+def write_volume(
+    path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6
+) -> None:
+    """Write `(X, Y, Z)` or `(X, Y, Z, C)` in axes R A S, in its own dtype, on the grid of
+    `geometry`, atomically.
 
-    The same input gives the same bytes. `compression` is gzip's level. Raises InputError for another ending than
-    .nii.gz or .nii.
-    """
+    The same input gives the same bytes. `compression` is gzip's level. Raises InputError for
+    another ending than .nii.gz or .nii."""
     path = Path(path)
     if not path.name.lower().endswith((".nii.gz", ".nii")):
-        raise InputError(f"file to write must end in .nii.gz or .nii, got {path}; choose such a name")
+        raise InputError(
+            f"file to write must end in .nii.gz or .nii, got {path}; choose such a name"
+        )
     voxels, header = from_ras(volume_ras, geometry), _placed_header(geometry)
     header.set_data_shape(voxels.shape)
     header.set_data_dtype(voxels.dtype.newbyteorder("<"))
     header.set_xyzt_units(geometry.unit)
-    header["magic"], header["vox_offset"], header["scl_slope"], header["scl_inter"] = b"n+1", 352, 1, 0
-    content = header.binaryblock + b"\0\0\0\0" + voxels.tobytes(order="F")  # the zeros say "no extension"
+    header["magic"], header["vox_offset"], header["scl_slope"], header["scl_inter"] = (
+        b"n+1",
+        352,
+        1,
+        0,
+    )
+    content = (
+        header.binaryblock + b"\0\0\0\0" + voxels.tobytes(order="F")
+    )  # the zeros say "no extension"
     if path.name.lower().endswith(".gz"):
         packer = zlib.compressobj(compression, wbits=31)  # 31: gzip framing, with a zero time stamp
         content = packer.compress(content) + packer.flush()
@@ -181,14 +212,23 @@ def _read_bytes(path: Path) -> bytes:
         content = read_regular(path)
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(f"{path} must be whole gzip data, got {error}; it is damaged or cut, fetch it again") from None
+        raise InputError(
+            f"{path} must be whole gzip data, got {error}; it is damaged or cut, fetch it again"
+        ) from None
     except OSError as error:
-        raise InputError(f"{path} must be a file that can be read, got {error.strerror}; check the path") from None
+        raise InputError(
+            f"{path} must be a file that can be read, got {error.strerror}; check the path"
+        ) from None
 
 
 def _parse_header(path: Path, content: bytes):
-    """The NIfTI-1 or -2 header, and shape, dtype, offset and (slope, intercept) of the voxels, checked."""
-    kind = nibabel.Nifti2Header if content[:4] in (b"\x1c\x02\0\0", b"\0\0\x02\x1c") else nibabel.Nifti1Header
+    """The NIfTI-1 or -2 header, and shape, dtype, offset and (slope, intercept) of the voxels,
+    checked."""
+    kind = (
+        nibabel.Nifti2Header
+        if content[:4] in (b"\x1c\x02\0\0", b"\0\0\x02\x1c")
+        else nibabel.Nifti1Header
+    )
     try:
         header = kind.from_fileobj(io.BytesIO(content), check=True)
         magic = bytes(header["magic"])[:3]
@@ -197,13 +237,24 @@ def _parse_header(path: Path, content: bytes):
         slope, inter = header.get_slope_inter()
     except Exception as error:  # nibabel's own, numpy's and struct's, for bytes that are no header
         reason = str(error).strip() or type(error).__name__
-        raise InputError(f"{path} must be a NIfTI file, got {reason}; convert it to .nii.gz") from None
+        raise InputError(
+            f"{path} must be a NIfTI file, got {reason}; convert it to .nii.gz"
+        ) from None
     rules = (
-        (magic in (b"n+1", b"n+2"), f"hold header and voxels in one file, got magic {magic!r}; convert it to .nii.gz"),
-        (len(shape) in (3, 4), f"have 3 axes, or 4 with the channels last, got shape {shape}; convert it"),
+        (
+            magic in (b"n+1", b"n+2"),
+            f"hold header and voxels in one file, got magic {magic!r}; convert it to .nii.gz",
+        ),
+        (
+            len(shape) in (3, 4),
+            f"have 3 axes, or 4 with the channels last, got shape {shape}; convert it",
+        ),
         (min(shape, default=1) > 0, f"have voxels, got shape {shape}; convert it"),
         (dtype.kind in "iuf", f"hold real numbers, got {dtype}; convert it to int16 or float32"),
-        (offset >= header.sizeof_hdr, f"have its voxels after its header, got offset {offset}; fetch it again"),
+        (
+            offset >= header.sizeof_hdr,
+            f"have its voxels after its header, got offset {offset}; fetch it again",
+        ),
     )
     refuse([f"{path} must {rule}" for holds, rule in rules if not holds][:1])
     return header, shape, dtype, offset, (1.0 if slope is None else float(slope), float(inter or 0))
@@ -221,13 +272,17 @@ def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, i
     try:
         affine = np.array(header.get_best_affine(), np.float64)
     except Exception as error:  # as in `_parse_header`
-        raise InputError(f"{path} must have a valid qform, got {error}; correct its header") from None
+        raise InputError(
+            f"{path} must have a valid qform, got {error}; correct its header"
+        ) from None
     affine[:3] /= PER_MM[unit]
     axes = _checked_axes(path, affine, unit)
     codes = int(header["sform_code"]), int(header["qform_code"])
     geometry = Geometry(shape, tuple(map(tuple, affine.tolist())), axes, *codes, unit=unit)
     forms = _forms(header)
-    if forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all():  # NaN, if a form is not used
+    if (
+        forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all()
+    ):  # NaN, if a form is not used
         return geometry
     return dataclasses.replace(geometry, forms=forms)
 
@@ -273,7 +328,9 @@ def _shorten_quaternion(header: nibabel.Nifti1Header) -> None:
 
 def _in_ras_order(geometry: Geometry, values) -> tuple:
     """Values along the source's axes in the order R, A, S."""
-    return tuple(values[axis] for axis in np.argsort(orientations.axcodes2ornt(geometry.axes)[:, 0]))
+    return tuple(
+        values[axis] for axis in np.argsort(orientations.axcodes2ornt(geometry.axes)[:, 0])
+    )
 
 
 def _forms(header: nibabel.Nifti1Header) -> Tuple[float, ...]:
@@ -292,6 +349,8 @@ def _placed_header(geometry: Geometry) -> nibabel.Nifti1Header:
     header.set_sform(affine, geometry.sform_code)
     if geometry.forms:
         header["pixdim"][:4] = geometry.forms[:4]
-        for name, value in zip(_FORMS, (*geometry.forms[4:10], *np.reshape(geometry.forms[10:], (3, 4)))):
+        for name, value in zip(
+            _FORMS, (*geometry.forms[4:10], *np.reshape(geometry.forms[10:], (3, 4)))
+        ):
             header[name] = value
     return header

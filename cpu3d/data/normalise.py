@@ -1,4 +1,5 @@
-"""Normalises stored voxels to z-scores over the brain: of a sample's channels, and of an image to predict on."""
+"""Normalises stored voxels to z-scores over the brain: of a sample's channels, and of an image to
+predict on."""
 
 from typing import Tuple
 
@@ -9,7 +10,8 @@ from cpu3d.data.region import Region, crop
 
 
 def normalisation(record: CaseRecord) -> Tuple[np.ndarray, np.ndarray]:
-    """(scale, shift), float64, so that scale * value + shift has mean 0 and standard deviation 1 over the brain."""
+    """(scale, shift), float64, so that scale * value + shift has mean 0 and standard deviation 1
+    over the brain."""
     scale = 1 / np.array(record.channel_std)
     return scale, -np.array(record.channel_mean) * scale
 
@@ -18,4 +20,6 @@ def normalise(image: np.ndarray, record: CaseRecord, region: Region) -> np.ndarr
     """A `region` of an image (X, Y, Z, C) as float32, normalised as a sample's; for prediction."""
     scale, shift = normalisation(record)
     part = crop(image, region)
-    return np.where(part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift))
+    return np.where(
+        part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift)
+    )

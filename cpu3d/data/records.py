@@ -77,7 +77,8 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class CaseRecord:
-    """One case of the store. Everything spatial is in the store's grid: axes R A S, voxels X, Y, Z."""
+    """One case of the store. Everything spatial is in the store's grid: axes R A S, voxels X, Y,
+    Z."""
 
     case_id: BareName
     patient_id: str
@@ -85,7 +86,8 @@ class CaseRecord:
     spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region  # smallest box around every voxel that is non-zero in any channel or labelled
     image_dtype: Literal["int16", "float16"]
-    """"int16": the source's values, exact. "float16": (value - mean) / std of the source, rounded."""
+    """"int16": the source's values, exact. "float16": (value - mean) / std of the source,
+    rounded."""
     max_abs_error: Annotated[float, Meta(ge=0)]
     """Largest rounding error, in standard deviations; 0 if lossless."""
     channel_mean: Tuple[float, ...]  # per channel, over its non-zero voxels, of the stored values
@@ -97,7 +99,8 @@ class CaseRecord:
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
     centres: Dict[Code, Tuple[Voxel, ...]]
-    """Up to `stores.case.CENTRES` voxels of each label code but 0, evenly over it, around which patches are drawn."""
+    """Up to `stores.case.CENTRES` voxels of each label code but 0, evenly over it, around which
+    patches are drawn."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
     stem: BareName  # name of the arrays' files up to the first dot
@@ -105,7 +108,8 @@ class CaseRecord:
     stored: Region  # the part of the grid that the arrays hold. Outside it, image and label are 0
     image_bytes: Count
     image_sha256: str
-    image_voxels_sha256: str  # of dtype, shape and voxels of the whole grid: the same in every format, cropped or not
+    # of dtype, shape and voxels of the whole grid: the same in every format, cropped or not
+    image_voxels_sha256: str
     label_bytes: Count
     label_sha256: str
     label_voxels_sha256: str
@@ -142,7 +146,9 @@ class Manifest:
     cases: Sequence[CaseRecord]
     """Sorted by case id: a `CaseList`, whose records are read one at a time."""
     versions: Dict[str, str]
-    patient_rules: Dict[str, int] = field(default_factory=dict)  # rule that tells a case's patient -> number of cases
+    patient_rules: Dict[str, int] = field(
+        default_factory=dict
+    )  # rule that tells a case's patient -> number of cases
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
@@ -401,7 +407,9 @@ def split_problems(
         if len({patient_id for _, patient_id in places.values()}) > 1:
             names = " and ".join(f"{case_id} ({name})" for name, (case_id, _) in places.items())
             advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
-            problems.append(f"image of cases {names} must be in one split, got identical voxels; {advice}")
+            problems.append(
+                f"image of cases {names} must be in one split, got identical voxels; {advice}"
+            )
     return problems
 
 
@@ -426,7 +434,8 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
 
 
 def case_from_json(content: bytes) -> CaseRecord:
-    """The record in JSON. Raises ValueError for other content and for a record that contradicts itself."""
+    """The record in JSON. Raises ValueError for other content and for a record that contradicts
+    itself."""
     try:
         record = msgspec.json.decode(content, type=CaseRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
@@ -436,8 +445,12 @@ def case_from_json(content: bytes) -> CaseRecord:
     corners = zip(stored.start, box.start, box.stop, stored.stop, shape)
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
     rules = {
-        "box must be in stored, and stored in shape": all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners),
-        "statistics must be as many for each channel": {*map(len, statistics)} == {len(record.channel_voxels)} != {0},
+        "box must be in stored, and stored in shape": all(
+            0 <= a <= b < c <= d <= n for a, b, c, d, n in corners
+        ),
+        "statistics must be as many for each channel": {*map(len, statistics)}
+        == {len(record.channel_voxels)}
+        != {0},
         "image_bytes and label_bytes must fit image and label": record.format == "" or has_files,
         "centres must be voxels of shape": _within(record.centres, shape),
         "geometry must be of shape, turned": sorted(record.geometry.shape) == sorted(shape),

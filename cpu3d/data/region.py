@@ -11,12 +11,20 @@ from cpu3d.errors import refuse
 
 Shape3 = Tuple[int, int, int]
 
-EXTENTS = ("brain", "full")  # the part of a case that the network gets: its brain's box or its whole grid
+EXTENTS = (
+    "brain",
+    "full",
+)  # the part of a case that the network gets: its brain's box or its whole grid
 
 
 def require(*rules: Tuple[str, str, Any, bool]) -> None:
-    """Raise one InputError with a line for every (name, rule, value, whether it holds) that does not hold."""
-    refuse(f"{name} must be {rule}, got {value!r}; give another" for name, rule, value, holds in rules if not holds)
+    """Raise one InputError with a line for every (name, rule, value, whether it holds) that does
+    not hold."""
+    refuse(
+        f"{name} must be {rule}, got {value!r}; give another"
+        for name, rule, value, holds in rules
+        if not holds
+    )
 
 
 def is_integer(value: Any, at_least: float = -math.inf) -> bool:
@@ -33,7 +41,9 @@ class Region:
 
     def __post_init__(self):
         if len(self.start) != 3 or len(self.size) != 3 or min(self.size) < 1:
-            raise ValueError(f"Region size must be three positive numbers, got start={self.start}, size={self.size}")
+            raise ValueError(
+                f"Region size must be three positive numbers, got start={self.start}, size={self.size}"
+            )
 
     @property
     def stop(self) -> Shape3:
@@ -48,7 +58,9 @@ class Region:
     def padding(self, shape: Shape3) -> Tuple[Tuple[int, int], ...]:
         """Zeros to add before and after `slices(shape)` along each axis to fill this box."""
         ends = zip(self.slices(shape), self.start, self.stop)
-        return tuple((p.start - a, b - p.stop) if p.stop > p.start else (0, b - a) for p, a, b in ends)
+        return tuple(
+            (p.start - a, b - p.stop) if p.stop > p.start else (0, b - a) for p, a, b in ends
+        )
 
     def overlap(self, other: "Region") -> Optional["Region"]:
         """The common box of this and another; None if they do not meet."""
@@ -65,8 +77,8 @@ def round_up(shape: Shape3, multiple: int) -> Shape3:
 def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:
     """A region of `size` around the middle of `inner`, kept inside a volume of `shape` if it fits.
 
-    Along an axis where `size` exceeds the volume, the volume is centred in the region and padded on both sides.
-    """
+    Along an axis where `size` exceeds the volume, the volume is centred in the region and padded on
+    both sides."""
     start = tuple(
         -((want - limit) // 2) if want >= limit else min(max(a - (want - n) // 2, 0), limit - want)
         for a, n, want, limit in zip(inner.start, inner.size, size, shape)
@@ -80,15 +92,19 @@ def whole(shape: Shape3) -> Region:
 
 
 def bounding_box(mask: np.ndarray) -> Region:
-    """The smallest region that holds every true voxel of a 3D `mask`. An empty mask gives the whole volume."""
+    """The smallest region that holds every true voxel of a 3D `mask`. An empty mask gives the whole
+    volume."""
     hits = [np.flatnonzero(mask.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))]
     if not hits[0].size:
         return whole(mask.shape)
-    return Region(tuple(int(hit[0]) for hit in hits), tuple(int(hit[-1] - hit[0] + 1) for hit in hits))
+    return Region(
+        tuple(int(hit[0]) for hit in hits), tuple(int(hit[-1] - hit[0] + 1) for hit in hits)
+    )
 
 
 def crop(volume: np.ndarray, region: Region) -> np.ndarray:
-    """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view if nothing is padded."""
+    """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view if nothing
+    is padded."""
     padding = region.padding(volume.shape[:3])
     part = volume[region.slices(volume.shape[:3])]
     if not any(map(any, padding)):
@@ -97,8 +113,11 @@ def crop(volume: np.ndarray, region: Region) -> np.ndarray:
 
 
 def paste(part: np.ndarray, region: Region, shape: Shape3) -> np.ndarray:
-    """The way back from `crop`: a zero volume of `shape` with `part` in its place; padding is dropped."""
+    """The way back from `crop`: a zero volume of `shape` with `part` in its place; padding is
+    dropped."""
     full = np.zeros(tuple(shape) + part.shape[3:], part.dtype)
-    inside = tuple(slice(before, n - after) for (before, after), n in zip(region.padding(shape), region.size))
+    inside = tuple(
+        slice(before, n - after) for (before, after), n in zip(region.padding(shape), region.size)
+    )
     full[region.slices(shape)] = part[inside]
     return full

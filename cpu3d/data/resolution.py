@@ -1,8 +1,8 @@
-"""Training at a share of the store's resolution: averaging a volume, and interpolating predictions back.
+"""Training at a share of the store's resolution: averaging a volume, and interpolating predictions
+back.
 
-Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2: n of them cover n / resolution store
-voxels.
-"""
+Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2: n of them cover n
+/ resolution store voxels."""
 
 import math
 from typing import Optional, Tuple
@@ -20,16 +20,18 @@ def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
 
 
 def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
-    """Store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover in full or in part."""
+    """Store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover in full or in
+    part."""
     return tuple(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
 
 
 def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
-    """(seen, field) float32: the weights with which one axis of store voxels becomes network voxels; rows sum to 1.
+    """(seen, field) float32: the weights with which one axis of store voxels becomes network
+    voxels; rows sum to 1.
 
-    A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear interpolation between
-    store voxels: at 1/2 the mean of two, at 1/3 of three by 1/4, 1/2, 1/4. Ramps stay ramps.
-    """
+    A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear
+    interpolation between store voxels: at 1/2 the mean of two, at 1/3 of three by 1/4, 1/2, 1/4.
+    Ramps stay ramps."""
 
     def integral(at: np.ndarray) -> np.ndarray:  # of max(1 - |x|, 0) from -infinity to `at`
         at = np.clip(at, -1, 1)
@@ -42,22 +44,27 @@ def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
 
 
 def growing(field: int, seen: int, resolution: float) -> np.ndarray:
-    """(field, seen) float32: the weights of linear interpolation, or of the last centre, back to store voxels."""
+    """(field, seen) float32: the weights of linear interpolation, or of the last centre, back to
+    store voxels."""
     at = np.clip((np.arange(field)[:, None] + 0.5) * resolution - 0.5, 0, seen - 1)
     return np.maximum(1 - np.abs(at - np.arange(seen)[None, :]), 0).astype(np.float32)
 
 
 class Resizing:
-    """Between the store voxels of a field and the network's fewer voxels, for a resolution below 1."""
+    """Between the store voxels of a field and the network's fewer voxels, for a resolution below
+    1."""
 
     def __init__(self, seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)):
         self.seen: Shape3 = tuple(seen)  # voxels X, Y, Z of the network's grid
-        self.field = field_of(seen, resolution, at_least)  # voxels X, Y, Z that are to be read from the store
+        self.field = field_of(
+            seen, resolution, at_least
+        )  # voxels X, Y, Z that are to be read from the store
         self._down = [shrinking(m, n, resolution) for n, m in zip(self.field, self.seen)]
         self._up = [growing(n, m, resolution) for n, m in zip(self.field, self.seen)]
 
     def shrink(self, image):
-        """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype, computed in float32."""
+        """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype,
+        computed in float32."""
         return _along(image, self._down, (1, 2, 3), image.dtype)
 
     def grow(self, logits):
@@ -65,7 +72,9 @@ class Resizing:
         return _along(logits, self._up, (3, 2, 1), "float32")  # Z first, while there is least
 
 
-def resizing_for(grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None) -> Resizing:
+def resizing_for(
+    grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None
+) -> Resizing:
     """The resizing of an extent of `grid`, to at least `at_least` network voxels."""
     seen = network_grid(grid, resolution, divisor)
     return Resizing(tuple(map(max, seen, at_least or seen)), resolution, grid)
@@ -77,7 +86,8 @@ def _ceil(length: float) -> int:
 
 
 def _along(volume, matrices, axes: Tuple[int, ...], dtype):
-    """(N, X, Y, Z, C) with the matrix (to, from) of X, of Y and of Z applied in float32, in the order of `axes`."""
+    """(N, X, Y, Z, C) with the matrix (to, from) of X, of Y and of Z applied in float32, in the
+    order of `axes`."""
     import tensorflow as tf
 
     volume = tf.cast(volume, tf.float32)
@@ -87,6 +97,8 @@ def _along(volume, matrices, axes: Tuple[int, ...], dtype):
             both = np.kron(matrix.T, np.eye(sizes[4], dtype=np.float32))
             volume = tf.reshape(volume, (-1, sizes[3] * sizes[4])) @ both
         else:
-            volume = tf.matmul(matrix, tf.reshape(volume, (-1, sizes[axis], int(np.prod(sizes[axis + 1 :])))))
+            volume = tf.matmul(
+                matrix, tf.reshape(volume, (-1, sizes[axis], int(np.prod(sizes[axis + 1 :]))))
+            )
         volume = tf.reshape(volume, (-1, *sizes[1:axis], len(matrix), *sizes[axis + 1 :]))
     return tf.cast(volume, dtype)

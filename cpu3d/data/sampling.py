@@ -1,11 +1,13 @@
-"""The case and the patch of it at each position of a run, and the worker that takes it. No TensorFlow.
+"""The case and the patch of it at each position of a run, and the worker that takes it. No
+TensorFlow.
 
-Everything random about a sample is a pure function of (seed, position), so that a restart needs one integer. The
-generator is SplitMix64 (Steele, Lea, Flood 2014), as NumPy's streams may change between versions.
+Everything random about a sample is a pure function of (seed, position), so that a restart needs one
+integer. The generator is SplitMix64 (Steele, Lea, Flood 2014), as NumPy's streams may change
+between versions.
 
-The order of samples depends on the batch and never on the workers. Step s takes the positions s * batch up to
-(s + 1) * batch in contiguous blocks, in the order of the ranks: of batch 6, 2 workers take 0 0 0 1 1 1.
-"""
+The order of samples depends on the batch and never on the workers. Step s takes the positions s *
+batch up to (s + 1) * batch in contiguous blocks, in the order of the ranks: of batch 6, 2 workers
+take 0 0 0 1 1 1."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,7 +26,8 @@ _PLACE, _CENTRE = 0x706C616365, 0x63656E747265  # keys of the random streams of 
 
 
 class Sample(NamedTuple):
-    """The sample at a position: the pass over the cases, the index of the case, and the place of a patch."""
+    """The sample at a position: the pass over the cases, the index of the case, and the place of a
+    patch."""
 
     position: int
     epoch: int
@@ -33,9 +36,12 @@ class Sample(NamedTuple):
 
 
 def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
-    """The sample at `position` of an endless stream over `cases` cases: every epoch holds each case once."""
+    """The sample at `position` of an endless stream over `cases` cases: every epoch holds each case
+    once."""
     epoch, place = divmod(position, cases)
-    return Sample(position, epoch, permutation(cases, seed=seed, epoch=epoch)[place] if shuffle else place)
+    return Sample(
+        position, epoch, permutation(cases, seed=seed, epoch=epoch)[place] if shuffle else place
+    )
 
 
 @lru_cache(maxsize=4)
@@ -73,9 +79,11 @@ class PatchSampling:
 
     shape: Shape3  # voxels X, Y, Z of a patch
     sampling: str = "random"
-    """ "random": anywhere in the case's extent. "foreground": a share of them around labelled voxels, the others
-    random. "centre": the one around the extent's middle."""
-    foreground: float = 1 / 3  # with "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's
+    """ "random": anywhere in the case's extent. "foreground": a share of them around labelled
+    voxels, the others random. "centre": the one around the extent's middle."""
+    foreground: float = (
+        1 / 3
+    )  # with "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's
     codes: Tuple[Tuple[int, ...], ...] = ()  # with "foreground": label codes of each region
     extent: str = "brain"
     seed: int = 0
@@ -84,19 +92,29 @@ class PatchSampling:
     def __post_init__(self):
         size = len(self.shape) == 3 and all(is_integer(n, 1) for n in self.shape)
         require(
-            ("sampling", f"one of {', '.join(SAMPLINGS)}", self.sampling, self.sampling in SAMPLINGS),
+            (
+                "sampling",
+                f"one of {', '.join(SAMPLINGS)}",
+                self.sampling,
+                self.sampling in SAMPLINGS,
+            ),
             ("extent", f"one of {', '.join(EXTENTS)}", self.extent, self.extent in EXTENTS),
             ("patch_shape", "three positive integers, voxels X, Y, Z", self.shape, size),
-            ("foreground", "in [0, 1], a share of the patches", self.foreground, 0 <= self.foreground <= 1),
+            (
+                "foreground",
+                "in [0, 1], a share of the patches",
+                self.foreground,
+                0 <= self.foreground <= 1,
+            ),
         )
 
 
 def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecord]) -> Sample:
-    """The patch at `position` of an endless stream over `records`: an epoch takes one patch of each.
+    """The patch at `position` of an endless stream over `records`: an epoch takes one patch of
+    each.
 
-    With "foreground", any number of successive positions has its share of foreground patches, to the nearest one; a
-    case without the regions gives a random patch.
-    """
+    With "foreground", any number of successive positions has its share of foreground patches, to
+    the nearest one; a case without the regions gives a random patch."""
     drawn = sample_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
     record, shape = records[drawn.index], tuple(sampling.shape)
     if sampling.sampling == "centre":
@@ -109,19 +127,30 @@ def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecor
 
 @dataclass(frozen=True)
 class Share:
-    """The samples of one worker. Their indices count this worker's own samples from the run's first step on."""
+    """The samples of one worker. Their indices count this worker's own samples from the run's first
+    step on."""
 
     rank: int = 0
     workers: int = 1
     batch: int = 0
-    """Samples of a step over all workers, equally many for each. 0 for a validation, which has no steps: samples are
-    dealt one at a time, and some workers may have one fewer."""
+    """Samples of a step over all workers, equally many for each. 0 for a validation, which has no
+    steps: samples are dealt one at a time, and some workers may have one fewer."""
 
     def __post_init__(self):
         require(
             ("workers", "at least 1", self.workers, self.workers >= 1),
-            ("rank", f"at least 0 and below the {self.workers} workers", self.rank, 0 <= self.rank < self.workers),
-            ("batch", f"a multiple of the {self.workers} workers", self.batch, self.batch % max(self.workers, 1) == 0),
+            (
+                "rank",
+                f"at least 0 and below the {self.workers} workers",
+                self.rank,
+                0 <= self.rank < self.workers,
+            ),
+            (
+                "batch",
+                f"a multiple of the {self.workers} workers",
+                self.batch,
+                self.batch % max(self.workers, 1) == 0,
+            ),
         )
 
     @property
@@ -141,7 +170,12 @@ class Share:
     def indices(self, start: int, stop: int) -> range:
         """The indices of this worker's samples at the positions `start` up to `stop`."""
         steps = [divmod(position, self.workers * self.part) for position in (start, stop)]
-        return range(*(step * self.part + min(max(n - self.rank * self.part, 0), self.part) for step, n in steps))
+        return range(
+            *(
+                step * self.part + min(max(n - self.rank * self.part, 0), self.part)
+                for step, n in steps
+            )
+        )
 
     def positions(self, start: int, stop: int) -> Tuple[int, ...]:
         """The positions from `start` up to `stop` that are this worker's."""
@@ -152,12 +186,19 @@ ALL = Share()  # of a single worker: all samples
 
 
 def _drawn_start(position: int, sampling: PatchSampling, record: CaseRecord) -> Shape3:
-    """The first voxel of a patch: anywhere in the extent, or around a voxel of a region that occurs in the case."""
-    shape, inside = sampling.shape, record.box if sampling.extent == "brain" else whole(record.shape)
-    # First and last place along each axis: within the extent, or the one place around a shorter extent.
+    """The first voxel of a patch: anywhere in the extent, or around a voxel of a region that occurs
+    in the case."""
+    shape, inside = (
+        sampling.shape,
+        record.box if sampling.extent == "brain" else whole(record.shape),
+    )
+    # First and last place along each axis: within the extent, or the one place around a shorter
+    # extent.
     room = [
         (start, start) if want >= n else (a, a + n - want)
-        for start, want, a, n in zip(centred(inside, shape, record.shape).start, shape, inside.start, inside.size)
+        for start, want, a, n in zip(
+            centred(inside, shape, record.shape).start, shape, inside.start, inside.size
+        )
     ]
     present, share = [], sampling.foreground if sampling.sampling == "foreground" else 0
     # Evenly spread, so that every batch has its part.
@@ -169,11 +210,15 @@ def _drawn_start(position: int, sampling: PatchSampling, record: CaseRecord) -> 
         return tuple(low + int(next(units) * (high - low + 1)) for low, high in room)
     units = random_units(sampling.seed, position, _CENTRE)
     of_code, of_region, of_centre = (next(units) for _ in range(3))
-    codes = present[int(of_region * len(present))]  # a region and then its code, so that small ones come up
+    codes = present[
+        int(of_region * len(present))
+    ]  # a region and then its code, so that small ones come up
     centres = record.centres[codes[int(of_code * len(codes))]]
     centre = centres[int(of_centre * len(centres))]
     before = [size // 4 + int(next(units) * max(size // 2, 1)) for size in shape]
-    return tuple(min(max(voxel - n, low), high) for voxel, n, (low, high) in zip(centre, before, room))
+    return tuple(
+        min(max(voxel - n, low), high) for voxel, n, (low, high) in zip(centre, before, room)
+    )
 
 
 def _mix(word: int) -> int:

@@ -38,7 +38,14 @@ from cpu3d.data.records import (
 from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, refuse
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.common.files import NotRegularError, open_regular, read_record, read_regular, reason, typed
+from memory_estimator.common.files import (
+    NotRegularError,
+    open_regular,
+    read_record,
+    read_regular,
+    reason,
+    typed,
+)
 
 ADVICE = "restore it, or delete manifest.json and run `prepare` again, then each `store append` in its order"
 MADE_AGAIN = "run `prepare` again, or `store append`: it comes back from the records in cases/"
@@ -68,8 +75,8 @@ class Store:
         return self._cases.chosen(self.manifest.split[split])
 
     def image(self, case_id: str) -> np.ndarray:
-        """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the whole grid, else a
-        copy in memory. Raises InputError for a damaged file."""
+        """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the
+        whole grid, else a copy in memory. Raises InputError for a damaged file."""
         return self._on_grid(case_id, "x")
 
     def label(self, case_id: str) -> np.ndarray:
@@ -77,7 +84,8 @@ class Store:
         return self._on_grid(case_id, "y")
 
     def check(self, records: Iterable[CaseRecord]) -> None:
-        """Check the arrays' files of `records` without reading voxels. Raises InputError naming all damaged files."""
+        """Check the arrays' files of `records` without reading voxels. Raises InputError naming all
+        damaged files."""
         refuse(problem for record in records for problem in self._reader.problems(record))
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
@@ -96,8 +104,9 @@ class Store:
 
 
 def open_store(folder: Union[str, Path]) -> Store:
-    """Open the store in `folder` for reading. Raises InputError if there is no manifest, if manifest or records are not
-    as they were written, if the schema is another, or if a case is in two splits."""
+    """Open the store in `folder` for reading. Raises InputError if there is no manifest, if
+    manifest or records are not as they were written, if the schema is another, or if a case is in
+    two splits."""
     folder = Path(folder)
     content = _read_manifest(folder)
     try:
@@ -143,13 +152,18 @@ def _read_manifest(folder: Path) -> Dict[str, Any]:
         return read_record(folder / "manifest.json", SCHEMA, checked, ADVICE, InputError)
     except (FileNotFoundError, NotADirectoryError):
         rule = f"store {folder} must hold a finished manifest.json"
-        raise InputError(f"{rule}, found none; run `prepare`, again if it was interrupted") from None
+        raise InputError(
+            f"{rule}, found none; run `prepare`, again if it was interrupted"
+        ) from None
 
 
 def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
-    """The content of a manifest.json with the SHA-256 of its other fields, in their order, but for "schema"."""
+    """The content of a manifest.json with the SHA-256 of its other fields, in their order, but for
+    "schema"."""
     bare = {name: value for name, value in content.items() if name != "sha256"}
-    text = json.dumps({name: value for name, value in bare.items() if name != "schema"}, separators=(",", ":"))
+    text = json.dumps(
+        {name: value for name, value in bare.items() if name != "schema"}, separators=(",", ":")
+    )
     return {**bare, "sha256": hashlib.sha256(text.encode()).hexdigest()}
 
 
@@ -178,7 +192,10 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
 def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
     """Raise InputError unless `wanted` has some of `names`, each once."""
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(names):
-        rule, got = f"{kind} must be among {', '.join(names)}, each once", ", ".join(wanted) or "none"
+        rule, got = (
+            f"{kind} must be among {', '.join(names)}, each once",
+            ", ".join(wanted) or "none",
+        )
         raise InputError(f"{rule}, got {got}; choose from these")
 
 
@@ -202,13 +219,19 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
     """The manifest with its cases. Raises InputError unless they are those of its split."""
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
-        manifest = dataclasses.replace(typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases)
+        manifest = dataclasses.replace(
+            typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}") from None
+        raise InputError(
+            f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}"
+        ) from None
     refuse(split_problems(manifest.split, cases.known))
     got = split_hash(manifest.split, cases.known, manifest.folds)
     if got != manifest.split_hash:
-        raise InputError(f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}")
+        raise InputError(
+            f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}"
+        )
     return manifest
 
 
@@ -242,8 +265,11 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
 
 
 def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
-    """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the store, rounded up."""
-    return round_up(store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple)
+    """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the
+    store, rounded up."""
+    return round_up(
+        store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple
+    )
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:

@@ -1,4 +1,5 @@
-"""Sliding windows: a network applied to a volume tile by tile, the overlapping outputs averaged by Gaussian weights."""
+"""Sliding windows: a network applied to a volume tile by tile, the overlapping outputs averaged by
+Gaussian weights."""
 
 import itertools
 import math
@@ -12,17 +13,22 @@ OVERLAP = 0.5  # least share of a window that its neighbour covers too: nnU-Net'
 SIGMA_SHARE = 1 / 8  # deviation of a tile's weights in sizes of the window, as in nnU-Net and MONAI
 
 
-def sliding_window(network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP) -> np.ndarray:
-    """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than `patch` on any axis.
+def sliding_window(
+    network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP
+) -> np.ndarray:
+    """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than
+    `patch` on any axis.
 
-    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are the fewest evenly spread ones
-    that overlap by at least `overlap`; the first and last end with the volume. Their logits are averaged by Gaussian
-    weights, as a voxel at a tile's border has the fewest neighbours. It is a running mean: where all tiles agree, the
-    result is their logits to the bit. Raises ValueError for an image smaller than the patch.
-    """
+    `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are the fewest
+    evenly spread ones that overlap by at least `overlap`; the first and last end with the volume.
+    Their logits are averaged by Gaussian weights, as a voxel at a tile's border has the fewest
+    neighbours. It is a running mean: where all tiles agree, the result is their logits to the bit.
+    Raises ValueError for an image smaller than the patch."""
     shape = tuple(int(n) for n in image.shape[1:4])
     if any(n < want for n, want in zip(shape, patch)):
-        raise ValueError(f"image must be at least as large as the patch {tuple(patch)}, got {shape}; pad it")
+        raise ValueError(
+            f"image must be at least as large as the patch {tuple(patch)}, got {shape}; pad it"
+        )
     axes = [np.exp(-0.5 * ((np.arange(n) - (n - 1) / 2) / (n * SIGMA_SHARE)) ** 2) for n in patch]
     weight = np.einsum("x,y,z->xyz", *axes).astype(np.float32)
     weights, mean = np.zeros(shape, np.float32), None
@@ -45,6 +51,7 @@ def window_count(shape: Shape3, patch: Shape3, overlap: float = OVERLAP) -> int:
 
 
 def _starts(n: int, want: int, overlap: float) -> Iterator[int]:
-    """First voxels of the fewest evenly spread patches of `want` voxels that cover `n` with at least `overlap`."""
+    """First voxels of the fewest evenly spread patches of `want` voxels that cover `n` with at
+    least `overlap`."""
     steps = -(-(n - want) // max(int(want * (1 - overlap)), 1))
     return (step * (n - want) // max(steps, 1) for step in range(steps + 1))

@@ -1,13 +1,13 @@
-"""The exchange between the workers of a run: a vector a step, summed over all of them, the same bits on each.
+"""The exchange between the workers of a run: a vector a step, summed over all of them, the same
+bits on each.
 
     cluster = read_cluster(os.environ)
     exchange = join(cluster)             # right after TensorFlow is imported, before any operation
     total = exchange.sum(vector)         # float32 (n,); all workers call it, with the same n
 
-The workers of one host add up in memory that they share; between hosts the sum is the ring over gRPC of
-`tf.distribute.MultiWorkerMirroredStrategy`. In both one worker adds up each part of the vector and the others copy it,
-so the bits cannot differ between workers.
-"""
+The workers of one host add up in memory that they share; between hosts the sum is the ring over
+gRPC of `tf.distribute.MultiWorkerMirroredStrategy`. In both one worker adds up each part of the
+vector and the others copy it, so the bits cannot differ between workers."""
 
 import contextlib
 import itertools
@@ -25,7 +25,9 @@ from cpu3d.distributed.rendezvous import MEETING_S, meet
 from cpu3d.errors import WorkerLostError
 from cpu3d.run.heartbeat import LOST_S
 
-PIECE = 4 * 2**20  # numbers summed at a time: 400 MB take 0.5 s; in one sum 1.1 to 1.5 s, and 1 GB more memory
+PIECE = (
+    4 * 2**20
+)  # numbers summed at a time: 400 MB take 0.5 s; in one sum 1.1 to 1.5 s, and 1 GB more memory
 
 
 class Exchange:
@@ -40,25 +42,31 @@ class Exchange:
         return self.rank == 0
 
     def sum(self, vector: Any) -> Any:
-        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError if one of them is gone."""
+        """The float32 tensor (n,) summed over all workers. Raises WorkerLostError if one of them is
+        gone."""
         return vector
 
     def close(self) -> None:
-        """Leave the others, which are at the same point, after the last files of the chief; one may be gone."""
+        """Leave the others, which are at the same point, after the last files of the chief; one may
+        be gone."""
 
 
 ALONE = Exchange()
 
 
 def join(
-    cluster: Cluster, *, plan: Any = None, meeting_s: float = MEETING_S, say: Callable[[str], None] = lambda line: None
+    cluster: Cluster,
+    *,
+    plan: Any = None,
+    meeting_s: float = MEETING_S,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Exchange:
-    """Wait for the other workers and return the exchange with them, whose `plan` is the chief's, anything of JSON.
+    """Wait for the other workers and return the exchange with them, whose `plan` is the chief's,
+    anything of JSON.
 
-    Call it before any operation of TensorFlow, which between hosts makes a server. `say` gets a line if the others
-    take long, and a warning of that server. Raises InputError if this worker's port is taken, and WorkerLostError if a
-    worker does not come within `meeting_s`.
-    """
+    Call it before any operation of TensorFlow, which between hosts makes a server. `say` gets a
+    line if the others take long, and a warning of that server. Raises InputError if this worker's
+    port is taken, and WorkerLostError if a worker does not come within `meeting_s`."""
     if cluster.workers == 1:
         return ALONE
     peers, plan = meet(cluster, meeting_s, say, plan)
@@ -78,7 +86,8 @@ def join(
 
 
 def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
-    """The chief's array to the bit, by the sum alone: every 16 bits travel as one float32, which holds them.
+    """The chief's array to the bit, by the sum alone: every 16 bits travel as one float32, which
+    holds them.
 
     The others give an array of the same shape and dtype, whose values do not count.
     """
@@ -99,7 +108,11 @@ def text_from_chief(exchange: Exchange, text: str = "") -> str:
         return text
     raw = np.frombuffer(text.encode(), np.uint8)
     size = int(array_from_chief(exchange, np.array([raw.size], np.int64))[0])
-    return array_from_chief(exchange, np.resize(raw, size) if raw.size else np.zeros(size, np.uint8)).tobytes().decode()
+    return (
+        array_from_chief(exchange, np.resize(raw, size) if raw.size else np.zeros(size, np.uint8))
+        .tobytes()
+        .decode()
+    )
 
 
 # --- Engines ---
@@ -117,37 +130,45 @@ class _Joined(Exchange):
     def sum(self, vector: Any) -> Any:
         errors = self._tf.errors
         try:
-            return self._tf.convert_to_tensor(self._sum(self._tf.convert_to_tensor(vector, self._tf.float32)))
+            return self._tf.convert_to_tensor(
+                self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
+            )
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
             raise  # vectors of different lengths, or no memory: no worker is lost
         except errors.OpError as error:
             raise lost_by_message(str(error), self._cluster) from error
 
     def close(self) -> None:
-        # When this sum has come, all before it have arrived everywhere; a worker that leaves after it may break it off.
+        # When this sum has come, all before it have arrived everywhere; a worker that leaves after
+        # it may break it off.
         with contextlib.suppress(WorkerLostError):
             self.sum(self._tf.zeros([1]))
 
 
 def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
-    """Start this worker's server, find the others', and return the function that sums a float32 tensor (n,).
+    """Start this worker's server, find the others', and return the function that sums a float32
+    tensor (n,).
 
-    The all-reduce of MultiWorkerMirroredStrategy, without its variables: those made outside its scope stay plain, with
-    the bits, the speed and the memory of a process without it. Raises WorkerLostError if a worker has gone since
-    they met, and RuntimeError if TensorFlow has computed before.
-    """
+    The all-reduce of MultiWorkerMirroredStrategy, without its variables: those made outside its
+    scope stay plain, with the bits, the speed and the memory of a process without it. Raises
+    WorkerLostError if a worker has gone since they met, and RuntimeError if TensorFlow has computed
+    before."""
     import tensorflow as tf
     from tensorflow.python.eager import context  # limits have no public name
 
-    # gRPC would go through the proxy that http_proxy names, to the next machine and even to its own.
+    # gRPC would go through the proxy that http_proxy names, to the next machine and even to its
+    # own.
     os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(cluster.hosts))  # noqa: SIM112 (gRPC reads it in small letters)
     jobs = tf.compat.v1.ConfigProto().experimental.coordination_config.coordinated_job_list
     jobs.add(name="worker", num_tasks=cluster.workers)
     context.context().configure_coordination_service(
         "standalone",
         service_leader="/job:worker/replica:0/task:0",
-        cluster_register_timeout_in_ms=60_000,  # of workers that have just met; TensorFlow itself would wait an hour
-        heartbeat_timeout_in_ms=int(LOST_S * 1000),  # a thread of its own beats, while the worker computes too
+        # of workers that have just met; TensorFlow itself would wait an hour
+        cluster_register_timeout_in_ms=60_000,
+        heartbeat_timeout_in_ms=int(
+            LOST_S * 1000
+        ),  # a thread of its own beats, while the worker computes too
         coordinated_jobs=list(jobs),
     )
     ring = tf.distribute.experimental.CommunicationImplementation.RING
@@ -166,14 +187,19 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
     def reduce(part: Any) -> Any:
         # Without tf.identity: "destinations can not be empty".
-        return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(part))
+        return tf.distribute.get_replica_context().all_reduce(
+            tf.distribute.ReduceOp.SUM, tf.identity(part)
+        )
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def sum_of_piece(piece):
         return strategy.run(reduce, args=(piece,))
 
     def sum_over_workers(vector: Any) -> Any:
-        sums = [sum_of_piece(vector[start : start + PIECE]) for start in range(0, int(vector.shape[0]), PIECE)]
+        sums = [
+            sum_of_piece(vector[start : start + PIECE])
+            for start in range(0, int(vector.shape[0]), PIECE)
+        ]
         return sums[0] if len(sums) == 1 else tf.concat(sums, 0) if sums else vector
 
     return sum_over_workers
@@ -182,15 +208,17 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 # --- The sum between workers of one host, in memory that they share ---
 
 MEMORY_BYTES = 32 * 2**20  # of all parts
-WORD = struct.Struct("<q")  # the vector's length, from a worker that is ready; -1 - rank if the chief has lost one
+WORD = struct.Struct(
+    "<q"
+)  # the vector's length, from a worker that is ready; -1 - rank if the chief has lost one
 
 
 class SharedMemory:
     """Memory that the workers of a host share; `peers` are the connections of `meet`.
 
-    Each worker copies a piece of its vector to its part of the memory, adds up its share of all parts in the order of
-    ranks, and copies the whole sum. A worker that is ready sends a word to the chief, and the chief one to all.
-    """
+    Each worker copies a piece of its vector to its part of the memory, adds up its share of all
+    parts in the order of ranks, and copies the whole sum. A worker that is ready sends a word to
+    the chief, and the chief one to all."""
 
     def __init__(self, cluster: Cluster, peers: Mapping[int, socket.socket]):
         self._cluster, self._peers = cluster, peers
@@ -203,12 +231,16 @@ class SharedMemory:
         finally:
             os.close(handle)
         self._length = memory.size // (2 * cluster.workers)
-        # In turns: when one half is written again, all workers have been ready in the other, so have read this one.
-        halves = memory[: 2 * cluster.workers * self._length].reshape(2, cluster.workers, self._length)
+        # In turns: when one half is written again, all workers have been ready in the other, so
+        # have read this one.
+        halves = memory[: 2 * cluster.workers * self._length].reshape(
+            2, cluster.workers, self._length
+        )
         self._halves = itertools.cycle(halves)
 
     def sum(self, vector: np.ndarray) -> np.ndarray:
-        """A float32 array (n,) summed over all workers; the chief raises ValueError if one has another length."""
+        """A float32 array (n,) summed over all workers; the chief raises ValueError if one has
+        another length."""
         total, rank, workers = np.empty_like(vector), self._cluster.rank, self._cluster.workers
         for start in range(0, vector.size, self._length):
             piece = vector[start : start + self._length]
@@ -225,7 +257,9 @@ class SharedMemory:
     def _made(self) -> int:
         """The chief's memory, a file without a name, whose handle it sends to the others."""
         handle = os.memfd_create("cpu3d")
-        os.posix_fallocate(handle, 0, MEMORY_BYTES)  # a page that cannot be had later would end the process
+        os.posix_fallocate(
+            handle, 0, MEMORY_BYTES
+        )  # a page that cannot be had later would end the process
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # a peer that is gone is noticed by the first sum
                 socket.send_fds(peer, [b"memory"], [handle])
@@ -237,11 +271,14 @@ class SharedMemory:
 
     def _send(self, word: int) -> None:
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # a peer that is gone is noticed when its word is read
+            with contextlib.suppress(
+                OSError
+            ):  # a peer that is gone is noticed when its word is read
                 peer.send(WORD.pack(word))
 
     def _wait_for_all(self, size: int) -> None:
-        """Return when all workers are ready for the same, however long it takes: `launch` ends one that hangs."""
+        """Return when all workers are ready for the same, however long it takes: `launch` ends one
+        that hangs."""
         is_chief, lost = self._cluster.is_chief, None
         if not is_chief:
             self._send(size)
@@ -250,12 +287,16 @@ class SharedMemory:
             try:
                 word = WORD.unpack(peer.recv(WORD.size))[0]
             except (OSError, struct.error):
-                lost = rank  # read the others first: closing with a word unread would drop the words sent to them
+                # read the others first: closing with a word unread would drop the words sent to
+                # them
+                lost = rank
                 continue
             if word < 0:
                 raise lost_worker(self._cluster, -1 - word, "no answer to worker 0")
             if is_chief and word != size:
-                raise ValueError(f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0")
+                raise ValueError(
+                    f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0"
+                )
         if is_chief:
             self._send(size if lost is None else -1 - lost)
         if lost is not None:
@@ -268,18 +309,28 @@ GONE = "no connection: its process has ended or its host is gone"
 
 
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
-    """The error for the user: worker `rank` is gone, None if it is not known which, for `reason`."""
-    name = f"all {cluster.workers} workers" if rank is None else f"worker {rank} ({cluster.addresses[rank]})"
+    """The error for the user: worker `rank` is gone, None if it is not known which, for
+    `reason`."""
+    name = (
+        f"all {cluster.workers} workers"
+        if rank is None
+        else f"worker {rank} ({cluster.addresses[rank]})"
+    )
     rule = "must reach the others" if rank == cluster.rank else f"must answer worker {cluster.rank}"
     todo = "see the logs, the same command continues from the last checkpoint"
     return WorkerLostError(f"{name} {rule}, got {reason}; {todo}")
 
 
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
-    """The error from an engine's message, some twenty lines of C++: which worker is gone, as far as known, and how."""
-    text = message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
+    """The error from an engine's message, some twenty lines of C++: which worker is gone, as far as
+    known, and how."""
+    text = (
+        message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
+    )
     named = {int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)}
     if not named and "CoordinationService/" in message and not cluster.is_chief:
         named = {0}  # that service is the chief's
     known = sorted(named & set(range(cluster.workers)), key=lambda rank: rank == cluster.rank)
-    return lost_worker(cluster, known[0] if known else None, text[:160] or "an error without a message")
+    return lost_worker(
+        cluster, known[0] if known else None, text[:160] or "an error without a message"
+    )

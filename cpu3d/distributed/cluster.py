@@ -1,4 +1,5 @@
-"""The workers that train a network together, their hosts, and this process's place among them. No TensorFlow."""
+"""The workers that train a network together, their hosts, and this process's place among them. No
+TensorFlow."""
 
 import contextlib
 import dataclasses
@@ -23,7 +24,8 @@ class Cluster:
     """The workers of one training and this process's place among them."""
 
     addresses: Tuple[str, ...]
-    """ "host:port" of each worker, by rank; an IPv6 host is in brackets. Empty for a process alone."""
+    """ "host:port" of each worker, by rank; an IPv6 host is in brackets. Empty for a process
+    alone."""
     rank: int = 0
     """This process's rank, from 0. The chief's is 0: it alone writes to the run."""
 
@@ -35,7 +37,9 @@ class Cluster:
                 rule = "worker address must be host:port or [IPv6]:port"
                 raise InputError(f"{rule}, got {address!r}; correct TF_CONFIG or --hosts")
             if times > 1:
-                raise InputError(f"workers must each have an address, got {address} twice; change its port")
+                raise InputError(
+                    f"workers must each have an address, got {address} twice; change its port"
+                )
 
     @property
     def workers(self) -> int:
@@ -53,7 +57,8 @@ class Cluster:
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the workers add up in memory that they share, see `all_reduce`: on one host, of Linux."""
+        """Whether the workers add up in memory that they share, see `all_reduce`: on one host, of
+        Linux."""
         return len(set(self.hosts)) == 1 and sys.platform == "linux"
 
     @property
@@ -69,7 +74,9 @@ class Cluster:
 
     def as_tf_config(self) -> str:
         """The cluster as the environment variable TF_CONFIG, all of its tasks named workers."""
-        return json.dumps({"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": self.rank}})
+        return json.dumps(
+            {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": self.rank}}
+        )
 
     def of_rank(self, rank: int) -> "Cluster":
         """The same workers, seen from another."""
@@ -82,25 +89,37 @@ ALONE = Cluster(())  # a process that trains by itself
 def read_cluster(environ: Mapping[str, str]) -> Cluster:
     """The cluster of the environment's TF_CONFIG; ALONE without one, and for one without a cluster.
 
-    TF_CONFIG is {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index": 0}}; a chief that is
-    named apart has rank 0 and the workers follow. Raises InputError for one that is not whole, and for a parameter
-    server or an evaluator.
-    """
-    text, todo = environ.get("TF_CONFIG", "").strip() or "{}", "correct it, or unset it to train alone"
+    TF_CONFIG is {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index":
+    0}}; a chief that is named apart has rank 0 and the workers follow. Raises InputError for one
+    that is not whole, and for a parameter server or an evaluator."""
+    text, todo = (
+        environ.get("TF_CONFIG", "").strip() or "{}",
+        "correct it, or unset it to train alone",
+    )
     try:
         content = typed(parse_json(text), Dict[str, Any])
         tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")
         task = typed(content.get("task") or {}, Dict[str, Any], "task")
     except ValueError as error:
-        raise InputError(f"TF_CONFIG must be JSON of a cluster and a task, got {text!r} ({error}); {todo}") from None
+        raise InputError(
+            f"TF_CONFIG must be JSON of a cluster and a task, got {text!r} ({error}); {todo}"
+        ) from None
     if not tasks:
         return ALONE
     chiefs, kind, index = tasks.get("chief", ()), task.get("type"), str(task.get("index"))
-    own = tasks.get(kind, ()) if kind in ("chief", "worker") and set(tasks) <= {"chief", "worker"} else ()
+    own = (
+        tasks.get(kind, ())
+        if kind in ("chief", "worker") and set(tasks) <= {"chief", "worker"}
+        else ()
+    )
     if len(chiefs) > 1 or not index.isdigit() or int(index) >= len(own):
         got = f"tasks {', '.join(sorted(tasks))} and {kind} {index} of {len(own)}"
-        raise InputError(f"TF_CONFIG must name workers, at most one chief, and one of them as task, got {got}; {todo}")
-    return Cluster(chiefs + tasks.get("worker", ()), int(index) + (len(chiefs) if kind == "worker" else 0))
+        raise InputError(
+            f"TF_CONFIG must name workers, at most one chief, and one of them as task, got {got}; {todo}"
+        )
+    return Cluster(
+        chiefs + tasks.get("worker", ()), int(index) + (len(chiefs) if kind == "worker" else 0)
+    )
 
 
 def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
@@ -109,7 +128,8 @@ def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
 
 
 def from_hosts(hosts: Sequence[str], workers: int, ports: Sequence[int], rank: int = 0) -> Cluster:
-    """A cluster of so many workers on each of `hosts`, ranks host by host; the first on a host has `ports[0]`.
+    """A cluster of so many workers on each of `hosts`, ranks host by host; the first on a host has
+    `ports[0]`.
 
     `hosts` are names or addresses, IPv6 with or without brackets. Raises InputError as `Cluster`.
     """
@@ -128,10 +148,13 @@ def host_and_port(address: str) -> Tuple[str, int]:
 
 
 def own_index(hosts: Sequence[str]) -> int:
-    """The place of this host among `hosts`. Raises InputError if none or several are, or one is "localhost"."""
+    """The place of this host among `hosts`. Raises InputError if none or several are, or one is
+    "localhost"."""
     for host in hosts:
         if re.fullmatch(r"localhost|127\..*|\[?::1\]?", host, re.IGNORECASE):
-            raise InputError(f"--hosts must be names that the other hosts can reach, got {host}; give its network name")
+            raise InputError(
+                f"--hosts must be names that the other hosts can reach, got {host}; give its network name"
+            )
     here = [index for index, host in enumerate(hosts) if is_this_host(host)]
     if len(here) != 1:
         got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
@@ -151,7 +174,8 @@ def is_this_host(host: str) -> bool:
 
 
 def free_ports(count: int) -> Tuple[int, ...]:
-    """Free ports of this host, below those that Linux hands out by itself: they are bound only later."""
+    """Free ports of this host, below those that Linux hands out by itself: they are bound only
+    later."""
     ports: List[int] = []
     for port in random.sample(range(20000, 32768), 12768):
         if len(ports) < count:
@@ -166,39 +190,53 @@ def free_ports(count: int) -> Tuple[int, ...]:
 
 
 def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], int, int]]:
-    """(hosts of the job step, index of this task's host, port of each host's first worker); None outside a step.
+    """(hosts of the job step, index of this task's host, port of each host's first worker); None
+    outside a step.
 
-    A batch script is none: it runs once, on the first host. The port is by the job's number, so that jobs of one host
-    seldom share it. Raises InputError if there is not one task a host, numbered in order.
-    """
+    A batch script is none: it runs once, on the first host. The port is by the job's number, so
+    that jobs of one host seldom share it. Raises InputError if there is not one task a host,
+    numbered in order."""
     if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environ):
         return None
     todo = "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
     try:
         rank, job = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_JOB_ID", "0"))
     except ValueError as error:
-        raise InputError(f"SLURM_PROCID and SLURM_JOB_ID must be whole numbers, got {error}; {todo}") from None
-    hosts, tasks = expand_hosts(environ["SLURM_STEP_NODELIST"]), environ.get("SLURM_STEP_TASKS_PER_NODE", "")
+        raise InputError(
+            f"SLURM_PROCID and SLURM_JOB_ID must be whole numbers, got {error}; {todo}"
+        ) from None
+    hosts, tasks = (
+        expand_hosts(environ["SLURM_STEP_NODELIST"]),
+        environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
+    )
     one_each = tasks in ("1", f"1(x{len(hosts)})") and 0 <= rank < len(hosts)
     if not one_each or environ.get("SLURM_NODEID", str(rank)) != str(rank):
         got = f"SLURM_PROCID {rank} of {tasks} tasks on {len(hosts)} hosts"
-        raise InputError(f"Slurm's step must have one task on each of its hosts, in order, got {got}; {todo}")
+        raise InputError(
+            f"Slurm's step must have one task on each of its hosts, in order, got {got}; {todo}"
+        )
     return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections
 
 
 def expand_hosts(text: str) -> Tuple[str, ...]:
-    """The names of Slurm's short form: "node[01-03,7],login" is node01, node02, node03, node7, login.
+    """The names of Slurm's short form: "node[01-03,7],login" is node01, node02, node03, node7,
+    login.
 
-    Several brackets in one name are all combined, the last varying fastest. Raises InputError for anything else.
-    """
+    Several brackets in one name are all combined, the last varying fastest. Raises InputError for
+    anything else."""
     span, hosts = r"\d+(?:-\d+)?", []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
         if not re.fullmatch(rf"(?:[^\[\],\s]|\[{span}(?:,{span})*\])+", name):
-            raise InputError(f"host list must be like node[01-03,7],login, got {text!r}; name --hosts")
+            raise InputError(
+                f"host list must be like node[01-03,7],login, got {text!r}; name --hosts"
+            )
         choices: List[List[str]] = []
         for words, spans in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", name):
             choices.append([words] if words else [])
             for first, last in re.findall(r"(\d+)(?:-(\d+))?", spans):
-                choices[-1] += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+                choices[-1] += [
+                    str(number).zfill(len(first))
+                    for number in range(int(first), int(last or first) + 1)
+                ]
         hosts += map("".join, itertools.product(*choices))
     return tuple(hosts)

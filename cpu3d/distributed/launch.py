@@ -4,16 +4,17 @@
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
     ./run.sh launch --dry-run train --store store --run runs/first --batch 4                  (starts nothing)
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on both hosts)
-    srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first --batch 8
+    srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first
+    --batch 8
 
-The workers share each batch: the run is that of one worker with the same --batch. The output of each worker is added
-to RUN/logs/worker-RANK.log; that of the first is also shown. If a worker fails, all are stopped; `launch` prints its
-name and the end of its log, and ends with its exit code. The same command continues.
+The workers share each batch: the run is that of one worker with the same --batch. The output of
+each worker is added to RUN/logs/worker-RANK.log; that of the first is also shown. If a worker
+fails, all are stopped; `launch` prints its name and the end of its log, and ends with its exit
+code. The same command continues.
 
-Hosts come from --hosts; without it from TF_CONFIG, then Slurm, then this host alone. With TF_CONFIG this process is one
-of its workers. On several hosts give the same command on each; each needs the store and the program. The first worker,
-the chief, writes the run.
-"""
+Hosts come from --hosts; without it from TF_CONFIG, then Slurm, then this host alone. With TF_CONFIG
+this process is one of its workers. On several hosts give the same command on each; each needs the
+store and the program. The first worker, the chief, writes the run."""
 
 import argparse
 import os
@@ -54,9 +55,13 @@ PORT = 29500  # of the first worker on each of several hosts if none is chosen: 
 class Options:
     """Command-line options of `launch`."""
 
-    workers: Optional[int] = option(None, "workers on each host (default: one for each socket)", "N", at_least=1)
+    workers: Optional[int] = option(
+        None, "workers on each host (default: one for each socket)", "N", at_least=1
+    )
     hosts: Optional[str] = option(None, "names or addresses of the hosts, the chief's first", "A,B")
-    host_index: Optional[int] = option(None, "this host's place in --hosts, from 0 (default: found)", "I", at_least=0)
+    host_index: Optional[int] = option(
+        None, "this host's place in --hosts, from 0 (default: found)", "I", at_least=0
+    )
     port: Optional[int] = option(
         None,
         "port of each host's first worker (default: a free one, or 29500 with --hosts)",
@@ -75,8 +80,11 @@ def run(options: Options) -> int:
     """Start the workers of this host and wait for their end, or print what would be started."""
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
-        raise InputError(f"launch and its options must be followed by `train` and its options, got {got}; see --help")
-    # As `train` reads its options: one refusal before anything starts, instead of one for each worker.
+        raise InputError(
+            f"launch and its options must be followed by `train` and its options, got {got}; see --help"
+        )
+    # As `train` reads its options: one refusal before anything starts, instead of one for each
+    # worker.
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh launch ... train"))
     add_options(parser, *TRAIN_OPTIONS)
     training, _ = arguments(TRAIN_OPTIONS, parser.parse_args(options.train[1:]), InputError)
@@ -88,14 +96,21 @@ def run(options: Options) -> int:
     refuse_folds(training.run)
     topology = read_topology()
     placement = place_workers(options, os.environ, default_workers(topology))
-    threads = thread_plans(topology, len(placement.cluster.local_ranks))  # refused here, or each worker would refuse
+    threads = thread_plans(
+        topology, len(placement.cluster.local_ranks)
+    )  # refused here, or each worker would refuse
     if not options.dry_run:
         _launch(placement, options.train, training.run)
         return 0
     say(f"{placement.words}; a dry run, nothing is started", *plan_lines(threads), stderr=False)
     for rank in placement.ranks:
-        variables = [f"{name}={shlex.quote(value)}" for name, value in placement.environ_of(rank, {}).items()]
-        say(f"worker {rank}: {' '.join([*variables, shlex.join([*PROGRAM, *options.train])])}", stderr=False)
+        variables = [
+            f"{name}={shlex.quote(value)}" for name, value in placement.environ_of(rank, {}).items()
+        ]
+        say(
+            f"worker {rank}: {' '.join([*variables, shlex.join([*PROGRAM, *options.train])])}",
+            stderr=False,
+        )
     return 0
 
 
@@ -114,32 +129,58 @@ class Placement:
         return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.origin}), {len(self.ranks)} here"
 
     def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
-        """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has none."""
-        place = {"TF_CONFIG": self.cluster.of_rank(rank).as_tf_config()} if self.cluster.workers > 1 else {}
+        """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has
+        none."""
+        place = (
+            {"TF_CONFIG": self.cluster.of_rank(rank).as_tf_config()}
+            if self.cluster.workers > 1
+            else {}
+        )
         return {**without_cluster(environ), **place}
 
 
 def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: int) -> Placement:
-    """The workers by --hosts, else TF_CONFIG, else Slurm, else of this host. Raises InputError if these disagree."""
+    """The workers by --hosts, else TF_CONFIG, else Slurm, else of this host. Raises InputError if
+    these disagree."""
     if options.host_index is not None and not options.hosts:
-        raise InputError(f"--host-index must come with --hosts, got {options.host_index} alone; add them")
-    hosts, index, origin, port, here = (LOOPBACK,), 0, "this one", options.port, options.workers or one_a_socket
+        raise InputError(
+            f"--host-index must come with --hosts, got {options.host_index} alone; add them"
+        )
+    hosts, index, origin, port, here = (
+        (LOOPBACK,),
+        0,
+        "this one",
+        options.port,
+        options.workers or one_a_socket,
+    )
     if options.hosts:
-        hosts, origin, port = tuple(host.strip() for host in options.hosts.split(",")), "--hosts", port or PORT
+        hosts, origin, port = (
+            tuple(host.strip() for host in options.hosts.split(",")),
+            "--hosts",
+            port or PORT,
+        )
         index = options.host_index or 0
         if options.host_index is None and len(hosts) > 1:
             index = own_index(hosts)
         if index >= len(hosts):
-            raise InputError(f"--host-index must be below {len(hosts)}, the number of hosts, got {index}; leave it out")
+            raise InputError(
+                f"--host-index must be below {len(hosts)}, the number of hosts, got {index}; leave it out"
+            )
     elif (cluster := read_cluster(environ)) != ALONE:
         if options.workers not in (None, 1):
-            raise InputError(f"--workers must be 1 with TF_CONFIG, got {options.workers}; leave it out")
+            raise InputError(
+                f"--workers must be 1 with TF_CONFIG, got {options.workers}; leave it out"
+            )
         return Placement(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
     elif (step := read_slurm(environ)) is not None:
         hosts, index, port_of_job = step
         origin, port = "Slurm", port or port_of_job
     ports = range(port, port + here) if port else free_ports(here)
-    return Placement(from_hosts(hosts, here, ports, index * here), range(index * here, (index + 1) * here), origin)
+    return Placement(
+        from_hosts(hosts, here, ports, index * here),
+        range(index * here, (index + 1) * here),
+        origin,
+    )
 
 
 def _launch(placement: Placement, train: Sequence[str], run: Path) -> None:
@@ -169,4 +210,6 @@ def _launch(placement: Placement, train: Sequence[str], run: Path) -> None:
                 say(line.decode("utf-8", errors="replace").rstrip("\n"))
 
     run_workers(commands, run, show=show, say=say)
-    say(f"launch: {placement.words}: finished after {format_seconds(time.monotonic() - began_s)}; logs in {logs}")
+    say(
+        f"launch: {placement.words}: finished after {format_seconds(time.monotonic() - began_s)}; logs in {logs}"
+    )

@@ -1,9 +1,10 @@
-"""The workers of a run meet before TensorFlow starts: its own wait lasts an hour, ignores Ctrl-C and names no worker.
+"""The workers of a run meet before TensorFlow starts: its own wait lasts an hour, ignores Ctrl-C
+and names no worker.
 
-Each worker first takes its port, which shows that it is free; those of rank 1 and up connect to the chief's port; and
-when all have come the chief sends its plan, and each worker frees its port for TensorFlow. Workers that share memory
-meet by sockets of their host instead, which no network and no other user reaches.
-"""
+Each worker first takes its port, which shows that it is free; those of rank 1 and up connect to the
+chief's port; and when all have come the chief sends its plan, and each worker frees its port for
+TensorFlow. Workers that share memory meet by sockets of their host instead, which no network and no
+other user reaches."""
 
 import contextlib
 import dataclasses
@@ -25,7 +26,9 @@ from cpu3d.run.config import config_from_json
 from memory_estimator.common.files import parse_json
 from memory_estimator.host import Host
 
-MEETING_S = 300.0  # how long a worker waits for the others: the hosts of a queue do not start together
+MEETING_S = (
+    300.0  # how long a worker waits for the others: the hosts of a queue do not start together
+)
 POLL_S, TRY_AGAIN_S, SAY_AFTER_S = 0.05, 0.5, 10.0
 HELLO_S = 5.0  # for a caller that has connected to send its rank
 HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may send, and the chief
@@ -33,27 +36,35 @@ MESSAGE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger me
 
 
 def meet(
-    cluster: Cluster, limit_s: float, say: Callable[[str], None] = lambda line: None, plan: Any = None
+    cluster: Cluster,
+    limit_s: float,
+    say: Callable[[str], None] = lambda line: None,
+    plan: Any = None,
 ) -> Tuple[Dict[int, socket.socket], Any]:
-    """Return when all workers of the cluster are there: (connections by rank, the chief's `plan`, of JSON).
+    """Return when all workers of the cluster are there: (connections by rank, the chief's `plan`,
+    of JSON).
 
-    `say` gets a line if some take long. The connections, which the caller closes, are the chief's to all others, and
-    another worker's to the chief.
+    `say` gets a line if some take long. The connections, which the caller closes, are the chief's
+    to all others, and another worker's to the chief.
 
-    Raises InputError if this worker's port is taken or the workers have different clusters, and WorkerLostError on all
-    that have come if others do not within `limit_s`.
-    """
+    Raises InputError if this worker's port is taken or the workers have different clusters, and
+    WorkerLostError on all that have come if others do not within `limit_s`."""
     until_s, say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
 
     def wait_for(missing: Sequence[int], is_over: bool = False) -> None:
-        """Name the missing workers once, after a while. Raises WorkerLostError when the time is over."""
+        """Name the missing workers once, after a while. Raises WorkerLostError when the time is
+        over."""
         nonlocal say_at_s
         workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
         if is_over or time.monotonic() >= until_s:
             todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
-            raise WorkerLostError(f"{workers} must come within {limit_s:g} s, got no connection; {todo}")
+            raise WorkerLostError(
+                f"{workers} must come within {limit_s:g} s, got no connection; {todo}"
+            )
         if time.monotonic() >= say_at_s:
-            say(f"waiting for {workers}, named by TF_CONFIG; without this variable the run has one worker")
+            say(
+                f"waiting for {workers}, named by TF_CONFIG; without this variable the run has one worker"
+            )
             say_at_s = float("inf")
 
     with _listen(cluster) as listener:
@@ -70,21 +81,29 @@ def meet(
                     to_chief.pop_all()
                     return {0: connection}, answer.get("plan")
             if "wrong" in answer:
-                raise InputError(f"{answer['wrong']}; start them all by `launch`, or correct TF_CONFIG")
+                raise InputError(
+                    f"{answer['wrong']}; start them all by `launch`, or correct TF_CONFIG"
+                )
             wait_for(answer.get("missing", [0]), "missing" in answer)
             time.sleep(TRY_AGAIN_S)
 
 
 def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: str) -> Plan:
-    """The chief's plan, as `to_json` gave it with the name of its engine, for this worker's host. Its store and engine
-    must be the chief's."""
-    config = dataclasses.replace(config_from_json(dict(content["config"])), store=str(store.folder.resolve()))
+    """The chief's plan, as `to_json` gave it with the name of its engine, for this worker's host.
+    Its store and engine must be the chief's."""
+    config = dataclasses.replace(
+        config_from_json(dict(content["config"])), store=str(store.folder.resolve())
+    )
     if engine != content["engine_name"]:
         rule = f"engine must be the chief's, {content['engine_name']}, got {engine}"
-        raise InputError(f"{rule}; give all workers the same --engine, and their hosts the same packages")
+        raise InputError(
+            f"{rule}; give all workers the same --engine, and their hosts the same packages"
+        )
     if config.split_hash != store.manifest.split_hash:
         got = f"split {store.manifest.split_hash} for {config.split_hash}"
-        raise InputError(f"store {store.folder} must be the chief's, got {got}; copy that one to this host")
+        raise InputError(
+            f"store {store.folder} must be the chief's, got {got}; copy that one to this host"
+        )
     saved = config if content["continues"] else None
     split = with_fold(store, config.fold)
     fields = {name: content[name] for name in ("workers", "chosen", "rate_growth")}
@@ -108,7 +127,8 @@ def digest(cluster: Cluster) -> str:
 
 
 def _listen(cluster: Cluster) -> socket.socket:
-    """A socket that listens for the others: at no network for shared memory, else at the worker's port."""
+    """A socket that listens for the others: at no network for shared memory, else at the worker's
+    port."""
     address = cluster.addresses[cluster.rank]
     port = host_and_port(address)[1]
     try:
@@ -116,7 +136,11 @@ def _listen(cluster: Cluster) -> socket.socket:
             listener = _of_host(cluster, cluster.rank, "bind")
             listener.listen(1024)
             return listener
-        dual = {"family": socket.AF_INET6, "dualstack_ipv6": True} if socket.has_dualstack_ipv6() else {}
+        dual = (
+            {"family": socket.AF_INET6, "dualstack_ipv6": True}
+            if socket.has_dualstack_ipv6()
+            else {}
+        )
         return socket.create_server(("", port), backlog=1024, **dual)
     except OSError as error:
         rule = f"port {port} of worker {cluster.rank} ({address}) must be free, got {os.strerror(error.errno)}"
@@ -125,7 +149,8 @@ def _listen(cluster: Cluster) -> socket.socket:
 
 
 def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
-    """A socket that has done `method` with a worker's name: an abstract one, in no folder and gone with its process."""
+    """A socket that has done `method` with a worker's name: an abstract one, in no folder and gone
+    with its process."""
     name = f"\0cpu3d-{os.getuid()}-{hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()}".encode()
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -139,7 +164,9 @@ def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
     """Whether another user of this host is at the other end, by the kernel."""
     if not cluster.shares_memory:
         return False
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     return user != os.geteuid()
 
 
@@ -155,7 +182,9 @@ def _gather(
             if select.select([listener], [], [], POLL_S)[0]:
                 with contextlib.suppress(OSError):  # the caller has gone again
                     _hear(listener.accept()[0], cluster, here)
-            for rank in [rank for rank, caller in here.items() if select.select([caller], [], [], 0)[0]]:
+            for rank in [
+                rank for rank, caller in here.items() if select.select([caller], [], [], 0)[0]
+            ]:
                 here.pop(rank).close()  # a caller that waits sends nothing: this one has gone again
             missing = [rank for rank in range(1, cluster.workers) if rank not in here]
         for connection in here.values():
@@ -172,13 +201,26 @@ def _hear(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.so
     """Add a caller to those that are `here`, if it is a worker that is not."""
     hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
     rank = hello.get("rank")
-    if hello.get("cluster") == digest(cluster) and rank in range(1, cluster.workers) and rank not in here:
+    if (
+        hello.get("cluster") == digest(cluster)
+        and rank in range(1, cluster.workers)
+        and rank not in here
+    ):
         here[rank] = connection
         return
     if hello:
         is_same = hello.get("cluster") == digest(cluster)
-        got = f"rank {rank} twice" if is_same else f"addresses of worker {rank} that worker 0 does not have"
-        _send(connection, {"wrong": f"workers must have the same addresses, and each a rank of its own, got {got}"})
+        got = (
+            f"rank {rank} twice"
+            if is_same
+            else f"addresses of worker {rank} that worker 0 does not have"
+        )
+        _send(
+            connection,
+            {
+                "wrong": f"workers must have the same addresses, and each a rank of its own, got {got}"
+            },
+        )
     connection.close()
 
 

@@ -1,10 +1,10 @@
-"""Worker processes of this host, started and watched together: the first that fails ends all, and is named.
+"""Worker processes of this host, started and watched together: the first that fails ends all, and
+is named.
 
     run_workers([WorkerCommand("worker 0", command, environ, log), ...], run)
 
-The others of a run cannot continue without one: their sum fails within seconds, and they end with the code of
-WorkerLostError. So that code is never the cause if a worker ended in another way.
-"""
+The others of a run cannot continue without one: their sum fails within seconds, and they end with
+the code of WorkerLostError. So that code is never the cause if a worker ended in another way."""
 
 import contextlib
 import shlex
@@ -19,12 +19,24 @@ from pathlib import Path
 from typing import Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, Interrupted, WorkerLostError, ending_of
-from cpu3d.run.heartbeat import HANGING_S, SILENT_S, Heartbeat, is_here, is_suspended, read_heartbeats
+from cpu3d.run.heartbeat import (
+    HANGING_S,
+    SILENT_S,
+    Heartbeat,
+    is_here,
+    is_suspended,
+    read_heartbeats,
+)
 from cpu3d.util.child import forward_signals, how_ended, last_words, start
 from cpu3d.util.records import without_passwords
 
 LOST = WorkerLostError.exit_code
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)  # of a worker asked to end
+STOPPED = (
+    128 + signal.SIGINT,
+    128 + signal.SIGTERM,
+    -signal.SIGINT,
+    -signal.SIGTERM,
+)  # of a worker asked to end
 
 
 @dataclass(frozen=True)
@@ -32,9 +44,14 @@ class Patience:
     """The longest that each wait may take, in seconds."""
 
     poll_s: float = 0.2
-    settle_s: float = 8.0  # from the first failure until the others are asked to end: they notice it, the chief saves
-    grace_s: float = 3600.0  # from there to SIGKILL: steps, validations and checkpoints may take long
-    suspended_s: float = SILENT_S  # without a beat, of a worker that a signal has stopped: it holds up all others
+    # from the first failure until the others are asked to end: they notice it, the chief saves
+    settle_s: float = 8.0
+    grace_s: float = (
+        3600.0  # from there to SIGKILL: steps, validations and checkpoints may take long
+    )
+    suspended_s: float = (
+        SILENT_S  # without a beat, of a worker that a signal has stopped: it holds up all others
+    )
     silent_s: float = HANGING_S  # of any other worker
 
 
@@ -47,7 +64,8 @@ class WorkerFailedError(InputError):
 
 
 class WorkerCommand(NamedTuple):
-    """A worker to start, such as "worker 1": its whole environment, and the log that its output is added to."""
+    """A worker to start, such as "worker 1": its whole environment, and the log that its output is
+    added to."""
 
     name: str
     command: Tuple[str, ...]
@@ -63,10 +81,11 @@ def run_workers(
     say: Callable[[str], None] = lambda line: None,
     patience: Patience = Patience(),
 ) -> None:
-    """Run the workers of a run until each has finished. Call it in the main thread; `show` is called often.
+    """Run the workers of a run until each has finished. Call it in the main thread; `show` is
+    called often.
 
-    SIGINT and SIGTERM are passed on, and when all have ended raised as Interrupted. Raises WorkerFailedError, of the
-    first that failed. If this process is killed the workers get SIGTERM.
+    SIGINT and SIGTERM are passed on, and when all have ended raised as Interrupted. Raises
+    WorkerFailedError, of the first that failed. If this process is killed the workers get SIGTERM.
     """
     workers: List[_Worker] = []
     children: List[subprocess.Popen] = []
@@ -85,14 +104,18 @@ def run_workers(
             raise
     failed = [worker for worker in workers if worker.failed(signals)]
     if failed:
-        # The causes are before workers that lost another one, and these before workers that we have ended.
+        # The causes are before workers that lost another one, and these before workers that we have
+        # ended.
         raise _failure(min(failed, key=lambda worker: (worker.followed, worker.ended_s)), workers)
     if signals and any(worker.code for worker in workers):  # else it came when all was done
-        raise Interrupted("all workers have ended; the same command continues", _passed_on(signals[0]))
+        raise Interrupted(
+            "all workers have ended; the same command continues", _passed_on(signals[0])
+        )
 
 
 def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0) -> None:
-    """Return when `run` has no workers here: those of a launch that was killed still finish their step and save.
+    """Return when `run` has no workers here: those of a launch that was killed still finish their
+    step and save.
 
     Raises InputError if they take longer than `most_s` and three of their steps.
     """
@@ -100,8 +123,12 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
     # One that has noted its end has saved, and its process may be a notebook's, which stays.
     while left := [beat for beat in _beats_here(run) if beat.exit_code is None]:
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
-        if time.monotonic() - began_s > most_s + 3 * max(beat.longest_step_s or 0.0 for beat in left):
-            raise InputError(f"run {run} must have no other workers, got {names}; wait for them, or end them")
+        if time.monotonic() - began_s > most_s + 3 * max(
+            beat.longest_step_s or 0.0 for beat in left
+        ):
+            raise InputError(
+                f"run {run} must have no other workers, got {names}; wait for them, or end them"
+            )
         if not is_printed:
             say(f"waiting for {names} of an earlier attempt to end")
         is_printed = True
@@ -112,7 +139,8 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 
 
 def _passed_on(number: int) -> int:
-    """The signal that workers get: SIGTERM for a closed terminal, which asks to end like any other."""
+    """The signal that workers get: SIGTERM for a closed terminal, which asks to end like any
+    other."""
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
@@ -125,11 +153,16 @@ class _Worker:
         self.hangs = ""  # why it counts as hanging
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with self.log.open("ab") as file:
-            file.write(f"--- {now} {self.name}: {without_passwords(shlex.join(command.command))}\n".encode())
+            file.write(
+                f"--- {now} {self.name}: {without_passwords(shlex.join(command.command))}\n".encode()
+            )
             file.flush()
             self.child, self.begin = start(command.command, file, command.environ), file.tell()
             self.began_s = time.monotonic()
-        self.beat_s, self.last_beat = self.began_s, 0.0  # when its heartbeat changed: the time of day may jump
+        self.beat_s, self.last_beat = (
+            self.began_s,
+            0.0,
+        )  # when its heartbeat changed: the time of day may jump
 
     def has_ended(self) -> bool:
         """Whether it has ended; notes when."""
@@ -156,7 +189,8 @@ class _Worker:
         self.child.kill()
 
     def kill_if_silent(self, beat: Heartbeat, run: Path, patience: Patience) -> None:
-        """End it if its heartbeat is old. Raises OSError on a full disk, as beats are lost there."""
+        """End it if its heartbeat is old. Raises OSError on a full disk, as beats are lost
+        there."""
         if beat.beat != self.last_beat:
             self.last_beat, self.beat_s = beat.beat, time.monotonic()
         silent_s, suspended = time.monotonic() - self.beat_s, is_suspended(self.child.pid)
@@ -195,13 +229,16 @@ def _watch(
     say: Callable[[str], None],
     patience: Patience,
 ) -> None:
-    """Return when all have ended. If one has failed, the others are asked to end, and killed if they do not."""
+    """Return when all have ended. If one has failed, the others are asked to end, and killed if
+    they do not."""
     is_printed = False
     while left := [worker for worker in workers if not worker.has_ended()]:
         now = time.monotonic()
         failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
         if failed and not is_printed:
-            say(f"launch: {failed[0].name} has ended with {failed[0].ending}; waiting for the others to end")
+            say(
+                f"launch: {failed[0].name} has ended with {failed[0].ending}; waiting for the others to end"
+            )
         is_printed = bool(failed)
         with contextlib.suppress(OSError):
             show()
@@ -223,7 +260,9 @@ def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
     """The error that names the worker, with the last lines of its log and how the others ended."""
     lines = [last_words(failed.log, failed.begin)]
     if len(workers) > 1:
-        endings = "; ".join(f"{worker.name} {worker.ending}" for worker in workers if worker is not failed)
+        endings = "; ".join(
+            f"{worker.name} {worker.ending}" for worker in workers if worker is not failed
+        )
         lines.append(f"others: {endings}")
     if failed.followed == 1:
         lines.append("all workers here lost another one; see the logs of the other hosts")
@@ -235,4 +274,8 @@ def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
 
 def _beats_here(run: Path) -> List[Heartbeat]:
     """The heartbeats of the run's workers that are alive at this place."""
-    return [beat for beat in read_heartbeats(run).values() if isinstance(beat, Heartbeat) and is_here(beat)]
+    return [
+        beat
+        for beat in read_heartbeats(run).values()
+        if isinstance(beat, Heartbeat) and is_here(beat)
+    ]

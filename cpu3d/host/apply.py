@@ -1,12 +1,12 @@
-"""The one place that sets up this process for TensorFlow: environment, CPUs, memory nodes, engine, threads, device.
+"""The one place that sets up this process for TensorFlow: environment, CPUs, memory nodes, engine,
+threads, device.
 
     host, plan, tf = set_up()                       # on the CPU
     host, plan, tf = set_up("stock", "gpu:0")
     host, plan, tf = set_up(local=(1, 2))           # the second of two workers on this host
 
-Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None is "itex" if it is installed, else
-"stock".
-"""
+Engines: "itex" is TensorFlow with Intel's extension, "stock" without it, None is "itex" if it is
+installed, else "stock"."""
 
 import contextlib
 import os
@@ -26,26 +26,32 @@ from models.native.library import own_operations
 
 
 def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
-    """Set environment, CPUs and memory nodes of this process and its children by `plan`; the user's own variables stay.
+    """Set environment, CPUs and memory nodes of this process and its children by `plan`; the user's
+    own variables stay.
 
-    A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same, only slower.
-    `thread_plan.describe` shows what is in force. The engine is a choice of this call, so oneDNN follows it and not the
-    environment. Raises RuntimeError when TensorFlow is already imported: it has read its environment by then.
-    """
+    A kernel that refuses CPUs or nodes, as in some containers, is no error: the work is the same,
+    only slower. `thread_plan.describe` shows what is in force. The engine is a choice of this call,
+    so oneDNN follows it and not the environment. Raises RuntimeError when TensorFlow is already
+    imported: it has read its environment by then."""
     installed(engine)
     if "tensorflow" in sys.modules:
-        raise RuntimeError("host.apply must run before TensorFlow is imported; import it through import_tensorflow")
+        raise RuntimeError(
+            "host.apply must run before TensorFlow is imported; import it through import_tensorflow"
+        )
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
     if engine is not None:
         os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"
     major, minor, *_ = versions().get("tensorflow", "99.0").split(".")
     if (int(major), int(minor)) < (2, 16):
-        # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras is Keras 2 anyway.
+        # There it asks for a tf_keras that is not installed, and importing tf.keras fails; tf.keras
+        # is Keras 2 anyway.
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
     if plan.cpus and hasattr(os, "sched_setaffinity") and set(plan.cpus) != os.sched_getaffinity(0):
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError):  # a thread that has ended, or a kernel that does not let us
+            with contextlib.suppress(
+                OSError
+            ):  # a thread that has ended, or a kernel that does not let us
                 os.sched_setaffinity(int(thread), plan.cpus)  # threads to come inherit it
     policy = memory_policy()
     if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
@@ -55,13 +61,14 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
 def import_tensorflow(engine: Optional[str] = None) -> Any:
     """Import TensorFlow on `engine` with the threads of the environment, and return the module.
 
-    Called again, it checks that the engine is the one asked for and returns the same module.
-    Raises InputError when the engine is not installed, when a thread variable is no number, or when tf.keras is
-    not Keras 2; RuntimeError when TensorFlow is already running on another engine.
-    """
+    Called again, it checks that the engine is the one asked for and returns the same module. Raises
+    InputError when the engine is not installed, when a thread variable is no number, or when
+    tf.keras is not Keras 2; RuntimeError when TensorFlow is already running on another engine."""
     if not installed(engine):
         todo = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
-        raise InputError(f"engine must be installed, got itex without intel-extension-for-tensorflow; {todo}")
+        raise InputError(
+            f"engine must be installed, got itex without intel-extension-for-tensorflow; {todo}"
+        )
     threads = {name: os.environ.get(name, "0") for name in THREADS[:2]}  # 0 leaves it to TensorFlow
     for name, value in threads.items():
         if not value.isdigit():
@@ -70,7 +77,9 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     with without_notices(), _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
-        raise RuntimeError(f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}")
+        raise RuntimeError(
+            f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}"
+        )
     _check_keras(tf)
     if fresh:
         intra_op, inter_op = map(int, threads.values())
@@ -112,22 +121,30 @@ NOTICES = (
     "Could not find cuda drivers",
     "Unable to register cu",
 )
-"""Parts of lines that TensorFlow writes to stderr when it is imported, at any TF_CPP_MIN_LOG_LEVEL."""
+"""Parts of lines that TensorFlow writes to stderr when it is imported, at any
+TF_CPP_MIN_LOG_LEVEL."""
 
 
 @contextlib.contextmanager
 def without_notices() -> Iterator[None]:
     """Keep NOTICES out of stderr, for the import of TensorFlow.
 
-    Libraries write them to the file descriptor, so a process of its own passes on all other lines: those of a crash
-    come through. If there is no `grep`, or if the user wants all of TensorFlow's log, all lines do.
-    """
-    command = ["grep", "--line-buffered", "-v", *(word for notice in NOTICES for word in ("-e", notice))]
+    Libraries write them to the file descriptor, so a process of its own passes on all other lines:
+    those of a crash come through. If there is no `grep`, or if the user wants all of TensorFlow's
+    log, all lines do."""
+    command = [
+        "grep",
+        "--line-buffered",
+        "-v",
+        *(word for notice in NOTICES for word in ("-e", notice)),
+    ]
     try:
         if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
             raise OSError
         stderr = os.dup(2)
-        filtered = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stderr, start_new_session=True)
+        filtered = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=stderr, start_new_session=True
+        )
     except OSError:
         yield
         return
@@ -138,12 +155,15 @@ def without_notices() -> Iterator[None]:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that was started meanwhile keeps it open
+        with contextlib.suppress(
+            subprocess.TimeoutExpired
+        ):  # a process that was started meanwhile keeps it open
             filtered.wait(1)
 
 
 def in_force(plan: ThreadPlan) -> Dict[str, str]:
-    """The plan's variables as they are in this process: a user's own setting has won over the plan's."""
+    """The plan's variables as they are in this process: a user's own setting has won over the
+    plan's."""
     return {name: os.environ[name] for name in plan.environment if name in os.environ}
 
 
@@ -160,9 +180,12 @@ def engine_name(tf: Any) -> str:
 
 
 def installed(engine: Optional[str]) -> bool:
-    """Whether an engine is installed; imports nothing. Raises InputError for a name that is no engine."""
+    """Whether an engine is installed; imports nothing. Raises InputError for a name that is no
+    engine."""
     if engine not in (None, *ENGINES):
-        raise InputError(f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them")
+        raise InputError(
+            f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them"
+        )
     return engine != "itex" or itex_is_installed()
 
 
@@ -171,10 +194,11 @@ def installed(engine: Optional[str]) -> bool:
 
 @contextlib.contextmanager
 def _hidden_plugins() -> Iterator[None]:
-    """Let TensorFlow find no plug-in folder while it is imported: it loads every library there, ITEX's among them.
+    """Let TensorFlow find no plug-in folder while it is imported: it loads every library there,
+    ITEX's among them.
 
-    There is no switch for it, but its __init__ asks `os.path.exists` for the folder in each site-packages.
-    """
+    There is no switch for it, but its __init__ asks `os.path.exists` for the folder in each
+    site-packages."""
     exists = os.path.exists
     os.path.exists = lambda path: os.path.basename(path) != "tensorflow-plugins" and exists(path)
     try:
@@ -184,13 +208,15 @@ def _hidden_plugins() -> Iterator[None]:
 
 
 def _itex_is_loaded() -> bool:
-    """Whether ITEX's library is mapped into this process. It exists for Linux alone, which has /proc."""
+    """Whether ITEX's library is mapped into this process. It exists for Linux alone, which has
+    /proc."""
     maps = Path("/proc/self/maps")
     return maps.is_file() and "libitex_cpu" in maps.read_text(encoding="utf-8", errors="replace")
 
 
 def _check_keras(tf: Any) -> None:
-    """tf.keras is lazy: TF_USE_LEGACY_KERAS chooses the package behind it when it is first touched, here."""
+    """tf.keras is lazy: TF_USE_LEGACY_KERAS chooses the package behind it when it is first touched,
+    here."""
     try:
         package = tf.keras.layers.Layer.__module__.partition(".")[0]
         version = f"{package} {sys.modules[package].__version__}"
@@ -198,4 +224,6 @@ def _check_keras(tf: Any) -> None:
         package, version = "none", str(error)
     if package != "tf_keras" and not version.startswith("keras 2."):
         todo = f"unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or {how_to_install()}"
-        raise InputError(f"tf.keras must be Keras 2, got {version} with TensorFlow {tf.__version__}; {todo}")
+        raise InputError(
+            f"tf.keras must be Keras 2, got {version} with TensorFlow {tf.__version__}; {todo}"
+        )

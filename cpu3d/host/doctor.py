@@ -1,4 +1,5 @@
-"""Check this host: its parts, the settings that training would make, and whether TensorFlow works as expected.
+"""Check this host: its parts, the settings that training would make, and whether TensorFlow works
+as expected.
 
     ./run.sh doctor                                      # with a self-test of about half a minute
     ./run.sh doctor --workers 2 --no-self-test
@@ -39,7 +40,9 @@ from memory_estimator.host import Host, instruction_set, memory_high
 from memory_estimator.installed import ENGINES, as_typed, how_to_install
 from models.native.library import VARIABLE
 
-FEW_BYTES = 8 * GIB  # free for a worker: less than a whole brain takes in the reference network at policy speed
+FEW_BYTES = (
+    8 * GIB
+)  # free for a worker: less than a whole brain takes in the reference network at policy speed
 
 NO_SET = "no AVX2"  # of a CPU on which own operations do not run
 
@@ -48,8 +51,12 @@ NO_SET = "no AVX2"  # of a CPU on which own operations do not run
 class Options:
     """Command-line options of `doctor`."""
 
-    workers: Optional[int] = option(None, help="plan for N workers (default: one a socket)", metavar="N")
-    engine: Optional[str] = option(None, "engine to test (default: itex if it is installed)", choices=ENGINES)
+    workers: Optional[int] = option(
+        None, help="plan for N workers (default: one a socket)", metavar="N"
+    )
+    engine: Optional[str] = option(
+        None, "engine to test (default: itex if it is installed)", choices=ENGINES
+    )
     self_test: bool = option(True, help="do not start TensorFlow")
     json: bool = option(False, help="print everything as JSON")
 
@@ -59,9 +66,13 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     if not installed(options.engine):
-        raise InputError(f"engine must be installed, got {options.engine}, which is not installed here; choose stock")
+        raise InputError(
+            f"engine must be installed, got {options.engine}, which is not installed here; choose stock"
+        )
     topology = read_topology()
-    plans = thread_plans(topology, default_workers(topology) if options.workers is None else options.workers)
+    plans = thread_plans(
+        topology, default_workers(topology) if options.workers is None else options.workers
+    )
     if not options.json:
         say(*host_lines(topology.host), *plan_lines(plans), "", stderr=False)
     checks = [*host_checks(topology, plans), *process_checks(topology, plans)]
@@ -71,7 +82,9 @@ def run(options: Options) -> int:
     if options.json:
         content = {
             "topology": dataclasses.asdict(topology),
-            "plans": [{**dataclasses.asdict(plan), "memory_policy": plan.memory_policy} for plan in plans],
+            "plans": [
+                {**dataclasses.asdict(plan), "memory_policy": plan.memory_policy} for plan in plans
+            ],
             "checks": [dataclasses.asdict(check) for check in checks],
         }
         print(json.dumps(content, indent=1))
@@ -80,7 +93,9 @@ def run(options: Options) -> int:
         results = ["\n-> ".join(filter(None, (check.result, check.advice))) for check in checks]
         states = [styles.get(check.state, str)(check.state) for check in checks]
         rows = list(zip([check.name for check in checks], states, results))
-        new_console().print(Table(("check", "", "result, and what to do"), rows, title="Checks", names=3))
+        new_console().print(
+            Table(("check", "", "result, and what to do"), rows, title="Checks", names=3)
+        )
     return int(any(check.state == "fail" for check in checks))
 
 
@@ -90,31 +105,49 @@ def run(options: Options) -> int:
 def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Checks of the host and of the plans of its workers."""
     host, threads = topology.host, [plan.intra_op for plan in plans]
-    quota, limit, swap, free = host.cpu_quota, host.cgroup_limit_bytes, topology.swap_bytes, host.free_bytes
+    quota, limit, swap, free = (
+        host.cpu_quota,
+        host.cgroup_limit_bytes,
+        topology.swap_bytes,
+        host.free_bytes,
+    )
     sockets = Counter(cpu.socket for cpu in topology.cpus).values()
     mask = f"{host.logical_cpus} CPUs"
-    free_words = format_bytes(free // len(plans)) + (f" for each of {len(plans)} workers" if len(plans) > 1 else "")
+    free_words = format_bytes(free // len(plans)) + (
+        f" for each of {len(plans)} workers" if len(plans) > 1 else ""
+    )
     memory = {node.number: node.memory_bytes for node in topology.nodes}
     near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]
     least, most = format_bytes(min(near)), format_bytes(max(near))
     points = {  # name -> a problem, if there is one, and the result without
-        "CPU quota": (quota and f"{quota:g} CPUs' worth of time: {host.usable_cores} threads, not bound", "none"),
+        "CPU quota": (
+            quota and f"{quota:g} CPUs' worth of time: {host.usable_cores} threads, not bound",
+            "none",
+        ),
         "CPU mask": (
-            max(sockets) > LOPSIDED * min(sockets) and f"{mask}, {' and '.join(map(str, sockets))} of them on a socket",
+            max(sockets) > LOPSIDED * min(sockets)
+            and f"{mask}, {' and '.join(map(str, sockets))} of them on a socket",
             mask,
         ),
         "workers": (
-            min(threads) < max(threads) and f"{min(threads)} to {max(threads)} threads: all wait for the slowest",
+            min(threads) < max(threads)
+            and f"{min(threads)} to {max(threads)} threads: all wait for the slowest",
             f"{threads[0]} threads each",
         ),
         "free memory": (free < FEW_BYTES * len(plans) and free_words, free_words),
-        "memory limit": (limit and f"{format_bytes(limit)} of {format_bytes(host.memory_bytes)} (cgroup)", "none"),
+        "memory limit": (
+            limit and f"{format_bytes(limit)} of {format_bytes(host.memory_bytes)} (cgroup)",
+            "none",
+        ),
         "memory of nodes": (
             max(near) > 2 * min(near)
             and f"{least} to {most} a node: CPUs of a node without memory use that of another",
             f"{least} on each of {len(near)}",
         ),
-        "swap": (swap and f"{format_bytes(swap)}: a step that needs it takes many times as long", "none"),
+        "swap": (
+            swap and f"{format_bytes(swap)}: a step that needs it takes many times as long",
+            "none",
+        ),
     }
     return [*instruction_checks(host), *_checks(points)]
 
@@ -146,21 +179,35 @@ def instruction_checks(host: Host) -> List[Check]:
 
 
 def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
-    """Checks of this process and this installation: limits beside the host's own, versions, the user's variables."""
+    """Checks of this process and this installation: limits beside the host's own, versions, the
+    user's variables."""
     addresses, all_bytes = resource.getrlimit(resource.RLIMIT_AS)[0], topology.host.memory_bytes
     high, installed_versions = memory_high(Path("/"), all_bytes)[0], versions()
     tensorflow, itex = map(installed_versions.get, ("tensorflow", "intel-extension-for-tensorflow"))
     slows = high is not None and high < (topology.host.cgroup_limit_bytes or all_bytes)
     limited, planned = addresses != resource.RLIM_INFINITY, plans[0].environment
-    own = [f"{name}={os.environ[name]}" for name, value in planned.items() if os.environ.get(name, value) != value]
+    own = [
+        f"{name}={os.environ[name]}"
+        for name, value in planned.items()
+        if os.environ.get(name, value) != value
+    ]
     points = {
-        "ulimit -v": (limited and f"{format_bytes(addresses)} of addresses, mapped stores among them", "unlimited"),
-        "memory.high": (slows and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down", "none"),
+        "ulimit -v": (
+            limited and f"{format_bytes(addresses)} of addresses, mapped stores among them",
+            "unlimited",
+        ),
+        "memory.high": (
+            slows and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down",
+            "none",
+        ),
         "environment": (", ".join(own), "no variable differs from the plan"),
     }
     if tensorflow is None:
         return [*_checks(points), Check("TensorFlow", "fail", "not installed", how_to_install())]
-    return [*_checks({**points, "ITEX": (not itex and "not installed", itex)}), Check("TensorFlow", "ok", tensorflow)]
+    return [
+        *_checks({**points, "ITEX": (not itex and "not installed", itex)}),
+        Check("TensorFlow", "ok", tensorflow),
+    ]
 
 
 def _advice() -> Dict[str, str]:

@@ -1,4 +1,5 @@
-"""The NVIDIA cards of this host, which one a run takes, and whether it holds the run; gives TensorFlow only that one.
+"""The NVIDIA cards of this host, which one a run takes, and whether it holds the run; gives
+TensorFlow only that one.
 
 gpus = HostGpus()                               # asks the driver's nvidia-smi once it is read, no TensorFlow
 device = pick_device(None, "patch", gpus)       # "gpu:0", or "cpu"
@@ -24,8 +25,17 @@ from models.layer_plan import Shape3
 
 CPU = "cpu"
 
-QUERY = ("index", "name", "memory.total", "memory.free", "compute_cap", "uuid", "mig.mode.current")  # of nvidia-smi
-TIMEOUT_S = 60.0  # for its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up
+QUERY = (
+    "index",
+    "name",
+    "memory.total",
+    "memory.free",
+    "compute_cap",
+    "uuid",
+    "mig.mode.current",
+)  # of nvidia-smi
+# for its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up
+TIMEOUT_S = 60.0
 CUDA_PACKAGE = "nvidia-cudnn-cu12"  # of requirements-gpu.txt, and of no other requirements
 
 
@@ -33,11 +43,16 @@ CUDA_PACKAGE = "nvidia-cudnn-cu12"  # of requirements-gpu.txt, and of no other r
 class Gpu:
     """A card that this process may use."""
 
-    index: int  # as TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves
+    # as TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves
+    index: int
     name: str
-    memory_bytes: Optional[int]  # None if the driver has no figure, or if MIG splits the card, as for the next
+    memory_bytes: Optional[
+        int
+    ]  # None if the driver has no figure, or if MIG splits the card, as for the next
     free_bytes: Optional[int]
-    compute_capability: Tuple[int, int]  # of its instructions, (major, minor); (0, 0) if the driver has none
+    compute_capability: Tuple[
+        int, int
+    ]  # of its instructions, (major, minor); (0, 0) if the driver has none
 
     @property
     def device(self) -> str:
@@ -45,7 +60,8 @@ class Gpu:
 
 
 class HostGpus(Sequence[Gpu]):
-    """The cards of this host that CUDA_VISIBLE_DEVICES leaves; empty if there is none, or no driver that answers.
+    """The cards of this host that CUDA_VISIBLE_DEVICES leaves; empty if there is none, or no driver
+    that answers.
 
     The driver is asked at the first use, and only once: a run on the CPU does not wait for it.
     """
@@ -60,26 +76,32 @@ class HostGpus(Sequence[Gpu]):
     def _cards(self) -> Tuple[Gpu, ...]:
         command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True
+            )
         except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
             return ()
         return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
-    """The cards in the answer of nvidia-smi to QUERY; `visible` is CUDA_VISIBLE_DEVICES, None if it is not set.
+    """The cards in the answer of nvidia-smi to QUERY; `visible` is CUDA_VISIBLE_DEVICES, None if it
+    is not set.
 
-    Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card is left out.
-    As CUDA does, cards are taken in the named order, by number or by the beginning of an id, up to the first that is
-    not there. The ids of a split card's instances, "MIG-...", are not in the answer, so such a card is named by number.
-    """
+    Figures that the driver has none for, "[N/A]" and the like, become None; a line that is no card
+    is left out. As CUDA does, cards are taken in the named order, by number or by the beginning of
+    an id, up to the first that is not there. The ids of a split card's instances, "MIG-...", are
+    not in the answer, so such a card is named by number."""
     cards: Dict[Tuple[str, str], Gpu] = {}  # by number and id
     for line in text.splitlines():
         number, *more = (value.strip() for value in line.split(","))
         if len(more) != len(QUERY) - 1 or not number.isdigit():
             continue
         name, total, free, capability, uuid, mig = more
-        memory, left = (int(mib) * 2**20 if mib.isdigit() and mig != "Enabled" else None for mib in (total, free))
+        memory, left = (
+            int(mib) * 2**20 if mib.isdigit() and mig != "Enabled" else None
+            for mib in (total, free)
+        )
         version = re.fullmatch(r"(\d+)\.(\d+)", capability)
         since = (int(version[1]), int(version[2])) if version else (0, 0)
         cards[number, uuid] = Gpu(len(cards), name, memory, left, since)
@@ -87,7 +109,11 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
         return tuple(cards.values())
     taken: List[Gpu] = []
     for word in map(str.strip, visible.split(",")):
-        matching = [gpu for (number, uuid), gpu in cards.items() if word == number or (word and uuid.startswith(word))]
+        matching = [
+            gpu
+            for (number, uuid), gpu in cards.items()
+            if word == number or (word and uuid.startswith(word))
+        ]
         if len(matching) != 1:
             break
         taken.append(dataclasses.replace(matching[0], index=len(taken)))
@@ -95,7 +121,8 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
 
 
 def best_dtype(gpu: Gpu) -> str:
-    """The compute dtype that training is fastest in on a card: "bfloat16" from Ampere (8.0) on, else "float32".
+    """The compute dtype that training is fastest in on a card: "bfloat16" from Ampere (8.0) on,
+    else "float32".
 
     Never float16: its gradients underflow without loss scaling, which this trainer does not do.
     """
@@ -105,9 +132,8 @@ def best_dtype(gpu: Gpu) -> str:
 def pick_device(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str:
     """The device of a run: "cpu", or a card such as "gpu:0".
 
-    If `requested` is None, patches get the card with most free memory if a TensorFlow for cards is installed, and whole
-    volumes the CPU. Raises InputError for a card that is not there.
-    """
+    If `requested` is None, patches get the card with most free memory if a TensorFlow for cards is
+    installed, and whole volumes the CPU. Raises InputError for a card that is not there."""
     if requested is not None:
         return requested if requested == CPU else card_of(requested, gpus).device
     if mode != "patch" or not gpus or not cuda_is_installed():
@@ -116,18 +142,24 @@ def pick_device(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> str
 
 
 def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> List[str]:
-    """A line to print if `pick_device` has chosen the CPU although there is a card; else nothing."""
+    """A line to print if `pick_device` has chosen the CPU although there is a card; else
+    nothing."""
     if requested is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
     device = gpus[0].device
     why = f"this TensorFlow has no CUDA; {how_to_install('gpu')}, or give"
-    return [f"{device} ({gpus[0].name}) is not used: {why} --device {device} if CUDA is installed in another way"]
+    return [
+        f"{device} ({gpus[0].name}) is not used: {why} --device {device} if CUDA is installed in another way"
+    ]
 
 
 def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
-    """The card that "gpu:0" and so on names. Raises InputError for a card that is not there, and for a name of none."""
+    """The card that "gpu:0" and so on names. Raises InputError for a card that is not there, and
+    for a name of none."""
     if not re.fullmatch(r"gpu:\d+", device):
-        raise InputError(f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them")
+        raise InputError(
+            f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them"
+        )
     for gpu in gpus:
         if gpu.device == device:
             return gpu
@@ -138,10 +170,12 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
 
 
 def largest_patch(card: Gpu, job: Job) -> Shape3:
-    """The largest patch of the job's grid that a card trains in its free memory. Raises DoesNotFitError if there is
-    none, and InputError if the free memory is not known."""
+    """The largest patch of the job's grid that a card trains in its free memory. Raises
+    DoesNotFitError if there is none, and InputError if the free memory is not known."""
     if card.free_bytes is None:
-        raise InputError(f"the free memory of {card.device} must be known, got none from its driver; give --patch")
+        raise InputError(
+            f"the free memory of {card.device} must be known, got none from its driver; give --patch"
+        )
     try:
         return planner.patch_for(job, card.free_bytes, f"{card.device}, of which that is free,")
     except ValueError as error:
@@ -149,24 +183,29 @@ def largest_patch(card: Gpu, job: Job) -> Shape3:
 
 
 def check_card(card: Gpu, job: Job, todo: str) -> None:
-    """Raise DoesNotFitError, with what to do, if a card has less memory free than a step of the job takes."""
+    """Raise DoesNotFitError, with what to do, if a card has less memory free than a step of the job
+    takes."""
     needed = planner.gpu_bytes(job)
     if card.free_bytes is not None and needed > card.free_bytes:
         free = f"{format_bytes(card.free_bytes)} free of {format_bytes(card.memory_bytes)}"
-        raise DoesNotFitError(f"{card.device} must hold a step of {format_bytes(needed)}, got {free}; {todo}")
+        raise DoesNotFitError(
+            f"{card.device} must hold a step of {format_bytes(needed)}, got {free}; {todo}"
+        )
 
 
 def cuda_is_installed() -> bool:
-    """Whether requirements-gpu.txt was installed here; a CUDA from elsewhere is not noticed. Imports nothing."""
+    """Whether requirements-gpu.txt was installed here; a CUDA from elsewhere is not noticed.
+    Imports nothing."""
     return bool(versions_of([CUDA_PACKAGE]))
 
 
 def use_device(tf: Any, device: str) -> None:
-    """Leave TensorFlow the one card that `device` names, its memory taken as it is needed, or with "cpu" none.
+    """Leave TensorFlow the one card that `device` names, its memory taken as it is needed, or with
+    "cpu" none.
 
-    To be called after TensorFlow is imported and before it computes; again with the same device it changes nothing.
-    Raises InputError if TensorFlow sees no such card, and RuntimeError if the process computes on another device.
-    """
+    To be called after TensorFlow is imported and before it computes; again with the same device it
+    changes nothing. Raises InputError if TensorFlow sees no such card, and RuntimeError if the
+    process computes on another device."""
     cards = tf.config.list_physical_devices("GPU")
     wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
     if device != CPU and not wanted:
@@ -185,17 +224,18 @@ def use_device(tf: Any, device: str) -> None:
 
 
 def memory_device(device: str) -> str:
-    """The name by which TensorFlow's allocator statistics know a device: only one card is ever visible."""
+    """The name by which TensorFlow's allocator statistics know a device: only one card is ever
+    visible."""
     return "CPU:0" if device == CPU else "GPU:0"
 
 
 @contextlib.contextmanager
 def fits_memory(work: str, advice: str) -> Iterator[None]:
-    """Compute `work`, such as "a training step", in here: DoesNotFitError with `advice` if memory runs out.
+    """Compute `work`, such as "a training step", in here: DoesNotFitError with `advice` if memory
+    runs out.
 
-    TensorFlow reports it of a card, and of a host whose limit makes a request fail; a process that the kernel kills
-    leaves no message.
-    """
+    TensorFlow reports it of a card, and of a host whose limit makes a request fail; a process that
+    the kernel kills leaves no message."""
     try:
         yield
     except Exception as error:
@@ -204,4 +244,6 @@ def fits_memory(work: str, advice: str) -> Iterator[None]:
             raise
         # After its first line come the names of operations and their inputs.
         message = (str(error.message).strip().splitlines() or ["nothing more"])[0][:160]
-        raise DoesNotFitError(f"memory must hold {work}, got out of memory ({message}); {advice}") from None
+        raise DoesNotFitError(
+            f"memory must hold {work}, got out of memory ({message}); {advice}"
+        ) from None

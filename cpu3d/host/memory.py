@@ -1,4 +1,5 @@
-"""The memory of a process, now and at most, TensorFlow's allocator's part, and the NUMA nodes it comes from."""
+"""The memory of a process, now and at most, TensorFlow's allocator's part, and the NUMA nodes it
+comes from."""
 
 import contextlib
 import ctypes
@@ -25,9 +26,11 @@ class Resident:
     """The memory of a process at one moment."""
 
     anonymous_bytes: int
-    """Heap, stacks, shared memory and TensorFlow's pool: the kernel cannot take it back without swap."""
+    """Heap, stacks, shared memory and TensorFlow's pool: the kernel cannot take it back without
+    swap."""
     file_bytes: int
-    """Pages of files: the libraries' code, a mapped store. The kernel may drop those that were not written to."""
+    """Pages of files: the libraries' code, a mapped store. The kernel may drop those that were not
+    written to."""
     swapped_bytes: int = 0
     """Its own data that is in swap, and so in no memory."""
 
@@ -51,7 +54,8 @@ def resident(pid: Union[int, str] = "self") -> Optional[Resident]:
 
 
 def _status(pid: Union[int, str]) -> Dict[str, int]:
-    """The fields of /proc/PID/status that are sizes, in bytes; none of them for a process that has ended."""
+    """The fields of /proc/PID/status that are sizes, in bytes; none of them for a process that has
+    ended."""
     return sizes(read_text(Path(f"/proc/{pid}/status")))
 
 
@@ -59,11 +63,12 @@ def _status(pid: Union[int, str]) -> Dict[str, int]:
 
 
 def reserve(job: Job) -> None:
-    """Have TensorFlow's allocator take the memory of a step of `job` in one piece, of which nothing is touched as yet.
+    """Have TensorFlow's allocator take the memory of a step of `job` in one piece, of which nothing
+    is touched as yet.
 
-    By itself it takes one region after another, each twice as large, and what is free at the end of one is of no use to
-    a map that needs more: a process holds up to an eighth more. If the system does not give as much, nothing changes.
-    """
+    By itself it takes one region after another, each twice as large, and what is free at the end of
+    one is of no use to a map that needs more: a process holds up to an eighth more. If the system
+    does not give as much, nothing changes."""
     import tensorflow as tf
 
     program = step_of(job, own_operations().bfloat16)
@@ -73,7 +78,8 @@ def reserve(job: Job) -> None:
 
 
 def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
-    """TensorFlow's own count of its largest heap, in bytes; None if the allocator keeps none (oneDNN off)."""
+    """TensorFlow's own count of its largest heap, in bytes; None if the allocator keeps none
+    (oneDNN off)."""
     import tensorflow as tf
 
     try:
@@ -82,13 +88,17 @@ def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
         return None
 
 
-# --- NUMA nodes, by system call without libnuma; of the calling thread, and of threads that it starts later ---
+# --- NUMA nodes, by system call without libnuma; of the calling thread, and of threads that it
+# starts later ---
 
 MODES = ("default", "preferred", "bound", "interleaved", "local", "preferred", "interleaved")
-"""By the kernel's number (linux/mempolicy.h): MPOL_DEFAULT, PREFERRED, BIND, INTERLEAVE, LOCAL, PREFERRED_MANY and
-WEIGHTED_INTERLEAVE."""
+"""By the kernel's number (linux/mempolicy.h): MPOL_DEFAULT, PREFERRED, BIND, INTERLEAVE, LOCAL,
+PREFERRED_MANY and WEIGHTED_INTERLEAVE."""
 
-_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}  # numbers of set_mempolicy and get_mempolicy by machine
+_CALLS = {
+    "x86_64": (238, 239),
+    "aarch64": (237, 236),
+}  # numbers of set_mempolicy and get_mempolicy by machine
 _MOST_NODES = 1024  # as many as the kernel can be built for
 _MODE_FLAGS = 0b111 << 13  # bits beside the mode: MPOL_F_STATIC_NODES and its like
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -104,7 +114,8 @@ class MemoryPolicy(NamedTuple):
 
 
 def memory_policy() -> Optional[MemoryPolicy]:
-    """The policy in force; None if the kernel does not show it, as in some containers and outside Linux."""
+    """The policy in force; None if the kernel does not show it, as in some containers and outside
+    Linux."""
     number, mask = ctypes.c_int(), _Mask()
     if _call(1, ctypes.byref(number), mask, ctypes.c_ulong(_MOST_NODES), None, ctypes.c_ulong(0)):
         return None
@@ -114,7 +125,8 @@ def memory_policy() -> Optional[MemoryPolicy]:
 
 
 def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
-    """Set "default", "preferred" (one node, others when it is full) or "interleaved" (page by page in turns).
+    """Set "default", "preferred" (one node, others when it is full) or "interleaved" (page by page
+    in turns).
 
     Returns "" when done, else why not, such as "Operation not permitted".
     """
@@ -122,7 +134,9 @@ def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
     for node in nodes:
         mask[node // _WORD] |= 1 << node % _WORD
     # The kernel looks at one bit less than this number.
-    error = _call(0, ctypes.c_int(MODES.index(mode)), mask if nodes else None, ctypes.c_ulong(_MOST_NODES + 1))
+    error = _call(
+        0, ctypes.c_int(MODES.index(mode)), mask if nodes else None, ctypes.c_ulong(_MOST_NODES + 1)
+    )
     return os.strerror(error) if error else ""
 
 

@@ -3,9 +3,8 @@
 for check in self_test():
     print(check.name, check.state, check.result, check.advice)
 
-As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a line of JSON when it has it. Others may
-print among them, as oneDNN does with ONEDNN_VERBOSE=1.
-"""
+As a program, `python -m cpu3d.host.self_test ENGINE` prints each result as a line of JSON when it
+has it. Others may print among them, as oneDNN does with ONEDNN_VERBOSE=1."""
 
 import contextlib
 import dataclasses
@@ -28,9 +27,16 @@ from memory_estimator.installed import how_to_install
 PROGRAM = (sys.executable, "-m", "cpu3d.host.self_test")
 
 LIMIT_S = 600.0  # for all tests: a slow machine takes a minute or two, one that hangs never ends
-STEP_SHAPE, STEP_CHANNELS = (64, 64, 64), 32  # voxels and channels of the step that bfloat16 is measured by
+STEP_SHAPE, STEP_CHANNELS = (
+    (64, 64, 64),
+    32,
+)  # voxels and channels of the step that bfloat16 is measured by
 LIMIT_ELEMENTS = 2**31  # where 32 bits end, with which much software counts elements
-SLICE = (512, 512, 16)  # Y, Z, channels of the large tensor, which has one slice more than fits under LIMIT_ELEMENTS
+SLICE = (
+    512,
+    512,
+    16,
+)  # Y, Z, channels of the large tensor, which has one slice more than fits under LIMIT_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class Check:
     """A check of the doctor's."""
 
     name: str
-    state: str  # "ok"; "note", worth knowing with nothing to set; "warn", with what to do; "fail"; "skipped"
+    # "ok"; "note", worth knowing with nothing to set; "warn", with what to do; "fail"; "skipped"
+    state: str
     result: str
     advice: str = ""  # what to do
 
@@ -46,24 +53,32 @@ class Check:
 def self_test(engine: Optional[str] = None) -> List[Check]:
     """Try an engine out in a fresh process, within LIMIT_S; the result of each test, in order.
 
-    A failed test is the last, as those after it would show nothing. A process that dies, or is not done in time, fails
-    the test that it was at.
-    """
+    A failed test is the last, as those after it would show nothing. A process that dies, or is not
+    done in time, fails the test that it was at."""
     checks: List[Check] = []
     with tempfile.NamedTemporaryFile() as words, tempfile.NamedTemporaryFile() as errors:
         end, todo = f"not done after {LIMIT_S:.0f} s", "try again when the host is quiet"
         with contextlib.suppress(subprocess.TimeoutExpired):
             command = [*PROGRAM, *([engine] if engine else [])]
-            done = subprocess.run(command, cwd=ROOT, stdout=words, stderr=errors, timeout=LIMIT_S, check=False)
+            done = subprocess.run(
+                command, cwd=ROOT, stdout=words, stderr=errors, timeout=LIMIT_S, check=False
+            )
             last = last_words(Path(errors.name), count=1).strip()
-            end, todo = ": ".join(filter(None, [how_ended(done.returncode), last])), how_to_install()
+            end, todo = (
+                ": ".join(filter(None, [how_ended(done.returncode), last])),
+                how_to_install(),
+            )
             end = f"the process ended with {end}"
         for line in Path(words.name).read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(TypeError, ValueError):
                 checks.append(Check(**json.loads(line)))
                 if checks[-1].state == "fail":
                     return checks
-    return checks if len(checks) >= len(TESTS) else [*checks, Check(TESTS[len(checks)][0], "fail", end, todo)]
+    return (
+        checks
+        if len(checks) >= len(TESTS)
+        else [*checks, Check(TESTS[len(checks)][0], "fail", end, todo)]
+    )
 
 
 def main(engine: Optional[str]) -> None:
@@ -75,12 +90,23 @@ def main(engine: Optional[str]) -> None:
 
 
 def engine_in_force(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Check oneDNN and, if it is installed or asked for, ITEX; by what is loaded and not by what was asked for."""
+    """Check oneDNN and, if it is installed or asked for, ITEX; by what is loaded and not by what
+    was asked for."""
     name = engine_name(tf)
     if "no oneDNN" in name:
-        return Check("engine", "fail", name, "`unset TF_ENABLE_ONEDNN_OPTS`: a step takes many times as long without")
+        return Check(
+            "engine",
+            "fail",
+            name,
+            "`unset TF_ENABLE_ONEDNN_OPTS`: a step takes many times as long without",
+        )
     if engine in (None, "itex") and installed("itex") and "ITEX" not in name:
-        return Check("engine", "fail", f"{name}, although ITEX is installed", f"{how_to_install('itex')} again")
+        return Check(
+            "engine",
+            "fail",
+            f"{name}, although ITEX is installed",
+            f"{how_to_install('itex')} again",
+        )
     return Check("engine", "ok", name)
 
 
@@ -106,7 +132,9 @@ def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
         results.append(f"{name} in {dtype}, {within}")
     result = f"{'; '.join(results)} of TensorFlow's layers; the CPU has {cpu}"
     if not is_right:
-        return Check("own operations", "fail", result, "set CPU3D_INSTRUCTION_SET=avx2, and report it")
+        return Check(
+            "own operations", "fail", result, "set CPU3D_INSTRUCTION_SET=avx2, and report it"
+        )
     return Check("own operations", "ok", result)
 
 
@@ -160,7 +188,8 @@ def _own_errors(tf: Any, dtype: str, residual: bool) -> OwnErrors:
 
 
 def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Compare a small training step, two convolutions and their filters' gradients, in float32 and in bfloat16."""
+    """Compare a small training step, two convolutions and their filters' gradients, in float32 and
+    in bfloat16."""
     if not host.fast_bfloat16:
         return Check("bfloat16", "skipped", "this CPU has no instructions for it; float32 is used")
 
@@ -175,8 +204,12 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
             with tf.GradientTape() as tape:
                 tape.watch(filters)
                 hidden = tf.nn.relu(tf.nn.conv3d(image, filters[0], [1] * 5, "SAME"))
-                loss = tf.reduce_mean(tf.cast(tf.nn.conv3d(hidden, filters[1], [1] * 5, "SAME"), tf.float32) ** 2)
-            return tf.concat([tf.cast(gradient, tf.float32) for gradient in tape.gradient(loss, filters)], 0)
+                loss = tf.reduce_mean(
+                    tf.cast(tf.nn.conv3d(hidden, filters[1], [1] * 5, "SAME"), tf.float32) ** 2
+                )
+            return tf.concat(
+                [tf.cast(gradient, tf.float32) for gradient in tape.gradient(loss, filters)], 0
+            )
 
         return step
 
@@ -192,27 +225,38 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
     if not error < 0.1:
         return Check("bfloat16", "fail", result, "train with --dtype float32, and report it")
     if gain < 1.2:  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it
-        return Check("bfloat16", "warn", result, "try again when the host is quiet, or train with --dtype float32")
+        return Check(
+            "bfloat16",
+            "warn",
+            result,
+            "try again when the host is quiet, or train with --dtype float32",
+        )
     return Check("bfloat16", "ok", result)
 
 
 def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
-    """Check a 1 x 1 x 1 convolution of more than 2^31 elements: its answers to the far end, and its duration.
+    """Check a 1 x 1 x 1 convolution of more than 2^31 elements: its answers to the far end, and its
+    duration.
 
-    Slice n holds n modulo 7 throughout, so its answer is that times the channels: small whole numbers, exact in any
-    dtype.
-    """
+    Slice n holds n modulo 7 throughout, so its answer is that times the channels: small whole
+    numbers, exact in any dtype."""
     dtype, elements = tf.as_dtype(host.best_dtype), math.prod(SLICE)
     slices = LIMIT_ELEMENTS // elements + 1
     needed, free = int(1.3 * slices * elements * dtype.size) + 2**30, read_host().free_bytes
     if free < needed:
-        return Check("large tensor", "skipped", f"needs {format_bytes(needed)}, {format_bytes(free)} are free")
+        return Check(
+            "large tensor",
+            "skipped",
+            f"needs {format_bytes(needed)}, {format_bytes(free)} are free",
+        )
     values = tf.cast(tf.range(slices) % 7, dtype)
     image = tf.broadcast_to(tf.reshape(values, (1, slices, 1, 1, 1)), (1, slices, *SLICE))
     filters = tf.ones((1, 1, 1, SLICE[-1], 1), dtype)
     seconds, answer = _seconds(lambda: tf.nn.conv3d(image, filters, [1] * 5, "SAME"))
     result = f"{slices * elements / LIMIT_ELEMENTS:.3f} x 2^31 elements convolved in {format_seconds(seconds)}"
-    if all(bool(tf.reduce_all(answer[0, n] == SLICE[-1] * values[n])) for n in (0, slices // 2, -2, -1)):
+    if all(
+        bool(tf.reduce_all(answer[0, n] == SLICE[-1] * values[n])) for n in (0, slices // 2, -2, -1)
+    ):
         return Check("large tensor", "ok", f"{result}: right to its far end")
     advice = "keep every tensor below 2^31 elements: --policy lean, --mode patch or fewer --filters"
     return Check("large tensor", "fail", f"{result}: wrong at its far end", advice)

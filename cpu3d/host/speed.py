@@ -1,6 +1,6 @@
-"""The speed of this host, kept for the estimator: a scale for each dtype, of measured seconds of a step over those
-predicted with the shipped constants. `calibrate` measures it, and every training of large enough volumes adds to it.
-"""
+"""The speed of this host, kept for the estimator: a scale for each dtype, of measured seconds of a
+step over those predicted with the shipped constants. `calibrate` measures it, and every training of
+large enough volumes adds to it."""
 
 import collections
 import contextlib
@@ -35,19 +35,25 @@ from memory_estimator.step.training_step import training_step
 from models.native.library import VARIABLE, own_operations
 
 LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
-"""The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for the most part."""
+"""The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for
+the most part."""
 
 MOST_STEPS = 1000  # of which the median is taken, the latest ones: a run may have millions
 
 LOCK_WAIT_S = 2.0  # for others that write at the same time
 
-QUIET_SHARE = 0.05  # of the CPUs' time that other programs may take before seconds count as disturbed
+QUIET_SHARE = (
+    0.05  # of the CPUs' time that other programs may take before seconds count as disturbed
+)
 
 
 def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> Scale:
-    """The scale of jobs in one dtype and the seconds of their steps: the median of them, within FURTHEST."""
+    """The scale of jobs in one dtype and the seconds of their steps: the median of them, within
+    FURTHEST."""
     base, job = constants_of(host), timed[0][0]
-    scale = statistics.median(step_s / step_seconds(training_step(each), base, each) for each, step_s in timed)
+    scale = statistics.median(
+        step_s / step_seconds(training_step(each), base, each) for each, step_s in timed
+    )
     return Scale(
         scale=min(max(scale, 1 / FURTHEST), FURTHEST),
         quiet=quiet,
@@ -58,11 +64,14 @@ def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> 
 
 
 def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
-    """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another disturbed one that
-    was slower. Raises ValueError as `host_file`, and OSError if it cannot be written."""
+    """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another
+    disturbed one that was slower. Raises ValueError as `host_file`, and OSError if it cannot be
+    written."""
     path, scale = host_file(host), scale_of([(job, step_s)], host, quiet=quiet)
     with _writing(path):
-        is_valid = find_constants(host).scales  # else missing, damaged, or of other constants than are shipped now
+        is_valid = find_constants(
+            host
+        ).scales  # else missing, damaged, or of other constants than are shipped now
         kept = read_json(path) if is_valid else like_shipped(host)
         old = kept["scales"].get(job.unet.dtype)
         if not old or quiet or (not old["quiet"] and scale.scale < old["scale"]):
@@ -70,9 +79,12 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
             write_json(path, kept)
 
 
-def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool) -> None:
-    """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a scale for each dtype,
-    and for each engine the shipped baseline and the bytes that processes held above the predicted ones."""
+def keep_calibration(
+    path: Path, measured: Sequence[Tuple[Job, float, int]], host: Host, *, quiet: bool
+) -> None:
+    """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a
+    scale for each dtype, and for each engine the shipped baseline and the bytes that processes held
+    above the predicted ones."""
     base, kept = constants_of(host), like_shipped(host)
     for dtype in dict.fromkeys(job.unet.dtype for job, _, _ in measured):
         timed = [(job, step_s) for job, step_s, _ in measured if job.unet.dtype == dtype]
@@ -80,7 +92,10 @@ def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], hos
     more: Dict[str, List[int]] = {}
     for job, _, peak_bytes in measured:
         more.setdefault(job.engine, []).append(peak_bytes - estimate(job, base).process_peak_bytes)
-    moved = {engine: base.baseline_bytes[engine] + round(statistics.fmean(sizes)) for engine, sizes in more.items()}
+    moved = {
+        engine: base.baseline_bytes[engine] + round(statistics.fmean(sizes))
+        for engine, sizes in more.items()
+    }
     origins = {**base.origins, "baseline_bytes": f"measured: calibrate, {datetime.date.today()}"}
     kept.update(baseline_bytes={**base.baseline_bytes, **moved}, origins=origins)
     with _writing(path):
@@ -89,8 +104,8 @@ def keep_calibration(path: Path, measured: Sequence[Tuple[Job, float, int]], hos
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Hold the folder of a host's file, so that of two writers at once none is lost. Raises InputError if another
-    process holds it for seconds."""
+    """Hold the folder of a host's file, so that of two writers at once none is lost. Raises
+    InputError if another process holds it for seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent, "folder", LOCK_WAIT_S):
         remove_partials(path.parent)
@@ -107,7 +122,8 @@ class Observer:
     """Watches the seconds of a training's steps, and keeps the speed of the host that they show."""
 
     def __init__(self, job: Job, host: Host, *, warm_up: int = 0):
-        """`job` is computed by this process. Its first `warm_up` steps do not count: they compile."""
+        """`job` is computed by this process. Its first `warm_up` steps do not count: they
+        compile."""
         self._job, self._host, self._warm_up = job, host, warm_up
         self._steps_s: Deque[float] = collections.deque(maxlen=MOST_STEPS)
         self._process = psutil.Process()
@@ -124,9 +140,14 @@ class Observer:
         self._steps_s.append(seconds)
 
     def record(self) -> None:
-        """Keep the steps' median, once they are enough. A failure is a warning on stderr: the training continues."""
+        """Keep the steps' median, once they are enough. A failure is a warning on stderr: the
+        training continues."""
         steps_s = self._steps_s
-        if self._is_kept or len(steps_s) < FEWEST_STEPS or math.prod(self._job.shape) < LEAST_VOXELS:
+        if (
+            self._is_kept
+            or len(steps_s) < FEWEST_STEPS
+            or math.prod(self._job.shape) < LEAST_VOXELS
+        ):
             return
         self._is_kept = True
         try:
@@ -136,8 +157,13 @@ class Observer:
             say(f"warning: the time of a step is not kept for the estimator: {error}")
 
     def _others_share(self) -> float:
-        """The share of its CPUs' time that other programs than this process took since this was called before."""
+        """The share of its CPUs' time that other programs than this process took since this was
+        called before."""
         percents = psutil.cpu_percent(percpu=True)
-        cpus = self._process.cpu_affinity() if hasattr(self._process, "cpu_affinity") else range(len(percents))
+        cpus = (
+            self._process.cpu_affinity()
+            if hasattr(self._process, "cpu_affinity")
+            else range(len(percents))
+        )
         used = [percents[cpu] for cpu in cpus if cpu < len(percents)] or percents
         return (sum(used) - self._process.cpu_percent()) / (100 * len(used))

@@ -1,12 +1,13 @@
-"""A host in detail, and how many threads, which CPUs and which switches suit its workers: pure functions of it.
+"""A host in detail, and how many threads, which CPUs and which switches suit its workers: pure
+functions of it.
 
 topology = read_topology()                                   # this host, as this process may use it
 plans = thread_plans(topology, default_workers(topology))    # one worker a socket
 plan = thread_plan(host)                                     # for one process that has the host to itself
 
-`host.apply` carries a plan out; `describe` shows the part of it that is in force. Most of the project needs a host's
-sum alone, the estimator's `Host`; to place workers on a host takes its `Topology`.
-"""
+`host.apply` carries a plan out; `describe` shows the part of it that is in force. Most of the
+project needs a host's sum alone, the estimator's `Host`; to place workers on a host takes its
+`Topology`."""
 
 import dataclasses
 import os
@@ -23,26 +24,31 @@ from memory_estimator.host import Cpu, Host, Node, cpu_places, meminfo, node_mem
 Cores = Sequence[Tuple[Cpu, ...]]  # the CPUs of each core, in the order of sockets and nodes
 
 LOPSIDED = 2
-"""Sockets of which one has more than this many times the cores of another, as a mask of CPUs may leave them, get no
-worker each: the small one would hold up the large one at every step."""
+"""Sockets of which one has more than this many times the cores of another, as a mask of CPUs may
+leave them, get no worker each: the small one would hold up the large one at every step."""
 
 THREADS = ("TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS", "OMP_NUM_THREADS")
-KMP_AFFINITY = "granularity=fine,compact,1,0"  # where Intel's OpenMP holds its threads on a host of several nodes
+# where Intel's OpenMP holds its threads on a host of several nodes
+KMP_AFFINITY = "granularity=fine,compact,1,0"
 
 SWITCHES = {  # set by every process
-    # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks): after an operation
-    # Intel's OpenMP spins this many ms before it sleeps. A step alone takes as long with 0, 1 or 200
-    # (docs/log.md); that the data threads fare better with 1 than with 200 is assumed.
+    # From the launcher of ITEX 2.15 and its practice guide (0 or 1 for convolutional networks):
+    # after an operation Intel's OpenMP spins this many ms before it sleeps. A step alone takes as
+    # long with 0, 1 or 200 (docs/log.md); that the data threads fare better with 1 than with 200 is
+    # assumed.
     "KMP_BLOCKTIME": "1",
-    # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x (docs/log.md).
+    # TensorFlow itself turns oneDNN on only for CPUs with certain instructions; without it, 16x
+    # (docs/log.md).
     "TF_ENABLE_ONEDNN_OPTS": "1",
-    # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see host.apply.
+    # TensorFlow 2.16 and later: tf.keras is Keras 2 (tf_keras). Not for TensorFlow 2.15, see
+    # host.apply.
     "TF_USE_LEGACY_KERAS": "1",
-    # 3 is fatal only: at 2, every start without a GPU prints three harmless "Unable to register cuDNN factory".
-    # A real error reaches Python as an exception at any level.
+    # 3 is fatal only: at 2, every start without a GPU prints three harmless "Unable to register
+    # cuDNN factory". A real error reaches Python as an exception at any level.
     "TF_CPP_MIN_LOG_LEVEL": "3",
     "ITEX_CPP_MIN_LOG_LEVEL": "2",
-    # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be one card for both.
+    # CUDA counts cards from the fastest on, their driver by the slot they are in: gpu:0 is to be
+    # one card for both.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
 }
 
@@ -58,7 +64,8 @@ class Topology:
 
     @property
     def cores(self) -> Cores:
-        """The CPUs of each core, in the order of sockets, then nodes, then CPUs: neighbours are together."""
+        """The CPUs of each core, in the order of sockets, then nodes, then CPUs: neighbours are
+        together."""
         cores: Dict[int, List[Cpu]] = {}
         for cpu in sorted(self.cpus, key=lambda cpu: (cpu.socket, cpu.node, cpu.number)):
             cores.setdefault(cpu.core, []).append(cpu)
@@ -66,12 +73,15 @@ class Topology:
 
 
 def read_topology(root: Union[str, Path] = "/") -> Topology:
-    """The host whose /proc and /sys are under `root`; outside Linux all cores are on one socket and one node."""
+    """The host whose /proc and /sys are under `root`; outside Linux all cores are on one socket and
+    one node."""
     host, root = read_host(root), Path(root)
     if not (root / "proc/meminfo").is_file():
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
         return Topology(host, cpus, (Node(0, host.memory_bytes, host.available_bytes),))
-    return Topology(host, tuple(cpu_places(root)), tuple(node_memory(root)), meminfo(root).get("SwapTotal", 0))
+    return Topology(
+        host, tuple(cpu_places(root)), tuple(node_memory(root)), meminfo(root).get("SwapTotal", 0)
+    )
 
 
 @dataclass(frozen=True)
@@ -79,19 +89,27 @@ class ThreadPlan:
     """The settings of a training process, to be made before TensorFlow is imported."""
 
     intra_op: int
-    """Threads inside one operation, TensorFlow's or those of the OpenMP pool that ITEX runs oneDNN on."""
+    """Threads inside one operation, TensorFlow's or those of the OpenMP pool that ITEX runs oneDNN
+    on."""
     environment: Mapping[str, str]
-    """Every variable to set, those of THREADS among them. A variable the user has set himself wins."""
+    """Every variable to set, those of THREADS among them. A variable the user has set himself
+    wins."""
     cpus: Tuple[int, ...] = ()
-    """CPUs that the process is held to, both hyper-threads of each core; () leaves it where it is."""
+    """CPUs that the process is held to, both hyper-threads of each core; () leaves it where it
+    is."""
     memory_nodes: Tuple[int, ...] = ()
-    """NUMA nodes that its memory comes from: one is preferred, several take turns page by page; () is the kernel's own
-    way, which is the node of the thread that touches a page first."""
+    """NUMA nodes that its memory comes from: one is preferred, several take turns page by page; ()
+    is the kernel's own way, which is the node of the thread that touches a page first."""
 
     @property
     def tuning(self) -> Dict[str, str]:
-        """The variables that differ by host: how many threads, where they stay and how long they wait."""
-        return {name: value for name, value in self.environment.items() if name in THREADS or name.startswith("KMP_")}
+        """The variables that differ by host: how many threads, where they stay and how long they
+        wait."""
+        return {
+            name: value
+            for name, value in self.environment.items()
+            if name in THREADS or name.startswith("KMP_")
+        }
 
     @property
     def memory_policy(self) -> str:
@@ -102,21 +120,22 @@ class ThreadPlan:
 def thread_plan(host: Host) -> ThreadPlan:
     """The plan for one process that has `host` to itself, without CPUs and nodes.
 
-    One thread a physical core: oneDNN's kernels fill a core's vector units, so a second hyper-thread only
-    halves its cache. One operation at a time: as fast as two and a memory peak 7 % lower, because parallel
-    gradient operations delay each other's frees (measured on 2 cores, 128^3, bfloat16).
-    """
+    One thread a physical core: oneDNN's kernels fill a core's vector units, so a second
+    hyper-thread only halves its cache. One operation at a time: as fast as two and a memory peak 7
+    % lower, because parallel gradient operations delay each other's frees (measured on 2 cores,
+    128^3, bfloat16)."""
     return _plan(host.usable_cores, binds=host.numa_nodes > 1 and host.cpu_quota is None)
 
 
 def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
     """The plan of each worker on a host, by its index there.
 
-    Workers get whole sockets, else equal parts of one, and never a part of a core. A worker is held to its cores with
-    both hyper-threads: one computes, the other is for the threads that read and augment. Its memory comes from its one
-    node first, and from others rather than be killed; over several nodes pages take turns, because one thread often
-    touches first what all of them use. Under a quota nothing is bound, as every container of the host would be bound to
-    the same first CPUs.
+    Workers get whole sockets, else equal parts of one, and never a part of a core. A worker is held
+    to its cores with both hyper-threads: one computes, the other is for the threads that read and
+    augment. Its memory comes from its one node first, and from others rather than be killed; over
+    several nodes pages take turns, because one thread often touches first what all of them use.
+    Under a quota nothing is bound, as every container of the host would be bound to the same first
+    CPUs.
 
     Raises InputError, with the nearest numbers that are possible, if cores cannot be divided so.
     """
@@ -128,20 +147,33 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
         raise InputError(f"{rule}, got {workers} on {have}; use {' or '.join(map(str, nearest))}")
     if host.cpu_quota is not None:
         return (_plan(host.usable_cores // workers, binds=False),) * workers
-    with_memory = {node.number for node in topology.nodes if node.memory_bytes} if len(topology.nodes) > 1 else set()
+    with_memory = (
+        {node.number for node in topology.nodes if node.memory_bytes}
+        if len(topology.nodes) > 1
+        else set()
+    )
     plans = []
     for share in _shares(topology.cores, workers):
         cpus = [cpu for core in share for cpu in core]
         plan = _plan(len(share), binds=host.numa_nodes > 1)
         nodes = tuple(sorted({cpu.node for cpu in cpus} & with_memory))
-        plans.append(dataclasses.replace(plan, cpus=tuple(sorted(cpu.number for cpu in cpus)), memory_nodes=nodes))
+        plans.append(
+            dataclasses.replace(
+                plan, cpus=tuple(sorted(cpu.number for cpu in cpus)), memory_nodes=nodes
+            )
+        )
     return tuple(plans)
 
 
 def default_workers(topology: Topology) -> int:
-    """A worker for each socket; one in all under a quota, or if sockets are lopsided, as a CPU mask may leave them."""
+    """A worker for each socket; one in all under a quota, or if sockets are lopsided, as a CPU mask
+    may leave them."""
     sizes = [len(socket) for socket in _sockets(topology.cores)]
-    return 1 if topology.host.cpu_quota is not None or max(sizes) > LOPSIDED * min(sizes) else len(sizes)
+    return (
+        1
+        if topology.host.cpu_quota is not None or max(sizes) > LOPSIDED * min(sizes)
+        else len(sizes)
+    )
 
 
 def possible_workers(topology: Topology) -> List[int]:
@@ -153,9 +185,8 @@ def possible_workers(topology: Topology) -> List[int]:
 def host_share(host: Host, workers: int) -> Host:
     """The part of a host that one of its workers has: cores, quota and free memory divided.
 
-    `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. If workers share the
-    cores unevenly it is the smallest part.
-    """
+    `memory_bytes` stays the machine's: TensorFlow's pool grows by it in every process alike. If
+    workers share the cores unevenly it is the smallest part."""
     if workers == 1:
         return host
     used, limit = host.cgroup_used_bytes, host.cgroup_limit_bytes
@@ -175,7 +206,11 @@ def host_share(host: Host, workers: int) -> Host:
 def host_lines(host: Host) -> List[str]:
     """Two lines on a host."""
     quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
-    limit = "" if host.cgroup_limit_bytes is None else f", limit {format_bytes(host.cgroup_limit_bytes)}"
+    limit = (
+        ""
+        if host.cgroup_limit_bytes is None
+        else f", limit {format_bytes(host.cgroup_limit_bytes)}"
+    )
     return [
         f"host: {host.cpu_model}, {count(host.cores, 'core')} on {count(host.sockets, 'socket')} and "
         f"{count(host.numa_nodes, 'NUMA node')}, {count(host.logical_cpus, 'CPU')}{quota}, "
@@ -185,15 +220,19 @@ def host_lines(host: Host) -> List[str]:
 
 
 def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
-    """Lines on a process that is set up, before its work starts; `engine` as of `host.apply.engine_name`.
+    """Lines on a process that is set up, before its work starts; `engine` as of
+    `host.apply.engine_name`.
 
-    The lines are of what is in force, by the environment and the kernel, as a user's own setting wins over the plan's.
-    A number of threads that does so is warned of: clusters set OMP_NUM_THREADS=1 for all users, and many cores idle.
-    """
+    The lines are of what is in force, by the environment and the kernel, as a user's own setting
+    wins over the plan's. A number of threads that does so is warned of: clusters set
+    OMP_NUM_THREADS=1 for all users, and many cores idle."""
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
     threads = ", ".join(f"{name}={value}" for name, value in tuning.items())
     lines = [*host_lines(host), f"engine: {engine}", f"threads: {threads}"]
-    policy, cpus = memory_policy(), os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    policy, cpus = (
+        memory_policy(),
+        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (),
+    )
     places = [f"CPUs {cpu_ranges(cpus)}"] if 0 < len(cpus) < host.logical_cpus else []
     if policy and policy.mode != "default":
         places.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
@@ -211,7 +250,9 @@ def plan_lines(plans: Sequence[ThreadPlan]) -> List[str]:
     for index, plan in enumerate(plans):
         places = [f"CPUs {cpu_ranges(plan.cpus)}" if plan.cpus else "CPUs not bound"]
         if plan.memory_nodes:
-            places.append(f"memory {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}")
+            places.append(
+                f"memory {plan.memory_policy} on NUMA nodes {cpu_ranges(plan.memory_nodes)}"
+            )
         tuning = [f"{name}={value}" for name, value in plan.tuning.items()]
         lines.append(f"plan of worker {index}: {', '.join(places + tuning)}")
     return lines
@@ -234,16 +275,19 @@ def cpu_ranges(numbers: Iterable[int]) -> str:
 def _plan(threads: int, *, binds: bool) -> ThreadPlan:
     """A plan of so many threads; `binds` if each of them should stay on a core of its own.
 
-    That is assumed to pay, from the same guide, on several nodes alone: memory stays near the thread that touched it.
-    Intel's OpenMP keeps its threads within the CPUs that the process is held to. Python's threads stay free: the one
-    that enters an operation, and is bound as the first, is of TensorFlow's pool.
-    """
+    That is assumed to pay, from the same guide, on several nodes alone: memory stays near the
+    thread that touched it. Intel's OpenMP keeps its threads within the CPUs that the process is
+    held to. Python's threads stay free: the one that enters an operation, and is bound as the
+    first, is of TensorFlow's pool."""
     numbers = dict(zip(THREADS, (str(threads), "1", str(threads))))
-    return ThreadPlan(threads, {**numbers, **SWITCHES, **({"KMP_AFFINITY": KMP_AFFINITY} if binds else {})})
+    return ThreadPlan(
+        threads, {**numbers, **SWITCHES, **({"KMP_AFFINITY": KMP_AFFINITY} if binds else {})}
+    )
 
 
 def _shares(cores: Cores, workers: int) -> List[Cores]:
-    """The cores of each worker, whole sockets or parts of one with a core more or less; [] if they cannot be divided.
+    """The cores of each worker, whole sockets or parts of one with a core more or less; [] if they
+    cannot be divided.
 
     Cores are in the order of nodes, so that parts of a socket are whole nodes if the numbers allow.
     """

@@ -55,7 +55,11 @@ class Found(NamedTuple):
 
 def check_exist(name: str, paths: Sequence[Path]) -> None:
     """Raise InputError for each of the `paths` of an option that does not exist."""
-    refuse(f"{name} {path} must exist, found none; check the path" for path in paths if not path.exists())
+    refuse(
+        f"{name} {path} must exist, found none; check the path"
+        for path in paths
+        if not path.exists()
+    )
 
 
 def find_cases(

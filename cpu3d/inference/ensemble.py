@@ -1,4 +1,5 @@
-"""Predictors of trained runs on one device, several as one: their probabilities are averaged, as in nnU-Net.
+"""Predictors of trained runs on one device, several as one: their probabilities are averaged, as in
+nnU-Net.
 
 predictor = Ensemble(trained_predictors(runs, "best", Inference(window=(96, 96, 96))))
 """
@@ -17,14 +18,15 @@ from cpu3d.util.progress import say
 
 
 def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference) -> List[Any]:
-    """The predictor of each run, all on the device of `inference`, for which the host is set up. Raises InputError,
-    before TensorFlow is imported, as `check_inference` and for a device that the host lacks; and as `load_predictor`.
-    """
+    """The predictor of each run, all on the device of `inference`, for which the host is set up.
+    Raises InputError, before TensorFlow is imported, as `check_inference` and for a device that the
+    host lacks; and as `load_predictor`."""
     # Of the weights, as coarse steps are at another resolution than the run.
     configs = [config_of_weights(run, weights) for run in runs]
     for config in configs:
         check_inference(config, inference)
-    # Left open it is a card only if every run slides a window: a whole volume in one pass is for a CPU's memory.
+    # Left open it is a card only if every run slides a window: a whole volume in one pass is for a
+    # CPU's memory.
     mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
     requested, gpus = left_open(inference.device), HostGpus()
     say(*why_no_card(requested, mode, gpus))
@@ -41,21 +43,34 @@ class Ensemble:
         first, self.predictors = predictors[0], tuple(predictors)
         self.channels, self.labels, self.regions = first.channels, first.labels, first.regions
         # All that any of the runs needs: they may have learnt from different channels.
-        self.inputs = tuple(name for name in first.channels if any(name in run.inputs for run in predictors))
+        self.inputs = tuple(
+            name for name in first.channels if any(name in run.inputs for run in predictors)
+        )
 
-    def probabilities(self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()) -> np.ndarray:
-        """The mean of the runs' probabilities, float32 (X, Y, Z, R), on the full grid; equal ones stay as they are."""
+    def probabilities(
+        self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
+    ) -> np.ndarray:
+        """The mean of the runs' probabilities, float32 (X, Y, Z, R), on the full grid; equal ones
+        stay as they are."""
         mean = self.predictors[0].probabilities(image, record, channels)
         for count, predictor in enumerate(self.predictors[1:], start=2):
-            mean = mean + (predictor.probabilities(image, record, channels) - mean) / np.float32(count)
+            mean = mean + (predictor.probabilities(image, record, channels) - mean) / np.float32(
+                count
+            )
         return mean
 
 
-def origin(runs: Sequence[Path], configs: Sequence[RunConfig], predictors: Sequence[Any]) -> Dict[str, Any]:
-    """The origin of an answer, as it is written beside it: the run's folder, its fold, and how the network was applied;
-    for several runs a list of these, "runs"."""
+def origin(
+    runs: Sequence[Path], configs: Sequence[RunConfig], predictors: Sequence[Any]
+) -> Dict[str, Any]:
+    """The origin of an answer, as it is written beside it: the run's folder, its fold, and how the
+    network was applied; for several runs a list of these, "runs"."""
     origins = []
     for run, config, predictor in zip(runs, configs, predictors):
-        how = {**predictor.inference.to_json(), "window": predictor.window, "one_pass": not predictor.window}
+        how = {
+            **predictor.inference.to_json(),
+            "window": predictor.window,
+            "one_pass": not predictor.window,
+        }
         origins.append({"run": str(Path(run).resolve()), "fold": config.fold, "inference": how})
     return origins[0] if len(origins) == 1 else {"runs": origins}

@@ -5,17 +5,17 @@
     ./run.sh evaluate --run runs/fold-1 runs/fold-2 runs/fold-3 --out runs/folds
     ./run.sh evaluate --run runs/folds
 
-Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits "val" and "train",
-whose scores say less, the same below run/evaluation/val and run/evaluation/train. Earlier scores are replaced only
-when all cases are scored. --out names another folder than the run's; several runs together need it,
-the folder of `train --folds` only for "val", of which it has scores already.
+Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits
+"val" and "train", whose scores say less, the same below run/evaluation/val and
+run/evaluation/train. Earlier scores are replaced only when all cases are scored. --out names
+another folder than the run's; several runs together need it, the folder of `train --folds` only for
+"val", of which it has scores already.
 
-Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds are
-cross-validated instead: each case is predicted by the one run that has not trained on it.
+Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds
+are cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-The written label map is scored, after the run's post-processing; --raw leaves that out. The store's grid
-is the original one with axes turned, so scores on it are scores on the original grid.
-"""
+The written label map is scored, after the run's post-processing; --raw leaves that out. The store's
+grid is the original one with axes turned, so scores on it are scores on the original grid."""
 
 import dataclasses
 import datetime
@@ -65,7 +65,9 @@ from memory_estimator.common.table import Table, new_console
 SCHEMA = 1  # version of scores.json
 PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, beside scores.json
 FILES = (PREDICTIONS, "scores.json")  # all files of an evaluation; the scores are written last
-UNTOUCHED = "test"  # the one split that neither training nor the choice of the best checkpoint has seen
+UNTOUCHED = (
+    "test"  # the one split that neither training nor the choice of the best checkpoint has seen
+)
 WORST = 5  # cases that the summary names
 
 # Statistics of a metric over the cases; the deviation is of these cases, n in the denominator.
@@ -78,8 +80,12 @@ class Options:
 
     split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
     store: Optional[Path] = option(None, help="store folder, if it was moved", metavar="DIR")
-    out: Optional[Path] = option(None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR")
-    tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf)
+    out: Optional[Path] = option(
+        None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR"
+    )
+    tolerance: float = option(
+        TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf
+    )
     evidence: bool = option(False, help="also keep in scores.json what decides post-processing")
     json: bool = option(False, help="print scores.json instead of a table")
 
@@ -94,7 +100,9 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     runs = together.runs
     configs = together.configs
     if len(runs) > 1 and not (options.out or together.folder):
-        raise InputError(f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it")
+        raise InputError(
+            f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it"
+        )
     out = options.out.resolve() if options.out else together.folder or runs[0]
     if out == together.folder and split != UNTOUCHED:
         rule = f"--out must name another folder than that of folds for split {split}, got {out}"
@@ -158,18 +166,22 @@ def evaluate_split(
     held_out: Optional[Mapping[str, Tuple[Any, PostProcessing]]] = None,
     evidence: bool = False,
 ) -> Dict[str, Any]:
-    """Predict and score every case of `split`, one in memory at a time; returns the content of scores.json.
+    """Predict and score every case of `split`, one in memory at a time; returns the content of
+    scores.json.
 
-    `predictor` comes from `load_predictor`; a case of `held_out` has its own, and its own post-processing. For a run of
-    a fold `store` is the fold's view. `about`, the `origin`, is by default that of the run in `run_dir`. Predictions
-    and scores replace earlier ones only when all cases are done: an error or Ctrl-C leaves those whole.
+    `predictor` comes from `load_predictor`; a case of `held_out` has its own, and its own
+    post-processing. For a run of a fold `store` is the fold's view. `about`, the `origin`, is by
+    default that of the run in `run_dir`. Predictions and scores replace earlier ones only when all
+    cases are done: an error or Ctrl-C leaves those whole.
 
-    Raises InputError when the split has no cases or one without a label, when the store's channels or labels are not
-    the run's, and when the network's answer is not finite.
-    """
+    Raises InputError when the split has no cases or one without a label, when the store's channels
+    or labels are not the run's, and when the network's answer is not finite."""
     records = _cases_to_score(predictor, store, split)
     about = origin([run_dir], [load_config(run_dir)], [predictor]) if about is None else about
-    about, cases = {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm}, []
+    about, cases = (
+        {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm},
+        [],
+    )
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
@@ -184,7 +196,11 @@ def evaluate_split(
 
 
 def _scores_json(
-    predictor: Any, store: Store, split: str, about: Mapping[str, Any], cases: Sequence[Mapping[str, Any]]
+    predictor: Any,
+    store: Store,
+    split: str,
+    about: Mapping[str, Any],
+    cases: Sequence[Mapping[str, Any]],
 ) -> Dict[str, Any]:
     """The content of scores.json."""
     regions, manifest = predictor.regions, store.manifest
@@ -198,7 +214,9 @@ def _scores_json(
         "untouched": split == UNTOUCHED,
         "split_hash": manifest.split_hash,
         "regions": {name: list(codes) for name, codes in regions.items()},
-        "label_codes": {str(code): name for code, name in code_meanings(regions, predictor.labels).items()},
+        "label_codes": {
+            str(code): name for code, name in code_meanings(regions, predictor.labels).items()
+        },
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "peak_rss_bytes": peak_rss_bytes(),
         "summary": summarise(cases),
@@ -249,7 +267,8 @@ def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
 
 
 def read_scores(path: Path) -> Dict[str, Any]:
-    """The content of a scores.json. Raises InputError if it is missing, damaged, or of another version."""
+    """The content of a scores.json. Raises InputError if it is missing, damaged, or of another
+    version."""
     if not path.is_file():
         raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
     return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
@@ -283,25 +302,37 @@ def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "
 
 def warning(split: str) -> str:
     """The warning beside scores of a split that is not untouched."""
-    seen = "was trained on these cases" if split == "train" else "was chosen by its scores on these cases"
+    seen = (
+        "was trained on these cases"
+        if split == "train"
+        else "was chosen by its scores on these cases"
+    )
     return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
-    """The STATISTICS per region and metric over the "cases" of scores.json, empty masks too; "empty" counts these."""
+    """The STATISTICS per region and metric over the "cases" of scores.json, empty masks too;
+    "empty" counts these."""
     summary: Dict[str, Dict[str, Any]] = {}
     for region in cases[0]["regions"]:
         rows = [case["regions"][region] for case in cases]
         columns = {metric: [row[metric] for row in rows] for metric in METRICS}
         summary[region] = {
-            **{name: {key: float(of(values)) for key, of in STATISTICS.items()} for name, values in columns.items()},
-            "empty": {kind: sum(row["empty"] == kind for row in rows) for kind in ("both", "truth", "prediction")},
+            **{
+                name: {key: float(of(values)) for key, of in STATISTICS.items()}
+                for name, values in columns.items()
+            },
+            "empty": {
+                kind: sum(row["empty"] == kind for row in rows)
+                for kind in ("both", "truth", "prediction")
+            },
         }
     return summary
 
 
 def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
-    """The "cases" of scores.json from the worst to the best by mean Dice over the regions; ties by case id."""
+    """The "cases" of scores.json from the worst to the best by mean Dice over the regions; ties by
+    case id."""
     return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
 
 
@@ -317,7 +348,10 @@ def scores_table(scores: Mapping[str, Any]) -> Table:
     for region, summary in scores["summary"].items():
         for name, metric in METRICS.items():
             values, digits = summary[name], metric.digits
-            mean, median = plus_minus(values["mean"], values["std"], digits), f"{values['median']:.{digits}f}"
+            mean, median = (
+                plus_minus(values["mean"], values["std"], digits),
+                f"{values['median']:.{digits}f}",
+            )
             rows.append((region, metric.heading, mean, median))
             region = ""  # in its first row
     return Table(
@@ -330,26 +364,39 @@ def scores_table(scores: Mapping[str, Any]) -> Table:
 
 
 def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str]]) -> None:
-    """The summary as a table, the worst cases, and the mean Dice of each fold on the cases that it has held out."""
+    """The summary as a table, the worst cases, and the mean Dice of each fold on the cases that it
+    has held out."""
     new_console().print(scores_table(scores))
     dice = {case["case_id"]: case["mean_dice"] for case in scores["cases"]}
     if len(dice) > 1:
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         say(f"worst by mean Dice: {worst}", stderr=False)
     if held_out:
-        means = ", ".join(f"{fold} {np.mean([dice[case] for case in ids]):.3f}" for fold, ids in held_out.items())
+        means = ", ".join(
+            f"{fold} {np.mean([dice[case] for case in ids]):.3f}" for fold, ids in held_out.items()
+        )
         say(f"mean Dice of each fold on the cases it held out: {means}", stderr=False)
 
 
 # The fields of scores.json that are read.
 _Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
 _Summary = TypedDict("_Summary", dict.fromkeys(METRICS, _Statistics))
-_Region = TypedDict("_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str})
-_CASE = {"case_id": str, "mean_dice": float, "predict_s": float, "score_s": float, "postprocessing": str}
+_Region = TypedDict(
+    "_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str}
+)
+_CASE = {
+    "case_id": str,
+    "mean_dice": float,
+    "predict_s": float,
+    "score_s": float,
+    "postprocessing": str,
+}
 
 
 class _Run(TypedDict, total=False):
-    inference: TypedDict("_Inference", {"window": Optional[List[int]], "overlap": float, "flips": bool})
+    inference: TypedDict(
+        "_Inference", {"window": Optional[List[int]], "overlap": float, "flips": bool}
+    )
     held_out: List[str]
     runs: List["_Run"]
 
@@ -371,8 +418,15 @@ class _Scores(_Run):
 def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     """The content of scores.json as it was read. Raises ValueError if it is damaged."""
     typed(scores, _Scores, "scores")
-    parts, names = [scores["summary"], *(case["regions"] for case in scores["cases"])], set(scores["regions"])
-    if scores["split"] not in SPLITS or len(parts) == 1 or any(set(part) != names for part in parts):
+    parts, names = (
+        [scores["summary"], *(case["regions"] for case in scores["cases"])],
+        set(scores["regions"]),
+    )
+    if (
+        scores["split"] not in SPLITS
+        or len(parts) == 1
+        or any(set(part) != names for part in parts)
+    ):
         raise ValueError("another split, no cases, or cases of other regions")
     if not all("inference" in run for run in scores.get("runs", [scores])):
         raise ValueError("a run without inference")
@@ -382,7 +436,9 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
 def _is_out_of_fold(together: Answering, split: str) -> bool:
     """Whether the cases of a split are held out by folds, and have not chosen the weights: the last
     ones, of trainings that they could not end."""
-    is_chosen = together.weights != FOLD_WEIGHTS or any(config.patience for config in together.configs)
+    is_chosen = together.weights != FOLD_WEIGHTS or any(
+        config.patience for config in together.configs
+    )
     return split == "val" and all(config.fold for config in together.configs) and not is_chosen
 
 
@@ -415,17 +471,20 @@ def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, 
 
 
 def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Sequence[str]]:
-    """Fold -> the case ids it held out, if folds are cross-validated. Raises InputError for their training cases."""
+    """Fold -> the case ids it held out, if folds are cross-validated. Raises InputError for their
+    training cases."""
     if len(folds) == 1 or not any(folds) or split == UNTOUCHED:
         return {}
     if split == "train":
-        raise InputError(f"--split must be test or val for {len(folds)} folds, got train, which differs by fold")
+        raise InputError(
+            f"--split must be test or val for {len(folds)} folds, got train, which differs by fold"
+        )
     return {fold: with_fold(store, fold).manifest.split["val"] for fold in folds}
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raise InputError if files would be replaced that no evaluation with its scores in `path`, of this or another
-    version, has written."""
+    """Raise InputError if files would be replaced that no evaluation with its scores in `path`, of
+    this or another version, has written."""
     present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
     try:
         ours = {"schema", "split_hash", "cases"} <= set(read_json(path))
@@ -442,7 +501,8 @@ def _empty(store: Store, split: str) -> str:
 
 
 def _filled(store: Store) -> str:
-    """The splits to choose instead of one without cases. Fractions are of no effect on given folds."""
+    """The splits to choose instead of one without cases. Fractions are of no effect on given
+    folds."""
     filled = [name for name in SPLITS if store.manifest.split[name]]
     other = "" if store.manifest.folds else ", or `prepare` with other fractions"
     return f"choose --split {' or '.join(filled)}{other}"
@@ -454,7 +514,11 @@ def _instead(store: Store, together: Answering) -> str:
     if folder:
         scores = scores_path(folder, "val").parent
         done = f"every case was scored out of its fold: see {folder / 'report.html'} and {scores}"
-        return done if scores.is_dir() else "repeat its `train --folds`, which scores every case out of its fold"
+        return (
+            done
+            if scores.is_dir()
+            else "repeat its `train --folds`, which scores every case out of its fold"
+        )
     if not all(config.fold for config in together.configs):
         return _filled(store)
     if len(together.runs) > 1:

@@ -1,12 +1,14 @@
-"""Write a trained network for other programs: SavedModel or ONNX, compared with `predict` on a case.
+"""Write a trained network for other programs: SavedModel or ONNX, compared with `predict` on a
+case.
 
     ./run.sh export --run runs/first --format savedmodel --out exported
     ./run.sh export --run runs/first --format onnx --out exported-onnx --case data/BraTS-GLI-00001-000
 
-The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside, and everything is
-float32. OUT/export.json describes it: channels, how to crop and pad, what the outputs mean and how to paint a label
-from them, weights, versions. OUT/USAGE.md is a short program that does all of it with nibabel. A run on patches is
-exported at its patch's size; the caller slides it over a volume and gives the volume's statistics.
+The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside,
+and everything is float32. OUT/export.json describes it: channels, how to crop and pad, what the
+outputs mean and how to paint a label from them, weights, versions. OUT/USAGE.md is a short program
+that does all of it with nibabel. A run on patches is exported at its patch's size; the caller
+slides it over a volume and gives the volume's statistics.
 
 Post-processing is that of `predict` with the weights that are exported: export.json holds the
 rules, and the program applies them.
@@ -53,10 +55,13 @@ from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import by
 from memory_estimator.installed import how_to_install
 
-FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}  # format -> file or folder of the network
+FILES = {
+    "savedmodel": "saved_model",
+    "onnx": "model.onnx",
+}  # format -> file or folder of the network
 
-# Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x 128 voxels it is 2e-6
-# in ONNX and 0 as a SavedModel.
+# Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x
+# 128 voxels it is 2e-6 in ONNX and 0 as a SavedModel.
 TOLERANCE = 1e-4
 
 
@@ -72,7 +77,9 @@ class Options:
     )
     zero_nan: bool = option(False, help="make the NaN and infinite voxels of that case background")
     weights: str = option("best", help=WEIGHTS, choices=("best", "last"))
-    size: Optional[Shape3] = option(None, "voxels of its image (default: as trained)", ("X", "Y", "Z"), at_least=1)
+    size: Optional[Shape3] = option(
+        None, "voxels of its image (default: as trained)", ("X", "Y", "Z"), at_least=1
+    )
 
 
 OPTIONS = (Options,)
@@ -91,11 +98,14 @@ def run(options: Options) -> int:
     from cpu3d.inference import export_network as networks  # imports TensorFlow, so not before
     from cpu3d.inference.predictor import Predictor, load_weights
 
-    path = weights_file(options.run, options.weights)  # once: a run that continues replaces its last checkpoint
+    path = weights_file(
+        options.run, options.weights
+    )  # once: a run that continues replaces its last checkpoint
     (config, weights), digest = load_weights(config, path), file_sha256(path)
     exported, onnx = exported_config(config, options.size), options.format == "onnx"
     own = Predictor(dataclasses.replace(config, grid=exported.grid), weights)
-    # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their definition.
+    # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their
+    # definition.
     exact = (networks.ExactPredictor if onnx else Predictor)(exported, weights)
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
@@ -105,7 +115,10 @@ def run(options: Options) -> int:
         "postprocessing": postprocessing.steps(exact.regions),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "run": str(options.run.resolve()),
-        "versions": {**versions(), **{name: metadata.version(name) for name in ("onnx", "onnxruntime") if onnx}},
+        "versions": {
+            **versions(),
+            **{name: metadata.version(name) for name in ("onnx", "onnxruntime") if onnx},
+        },
         "weights": options.weights,
         "checkpoint": path.name,
         "weights_sha256": digest,
@@ -117,26 +130,38 @@ def run(options: Options) -> int:
         (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
         verification = verify(about, out, record, image, exact, own, postprocessing)
         if verification["passed"]:
-            about |= {"files": sorted(path.name for path in out.iterdir()), "verification": verification}
+            about |= {
+                "files": sorted(path.name for path in out.iterdir()),
+                "verification": verification,
+            }
             write_json(out / "export.json", about)
     except BaseException:
         for path in out.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
     rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
-    new_console().print(Table(("", ""), rows, title="Against predict, and the same network in float32"))
+    new_console().print(
+        Table(("", ""), rows, title="Against predict, and the same network in float32")
+    )
     say(f"post-processing: {postprocessing.words}", stderr=False)
     passed = verification["passed"]
-    say(f"written: {out}" if passed else f"failed: {out} has no export.json; do not use the network", stderr=False)
+    say(
+        f"written: {out}"
+        if passed
+        else f"failed: {out} has no export.json; do not use the network",
+        stderr=False,
+    )
     return 0 if passed else 1
 
 
 def exported_config(config: RunConfig, size: Optional[Shape3] = None) -> RunConfig:
-    """The run as it is exported: in float32, for images of `size`, by default its own grid. Raises InputError for a
-    size that the network cannot take, and for a run at a lower resolution."""
+    """The run as it is exported: in float32, for images of `size`, by default its own grid. Raises
+    InputError for a size that the network cannot take, and for a run at a lower resolution."""
     if config.resolution != 1:
         rule = f"export needs a run at full resolution, got {config.resolution:g}"
-        raise InputError(f"{rule}: an exported network does not make images smaller; export another run")
+        raise InputError(
+            f"{rule}: an exported network does not make images smaller; export another run"
+        )
     size = tuple(size or config.grid)
     try:
         config.unet.check_shape(size, "--size")
@@ -147,10 +172,12 @@ def exported_config(config: RunConfig, size: Optional[Shape3] = None) -> RunConf
 
 
 def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, Any]:
-    """Inputs and outputs of an exported network: everything in export.json that follows from `exported_config`.
+    """Inputs and outputs of an exported network: everything in export.json that follows from
+    `exported_config`.
 
-    A network of whole volumes computes the statistics of their non-zero voxels and returns probabilities. A window does
-    not see the volume: the caller passes the statistics, and gets logits to blend."""
+    A network of whole volumes computes the statistics of their non-zero voxels and returns
+    probabilities. A window does not see the volume: the caller passes the statistics, and gets
+    logits to blend."""
     regions = config.codes_by_region  # in the order of the answer's last axis
     image = {
         "dtype": "float32",
@@ -159,7 +186,9 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "values": "intensities as in the file; 0 is background",
     }
     statistic = {"dtype": "float32", "shape": [len(config.channels)]}
-    rest = "of each channel over the non-zero voxels of the whole volume, intensities as in the file"
+    rest = (
+        "of each channel over the non-zero voxels of the whole volume, intensities as in the file"
+    )
     mean = {**statistic, "values": f"mean {rest}"}
     std = {**statistic, "values": f"standard deviation (division by n) {rest}"}
     answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
@@ -174,8 +203,12 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "regions": regions,
         "threshold": THRESHOLD,
         "label_names": {str(code): name for code, name in config.label_names.items()},
-        "label_codes": {str(c): name for c, name in code_meanings(regions, config.label_names).items()},
-        "paint": [[{"output": at, "code": code} for at, code in group] for group in paint_order(regions)],
+        "label_codes": {
+            str(c): name for c, name in code_meanings(regions, config.label_names).items()
+        },
+        "paint": [
+            [{"output": at, "code": code} for at, code in group] for group in paint_order(regions)
+        ],
         "axes": "RAS",
         "trained_spacing_mm": config.spacing_mm,
         "trained_with_orientation": config.oriented,
@@ -184,7 +217,11 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "size": config.grid,
         "overlap": OVERLAP if config.is_patch else None,
         "sigma": SIGMA_SHARE if config.is_patch else None,
-        "network": {name: value for name, value in dataclasses.asdict(config.unet).items() if name != "policy"},
+        "network": {
+            name: value
+            for name, value in dataclasses.asdict(config.unet).items()
+            if name != "policy"
+        },
         "trained_dtype": trained_dtype,
         "format": format_,
     }
@@ -214,7 +251,9 @@ def require_onnx() -> None:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         rule = f"onnx and onnxruntime must be installed for --format onnx, got {error}"
-        raise InputError(f"{rule}; {how_to_install('onnx')}, or choose --format savedmodel") from None
+        raise InputError(
+            f"{rule}; {how_to_install('onnx')}, or choose --format savedmodel"
+        ) from None
 
 
 def usage(about: Dict[str, Any]) -> str:
@@ -246,10 +285,13 @@ Post-processing, as `predict` does it: {about["postprocessing"]["words"]}.
 
 
 def check_case_fits(record: CaseRecord, exact: Any) -> None:
-    """Raise InputError unless the region of the case that `predict` would read is of the network's size."""
+    """Raise InputError unless the region of the case that `predict` would read is of the network's
+    size."""
     config, size = exact.config, exact.region(record).size
     if not config.is_patch and size != config.grid:
-        extent, needed = ("brain", record.box.size) if config.extent == "brain" else ("volume", record.shape)
+        extent, needed = (
+            ("brain", record.box.size) if config.extent == "brain" else ("volume", record.shape)
+        )
         rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a {extent} of {by(needed, ' x ')}"
         raise InputError(f"{rule}; export with --size {by(size, ' ')}, or name another --case")
 
@@ -293,16 +335,20 @@ def verify(
     }
 
 
-def _case_to_try(options: Options, config: RunConfig, predictor: Any) -> Tuple[CaseRecord, np.ndarray]:
-    """The case of --case, else the first of the run's store that was not trained on, or its first. Of its channels it
-    has only those that the network takes."""
+def _case_to_try(
+    options: Options, config: RunConfig, predictor: Any
+) -> Tuple[CaseRecord, np.ndarray]:
+    """The case of --case, else the first of the run's store that was not trained on, or its first.
+    Of its channels it has only those that the network takes."""
     if options.case:
         check_exist("--case", options.case)
         cases, problems, notes = find_cases(options.case, predictor)
         refuse(problems)
         say(*notes)
         if len(cases) != 1:
-            raise InputError(f"--case must be one case, got {len(cases)}; the network is tried on one alone")
+            raise InputError(
+                f"--case must be one case, got {len(cases)}; the network is tried on one alone"
+            )
         files, channels = cases[0].files, cases[0].channels
         loaded = load_case(files, channels=channels, zero_nan=options.zero_nan)
         record, image = loaded.record, loaded.image

@@ -1,9 +1,10 @@
-"""The network of a run in the two formats: a SavedModel of TensorFlow, and an ONNX graph written from the layer plan.
+"""The network of a run in the two formats: a SavedModel of TensorFlow, and an ONNX graph written
+from the layer plan.
 
-A SavedModel is readable by TensorFlow alone, without this project or Keras. The ONNX graph needs no converter: tf2onnx
-pins a protobuf older than TensorFlow's and does not know the fused batch norm in training mode, which is what instance
-norm is here. ONNX has channels first, so the image is transposed on the way in and the answer on the way out.
-"""
+A SavedModel is readable by TensorFlow alone, without this project or Keras. The ONNX graph needs no
+converter: tf2onnx pins a protobuf older than TensorFlow's and does not know the fused batch norm in
+training mode, which is what instance norm is here. ONNX has channels first, so the image is
+transposed on the way in and the answer on the way out."""
 
 from pathlib import Path
 from typing import Any, List, Mapping, Sequence
@@ -21,14 +22,16 @@ OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
 
 
 def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.Model:
-    """The Keras model of an `exported_config` with the run's weights, in Keras' order: one answer, the finest."""
+    """The Keras model of an `exported_config` with the run's weights, in Keras' order: one answer,
+    the finest."""
     model = build_unet3d(config.unet, config.grid, batch_size=1)
     model.set_weights(weights)
     return tf.keras.Model(model.input, finest(model.output))
 
 
 def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder: Path) -> None:
-    """Write the network of the contract `about` to `folder`, with the one signature "serving_default"."""
+    """Write the network of the contract `about` to `folder`, with the one signature
+    "serving_default"."""
     (output,) = about["outputs"]
 
     def answer(image, mean=None, std=None):
@@ -37,25 +40,31 @@ def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder:
 
     module = tf.Module()
     module.weights = network.weights  # not the Keras model, whose layers would be saved as well
-    signature = [tf.TensorSpec(spec["shape"], spec["dtype"], name=name) for name, spec in about["inputs"].items()]
+    signature = [
+        tf.TensorSpec(spec["shape"], spec["dtype"], name=name)
+        for name, spec in about["inputs"].items()
+    ]
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-    tf.saved_model.save(module, str(folder), signatures={"serving_default": module.answer}, options=options)
+    tf.saved_model.save(
+        module, str(folder), signatures={"serving_default": module.answer}, options=options
+    )
 
 
 class ExactPredictor(Predictor):
     """A predictor whose instance norm is computed by its definition, as other programs do.
 
-    The fused operation adds up a whole map in float32, as onnxruntime's own does: with 144 x 176 x 128 voxels and ITEX
-    some probabilities are off by 0.025, as much as in bfloat16. Slower, and it takes more memory.
-    """
+    The fused operation adds up a whole map in float32, as onnxruntime's own does: with 144 x 176 x
+    128 voxels and ITEX some probabilities are off by 0.025, as much as in bfloat16. Slower, and it
+    takes more memory."""
 
     batch_size = None  # not known: no fused operation takes it
 
 
 def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) -> None:
-    """Write the network of the contract `about` to `path`. Names, shapes and dtypes are checked to fit together."""
+    """Write the network of the contract `about` to `path`. Names, shapes and dtypes are checked to
+    fit together."""
     import onnx
 
     path.write_bytes(onnx_model(about, network).SerializeToString())
@@ -63,12 +72,15 @@ def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) ->
 
 
 def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
-    """The ModelProto of the contract `about` with the weights of `network`, whose layers are those of the plan."""
+    """The ModelProto of the contract `about` with the weights of `network`, whose layers are those
+    of the plan."""
     import onnx
 
     graph, (output,) = _Graph(onnx), about["outputs"]
     weights = {  # as Keras has them: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
-        layer.name: {weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights}
+        layer.name: {
+            weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights
+        }
         for layer in network.layers
     }
     channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
@@ -85,17 +97,23 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
     helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
     ends = [
-        [helper.make_tensor_value_info(name, float32, spec["shape"]) for name, spec in about[end].items()]
+        [
+            helper.make_tensor_value_info(name, float32, spec["shape"])
+            for name, spec in about[end].items()
+        ]
         for end in ("inputs", "outputs")
     ]
     whole = helper.make_graph(graph.nodes, "cpu3d", *ends, graph.constants)
     opsets = [helper.make_opsetid("", OPSET)]
-    return helper.make_model(whole, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets)
+    return helper.make_model(
+        whole, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets
+    )
 
 
 def _normalised_tensor(image, mean: Any = None, std: Any = None):
-    """(value - mean) / std of voxels that are not 0, else 0: (X, Y, Z, C) float32. A channel without contrast is 0.
-    Statistics are float64, as in a store's records: a sum over millions of voxels loses digits in float32."""
+    """(value - mean) / std of voxels that are not 0, else 0: (X, Y, Z, C) float32. A channel
+    without contrast is 0. Statistics are float64, as in a store's records: a sum over millions of
+    voxels loses digits in float32."""
     present = tf.not_equal(image, 0)
     if mean is None:
         values, mask = tf.cast(image, tf.float64), tf.cast(present, tf.float64)
@@ -104,7 +122,9 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
         std = tf.sqrt(tf.reduce_sum(tf.square((values - mean) * mask), (0, 1, 2)) / count)
     mean, std = tf.cast(mean, tf.float64), tf.cast(std, tf.float64)
     scale = tf.math.divide_no_nan(tf.ones_like(std), std)
-    return tf.where(present, image * tf.cast(scale, tf.float32) + tf.cast(-mean * scale, tf.float32), 0.0)
+    return tf.where(
+        present, image * tf.cast(scale, tf.float32) + tf.cast(-mean * scale, tf.float32), 0.0
+    )
 
 
 class _Graph:
@@ -116,7 +136,9 @@ class _Graph:
     def add(self, kind: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
         """A node of one output, which is named `name`; returns that name."""
         name = name or f"{kind.lower()}_{len(self.nodes)}"
-        self.nodes.append(self._onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes))
+        self.nodes.append(
+            self._onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes)
+        )
         return name
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
@@ -144,21 +166,35 @@ def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
         off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
         squares = graph.add("ReduceSum", [graph.add("Mul", [off, off]), grid], keepdims=0)
         std = graph.add("Sqrt", [graph.add("Div", [squares, count])])
-    scale = graph.add("Where", [graph.add("Greater", [std, zero]), graph.add("Div", [unit, std]), zero])
+    scale = graph.add(
+        "Where", [graph.add("Greater", [std, zero]), graph.add("Div", [unit, std]), zero]
+    )
     shift = graph.add("Neg", [graph.add("Mul", [mean, scale])])
-    scores = graph.add("Add", [graph.add("Mul", ["image", graph.cast(scale, "FLOAT")]), graph.cast(shift, "FLOAT")])
+    scores = graph.add(
+        "Add", [graph.add("Mul", ["image", graph.cast(scale, "FLOAT")]), graph.cast(shift, "FLOAT")]
+    )
     return graph.add("Where", [present, scores, background])
 
 
-def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]) -> str:
+def _layer(
+    graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Mapping[str, np.ndarray]
+) -> str:
     """The nodes of one layer of the plan; returns its output."""
-    weight = {name: graph.constant(array, f"{op.name}/{name}") for name, array in weights.items() if name != "kernel"}
+    weight = {
+        name: graph.constant(array, f"{op.name}/{name}")
+        for name, array in weights.items()
+        if name != "kernel"
+    }
     if "kernel" in weights:
         # (x, y, z, in, out) -> (out, in, x, y, z); a transposed one has (..., out, in) in Keras
-        kernel = graph.constant(np.transpose(weights["kernel"], (4, 3, 0, 1, 2)), f"{op.name}/kernel")
+        kernel = graph.constant(
+            np.transpose(weights["kernel"], (4, 3, 0, 1, 2)), f"{op.name}/kernel"
+        )
         if op.kind == "up_conv":
             return graph.add("ConvTranspose", [inputs[0], kernel], strides=[2, 2, 2])
-        convolved = graph.add("Conv", [inputs[-1], kernel, *weight.values()], pads=[op.kernel // 2] * 6)
+        convolved = graph.add(
+            "Conv", [inputs[-1], kernel, *weight.values()], pads=[op.kernel // 2] * 6
+        )
         return graph.add("Add", [inputs[0], convolved]) if op.kind == "shortcut" else convolved
     if op.kind in ("norm", "norm_act"):
         if norm == "none":
@@ -167,11 +203,19 @@ def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Ma
         else:
             batch = [weight[name] for name in ("moving_mean", "moving_variance") if norm == "batch"]
             moments = batch or _moments(graph, inputs[0])
-            y = graph.add("BatchNormalization", [*inputs, weight["gamma"], weight["beta"], *moments], epsilon=EPSILON)
+            y = graph.add(
+                "BatchNormalization",
+                [*inputs, weight["gamma"], weight["beta"], *moments],
+                epsilon=EPSILON,
+            )
         return y if op.kind == "norm" else graph.add("Relu", [y])
     if op.kind == "upsample":
         scales = graph.constant(np.float32([1, 1, 2, 2, 2]))
-        nearest = {"mode": "nearest", "nearest_mode": "floor", "coordinate_transformation_mode": "asymmetric"}
+        nearest = {
+            "mode": "nearest",
+            "nearest_mode": "floor",
+            "coordinate_transformation_mode": "asymmetric",
+        }
         return graph.add("Resize", [inputs[0], "", scales], **nearest)
     kind, attributes = {
         "act": ("Relu", {}),
@@ -182,8 +226,9 @@ def _layer(graph: _Graph, op: LayerOp, norm: str, inputs: List[str], weights: Ma
 
 
 def _moments(graph: _Graph, tensor: str) -> Sequence[str]:
-    """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few hundred terms:
-    onnxruntime's InstanceNormalization adds up a whole map in float32, which put probabilities off by 0.03."""
+    """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few
+    hundred terms: onnxruntime's InstanceNormalization adds up a whole map in float32, which put
+    probabilities off by 0.03."""
     mean, grid = tensor, graph.constant(np.int64([0, 2, 3, 4]))
     for axis in (4, 3, 2):
         mean = graph.add("ReduceMean", [mean], axes=[axis])

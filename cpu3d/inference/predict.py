@@ -1,4 +1,5 @@
-"""Segment new NIfTI images: writes label maps with the image's own grid, orientation, affine and label codes.
+"""Segment new NIfTI images: writes label maps with the image's own grid, orientation, affine and
+label codes.
 
     ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
@@ -17,8 +18,9 @@ x_t1, ...). Other names are refused. Without a dataset.json 4D files and numbers
 the run's channels, and so have 3D files whose names do not tell; a note says so. A run of one
 channel takes each 3D file as a case and ignores files of other modalities.
 
-Labels are written in the codes of the image's own data set: of the BraTS release whose file names it has, or of the
-dataset.json above its imagesTr or imagesTs; else in those of the run's store. --codes chooses other codes.
+Labels are written in the codes of the image's own data set: of the BraTS release whose file names
+it has, or of the dataset.json above its imagesTr or imagesTs; else in those of the run's store.
+--codes chooses other codes.
 
 Several runs predict together, by the mean of their probabilities; folds must be complete. The
 folder of `train --folds` stands for all of its folds. Answers are post-processed as the runs
@@ -62,7 +64,8 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 
 SCHEMA = 1  # version of the sidecar
-WRITER = "cpu3d predict"  # the writer in a sidecar: the label beside it was made here and may be replaced
+# the writer in a sidecar: the label beside it was made here and may be replaced
+WRITER = "cpu3d predict"
 
 
 @dataclass(frozen=True)
@@ -76,8 +79,12 @@ class Options:
     )
     out: Path = option(help="folder for the predictions", metavar="DIR")
     zero_nan: bool = option(False, help="make NaN and infinite voxels background")
-    probabilities: bool = option(False, help="also write <case_id>_<region>_probability.nii.gz, in float32")
-    page: bool = option(False, help="also write <case_id>.html, a page to scroll through the slices in a browser")
+    probabilities: bool = option(
+        False, help="also write <case_id>_<region>_probability.nii.gz, in float32"
+    )
+    page: bool = option(
+        False, help="also write <case_id>.html, a page to scroll through the slices in a browser"
+    )
     codes: str = option(
         AUTO,
         help="label codes to write; auto: those of the image's own data set if known, else of the run's store",
@@ -97,10 +104,19 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(together.runs, together.weights, inference)
     predictor = Ensemble(predictors)
     cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
-    twice = [case_id for case_id, times in Counter(case.files.case_id for case in cases).items() if times > 1]
-    wrong = [f"case ids must differ, got {case_id} twice; predict them into separate folders" for case_id in twice]
+    twice = [
+        case_id
+        for case_id, times in Counter(case.files.case_id for case in cases).items()
+        if times > 1
+    ]
+    wrong = [
+        f"case ids must differ, got {case_id} twice; predict them into separate folders"
+        for case_id in twice
+    ]
     if options.out.resolve() in (path.resolve() for path in options.image):
-        wrong.insert(0, f"--out must not be a folder that is predicted on, got {options.out}; choose another")
+        wrong.insert(
+            0, f"--out must not be a folder that is predicted on, got {options.out}; choose another"
+        )
     refuse(wrong)
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
@@ -118,7 +134,11 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if done:
         head = ("file", *(f"{name} ml" for name in done[0]["volumes_ml"]), "seconds")
         rows = [
-            (case["label"], *(f"{ml:.2f}" for ml in case["volumes_ml"].values()), f"{case['seconds']:.1f}")
+            (
+                case["label"],
+                *(f"{ml:.2f}" for ml in case["volumes_ml"].values()),
+                f"{case['seconds']:.1f}",
+            )
             for case in done
         ]
         new_console().print(Table(head, rows, title="predictions"))
@@ -141,9 +161,18 @@ def predict_case(
     that cannot be read or does not fit the run, and for a file that would be overwritten without a
     sidecar by `predict`."""
     begin, out, files = time.monotonic(), options.out, case.files
-    names = _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
-    label_file, sidecar, page_file = (out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html"))
-    outputs = (sidecar, label_file, *(out / name for name in names.values()), *([page_file] if options.page else []))
+    names = (
+        _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
+    )
+    label_file, sidecar, page_file = (
+        out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html")
+    )
+    outputs = (
+        sidecar,
+        label_file,
+        *(out / name for name in names.values()),
+        *([page_file] if options.page else []),
+    )
     _check_replaceable(sidecar, outputs, files)
     loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
     record, geometry = loaded.record, loaded.record.geometry
@@ -152,10 +181,15 @@ def predict_case(
     notes = [*case_notes(record, case.channels), *training_notes(record, configs)]
     more = {"postprocessing": postprocessing.words, "probabilities": names, "notes": notes}
     content = _sidecar(case, record, label, **more) | about
-    write_json(sidecar, content)  # first, so that a label cut off by a crash is known as ours and can be redone
+    write_json(
+        sidecar, content
+    )  # first, so that a label cut off by a crash is known as ours and can be redone
     for position, name in enumerate(names):
-        # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long for little.
-        write_volume(out / names[name], answers[..., position].astype(np.float32), geometry, compression=1)
+        # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
+        # for little.
+        write_volume(
+            out / names[name], answers[..., position].astype(np.float32), geometry, compression=1
+        )
     write_label(label_file, label, geometry)
     if options.page:
         shown = ViewedCase(
@@ -179,9 +213,13 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         "case_id": case.files.case_id,
         "label": f"{case.files.case_id}.nii.gz",
         "codes_of": case.codes_of,
-        "label_codes": {str(code): name for code, name in code_meanings(case.regions, case.labels).items()},
+        "label_codes": {
+            str(code): name for code, name in code_meanings(case.regions, case.labels).items()
+        },
         "regions": {name: list(codes) for name, codes in case.regions.items()},
-        "volumes_ml": {name: round(int(np.count_nonzero(mask)) * voxel_ml, 4) for name, mask in masks.items()},
+        "volumes_ml": {
+            name: round(int(np.count_nonzero(mask)) * voxel_ml, 4) for name, mask in masks.items()
+        },
         "threshold": THRESHOLD,
         **about,
         "axes": record.geometry.axes,
@@ -196,13 +234,18 @@ def _mapping(cases: Sequence[Case]) -> List[str]:
     lines = []
     for of, last in {case.codes_of: case for case in cases}.items():
         ids = listed(case.files.case_id for case in cases if case.codes_of == of)
-        meanings = ", ".join(f"{code} {name}" for code, name in code_meanings(last.regions, last.labels).items())
-        lines.append(f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}")
+        meanings = ", ".join(
+            f"{code} {name}" for code, name in code_meanings(last.regions, last.labels).items()
+        )
+        lines.append(
+            f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}"
+        )
     return lines
 
 
 def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
-    """Region -> file name. Regions may be named after labels, whose names may hold blanks or slashes."""
+    """Region -> file name. Regions may be named after labels, whose names may hold blanks or
+    slashes."""
     slugs = [re.sub(r"[^\w.-]+", "-", name) for name in regions]
     if len(set(slugs)) < len(slugs):
         slugs = [f"{position}-{slug}" for position, slug in enumerate(slugs, start=1)]
@@ -210,12 +253,20 @@ def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
 
 
 def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles) -> None:
-    """Raise InputError for an output that is a source, or that exists without a sidecar by `predict`."""
+    """Raise InputError for an output that is a source, or that exists without a sidecar by
+    `predict`."""
     sources = {path.resolve() for path in files.paths}
     try:
         ours = read_json(sidecar).get("written_by") == WRITER
     except (OSError, ValueError, AttributeError):
         ours = False
-    kinds = {path: "a file that was not written by predict" for path in outputs if path.exists() and not ours}
+    kinds = {
+        path: "a file that was not written by predict"
+        for path in outputs
+        if path.exists() and not ours
+    }
     kinds.update({path: "a source image" for path in outputs if path.resolve() in sources})
-    refuse(f"{path} must not be overwritten, got {kind}; choose another --out" for path, kind in kinds.items())
+    refuse(
+        f"{path} must not be overwritten, got {kind}; choose another --out"
+        for path, kind in kinds.items()
+    )

@@ -1,4 +1,5 @@
-"""A trained run as a function from a volume to probabilities on its full grid: in one pass, or window by window."""
+"""A trained run as a function from a volume to probabilities on its full grid: in one pass, or
+window by window."""
 
 import functools
 import itertools
@@ -24,7 +25,8 @@ from cpu3d.settings import RunConfig
 from models.unet3d import build_unet3d, finest, weight_names
 
 AS_TRAINED = Inference()
-NETWORKS = 2  # grids whose networks are kept: the training grid, which most cases share, and the last other grid
+# grids whose networks are kept: the training grid, which most cases share, and the last other grid
+NETWORKS = 2
 ADVICE = "slide a smaller --window X Y Z if the run is at full resolution, or take --device cpu if a card ran out"
 
 
@@ -33,30 +35,43 @@ class Predictor:
 
     batch_size: Optional[int] = 1  # that networks are compiled for
 
-    def __init__(self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED):
+    def __init__(
+        self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED
+    ):
         self.config, self.inference = config, inference
-        self.channels: Tuple[str, ...] = config.store_channels  # of the store the run was trained on
-        self.inputs: Tuple[str, ...] = config.channels  # the run's own among them: what an image must have
+        self.channels: Tuple[str, ...] = (
+            config.store_channels
+        )  # of the store the run was trained on
+        self.inputs: Tuple[str, ...] = (
+            config.channels
+        )  # the run's own among them: what an image must have
         self.labels: Dict[int, str] = config.label_names
         self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
-        self.window = window_of(config, self.inference)  # voxels X, Y, Z of what slides; None is one pass
+        self.window = window_of(
+            config, self.inference
+        )  # voxels X, Y, Z of what slides; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
 
-    def probabilities(self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()) -> np.ndarray:
-        """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z, C).
+    def probabilities(
+        self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
+    ) -> np.ndarray:
+        """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z,
+        C).
 
-        `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of the store's if none.
-        In one pass the network sees the grid it was trained on, larger if this case needs it. Windows slide over the
-        brain's box, or with the full extent over the volume, and at least one window's size of it. Outside of that the
-        probability is 0. Raises DoesNotFitError if memory runs out, DivergedError for answers that are not finite.
-        """
+        `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
+        the store's if none. In one pass the network sees the grid it was trained on, larger if this
+        case needs it. Windows slide over the brain's box, or with the full extent over the volume,
+        and at least one window's size of it. Outside of that the probability is 0. Raises
+        DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
         region, resizing = self.region(record), self._resizing(record)
         present = tuple(channels or self.channels)
         picked = [present.index(name) for name in self.inputs]
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
-            part = tf.cast(normalise(image, record, region)[None, ..., picked], self.config.unet.dtype)
+            part = tf.cast(
+                normalise(image, record, region)[None, ..., picked], self.config.unet.dtype
+            )
             if self.inference.flips:
                 axes = mirrored_axes(self.config.label_names.values())
                 logits = over_mirror_images(logits_of, part, axes)
@@ -89,14 +104,20 @@ class Predictor:
         config = self.config
         if config.resolution == 1:
             return None
-        return resizing_for(self._needed(record), config.resolution, config.unet.divisor, at_least=config.grid)
+        return resizing_for(
+            self._needed(record), config.resolution, config.unet.divisor, at_least=config.grid
+        )
 
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
         """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
         if self.window:
-            return sliding_window(self._kept_network(self.window), image, self.window, self.inference.overlap)
+            return sliding_window(
+                self._kept_network(self.window), image, self.window, self.inference.overlap
+            )
         if resizing:
-            return resizing.grow(self._kept_network(resizing.seen)(resizing.shrink(image))).numpy()[0]
+            return resizing.grow(self._kept_network(resizing.seen)(resizing.shrink(image))).numpy()[
+                0
+            ]
         return self._kept_network(tuple(image.shape[1:4]))(image).numpy()[0]
 
     def _network(self, size: Shape3) -> Callable:
@@ -105,8 +126,8 @@ class Predictor:
         model = build_unet3d(unet, size, batch_size=batch_size)
         model.set_weights(self.weights)
         taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
-        # A partial, not a lambda: TensorFlow counts traces by the function's code, and took the first traces of five
-        # networks for five traces of one.
+        # A partial, not a lambda: TensorFlow counts traces by the function's code, and took the
+        # first traces of five networks for five traces of one.
         return tf.function(functools.partial(_finest_logits, model), [taken], autograph=False)
 
 
@@ -127,9 +148,11 @@ def over_mirror_images(logits_of: Callable, image, axes: Sequence[int] = (0, 1, 
     return total
 
 
-def load_predictor(run: Path, weights: str = "best", inference: Inference = AS_TRAINED) -> Predictor:
-    """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or its weights are
-    missing, damaged, or of another network."""
+def load_predictor(
+    run: Path, weights: str = "best", inference: Inference = AS_TRAINED
+) -> Predictor:
+    """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or
+    its weights are missing, damaged, or of another network."""
     config, arrays = load_weights(load_config(run), weights_file(run, weights))
     return Predictor(config, arrays, inference)
 
@@ -144,7 +167,11 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     shapes = {name: tuple(weight.shape) for name, weight in zip(names, model.weights)}
     needed = {**shapes, "channels and regions": (len(config.channels), len(config.regions))}
     saved = {**arrays.shapes, "channels and regions": (config.unet.channels, config.unet.outputs)}
-    differ = [f"{name} {saved.get(name)} for {size}" for name, size in needed.items() if saved.get(name) != size]
+    differ = [
+        f"{name} {saved.get(name)} for {size}"
+        for name, size in needed.items()
+        if saved.get(name) != size
+    ]
     rule = f"checkpoint {path} must hold the weights of its run's config.json"
     todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
     refuse(f"{rule}, got {first}; {todo}" for first in differ[:1])

@@ -1,4 +1,5 @@
-"""Trained runs and how their networks are applied: options, stores, which runs may predict together.
+"""Trained runs and how their networks are applied: options, stores, which runs may predict
+together.
 
 configs = load_configs(runs)
 store = store_of_run(configs[0])
@@ -25,7 +26,8 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import check, option
 
 WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --weights
-# Settings that runs must share to be averaged. With another split, test cases of one are training cases of the other.
+# Settings that runs must share to be averaged. With another split, test cases of one are training
+# cases of the other.
 COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
 SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
@@ -37,7 +39,9 @@ _WEIGHTS = f"{WEIGHTS} (default: best; of a folder of folds last)"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
 _FLIPS = "average the logits over eight mirror images, four if labels are left and right; slower"
-_DEVICE = "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and every run slides a window)"
+_DEVICE = (
+    "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and every run slides a window)"
+)
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,15 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class Inference:
-    """How a network is applied. The default is as the run was trained: whole volumes in one pass, patches by windows.
-    Raises InputError for values out of range."""
+    """How a network is applied. The default is as the run was trained: whole volumes in one pass,
+    patches by windows. Raises InputError for values out of range."""
 
-    window: Optional[Shape3] = option(None, _WINDOW, metavar=("X", "Y", "Z"), at_least=1, group=GROUP, one_of="size")
-    one_pass: bool = option(False, "predict whole volumes, also with a run on patches", group=GROUP, one_of="size")
+    window: Optional[Shape3] = option(
+        None, _WINDOW, metavar=("X", "Y", "Z"), at_least=1, group=GROUP, one_of="size"
+    )
+    one_pass: bool = option(
+        False, "predict whole volumes, also with a run on patches", group=GROUP, one_of="size"
+    )
     overlap: float = option(OVERLAP, _OVERLAP, metavar="S", at_least=0, below=1, group=GROUP)
     flips: bool = option(False, _FLIPS, group=GROUP)
     device: str = option(AUTO, _DEVICE, metavar="D", group=GROUP)
@@ -65,7 +73,8 @@ class Inference:
         check(self, InputError)
 
     def to_json(self) -> Dict[str, Any]:
-        """The fields that decide the answer: the device changes its last bits alone, so scores do not depend on it."""
+        """The fields that decide the answer: the device changes its last bits alone, so scores do
+        not depend on it."""
         return {name: value for name, value in vars(self).items() if name != "device"}
 
 
@@ -108,13 +117,16 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
         except ValueError as error:
             problems.append(str(error))
     if inference.flips and not config.augment.flip:
-        problems.append("--flips must come with a run that was trained on mirror images, got --no-flip; leave it out")
+        problems.append(
+            "--flips must come with a run that was trained on mirror images, got --no-flip; leave it out"
+        )
     refuse(problems)
 
 
 def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
-    """The store of a run, as its fold sees it: in `folder`, or in that of the run's settings. Raises InputError if it
-    is missing, and if its split is not that of the training: its test cases may have been seen then."""
+    """The store of a run, as its fold sees it: in `folder`, or in that of the run's settings.
+    Raises InputError if it is missing, and if its split is not that of the training: its test cases
+    may have been seen then."""
     try:
         store = open_store(folder or config.store)
     except InputError as error:
@@ -198,8 +210,9 @@ def answering(options: RunOptions) -> Answering:
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:
-    """The settings of each run. Raises InputError, with all problems, unless the runs differ and share store, regions
-    and split, and folds are all folds of one K, each once, or with `some_folds` some of them."""
+    """The settings of each run. Raises InputError, with all problems, unless the runs differ and
+    share store, regions and split, and folds are all folds of one K, each once, or with
+    `some_folds` some of them."""
     configs = [load_config(run) for run in runs]
     if len(runs) == 1:
         return configs
@@ -216,9 +229,15 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
     if any(folds):
         parts = max(parse_fold(fold)[1] for fold in folds if fold)
         wanted = {f"{part}/{parts}" for part in range(1, parts + 1)}
-        if len(set(folds)) < len(folds) or not set(folds) <= wanted or not (some_folds or set(folds) == wanted):
+        if (
+            len(set(folds)) < len(folds)
+            or not set(folds) <= wanted
+            or not (some_folds or set(folds) == wanted)
+        ):
             kind, more = ("different", "") if some_folds else ("all", ", or add --some-folds")
             got = listed(fold or "a run of no fold" for fold in folds)
-            problems.append(f"runs must be {kind} folds of {parts}, each once, got {got}; name others{more}")
+            problems.append(
+                f"runs must be {kind} folds of {parts}, each once, got {got}; name others{more}"
+            )
     refuse(problems)
     return configs

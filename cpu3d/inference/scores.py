@@ -1,30 +1,36 @@
-"""The metrics of one case, per region: one table of them, METRICS, computed from boolean masks and a voxel spacing.
+"""The metrics of one case, per region: one table of them, METRICS, computed from boolean masks and
+a voxel spacing.
 
-A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it. Definitions are MONAI's,
-comparable with published tables:
+A metric is added in METRICS alone: `evaluate` computes it, and all tables and pages show it.
+Definitions are MONAI's, comparable with published tables:
 
-- *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is outside. *Surface
-  distances*: from the centre of every surface voxel of one mask to the nearest one of the other, in mm.
+- *Surface* of a mask: its voxels with a face neighbour outside the mask; beyond the image is
+  outside. *Surface distances*: from the centre of every surface voxel of one mask to the nearest
+  one of the other, in mm.
 
-Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-2023-Metrics, BraTS-GLI):
+Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-2023-Metrics,
+BraTS-GLI):
 
-- *Lesions* are the parts of the truth that are connected, by 26 neighbours, once it is grown by 3 mm: near parts are
-  one lesion. Those of at most 50 mm3 count neither as missed nor as false positives.
-- A lesion is *detected* if, grown, it shares a voxel with a connected part of the prediction. All such parts are its
-  own, also those that are another lesion's too. A part of any size that no lesion has is a false positive.
+- *Lesions* are the parts of the truth that are connected, by 26 neighbours, once it is grown by 3
+  mm: near parts are one lesion. Those of at most 50 mm3 count neither as missed nor as false
+  positives.
+- A lesion is *detected* if, grown, it shares a voxel with a connected part of the prediction. All
+  such parts are its own, also those that are another lesion's too. A part of any size that no
+  lesion has is a false positive.
 
-Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here an axis takes part in
-as many as 3 mm have voxels, rounded, so that lesions of other spacings are the same ones.
+Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here
+an axis takes part in as many as 3 mm have voxels, rounded, so that lesions of other spacings are
+the same ones.
 
 Voxels are boxes, or on a sheared grid (a tilted gantry) parallelepipeds: functions take the spacing
 along X, Y and Z, or the matrix of `ras_steps_mm`, whose columns are the steps along them.
 
-Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong as possible (HD95 is
-373.13 mm for 240x240x155 at 1 mm). Without a true lesion, sensitivity is 1 whatever was predicted, and lesion-wise Dice
-1 without and 0 with false positives.
+Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong
+as possible (HD95 is 373.13 mm for 240x240x155 at 1 mm). Without a true lesion, sensitivity is 1
+whatever was predicted, and lesion-wise Dice 1 without and 0 with false positives.
 
-DeepMind's `surface-distance` is not used: its only release (0.1) calls names that numpy 2 and scipy have dropped.
-"""
+DeepMind's `surface-distance` is not used: its only release (0.1) calls names that numpy 2 and scipy
+have dropped."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,9 +42,13 @@ from scipy.spatial import cKDTree
 
 from cpu3d.data.region import bounding_box
 
-TOLERANCE_MM = 1.0  # of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by
+# of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by
+TOLERANCE_MM = 1.0
 
-LESION_GROWTH_MM, LESION_MM3 = 3.0, 50.0  # how far a true lesion reaches, and the volume up to which it does not count
+LESION_GROWTH_MM, LESION_MM3 = (
+    3.0,
+    50.0,
+)  # how far a true lesion reaches, and the volume up to which it does not count
 
 
 Spacing = Union[Sequence[float], np.ndarray]  # mm of a voxel along X, Y, Z, or its steps (3, 3)
@@ -50,13 +60,14 @@ class Lesions(NamedTuple):
     true: int
     detected: int
     false_positives: int
-    dice: float  # the sum over true lesions, 0 of a missed one, over the count of these and of false positives
+    # the sum over true lesions, 0 of a missed one, over the count of these and of false positives
+    dice: float
 
 
 @dataclass(frozen=True)
 class Matching:
-    """The L true lesions and P predicted parts of a region, and the N pairs of them that touch: all that the scores of
-    any choice among the parts need."""
+    """The L true lesions and P predicted parts of a region, and the N pairs of them that touch: all
+    that the scores of any choice among the parts need."""
 
     truth_voxels: np.ndarray  # (L,)
     counted: np.ndarray  # (L,) whether the lesion is large enough to count
@@ -76,7 +87,9 @@ class Matching:
         dice = 2 * shared[self.counted] / (self.truth_voxels + own)[self.counted]
         false_positives = int(np.count_nonzero(kept)) - len(np.unique(part))
         judged, detected = len(dice) + false_positives, int(np.count_nonzero(own[self.counted]))
-        return Lesions(len(dice), detected, false_positives, float(dice.sum() / judged) if judged else 1.0)
+        return Lesions(
+            len(dice), detected, false_positives, float(dice.sum() / judged) if judged else 1.0
+        )
 
     def dice(self, kept: np.ndarray) -> float:
         """Dice of the whole region if only the parts of `kept` (P,) are predicted."""
@@ -97,7 +110,8 @@ class Masks:
 
     @cached_property
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
-        """Surface distances, neither mask empty: (truth to prediction, prediction to truth), float64, unordered."""
+        """Surface distances, neither mask empty: (truth to prediction, prediction to truth),
+        float64, unordered."""
         masks = self.truth, self.prediction
         surfaces = [np.argwhere(mask & ~binary_erosion(mask)) for mask in masks]
         true, predicted = (voxels @ self.steps_mm.T for voxels in surfaces)
@@ -109,32 +123,34 @@ class Masks:
 
 
 def dice(masks: Masks) -> float:
-    """Twice the voxels that both masks share over the sum of both; 1 if both are empty, 0 if one is."""
+    """Twice the voxels that both masks share over the sum of both; 1 if both are empty, 0 if one
+    is."""
     total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
     return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
 
 
 def hausdorff95_mm(masks: Masks) -> float:
-    """The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0 if both masks are
-    empty, the diagonal of the image if one is."""
+    """The larger of the two directed 95th percentiles of surface distances, linear between ranks; 0
+    if both masks are empty, the diagonal of the image if one is."""
     if masks.empty:
         return 0.0 if masks.empty == "both" else masks.diagonal_mm
     return float(max(np.percentile(distances, 95) for distances in masks.distances_mm))
 
 
 def surface_dice(masks: Masks) -> float:
-    """The share of all surface voxels, of both masks together, within the tolerance (<=) of the other surface; 1 if
-    both are empty, 0 if one is."""
+    """The share of all surface voxels, of both masks together, within the tolerance (<=) of the
+    other surface; 1 if both are empty, 0 if one is."""
     if masks.empty:
         return float(masks.empty == "both")
-    # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still hold three of them.
+    # Distances are roots of sums of squares: a tolerance of exactly 3 voxels of 0.1 mm must still
+    # hold three of them.
     within = np.concatenate(masks.distances_mm) <= masks.tolerance_mm * (1 + 1e-9)
     return float(np.count_nonzero(within) / within.size)
 
 
 def lesion_dice(masks: Masks) -> float:
-    """The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: a missed lesion and a
-    false positive have 0; 1 if there are none."""
+    """The mean Dice of true lesions and false positives, each alone, by the rule of BraTS 2023: a
+    missed lesion and a false positive have 0; 1 if there are none."""
     return masks.lesions.dice
 
 
@@ -144,7 +160,8 @@ def lesion_sensitivity(masks: Masks) -> float:
 
 
 def false_positives(masks: Masks) -> float:
-    """The number of connected parts of the prediction in a case that no true lesion, grown by 3 mm, touches."""
+    """The number of connected parts of the prediction in a case that no true lesion, grown by 3 mm,
+    touches."""
     return float(masks.lesions.false_positives)
 
 
@@ -153,7 +170,9 @@ class Metric:
     """A number that says how well a region was segmented. Cases are aggregated by their mean."""
 
     label: str  # for people
-    of: Callable[[Masks], float]  # its docstring says what the metric measures, also for empty masks, in a sentence
+    of: Callable[
+        [Masks], float
+    ]  # its docstring says what the metric measures, also for empty masks, in a sentence
     larger_is_better: bool = True  # then it is a share, from 0 to 1
     unit: str = ""
     digits: int = 3  # after the point, in tables
@@ -202,12 +221,21 @@ def score_region(
     """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure
     `spacing_mm`, or have the steps (3, 3) of `ras_steps_mm`.
 
-    Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and detected_lesions, the
-    counts behind the sensitivity; and "empty": which mask is, as in `Masks`.
+    Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and
+    detected_lesions, the counts behind the sensitivity; and "empty": which mask is, as in `Masks`.
     """
-    voxels = {"truth": int(np.count_nonzero(truth)), "prediction": int(np.count_nonzero(prediction))}
-    empty = "both" if not any(voxels.values()) else "".join(name for name, count in voxels.items() if not count)
-    box = bounding_box(truth | prediction).slices(truth.shape)  # lesions that grow together do so inside of it
+    voxels = {
+        "truth": int(np.count_nonzero(truth)),
+        "prediction": int(np.count_nonzero(prediction)),
+    }
+    empty = (
+        "both"
+        if not any(voxels.values())
+        else "".join(name for name, count in voxels.items() if not count)
+    )
+    box = bounding_box(truth | prediction).slices(
+        truth.shape
+    )  # lesions that grow together do so inside of it
     steps_mm = steps_of(spacing_mm)
     diagonal_mm = _diagonal_mm(truth.shape, steps_mm)
     masks = Masks(truth[box], prediction[box], steps_mm, tolerance_mm, diagonal_mm, empty)
@@ -231,7 +259,11 @@ def metric_notes(names: Sequence[str], tolerance_mm: float) -> str:
     """The caption of a table of these metrics, as "HD95 in mm; surface Dice at 1 mm"."""
     metrics = [METRICS[name] for name in names]
     notes = [f"{metric.label} in {metric.unit}" for metric in metrics if metric.unit]
-    notes += [f"{metric.label} {metric.note.format(tolerance_mm=tolerance_mm)}" for metric in metrics if metric.note]
+    notes += [
+        f"{metric.label} {metric.note.format(tolerance_mm=tolerance_mm)}"
+        for metric in metrics
+        if metric.note
+    ]
     return "; ".join(notes)
 
 
@@ -242,12 +274,14 @@ def _diagonal_mm(shape: Sequence[int], steps_mm: np.ndarray) -> float:
 
 
 def connected_parts(mask: np.ndarray) -> np.ndarray:
-    """The parts of a mask `(X, Y, Z)` that are connected by 26 neighbours, numbered from 1 on; 0 is none."""
+    """The parts of a mask `(X, Y, Z)` that are connected by 26 neighbours, numbered from 1 on; 0 is
+    none."""
     return label(mask, generate_binary_structure(3, 3))[0]
 
 
 def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Spacing) -> Matching:
-    """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top of this file."""
+    """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top
+    of this file."""
     near = generate_binary_structure(3, 2)
     steps_mm = steps_of(spacing_mm)
     rounds = np.round(LESION_GROWTH_MM / np.linalg.norm(steps_mm, axis=0)).astype(int)

@@ -1,6 +1,8 @@
-"""Segment an image with an exported network: python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz"""
+"""Segment an image with an exported network: python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...]
+LABEL.nii.gz"""
 
-# This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and a reader of the network alone.
+# This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and a reader of
+# the network alone.
 import itertools
 import json
 import pathlib
@@ -12,7 +14,8 @@ import numpy as np
 
 
 def load_network(folder, about):
-    """The network in `folder` as a function of its inputs by name; `about` is the content of export.json."""
+    """The network in `folder` as a function of its inputs by name; `about` is the content of
+    export.json."""
     file = str(folder / about["file"])
     if about["format"] == "onnx":
         import onnxruntime
@@ -24,13 +27,16 @@ def load_network(folder, about):
     model, output = tf.saved_model.load(file), next(iter(about["outputs"]))
 
     def network(**inputs):
-        return model.signatures["serving_default"](**{n: tf.constant(a) for n, a in inputs.items()})[output].numpy()
+        return model.signatures["serving_default"](
+            **{n: tf.constant(a) for n, a in inputs.items()}
+        )[output].numpy()
 
     return network
 
 
 def probabilities_of(network, about, image):
-    """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where nothing is seen."""
+    """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where
+    nothing is seen."""
     shape, size, slides = image.shape[:3], about["size"], about["mode"] == "patch"
     low, high = (0, 0, 0), shape
     if about["extent"] == "brain":  # the box around all voxels that are not 0
@@ -55,14 +61,28 @@ def probabilities_of(network, about, image):
 
 def windows(network, about, image, part):
     """Probabilities of a part of an image, from windows that slide over it."""
-    values = [image[..., channel][image[..., channel] != 0].astype(np.float64) for channel in range(image.shape[3])]
-    mean, std = (np.float32([getattr(channel, name)() for channel in values]) for name in ("mean", "std"))
+    values = [
+        image[..., channel][image[..., channel] != 0].astype(np.float64)
+        for channel in range(image.shape[3])
+    ]
+    mean, std = (
+        np.float32([getattr(channel, name)() for channel in values]) for name in ("mean", "std")
+    )
     size = about["size"]
-    bells = [np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w * about["sigma"])) ** 2) for w in size]
+    bells = [
+        np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w * about["sigma"])) ** 2) for w in size
+    ]
     bell = np.einsum("x,y,z->xyz", *bells).astype(np.float32)[..., None]
-    steps = [-(-(n - w) // max(int(w * (1 - about["overlap"])), 1)) for n, w in zip(part.shape, size)]
-    starts = [[i * (n - w) // max(k, 1) for i in range(k + 1)] for n, w, k in zip(part.shape, size, steps)]
-    total, weight = np.zeros((*part.shape[:3], len(about["regions"])), np.float32), 0 * part[..., :1]
+    steps = [
+        -(-(n - w) // max(int(w * (1 - about["overlap"])), 1)) for n, w in zip(part.shape, size)
+    ]
+    starts = [
+        [i * (n - w) // max(k, 1) for i in range(k + 1)] for n, w, k in zip(part.shape, size, steps)
+    ]
+    total, weight = (
+        np.zeros((*part.shape[:3], len(about["regions"])), np.float32),
+        0 * part[..., :1],
+    )
     for corner in itertools.product(*starts):
         tile = tuple(slice(s, s + w) for s, w in zip(corner, size))
         total[tile] += bell * network(image=part[tile], mean=mean, std=std)
@@ -111,7 +131,9 @@ def word_of(name, about, before):
         return None
     agent = r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)"
     channel = channel_of(name, about)
-    if channel == channel_of("t1", about) and re.search(agent, before.rstrip(" _.-"), re.IGNORECASE):
+    if channel == channel_of("t1", about) and re.search(
+        agent, before.rstrip(" _.-"), re.IGNORECASE
+    ):
         return channel_of("t1gd", about)
     return channel
 
@@ -198,7 +220,8 @@ def processed(probabilities, about, voxel_mm3):
 
 
 def removed(bound, mm3, sure):
-    """Which parts of a region a bound removes; they have these volumes and largest probabilities."""
+    """Which parts of a region a bound removes; they have these volumes and largest
+    probabilities."""
     largest = mm3.max(initial=0)
     goes = mm3 < max(bound["mm3"], bound["share"] * largest) * (1 - 1e-9)
     if bound["stays_from"] is not None:

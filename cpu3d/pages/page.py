@@ -14,9 +14,12 @@ from memory_estimator.installed import as_typed
 
 
 def page_file(out: Path) -> Path:
-    """`out`, in a folder that is made if it is missing. Raises InputError unless a page can be written there."""
+    """`out`, in a folder that is made if it is missing. Raises InputError unless a page can be
+    written there."""
     if out.is_dir():
-        raise InputError(f"--out {out} must be a file, found a folder; add a name such as page.html")
+        raise InputError(
+            f"--out {out} must be a file, found a folder; add a name such as page.html"
+        )
     if out.suffix.lower() not in (".html", ".htm"):  # an image named by mistake would be lost
         raise InputError(f"--out must end in .html, got {out.name}; give a name such as page.html")
     writable_folder(out.parent, "folder of --out")
@@ -49,9 +52,13 @@ def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
     """Nested JSON as (dotted name, value) pairs; lists of plain values stay one value."""
     if isinstance(content, dict) and content:
         return [
-            pair for key, value in content.items() for pair in flat(value, f"{prefix}.{key}" if prefix else str(key))
+            pair
+            for key, value in content.items()
+            for pair in flat(value, f"{prefix}.{key}" if prefix else str(key))
         ]
-    if isinstance(content, (list, tuple)) and not any(isinstance(value, (dict, list, tuple)) for value in content):
+    if isinstance(content, (list, tuple)) and not any(
+        isinstance(value, (dict, list, tuple)) for value in content
+    ):
         return [(prefix, ", ".join(map(str, content)) or "-")]
     if prefix.endswith("_bytes") and isinstance(content, int):
         return [(prefix[: -len("_bytes")], format_bytes(content))]
@@ -60,4 +67,6 @@ def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
 
 def percent(share: Any) -> str:
     """A share such as "12.5 %", and "-" for what is no finite number."""
-    return f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
+    return (
+        f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
+    )

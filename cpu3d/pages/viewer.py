@@ -1,10 +1,10 @@
 """The slices of cases in a page: the volumes that `viewer.html.j2` shows and `viewer.js` decodes.
 
-A volume is cropped to the box of voxels that are not zero and held as one byte a voxel: 0 outside of the brain, from 1
-on steps of equal width from the 0.1th to the 99.9th percentile of the brain; values beyond are clipped. There are as
-many steps, at most 255, as let all modalities of a case fit 3 MB. Stored is gzip, in base64, of each voxel's difference
-to the mean of the three before it along X, Y and Z, modulo 256: a quarter less than gzip of the voxels themselves.
-"""
+A volume is cropped to the box of voxels that are not zero and held as one byte a voxel: 0 outside
+of the brain, from 1 on steps of equal width from the 0.1th to the 99.9th percentile of the brain;
+values beyond are clipped. There are as many steps, at most 255, as let all modalities of a case fit
+3 MB. Stored is gzip, in base64, of each voxel's difference to the mean of the three before it along
+X, Y and Z, modulo 256: a quarter less than gzip of the voxels themselves."""
 
 import base64
 import itertools
@@ -22,14 +22,15 @@ from cpu3d.data.region import Region, bounding_box
 from cpu3d.pages.page import render_page
 from cpu3d.util.atomic import atomic_write
 
-CASE_BYTES = 3_000_000  # of the modalities and labels of a case in the page; more only if LEAST steps take more
+# of the modalities and labels of a case in the page; more only if LEAST steps take more
+CASE_BYTES = 3_000_000
 STEPS, LEAST = 255, 24
 # Percentiles of the brain: the ends of the steps, and black and white at first.
 RANGE, WINDOW = (0.1, 99.9), (0.5, 99.5)
 SCORES = "standard deviations"  # the unit of images that are stored after normalisation
 
-# Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito, which colour-blind
-# readers can tell apart; then those of other regions.
+# Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito,
+# which colour-blind readers can tell apart; then those of other regions.
 COLOURS = {"WT": "#009e73", "TC": "#d55e00", "ET": "#f0e442", "RC": "#cc79a7"}
 MORE_COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#cc79a7", "#d55e00", "#f0e442", "#0072b2")
 
@@ -60,7 +61,9 @@ def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
     for number, case in enumerate(cases):
         about, packed = _case(case, f"case-{number}")
         shown.append(about)
-        volumes.update({name: base64.b64encode(content).decode("ascii") for name, content in packed.items()})
+        volumes.update(
+            {name: base64.b64encode(content).decode("ascii") for name, content in packed.items()}
+        )
     return {"cases": shown, "volumes": volumes}
 
 
@@ -78,8 +81,8 @@ def pack(voxels: np.ndarray) -> bytes:
     before[1:] += voxels[:-1]
     before[:, 1:] += voxels[:, :-1]
     before[:, :, 1:] += voxels[:, :, :-1]
-    # 31: gzip framing, with a zero time stamp. Noise does not repeat: a search for more than runs takes five times as
-    # long, and the result is larger.
+    # 31: gzip framing, with a zero time stamp. Noise does not repeat: a search for more than runs
+    # takes five times as long, and the result is larger.
     packer = zlib.compressobj(6, zlib.DEFLATED, 31, 9, zlib.Z_RLE)
     return packer.compress((voxels - before // 3).astype(np.uint8).tobytes()) + packer.flush()
 
@@ -98,8 +101,13 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     box = _box(case)
     inside = box.slices(case.image.shape[:3])
     truth = {} if case.truth is None else {f"{name}-truth": case.truth}
-    answers = {f"{name}-prediction-{number}": label for number, label in enumerate(case.predictions.values())}
-    volumes = {key: np.ascontiguousarray(label[inside]) for key, label in {**truth, **answers}.items()}
+    answers = {
+        f"{name}-prediction-{number}": label
+        for number, label in enumerate(case.predictions.values())
+    }
+    volumes = {
+        key: np.ascontiguousarray(label[inside]) for key, label in {**truth, **answers}.items()
+    }
     start = _start(next(iter(volumes.values()), None), case.regions, box.size)
     packed = {key: pack(label) for key, label in volumes.items()}
     spare = CASE_BYTES * 3 / 4 - sum(map(len, packed.values()))  # base64 makes four bytes of three
@@ -125,11 +133,17 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         "modalities": modalities,
         "labels": {int(code): label for code, label in case.labels.items()},
         "regions": [
-            {"name": region, "codes": [int(code) for code in codes], "colour": COLOURS.get(region) or next(colours)}
+            {
+                "name": region,
+                "codes": [int(code) for code in codes],
+                "colour": COLOURS.get(region) or next(colours),
+            }
             for region, codes in case.regions.items()
         ],
         "truth": next(iter(truth), None),
-        "predictions": [{"name": answer, "id": key} for answer, key in zip(case.predictions, answers)],
+        "predictions": [
+            {"name": answer, "id": key} for answer, key in zip(case.predictions, answers)
+        ],
     }, packed
 
 
@@ -137,12 +151,16 @@ def _box(case: ViewedCase) -> Region:
     """The box around all voxels that are not zero in any modality or label."""
     mask = np.zeros(case.image.shape[:3], bool)
     channels = (case.image[..., number] for number in range(len(case.channels)))
-    for volume in itertools.chain(channels, [] if case.truth is None else [case.truth], case.predictions.values()):
+    for volume in itertools.chain(
+        channels, [] if case.truth is None else [case.truth], case.predictions.values()
+    ):
         mask |= volume != 0
     return bounding_box(mask)
 
 
-def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], size: Sequence[int]) -> List[int]:
+def _start(
+    label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], size: Sequence[int]
+) -> List[int]:
     """The slice of each axis with most voxels of all regions; the middle one without any."""
     codes = sorted({code for region in regions.values() for code in region})
     mask = None if label is None else region_mask(label, codes)
@@ -152,10 +170,15 @@ def _start(label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], si
 
 
 def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], bytes]:
-    """The page's JSON about a modality, and its voxels, packed into `most_bytes` if LEAST steps fit."""
-    volume = np.clip(volume, -1e30, 1e30).astype(np.float32)  # so that the window and its steps do not overflow
+    """The page's JSON about a modality, and its voxels, packed into `most_bytes` if LEAST steps
+    fit."""
+    volume = np.clip(volume, -1e30, 1e30).astype(
+        np.float32
+    )  # so that the window and its steps do not overflow
     brain = volume[volume != 0]
-    low, high, black, white = np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)
+    low, high, black, white = (
+        np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)
+    )
     if not low < high:
         high = low + max(1.0, abs(low))
     if not black < white:

@@ -1,7 +1,8 @@
-"""The pictures of a report, training curves and score plots, and how a chart is drawn, as PNG bytes.
+"""The pictures of a report, training curves and score plots, and how a chart is drawn, as PNG
+bytes.
 
-Nothing here touches pyplot or any other state of the process: every function makes a figure, draws and encodes it.
-"""
+Nothing here touches pyplot or any other state of the process: every function makes a figure, draws
+and encodes it."""
 
 import itertools
 from dataclasses import dataclass
@@ -15,9 +16,13 @@ from memory_estimator.common.table import PALETTE, new_figure, plain, png
 from memory_estimator.common.units import GIB
 
 Figures = List[Tuple[str, bytes]]  # (title, PNG) each
-YRange = Optional[Tuple[float, Optional[float]]]  # (bottom, top) of an axis; a top of None leaves room above the data
+YRange = Optional[
+    Tuple[float, Optional[float]]
+]  # (bottom, top) of an axis; a top of None leaves room above the data
 
-COLUMNS = 2000  # of a chart, several in a dot: more points than four in each would show nothing more
+COLUMNS = (
+    2000  # of a chart, several in a dot: more points than four in each would show nothing more
+)
 
 
 @dataclass(frozen=True)
@@ -28,8 +33,12 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     colour: str
-    measured: bool = True  # drawn as it is; False for a dense noisy series: faint, with a running median over it
-    marks: str = "o-"  # of a measured line, in matplotlib's notation: "-" without dots, "o" dots alone
+    measured: bool = (
+        True  # drawn as it is; False for a dense noisy series: faint, with a running median over it
+    )
+    marks: str = (
+        "o-"  # of a measured line, in matplotlib's notation: "-" without dots, "o" dots alone
+    )
     band: Optional[Tuple[Sequence[float], Sequence[float]]] = None  # lowest and highest, at each x
 
 
@@ -44,11 +53,11 @@ def chart(
     switch: Optional[float] = None,
     log: bool = False,
 ) -> bytes:
-    """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`; `log` is of both axes,
-    which fit the data without `y_range` and `x_from`, the start of the x axis.
+    """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`; `log` is of
+    both axes, which fit the data without `y_range` and `x_from`, the start of the x axis.
 
-    Points that are not finite are left out; no line at all is fine. A legend appears if a line has a name.
-    """
+    Points that are not finite are left out; no line at all is fine. A legend appears if a line has
+    a name."""
     figure = new_figure(5.4, 2.8)
     axes = figure.add_subplot()
     for line in lines:
@@ -93,7 +102,9 @@ def shown_points(x: np.ndarray, y: np.ndarray, *, log: bool = False) -> np.ndarr
     last = np.append(np.diff(group) != 0, True)
     first = np.roll(last, 1)
     by_height = np.lexsort((y, group))  # within each group, which has the same places there
-    return np.unique(np.concatenate([np.flatnonzero(first | last), by_height[first], by_height[last]]))
+    return np.unique(
+        np.concatenate([np.flatnonzero(first | last), by_height[first], by_height[last]])
+    )
 
 
 def running_median(y: np.ndarray, size: int, at: np.ndarray) -> np.ndarray:
@@ -123,7 +134,9 @@ def strips(
         colour = PALETTE[position % len(PALETTE)]
         # Golden-ratio offsets: dots stay apart and the picture is the same every time.
         x = position + 0.34 * ((np.arange(y.size) * 0.618034) % 1.0 - 0.5) * (y.size > 1)
-        axes.plot(x, y, "o", color=colour, alpha=0.75, markersize=4.5, markeredgewidth=0, label=name)
+        axes.plot(
+            x, y, "o", color=colour, alpha=0.75, markersize=4.5, markeredgewidth=0, label=name
+        )
         axes.boxplot(
             [y], positions=[position], widths=0.55, showfliers=False,
             medianprops={"color": "#222222", "linewidth": 1.6}, boxprops={"color": "#555555"},
@@ -187,8 +200,16 @@ def score_pictures(scores: Mapping[str, Any]) -> Figures:
     """Every case as a dot, a picture a metric."""
     figures = []
     for name, metric in METRICS.items():
-        values = {region: [case["regions"][region][name] for case in scores["cases"]] for region in scores["summary"]}
+        values = {
+            region: [case["regions"][region][name] for case in scores["cases"]]
+            for region in scores["summary"]
+        }
         y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
         title = metric.labelled
-        figures.append((f"{title} of every case", strips(values, title=title, y_label=metric.unit, y_range=y_range)))
+        figures.append(
+            (
+                f"{title} of every case",
+                strips(values, title=title, y_label=metric.unit, y_range=y_range),
+            )
+        )
     return figures

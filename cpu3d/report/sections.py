@@ -27,38 +27,58 @@ class Folded:
     table: Table
 
 
-# A part of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`. Empty parts are left
-# out, and so is a section, a heading and its parts, without any.
+# A part of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`.
+# Empty parts are left out, and so is a section, a heading and its parts, without any.
 Part = Union[Table, Folded, Figures, str, Mapping[str, Any]]
 Section = Tuple[str, Sequence[Part]]
 
 
 def write_page(
-    out: Path, title: str, command: str, sections: Sequence[Section], *, notes: Sequence[str] = (), alert: str = ""
+    out: Path,
+    title: str,
+    command: str,
+    sections: Sequence[Section],
+    *,
+    notes: Sequence[str] = (),
+    alert: str = "",
 ) -> None:
     """Write a self-contained page of sections, atomically; `alert` and `notes` are above them."""
-    filled = [(heading, [part for part in parts if _is_filled(part)]) for heading, parts in sections]
-    content = {"sections": [section for section in filled if section[1]], "notes": notes, "alert": alert}
-    page = render_page(Path(__file__).with_name("report.html.j2"), title=title, command=command, **content)
+    filled = [
+        (heading, [part for part in parts if _is_filled(part)]) for heading, parts in sections
+    ]
+    content = {
+        "sections": [section for section in filled if section[1]],
+        "notes": notes,
+        "alert": alert,
+    }
+    page = render_page(
+        Path(__file__).with_name("report.html.j2"), title=title, command=command, **content
+    )
     with atomic_write(out, "w") as file:
         file.write(page)
 
 
 def shown_cases(
-    store: Store, scores: Mapping[str, str], regions: Mapping[str, Sequence[int]], predictions: Mapping[str, Path]
+    store: Store,
+    scores: Mapping[str, str],
+    regions: Mapping[str, Sequence[int]],
+    predictions: Mapping[str, Path],
 ) -> Iterator[ViewedCase]:
     """The best, the median and the worst case, under the files in folders of `predictions`.
 
-    `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or on another grid is
-    left out, and a case without predictions or that the store no longer has.
-    """
+    `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or
+    on another grid is left out, and a case without predictions or that the store no longer has."""
     notes: Dict[str, List[str]] = {}
     ids, labels = list(scores), store.manifest.labels
     for note, place in (("best", 0), ("median", len(ids) // 2), ("worst", len(ids) - 1)):
         notes.setdefault(ids[place], []).append(note)
     for case_id, of_case in notes.items():
         try:
-            record, image, truth = store.case(case_id), store.image(case_id), np.asarray(store.label(case_id))
+            record, image, truth = (
+                store.case(case_id),
+                store.image(case_id),
+                np.asarray(store.label(case_id)),
+            )
         except (InputError, KeyError):
             continue
         answers = {}
@@ -68,8 +88,19 @@ def shown_cases(
                 if answer.shape == truth.shape:
                     answers[name] = answer.astype(np.uint8)
         if answers:
-            note, unit = " and ".join(of_case) if len(ids) > 1 else "", SCORES if image.dtype.kind == "f" else ""
-            volumes = (image, store.manifest.channels, record.geometry, regions, labels, truth, answers)
+            note, unit = (
+                " and ".join(of_case) if len(ids) > 1 else "",
+                SCORES if image.dtype.kind == "f" else "",
+            )
+            volumes = (
+                image,
+                store.manifest.channels,
+                record.geometry,
+                regions,
+                labels,
+                truth,
+                answers,
+            )
             yield ViewedCase(case_id, *volumes, note=note, scores=scores[case_id], unit=unit)
 
 

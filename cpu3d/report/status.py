@@ -5,12 +5,12 @@
     ./run.sh status --run runs/first --json
     ./run.sh status --run runs/folds
 
-The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a worker sends no
-heartbeat, hangs, or has ended before the run was done; 2 for a folder that is no run. It reads heartbeats, config.json,
-log.jsonl and checkpoints, on any host that sees the folder, and changes nothing. A worker is alive while its heartbeat
-is younger than a minute. Any file may be missing or half-written; its values are then unknown.
-Of the folder of `train --folds` it prints every fold, and the time left in all.
-"""
+The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a
+worker sends no heartbeat, hangs, or has ended before the run was done; 2 for a folder that is no
+run. It reads heartbeats, config.json, log.jsonl and checkpoints, on any host that sees the folder,
+and changes nothing. A worker is alive while its heartbeat is younger than a minute. Any file may be
+missing or half-written; its values are then unknown. Of the folder of `train --folds` it prints
+every fold, and the time left in all."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,14 @@ from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config import half_rates, load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.folds import fold_folder, read_folds
-from cpu3d.run.heartbeat import BEAT_S, SILENT_S, Heartbeat, beat_age_s, heartbeat_path, read_heartbeats
+from cpu3d.run.heartbeat import (
+    BEAT_S,
+    SILENT_S,
+    Heartbeat,
+    beat_age_s,
+    heartbeat_path,
+    read_heartbeats,
+)
 from cpu3d.run.log import FINISHED, last_end, recent_events
 from cpu3d.run.summary import Columns, History, known, median
 from cpu3d.settings import RunConfig
@@ -45,14 +52,30 @@ from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 
 WORST_FIRST = (
-    *("diverged", "out of memory", "too large", "failed", "stalled", "silent", "broken off", "unknown", "interrupted"),
+    *(
+        "diverged",
+        "out of memory",
+        "too large",
+        "failed",
+        "stalled",
+        "silent",
+        "broken off",
+        "unknown",
+        "interrupted",
+    ),
     *("stopping", "starting", "running", "finished"),
 )
-"""States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`, and those of
-workers that have noted no end. The run's state is that of its worst worker."""
+"""States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
+and those of workers that have noted no end. The run's state is that of its worst worker."""
 
 FINE = WORST_FIRST[-4:]  # these need no attention
-IDLE = ("silent", "broken off", "unknown", "interrupted", "finished")  # of no effect on a finished run
+IDLE = (
+    "silent",
+    "broken off",
+    "unknown",
+    "interrupted",
+    "finished",
+)  # of no effect on a finished run
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,11 @@ class WorkerStatus:
     @property
     def lives(self) -> bool:
         """Whether it holds memory, as far as is known."""
-        return self.heartbeat is not None and self.heartbeat.exit_code is None and self.state != "silent"
+        return (
+            self.heartbeat is not None
+            and self.heartbeat.exit_code is None
+            and self.state != "silent"
+        )
 
 
 @dataclass(frozen=True)
@@ -110,12 +137,16 @@ class RunStatus:
     step: int
     steps: Optional[int]
     step_s: Optional[float]  # median of the recent ones
-    seconds_left: Optional[float]  # at the pace of this attempt, validations and saves included; None unless it runs
+    seconds_left: Optional[
+        float
+    ]  # at the pace of this attempt, validations and saves included; None unless it runs
     recent_steps: int  # that loss and Dice are means of
     loss: Optional[float]
     dice: Dict[str, float]
     validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
-    best: Optional[float]  # the mean Dice of the best weights, from their file; None without validation
+    best: Optional[
+        float
+    ]  # the mean Dice of the best weights, from their file; None without validation
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
 
 
@@ -181,7 +212,9 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     if worker.state == "finished":
         advice = f"`predict --run {folder}` takes the folds together"
         if _has_test_cases(folds.store):
-            advice = f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
+            advice = (
+                f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
+            )
         else:
             advice += f", {folder / 'report.html'} has the scores of every case"
     elif worker.state in ("silent", "stalled"):
@@ -231,7 +264,8 @@ def describe_folds(status: FoldsStatus) -> Group:
 
 
 def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
-    """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a damaged config."""
+    """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a
+    damaged config."""
     run, now = Path(run), time.time() if now is None else now
     heartbeats = read_heartbeats(run)
     config = None if heartbeats and not (run / "config.json").is_file() else load_config(run)
@@ -255,7 +289,9 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     return RunStatus(
         folder=str(run),
         state=worst.state,
-        details=tuple(f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail),
+        details=tuple(
+            f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail
+        ),
         advice=_advice(run, config, worst, checkpoint),
         is_fine=all(worker.state in FINE for worker in judged),
         workers=tuple(workers),
@@ -270,13 +306,17 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
 
 
 def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
-    """The state of a worker by its heartbeat: its noted end, else the age of its last beat, else the beat's content."""
+    """The state of a worker by its heartbeat: its noted end, else the age of its last beat, else
+    the beat's content."""
     age, detail = beat_age_s(run, beat, now), ""
     if beat.exit_code is not None:
         state = ending_of(beat.exit_code).state
         detail = "" if state == "finished" else beat.reason
     elif age > SILENT_S:
-        state, silence = "silent", f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
+        state, silence = (
+            "silent",
+            f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s",
+        )
         detail = f"{silence}; look on {beat.host_name} for process {beat.pid}, and in `dmesg` whether it was killed"
     elif beat.stalled:
         state, detail = "stalled", beat.stalled
@@ -288,15 +328,23 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
 
 
 def describe(status: RunStatus) -> Group:
-    """The text to print: the run in a line, its workers in a table, then progress and what to do."""
-    lines = [*_progress(status), *(("note" if status.is_fine else "why", detail) for detail in status.details)]
+    """The text to print: the run in a line, its workers in a table, then progress and what to
+    do."""
+    lines = [
+        *_progress(status),
+        *(("note" if status.is_fine else "why", detail) for detail in status.details),
+    ]
     lines += [("next", status.advice)] if status.advice else []
     state = _styled(status.state)
     first = Text.assemble(("run: ", "bold"), f"{status.folder}: ", (state, state.style))
     columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
     rows = [_cells(worker) for worker in status.workers]
-    table = [Table(columns, rows, caption="phase and its duration; G is GiB", names=3)] if rows else []
-    return Group(first, *table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines))
+    table = (
+        [Table(columns, rows, caption="phase and its duration; G is GiB", names=3)] if rows else []
+    )
+    return Group(
+        first, *table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines)
+    )
 
 
 # --- Private helpers: the state ---
@@ -331,7 +379,8 @@ def _fold_status(
 
 
 def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:
-    """The workers of the latest attempt: one with fewer workers leaves files of the others behind."""
+    """The workers of the latest attempt: one with fewer workers leaves files of the others
+    behind."""
     readable = [beat for beat in heartbeats.values() if isinstance(beat, Heartbeat)]
     latest = max(readable, key=lambda beat: beat.started, default=None)
     workers = []
@@ -344,18 +393,27 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
         elif now - latest.started < SILENT_S:
             workers.append(WorkerStatus(rank, "starting"))
         else:
-            workers.append(WorkerStatus(rank, "unknown", f"{heartbeat_path(run, rank)} was never written"))
+            workers.append(
+                WorkerStatus(rank, "unknown", f"{heartbeat_path(run, rank)} was never written")
+            )
     return workers
 
 
-def _stays_finished(end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]) -> bool:
-    """Whether a run that has finished was begun again with nothing to do, however that attempt ended. Not so for one
-    that was made longer, nor if a worker is busy or has noted an error."""
+def _stays_finished(
+    end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]
+) -> bool:
+    """Whether a run that has finished was begun again with nothing to do, however that attempt
+    ended. Not so for one that was made longer, nor if a worker is busy or has noted an error."""
     longer = end["reason"] == "finished" and bool(steps) and end["step"] < steps
     return end["step"] >= step and not longer and all(worker.state in IDLE for worker in workers)
 
 
-def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpoint: Optional[Dict[str, Any]]) -> str:
+def _advice(
+    run: Path,
+    config: Optional[RunConfig],
+    worst: WorkerStatus,
+    checkpoint: Optional[Dict[str, Any]],
+) -> str:
     """What to do next about the worker that decides the run's state, a line; "" for nothing."""
     state, beat = worst.state, worst.heartbeat
     if state in ("running", "starting", "stopping"):
@@ -363,7 +421,9 @@ def _advice(run: Path, config: Optional[RunConfig], worst: WorkerStatus, checkpo
     if state == "finished":
         words = f"evaluate --run {run}"
         if config and not _has_test_cases(config.store):
-            words += f" --split val --weights {FOLD_WEIGHTS} --raw" if config.fold else " --split val"
+            words += (
+                f" --split val --weights {FOLD_WEIGHTS} --raw" if config.fold else " --split val"
+            )
         return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
@@ -409,7 +469,11 @@ def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
     for path in checkpoints(run):
         with contextlib.suppress(OSError):  # it may be removed for a newer one at the same time
             stat = path.stat()
-            return {"step": step_of(path), "age_s": max(0.0, now - stat.st_mtime), "size_bytes": stat.st_size}
+            return {
+                "step": step_of(path),
+                "age_s": max(0.0, now - stat.st_mtime),
+                "size_bytes": stat.st_size,
+            }
     return None
 
 
@@ -439,10 +503,17 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
     pace = f", {format_seconds(status.step_s)} a step" if status.step_s else ""
     if status.seconds_left is not None:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
-        pace += f", about {format_seconds(round(status.seconds_left))} left, until {end:%a %d %b %H:%M}"
+        pace += (
+            f", about {format_seconds(round(status.seconds_left))} left, until {end:%a %d %b %H:%M}"
+        )
     lines = [("step", f"{status.step:,}{of}{pace}")]
     if status.loss is not None:
-        lines.append((f"mean of {status.recent_steps} steps", f"loss {status.loss:.3f}, Dice {_dice(status.dice)}"))
+        lines.append(
+            (
+                f"mean of {status.recent_steps} steps",
+                f"loss {status.loss:.3f}, Dice {_dice(status.dice)}",
+            )
+        )
     if status.validation:
         mean = status.validation.get("mean_dice")
         text = f"Dice {_dice(status.validation.get('dice') or {})}"
@@ -454,8 +525,14 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         age = format_seconds(round(saved["age_s"]))
         text = f"step {saved['step']:,}, {age} ago, {format_bytes(saved['size_bytes'])}"
     lines.append(("checkpoint", text))
-    free = [worker.heartbeat for worker in status.workers if worker.lives and worker.heartbeat.free_bytes is not None]
-    for beat in sorted(free, key=lambda beat: beat.free_bytes)[:1]:  # the least, whose limit the table does not name
+    free = [
+        worker.heartbeat
+        for worker in status.workers
+        if worker.lives and worker.heartbeat.free_bytes is not None
+    ]
+    for beat in sorted(free, key=lambda beat: beat.free_bytes)[
+        :1
+    ]:  # the least, whose limit the table does not name
         limit = f", {format_bytes(beat.limit_bytes)}" if beat.limit_bytes else ""
         lines.append(("memory", f"{format_bytes(beat.free_bytes)} free of {beat.free_of}{limit}"))
     return lines
@@ -463,7 +540,9 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
 
 def _short(size_bytes: Optional[int]) -> str:
     """Bytes for a column, as 14.00G."""
-    return "-" if size_bytes is None else format_bytes(size_bytes).replace(" ", "").replace("iB", "")
+    return (
+        "-" if size_bytes is None else format_bytes(size_bytes).replace(" ", "").replace("iB", "")
+    )
 
 
 def _dice(dice: Mapping[str, float]) -> str:

@@ -1,16 +1,18 @@
-"""Write a page to scroll through the slices of a case in a browser: any NIfTI, with labels and predictions over it.
+"""Write a page to scroll through the slices of a case in a browser: any NIfTI, with labels and
+predictions over it.
 
     ./run.sh view --image data/BraTS-GLI-00001-000 --out page.html
     ./run.sh view --image flair.nii.gz t1ce.nii.gz --label truth.nii.gz --prediction ours.nii.gz theirs.nii.gz \\
         --out page.html
 
-A case is a folder of NIfTI files on one grid, one 3D or 4D file, or several 3D files. A file named as a segmentation
-(_seg, -seg) is the label unless --label names another. Predictions are label maps in the label's codes on that grid.
-The files' names show what the codes mean, as in `predict`; unknown codes are shown as numbers.
+A case is a folder of NIfTI files on one grid, one 3D or 4D file, or several 3D files. A file named
+as a segmentation (_seg, -seg) is the label unless --label names another. Predictions are label maps
+in the label's codes on that grid. The files' names show what the codes mean, as in `predict`;
+unknown codes are shown as numbers.
 
-The page is one file of about 3 MB that every browser of 2023 or later opens without a network: three linked planes, the
-modalities, truth, prediction and error. It holds the box around the brain, at most 255 grey values.
-"""
+The page is one file of about 3 MB that every browser of 2023 or later opens without a network:
+three linked planes, the modalities, truth, prediction and error. It holds the box around the brain,
+at most 255 grey values. """
 
 from collections import Counter
 from dataclasses import dataclass
@@ -50,10 +52,16 @@ MOST_CHANNELS = 16  # of an image; more are no modalities but, for example, time
 class Options:
     """Options of `view`."""
 
-    image: Tuple[Path, ...] = option(help="the case: a folder, a 4D file, or 3D files on one grid", metavar="PATH")
+    image: Tuple[Path, ...] = option(
+        help="the case: a folder, a 4D file, or 3D files on one grid", metavar="PATH"
+    )
     out: Path = option(help="page to write", metavar="FILE")
-    label: Optional[Path] = option(None, "true label map (default: the segmentation beside the image)", metavar="FILE")
-    prediction: Tuple[Path, ...] = option((), help="label maps to compare with the truth", metavar="FILE")
+    label: Optional[Path] = option(
+        None, "true label map (default: the segmentation beside the image)", metavar="FILE"
+    )
+    prediction: Tuple[Path, ...] = option(
+        (), help="label maps to compare with the truth", metavar="FILE"
+    )
 
 
 OPTIONS = (Options,)
@@ -74,17 +82,22 @@ def run(options: Options) -> int:
     return 0
 
 
-def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequence[Path]) -> ViewedCase:
+def read_case(
+    image: Sequence[Path], label: Optional[Path], predictions: Sequence[Path]
+) -> ViewedCase:
     """Read a case from its files.
 
-    Raises InputError for files that cannot be read, are on different grids, or are no label map but must be.
-    """
+    Raises InputError for files that cannot be read, are on different grids, or are no label map but
+    must be."""
     files, names = viewed_files(image)
     label = label or files.label
     labels = [*([label] if label else []), *predictions]
     answers = dict(zip(_distinct(predictions), predictions))
     images, maps, problems, first = {}, {}, [], None
-    for path, is_label in [*((path, False) for path in files.images), *((path, True) for path in labels)]:
+    for path, is_label in [
+        *((path, False) for path in files.images),
+        *((path, True) for path in labels),
+    ]:
         try:
             array, geometry = read_volume(path)
             first = first or (path, geometry)
@@ -114,19 +127,26 @@ def read_case(image: Sequence[Path], label: Optional[Path], predictions: Sequenc
 
 
 def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
-    """A case to look at and the names of its images: their modality, or else their file's name. The label is the
-    segmentation beside them, if there is one. Raises InputError for several cases or none, and for images of one
-    name."""
+    """A case to look at and the names of its images: their modality, or else their file's name. The
+    label is the segmentation beside them, if there is one. Raises InputError for several cases or
+    none, and for images of one name."""
     first = paths[0]
     if len(paths) > 1 and any(path.is_dir() for path in paths):
-        raise InputError(f"--image must be one case, got {listed(paths)}; give one folder or its files")
+        raise InputError(
+            f"--image must be one case, got {listed(paths)}; give one folder or its files"
+        )
     images, labels = _images_and_labels(paths)
     file_names = [read_name(path) for path in images]
     names = [_channel_of(path, name) for path, name in zip(images, file_names)]
     twice = {name: count for name, count in Counter(names).items() if count > 1}
-    refuse(f"--image must name one file of {name}, got {n}; give the files of one case" for name, n in twice.items())
+    refuse(
+        f"--image must name one file of {name}, got {n}; give the files of one case"
+        for name, n in twice.items()
+    )
     if len(labels) > 1:
-        raise InputError(f"--image must have one segmentation, got {len(labels)}; give the files of one case")
+        raise InputError(
+            f"--image must have one segmentation, got {len(labels)}; give the files of one case"
+        )
     stems = {name.case for name in file_names}
     is_of_channel = all(name.channel for name in file_names) or len(stems) < len(images)
     named = file_names[0].case if is_of_channel else stem_of(images[0])
@@ -157,8 +177,8 @@ def _channel_of(path: Path, name: FileName) -> str:
 
 
 def _images_and_labels(paths: Sequence[Path]) -> Tuple[List[Path], List[Path]]:
-    """The images of a folder or of files, and the segmentations among them; one that is named alone is an image. Raises
-    InputError for a folder without images."""
+    """The images of a folder or of files, and the segmentations among them; one that is named alone
+    is an image. Raises InputError for a folder without images."""
     first = paths[0]
     files = volumes_in(first) if first.is_dir() else list(paths)
     labels = [path for path in files if modality_of(path) == "seg"]
@@ -176,7 +196,9 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     most = MOST_CHANNELS if alone else 1
     if array.shape[3] > most:
         rule = f"have at most {most} channels" if alone else "be 3D beside other images"
-        raise InputError(f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one alone")
+        raise InputError(
+            f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one alone"
+        )
     array = np.nan_to_num(array, posinf=0, neginf=0)
     for number in range(array.shape[3]):
         array[..., number] = without_residue(array[..., number])
@@ -186,7 +208,8 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
 def _meanings(
     known: Optional[Tuple[str, Dict[int, str]]], maps: Sequence[np.ndarray]
 ) -> Tuple[Mapping[int, str], Mapping[str, Sequence[int]]]:
-    """Code -> name and region -> codes; codes that the files' names do not explain are regions of their own."""
+    """Code -> name and region -> codes; codes that the files' names do not explain are regions of
+    their own."""
     codes = sorted({int(code) for label in maps for code in np.unique(label)} - {0})
     labels = labels_in_use(*known, codes) if known else {0: "background"}
     unnamed = {f"label {code}": (code,) for code in codes if code not in labels}
@@ -194,10 +217,14 @@ def _meanings(
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
-    """A name for each file: its own without the ending; if some are equal its folder's, or else numbered."""
+    """A name for each file: its own without the ending; if some are equal its folder's, or else
+    numbered."""
     resolved, names = [path.resolve() for path in paths], [stem_of(path) for path in paths]
     twice = [path for path, place in zip(paths, resolved) if resolved.count(place) > 1]
-    refuse(f"--prediction must name different files, got {path} twice; name it once" for path in twice[:1])
+    refuse(
+        f"--prediction must name different files, got {path} twice; name it once"
+        for path in twice[:1]
+    )
     for candidates in (names, [path.parent.name for path in resolved]):
         if len(set(candidates)) == len(paths):
             return candidates

@@ -1,13 +1,13 @@
-"""The checkpoints of a run: its last few, each a whole file named by its step, and the best weights.
+"""The checkpoints of a run: its last few, each a whole file named by its step, and the best
+weights.
 
     write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
     checkpoint = newest(run)                         the newest whole one, with the damaged ones after it
     path = weights_file(run, "last")                 for prediction: "best", or the newest whole one
 
-A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No pickle. It is written
-atomically, and read, one array at a time, so that neither takes more memory than the largest array. Instead of a
-damaged one the one before is taken.
-"""
+A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No
+pickle. It is written atomically, and read, one array at a time, so that neither takes more memory
+than the largest array. Instead of a damaged one the one before is taken."""
 
 import contextlib
 import io
@@ -41,8 +41,8 @@ class DamagedCheckpointError(InputError):
 class SavedArrays(Mapping[str, np.ndarray]):
     """The arrays of a checkpoint by name, each read when it is asked for and not kept.
 
-    The constructor checks all of the file and keeps it open, so that it may be removed or replaced meanwhile.
-    """
+    The constructor checks all of the file and keeps it open, so that it may be removed or replaced
+    meanwhile."""
 
     def __init__(self, path: Path):
         """Raises as `load_checkpoint`."""
@@ -51,7 +51,10 @@ class SavedArrays(Mapping[str, np.ndarray]):
         with self._damage():
             self._file = file = zipfile.ZipFile(self._buffered)
             members, size_bytes = file.infolist(), os.fstat(self._raw.fileno()).st_size
-            if any(m.compress_type for m in members) or sum(m.compress_size for m in members) > size_bytes:
+            if (
+                any(m.compress_type for m in members)
+                or sum(m.compress_size for m in members) > size_bytes
+            ):
                 raise ValueError("a directory of another file")
             bad = file.testzip()  # every byte against its CRC, a piece at a time
             if bad:
@@ -61,7 +64,9 @@ class SavedArrays(Mapping[str, np.ndarray]):
             self.schema, names = self.state.pop("schema"), self.state.pop("names")
             del self.shapes[_STATE]
             if sorted(self) != names:
-                raise ValueError(f"{len(self)} arrays instead of the {len(names)} that were written")
+                raise ValueError(
+                    f"{len(self)} arrays instead of the {len(names)} that were written"
+                )
 
     def __getitem__(self, name: str) -> np.ndarray:
         if name not in self.shapes:
@@ -91,8 +96,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
     @contextlib.contextmanager
     def _damage(self) -> Iterator[None]:
-        """Raise DamagedCheckpointError for any error of reading, but for one of the disk or of memory: those do not
-        show what the file holds."""
+        """Raise DamagedCheckpointError for any error of reading, but for one of the disk or of
+        memory: those do not show what the file holds."""
         try:
             yield
         except MemoryError:
@@ -106,8 +111,8 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
 
 def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]) -> int:
-    """Write `arrays` and `state` to `path`, atomically, and return the size in bytes. A tensor becomes an array when
-    its turn comes."""
+    """Write `arrays` and `state` to `path`, atomically, and return the size in bytes. A tensor
+    becomes an array when its turn comes."""
     content = {"schema": SCHEMA, "names": sorted(arrays), **state}
     text = np.frombuffer(json.dumps(content, allow_nan=False).encode(), np.uint8)
     with atomic_write(path) as file:
@@ -126,9 +131,9 @@ def save_checkpoint(path: Path, arrays: Mapping[str, Any], state: Dict[str, Any]
 def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
     """The arrays and the state of `save_checkpoint`, every byte checked against its CRC.
 
-    Raises InputError when the file is missing or of another version, DamagedCheckpointError when it is damaged, and
-    OSError or MemoryError when it could not be read, which does not show what it holds.
-    """
+    Raises InputError when the file is missing or of another version, DamagedCheckpointError when it
+    is damaged, and OSError or MemoryError when it could not be read, which does not show what it
+    holds."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"checkpoint {path} must exist, found none; {how_to_go_on(path)}")
@@ -171,9 +176,12 @@ class Checkpoint:
     damaged: Dict[Path, str]  # newer file -> its problem
 
 
-def write_next(run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int) -> int:
-    """Add the checkpoint of `step`, and remove all but the last `keep`; returns its size in bytes. The log is on the
-    disk before it: after a power cut no checkpoint is there whose steps the log does not have."""
+def write_next(
+    run: Path, step: int, arrays: Mapping[str, Any], state: Dict[str, Any], *, keep: int
+) -> int:
+    """Add the checkpoint of `step`, and remove all but the last `keep`; returns its size in bytes.
+    The log is on the disk before it: after a power cut no checkpoint is there whose steps the log
+    does not have."""
     flush_log(run)
     size = save_checkpoint(_folder(run) / f"step-{step:08d}.npz", arrays, state)
     for old in checkpoints(run)[keep:]:
@@ -199,8 +207,8 @@ def read_state(path: Path) -> Dict[str, Any]:
 
 
 def best_score(run: Path) -> Optional[float]:
-    """The mean Dice of a run's best weights, by their file's state alone; None without a file, for a damaged file, and
-    for a run without validation."""
+    """The mean Dice of a run's best weights, by their file's state alone; None without a file, for
+    a damaged file, and for a run without validation."""
     best = read_state(_folder(run) / BEST).get("best")
     return best if isinstance(best, float) and math.isfinite(best) else None
 
@@ -242,7 +250,8 @@ def how_to_go_on(path: Path) -> str:
 
 
 def checkpoints(run: Path) -> List[Path]:
-    """The files of a run's checkpoints, the newest first, not opened; [] without a folder of them."""
+    """The files of a run's checkpoints, the newest first, not opened; [] without a folder of
+    them."""
     try:
         names = os.listdir(_folder(run))
     except FileNotFoundError:
@@ -259,9 +268,8 @@ def step_of(path: Path) -> int:
 def newest(run: Path) -> Optional[Checkpoint]:
     """The newest checkpoint that is whole; None if there is none at all.
 
-    Raises InputError if there are some and none is whole, or one is of another version, and as `load_checkpoint` if
-    one could not be read: an older one is not taken for that.
-    """
+    Raises InputError if there are some and none is whole, or one is of another version, and as
+    `load_checkpoint` if one could not be read: an older one is not taken for that."""
     paths, damaged = checkpoints(run), {}
     for path in paths:
         try:
@@ -293,18 +301,21 @@ def is_over(run: Path) -> bool:
 
 
 def set_aside(checkpoint: Checkpoint) -> List[str]:
-    """Rename the damaged checkpoints that are newer than a whole one; returns a line for each to print."""
+    """Rename the damaged checkpoints that are newer than a whole one; returns a line for each to
+    print."""
     lines = []
     for path, problem in checkpoint.damaged.items():
         names = (path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
         path.rename(next(name for name in names if not name.exists()))
-        lines.append(f"warning: {problem}; renamed to .damaged, continuing from {checkpoint.path.name}")
+        lines.append(
+            f"warning: {problem}; renamed to .damaged, continuing from {checkpoint.path.name}"
+        )
     return lines
 
 
 def weights_file(run: Path, weights: str) -> Path:
-    """The file of the "best" weights of a run, or of the "last": its newest whole checkpoint. Raises InputError if
-    there is none."""
+    """The file of the "best" weights of a run, or of the "last": its newest whole checkpoint.
+    Raises InputError if there is none."""
     path = _folder(run) / BEST
     if weights == "last":
         last = newest(run)
@@ -325,7 +336,11 @@ class _File(io.RawIOBase):
 
     def __init__(self, path: Path):
         self._file = io.FileIO(str(path))
-        self.fileno, self.seek, self.seekable = self._file.fileno, self._file.seek, self._file.seekable
+        self.fileno, self.seek, self.seekable = (
+            self._file.fileno,
+            self._file.seek,
+            self._file.seekable,
+        )
         self.readable = self._file.readable
 
     def readinto(self, buffer: Any) -> Optional[int]:

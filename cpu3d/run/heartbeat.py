@@ -1,7 +1,8 @@
-"""run/heartbeats/worker-RANK.json: the state of a worker of a run, written every few seconds while it is alive.
+"""run/heartbeats/worker-RANK.json: the state of a worker of a run, written every few seconds while
+it is alive.
 
-It is written atomically but not flushed to the disk. A worker is alive while its heartbeat is young, for `status` and
-`launch` alike, on the worker's host or on another one that sees the folder.
+It is written atomically but not flushed to the disk. A worker is alive while its heartbeat is
+young, for `status` and `launch` alike, on the worker's host or on another one that sees the folder.
 """
 
 import contextlib
@@ -22,16 +23,25 @@ from memory_estimator.common.files import read_json, typed
 SCHEMA = 1
 
 # The phases in which a worker waits for the others.
-WAITING_PHASES = ("summing gradients", "waiting for the others' validation", "waiting for the last checkpoint")
+WAITING_PHASES = (
+    "summing gradients",
+    "waiting for the others' validation",
+    "waiting for the last checkpoint",
+)
 BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
-LOST_S = 20.0  # a worker that has sent another host nothing for so long, as one that a signal has stopped, is lost
-SILENT_S = 60.0  # a worker whose last beat is older is not alive; network file systems lag by seconds
-HANGING_S = 300.0  # without a beat, until `launch` kills it: importing a library from a slow disk may take long
+# a worker that has sent another host nothing for so long, as one that a signal has stopped, is lost
+LOST_S = 20.0
+SILENT_S = (
+    60.0  # a worker whose last beat is older is not alive; network file systems lag by seconds
+)
+# without a beat, until `launch` kills it: importing a library from a slow disk may take long
+HANGING_S = 300.0
 
 
 @dataclass
 class Heartbeat:
-    """A worker, as it was at its last beat. Times of day are seconds since 1970 by the worker's host."""
+    """A worker, as it was at its last beat. Times of day are seconds since 1970 by the worker's
+    host."""
 
     rank: int
     workers: int  # of the run
@@ -46,7 +56,9 @@ class Heartbeat:
     step: int  # steps done
     steps: int  # of the run; 0 if that is not known
     longest_step_s: Optional[float] = None  # of this attempt; the first compiles the step
-    anonymous_bytes: Optional[int] = None  # the process's own data; None if the system does not show it
+    anonymous_bytes: Optional[int] = (
+        None  # the process's own data; None if the system does not show it
+    )
     file_bytes: Optional[int] = None  # mapped files
     swapped_bytes: Optional[int] = None
     peak_bytes: Optional[int] = None  # the most that was in memory, files included
@@ -76,7 +88,8 @@ def write_heartbeat(run: Path, heartbeat: Heartbeat) -> None:
 
 
 def read_heartbeats(run: Path) -> Dict[int, Any]:
-    """Rank -> the worker's Heartbeat, or a str, the problem of its file; {} for a run without any."""
+    """Rank -> the worker's Heartbeat, or a str, the problem of its file; {} for a run without
+    any."""
     heartbeats: Dict[int, Any] = {}
     with contextlib.suppress(OSError):
         for path in sorted((Path(run) / "heartbeats").iterdir()):
@@ -87,7 +100,8 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
 
 
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
-    """Seconds since the last beat, by the clock of the worker's host or of the file system: the smaller of the two."""
+    """Seconds since the last beat, by the clock of the worker's host or of the file system: the
+    smaller of the two."""
     ages = [now - beat.beat]
     with contextlib.suppress(OSError):
         ages.append(now - os.stat(heartbeat_path(run, beat.rank)).st_mtime)
@@ -95,12 +109,14 @@ def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
 
 
 def is_here(beat: Heartbeat) -> bool:
-    """Whether the heartbeat's process runs at this place: pids repeat on other hosts, and here after its end."""
+    """Whether the heartbeat's process runs at this place: pids repeat on other hosts, and here
+    after its end."""
     return beat.place == this_place() and process_start(beat.pid) == beat.process_start
 
 
 def this_place() -> str:
-    """The running system and its pid namespace; host names may repeat, as those of containers do."""
+    """The running system and its pid namespace; host names may repeat, as those of containers
+    do."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -109,12 +125,15 @@ def this_place() -> str:
 
 
 def process_start(pid: int) -> Optional[int]:
-    """When a process of this place began, in a unit of its own; None when there is none, or it has ended (a zombie)."""
+    """When a process of this place began, in a unit of its own; None when there is none, or it has
+    ended (a zombie)."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # "123 (a name) S ...": the name may hold anything, so count from its end
+    fields = text.rpartition(")")[
+        2
+    ].split()  # "123 (a name) S ...": the name may hold anything, so count from its end
     return None if len(fields) < 20 or fields[0] in "ZX" else int(fields[19])
 
 

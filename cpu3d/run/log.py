@@ -1,8 +1,7 @@
 """A run's log.jsonl: one event a line, appended as it happens; and the bar that shows the events.
 
-What an event of each kind holds is declared here once. A line that holds anything else is left out with a warning, so
-that every event that is read holds these types.
-"""
+What an event of each kind holds is declared here once. A line that holds anything else is left out
+with a warning, so that every event that is read holds these types."""
 
 import codecs
 import contextlib
@@ -35,7 +34,10 @@ from cpu3d.util.records import count
 from memory_estimator.common.files import open_regular
 from memory_estimator.common.units import format_bytes, format_seconds
 
-FINISHED = ("finished", "early stop")  # the reasons in the last line of a run that is over; others were stopped
+FINISHED = (
+    "finished",
+    "early stop",
+)  # the reasons in the last line of a run that is over; others were stopped
 
 # --- What events hold ---
 
@@ -46,7 +48,9 @@ Bytes = Annotated[float, Meta(ge=0, le=1e18)]
 
 PREDICTED = {
     "step_s": Seconds,
-    **dict.fromkeys(("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "card_bytes"), Bytes),
+    **dict.fromkeys(
+        ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "card_bytes"), Bytes
+    ),
 }
 
 KINDS = {
@@ -66,7 +70,9 @@ KINDS = {
         **dict.fromkeys(("loss", "learning_rate"), Number),
         "dice": Dict[str, Number],  # soft, by region
         "voxels": Count,
-        **dict.fromkeys(("step_s", "wait_s", "exchange_s"), Seconds),  # of a step, and of it waiting for data, workers
+        **dict.fromkeys(
+            ("step_s", "wait_s", "exchange_s"), Seconds
+        ),  # of a step, and of it waiting for data, workers
         "rss_bytes": Bytes,
     },
     "validation": {
@@ -84,7 +90,8 @@ KINDS = {
         **dict.fromkeys(("peak_rss_bytes", "allocator_peak_bytes"), Optional[Bytes]),
     },
 }
-"""Kind of event -> its fields, besides its kind under "event" and the steps done by then under "step"."""
+"""Kind of event -> its fields, besides its kind under "event" and the steps done by then under
+"step"."""
 
 NEEDED = ("event", "step", "mean_dice", "reason")
 """The fields that an event must have, if its kind has them. All else may be missing."""
@@ -103,7 +110,8 @@ def append_event(run: Path, event: Dict[str, Any]) -> None:
 
 
 def flush_log(run: Path) -> None:
-    """Flush the lines of the log, and the file if it is new, to the disk. Raises OSError if that fails."""
+    """Flush the lines of the log, and the file if it is new, to the disk. Raises OSError if that
+    fails."""
     with contextlib.suppress(FileNotFoundError):
         sync(_path(run))
     sync_folder(run)
@@ -187,7 +195,9 @@ def shown(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yields a function that shows an event of the log on stderr, as a bar on a terminal."""
     console, pace = Console(stderr=True), Pace(recent_events(run))
-    shows = columns(TextColumn("{task.fields[state]}", markup=False), left=TextColumn("{task.fields[left]}"))
+    shows = columns(
+        TextColumn("{task.fields[state]}", markup=False), left=TextColumn("{task.fields[left]}")
+    )
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
     left = format_seconds(pace.seconds_left(done, steps))
     task = bar.add_task("train", total=steps, completed=done, state="", left=left)
@@ -202,7 +212,9 @@ def shown(
             left = format_seconds(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
             if not console.is_terminal and step % steps_per_epoch == 0:
-                line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (step < steps)
+                line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (
+                    step < steps
+                )
         elif group == "validation":
             took = f"{event['seconds']:.1f} s{', best so far' if event['best'] else ''}"
             line = f"validation after step {step}: Dice {dice} on {event['cases']} whole volumes, {took}"
@@ -210,7 +222,9 @@ def shown(
             line = event["reason"]
         elif group == "end":
             peak = format_bytes(event["peak_rss_bytes"])
-            line = f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, peak {peak}"
+            line = (
+                f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, peak {peak}"
+            )
         if line:
             bar.console.print(line, emoji=False, highlight=False, markup=False, soft_wrap=True)
 
@@ -231,7 +245,10 @@ def _struct(name: str, content: Mapping[str, Any]) -> type:
 
 
 _COMMON = {"event": str, "step": Count}
-_DECODERS = {kind: msgspec.json.Decoder(_struct(kind, {**_COMMON, **content})) for kind, content in KINDS.items()}
+_DECODERS = {
+    kind: msgspec.json.Decoder(_struct(kind, {**_COMMON, **content}))
+    for kind, content in KINDS.items()
+}
 _OTHER = msgspec.json.Decoder(_struct("event", _COMMON))
 
 

@@ -19,7 +19,11 @@ import numpy as np
 Event = Mapping[str, Any]
 Events = Sequence[Event]
 
-COURSE = ("start", "step", "end")  # the kinds of event of which the last one shows whether a run has ended
+COURSE = (
+    "start",
+    "step",
+    "end",
+)  # the kinds of event of which the last one shows whether a run has ended
 RECENT = 50  # steps that a run's present loss and pace are of
 LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
 
@@ -102,7 +106,9 @@ class History:
 
     def __init__(self, events: Iterable[Event]):
         self.starts: List[Event] = []  # one an attempt
-        self.steps = Columns(*("step", "loss", "learning_rate", "voxels", "step_s", "wait_s", "rss_bytes"))
+        self.steps = Columns(
+            *("step", "loss", "learning_rate", "voxels", "step_s", "wait_s", "rss_bytes")
+        )
         self.validations = Columns(*("step", "loss", "mean_dice", "seconds"))
         self.last: Event = {}  # of all events
         self.last_validation: Event = {}
@@ -140,7 +146,9 @@ class History:
             allocator_peak_bytes=self._peaks.get("allocator_peak_bytes"),
         )
 
-    def median_step_s(self, coarse_steps: int, *, coarse: bool = False, waiting: bool = True) -> Optional[float]:
+    def median_step_s(
+        self, coarse_steps: int, *, coarse: bool = False, waiting: bool = True
+    ) -> Optional[float]:
         """The median seconds of the full steps, or of the coarse ones; without `waiting` less those
         of waiting for data."""
         is_coarse = self.steps["step"] <= coarse_steps
@@ -181,7 +189,9 @@ class Pace:
         self._begin = self._step = self._coarse_steps = 0
         self._beside_s = 0.0
         self._predicted_s: Dict[bool, Optional[float]] = {}
-        self._steps_s: Dict[bool, Deque[float]] = {coarse: collections.deque(maxlen=RECENT) for coarse in (True, False)}
+        self._steps_s: Dict[bool, Deque[float]] = {
+            coarse: collections.deque(maxlen=RECENT) for coarse in (True, False)
+        }
         for event in events:
             self.note(event)
 
@@ -193,7 +203,10 @@ class Pace:
             self._begin = self._step = step
             self._coarse_steps = event.get("coarse_steps", 0)
             full = event.get("predicted", {})
-            self._predicted_s = {False: full.get("step_s"), True: full.get("coarse", {}).get("step_s")}
+            self._predicted_s = {
+                False: full.get("step_s"),
+                True: full.get("coarse", {}).get("step_s"),
+            }
         elif kind == "step" and "step_s" in event:
             if step - 1 not in (self._begin, self._coarse_steps):  # these compile
                 self._steps_s[step <= self._coarse_steps].append(event["step_s"])
@@ -202,13 +215,18 @@ class Pace:
             self._beside_s += event.get("seconds", 0.0)
 
     def seconds_left(self, step: int, steps: Optional[int]) -> Optional[float]:
-        """Seconds from `step` to the end: each step left at the median of the recent ones of its kind, plus its share
-        of the seconds of validations and saves. A kind without recent steps takes what was predicted, times by how much
-        the prediction of the other kind was off. None if neither is known, and above LONGEST_S."""
+        """Seconds from `step` to the end: each step left at the median of the recent ones of its
+        kind, plus its share of the seconds of validations and saves. A kind without recent steps
+        takes what was predicted, times by how much the prediction of the other kind was off. None
+        if neither is known, and above LONGEST_S."""
         if not steps or step > steps:
             return None
         seen = {coarse: statistics.median(each) for coarse, each in self._steps_s.items() if each}
-        off = [seen[coarse] / self._predicted_s[coarse] for coarse in seen if self._predicted_s.get(coarse)]
+        off = [
+            seen[coarse] / self._predicted_s[coarse]
+            for coarse in seen
+            if self._predicted_s.get(coarse)
+        ]
         left, left_s = {True: max(min(self._coarse_steps, steps) - step, 0)}, 0.0
         left[False] = steps - step - left[True]
         for coarse, count in left.items():

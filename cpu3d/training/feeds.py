@@ -1,4 +1,5 @@
-"""The data of a run's steps and validations: whole volumes or patches, in an order that follows from the position."""
+"""The data of a run's steps and validations: whole volumes or patches, in an order that follows
+from the position."""
 
 import time
 from typing import Callable, Iterable, Iterator, List, Optional, Tuple
@@ -13,17 +14,23 @@ from cpu3d.data.store import Store, case_region
 from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
 
-PREPARING_FOR_A_CARD = 4  # patches prepared at a time if a card computes and the CPU is free for them
+PREPARING_FOR_A_CARD = (
+    4  # patches prepared at a time if a card computes and the CPU is free for them
+)
 
 # The voxels X, Y, Z of a volume that are of its case, not added around it.
 Inside = Tuple[slice, slice, slice]
 
 
 class Feeds:
-    """The data of a run: of steps at the resolution of the network, of validations at that of the volumes."""
+    """The data of a run: of steps at the resolution of the network, of validations at that of the
+    volumes."""
 
-    def __init__(self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None):
-        """`share` is this worker's part of batches and held-out cases; `reader` is shared with other feeds."""
+    def __init__(
+        self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None
+    ):
+        """`share` is this worker's part of batches and held-out cases; `reader` is shared with
+        other feeds."""
         self.config = config
         self._store, self._share = store, share
         self._train_cases = store.manifest.split["train"]
@@ -35,7 +42,9 @@ class Feeds:
             share=share,
         )
         self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
-        self.resizing: Optional[Resizing] = None  # between a volume and the network's grid, if they differ
+        self.resizing: Optional[Resizing] = (
+            None  # between a volume and the network's grid, if they differ
+        )
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
         self._common = {
@@ -46,15 +55,24 @@ class Feeds:
             "read_mode": self.reader,
         }
 
-    def training(self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None) -> "Parts":
-        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the network sees them;
-        `watch` is called before and after each wait for one."""
+    def training(
+        self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None
+    ) -> "Parts":
+        """This worker's micro-batches (image, target) from step `start` to step `stop`, as the
+        network sees them; `watch` is called before and after each wait for one."""
         config = self.config
-        span = {"start": start * config.batch, "stop": stop * config.batch, "seed": config.seed, "batch": config.micro}
+        span = {
+            "start": start * config.batch,
+            "stop": stop * config.batch,
+            "seed": config.seed,
+            "batch": config.micro,
+        }
         options = {"augment": config.augment, "share": self._share, **span, **self._common}
         if not config.is_patch:
             options["resolution"] = config.resolution
-            return Parts(volume_dataset(self._store, split="train", grid=config.grid, **options), watch)
+            return Parts(
+                volume_dataset(self._store, split="train", grid=config.grid, **options), watch
+            )
         dataset = patch_dataset(
             self._store,
             config.grid,
@@ -66,8 +84,14 @@ class Feeds:
         return Parts(dataset, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
-        """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not augmented."""
-        options = {"stop": self.held_out, "shuffle": False, "share": self._share.singly(), **self._common}
+        """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not
+        augmented."""
+        options = {
+            "stop": self.held_out,
+            "shuffle": False,
+            "share": self._share.singly(),
+            **self._common,
+        }
         return Batches(volume_dataset(self._store, split="val", grid=self.volume_shape, **options))
 
     def held_out_share(self) -> Tuple[int, ...]:

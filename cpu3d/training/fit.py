@@ -1,10 +1,10 @@
 """The training loop: steps, validations and checkpoints of one run, in the order they happen.
 
-The learner and the data of a step are made for one grid. A run with a curriculum has two: after the last coarse step
-its variables move to a learner of the full grid.
+The learner and the data of a step are made for one grid. A run with a curriculum has two: after the
+last coarse step its variables move to a learner of the full grid.
 
-Each of several workers runs this loop, on its own share of every batch. Only the chief writes files.
-"""
+Each of several workers runs this loop, on its own share of every batch. Only the chief writes
+files."""
 
 import contextlib
 import gc
@@ -22,7 +22,14 @@ import psutil
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
-from cpu3d.errors import DivergedError, InputError, Interrupted, MemoryRunsOutError, WorkerLostError, WorkersDifferError
+from cpu3d.errors import (
+    DivergedError,
+    InputError,
+    Interrupted,
+    MemoryRunsOutError,
+    WorkerLostError,
+    WorkersDifferError,
+)
 from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
@@ -51,12 +58,16 @@ from cpu3d.util.records import versions
 from memory_estimator.common.files import typed
 from memory_estimator.host import Host
 
-MEMORY = 1  # a worker's note that its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is none
+# a worker's note that its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is
+# none
+MEMORY = 1
 
 # How a run is computed: if one of these changes, its weights are not the same to the bit.
 WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
 
-TIMED_STEPS = 3  # taken to measure the time of a step, and undone; the first one compiles and does not count
+TIMED_STEPS = (
+    3  # taken to measure the time of a step, and undone; the first one compiles and does not count
+)
 
 HIGHEST_LOSS = 10.0  # above this a run has diverged; a network that predicts nothing has 1 to 2
 
@@ -83,12 +94,18 @@ class Fit:
         self.step = self.stale_validations = 0
         self.best: Optional[float] = None  # the highest mean Dice of a validation so far
         self.best_is_coarse = False  # then the first one at full resolution replaces it at any Dice
-        self.owes_validation = False  # whether the run was stopped before it could validate the step it has reached
-        self.trained_s = 0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
+        self.owes_validation = (
+            False  # whether the run was stopped before it could validate the step it has reached
+        )
+        self.trained_s = (
+            0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
+        )
         self.validated_s = 0.0  # of it, in validations, those that were broken off included
         self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
-        self._full_learner: Optional[Learner] = None  # made early if the time of its steps was measured
+        self._full_learner: Optional[Learner] = (
+            None  # made early if the time of its steps was measured
+        )
         self._has_validated = False  # with this learner: it takes memory of its own the first time
         self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
@@ -121,8 +138,11 @@ class Fit:
         self.config = cut(self.config, step=self.step, steps=self.steps)
         return step_s
 
-    def log_start(self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]) -> None:
-        """Log where and with what this attempt runs; print a note if the run was computed in another way before."""
+    def log_start(
+        self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]
+    ) -> None:
+        """Log where and with what this attempt runs; print a note if the run was computed in
+        another way before."""
         config = self.config
         before = last_event(self.folder, "start") if self._exchange.is_chief else {}
         way = {**before, **before.get("threads", {})}
@@ -155,13 +175,12 @@ class Fit:
         self._log("start", **start)
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
-        """Train to the last step, an early stop, or a stop that one of the workers asks for, and save in each case.
-        `observer` gets the time of full steps; `mlflow` is the URI where the chief tracks the run too. A run that is
-        over logs its end, if a kill has lost that.
+        """Train to the last step, an early stop, or a stop that one of the workers asks for, and
+        save in each case. `observer` gets the time of full steps; `mlflow` is the URI where the
+        chief tracks the run too. A run that is over logs its end, if a kill has lost that.
 
-        Raises Interrupted after a signal and MemoryRunsOutError if the guard asks for a stop, each once the run is
-        saved; DivergedError, and WorkerLostError.
-        """
+        Raises Interrupted after a signal and MemoryRunsOutError if the guard asks for a stop, each
+        once the run is saved; DivergedError, and WorkerLostError."""
         self._observer, was_over = observer, self.is_over
         self._saved_at = time.monotonic()
         self._began_at = self._saved_at - self.trained_s  # as if there had been one attempt alone
@@ -171,7 +190,11 @@ class Fit:
                 show = shown(self.folder, steps=self.steps, done=self.step, **size)
                 track = tracked(self.folder, self.config, mlflow)
                 self._listeners = [stack.enter_context(show), stack.enter_context(track)]
-            stop = 0 if was_over else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
+            stop = (
+                0
+                if was_over
+                else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
+            )
             if not was_over or last_event(self.folder).get("event") != "end":
                 self._log_end(stop)
         if self._exchange.count > 1:
@@ -181,14 +204,20 @@ class Fit:
             return
         saved = f"saved after step {self.step}; the same command continues"
         if stop == MEMORY:
-            why = self._guard.why or "memory must last on all workers, got another worker's running out; see its log"
+            why = (
+                self._guard.why
+                or "memory must last on all workers, got another worker's running out; see its log"
+            )
             raise MemoryRunsOutError(f"{why}; stopped and {saved}")
         raise Interrupted(saved, stop)
 
     @property
     def is_over(self) -> bool:
         """Whether the last epoch is done or patience has run out: nothing is left to do."""
-        stale = self.step > self.config.coarse_steps and 0 < self.config.patience <= self.stale_validations
+        stale = (
+            self.step > self.config.coarse_steps
+            and 0 < self.config.patience <= self.stale_validations
+        )
         return not self.owes_validation and (stale or self.step >= self.steps)
 
     @property
@@ -233,7 +262,9 @@ class Fit:
 
     def _timed(self, learner: Learner) -> float:
         """Median seconds of a step of a learner, whose variables stay as they were."""
-        parts = self._feeds_of(learner.config).training(self.step, self.step + TIMED_STEPS, self._guard.phase)
+        parts = self._feeds_of(learner.config).training(
+            self.step, self.step + TIMED_STEPS, self._guard.phase
+        )
         before = learner.arrays()
         step_s = [self._compute(learner, parts, 0.0)[1] for _ in range(TIMED_STEPS)]
         learner.restore(before)
@@ -242,12 +273,13 @@ class Fit:
     # --- Steps ---
 
     def _loop(self, wish: Callable[[], int]) -> int:
-        """Steps, validations and saves until the run is over or a worker wants to stop; returns why it does, 0 for
-        nothing: the same on all workers."""
+        """Steps, validations and saves until the run is over or a worker wants to stop; returns why
+        it does, 0 for nothing: the same on all workers."""
         stop, parts = 0, None
         while not (stop or self.is_over):
             if not self.owes_validation:
-                # Only now, as a validation after the last coarse step is of coarse weights, on their grid.
+                # Only now, as a validation after the last coarse step is of coarse weights, on
+                # their grid.
                 if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
                     if self.step > self._saved_step:
                         self._save()  # building may take more memory than there is
@@ -270,7 +302,8 @@ class Fit:
         return stop
 
     def _wait_for_chief(self) -> None:
-        """Leave only when the chief has written all. The chief does not need the others any more."""
+        """Leave only when the chief has written all. The chief does not need the others any
+        more."""
         self._phase("waiting for the last checkpoint")
         try:
             self._exchange.sum(np.zeros(1, np.float32))
@@ -335,21 +368,29 @@ class Fit:
         """Log that the run has diverged, and return the error to raise; `first` is what may be done
         before the rates are changed. What has diverged is not saved."""
         saved = checkpoints(self.folder)
-        kept = f"{saved[0].name} is the last good checkpoint" if saved else "there is no checkpoint yet"
+        kept = (
+            f"{saved[0].name} is the last good checkpoint"
+            if saved
+            else "there is no checkpoint yet"
+        )
         with contextlib.suppress(OSError):  # the error has the same message
             self._log("diverged", reason=reason)
         rates = half_rates(self.config, growth=self._rate_growth)
-        return DivergedError(f"{reason}; {kept}; {first}add {rates}, half the rates, to the command")
+        return DivergedError(
+            f"{reason}; {kept}; {first}add {rates}, half the rates, to the command"
+        )
 
     def _is_validation_step(self, step: int) -> bool:
-        """Whether a validation is due after `step` steps, or would be if cases were held out for it."""
+        """Whether a validation is due after `step` steps, or would be if cases were held out for
+        it."""
         count = self.config.validations
         if count:  # the i-th of them as soon as that share of the steps is done
             return step * count // self.steps > (step - 1) * count // self.steps
         return step % (self.steps_per_epoch * self.config.validate_every) == 0
 
     def _validate(self, wish: Callable[[], int]) -> int:
-        """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as `_loop`."""
+        """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as
+        `_loop`."""
         begin = time.perf_counter()
         with self._saved_if_a_worker_is_lost():
             scores, stop = validate(self.feeds, self.learner, self._exchange, self._phase, wish)
@@ -383,7 +424,8 @@ class Fit:
     # --- Files ---
 
     def _save(self) -> None:
-        """Have the chief write a checkpoint. Raises OSError if it cannot, with the name of the one before."""
+        """Have the chief write a checkpoint. Raises OSError if it cannot, with the name of the one
+        before."""
         self._phase("saving")
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
@@ -403,7 +445,8 @@ class Fit:
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     def _check_finite(self) -> None:
-        """Raise DivergedError for weights that are not finite; the loss of a step is of those before its update."""
+        """Raise DivergedError for weights that are not finite; the loss of a step is of those
+        before its update."""
         for name, array in self.learner.arrays().items():
             # By two numbers: a mask would take memory. Both are NaN if one value is.
             extremes = (np.min(array), np.max(array))
@@ -437,13 +480,16 @@ class Fit:
 
     @contextlib.contextmanager
     def _writing(self, problem: str) -> Iterator[None]:
-        """Raise an OSError again with the problem and the checkpoint that the run can continue from."""
+        """Raise an OSError again with the problem and the checkpoint that the run can continue
+        from."""
         try:
             yield
         except OSError as error:
             saved = checkpoints(self.folder)
             kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
-            raise OSError(f"{problem}: {error}; {kept}; free disk space, then the same command continues") from error
+            raise OSError(
+                f"{problem}: {error}; {kept}; free disk space, then the same command continues"
+            ) from error
 
     def _log_end(self, stop: int) -> None:
         self._log(
@@ -466,7 +512,12 @@ class Fit:
     def _state(self) -> Dict[str, Any]:
         own = {name: getattr(self, name) for name in RunState.__annotations__}
         config = self.config
-        return {**own, "coarse_steps": config.coarse_steps, "split_hash": config.split_hash, "seed": config.seed}
+        return {
+            **own,
+            "coarse_steps": config.coarse_steps,
+            "split_hash": config.split_hash,
+            "seed": config.seed,
+        }
 
     def _restore(self) -> List[str]:
         """Continue from the newest whole checkpoint, which the chief reads for all, or start; makes
@@ -482,10 +533,14 @@ class Fit:
         text = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
         try:
             # Earlier versions did not count the seconds of validations.
-            state = typed({"validated_s": 0.0, **json.loads(text)}, SavedState, "state") if text else {}
+            state = (
+                typed({"validated_s": 0.0, **json.loads(text)}, SavedState, "state") if text else {}
+            )
         except ValueError as error:
             name = checkpoint.path if checkpoint else "of the chief"
-            raise InputError(f"checkpoint {name} must hold a run's state, got {error}; delete it") from None
+            raise InputError(
+                f"checkpoint {name} must hold a run's state, got {error}; delete it"
+            ) from None
         if state:
             for name in RunState.__annotations__:
                 setattr(self, name, state[name])

@@ -1,9 +1,10 @@
-"""The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench step` both run this.
+"""The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench
+step` both run this.
 
-A batch in parts is one compiled function for each part, which adds its gradients to sums, and one that updates the
-weights from them, in the memory of one part and one set of gradients. The sums of several workers, each of which has
-its share of the parts, are added up once a step, and each updates its own weights from that, to the bit.
-"""
+A batch in parts is one compiled function for each part, which adds its gradients to sums, and one
+that updates the weights from them, in the memory of one part and one set of gradients. The sums of
+several workers, each of which has its share of the parts, are added up once a step, and each
+updates its own weights from that, to the bit."""
 
 import functools
 import time
@@ -26,8 +27,8 @@ class Outcome:
     """The outcome of a step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update; not finite if its gradients are not. A worker skips
-    its parts after one that is not finite; their losses are 0."""
+    """(parts,) loss of each micro-batch before the update; not finite if its gradients are not. A
+    worker skips its parts after one that is not finite; their losses are 0."""
     dice: np.ndarray  # (batch, R) soft Dice before the update
     notes: np.ndarray  # (workers,) each worker's `note`
     exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included
@@ -39,23 +40,34 @@ class Outcome:
 
 
 class Learner:
-    """The network of a run with its optimizer and averaged weights. `arrays()` is all that a restart needs."""
+    """The network of a run with its optimizer and averaged weights. `arrays()` is all that a
+    restart needs."""
 
     def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
         self.config, self._exchange = config, exchange
         self.model = build_unet3d(config.unet, config.grid, config.micro)
         self.optimizer = optimizer_of(config)
         self.optimizer.build(self.model.trainable_variables)
-        self._average = [tf.Variable(v, trainable=False) for v in self.model.trainable_variables] if config.ema else []
+        self._average = (
+            [tf.Variable(v, trainable=False) for v in self.model.trainable_variables]
+            if config.ema
+            else []
+        )
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        summed = self.model.trainable_variables if config.parts > 1 else []  # not in a checkpoint: zero at each step
+        summed = (
+            self.model.trainable_variables if config.parts > 1 else []
+        )  # not in a checkpoint: zero at each step
         self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
-        compiled = functools.partial(tf.function, autograph=False)  # nothing in them branches on a tensor
+        compiled = functools.partial(
+            tf.function, autograph=False
+        )  # nothing in them branches on a tensor
         self._step = compiled(self._train)
         self._accumulate = compiled(self._add_part)
         self._pack = compiled(self._packed)
         self._take = compiled(self._take_vector)
-        self._apply = compiled(lambda: self._update([tf.convert_to_tensor(total) for total in self._sums]))
+        self._apply = compiled(
+            lambda: self._update([tf.convert_to_tensor(total) for total in self._sums])
+        )
         self._predict = compiled(lambda image: finest(self.model(image, training=False)))
 
     def step(
@@ -65,13 +77,12 @@ class Learner:
         note: Callable[[], float] = lambda: 0.0,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Take an optimizer step on this worker's next parts of the batch: image (micro, X, Y, Z, C) and target
-        (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are there; all workers get it. With a
-        loss that is not finite no worker updates its weights.
+        """Take an optimizer step on this worker's next parts of the batch: image (micro, X, Y, Z,
+        C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are
+        there; all workers get it. With a loss that is not finite no worker updates its weights.
 
-        Raises WorkerLostError if another worker is gone, with all variables as they were before the step, and
-        WorkersDifferError if one has other weights than the chief.
-        """
+        Raises WorkerLostError if another worker is gone, with all variables as they were before the
+        step, and WorkersDifferError if one has other weights than the chief."""
         config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
         if config.parts == 1:
@@ -79,10 +90,17 @@ class Learner:
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
-        before = [moving.numpy() for moving in self.model.non_trainable_variables] if self._exchange.count > 1 else []
+        before = (
+            [moving.numpy() for moving in self.model.non_trainable_variables]
+            if self._exchange.count > 1
+            else []
+        )
         share = config.parts // self._exchange.count
         first = self._exchange.rank * share
-        losses, dice = np.zeros(config.parts, np.float32), np.zeros((config.batch, config.unet.outputs), np.float32)
+        losses, dice = (
+            np.zeros(config.parts, np.float32),
+            np.zeros((config.batch, config.unet.outputs), np.float32),
+        )
         for part in range(first, first + share):
             # No name is kept for a part: it would live beside the next one.
             loss, own_dice = self._accumulate(*next(parts))
@@ -111,12 +129,14 @@ class Learner:
         return self._predict(image)
 
     def arrays(self) -> Dict[str, tf.Tensor]:
-        """Every variable by a stable name, as a tensor on the same memory: a step that changes it copies it first."""
+        """Every variable by a stable name, as a tensor on the same memory: a step that changes it
+        copies it first."""
         return {name: variable.read_value() for name, variable in self.named_variables().items()}
 
     @property
     def largest_bytes(self) -> int:
-        """Bytes of the largest of `arrays()`: the memory of a save, which writes one after another."""
+        """Bytes of the largest of `arrays()`: the memory of a save, which writes one after
+        another."""
         return max(v.dtype.size * v.shape.num_elements() for v in self.named_variables().values())
 
     @property
@@ -125,26 +145,37 @@ class Learner:
         return sum(v.shape.num_elements() for v in self.model.trainable_variables)
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
-        """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another run."""
+        """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another
+        run."""
         variables, todo = self.named_variables(), "it belongs to another run"
         differing = sorted(set(arrays) ^ set(variables))[:3]
         if differing:
-            got = ", ".join(f"{'no' if name in variables else 'unknown'} {name}" for name in differing)
-            raise InputError(f"checkpoint must hold this run's {len(variables)} variables, got {got}; {todo}")
+            got = ", ".join(
+                f"{'no' if name in variables else 'unknown'} {name}" for name in differing
+            )
+            raise InputError(
+                f"checkpoint must hold this run's {len(variables)} variables, got {got}; {todo}"
+            )
         for name, variable in variables.items():
             array, shape = arrays[name], tuple(variable.shape)
             if tuple(array.shape) != shape:
-                raise InputError(f"checkpoint array {name} must have shape {shape}, got {tuple(array.shape)}; {todo}")
+                raise InputError(
+                    f"checkpoint array {name} must have shape {shape}, got {tuple(array.shape)}; {todo}"
+                )
             variable.assign(array)
 
     def weights(self) -> Dict[str, tf.Tensor]:
-        """The network's weights alone, averaged if the run averages, for prediction. As `arrays()`."""
+        """The network's weights alone, averaged if the run averages, for prediction. As
+        `arrays()`."""
         averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
         names = weight_names(self.model.weights)
-        return {name: averaged.get(id(v), v).read_value() for name, v in zip(names, self.model.weights)}
+        return {
+            name: averaged.get(id(v), v).read_value() for name, v in zip(names, self.model.weights)
+        }
 
     def swap_average(self) -> None:
-        """Exchange the network's weights with their average; a second call puts them back. Nothing without EMA."""
+        """Exchange the network's weights with their average; a second call puts them back. Nothing
+        without EMA."""
         for variable, mean in zip(self.model.trainable_variables, self._average):
             current = variable.numpy()
             variable.assign(mean)
@@ -152,14 +183,23 @@ class Learner:
 
     def named_variables(self) -> Dict[str, tf.Variable]:
         """Every variable by its name in `arrays()`."""
-        groups = {"model": self.model.weights, "optimizer": self.optimizer.variables, "average": self._average}
-        named = {f"{group}/{i:03d}": v for group, members in groups.items() for i, v in enumerate(members)}
+        groups = {
+            "model": self.model.weights,
+            "optimizer": self.optimizer.variables,
+            "average": self._average,
+        }
+        named = {
+            f"{group}/{i:03d}": v
+            for group, members in groups.items()
+            for i, v in enumerate(members)
+        }
         return {**named, "updates": self._updates}
 
     # --- Workers ---
 
     def _summed(self, losses: np.ndarray, dice: np.ndarray, note: float) -> Tuple[np.ndarray, ...]:
-        """Losses, Dice and notes, summed over the workers together with the gradients, which `_take` puts in place."""
+        """Losses, Dice and notes, summed over the workers together with the gradients, which
+        `_take` puts in place."""
         notes, prints = np.zeros((2, self._exchange.count), np.float32)
         notes[self._exchange.rank] = note
         known = np.concatenate([losses, dice.ravel(), notes, prints])
@@ -179,7 +219,8 @@ class Learner:
     # --- Traced ---
 
     def _packed(self, known, place):
-        """(n,) float32: gradients, moving statistics and `known`, with the weights' fingerprint at `place`."""
+        """(n,) float32: gradients, moving statistics and `known`, with the weights' fingerprint at
+        `place`."""
         fingerprint = _fingerprint(self.model.trainable_variables)
         known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
         shares = [moving / self._exchange.count for moving in self.model.non_trainable_variables]
@@ -195,14 +236,16 @@ class Learner:
 
     def _train(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
-        # The loss shows whether all gradients are finite. By itself TensorFlow reads that last, and keeps them for it.
+        # The loss shows whether all gradients are finite. By itself TensorFlow reads that last, and
+        # keeps them for it.
         with tf.control_dependencies([loss]):
             self._update(gradients)
         return loss, dice
 
     def _add_part(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
-        # All gradients first: additions in between would run in any order, and memory could not be predicted.
+        # All gradients first: additions in between would run in any order, and memory could not be
+        # predicted.
         with tf.control_dependencies(gradients):
             for total, gradient in zip(self._sums, gradients):
                 total.assign_add(gradient)
@@ -210,19 +253,26 @@ class Learner:
 
     def _gradients(self, image, target):
         """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
-        loss, dice, gradients = self.model.loss_and_gradients(TrainingLoss(), image, target, 1 / self.config.parts)
-        # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a gradient.
+        loss, dice, gradients = self.model.loss_and_gradients(
+            TrainingLoss(), image, target, 1 / self.config.parts
+        )
+        # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a
+        # gradient.
         with tf.control_dependencies(gradients):
-            finite = tf.math.is_finite(tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients]))
+            finite = tf.math.is_finite(
+                tf.add_n([tf.nn.l2_loss(gradient) for gradient in gradients])
+            )
         return tf.where(finite, loss, np.nan), dice, gradients
 
     def _update(self, gradients):
-        # Without this TensorFlow mixes updates and gradients in any order, and memory cannot be predicted.
-        # One edge an operation, from a group: one from each gradient would be most of the graph.
+        # Without this TensorFlow mixes updates and gradients in any order, and memory cannot be
+        # predicted. One edge an operation, from a group: one from each gradient would be most of
+        # the graph.
         with tf.control_dependencies([tf.group(gradients)]):
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
         self._updates.assign_add(1)
-        # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never starts from noise.
+        # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never
+        # starts from noise.
         updates = tf.cast(self._updates, tf.float32)
         with tf.name_scope("average"):
             for mean, variable in zip(self._average, self.model.trainable_variables):
@@ -231,7 +281,8 @@ class Learner:
 
 
 def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
-    """24 bits of all the weights' bits, as a float32. They are added as integers, in which order does not matter."""
+    """24 bits of all the weights' bits, as a float32. They are added as integers, in which order
+    does not matter."""
     total = tf.constant(0, tf.int32)
     for weight in weights:
         total = 31 * total + tf.reduce_sum(tf.bitcast(tf.convert_to_tensor(weight), tf.int32))

@@ -1,14 +1,15 @@
-"""The training loss, soft Dice and cross-entropy by region, float32 for any dtype of the network; and hard Dice.
+"""The training loss, soft Dice and cross-entropy by region, float32 for any dtype of the network;
+and hard Dice.
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
-Another loss is another such class, with the `value` that models/supervision.py asks for; `train` and its validations
-take the one that TrainingLoss names.
+Another loss is another such class, with the `value` that models/supervision.py asks for; `train`
+and its validations take the one that TrainingLoss names.
 
-Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is compared with every 2nd,
-4th ... voxel of the same target; `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their
-losses the one that `train` minimises.
-"""
+Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is
+compared with every 2nd, 4th ... voxel of the same target;
+`loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their losses the one
+that `train` minimises."""
 
 import functools
 from types import SimpleNamespace
@@ -18,7 +19,8 @@ import tensorflow as tf
 
 from models.supervision import supervise, thinned
 
-# Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel that is predicted.
+# Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel
+# that is predicted.
 SMOOTH = 1.0
 HARD = 0.1  # weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)
 
@@ -27,24 +29,26 @@ HARD = 0.1  # weight of the cross-entropy beside Dice: the best of those tried (
 class DiceCrossEntropy(tf.keras.losses.Loss):
     """1 - mean soft Dice + HARD times a cross-entropy of hard voxels.
 
-    Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region that is predicted
-    nowhere nor takes away an island that is predicted with certainty; and a mean of the cross-entropy over all voxels
-    gives both the weight of their share of the volume. Here each voxel of a region counts by its error |p - t|, divided
-    by the sum of these errors: d loss / d z is HARD |p - t| (p - t) / sum |p - t|, for any size of the region.
+    Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region
+    that is predicted nowhere nor takes away an island that is predicted with certainty; and a mean
+    of the cross-entropy over all voxels gives both the weight of their share of the volume. Here
+    each voxel of a region counts by its error |p - t|, divided by the sum of these errors: d loss /
+    d z is HARD |p - t| (p - t) / sum |p - t|, for any size of the region.
 
-    As |p - t| (p - t) is the slope of a voxel's cross-entropy less its error, the term is (sum of cross-entropies - sum
-    of errors) / sum of errors, the divisor taken as constant, and needs no map of its own.
+    As |p - t| (p - t) is the slope of a voxel's cross-entropy less its error, the term is (sum of
+    cross-entropies - sum of errors) / sum of errors, the divisor taken as constant, and needs no
+    map of its own.
 
-    The score is the soft Dice (N, R). All is taken per sample and region and then averaged, so an accumulated batch
-    equals a full one.
-    """
+    The score is the soft Dice (N, R). All is taken per sample and region and then averaged, so an
+    accumulated batch equals a full one."""
 
     def __init__(self, reduction: str = "auto", name: str = "dice_cross_entropy"):
         super().__init__(reduction, name)
 
     @tf.autograph.experimental.do_not_convert
     def call(self, y_true, y_pred):
-        """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple of the logits'."""
+        """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple
+        of the logits'."""
         by_sample = SimpleNamespace(value=functools.partial(self.value, by_sample=True))
         y_pred = tf.convert_to_tensor(y_pred)
         target = tf.stop_gradient(_on_grid_or_finer(y_pred, y_true))
@@ -57,8 +61,8 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
         return of_samples(y_pred)[:, 0]
 
     def value(self, sums, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The loss of the batch, or (N, 1) of each sample, from sums (N, 4, R); the soft Dice; and the loss's
-        derivatives by the first three sums, (N, 3, R)."""
+        """The loss of the batch, or (N, 1) of each sample, from sums (N, 4, R); the soft Dice; and
+        the loss's derivatives by the first three sums, (N, 3, R)."""
         cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=1)
         size = predicted + true + SMOOTH
         errors = tf.maximum(predicted + true - 2 * overlap, 0.0)
@@ -72,25 +76,34 @@ class DiceCrossEntropy(tf.keras.losses.Loss):
         return loss, dice, factors
 
 
-tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy  # compile(loss="dice_cross_entropy")
+tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = (
+    DiceCrossEntropy  # compile(loss="dice_cross_entropy")
+)
 
 TrainingLoss = DiceCrossEntropy  # which `train` minimises and its validations report
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class RegionDice(tf.keras.metrics.Mean):
-    """Mean hard Dice of the cases, as `hard_dice` has it: of the region at an index of the last axis, or of all."""
+    """Mean hard Dice of the cases, as `hard_dice` has it: of the region at an index of the last
+    axis, or of all."""
 
-    def __init__(self, region: Optional[int] = None, name: str = "dice", dtype: Optional[str] = None):
+    def __init__(
+        self, region: Optional[int] = None, name: str = "dice", dtype: Optional[str] = None
+    ):
         super().__init__(name, dtype)
         self.region = region
 
     def update_state(self, y_true, y_pred, sample_weight=None):
         """Add the Dice of cases; arguments as of `DiceCrossEntropy.call`."""
         y_pred = tf.convert_to_tensor(y_pred)
-        dice = hard_dice(hard_dice_counts(thinned(_on_grid_or_finer(y_pred, y_true), y_pred), y_pred))
+        dice = hard_dice(
+            hard_dice_counts(thinned(_on_grid_or_finer(y_pred, y_true), y_pred), y_pred)
+        )
         if self.region is not None and not 0 <= self.region < dice.shape[1]:
-            raise ValueError(f"region must be at least 0, below {dice.shape[1]}, got {self.region}; give an index")
+            raise ValueError(
+                f"region must be at least 0, below {dice.shape[1]}, got {self.region}; give an index"
+            )
         dice = tf.reduce_mean(dice, 1) if self.region is None else dice[:, self.region]
         return super().update_state(dice, sample_weight)
 
@@ -99,14 +112,16 @@ class RegionDice(tf.keras.metrics.Mean):
 
 
 def hard_dice(counts) -> tf.Tensor:
-    """(N, R) of `hard_dice_counts`. A region absent from both scores 1: nothing was missed or made up."""
+    """(N, R) of `hard_dice_counts`. A region absent from both scores 1: nothing was missed or made
+    up."""
     overlap, predicted, true = tf.unstack(counts, axis=-1)
     total = predicted + true
     return tf.where(total == 0, tf.ones_like(total), 2 * overlap / tf.maximum(total, 1))
 
 
 def hard_dice_counts(target, logits) -> tf.Tensor:
-    """Voxel counts (N, R, 3) float64: overlap, predicted, true, with a voxel predicted from a probability of 0.5 on."""
+    """Voxel counts (N, R, 3) float64: overlap, predicted, true, with a voxel predicted from a
+    probability of 0.5 on."""
     truth = tf.cast(target, tf.bool)
     predicted = logits >= 0
     counts = [
@@ -121,7 +136,8 @@ def hard_dice_counts(target, logits) -> tf.Tensor:
 
 
 def _on_grid_or_finer(logits, target):
-    """The target. Raises ValueError if it is no map of as many regions on that grid or a multiple of it."""
+    """The target. Raises ValueError if it is no map of as many regions on that grid or a multiple
+    of it."""
     target = tf.convert_to_tensor(target)
     if target.shape.rank is None or None in target.shape[1:]:
         target = tf.ensure_shape(target, logits.shape)
@@ -129,5 +145,7 @@ def _on_grid_or_finer(logits, target):
     is_other = len(target.shape) != len(logits.shape) or target.shape[-1] != logits.shape[-1]
     if is_other or len(steps) > 1 or max(steps) % 1:
         got = f"{tuple(target.shape)} for {tuple(logits.shape)}"
-        raise ValueError(f"y_true must have the shape of y_pred or a finer grid, got {got}; give a map for each region")
+        raise ValueError(
+            f"y_true must have the shape of y_pred or a finer grid, got {got}; give a map for each region"
+        )
     return target

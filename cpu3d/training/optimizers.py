@@ -1,9 +1,9 @@
-"""Muon, whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer for hidden layers in
-neural networks"); Adam and Nesterov's SGD. Each updates one variable after another.
+"""Muon, whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer
+for hidden layers in neural networks"); Adam and Nesterov's SGD. Each updates one variable after
+another.
 
-All singular values become equal, so directions that few voxels support, such as a small lesion's, move as far as
-those that all voxels support. docs/log.md has the steps that this saves.
-"""
+All singular values become equal, so directions that few voxels support, such as a small lesion's,
+move as far as those that all voxels support. docs/log.md has the steps that this saves."""
 
 import math
 from typing import Any, Callable, Optional, Tuple
@@ -14,20 +14,24 @@ from cpu3d.settings import RunConfig
 from memory_estimator.job import is_orthogonal
 from models.native import operations
 
-# Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in five times.
+# Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in
+# five times.
 ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
 
 class InOrder(tf.keras.optimizers.Optimizer):
-    """A Keras optimizer whose updates each wait for the one before. In any other order the places of small tensors, and
-    whether a large one fits between them, would depend on timing. On a card Keras would compile each update as a graph
-    of its own, which could not wait."""
+    """A Keras optimizer whose updates each wait for the one before. In any other order the places
+    of small tensors, and whether a large one fits between them, would depend on timing. On a card
+    Keras would compile each update as a graph of its own, which could not wait."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **{"jit_compile": False, **options})
 
     def apply_gradients(self, *arguments, **options):
-        self._before, self._shared = [], {}  # the last update; tensors that the updates of a subclass share
+        self._before, self._shared = (
+            [],
+            {},
+        )  # the last update; tensors that the updates of a subclass share
         try:
             return super().apply_gradients(*arguments, **options)
         finally:
@@ -48,7 +52,8 @@ class Adam(InOrder, tf.keras.optimizers.Adam):
 
 
 class Sgd(InOrder, tf.keras.optimizers.SGD):
-    """Nesterov's momentum, in place: a new one, as Keras makes it, would be elsewhere after every step."""
+    """Nesterov's momentum, in place: a new one, as Keras makes it, would be elsewhere after every
+    step."""
 
     def change(self, gradient, variable):
         mean = self.momentums[self._index_dict[self._var_key(variable)]]
@@ -59,13 +64,14 @@ class Sgd(InOrder, tf.keras.optimizers.SGD):
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
 class Muon(InOrder):
-    """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1 kernels.
+    """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1
+    kernels.
 
     One float32 slot a kernel, two for each variable of Adam's.
 
-    An update's length does not depend on that of the gradient, so one fixed rate serves every loss and data set. Adam's
-    part has a rate of its own: at a third of it the head and the norms learn too slowly, at any rate of the kernels.
-    """
+    An update's length does not depend on that of the gradient, so one fixed rate serves every loss
+    and data set. Adam's part has a rate of its own: at a third of it the head and the norms learn
+    too slowly, at any rate of the kernels."""
 
     def __init__(
         self,
@@ -79,11 +85,11 @@ class Muon(InOrder):
         name: str = "Muon",
         **options,
     ):
-        """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of kernels, with Nesterov's
-        look-ahead. Each step takes `learning_rate` times `kernel_decay` of a kernel away, as in
-        AdamW (Loshchilov and Hutter 2019): a norm follows each, so only its direction counts, and
-        one that grows learns more slowly. `options` are those of every Keras optimizer, such as
-        `clipnorm`."""
+        """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of
+        kernels, with Nesterov's look-ahead. Each step takes `learning_rate` times `kernel_decay` of
+        a kernel away, as in AdamW (Loshchilov and Hutter 2019): a norm follows each, so only its
+        direction counts, and one that grows learns more slowly. `options` are those of every Keras
+        optimizer, such as `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
         self.adam_scale, self.momentum = adam_scale, momentum
@@ -96,7 +102,8 @@ class Muon(InOrder):
             return
         self._means = [self.add_variable_from_reference(v, "mean") for v in var_list]
         self._squares = [
-            None if is_orthogonal(v.shape) else self.add_variable_from_reference(v, "square") for v in var_list
+            None if is_orthogonal(v.shape) else self.add_variable_from_reference(v, "square")
+            for v in var_list
         ]
         self._built = True
 
@@ -107,7 +114,9 @@ class Muon(InOrder):
             return variable.assign_sub(self._adam(index, gradient))
         before = []
         if self.kernel_decay:
-            share = self._kernel_rate(gradient.dtype) * self._constant(self.kernel_decay, gradient.dtype)
+            share = self._kernel_rate(gradient.dtype) * self._constant(
+                self.kernel_decay, gradient.dtype
+            )
             before = [variable.assign_sub(share * variable)]
         with tf.control_dependencies(before):  # or both would hold a tensor of the kernel's size
             return variable.assign_sub(self._muon(index, gradient))
@@ -115,7 +124,11 @@ class Muon(InOrder):
     def get_config(self):
         names = ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon", "kernel_decay")
         own = {name: getattr(self, name) for name in names}
-        return {**super().get_config(), "learning_rate": self._serialize_hyperparameter(self._learning_rate), **own}
+        return {
+            **super().get_config(),
+            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
+            **own,
+        }
 
     def _muon(self, index: int, gradient):
         mean, dtype = self._means[index], gradient.dtype
@@ -126,7 +139,9 @@ class Muon(InOrder):
         if operations.in_use() and dtype == tf.float32:
             return rate * operations.orthogonal(ahead)
         side = min(matrix_shape(gradient.shape))
-        return rate * orthogonal(ahead, self._once(f"terms {side}", lambda: first_terms(side, dtype)))
+        return rate * orthogonal(
+            ahead, self._once(f"terms {side}", lambda: first_terms(side, dtype))
+        )
 
     def _kernel_rate(self, dtype):
         return self._once("kernels' rate", lambda: tf.cast(self.learning_rate, dtype))
@@ -135,7 +150,9 @@ class Muon(InOrder):
         mean, square, dtype = self._means[index], self._squares[index], gradient.dtype
         rate = self._once("rate", lambda: self._adam_rate(dtype))
         mean = mean.assign_add((gradient - mean) * self._constant(1 - self.beta_1, dtype))
-        square = square.assign_add((tf.square(gradient) - square) * self._constant(1 - self.beta_2, dtype))
+        square = square.assign_add(
+            (tf.square(gradient) - square) * self._constant(1 - self.beta_2, dtype)
+        )
         return rate * mean / (tf.sqrt(square) + self._constant(self.epsilon, dtype))
 
     def _adam_rate(self, dtype):
@@ -156,7 +173,8 @@ class Muon(InOrder):
 
 
 def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
-    """A new optimizer with the settings of a run; its facts are in `memory_estimator.job.OPTIMIZERS`."""
+    """A new optimizer with the settings of a run; its facts are in
+    `memory_estimator.job.OPTIMIZERS`."""
     rate = config.peak_rate
     return {
         "muon": lambda: Muon(rate, config.adam_rate / rate, kernel_decay=config.weight_decay),
@@ -171,27 +189,28 @@ def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:
 
 
 def first_terms(side: int, dtype) -> Tuple[tf.Tensor, tf.Tensor]:
-    """The terms that the polynomial of a `side` x `side` matrix is added to, for all kernels of that side.
+    """The terms that the polynomial of a `side` x `side` matrix is added to, for all kernels of
+    that side.
 
-    Operations: a constant would be part of the graph, and each of TensorFlow's passes over it keeps a copy, outside the
-    allocator.
-    """
+    Operations: a constant would be part of the graph, and each of TensorFlow's passes over it keeps
+    a copy, outside the allocator."""
     a, b, c = ITERATION
     identity = tf.eye(side, dtype=dtype)
     return a * identity, b / math.sqrt(c) * identity
 
 
 def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
-    """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in the kernel's shape:
-    singular values of 0.7 to 1.2, times the root of its rows over its columns if that is more than 1. `terms` are
-    `first_terms` of the smaller side.
+    """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in
+    the kernel's shape: singular values of 0.7 to 1.2, times the root of its rows over its columns
+    if that is more than 1. `terms` are `first_terms` of the smaller side.
 
-    A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over rows: a decoder's
-    first convolution, which has twice the rows, then learns more slowly than the others (docs/log.md).
+    A kernel's rows are its voxels times its inputs, A. Jordan's scale is the root of columns over
+    rows: a decoder's first convolution, which has twice the rows, then learns more slowly than the
+    others (docs/log.md).
 
-    Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. The factor of X depends on G alone, so
-    only that is iterated, B x B in size, times the root of c, and X, which has many more rows, is multiplied once.
-    `operations.orthogonal` is the same, faster, where own operations run.
+    Newton and Schulz' iteration X <- X (a + b G + c G^2) with G = X'X. The factor of X depends on G
+    alone, so only that is iterated, B x B in size, times the root of c, and X, which has many more
+    rows, is multiplied once. `operations.orthogonal` is the same, faster, where own operations run.
     """
     rows, columns = matrix_shape(kernel.shape)
     matrix, wide = tf.reshape(kernel, (rows, columns)), rows < columns
@@ -206,4 +225,6 @@ def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
         if time < TIMES - 1:
             gram = tf.matmul(tf.matmul(factor, gram), factor)
     nearest = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
-    return tf.reshape(nearest * (tf.math.rsqrt(square) * math.sqrt(max(1.0, rows / columns))), kernel.shape)
+    return tf.reshape(
+        nearest * (tf.math.rsqrt(square) * math.sqrt(max(1.0, rows / columns))), kernel.shape
+    )

@@ -3,9 +3,8 @@
     with tracked(run, config, mlflow="sqlite:///mlflow.db") as track:
         track(event)                 # as it is logged
 
-Both get the settings and the numbers of every step and validation, MLflow also the files in FILES. A step that a
-restart repeats is sent again only if its loss or rate has changed.
-"""
+Both get the settings and the numbers of every step and validation, MLflow also the files in FILES.
+A step that a restart repeats is sent again only if its loss or rate has changed."""
 
 import contextlib
 import importlib.util
@@ -27,11 +26,22 @@ from cpu3d.util.records import VERSION, count, without_passwords
 from memory_estimator.common.files import read_json
 from memory_estimator.installed import how_to_install
 
-SCALARS = {"step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"), "validation": ("loss", "mean_dice")}
+SCALARS = {
+    "step": ("loss", "learning_rate", "step_s", "wait_s", "voxels"),
+    "validation": ("loss", "mean_dice"),
+}
 """Kind of event -> its fields that are curves, besides the Dice of each region."""
 
-SENT_BY = ("step/loss", "step/learning_rate", "validation/loss")  # an event is sent again only if one of them changed
-FILES = ("config.json", "plan.json", "report.html")  # of the run's folder, as they are when an attempt ends
+SENT_BY = (
+    "step/loss",
+    "step/learning_rate",
+    "validation/loss",
+)  # an event is sent again only if one of them changed
+FILES = (
+    "config.json",
+    "plan.json",
+    "report.html",
+)  # of the run's folder, as they are when an attempt ends
 # Settings of a run that follow from the store.
 DERIVED = ("store_channels", "label_names", "region_codes", *FACTS)
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
@@ -51,9 +61,9 @@ def require_mlflow() -> None:
 
 @contextlib.contextmanager
 def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
-    """Yields a function that sends an event of the log. `mlflow` is the URI of a tracking server or database; "" is
-    none. MLflow neither ends nor delays a training: a thread of its own sends, and stops with one line on stderr when
-    MLflow fails."""
+    """Yields a function that sends an event of the log. `mlflow` is the URI of a tracking server or
+    database; "" is none. MLflow neither ends nor delays a training: a thread of its own sends, and
+    stops with one line on stderr when MLflow fails."""
     sinks = [_TensorBoard(run, config), *([_Mlflow(run, config, mlflow)] if mlflow else [])]
 
     def track(event: Mapping[str, Any]) -> None:
@@ -73,14 +83,24 @@ def scalars(event: Mapping[str, Any]) -> Dict[str, float]:
     if group not in SCALARS:
         return {}
     named = {f"{group}/{name}": event[name] for name in SCALARS[group] if name in event}
-    return {**named, **{f"{group}/dice/{region}": value for region, value in event.get("dice", {}).items()}}
+    return {
+        **named,
+        **{f"{group}/dice/{region}": value for region, value in event.get("dice", {}).items()},
+    }
 
 
 def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
-    """The settings of a run by name; a tuple as its elements with spaces between. Empty ones are left out."""
+    """The settings of a run by name; a tuple as its elements with spaces between. Empty ones are
+    left out."""
     named = {name: value for name, value in settings_by_name(config).items() if name not in DERIVED}
-    named = {k: " ".join(map(str, v)) if isinstance(v, (tuple, list)) else v for k, v in named.items()}
-    return {k: v if isinstance(v, (bool, int, float)) else str(v) for k, v in named.items() if v not in ("", None)}
+    named = {
+        k: " ".join(map(str, v)) if isinstance(v, (tuple, list)) else v for k, v in named.items()
+    }
+    return {
+        k: v if isinstance(v, (bool, int, float)) else str(v)
+        for k, v in named.items()
+        if v not in ("", None)
+    }
 
 
 # --- Private helpers ---
@@ -106,12 +126,17 @@ class _TensorBoard:
 
 
 class _Mlflow:
-    """A run in MLflow for all attempts of a run: run/mlflow.json has its id, and nothing of the URI."""
+    """A run in MLflow for all attempts of a run: run/mlflow.json has its id, and nothing of the
+    URI."""
 
     def __init__(self, run: Path, config: RunConfig, uri: str):
         # Short timeouts for the thread below; no telemetry.
         short = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-        for name, value in {**short, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"}.items():
+        for name, value in {
+            **short,
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_LOGGING_LEVEL": "WARNING",
+        }.items():
             os.environ.setdefault(name, value)
         self._run, self._config, self._uri = run, config, uri
         self._events: queue.SimpleQueue = queue.SimpleQueue()
@@ -156,7 +181,9 @@ class _Mlflow:
         from mlflow.tracking import MlflowClient
 
         before = logging.root.manager.disable
-        logging.disable(logging.INFO)  # for a new database its client prints a line for each migration of its tables
+        logging.disable(
+            logging.INFO
+        )  # for a new database its client prints a line for each migration of its tables
         try:
             client = MlflowClient(self._uri)
             run_id = self._open(client)
@@ -176,7 +203,13 @@ class _Mlflow:
             if (self._run / name).is_file():
                 client.log_artifact(run_id, str(self._run / name))
         last = last_event(self._run)
-        status = "FINISHED" if last.get("reason") in FINISHED else "KILLED" if last.get("event") == "end" else "FAILED"
+        status = (
+            "FINISHED"
+            if last.get("reason") in FINISHED
+            else "KILLED"
+            if last.get("event") == "end"
+            else "FAILED"
+        )
         client.set_terminated(run_id, status)
 
     def _open(self, client: Any) -> str:
@@ -185,23 +218,36 @@ class _Mlflow:
         from mlflow.exceptions import MlflowException
 
         noted, run = self._run / "mlflow.json", None
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no file, or a damaged one
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError
+        ):  # no file, or a damaged one
             try:
                 run = client.get_run(read_json(noted)["run_id"])
                 client.update_run(run.info.run_id, status="RUNNING")
             except MlflowException as error:
                 run = None
-                if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):  # of another server
+                if error.error_code not in (
+                    "RESOURCE_DOES_NOT_EXIST",
+                    "INVALID_PARAMETER_VALUE",
+                ):  # of another server
                     raise
         if run is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cpu3d")
             experiment = client.get_experiment_by_name(name)
             place = experiment.experiment_id if experiment else client.create_experiment(name)
-            run = client.create_run(place, run_name=self._run.resolve().name, tags={"cpu3d.version": VERSION})
+            run = client.create_run(
+                place, run_name=self._run.resolve().name, tags={"cpu3d.version": VERSION}
+            )
             write_json(noted, {"run_id": run.info.run_id})
         # A parameter in MLflow cannot change; of an extended run config.json has the present ones.
-        new = {name: str(value) for name, value in parameters(self._config).items() if name not in run.data.params}
-        client.log_batch(run.info.run_id, params=[Param(name, value) for name, value in new.items()])
+        new = {
+            name: str(value)
+            for name, value in parameters(self._config).items()
+            if name not in run.data.params
+        }
+        client.log_batch(
+            run.info.run_id, params=[Param(name, value) for name, value in new.items()]
+        )
         return run.info.run_id
 
     def _catch_up(self, client: Any, run_id: str) -> Sent:
@@ -238,7 +284,10 @@ class _Mlflow:
             step = event["step"]
             if any(known.get(step) != named[name] for name, known in sent.items() if name in named):
                 # The loss last: if MLflow has it, it has all of the event.
-                metrics += [Metric(name, float(value), now, step) for name, value in reversed(list(named.items()))]
+                metrics += [
+                    Metric(name, float(value), now, step)
+                    for name, value in reversed(list(named.items()))
+                ]
             for name in sent.keys() & named.keys():
                 sent[name][step] = named[name]
                 sent[name].pop(step - WAITING, None)

@@ -11,10 +11,9 @@ finished one. `launch` starts several processes that train one run together. If 
 by Kubernetes, this process is one of them.
 
 --folds trains all folds one after the other, each by a process of its own; scores every case once,
-by the fold that has not seen it; decides post-processing on all of them; and writes RUN/report.html.
-`predict --run RUN` and `evaluate --run RUN` then take the folds together. It uses
-the last weights of each fold, as the best ones are chosen by the cases that are to be scored.
-"""
+by the fold that has not seen it; decides post-processing on all of them; and writes
+RUN/report.html. `predict --run RUN` and `evaluate --run RUN` then take the folds together. It uses
+the last weights of each fold, as the best ones are chosen by the cases that are to be scored."""
 
 import contextlib
 import dataclasses
@@ -63,18 +62,21 @@ def train(
     force: bool = False,
     mlflow: str = "",
 ) -> RunConfig:
-    """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's configuration.
-    If the environment names other workers (`cluster.read_cluster`) this is one of them; all need the same arguments.
+    """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's
+    configuration. If the environment names other workers (`cluster.read_cluster`) this is one of
+    them; all need the same arguments.
 
-    Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each once the good
-    steps are saved, Interrupted after SIGINT and SIGTERM, DivergedError, MemoryRunsOutError and WorkerLostError.
-    """
+    Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each
+    once the good steps are saved, Interrupted after SIGINT and SIGTERM, DivergedError,
+    MemoryRunsOutError and WorkerLostError."""
     if mlflow:
         require_mlflow()
     refuse_folds(run_folder)
     attempt = _Attempt(Path(store_folder), Path(run_folder), settings or {}, force, mlflow)
     attempt.decide()
-    guard = Guard(attempt.folder, say=say, rank=attempt.cluster.rank, workers=attempt.cluster.workers)
+    guard = Guard(
+        attempt.folder, say=say, rank=attempt.cluster.rank, workers=attempt.cluster.workers
+    )
     with _lock_of_chief(attempt.cluster, attempt.folder), guard:
         exchange = attempt.join()
         is_patch = attempt.plan.config.is_patch
@@ -93,7 +95,9 @@ def train(
 class _Attempt:
     """A call of `train`, by one worker of a run, in four steps."""
 
-    def __init__(self, store_folder: Path, folder: Path, settings: Dict[str, Any], force: bool, mlflow: str):
+    def __init__(
+        self, store_folder: Path, folder: Path, settings: Dict[str, Any], force: bool, mlflow: str
+    ):
         self.folder, self.settings, self.force, self.mlflow = folder, settings, force, mlflow
         self.cluster = read_cluster(os.environ)
         self.store = open_store(store_folder)
@@ -103,7 +107,8 @@ class _Attempt:
         self.plan: Optional[Plan] = None  # of a worker that is not the chief, once it has joined
 
     def decide(self) -> None:
-        """Plan the run, and refuse a new one that may not fit. The chief alone does it; the others get its plan."""
+        """Plan the run, and refuse a new one that may not fit. The chief alone does it; the others
+        get its plan."""
         if self.cluster.is_chief:
             more = {"gpus": self.gpus, "workers": self.cluster.workers, "force": self.force}
             self.plan = make_plan(self.store, self.folder, self.host, self.settings, **more)
@@ -144,7 +149,9 @@ class _Attempt:
     def carry_out(self, fit: Any, guard: Guard) -> None:
         """Train to the end, or log the end of a run that is over."""
         if fit.is_over:
-            say(f"nothing to do after step {fit.step}: {fit.reason}; {self._what_continues(fit)} continues")
+            say(
+                f"nothing to do after step {fit.step}: {fit.reason}; {self._what_continues(fit)} continues"
+            )
             fit.run(mlflow=self.mlflow)  # sends what is missing there
             return
         guard.plan(
@@ -199,7 +206,11 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
         return
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
-        written = (run_folder / "log.jsonl", run_folder / "checkpoints" / BEST, *checkpoints(run_folder))
+        written = (
+            run_folder / "log.jsonl",
+            run_folder / "checkpoints" / BEST,
+            *checkpoints(run_folder),
+        )
         foreign = [path for path in written if path.is_file() and path.stat().st_size]
         if foreign and not (run_folder / "config.json").is_file():
             rule = f"run {run_folder} must hold a config.json beside {foreign[0].relative_to(run_folder)}, found none"

@@ -39,12 +39,12 @@ def validate(
     phase: Callable[[str], None] = lambda name: None,
     wish: Callable[[], int] = lambda: 0,
 ) -> Tuple[Optional[Validation], int]:
-    """Score all held-out cases, with the averaged weights if the run averages; returns the scores, and why the run
-    must stop, 0 for nothing, the same on all workers.
+    """Score all held-out cases, with the averaged weights if the run averages; returns the scores,
+    and why the run must stop, 0 for nothing, the same on all workers.
 
-    `phase` is called for each volume, `wish` returns why the run should stop. A single worker then stops between two
-    volumes, without scores; several finish. Raises WorkerLostError if another worker is gone.
-    """
+    `phase` is called for each volume, `wish` returns why the run should stop. A single worker then
+    stops between two volumes, without scores; several finish. Raises WorkerLostError if another
+    worker is gone."""
     count, regions = feeds.held_out, feeds.config.codes_by_region
     rows = np.zeros((count, 1 + len(regions)), np.float32 if exchange.count > 1 else np.float64)
     learner.swap_average()
@@ -75,8 +75,11 @@ def validate(
 # --- Private helpers ---
 
 
-def _whole_logits(feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor) -> tf.Tensor:
-    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, by whole volumes or windows."""
+def _whole_logits(
+    feeds: Feeds, logits_of: Callable[[tf.Tensor], tf.Tensor], image: tf.Tensor
+) -> tf.Tensor:
+    """Logits (1, X, Y, Z, R) of a whole volume at its own resolution, by whole volumes or
+    windows."""
     if feeds.config.is_patch:
         return sliding_window(logits_of, image, feeds.config.grid)[None]
     if feeds.resizing:

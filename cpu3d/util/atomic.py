@@ -1,4 +1,5 @@
-"""Files and folders that a reader sees either as they were or complete, whatever happens while they are written."""
+"""Files and folders that a reader sees either as they were or complete, whatever happens while they
+are written."""
 
 import contextlib
 import json
@@ -12,21 +13,27 @@ from typing import IO, Any, Iterator, Sequence, Union
 
 from cpu3d.errors import InputError
 
-# The end of the name of every unfinished file and folder; a dot begins it. Only such names are ever removed.
+# The end of the name of every unfinished file and folder; a dot begins it. Only such names are ever
+# removed.
 PARTIAL = ".cpu3d.partial"
 NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"  # folders of `replace_files`
 
 
 @contextlib.contextmanager
-def atomic_write(path: Union[str, Path], mode: str = "wb", flush: bool = True, token: str = "") -> Iterator[IO[Any]]:
-    """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success `flush` it to the disk and rename it
-    onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a killed process can leave it behind. Its
-    name has random digits; with a `token`, for a `path` of one writer, it is always the same, so that the next write
-    replaces what a killed process left."""
+def atomic_write(
+    path: Union[str, Path], mode: str = "wb", flush: bool = True, token: str = ""
+) -> Iterator[IO[Any]]:
+    """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success `flush` it to the
+    disk and rename it onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a
+    killed process can leave it behind. Its name has random digits; with a `token`, for a `path` of
+    one writer, it is always the same, so that the next write replaces what a killed process
+    left."""
     path = Path(path)
     partial = path.with_name(f".{path.name}.{token or secrets.token_hex(4)}{PARTIAL}")
     try:
-        with partial.open(mode if token else mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8") as file:
+        with partial.open(
+            mode if token else mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8"
+        ) as file:
             yield file
             file.flush()
             if flush:
@@ -35,7 +42,9 @@ def atomic_write(path: Union[str, Path], mode: str = "wb", flush: bool = True, t
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)  # a failed write knows only its handle; its reader wants the name
+            error.filename = str(
+                path
+            )  # a failed write knows only its handle; its reader wants the name
         raise
     if flush:
         sync_folder(path.parent)
@@ -48,17 +57,19 @@ def write_bytes(path: Union[str, Path], content: bytes) -> None:
 
 
 def write_json(path: Union[str, Path], content: Any) -> None:
-    """Write `content` as indented JSON, atomically. NaN and infinity are refused: they are not JSON."""
+    """Write `content` as indented JSON, atomically. NaN and infinity are refused: they are not
+    JSON."""
     write_bytes(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
 
 
 @contextlib.contextmanager
 def replace_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
-    """Yield an empty folder; on success `names` in it replace those in `folder` together, else those stay.
+    """Yield an empty folder; on success `names` in it replace those in `folder` together, else
+    those stay.
 
-    `names` are files and folders, all of which must be there at the end. The last of them leaves first and arrives
-    last: whenever it is there, the files beside it belong to it. After a killed process the next call restores the old.
-    """
+    `names` are files and folders, all of which must be there at the end. The last of them leaves
+    first and arrives last: whenever it is there, the files beside it belong to it. After a killed
+    process the next call restores the old."""
     new, old = folder / NEW, folder / OLD
     shutil.rmtree(new, ignore_errors=True)
     _bring_back(old, folder, names)
@@ -77,7 +88,8 @@ def replace_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
 
 
 def remove_partials(*folders: Path) -> None:
-    """Remove what killed processes have left of `atomic_write`. Only where no other process writes in these folders."""
+    """Remove what killed processes have left of `atomic_write`. Only where no other process writes
+    in these folders."""
     for folder in folders:
         for partial in Path(folder).glob(f".*{PARTIAL}"):
             if partial.is_file():  # a folder is another command's
@@ -85,7 +97,8 @@ def remove_partials(*folders: Path) -> None:
 
 
 def is_untouched(folder: Path, claim: str) -> bool:
-    """Whether a folder is empty, but for the partial file of a process that was killed while it wrote `claim`."""
+    """Whether a folder is empty, but for the partial file of a process that was killed while it
+    wrote `claim`."""
     return all(fnmatch(name, f".{claim}.*{PARTIAL}") for name in os.listdir(folder))
 
 
@@ -99,14 +112,16 @@ def sync(path: Union[str, Path]) -> None:
 
 
 def sync_folder(folder: Union[str, Path]) -> None:
-    """`sync` of a folder's entries: names made, moved or gone. If the file system cannot, nothing is done."""
+    """`sync` of a folder's entries: names made, moved or gone. If the file system cannot, nothing
+    is done."""
     with contextlib.suppress(OSError):
         sync(folder)
 
 
 def writable_folder(path: Union[str, Path], kind: str) -> Path:
-    """Make the folder `path` if there is none and return it. Raises InputError, before long work whose result could not
-    be written, unless a file can be made in it. `kind` is the folder's name in the message."""
+    """Make the folder `path` if there is none and return it. Raises InputError, before long work
+    whose result could not be written, unless a file can be made in it. `kind` is the folder's name
+    in the message."""
     path = Path(path)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -123,7 +138,8 @@ def writable_folder(path: Union[str, Path], kind: str) -> Path:
 
 
 def _bring_back(old: Path, folder: Path, names: Sequence[str]) -> None:
-    """Undo a replacement that was cut off, recognised by the last name's absence; then remove `old`."""
+    """Undo a replacement that was cut off, recognised by the last name's absence; then remove
+    `old`."""
     if not (folder / names[-1]).exists():
         for name in names:
             if (old / name).exists():

@@ -1,4 +1,5 @@
-"""Child processes: commands that end with this process and get its signals, or a function applied to many jobs.
+"""Child processes: commands that end with this process and get its signals, or a function applied
+to many jobs.
 
 with forward_signals(children, as_signal) as received:
     children.append(start(command, log))
@@ -18,11 +19,26 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import IO, Any, Callable, Deque, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import (
+    IO,
+    Any,
+    Callable,
+    Deque,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
-ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package, where PROGRAM is started
+ROOT = (
+    Path(__file__).resolve().parents[2]
+)  # the folder that holds the package, where PROGRAM is started
 PROGRAM = (sys.executable, "-m", "cpu3d")  # the command line, before its subcommand
-KILLED = object()  # the result of a job whose process was killed though it ran alone, most likely for lack of memory
+# the result of a job whose process was killed though it ran alone, most likely for lack of memory
+KILLED = object()
 
 _WITH_PARENT = """
 import ctypes, os, signal, sys
@@ -36,13 +52,16 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 def start(
-    command: Sequence[str], output: IO[Any], environ: Optional[Mapping[str, str]] = None, cwd: Optional[Path] = None
+    command: Sequence[str],
+    output: IO[Any],
+    environ: Optional[Mapping[str, str]] = None,
+    cwd: Optional[Path] = None,
 ) -> subprocess.Popen:
     """Start `command`, its stdout and stderr going to `output`, with our environment or `environ`.
 
-    It is in a session of its own, as Ctrl-C of a terminal would reach it twice. If this process is killed, it gets
-    SIGTERM. To be called in the main thread. What it prints is UTF-8, whatever our terminal has.
-    """
+    It is in a session of its own, as Ctrl-C of a terminal would reach it twice. If this process is
+    killed, it gets SIGTERM. To be called in the main thread. What it prints is UTF-8, whatever our
+    terminal has."""
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONIOENCODING"] = "utf-8:replace"
     return subprocess.Popen(
@@ -57,12 +76,14 @@ def start(
 
 
 @contextlib.contextmanager
-def forward_signals(children: List[subprocess.Popen], as_signal: Callable[[int], int]) -> Iterator[List[int]]:
-    """Send SIGINT, SIGTERM and SIGHUP on to `children`, each as `as_signal` of its number; yields those received.
+def forward_signals(
+    children: List[subprocess.Popen], as_signal: Callable[[int], int]
+) -> Iterator[List[int]]:
+    """Send SIGINT, SIGTERM and SIGHUP on to `children`, each as `as_signal` of its number; yields
+    those received.
 
-    `children` may grow; one that is added after a signal has come is the caller's to signal. A signal that this process
-    ignores, as under `nohup`, stays ignored.
-    """
+    `children` may grow; one that is added after a signal has come is the caller's to signal. A
+    signal that this process ignores, as under `nohup`, stays ignored."""
     received: List[int] = []
 
     def forward(number, frame):
@@ -91,7 +112,8 @@ def how_ended(returncode: int) -> str:
 
 
 def last_words(log: Path, begin: int = 0, count: int = 12) -> str:
-    """The last `count` lines of `log` from byte `begin` on that are not empty, indented for a message."""
+    """The last `count` lines of `log` from byte `begin` on that are not empty, indented for a
+    message."""
     with log.open("rb") as file:
         file.seek(begin)
         text = file.read().decode("utf-8", errors="replace")
@@ -103,13 +125,16 @@ def worker_count(requested: Optional[int]) -> int:
     return len(os.sched_getaffinity(0)) if requested is None else requested
 
 
-def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> Iterator[Tuple[Any, Any]]:
-    """Call `function(job)` for all jobs and yield (job, result) as they end: in `workers` processes, or here for one.
+def run_jobs(
+    function: Callable[[Any], Any], jobs: Sequence[Any], workers: int
+) -> Iterator[Tuple[Any, Any]]:
+    """Call `function(job)` for all jobs and yield (job, result) as they end: in `workers`
+    processes, or here for one.
 
-    When a process dies, the jobs in flight are tried again one at a time: one that kills its process even alone yields
-    KILLED, and the rest continue with half the workers. Exceptions of `function` are raised here. Closing the generator
-    kills the processes. They are spawned, so `function` and jobs must be picklable.
-    """
+    When a process dies, the jobs in flight are tried again one at a time: one that kills its
+    process even alone yields KILLED, and the rest continue with half the workers. Exceptions of
+    `function` are raised here. Closing the generator kills the processes. They are spawned, so
+    `function` and jobs must be picklable."""
     if min(workers, len(jobs)) <= 1:
         for job in jobs:
             yield job, function(job)
@@ -127,12 +152,15 @@ def run_jobs(function: Callable[[Any], Any], jobs: Sequence[Any], workers: int) 
 
 
 def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: int):
-    """Take jobs from `waiting` through a pool and yield (job, result). Returns the jobs in flight when a process died.
+    """Take jobs from `waiting` through a pool and yield (job, result). Returns the jobs in flight
+    when a process died.
 
     No more jobs than workers are in flight, so few are tried again.
     """
     earlier = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent)
+    pool = ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
+    )
     running: Dict[Future, Any] = {}
     try:
         while waiting or running:
@@ -153,7 +181,8 @@ def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: 
 
 
 def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any) -> Future:
-    """Submit with SIGINT blocked: processes start here and inherit that, so Ctrl-C reaches the parent alone."""
+    """Submit with SIGINT blocked: processes start here and inherit that, so Ctrl-C reaches the
+    parent alone."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return pool.submit(function, job)
@@ -162,7 +191,8 @@ def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any)
 
 
 def _end_with_parent() -> None:
-    """End this worker when its parent ends. It would wait without end for the work of a killed parent."""
+    """End this worker when its parent ends. It would wait without end for the work of a killed
+    parent."""
     parent = multiprocessing.parent_process()
 
     def watch():

@@ -14,10 +14,9 @@ from cpu3d.errors import InputError
 def locked(folder: Path, kind: str, wait_s: float = 0.0) -> Iterator[None]:
     """Hold `folder`, which must exist, until the block or the process ends, however it ends.
 
-    `kind` is the folder's name in the message, such as "run". Raises InputError if another process holds the folder for
-    longer than `wait_s`, and OSError if it cannot be opened. On a file system without locks, as some networks have,
-    nothing is held.
-    """
+    `kind` is the folder's name in the message, such as "run". Raises InputError if another process
+    holds the folder for longer than `wait_s`, and OSError if it cannot be opened. On a file system
+    without locks, as some networks have, nothing is held."""
     handle, end, held = os.open(folder, os.O_RDONLY), time.monotonic() + wait_s, False
     try:
         while not held:

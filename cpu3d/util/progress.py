@@ -8,7 +8,8 @@ from rich.console import Console
 
 
 def say(*lines: str, stderr: bool = True) -> None:
-    """Print lines as they are: not wrapped, nothing in them taken for markup or a smiley, as `:b:` in an address."""
+    """Print lines as they are: not wrapped, nothing in them taken for markup or a smiley, as `:b:`
+    in an address."""
     console = Console(stderr=stderr)
     for line in lines:
         console.print(line, emoji=False, highlight=False, markup=False, soft_wrap=True)
@@ -17,7 +18,8 @@ def say(*lines: str, stderr: bool = True) -> None:
 def columns(
     *more: progress.ProgressColumn, left: Optional[progress.ProgressColumn] = None
 ) -> Tuple[progress.ProgressColumn, ...]:
-    """The columns of every bar, with `more` before the times; `left`, by default, follows from the last half minute."""
+    """The columns of every bar, with `more` before the times; `left`, by default, follows from the
+    last half minute."""
     return (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
@@ -33,7 +35,8 @@ def columns(
 def bar(description: str, total: int) -> Iterator[Callable[..., None]]:
     """Show a bar on stderr and yield `advance(steps=1)`.
 
-    If stderr is no terminal, only the final state is printed, so that a log file holds one line and not thousands.
+    If stderr is no terminal, only the final state is printed, so that a log file holds one line and
+    not thousands.
 
         with bar("prepare", total=3) as advance:
             advance()

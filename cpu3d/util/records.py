@@ -1,11 +1,24 @@
-"""Records of measurements, one JSON object a line: their conditions, and their numbers as tables print them."""
+"""Records of measurements, one JSON object a line: their conditions, and their numbers as tables
+print them."""
 
 import datetime
 import json
 import platform
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, Iterable, List, Optional, Sequence, Sized, TypeVar, Union
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Hashable,
+    Iterable,
+    List,
+    Optional,
+    Sequence,
+    Sized,
+    TypeVar,
+    Union,
+)
 
 from cpu3d.errors import InputError
 from memory_estimator.common.files import parse_json, read_text, reason
@@ -15,11 +28,20 @@ T = TypeVar("T")
 
 VERSION = "0.1.0"  # of this project
 SCHEMA = 1  # of records
-LIBRARIES = ("tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "blosc2", "scipy")
+LIBRARIES = (
+    "tensorflow",
+    "intel-extension-for-tensorflow",
+    "tf_keras",
+    "numpy",
+    "nibabel",
+    "blosc2",
+    "scipy",
+)
 
 
 def versions() -> Dict[str, str]:
-    """Name -> version of this project, Python and the libraries that are installed. Imports none of them."""
+    """Name -> version of this project, Python and the libraries that are installed. Imports none of
+    them."""
     return {"cpu3d": VERSION, "python": platform.python_version(), **versions_of(LIBRARIES)}
 
 
@@ -31,12 +53,16 @@ def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]] = dict) -> List[T]:
-    """The results of `use` for the records of a kind, None left out. Raises InputError for a missing file, and for a
-    line that is damaged, of another schema or refused by `use`."""
+def read_records(
+    path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]] = dict
+) -> List[T]:
+    """The results of `use` for the records of a kind, None left out. Raises InputError for a
+    missing file, and for a line that is damaged, of another schema or refused by `use`."""
     path, results = Path(path), []
     if not path.is_file():
-        raise InputError(f"record file {path} must exist, found none; make it with `bench` and --record {path}")
+        raise InputError(
+            f"record file {path} must exist, found none; make it with `bench` and --record {path}"
+        )
     try:
         lines = read_text(path).splitlines()
     except ValueError as error:
@@ -48,7 +74,14 @@ def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional
             if record["schema"] != SCHEMA:
                 raise ValueError(f"schema {record['schema']}")
             results.append(use(record) if record["kind"] == kind else None)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            IndexError,
+            AttributeError,
+            ArithmeticError,
+        ) as error:
             raise InputError(
                 f"record {path}:{number} must be JSON of schema {SCHEMA} as `bench` writes it, got {reason(error)}; "
                 "remove the line, or measure again"

@@ -1,1 +1,2 @@
-"""The base of everything: the schema of options, files, tables and units. Imports nothing of the project."""
+"""The base of everything: the schema of options, files, tables and units. Imports nothing of the
+project."""

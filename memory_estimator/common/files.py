@@ -18,14 +18,16 @@ WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 32, in
 
 
 class NotRegularError(OSError, ValueError):
-    """A FIFO, device, socket or folder in place of a file: opening one may wait without end, or do something."""
+    """A FIFO, device, socket or folder in place of a file: opening one may wait without end, or do
+    something."""
 
     def __str__(self) -> str:
         return f"{self.filename} must be a regular file, got {self.strerror}; put a file there, or name another"
 
 
 def open_regular(path: AnyPath) -> int:
-    """A handle for reading a regular file; the caller closes it. Raises NotRegularError for others, unopened."""
+    """A handle for reading a regular file; the caller closes it. Raises NotRegularError for others,
+    unopened."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
@@ -63,10 +65,13 @@ def read_json(path: AnyPath) -> Any:
     return parse_json(read_regular(path))
 
 
-def read_record(path: AnyPath, schema: int, make: Callable[[Any], T], todo: str, error: Any = ValueError) -> T:
-    """The result of `make` for the object in a file of JSON, less its "schema", the version of its format. Raises
-    FileNotFoundError or NotADirectoryError for a missing file; `error`, whose message ends with `todo`, for one that is
-    damaged or of another version, and if `make` raises ValueError, KeyError or TypeError."""
+def read_record(
+    path: AnyPath, schema: int, make: Callable[[Any], T], todo: str, error: Any = ValueError
+) -> T:
+    """The result of `make` for the object in a file of JSON, less its "schema", the version of its
+    format. Raises FileNotFoundError or NotADirectoryError for a missing file; `error`, whose
+    message ends with `todo`, for one that is damaged or of another version, and if `make` raises
+    ValueError, KeyError or TypeError."""
     try:
         content = read_json(path)
         version = content.pop("schema")
@@ -89,14 +94,17 @@ def parse_json(text: Union[str, bytes]) -> Any:
     try:
         content = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
-            json.dumps(content, ensure_ascii=False).encode()  # fails for half a surrogate pair, which no file can hold
+            json.dumps(
+                content, ensure_ascii=False
+            ).encode()  # fails for half a surrogate pair, which no file can hold
         return content
     except RecursionError:
         raise ValueError("brackets that are nested too deep") from None
 
 
 def reason(error: Exception) -> str:
-    """The fault of content that was read, without Python's own words, for a message that names its file."""
+    """The fault of content that was read, without Python's own words, for a message that names its
+    file."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if isinstance(error, KeyError):
@@ -107,10 +115,11 @@ def reason(error: Exception) -> str:
 
 
 def typed(content: Any, kind: Any, name: str = "content") -> Any:
-    """Parsed JSON as `kind`: a dataclass or TypedDict, a tuple, list, dict or Optional of them, a plain type.
-    Lists become tuples and text becomes int where `kind` has tuples and int keys, and an int is a float too. Fields
-    with defaults may be missing, and a TypedDict may have more fields. Raises ValueError, with the dotted name, if a
-    value is not of its kind: another type, not finite, an integer beyond 64 bits, a field missing or unknown."""
+    """Parsed JSON as `kind`: a dataclass or TypedDict, a tuple, list, dict or Optional of them, a
+    plain type. Lists become tuples and text becomes int where `kind` has tuples and int keys, and
+    an int is a float too. Fields with defaults may be missing, and a TypedDict may have more
+    fields. Raises ValueError, with the dotted name, if a value is not of its kind: another type,
+    not finite, an integer beyond 64 bits, a field missing or unknown."""
     try:
         record = msgspec.convert(content, kind, str_keys=True)
     except msgspec.ValidationError as error:
@@ -122,7 +131,8 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
 
 
 def _check_rest(record: Any, content: Any, name: str) -> None:
-    """Raise ValueError for unknown fields of a dataclass and numbers that are too large: msgspec lets them pass."""
+    """Raise ValueError for unknown fields of a dataclass and numbers that are too large: msgspec
+    lets them pass."""
     if dataclasses.is_dataclass(record):
         fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
         unknown = ", ".join(sorted(set(content) - set(fields)))
@@ -137,7 +147,9 @@ def _check_rest(record: Any, content: Any, name: str) -> None:
     elif isinstance(record, (list, tuple)):
         for index, (part, value) in enumerate(zip(record, content)):
             _check_rest(part, value, f"{name}[{index}]")
-    elif type(record) in (int, float) and not abs(record) < (2**63 if type(record) is int else math.inf):
+    elif type(record) in (int, float) and not abs(record) < (
+        2**63 if type(record) is int else math.inf
+    ):
         raise ValueError(f"{name} must be {type(record).__name__}, got {_short(record)}")
 
 
@@ -147,9 +159,15 @@ def _message(error: str, content: Any, name: str) -> str:
     places = [(name, content)]
     for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
         if index == "...":  # one of a dict's values
-            places = [(f"{place}.{key}", value) for place, parts in places for key, value in parts.items()]
+            places = [
+                (f"{place}.{key}", value) for place, parts in places for key, value in parts.items()
+            ]
         elif index:
-            places = [(f"{place}[{index}]", parts[int(index)]) for place, parts in places if int(index) < len(parts)]
+            places = [
+                (f"{place}[{index}]", parts[int(index)])
+                for place, parts in places
+                if int(index) < len(parts)
+            ]
         else:
             places = [(f"{place}.{key}", parts[key]) for place, parts in places if key in parts]
     missing = re.match(r"Object missing required field `(.+)`", rule)
@@ -158,11 +176,17 @@ def _message(error: str, content: Any, name: str) -> str:
         return f"{place} must have its fields and no others, got no {missing[1]}"
     expected = re.sub(r"Expected (.+?)(, got .*)?$", r"must be \1", rule).replace("`", "")
     kinds, names = re.findall(r"\w+", expected), {type(None): "null", dict: "object", list: "array"}
-    wrong = (part for part in places if names.get(type(part[1]), type(part[1]).__name__) not in kinds)
+    wrong = (
+        part for part in places if names.get(type(part[1]), type(part[1]).__name__) not in kinds
+    )
     place, value = next(wrong, places[0])
     return f"{place} {expected}, got {_short(value)}"
 
 
 def _short(content: Any) -> str:
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    text = (
+        content
+        if isinstance(content, str)
+        else json.dumps(content, ensure_ascii=False, default=str)
+    )
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -9,19 +9,33 @@
     add_options(parser, Options)
     options = from_args(Options, parser.parse_args(argv))
 
-A command is a module with `OPTIONS`, a dataclass for each argument of its `run`. A tuple of dataclasses there is a dict
-of the options that were given; the others come from elsewhere, as from a recipe.
+A command is a module with `OPTIONS`, a dataclass for each argument of its `run`. A tuple of
+dataclasses there is a dict of the options that were given; the others come from elsewhere, as from
+a recipe.
 
-A field's annotation gives the option's type: int, float, str, Path, bool, Optional of one, a tuple of a fixed length
-(`--shape X Y Z`) or of any (`--seeds 0 1 2`). Fields without `option` are not on the command line.
-"""
+A field's annotation gives the option's type: int, float, str, Path, bool, Optional of one, a tuple
+of a fixed length (`--shape X Y Z`) or of any (`--seeds 0 1 2`). Fields without `option` are not on
+the command line."""
 
 import argparse
 import dataclasses
 import functools
 import operator
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Type, TypeVar, Union, get_type_hints
+from typing import (
+    Any,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+    TypeVar,
+    Union,
+    get_type_hints,
+)
 
 T = TypeVar("T")
 
@@ -46,10 +60,18 @@ class Option:
     repeat: bool = False  # given again for each element of a tuple
 
 
-def option(default: Any = dataclasses.MISSING, help: str = "", metavar: Any = None, **more: Any) -> Any:  # noqa: A002
-    """A dataclass field that is an option; `more` are fields of `Option`. Without `default` it has to be given."""
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",  # noqa: A002, argparse's word
+    metavar: Any = None,
+    **more: Any,
+) -> Any:
+    """A dataclass field that is an option; `more` are fields of `Option`. Without `default` it has
+    to be given."""
     choices = more.pop("choices", None)
-    metadata = {_KEY: Option(help, metavar, choices=None if choices is None else tuple(choices), **more)}
+    metadata = {
+        _KEY: Option(help, metavar, choices=None if choices is None else tuple(choices), **more)
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -58,7 +80,11 @@ def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[typ
     groups = functools.cache(lambda title: parser.add_argument_group(title) if title else parser)
     exclusive: Dict[str, Any] = {}
     each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
-    fields = [(get_type_hints(cls)[field.name], field, spec) for cls in each for field, spec in _fields(cls)]
+    fields = [
+        (get_type_hints(cls)[field.name], field, spec)
+        for cls in each
+        for field, spec in _fields(cls)
+    ]
     for hint, field, spec in fields:
         target = groups(spec.group)
         if spec.one_of and spec.one_of not in exclusive:
@@ -73,7 +99,9 @@ def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[typ
             for on in (True, False) if both else (field.default is not True,):
                 name = flag if on else flag.replace("--", "--no-")
                 more["help"] = more["help"] if on or not both else f"not {flag}"
-                pair.add_argument(name, dest=field.name, action="store_true" if on else "store_false", **more)
+                pair.add_argument(
+                    name, dest=field.name, action="store_true" if on else "store_false", **more
+                )
             continue
         nargs = argparse.REMAINDER if spec.rest else None if spec.repeat and count == "+" else count
         more.update(type=inner, metavar=spec.metavar, choices=spec.choices, nargs=nargs)
@@ -82,25 +110,35 @@ def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[typ
         if spec.positional or spec.rest:
             target.add_argument(field.name, **more)
         else:
-            target.add_argument(flag, dest=field.name, required=field.default is dataclasses.MISSING, **more)
+            target.add_argument(
+                flag, dest=field.name, required=field.default is dataclasses.MISSING, **more
+            )
 
 
 def given_options(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
     """Field name -> value of the options of `cls` that were given, lists as tuples."""
-    return {field.name: _frozen(getattr(args, field.name)) for field, _ in _fields(cls) if hasattr(args, field.name)}
+    return {
+        field.name: _frozen(getattr(args, field.name))
+        for field, _ in _fields(cls)
+        if hasattr(args, field.name)
+    }
 
 
 def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = ValueError) -> T:
-    """The dataclass with the options that were given, its defaults for the others. Raises `error` out of range."""
+    """The dataclass with the options that were given, its defaults for the others. Raises `error`
+    out of range."""
     settings = cls(**given_options(cls, args))
     check(settings, error)
     return settings
 
 
 def arguments(
-    parts: Sequence[Union[type, Tuple[type, ...]]], args: argparse.Namespace, error: Type[Exception] = ValueError
+    parts: Sequence[Union[type, Tuple[type, ...]]],
+    args: argparse.Namespace,
+    error: Type[Exception] = ValueError,
 ) -> List[Any]:
-    """The arguments of a command's `run`: its OPTIONS as they were given. Raises `error` for a value out of range."""
+    """The arguments of a command's `run`: its OPTIONS as they were given. Raises `error` for a
+    value out of range."""
     return [
         {name: value for cls in part for name, value in given_options(cls, args).items()}
         if isinstance(part, tuple)
@@ -110,7 +148,8 @@ def arguments(
 
 
 def check(settings: Any, error: Type[Exception] = ValueError) -> None:
-    """Raise `error` for the first field of a dataclass that is outside its range or none of its choices."""
+    """Raise `error` for the first field of a dataclass that is outside its range or none of its
+    choices."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
         for part in value if isinstance(value, tuple) else () if value is None else (value,):
@@ -141,7 +180,9 @@ def _flag(field: dataclasses.Field) -> str:
 
 
 def _fields(cls: type) -> Iterator[Tuple[dataclasses.Field, Option]]:
-    return ((field, field.metadata[_KEY]) for field in dataclasses.fields(cls) if _KEY in field.metadata)
+    return (
+        (field, field.metadata[_KEY]) for field in dataclasses.fields(cls) if _KEY in field.metadata
+    )
 
 
 def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
@@ -159,8 +200,14 @@ def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
 
 def _help(field: dataclasses.Field, spec: Option) -> str:
     """The help line, with its default if that is a plain value and not named already."""
-    default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    plain = isinstance(default, (int, float, str, Path)) and not isinstance(default, bool) and default != ""
+    default = (
+        " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    )
+    plain = (
+        isinstance(default, (int, float, str, Path))
+        and not isinstance(default, bool)
+        and default != ""
+    )
     if not plain or "default:" in spec.help:
         return spec.help
     return f"{spec.help} (default: {default})" if spec.help else f"default: {default}"
@@ -178,7 +225,11 @@ def _broken_rule(value: Any, spec: Option) -> str:
         (spec.at_most, operator.le, "be at most"),
         (spec.below, operator.lt, "be below"),
     )
-    broken = (f"{words} {bound:g}" for bound, holds, words in rules if bound is not None and not holds(value, bound))
+    broken = (
+        f"{words} {bound:g}"
+        for bound, holds, words in rules
+        if bound is not None and not holds(value, bound)
+    )
     return next(broken, "")
 
 

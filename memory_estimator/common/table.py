@@ -1,8 +1,8 @@
-"""One table for the terminal, Markdown and HTML, from the same rows, and the look that all charts share.
+"""One table for the terminal, Markdown and HTML, from the same rows, and the look that all charts
+share.
 
-table = Table(("policy", "peak, GiB"), [("speed", "5.25"), (Bold("lean"), Bold("2.29"))], title="One step")
-console.print(table), table.markdown(), table.html()
-"""
+table = Table(("policy", "peak, GiB"), [("speed", "5.25"), (Bold("lean"), Bold("2.29"))], title="One
+step") console.print(table), table.markdown(), table.html()"""
 
 import html
 import io
@@ -32,7 +32,8 @@ class Bad(Bold):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header. The first `names` columns are words, aligned left; the others numbers."""
+    """Rows of text under a header. The first `names` columns are words, aligned left; the others
+    numbers."""
 
     columns: Sequence[str]  # header cells; all "" for no header
     rows: Sequence[Sequence[str]]
@@ -46,9 +47,16 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        look = {"title_justify": "left", "caption_justify": "left", "collapse_padding": True, "pad_edge": False}
+        look = {
+            "title_justify": "left",
+            "caption_justify": "left",
+            "collapse_padding": True,
+            "pad_edge": False,
+        }
         table = RichTable(box=box.SIMPLE_HEAD, show_header=any(self.columns), **look)
-        table.title, table.caption = (Text(part) if part else None for part in (self.title, self.caption))
+        table.title, table.caption = (
+            Text(part) if part else None for part in (self.title, self.caption)
+        )
         for position, name in enumerate(self.columns):
             left = position < self.names
             table.add_column(Text(name), justify="left" if left else "right", overflow="fold")
@@ -59,11 +67,17 @@ class Table:
     __rich__ = rich
 
     def markdown(self) -> List[str]:
-        """Lines of a GitHub table; the title stands above it and the caption below it, each a paragraph."""
-        marked = [[f"**{cell}**" if isinstance(cell, Bold) else cell for cell in row] for row in self.rows]
-        dashes = ["---" if position < self.names else "---:" for position in range(len(self.columns))]
+        """Lines of a GitHub table; the title stands above it and the caption below it, each a
+        paragraph."""
+        marked = [
+            [f"**{cell}**" if isinstance(cell, Bold) else cell for cell in row] for row in self.rows
+        ]
+        dashes = [
+            "---" if position < self.names else "---:" for position in range(len(self.columns))
+        ]
         lines = [
-            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (self.columns, *marked)
+            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+            for row in (self.columns, *marked)
         ]
         lines.insert(1, f"|{'|'.join(dashes)}|")
         above = [self.title, ""] if self.title else []
@@ -86,11 +100,16 @@ class Table:
 
 
 def new_console() -> Any:
-    """A `rich` console for printing text as it is and tables: as wide as the terminal, or as WIDTH."""
+    """A `rich` console for printing text as it is and tables: as wide as the terminal, or as
+    WIDTH."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    return console if console.is_terminal else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
+    return (
+        console
+        if console.is_terminal
+        else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
+    )
 
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -98,7 +117,8 @@ PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
-    """An empty figure without pyplot or any other state of the process, sizes in inches at 130 dots each."""
+    """An empty figure without pyplot or any other state of the process, sizes in inches at 130 dots
+    each."""
     # Imported on first use: matplotlib takes half a second and may write a font cache.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -111,7 +131,9 @@ def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
 def png(figure: Any) -> bytes:
     """The figure as PNG; equal figures give equal bytes."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None})
+    figure.savefig(
+        buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None}
+    )
     return buffer.getvalue()
 
 

@@ -1,4 +1,5 @@
-"""Amounts of memory and time, and shapes, as people write and read them; bytes and seconds everywhere else."""
+"""Amounts of memory and time, and shapes, as people write and read them; bytes and seconds
+everywhere else."""
 
 import re
 from typing import Optional, Sequence
@@ -6,7 +7,9 @@ from typing import Optional, Sequence
 UNITS = {
     "B": 1,
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGTP", 1)},
-    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)},
+    **{
+        f"{letter}B": 10 ** (3 * power) for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)
+    },
 }
 """Unit of memory -> bytes."""
 
@@ -14,8 +17,9 @@ GIB = UNITS["GiB"]  # a divisor for figures with a unit of their own, as on an a
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive number with a unit. A
-    bare "64G" is refused rather than guessed at: it is 7 % more in GiB than in GB, which decides whether a job fits."""
+    """Bytes of an amount such as "1.5TiB" or "384 GB". Raises ValueError unless it is a positive
+    number with a unit. A bare "64G" is refused rather than guessed at: it is 7 % more in GiB than
+    in GB, which decides whether a job fits."""
     match = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
     if not match:
         shown = text if len(text) <= 60 else f"{text[:57]}..."
@@ -24,7 +28,9 @@ def parse_bytes(text: str) -> int:
     whole, fraction, unit = match[1], match[2] or "", match[3].lower()
     units = {name.lower(): size for name, size in UNITS.items()}
     if unit not in units:
-        raise ValueError(f"memory must be in one of {', '.join(UNITS)}, got {text!r}; write it like 384GiB or 1.5TiB")
+        raise ValueError(
+            f"memory must be in one of {', '.join(UNITS)}, got {text!r}; write it like 384GiB or 1.5TiB"
+        )
     size = int(whole + fraction) * units[unit] // 10 ** len(fraction)
     if size < 1:
         raise ValueError(f"memory must be positive, got {text!r}; write it like 384GiB or 1.5TiB")
@@ -32,7 +38,8 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size_bytes: Optional[float]) -> str:
-    """For reading: the unit that leaves no more than four digits before the point; "-" for None. Keeps the sign."""
+    """For reading: the unit that leaves no more than four digits before the point; "-" for None.
+    Keeps the sign."""
     if size_bytes is None:
         return "-"
     size = abs(size_bytes)
@@ -43,7 +50,8 @@ def format_bytes(size_bytes: Optional[float]) -> str:
 
 
 def format_seconds(seconds: Optional[float]) -> str:
-    """For reading: seconds below two minutes, then minutes, hours, and days from the third on; "-" for None."""
+    """For reading: seconds below two minutes, then minutes, hours, and days from the third on; "-"
+    for None."""
     if seconds is None:
         return "-"
     for unit, size, below in (("s", 1, 120), ("min", 60, 120 * 60), ("h", 3600, 72 * 3600)):

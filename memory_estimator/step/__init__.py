@@ -1,1 +1,2 @@
-"""One training step on paper: its operations, the memory they take, TensorFlow's allocator, and their seconds."""
+"""One training step on paper: its operations, the memory they take, TensorFlow's allocator, and
+their seconds."""

@@ -1,10 +1,11 @@
-"""TensorFlow's best-fit allocator on paper: bytes that it counts and that become resident for a sequence of requests.
+"""TensorFlow's best-fit allocator on paper: bytes that it counts and that become resident for a
+sequence of requests.
 
-With oneDNN on, TensorFlow hands requests of 256 KiB and more to a best-fit-with-coalescing allocator
-(tsl/framework/bfc_allocator.cc), the same as on GPUs, and smaller ones to malloc. It grows by regions of 2 MiB, 4 MiB
-and so on, gives nothing back to the system, and hands out a free chunk whole unless it is at least twice as large as
-asked for or has 128 MiB to spare: its count depends on the order of all requests since the process began.
-"""
+With oneDNN on, TensorFlow hands requests of 256 KiB and more to a best-fit-with-coalescing
+allocator (tsl/framework/bfc_allocator.cc), the same as on GPUs, and smaller ones to malloc. It
+grows by regions of 2 MiB, 4 MiB and so on, gives nothing back to the system, and hands out a free
+chunk whole unless it is at least twice as large as asked for or has 128 MiB to spare: its count
+depends on the order of all requests since the process began."""
 
 import bisect
 import math
@@ -14,22 +15,28 @@ from typing import Dict, List, Optional, Sequence, Set, Tuple
 from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
 
 MIB = 2**20
-SMALL_BYTES = 256 * 1024  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
+SMALL_BYTES = (
+    256 * 1024
+)  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
 SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
-HANDLE_BYTES = 8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
+HANDLE_BYTES = (
+    8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
+)
 
 
 @dataclass(frozen=True)
 class Use:
     """A program's use of the allocator."""
 
-    peak_bytes: int  # most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`
+    # most chunks handed out at once from the third step on: `get_memory_info("CPU:0")["peak"]`
+    peak_bytes: int
     resident_bytes: int  # memory that has held a tensor once, and that the process therefore keeps
     validated_bytes: int  # the same after a validation and one more step, if there is a validation
 
 
 def use(program: Program) -> Use:
-    """Three steps, of which the third is like all later ones, then the ones between two steps, and a step more."""
+    """Three steps, of which the third is like all later ones, then the ones between two steps, and
+    a step more."""
     allocator, stays = Allocator(), {tensor.name for tensor in program.resident}
     allocator.reserve(region_bytes(program))
     made = {tensor.name for op in program.before for tensor in op.writes}
@@ -49,7 +56,8 @@ def use(program: Program) -> Use:
 
 
 def region_bytes(program: Program) -> int:
-    """Bytes of the region that `cpu3d.host.memory.reserve` requests: the peak of live memory, and 1/16 for gaps."""
+    """Bytes of the region that `cpu3d.host.memory.reserve` requests: the peak of live memory, and
+    1/16 for gaps."""
     return timeline(program).peak_bytes * 17 // 16
 
 
@@ -118,7 +126,9 @@ class Allocator:
         for neighbour in (chunk.after, chunk.before):
             if neighbour is not None and neighbour.free:
                 self._remove_free(neighbour)
-                chunk, second = (chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)
+                chunk, second = (
+                    (chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)
+                )
                 chunk.size, chunk.after = chunk.size + second.size, second.after
                 if second.after is not None:
                     second.after.before = chunk
@@ -127,7 +137,8 @@ class Allocator:
 
     @property
     def resident_bytes(self) -> int:
-        """Memory touched so far: each byte that has held a tensor, once, and the regions' tables of chunks."""
+        """Memory touched so far: each byte that has held a tensor, once, and the regions' tables of
+        chunks."""
         total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, -math.inf
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))

@@ -106,10 +106,14 @@ class _Layers:
             target = self._loss_map(head, "target", [target], value_bytes=1)
         return self._loss_map(head, "logits", [head.name]), self._loss_map(head, "target", [target])
 
-    def _loss_map(self, head: Map, name: str, reads: List[str], value_bytes: int = 4, over: Sequence[str] = ()) -> str:
+    def _loss_map(
+        self, head: Map, name: str, reads: List[str], value_bytes: int = 4, over: Sequence[str] = ()
+    ) -> str:
         """An operation of the loss that makes a map; returns its name."""
         size = self.paper.map_bytes(head, value_bytes)
-        return self.writer.make(f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over)
+        return self.writer.make(
+            f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over
+        )
 
     def backward(self, slopes: Dict[str, str]) -> Dict[str, str]:
         """Gradients of the kernels, by their layers, from those of the logits."""

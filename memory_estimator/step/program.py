@@ -1,4 +1,5 @@
-"""A training step as a list of operations that make and read tensors, and its live memory over time.
+"""A training step as a list of operations that make and read tensors, and its live memory over
+time.
 
 A tensor lives from the operation that writes it to the last one that reads it.
 """
@@ -32,19 +33,27 @@ class OwnOperation:
 
 @dataclass(frozen=True)
 class StepOp:
-    """One operation of the step. Operations run one after the other, in the order of the program."""
+    """One operation of the step. Operations run one after the other, in the order of the
+    program."""
 
-    name: str  # unique in its program: the names of layer and operation, such as "decoder0_conv1/filter_gradient"
+    # unique in its program: the names of layer and operation, such as
+    # "decoder0_conv1/filter_gradient"
+    name: str
     kind: str  # of operations with the same costs: of `calibration.FEATURES`
-    reads: Tuple[str, ...] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
+    reads: Tuple[
+        str, ...
+    ] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
     writes: Tuple[Tensor, ...] = ()
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
     takes_over: Optional[str] = None
-    """A tensor it reads last and writes its result into: the first of `writes` then takes no new memory. If that is one
-    of the program's resident tensors, it moves there and leaves the memory that it had."""
+    """A tensor it reads last and writes its result into: the first of `writes` then takes no new
+    memory. If that is one of the program's resident tensors, it moves there and leaves the memory
+    that it had."""
     own: Optional[OwnOperation] = None  # None for TensorFlow's operations
     flops: int = 0  # multiply-adds counted as 2
-    traffic_bytes: int = 0  # bytes read and written, each tensor once: the least any implementation moves
+    traffic_bytes: int = (
+        0  # bytes read and written, each tensor once: the least any implementation moves
+    )
     in_channels: int = 0
     out_channels: int = 0
     phase: str = ""  # of the step: "forward pass", "loss", "backward pass" or "update"
@@ -54,18 +63,26 @@ class StepOp:
 class Program:
     """A whole training step, and the operations before and after it."""
 
-    resident: Tuple[Tensor, ...]  # that live before, during and after the step: weights, slots, the input batch
+    resident: Tuple[
+        Tensor, ...
+    ]  # that live before, during and after the step: weights, slots, the input batch
     ops: Tuple[StepOp, ...]  # the step
-    before: Tuple[StepOp, ...] = ()  # run once to make the resident tensors, in an order that shapes the regions
+    before: Tuple[
+        StepOp, ...
+    ] = ()  # run once to make the resident tensors, in an order that shapes the regions
     after: Tuple[StepOp, ...] = ()  # now and then between two steps: a validation
-    outside: Tuple[Tensor, ...] = ()  # resident ones that are not in TensorFlow's allocator: samples
+    outside: Tuple[
+        Tensor, ...
+    ] = ()  # resident ones that are not in TensorFlow's allocator: samples
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A step's memory."""
 
-    live_bytes: Tuple[int, ...]  # during each operation: outputs and scratch taken, nothing given back yet
+    live_bytes: Tuple[
+        int, ...
+    ]  # during each operation: outputs and scratch taken, nothing given back yet
     peak_op: str  # the operation that runs when most is live; the first of equals
     peak_tensors: Tuple[Tensor, ...]  # everything live then, the largest first
     peak_phase: str = ""  # of `peak_op`
@@ -81,7 +98,8 @@ def rounded(size_bytes: int) -> int:
 
 
 def timeline(program: Program) -> Timeline:
-    """Live bytes of a step, from the second on. Raises ValueError if an operation reads a tensor that is gone."""
+    """Live bytes of a step, from the second on. Raises ValueError if an operation reads a tensor
+    that is gone."""
     live_bytes: List[int] = []
     peak_bytes, peak_op, peak_tensors = -1, program.ops[0], ()
     live = {tensor.name: tensor for tensor in program.resident}
@@ -89,7 +107,9 @@ def timeline(program: Program) -> Timeline:
     for op, taken, freed in walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
-            raise ValueError(f"{op.name} must read tensors that are live, got {missing[0]}; correct the program")
+            raise ValueError(
+                f"{op.name} must read tensors that are live, got {missing[0]}; correct the program"
+            )
         if op.takes_over:
             held -= rounded(live.pop(op.takes_over).bytes)
         for tensor in (op.writes[:1] if op.takes_over else ()) + taken:
@@ -106,8 +126,11 @@ def timeline(program: Program) -> Timeline:
     return Timeline(tuple(live_bytes), peak_op.name, peak_tensors, peak_op.phase)
 
 
-def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
-    """(operation, tensors it takes memory for, names that give theirs back after it) in order; `stays` never do."""
+def walk(
+    ops: Sequence[StepOp], stays: Set[str]
+) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
+    """(operation, tensors it takes memory for, names that give theirs back after it) in order;
+    `stays` never do."""
     last: Dict[str, int] = {}
     for index, op in enumerate(ops):
         for name in (*op.reads, *(tensor.name for tensor in op.writes)):
@@ -119,20 +142,30 @@ def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Tuple[StepOp, Tuple
     for index, op in enumerate(ops):
         new = op.writes[1:] if op.takes_over else op.writes
         freed = [tensor.name for tensor in reversed(op.scratch)]
-        yield op, new + op.scratch, freed + [name for name in gone.get(index, ()) if name != op.takes_over]
+        yield (
+            op,
+            new + op.scratch,
+            freed + [name for name in gone.get(index, ()) if name != op.takes_over],
+        )
 
 
 def kernel_made(kernel: Tensor) -> List[StepOp]:
     """Glorot's three operations in float32: numbers drawn, scaled, and shifted into place."""
-    drawn, wide = (Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group) for part in ("uniform", "scaled"))
+    drawn, wide = (
+        Tensor(f"{kernel.name}/{part}", kernel.bytes, kernel.group)
+        for part in ("uniform", "scaled")
+    )
     return [_made(drawn), _made(wide, drawn), _made(kernel, drawn, wide)]
 
 
 def inputs_made(image: Tensor, target: Tensor, values: int) -> List[StepOp]:
-    """The operations of `cpu3d.bench.step.made_up`: an image of so many values is noise scaled and shifted, in float32
-    the image already; a target is numbers compared with one of them. Both are drawn, in four bytes a value, then both
-    are cast, and the drawn ones go when that is done."""
-    wide = [Tensor(f"{image.name}/{name}", 4 * values, image.group) for name in ("noise", "scaled", "shifted")]
+    """The operations of `cpu3d.bench.step.made_up`: an image of so many values is noise scaled and
+    shifted, in float32 the image already; a target is numbers compared with one of them. Both are
+    drawn, in four bytes a value, then both are cast, and the drawn ones go when that is done."""
+    wide = [
+        Tensor(f"{image.name}/{name}", 4 * values, image.group)
+        for name in ("noise", "scaled", "shifted")
+    ]
     noise, scaled, shifted = wide if image.bytes < 4 * values else (*wide[:2], image)
     numbers = Tensor(f"{target.name}/drawn", 4 * target.bytes, target.group)
     hits = Tensor(f"{target.name}/hits", target.bytes, target.group)

@@ -359,7 +359,8 @@ def _padded_tiles(z: int, rows: Rows) -> int:
 
 
 def _row_bytes(width: int, tiles: int, rows: Rows) -> int:
-    """From one row to the next: 17 lines above a multiple of 32, so that rows spread over the cache."""
+    """From one row to the next: 17 lines above a multiple of 32, so that rows spread over the
+    cache."""
     lines = _parts(rows.streams * width * tiles // rows.unit, 16)
     return LINE_BYTES * (lines + (49 - lines % 32) % 32)
 

@@ -1,4 +1,5 @@
-"""Seconds of a training step: every operation by its work and its traffic, at the speed of the host's own calibration.
+"""Seconds of a training step: every operation by its work and its traffic, at the speed of the
+host's own calibration.
 
 On top comes a constant for every operation, for TensorFlow's work between them. With many threads
 the pieces that an own operation is cut into are not equally large: some threads wait for others.
@@ -47,14 +48,17 @@ def step_busy_share(program: Program, constants: HostConstants, job: Job) -> flo
     cut_s = 0.0
     for op in program.ops:
         costs = features(op).items()
-        op_s = sum(speeds[op.kind][name] * amount for name, amount in costs if name.startswith("work"))
+        op_s = sum(
+            speeds[op.kind][name] * amount for name, amount in costs if name.startswith("work")
+        )
         even_s += op_s
         cut_s += op_s / busy_share(op, constants, job.threads)
     return even_s / cut_s if cut_s else 1.0
 
 
 def step_seconds(program: Program, constants: HostConstants, job: Job) -> float:
-    """Seconds of a step of `job`, whose program is that of one micro-batch and, at its end, of the update."""
+    """Seconds of a step of `job`, whose program is that of one micro-batch and, at its end, of the
+    update."""
     op_s = op_seconds(program, constants, job)
     part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
     return job.parts * sum(op_s[:part]) + sum(op_s[part:])

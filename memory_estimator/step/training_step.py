@@ -1,8 +1,8 @@
-"""The training step on paper: the operations of `models/step.py` in the order of `models/order.py`, with their tensors.
+"""The training step on paper: the operations of `models/step.py` in the order of `models/order.py`,
+with their tensors.
 
-Forward, loss, backward, update. For a batch in micro-batches the program is one of them, and the update. A validation
-is the forward part alone, and its scores.
-"""
+Forward, loss, backward, update. For a batch in micro-batches the program is one of them, and the
+update. A validation is the forward part alone, and its scores."""
 
 import math
 from dataclasses import replace
@@ -36,14 +36,21 @@ def training_step(job: Job) -> Program:
 
 
 def validation_pass(job: Job) -> Tuple[StepOp, ...]:
-    """The operations of `cpu3d.training.validation` on a volume or window: the network forward, and the scores. Besides
-    the resident tensors, the held-out volume that comes next is ready."""
-    writer = Writer(replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1))
-    ready = [writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input") for tensor in writer.resident[-2:]]
+    """The operations of `cpu3d.training.validation` on a volume or window: the network forward, and
+    the scores. Besides the resident tensors, the held-out volume that comes next is ready."""
+    writer = Writer(
+        replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1)
+    )
+    ready = [
+        writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input")
+        for tensor in writer.resident[-2:]
+    ]
     writer.run("validation/next", "pass", [], ready)
     paper = PaperPass(writer, keeps=False)
     (logits,) = paper.logits()
-    slab = writer.tensor("validation/slab", SLAB_MAPS * 4 * writer.job.voxels * logits.channels // SCORED_SLABS)
+    slab = writer.tensor(
+        "validation/slab", SLAB_MAPS * 4 * writer.job.voxels * logits.channels // SCORED_SLABS
+    )
     reads = [logits.name, "target", *(tensor.name for tensor in ready)]
     writer.run("validation/paint", "pass", reads, scratch=(slab,))
     paper.loss_sums(logits)
@@ -60,7 +67,8 @@ class Map(NamedTuple):
 
 
 class PaperPass(Order):
-    """One pass over the network. A map is a `Map`, the gradient of a raw sum a list of the maps that form it."""
+    """One pass over the network. A map is a `Map`, the gradient of a raw sum a list of the maps
+    that form it."""
 
     def __init__(self, writer: Writer, keeps: bool = True):
         """Whether it `keeps` maps for a backward pass."""
@@ -88,8 +96,13 @@ class PaperPass(Order):
         made = Map(name, op.level, op.shape[3])
         return self._map(made, "convolve", entry, [f"{name}/kernel"], entry[:1], kept=not again)
 
-    def convolve_part(self, name: str, entry: List[Map], part: int, add: Optional[Map], last: bool) -> Map:
-        made, filters = Map(name, entry[0].level, self.writer.layers[name].shape[3]), [self._rows(name, entry, part)]
+    def convolve_part(
+        self, name: str, entry: List[Map], part: int, add: Optional[Map], last: bool
+    ) -> Map:
+        made, filters = (
+            Map(name, entry[0].level, self.writer.layers[name].shape[3]),
+            [self._rows(name, entry, part)],
+        )
         reads = [*filters, *([add.name] if add else [])]
         return self._map(made, "convolve", entry[part:], reads, [add or entry[part]])
 
@@ -102,7 +115,9 @@ class PaperPass(Order):
     def project(self, name: str, entry: List[Map], part: int, add: Optional[Map]) -> Map:
         source, over = entry[part], [add] if add else []
         made = Map(name, source.level, self.writer.layers[name].shape[3])
-        return self._map(made, "project", [source, *over], [self._rows(name, entry, part)], over, kept=False)
+        return self._map(
+            made, "project", [source, *over], [self._rows(name, entry, part)], over, kept=False
+        )
 
     def residual_sum(self, name: str, second: Map, total: Map, again: bool) -> Map:
         made = second._replace(name=f"{name}_act2")
@@ -127,7 +142,9 @@ class PaperPass(Order):
     def add_gradients(self, at: Map, add: Map) -> Map:
         return self._gradient(f"{at.name}/sum", "add", [at, add], at, over=[at, add])
 
-    def project_gradient(self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]) -> Map:
+    def project_gradient(
+        self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]
+    ) -> Map:
         source, over = entry[part], [add] if add else []
         maps, filters = [source, at, *over], [self._rows(name, entry, part)]
         gradient = self._gradient(name, "project_gradient", maps, source, filters, over)
@@ -153,9 +170,13 @@ class PaperPass(Order):
         made = Map(f"{name}/to_raw", source.level, source.channels, of_raw=True)
         return [self._map(made, "to_raw", at, over=[source], kept=False)]
 
-    def input_gradient(self, name: str, at: List[Map], entry: List[Map], part: int, sums: bool = False) -> Map:
+    def input_gradient(
+        self, name: str, at: List[Map], entry: List[Map], part: int, sums: bool = False
+    ) -> Map:
         like, filters = entry[part], [self._rows(name, entry, part)]
-        return self._gradient(name, "input_gradient", [*at, like] if sums else at, like, filters, at[:1])
+        return self._gradient(
+            name, "input_gradient", [*at, like] if sums else at, like, filters, at[:1]
+        )
 
     def filter_gradient(self, name: str, entry: List[Map], at: List[Map], part: str = "") -> str:
         return self._kernel_gradient(name, entry, at, "filter_gradient", part)
@@ -173,7 +194,13 @@ class PaperPass(Order):
         """Sums over a head's logits, which are a few numbers."""
         own, moved = self._own("loss_sums", head.level, head.channels, 0), self._read_by_loss(head)
         reads = [head.name, "target"]
-        self.writer.run(f"{head_of(head.level)}/loss_sums", KINDS["loss_sums"], reads, own=own, traffic_bytes=moved)
+        self.writer.run(
+            f"{head_of(head.level)}/loss_sums",
+            KINDS["loss_sums"],
+            reads,
+            own=own,
+            traffic_bytes=moved,
+        )
 
     def loss_slope(self, head: Map) -> Map:
         """The gradient of a head's logits, written over them."""
@@ -196,7 +223,8 @@ class PaperPass(Order):
     # --- Kernels ---
 
     def _rows(self, name: str, entry: List[Map], part: int) -> str:
-        """A layer's kernel, or the rows for a part of its block's input: a copy, made when it is first read."""
+        """A layer's kernel, or the rows for a part of its block's input: a copy, made when it is
+        first read."""
         return self._part_of(name, part, entry[part].channels, self.writer.layers[name].in_channels)
 
     def _up_filters(self, level: int, part: int) -> str:
@@ -211,7 +239,9 @@ class PaperPass(Order):
             return kernel
         if (name, part) not in self._parts:
             size = 4 * kernel_elements(self.writer.layers[name]) * width // whole
-            self._parts[name, part] = self.writer.make(f"{kernel}{part}", "update", [kernel], size, "weights, parts")
+            self._parts[name, part] = self.writer.make(
+                f"{kernel}{part}", "update", [kernel], size, "weights, parts"
+            )
         return self._parts[name, part]
 
     def _up_layer(self, level: int) -> str:
@@ -219,10 +249,21 @@ class PaperPass(Order):
 
     # --- Writing ---
 
-    def _gradient(self, name: str, kind: str, maps: Sequence[Map], like: Map, filters=(), over=()) -> Map:
-        return self._map(Map(f"{name}/gradient", like.level, like.channels), kind, maps, filters, over, kept=False)
+    def _gradient(
+        self, name: str, kind: str, maps: Sequence[Map], like: Map, filters=(), over=()
+    ) -> Map:
+        return self._map(
+            Map(f"{name}/gradient", like.level, like.channels),
+            kind,
+            maps,
+            filters,
+            over,
+            kept=False,
+        )
 
-    def _map(self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), kept: bool = True) -> Map:
+    def _map(
+        self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), kept: bool = True
+    ) -> Map:
         """An operation that makes a map, from maps and filters, under the name that it gets.
         `kind` is of own ones, or "add", TensorFlow's."""
         # Both of two joined maps are counted; other maps go with the first.
@@ -239,8 +280,11 @@ class PaperPass(Order):
         )
         return made._replace(name=name)
 
-    def _kernel_gradient(self, name: str, sources: List[Map], at: List[Map], kind: str, part: str = "") -> str:
-        """An operation that makes a kernel's gradient, or that of the part that `sources` are multiplied by."""
+    def _kernel_gradient(
+        self, name: str, sources: List[Map], at: List[Map], kind: str, part: str = ""
+    ) -> str:
+        """An operation that makes a kernel's gradient, or that of the part that `sources` are
+        multiplied by."""
         op, inputs = self.writer.layers[name], sum(source.channels for source in sources)
         self._gradients[name] = self.writer.make(
             f"{name}/filter_gradient{part}",

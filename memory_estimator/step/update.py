@@ -1,4 +1,5 @@
-"""The end of a step: the gradients' sums over its micro-batches, and the optimizer's update, kernel by kernel."""
+"""The end of a step: the gradients' sums over its micro-batches, and the optimizer's update, kernel
+by kernel."""
 
 from typing import Dict
 
@@ -8,7 +9,10 @@ from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.writer import Writer, kernel_elements, kernel_shape, kernel_sides
 from models.layer_plan import LayerOp
 
-SQUARES, SQUARE_PRODUCTS = 7, 19  # of Muon's iteration: square matrices at once, and products of two of them
+SQUARES, SQUARE_PRODUCTS = (
+    7,
+    19,
+)  # of Muon's iteration: square matrices at once, and products of two of them
 OWN_SQUARE_PRODUCTS = 17  # of the own operation
 
 
@@ -29,8 +33,9 @@ def reset_sums(writer: Writer) -> None:
 
 
 def update(writer: Writer, gradients: Dict[str, str]) -> None:
-    """From the gradients of the kernels, by their layers' names: whether all are finite, then weight by weight. A
-    micro-batch adds its gradients to their sums in place; once all are done, the update reads those."""
+    """From the gradients of the kernels, by their layers' names: whether all are finite, then
+    weight by weight. A micro-batch adds its gradients to their sums in place; once all are done,
+    the update reads those."""
     optimizer = OPTIMIZERS[writer.job.optimizer]
     writer.run("gradients/finite", "pass", list(gradients.values()))
     if writer.job.parts > 1:
@@ -45,7 +50,8 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
 
 
 def _descend(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """SGD with Nesterov's momentum, which changes in place: m -= (1 - d) m + r g, w += d m - r g."""
+    """SGD with Nesterov's momentum, which changes in place: m -= (1 - d) m + r g, w += d m - r
+    g."""
     size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
     scaled = writer.make(f"{op.name}/scaled", "update", [gradient], size, over=[gradient])
     change = writer.make(f"{op.name}/change", "update", [slot], size)
@@ -55,24 +61,30 @@ def _descend(writer: Writer, op: LayerOp, gradient: str) -> None:
 
 
 def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """Muon of a kernel of more than one voxel: its momentum changes in place; the look-ahead is written over the
-    gradient if that is no sum, and the orthogonal matrix over the look-ahead. TensorFlow makes that with matrices of
-    the kernel's smaller side, and a last product."""
+    """Muon of a kernel of more than one voxel: its momentum changes in place; the look-ahead is
+    written over the gradient if that is no sum, and the orthogonal matrix over the look-ahead.
+    TensorFlow makes that with matrices of the kernel's smaller side, and a last product."""
     size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
     rows, columns = kernel_sides(op)
     few = min(rows, columns)
     change = writer.make(f"{op.name}/change", "update", [slot], size)
     writer.run(f"{op.name}/momentum", "update", [change, gradient, slot])
     decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
-    ahead = writer.make(f"{op.name}/ahead", "update", [gradient, decayed], size, over=[gradient, decayed])
+    ahead = writer.make(
+        f"{op.name}/ahead", "update", [gradient, decayed], size, over=[gradient, decayed]
+    )
     if writer.own:
         own = OwnOperation("orthogonal", 1, (rows, 1, 1), 0, columns, 4)
-        flops = 3 * kernel_elements(op) * few + OWN_SQUARE_PRODUCTS * few**3  # symmetric: half of each
+        flops = (
+            3 * kernel_elements(op) * few + OWN_SQUARE_PRODUCTS * few**3
+        )  # symmetric: half of each
         more = {"over": [ahead], "own": own, "flops": flops}
         step = writer.make(f"{op.name}/orthogonal", KINDS[own.kind], [ahead], size, **more)
         writer.run(f"{op.name}/update", "update", [step, f"{op.name}/kernel"])
         return
-    squares = tuple(Tensor(f"{op.name}/square{n}", 4 * few**2, "scratch") for n in range(1, SQUARES))
+    squares = tuple(
+        Tensor(f"{op.name}/square{n}", 4 * few**2, "scratch") for n in range(1, SQUARES)
+    )
     flops = 2 * kernel_elements(op) * few
     threads = Tensor(f"{op.name}/threads", _of_threads(writer, few), "scratch")
     more = {"scratch": (*squares, threads), "flops": flops + 2 * SQUARE_PRODUCTS * few**3}

@@ -1,4 +1,5 @@
-"""Writes a job's program down operation by operation, and the making of weights, slots and inputs before it."""
+"""Writes a job's program down operation by operation, and the making of weights, slots and inputs
+before it."""
 
 import dataclasses
 from collections import Counter
@@ -36,7 +37,8 @@ class Writer:
         self.resident += [image, target]
 
     def program(self) -> Program:
-        """The program so far. An operation writes over the first of the tensors it may, that no later one reads."""
+        """The program so far. An operation writes over the first of the tensors it may, that no
+        later one reads."""
         last = {name: index for index, (op, _) in enumerate(self._ops) for name in op.reads}
         stays, ops = {tensor.name for tensor in self.resident}, []
         for index, (op, over) in enumerate(self._ops):
@@ -60,13 +62,25 @@ class Writer:
         over: Sequence[str] = (),
         **more,
     ) -> None:
-        """Add an operation, which may write its first output `over` one of its inputs; `more` is as of `StepOp`."""
+        """Add an operation, which may write its first output `over` one of its inputs; `more` is as
+        of `StepOp`."""
         moved = sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes)
         more = {"traffic_bytes": moved, "phase": self.phase, **more}
-        self._ops.append((StepOp(self._unique(name, "operation"), kind, tuple(reads), tuple(writes), **more), over))
+        self._ops.append(
+            (
+                StepOp(self._unique(name, "operation"), kind, tuple(reads), tuple(writes), **more),
+                over,
+            )
+        )
 
     def make(
-        self, name: str, kind: str, reads: Sequence[str], size_bytes: int, group: str = "transients", **more
+        self,
+        name: str,
+        kind: str,
+        reads: Sequence[str],
+        size_bytes: int,
+        group: str = "transients",
+        **more,
     ) -> str:
         """Add an operation that writes one tensor, and return its name; `more` is as of `run`."""
         made = self.tensor(name, size_bytes, group)
@@ -75,14 +89,21 @@ class Writer:
 
     def move(self, tensor: str, group: str, reads: Sequence[str]) -> None:
         """A resident tensor is computed over the first of `reads`, and is there from now on."""
-        self.run(f"{tensor}/moved", "update", reads, [Tensor(tensor, self._bytes[tensor], group)], over=reads[:1])
+        self.run(
+            f"{tensor}/moved",
+            "update",
+            reads,
+            [Tensor(tensor, self._bytes[tensor], group)],
+            over=reads[:1],
+        )
 
     def _unique(self, name: str, kind: str) -> str:
         self._names[kind, name] += 1
         return name + f"/{self._names[kind, name]}" * (self._names[kind, name] > 1)
 
     def _make_weights(self, optimizer: Optimizer) -> None:
-        """Kernels, slots as zeros, averages as copies: in the order of `cpu3d.training.learner.Learner`."""
+        """Kernels, slots as zeros, averages as copies: in the order of
+        `cpu3d.training.learner.Learner`."""
         for op in self.kernels:
             kernel = self.tensor(f"{op.name}/kernel", 4 * kernel_elements(op), "weights")
             self._before += kernel_made(kernel)
@@ -90,7 +111,11 @@ class Writer:
         trained = sum(op.trainable for op in self.plan) - sum(map(kernel_elements, self.kernels))
         small = trained + sum(op.frozen for op in self.plan)
         self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
-        copies = [(op, f"slot{n}", "optimizer slots") for op in self.kernels for n in range(slots_of(optimizer, op))]
+        copies = [
+            (op, f"slot{n}", "optimizer slots")
+            for op in self.kernels
+            for n in range(slots_of(optimizer, op))
+        ]
         if optimizer.orthogonal:  # Muon makes all its means first
             copies.sort(key=lambda copy: copy[1])
         if self.job.averaged:
@@ -99,11 +124,19 @@ class Writer:
             copies += [(op, "gradient_sum", "gradient sums") for op in self.kernels]
         for op, suffix, group in copies:
             self._zeros(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
-        self.resident.append(self.tensor("slots of norms and biases", 4 * optimizer.slots * trained, "optimizer slots"))
+        self.resident.append(
+            self.tensor(
+                "slots of norms and biases", 4 * optimizer.slots * trained, "optimizer slots"
+            )
+        )
         if self.job.parts > 1:
-            self.resident.append(self.tensor("sums of norms and biases", 4 * trained, "gradient sums"))
+            self.resident.append(
+                self.tensor("sums of norms and biases", 4 * trained, "gradient sums")
+            )
         if optimizer.orthogonal and not self.own:
-            for side in sorted({min(kernel_sides(op)) for op in self.kernels if is_orthogonal(kernel_shape(op))}):
+            for side in sorted(
+                {min(kernel_sides(op)) for op in self.kernels if is_orthogonal(kernel_shape(op))}
+            ):
                 for _ in range(2):
                     self._zeros(f"diagonal{side}", 4 * side**2, "optimizer slots")
 
@@ -129,6 +162,7 @@ def kernel_shape(op: LayerOp) -> Tuple[int, ...]:
 
 
 def kernel_sides(op: LayerOp) -> Tuple[int, int]:
-    """A kernel as Muon's matrix: rows, columns. The last axis of an up-convolution is its inputs."""
+    """A kernel as Muon's matrix: rows, columns. The last axis of an up-convolution is its
+    inputs."""
     columns = op.in_channels if op.kind == "up_conv" else op.shape[3]
     return kernel_elements(op) // columns, columns

@@ -218,7 +218,8 @@ def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Seq
             jobs[f"{source}_{name}"] = [f"{source}.c", *each.options, *names]
     compile_ = [*compiler, *OPTIONS, *extra, "-c"]
     running = [
-        subprocess.Popen([*compile_, *job, "-o", str(scratch / f"{name}.o")], cwd=HERE) for name, job in jobs.items()
+        subprocess.Popen([*compile_, *job, "-o", str(scratch / f"{name}.o")], cwd=HERE)
+        for name, job in jobs.items()
     ]
     for failed in [process for process in running if process.wait()]:
         raise subprocess.CalledProcessError(failed.returncode, failed.args)

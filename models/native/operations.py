@@ -1,10 +1,12 @@
-"""Own operations of a 3D U-Net: convolutions, pools, projections with norm and ReLU formed on load; their gradients.
+"""Own operations of a 3D U-Net: convolutions, pools, projections with norm and ReLU formed on load;
+their gradients.
 
-Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics and sums are float32, and (N, C) is a
-value for each channel of each sample. Products of bfloat16 maps are of bfloat16 values if the CPU multiplies these,
-sums always float32. Equal inputs and threads give equal bits. An output is written over the input of its shape that it
-is made from, if no other operation reads that. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU
-that the process may use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) replaces the fastest instruction set.
+Maps are (batch, x, y, z, channels), float32 or bfloat16; filters, statistics and sums are float32,
+and (N, C) is a value for each channel of each sample. Products of bfloat16 maps are of bfloat16
+values if the CPU multiplies these, sums always float32. Equal inputs and threads give equal bits.
+An output is written over the input of its shape that it is made from, if no other operation reads
+that. TF_NUM_INTRAOP_THREADS threads take part, by default one for each CPU that the process may
+use. CPU3D_INSTRUCTION_SET (avx2, avx512, avx512_bf16, amx) replaces the fastest instruction set.
 
 All raise RuntimeError if `available` is false, and InvalidArgumentError for shapes that do not fit;
 InstructionSetError for a CPU3D_INSTRUCTION_SET that is none, or none of this CPU.
@@ -28,7 +30,8 @@ Tensor = tf.Tensor
 
 
 class Norm(NamedTuple):
-    """A raw map's norm, (N, C) each: r's value is max(scale * r + shift, floor). A floor of 0 is a ReLU, -inf none."""
+    """A raw map's norm, (N, C) each: r's value is max(scale * r + shift, floor). A floor of 0 is a
+    ReLU, -inf none."""
 
     scale: Tensor
     shift: Tensor
@@ -45,8 +48,9 @@ class Source(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradient of a map; with a source, which has a norm, the gradient g of the norm's values stands for that of
-    the raw map: a * (g where scale * raw + shift > floor, else 0) + b * raw + c."""
+    """The gradient of a map; with a source, which has a norm, the gradient g of the norm's values
+    stands for that of the raw map: a * (g where scale * raw + shift > floor, else 0) + b * raw +
+    c."""
 
     map: Tensor
     source: Optional[Source] = None
@@ -56,8 +60,8 @@ class Gradient(NamedTuple):
 
 
 class AtValues(NamedTuple):
-    """The gradient g of the values of a map, and two sums of it, (N, C): of g where scale * raw + shift > floor, and of
-    that times (raw - mean) * rstd. Without a norm both are meaningless."""
+    """The gradient g of the values of a map, and two sums of it, (N, C): of g where scale * raw +
+    shift > floor, and of that times (raw - mean) * rstd. Without a norm both are meaningless."""
 
     map: Tensor
     sum1: Tensor
@@ -80,19 +84,24 @@ def in_use() -> bool:
 # --- 3 x 3 x 3 convolutions, stride 1, "same": filters (3, 3, 3, in, out) ---
 
 
-def convolve(sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] = None) -> Tuple[Tensor, Tensor, Tensor]:
-    """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each (N, out). Two
-    sources count as concatenated."""
+def convolve(
+    sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] = None
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each
+    (N, out). Two sources count as concatenated."""
     maps, extras = [source.raw for source in sources], [] if add is None else [add]
     made = (*maps[0].shape[:4], filters.shape[4])
     return tuple(_run(CONVOLVE, maps, extras, filters, None, _norms(sources), made=made)[0])
 
 
 def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] = None) -> AtValues:
-    """The gradient of the convolved map, (batch, x, y, z, in), whose norm is that of `below`. For concatenated maps
-    call it with each map's part of the filters."""
+    """The gradient of the convolved map, (batch, x, y, z, in), whose norm is that of `below`. For
+    concatenated maps call it with each map's part of the filters."""
     extras = [source.raw for source in (below, gradient.source) if source and source.norm]
-    made, norms = (*gradient.map.shape[:4], filters.shape[3]), (_through(gradient), _norms([below] if below else []))
+    made, norms = (
+        (*gradient.map.shape[:4], filters.shape[3]),
+        (_through(gradient), _norms([below] if below else [])),
+    )
     return _run(INPUT_GRADIENT, [gradient.map], extras, filters, None, *norms, made=made)[0]
 
 
@@ -100,7 +109,9 @@ def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     maps = [source.raw for source in sources]
     extras = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
-    _, result, _ = _run(FILTER_GRADIENT, maps, extras, None, None, _norms(sources), _through(gradient))
+    _, result, _ = _run(
+        FILTER_GRADIENT, maps, extras, None, None, _norms(sources), _through(gradient)
+    )
     result.set_shape((3, 3, 3, sum(map_.shape[-1] for map_ in maps), gradient.map.shape[-1]))
     return result
 
@@ -114,12 +125,14 @@ def max_pool(source: Source) -> Tensor:
 
 
 def max_pool_gradient(source: Source, pooled_gradient: Tensor, add: Tensor) -> AtValues:
-    """The gradient of the pooled map at the first of the largest, plus `add`, of the source's shape."""
+    """The gradient of the pooled map at the first of the largest, plus `add`, of the source's
+    shape."""
     return _pass(MAX_POOL_GRADIENT, source, [pooled_gradient, add])[0]
 
 
 def up_convolve(source: Source, filters: Tensor) -> Tensor:
-    """The transposed convolution of kernel and stride 2, (batch, 2x, 2y, 2z, out); filters are (2, 2, 2, out, in)."""
+    """The transposed convolution of kernel and stride 2, (batch, 2x, 2y, 2z, out); filters are (2,
+    2, 2, out, in)."""
     return _pass(UP_CONVOLVE, source, (), filters, grid=2, channels=filters.shape[3])[0].map
 
 
@@ -140,7 +153,9 @@ def up_filter_gradient(source: Source, gradient: Tensor) -> Tensor:
 
 def project(source: Source, filters: Tensor, bias: Tensor, add: Optional[Tensor] = None) -> Tensor:
     """A 1 x 1 x 1 convolution with a bias, plus `add`; filters are (1, 1, 1, in, out)."""
-    return _pass(PROJECT, source, [] if add is None else [add], filters, bias, channels=filters.shape[4])[0].map
+    return _pass(
+        PROJECT, source, [] if add is None else [add], filters, bias, channels=filters.shape[4]
+    )[0].map
 
 
 def project_gradient(
@@ -150,7 +165,9 @@ def project_gradient(
     return _pass(PROJECT_GRADIENT, source, [gradient] if add is None else [gradient, add], filters)
 
 
-def project_sums(source: Source, gradient: Tensor, filters: Tensor) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+def project_sums(
+    source: Source, gradient: Tensor, filters: Tensor
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of `project_gradient` but the gradient of the source's values."""
     at, *of_weights = _pass(PROJECT_SUMS, source, [gradient], filters)
     return (at.sum1, at.sum2, *of_weights)
@@ -167,8 +184,8 @@ def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> AtVal
 
 
 def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
-    """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values were projected:
-    `at.map` is the gradient of the projection."""
+    """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values
+    were projected: `at.map` is the gradient of the projection."""
     kind = TO_RAW if filters is None else PROJECT_TO_RAW
     return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
 
@@ -200,10 +217,10 @@ def loss_slope(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
 
 
 def orthogonal(kernel: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to a kernel (..., A, B), float32, as a matrix of B columns, roughly, in the
-    kernel's shape: singular values of 0.7 to 1.2, times the root of its rows over its columns if that is more
-    than 1. `cpu3d.training.optimizers.orthogonal` is the same by TensorFlow. Its bits do not depend on the
-    number of threads."""
+    """The orthogonal matrix nearest to a kernel (..., A, B), float32, as a matrix of B columns,
+    roughly, in the kernel's shape: singular values of 0.7 to 1.2, times the root of its rows over
+    its columns if that is more than 1. `cpu3d.training.optimizers.orthogonal` is the same by
+    TensorFlow. Its bits do not depend on the number of threads."""
     made = _module().cpu_orthogonal(kernel)
     made.set_shape(kernel.shape)
     return made
@@ -213,8 +230,8 @@ def orthogonal(kernel: Tensor) -> Tensor:
 
 
 def products_per_s(dtype: str, threads: int) -> float:
-    """Multiplications and additions a second of the products alone, of values in the cache L1: the most of a few runs.
-    A short convolution may be counted as faster, as it needs fewer of them."""
+    """Multiplications and additions a second of the products alone, of values in the cache L1: the
+    most of a few runs. A short convolution may be counted as faster, as it needs fewer of them."""
     library = ctypes.CDLL(str(own_operations().kernels))
     library.native_products.restype = ctypes.c_double
     best, code = 0.0, ("float32", "bfloat16").index(dtype)
@@ -229,29 +246,54 @@ def products_per_s(dtype: str, threads: int) -> float:
 
 REGISTERED = ("CpuOperation", "CpuLossSums", "CpuLossSlope", "CpuOrthogonal")  # TensorFlow's names
 
-CONVOLVE, INPUT_GRADIENT, FILTER_GRADIENT, MAX_POOL, MAX_POOL_GRADIENT, RESIDUAL_SUM, RESIDUAL_GRADIENT = range(7)
+(
+    CONVOLVE,
+    INPUT_GRADIENT,
+    FILTER_GRADIENT,
+    MAX_POOL,
+    MAX_POOL_GRADIENT,
+    RESIDUAL_SUM,
+    RESIDUAL_GRADIENT,
+) = range(7)
 TO_RAW, PROJECT, PROJECT_GRADIENT, PROJECT_SUMS, PROJECT_TO_RAW = range(7, 12)
 UP_CONVOLVE, UP_INPUT_GRADIENT, UP_FILTER_GRADIENT = range(12, 15)  # all as in native.h
-WITH_SUMS = (CONVOLVE, INPUT_GRADIENT, MAX_POOL_GRADIENT, RESIDUAL_GRADIENT, PROJECT_GRADIENT, PROJECT_SUMS)
+WITH_SUMS = (
+    CONVOLVE,
+    INPUT_GRADIENT,
+    MAX_POOL_GRADIENT,
+    RESIDUAL_GRADIENT,
+    PROJECT_GRADIENT,
+    PROJECT_SUMS,
+)
 WITH_SUMS += (UP_INPUT_GRADIENT,)
 
 
 def _run(
-    kind: int, maps: Sequence[Tensor], extras: Sequence[Tensor], *floats: Optional[Tensor], made: Sequence = ()
+    kind: int,
+    maps: Sequence[Tensor],
+    extras: Sequence[Tensor],
+    *floats: Optional[Tensor],
+    made: Sequence = (),
 ) -> Tuple[AtValues, Tensor, Tensor]:
-    """Map with its two sums, gradients of filters and bias; results that the kind does not make are empty. `floats` are
-    filters, bias, coefficients and other coefficients, if any; `made` is the shape of the map, or of the map that has
-    the sums."""
+    """Map with its two sums, gradients of filters and bias; results that the kind does not make are
+    empty. `floats` are filters, bias, coefficients and other coefficients, if any; `made` is the
+    shape of the map, or of the map that has the sums."""
     module = _module()
     floats = [tf.zeros((0,)) if array is None else array for array in (*floats, *4 * [None])[:4]]
-    made_map, sums, of_filters, of_bias = module.cpu_operation(*floats, list(maps), list(extras), kind=kind)
+    made_map, sums, of_filters, of_bias = module.cpu_operation(
+        *floats, list(maps), list(extras), kind=kind
+    )
     if made and kind in WITH_SUMS:
         sums.set_shape((made[0], 2, made[4]))
     if made and kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
         made_map.set_shape(made)
     if kind in (PROJECT_GRADIENT, PROJECT_SUMS):
         of_filters.set_shape(floats[0].shape), of_bias.set_shape(floats[0].shape[4:])
-    return AtValues(made_map, *(tf.unstack(sums, 2, 1) if kind in WITH_SUMS else (sums, sums))), of_filters, of_bias
+    return (
+        AtValues(made_map, *(tf.unstack(sums, 2, 1) if kind in WITH_SUMS else (sums, sums))),
+        of_filters,
+        of_bias,
+    )
 
 
 def _pass(
@@ -320,14 +362,17 @@ def _module_of_registered() -> Any:
 
 
 def _norms(sources: Sequence[Source]) -> Optional[Tensor]:
-    """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; None if all are raw."""
+    """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; None if all
+    are raw."""
     if not any(source.norm for source in sources):
         return None
     parts = []
     for raw, norm in sources:
         ones = tf.ones((tf.shape(raw)[0], raw.shape[-1])) if norm is None else None
         norm = norm or Norm(ones, 0 * ones, 0 * ones, ones, -float("inf") * ones)
-        parts.append(tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd], 1))
+        parts.append(
+            tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd], 1)
+        )
     return tf.concat(parts, 2) if len(parts) > 1 else parts[0]
 
 

@@ -1,4 +1,5 @@
-"""A tiny store whose images say their own labels, and a stand-in for a trained network that reads them."""
+"""A tiny store whose images say their own labels, and a stand-in for a trained network that reads
+them."""
 
 import dataclasses
 import json
@@ -61,7 +62,8 @@ class FakePredictor:
 
 
 def write_case(folder: Path, case_id: str, seed: int, geometry: Geometry = LPS_2MM) -> CaseFiles:
-    """A 4D image and a label as NIfTI: a head of noise, in it oedema around core around enhancing tumour."""
+    """A 4D image and a label as NIfTI: a head of noise, in it oedema around core around enhancing
+    tumour."""
     x = np.indices(geometry.shape)
     rng = np.random.default_rng(seed)
     centre = rng.integers(5, 7), rng.integers(4, 6), rng.integers(3, 5)
@@ -105,7 +107,9 @@ def make_store(
     for seed, case_id in enumerate(sorted(sum(split.values(), ()))):
         files = write_case(source, case_id, seed, geometry)
         case = load_case(files, channels=CHANNELS, labels=LABELS if labelled else None)
-        records.append(write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False))
+        records.append(
+            write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False)
+        )
     manifest = make_manifest(
         name="tiny", layout="decathlon", channels=CHANNELS, labels=LABELS, regions=REGIONS, split=split, split_seed=0,
         cases=tuple(records), versions={},

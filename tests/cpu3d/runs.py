@@ -1,4 +1,5 @@
-"""Runs on the store of phantoms, as tests begin, cut and read them; and a learner that needs no network."""
+"""Runs on the store of phantoms, as tests begin, cut and read them; and a learner that needs no
+network."""
 
 import argparse
 import dataclasses
@@ -28,14 +29,19 @@ SMALL = {
 
 
 class NumpyLearner:
-    """A `Learner` for `Fit`, in NumPy: one number a region, which follows the region's share of the voxels.
+    """A `Learner` for `Fit`, in NumPy: one number a region, which follows the region's share of the
+    voxels.
 
-    Like the real one it has a state besides its weights, and each step hangs on the volumes that it is given.
-    """
+    Like the real one it has a state besides its weights, and each step hangs on the volumes that it
+    is given."""
 
     def __init__(self, config):
         self.config, regions = config, config.unet.outputs
-        self._arrays = {"model/000": np.zeros(regions), "optimizer/000": np.zeros(regions), "updates": np.zeros(1)}
+        self._arrays = {
+            "model/000": np.zeros(regions),
+            "optimizer/000": np.zeros(regions),
+            "updates": np.zeros(1),
+        }
         self.parameters, self.largest_bytes = regions, 8 * regions
 
     def step(self, parts, learning_rate, note=lambda: 0.0, before_exchange=lambda: None):
@@ -54,7 +60,9 @@ class NumpyLearner:
         return Outcome(np.array(losses), np.array(dice), np.array([note()]))
 
     def logits(self, image):
-        answers = np.broadcast_to(self._arrays["model/000"], (*image.shape[:4], self.config.unet.outputs))
+        answers = np.broadcast_to(
+            self._arrays["model/000"], (*image.shape[:4], self.config.unet.outputs)
+        )
         return answers.astype(np.float32)
 
     def arrays(self):
@@ -72,12 +80,16 @@ class NumpyLearner:
 
 
 def shared_learner(config):
-    """The network of a run from its initial weights; one that was compiled for an equal run before is taken again."""
+    """The network of a run from its initial weights; one that was compiled for an equal run before
+    is taken again."""
     names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
     key = repr([getattr(config, name) for name in names])
     if key not in _LEARNERS:
         learner = Learner(config)
-        _LEARNERS[key] = learner, {name: np.array(array) for name, array in learner.arrays().items()}
+        _LEARNERS[key] = (
+            learner,
+            {name: np.array(array) for name, array in learner.arrays().items()},
+        )
     learner, initial = _LEARNERS[key]
     learner.restore(initial)
     return learner
@@ -87,15 +99,20 @@ _LEARNERS = {}
 
 
 def run_command(module, *words):
-    """Run a command of `python -m cpu3d` in this process: its module and the words after its name."""
+    """Run a command of `python -m cpu3d` in this process: its module and the words after its
+    name."""
     parser = argparse.ArgumentParser()
     add_options(parser, *module.OPTIONS)
-    return module.run(*arguments(module.OPTIONS, parser.parse_args([str(word) for word in words]), InputError))
+    return module.run(
+        *arguments(module.OPTIONS, parser.parse_args([str(word) for word in words]), InputError)
+    )
 
 
 def shown_cases(page):
     """The cases whose slices a page shows."""
-    content = re.search(r'<script type="application/json"[^>]*>(.*?)</script>', page.read_text(encoding="utf-8"))
+    content = re.search(
+        r'<script type="application/json"[^>]*>(.*?)</script>', page.read_text(encoding="utf-8")
+    )
     return json.loads(content.group(1))
 
 
@@ -135,15 +152,20 @@ SAME = {
 
 
 def assert_same_run(run, reference, keep):
-    """A finished run is that of `reference` to the bit: log, last checkpoint, best weights. Nothing else is left."""
+    """A finished run is that of `reference` to the bit: log, last checkpoint, best weights. Nothing
+    else is left."""
     log, expected = read_events(run), read_events(reference)
     for kind, names in SAME.items():
         logs = ([event for event in events if event["event"] == kind] for events in (log, expected))
-        kept, wanted = ([{name: event[name] for name in names} for event in events] for events in logs)
+        kept, wanted = (
+            [{name: event[name] for name in names} for event in events] for events in logs
+        )
         assert kept == wanted
     assert (log[-1]["event"], log[-1]["reason"]) == ("end", "finished")
     for name in ("last", "best"):
-        (arrays, state), (wanted, wanted_state) = (load_checkpoint(weights_file(at, name)) for at in (run, reference))
+        (arrays, state), (wanted, wanted_state) = (
+            load_checkpoint(weights_file(at, name)) for at in (run, reference)
+        )
         timed = {"trained_s": 0, "validated_s": 0}
         assert {**state, **timed} == {**wanted_state, **timed}
         assert sorted(arrays) == sorted(wanted)
@@ -155,7 +177,9 @@ def assert_same_run(run, reference, keep):
     assert list((run / "checkpoints").glob(".*.partial")) == []
 
 
-def assert_cut_and_continued_is_uninterrupted(store, folder, monkeypatch, steps, done=5, **settings):
+def assert_cut_and_continued_is_uninterrupted(
+    store, folder, monkeypatch, steps, done=5, **settings
+):
     """Leaves both runs, folder/whole and folder/cut, which died after `done` of so many steps."""
     options = {"save_minutes": 0.0, "steps": steps, **settings}
     start(store, folder / "whole", **options).run()

@@ -209,13 +209,22 @@ def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
     kept = scores_path(whole_folds, "val").read_bytes()
     for more in ([], ["--out", str(whole_folds)]):
         assert main([*words, *more]) == 2
-        assert f"--out must name another folder than that of folds for split val, got {whole_folds}" in (
-            capsys.readouterr().err
+        assert (
+            f"--out must name another folder than that of folds for split val, got {whole_folds}"
+            in (capsys.readouterr().err)
         )
     assert scores_path(whole_folds, "val").read_bytes() == kept
     assert main([*words, "--out", str(tmp_path / "last")]) == 0
     assert "warning" not in capsys.readouterr().err
-    alone = ["evaluate", "--run", str(whole_folds / "fold-1"), "--split", "val", "--weights", "last"]
+    alone = [
+        "evaluate",
+        "--run",
+        str(whole_folds / "fold-1"),
+        "--split",
+        "val",
+        "--weights",
+        "last",
+    ]
     assert main([*alone, "--out", str(tmp_path / "alone")]) == 0
     assert "warning" not in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path / "best"), "--weights", "best"]) == 0
@@ -227,7 +236,10 @@ def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
         train_folds(phantom_store.folder, whole_folds, 2)
     assert json.loads((whole_folds / "postprocessing.json").read_text())["cases"] == 3
     assert main([*words, "--out", str(tmp_path / "one"), "--some-folds"]) == 0
-    (decided,) = {case["postprocessing"] for case in read_scores(scores_path(tmp_path / "one", "val"))["cases"]}
+    (decided,) = {
+        case["postprocessing"]
+        for case in read_scores(scores_path(tmp_path / "one", "val"))["cases"]
+    }
     assert decided == "off: decided on these very cases"
     words = ["evaluate", "--run", str(whole_folds), "--split", "train", "--some-folds"]
     assert main([*words, "--out", str(tmp_path / "one")]) == 0
@@ -658,7 +670,9 @@ def test_regions_that_a_case_lacks_have_a_mean_over_the_others(whole_folds):
     (table,) = [table for table in results_tables(files) if "where present" in table.columns]
     (row,) = [row for row in table.rows if row[0] == "ET, in 4 of 5"]
     present = [
-        case["regions"]["ET"]["dice"] for case in files.answers.scores["cases"] if not case["regions"]["ET"]["empty"]
+        case["regions"]["ET"]["dice"]
+        for case in files.answers.scores["cases"]
+        if not case["regions"]["ET"]["empty"]
     ]
     assert row[table.columns.index("where present")] == f"{np.mean(present):.3f}"
 

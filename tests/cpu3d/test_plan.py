@@ -1,5 +1,5 @@
-"""The plan of a run: what is decided where a setting was left open, what it takes, and what is proposed where it does
-not fit."""
+"""The plan of a run: what is decided where a setting was left open, what it takes, and what is
+proposed where it does not fit."""
 
 import dataclasses
 import json
@@ -57,9 +57,18 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
     assert content["predicted"]["upper_bound_bytes"] == plan.forecast.full.upper_bound_bytes
     threads = plan.forecast.full.job.threads
     assert dataclasses.replace(read_run(tmp_path)[0], threads=threads) == plan.forecast.full.job
-    assert content["reasons"]["policy"].startswith(f"policy {content['config']['unet']['policy']}: ")
+    assert content["reasons"]["policy"].startswith(
+        f"policy {content['config']['unet']['policy']}: "
+    )
     text = " ".join(plan.describe(HOST))
-    for word in ("allocator peak", "process peak", "of 20.00 GiB free", "a step", "a volume", "an epoch"):
+    for word in (
+        "allocator peak",
+        "process peak",
+        "of 20.00 GiB free",
+        "a step",
+        "a volume",
+        "an epoch",
+    ):
         assert word in text
 
 
@@ -72,12 +81,15 @@ def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path)
         assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
 
 
-def test_a_run_knows_the_voxels_of_its_training_cases_and_one_of_an_earlier_version_learns_them(tmp_path):
+def test_a_run_knows_the_voxels_of_its_training_cases_and_one_of_an_earlier_version_learns_them(
+    tmp_path,
+):
     split = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e",)}
     store = make_store(tmp_path / "store", tmp_path / "source", split=split)
     sizes = {"a": (1.0, 1.0, 3.0), "b": (0.9, 1.0, 1.0), "c": (0.8, 1.2, 2.0), "d": (9.0, 9.0, 9.0)}
     cases = [
-        dataclasses.replace(case, spacing_mm=sizes.get(case.case_id, case.spacing_mm)) for case in store.manifest.cases
+        dataclasses.replace(case, spacing_mm=sizes.get(case.case_id, case.spacing_mm))
+        for case in store.manifest.cases
     ]
     store = Store(store.folder, dataclasses.replace(store.manifest, cases=cases))
     run = tmp_path / "run"
@@ -119,8 +131,12 @@ def test_without_own_operations_layers_are_planned(phantom_store, tmp_path, monk
 # --- What a saved run keeps ---
 
 
-@pytest.mark.parametrize(("settings", "other"), [({}, {"filters": 8}), (PATCH, {"patch": [8, 16, 16]})])
-def test_a_run_continues_without_options_and_may_change_its_length(phantom_store, tmp_path, settings, other):
+@pytest.mark.parametrize(
+    ("settings", "other"), [({}, {"filters": 8}), (PATCH, {"patch": [8, 16, 16]})]
+)
+def test_a_run_continues_without_options_and_may_change_its_length(
+    phantom_store, tmp_path, settings, other
+):
     config = decided(phantom_store, tmp_path, **SMALL, **settings)
     save_config(config, tmp_path)
     assert decided(phantom_store, tmp_path) == config
@@ -140,13 +156,18 @@ def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store,
         decided(phantom_store, tmp_path, host=HOST, **recipe, dtype="float32")
 
 
-def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(phantom_store, tmp_path):
+def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(
+    phantom_store, tmp_path
+):
     def way(**settings):
         config = decided(phantom_store, tmp_path, **{**SMALL, "batch": 4, **settings})
         return config.unet.policy, config.micro
 
     assert way() == way(policy="auto") == ("speed", 1)
-    save_config(decided(phantom_store, tmp_path, **{**SMALL, "batch": 4}, policy="lean", micro_batch=2), tmp_path)
+    save_config(
+        decided(phantom_store, tmp_path, **{**SMALL, "batch": 4}, policy="lean", micro_batch=2),
+        tmp_path,
+    )
     assert way() == way(recipe="brats-regions") == ("lean", 2)
     assert way(recipe="brats-regions", policy="speed", micro_batch=4) == ("speed", 4)
     with pytest.raises(InputError, match=r"^batch must stay 4, got 3"):
@@ -178,18 +199,24 @@ def test_a_run_of_an_earlier_version_continues_without_the_changes_of_intensity_
     as_of_an_earlier_version(tmp_path, gain=0.3)
     augment = decided(phantom_store, tmp_path).augment
     assert (augment.gain, augment.flip) == (0.3, True)
-    assert not any(getattr(augment, name) for name in ("contrast", "gamma", "noise", "blur", "low_resolution"))
+    assert not any(
+        getattr(augment, name) for name in ("contrast", "gamma", "noise", "blur", "low_resolution")
+    )
     with pytest.raises(InputError, match=r"augment.gamma must stay 0.0, got 0.5"):
         decided(phantom_store, tmp_path, gamma=0.5)
 
 
 @pytest.mark.parametrize("turned", [{"rotation_deg": 15.0}, {"scaling": 0.2}])
-def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_continued(phantom_store, tmp_path, turned):
+def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_continued(
+    phantom_store, tmp_path, turned
+):
     save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
     as_of_an_earlier_version(tmp_path, **turned)
     ((name, value),) = turned.items()
     assert getattr(load_config(tmp_path).augment, name) == value
-    with pytest.raises(InputError, match=r"^rotation and scaling must be .*, got .*; continue it with .*$"):
+    with pytest.raises(
+        InputError, match=r"^rotation and scaling must be .*, got .*; continue it with .*$"
+    ):
         decided(phantom_store, tmp_path)
 
 
@@ -204,17 +231,44 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
         ({"budget_minutes": -1.0}, "budget_minutes must be at least 0, got -1.0"),
         ({"budget_minutes": 1.0, "steps": 3}, "--budget-minutes must .*, got --steps 3"),
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
-        ({"depth": 5, "curriculum": "half"}, "--curriculum must be off if half of .* is below 32 along .*, got half"),
+        (
+            {"depth": 5, "curriculum": "half"},
+            "--curriculum must be off if half of .* is below 32 along .*, got half",
+        ),
         ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4"),
-        ({"workers": 2, "batch": 4, "micro_batch": 4}, "micro-batch must divide the 2 volumes of a worker, got 4"),
-        ({"workers": 8, "batch_per_worker": 2}, "batch .* at most the 4 training cases, got 16; .* --batch-per-worker"),
-        ({"workers": 8, "batch_per_worker": 1}, "batch .* at most the 4 training cases, got 8; take fewer workers"),
-        ({**PATCH, "patch": [16, 16, 64]}, "--patch 16 16 64 must fit into .* of 24 36 32; give 16 16 32,"),
-        ({**PATCH, "patch": [16, 18, 16]}, r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$"),
-        ({**PATCH, "patch": [10, 10, 90]}, r"must fit into .* and be divisible by 4, .*; give 12 12 32, [^\n]*$"),
-        ({**PATCH, "patch": [16, 0, 16]}, r"--patch must be three positive numbers, got \(16, 0, 16\)"),
+        (
+            {"workers": 2, "batch": 4, "micro_batch": 4},
+            "micro-batch must divide the 2 volumes of a worker, got 4",
+        ),
+        (
+            {"workers": 8, "batch_per_worker": 2},
+            "batch .* at most the 4 training cases, got 16; .* --batch-per-worker",
+        ),
+        (
+            {"workers": 8, "batch_per_worker": 1},
+            "batch .* at most the 4 training cases, got 8; take fewer workers",
+        ),
+        (
+            {**PATCH, "patch": [16, 16, 64]},
+            "--patch 16 16 64 must fit into .* of 24 36 32; give 16 16 32,",
+        ),
+        (
+            {**PATCH, "patch": [16, 18, 16]},
+            r"^--patch 16 18 16 must be divisible by 4, .*; give 16 20 16$",
+        ),
+        (
+            {**PATCH, "patch": [10, 10, 90]},
+            r"must fit into .* and be divisible by 4, .*; give 12 12 32, [^\n]*$",
+        ),
+        (
+            {**PATCH, "patch": [16, 0, 16]},
+            r"--patch must be three positive numbers, got \(16, 0, 16\)",
+        ),
         ({"mode": "patch", "resolution": 0.5}, "resolution must be 1 with --mode patch"),
-        ({"mode": "patch", "device": "gpu:0"}, "device must be a GPU of this host, here none, got gpu:0"),
+        (
+            {"mode": "patch", "device": "gpu:0"},
+            "device must be a GPU of this host, here none, got gpu:0",
+        ),
     ],
 )
 def test_settings_that_do_not_suit_are_refused(phantom_store, tmp_path, settings, message):
@@ -223,11 +277,15 @@ def test_settings_that_do_not_suit_are_refused(phantom_store, tmp_path, settings
     assert not (tmp_path / "run").exists()
 
 
-def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(phantom_store, tmp_path):
+def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(
+    phantom_store, tmp_path
+):
     extent, seen = phantom_store.manifest.largest_box, {}
     for resolution in (0.55, 0.65, 0.8):
         seen[resolution] = decided(phantom_store, tmp_path, **SMALL, resolution=resolution).grid
-        assert seen[resolution] == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
+        assert seen[resolution] == tuple(
+            -(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent
+        )
 
 
 # --- Several workers ---
@@ -242,7 +300,9 @@ def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(ph
         ({"learning_rate": 0.01}, 0.02),
     ],
 )
-def test_the_batch_grows_with_the_workers_and_the_rates_with_it_and_once_alone(phantom_store, tmp_path, settings, rate):
+def test_the_batch_grows_with_the_workers_and_the_rates_with_it_and_once_alone(
+    phantom_store, tmp_path, settings, rate
+):
     for _ in range(3):
         config = planned(phantom_store, tmp_path, 4, batch_per_worker=1, **settings).config
         assert (config.batch, config.micro, config.parts) == (4, 1, 4)
@@ -257,7 +317,9 @@ def test_a_micro_batch_divides_the_batch_of_all_workers(phantom_store, tmp_path)
     assert (config.batch, config.micro) == (4, 2)
 
 
-def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_may_change_it(phantom_store, tmp_path):
+def test_a_learning_rate_left_open_is_the_optimizer_s_and_a_run_that_continues_may_change_it(
+    phantom_store, tmp_path
+):
     def again(**settings):
         return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, **settings}).config
 
@@ -304,13 +366,21 @@ def test_a_run_made_longer_has_the_validations_of_its_new_length(phantom_store, 
         ({}, "half", 6),
         ({"curriculum": "off"}, "off", 0),
         ({"curriculum": "auto"}, "off", 0),  # half of so small a grid does not pay
-        ({"depth": 5, "curriculum": "auto"}, "off", 0),  # half of it would be one voxel at the deepest of five levels
+        (
+            {"depth": 5, "curriculum": "auto"},
+            "off",
+            0,
+        ),  # half of it would be one voxel at the deepest of five levels
         ({"steps": 1}, "half", 0),  # which is in full
         ({"mode": "patch", "patch": (16, 16, 16)}, "half", 6),
     ],
 )
-def test_most_steps_are_coarse_where_the_grid_allows(phantom_store, tmp_path, settings, coarse, steps):
-    plan = planned(phantom_store, tmp_path, 1, **{"curriculum": "half", "depth": 3, "steps": 8, **settings})
+def test_most_steps_are_coarse_where_the_grid_allows(
+    phantom_store, tmp_path, settings, coarse, steps
+):
+    plan = planned(
+        phantom_store, tmp_path, 1, **{"curriculum": "half", "depth": 3, "steps": 8, **settings}
+    )
     assert (plan.config.curriculum, plan.config.coarse_steps) == (coarse, steps)
     assert plan.to_json()["config"]["coarse_steps"] == steps
     if steps:
@@ -321,18 +391,26 @@ def test_most_steps_are_coarse_where_the_grid_allows(phantom_store, tmp_path, se
         assert plan.forecast.coarse.process_peak_bytes < plan.forecast.full.process_peak_bytes
 
 
-def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer(phantom_store, tmp_path):
+def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer(
+    phantom_store, tmp_path
+):
     def config(**settings):
-        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, "curriculum": "half", **settings}).config
+        return make_plan(
+            phantom_store, tmp_path, HOST, {"depth": 3, "curriculum": "half", **settings}
+        ).config
 
     with_checkpoint(tmp_path)
-    save_config(dataclasses.replace(config(steps=16), coarse_steps=14), tmp_path)  # as by another share
+    save_config(
+        dataclasses.replace(config(steps=16), coarse_steps=14), tmp_path
+    )  # as by another share
     assert [config(steps=steps).coarse_steps for steps in (8, 16, 32)] == [6, 14, 14]
 
 
 def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_path):
     def plan(**settings):
-        return make_plan(phantom_store, tmp_path, HOST, {"depth": 3, "curriculum": "half", **settings})
+        return make_plan(
+            phantom_store, tmp_path, HOST, {"depth": 3, "curriculum": "half", **settings}
+        )
 
     save_config(plan(steps=6).config, tmp_path)
     with_checkpoint(tmp_path)
@@ -405,10 +483,15 @@ def test_a_budget_of_minutes_is_timed_again_if_no_step_was_kept(phantom_store, t
     ("chosen", "kept"),
     [
         ({}, ("bfloat16", "speed", 1)),
-        ({"dtype": "float32", "policy": "lean", "batch": 2, "micro_batch": 2}, ("float32", "lean", 2)),
+        (
+            {"dtype": "float32", "policy": "lean", "batch": 2, "micro_batch": 2},
+            ("float32", "lean", 2),
+        ),
     ],
 )
-def test_what_a_host_decided_is_decided_again_and_what_was_chosen_is_kept(phantom_store, tmp_path, chosen, kept):
+def test_what_a_host_decided_is_decided_again_and_what_was_chosen_is_kept(
+    phantom_store, tmp_path, chosen, kept
+):
     slow = dataclasses.replace(HOST, isa=())
     cut_short(phantom_store, tmp_path, host=slow, **chosen)
     cut_short(phantom_store, tmp_path, host=slow, steps=7)
@@ -420,9 +503,13 @@ def test_what_a_host_decided_is_decided_again_and_what_was_chosen_is_kept(phanto
     assert slower.unet.dtype == "float32", "weights are there"
 
 
-def test_before_the_first_checkpoint_other_settings_are_another_run_in_the_same_folder(phantom_store, tmp_path):
+def test_before_the_first_checkpoint_other_settings_are_another_run_in_the_same_folder(
+    phantom_store, tmp_path
+):
     cut_short(phantom_store, tmp_path, **PATCH, batch_per_worker=2)
-    config = make_plan(phantom_store, tmp_path, HOST, {"mode": "whole", "batch": 1, "filters": 8}).config
+    config = make_plan(
+        phantom_store, tmp_path, HOST, {"mode": "whole", "batch": 1, "filters": 8}
+    ).config
     assert (config.mode, config.batch, config.unet.filters) == ("whole", 1, 8)
     with_checkpoint(tmp_path)
     with pytest.raises(InputError, match="mode must stay 'patch', got 'whole'"):
@@ -440,7 +527,9 @@ def test_a_run_that_lost_its_checkpoints_is_still_the_one_that_was_chosen(phanto
     assert (config.unet.depth, config.unet.filters, config.steps) == (3, 8, 12)
 
 
-def test_a_run_of_an_earlier_version_that_lost_its_checkpoints_keeps_its_settings(phantom_store, tmp_path):
+def test_a_run_of_an_earlier_version_that_lost_its_checkpoints_keeps_its_settings(
+    phantom_store, tmp_path
+):
     cut_short(phantom_store, tmp_path, filters=8)
     (tmp_path / "plan.json").unlink()  # that version's has no chosen settings
     with_checkpoint(tmp_path)
@@ -458,7 +547,9 @@ def test_a_run_that_was_begun_with_any_engine_continues_with_another(phantom_sto
         assert decided(phantom_store, tmp_path, engine=now).engine == now
 
 
-def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(phantom_store, tmp_path):
+def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(
+    phantom_store, tmp_path
+):
     save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
     with pytest.raises(InputError) as error:
         decided(phantom_store, tmp_path, extent="full")
@@ -469,9 +560,13 @@ def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(pha
 
 
 @pytest.mark.parametrize("recipe", [{}, {"recipe": "demo"}])
-def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(phantom_store, tmp_path, recipe):
+def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(
+    phantom_store, tmp_path, recipe
+):
     def again(workers=2, **settings):
-        return make_plan(phantom_store, tmp_path, HOST, {**recipe, **settings}, workers=workers).config
+        return make_plan(
+            phantom_store, tmp_path, HOST, {**recipe, **settings}, workers=workers
+        ).config
 
     settings = {"batch_per_worker": 1, "depth": 3, "dtype": "float32"}
     config = again(**settings, policy="lean")
@@ -488,7 +583,9 @@ def test_batch_norm_sees_what_a_worker_computes_and_that_stays_as_it_was(phantom
     assert (config.micro, config.parts) == (2, 2)
     save_config(config, tmp_path)
     assert make_plan(phantom_store, tmp_path, HOST, {}).config.micro == 2
-    with pytest.raises(InputError, match="micro-batch must divide the 1 volumes of a worker, got 2"):
+    with pytest.raises(
+        InputError, match="micro-batch must divide the 1 volumes of a worker, got 2"
+    ):
         make_plan(phantom_store, tmp_path, HOST, {}, workers=4)
 
 
@@ -497,21 +594,25 @@ def test_batch_norm_sees_what_a_worker_computes_and_that_stays_as_it_was(phantom
 
 @pytest.fixture
 def priced(monkeypatch, phantom_store):
-    """Estimates as they are, but for what the policies take: 12 and 6 GiB for each whole volume of the phantoms
-    that is computed at a time, half of it in bfloat16."""
+    """Estimates as they are, but for what the policies take: 12 and 6 GiB for each whole volume of
+    the phantoms that is computed at a time, half of it in bfloat16."""
     taken = {"speed": (12, 1.0), "lean": (6, 1.3)}
     whole = math.prod(planned(phantom_store, phantom_store.folder).config.grid)
 
     def made(job, *more, **options):
         gib, step_s = taken[job.policy]
         bound = gib * GIB * job.voxels / whole / (2 if job.unet.dtype == "bfloat16" else 1)
-        return dataclasses.replace(estimate(job, *more, **options), upper_bound_bytes=round(bound), step_s=step_s)
+        return dataclasses.replace(
+            estimate(job, *more, **options), upper_bound_bytes=round(bound), step_s=step_s
+        )
 
     monkeypatch.setattr("memory_estimator.training.estimate", made)
 
 
 @pytest.mark.parametrize(("free_gib", "policy"), [(12, "speed"), (11, "lean"), (5, "lean")])
-def test_the_fastest_policy_that_fits_is_picked_with_a_reason(phantom_store, tmp_path, priced, free_gib, policy):
+def test_the_fastest_policy_that_fits_is_picked_with_a_reason(
+    phantom_store, tmp_path, priced, free_gib, policy
+):
     plan = planned(phantom_store, tmp_path, host=with_free(free_gib * GIB))
     assert plan.config.unet.policy == policy
     assert f"{free_gib}.00 GiB free" in plan.reasons["policy"]
@@ -530,7 +631,9 @@ def refusal(plan, free_bytes):
 def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not(phantom_store, tmp_path):
     plan = planned(phantom_store, tmp_path)
     check_fits(plan, with_free(plan.forecast.full.upper_bound_bytes))
-    assert "memory must hold this training, up to" in refusal(plan, plan.forecast.full.upper_bound_bytes - 1)
+    assert "memory must hold this training, up to" in refusal(
+        plan, plan.forecast.full.upper_bound_bytes - 1
+    )
 
 
 def test_the_nearest_settings_that_fit_are_proposed(phantom_store, tmp_path, priced):
@@ -552,14 +655,19 @@ def test_a_continued_run_is_told_only_of_what_it_may_change(phantom_store, tmp_p
     assert re.search("another folder.* up to ", refusal(several, 5 * GIB))
     batch_norm = continued(batch=4, micro_batch=4, norm="batch")
     assert "--policy lean: up to 24.00 GiB" in refusal(batch_norm, 30 * GIB)
-    assert re.search("another folder.* --micro-batch 1: up to 12.00 GiB", refusal(batch_norm, 12 * GIB))
+    assert re.search(
+        "another folder.* --micro-batch 1: up to 12.00 GiB", refusal(batch_norm, 12 * GIB)
+    )
 
 
 def test_steps_that_are_timed_before_the_run_hold_its_variables_twice(phantom_store, tmp_path):
     plan, timed = (
-        planned(phantom_store, tmp_path, policy="speed", steps=0, **more) for more in ({}, {"budget_minutes": 4.0})
+        planned(phantom_store, tmp_path, policy="speed", steps=0, **more)
+        for more in ({}, {"budget_minutes": 4.0})
     )
-    parameters = sum(op.trainable + op.frozen for op in layer_plan(plan.config.unet, plan.config.grid))
+    parameters = sum(
+        op.trainable + op.frozen for op in layer_plan(plan.config.unet, plan.config.grid)
+    )
     more = timed.forecast.full.upper_bound_bytes - plan.forecast.full.upper_bound_bytes
     assert more == pytest.approx(8 * parameters, rel=0.05), "weights and Muon's slot"
 
@@ -571,9 +679,17 @@ PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, mic
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, PATCH, {"resolution": 0.5}, {"resolution": 0.75}, {"resolution": 0.5, "channels": ["FLAIR"]}],
+    [
+        {},
+        PATCH,
+        {"resolution": 0.5},
+        {"resolution": 0.75},
+        {"resolution": 0.5, "channels": ["FLAIR"]},
+    ],
 )
-def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_store, tmp_path, settings):
+def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
+    phantom_store, tmp_path, settings
+):
     plan = planned(phantom_store, tmp_path, policy="speed", **settings)
     full, resolution = plan.forecast.full, plan.config.resolution
     covered = (math.ceil(n / resolution) for n in plan.config.grid)
@@ -581,7 +697,9 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(phantom_
     beside = whole_volume_bytes(full.job, volume, resolution) if settings else 0
     averaged = 0
     if resolution < 1:  # a sample's image in float32, and then its target
-        averaged = 4 * math.prod(plan.config.grid) * max(full.job.unet.channels, full.job.unet.outputs)
+        averaged = (
+            4 * math.prod(plan.config.grid) * max(full.job.unet.channels, full.job.unet.outputs)
+        )
     alone = estimate(full.job, full.constants, full.accuracy)
     assert full.upper_bound_bytes == alone.upper_bound_bytes + beside + averaged
     split = {**phantom_store.manifest.split, "val": ()}
@@ -608,7 +726,9 @@ def test_what_whole_volumes_take_is_counted_by_hand():
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
     assert whole_volume_bytes(job, shape, 1.0) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
     # At half the resolution a float32 copy, and what it becomes along an axis.
-    assert whole_volume_bytes(job, shape, 0.5) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + 4 * 4 * 1.5)
+    assert whole_volume_bytes(job, shape, 0.5) == voxels * (
+        3 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + 4 * 4 * 1.5
+    )
 
 
 def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp_path, priced):
@@ -634,15 +754,25 @@ def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store
     config = decided(phantom_store, tmp_path, **SMALL, mode="patch")
     assert config.grid == grid_size(phantom_store, extent="brain", multiple=4)
     assert usual_patch((240, 240, 160), 16) == (128, 128, 128)
-    assert usual_patch((512, 512, 128), 128) == (256, 256, 128)  # two voxels at the bottom of 8 levels
+    assert usual_patch((512, 512, 128), 128) == (
+        256,
+        256,
+        128,
+    )  # two voxels at the bottom of 8 levels
 
 
-@given(sides=st.tuples(*[st.integers(1, 12)] * 3), depth=st.integers(2, 8), patch=st.tuples(*[st.integers(1, 800)] * 3))
+@given(
+    sides=st.tuples(*[st.integers(1, 12)] * 3),
+    depth=st.integers(2, 8),
+    patch=st.tuples(*[st.integers(1, 800)] * 3),
+)
 def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, patch):
     divisor = UNetConfig(depth=depth).divisor
     grid = tuple(divisor * n for n in sides)
     for shape in (*patch_shapes(grid, divisor), usual_patch(grid, divisor)):
-        check_patch(shape, grid, divisor)  # what a card is given, thin volumes whole, is what may be asked for
+        check_patch(
+            shape, grid, divisor
+        )  # what a card is given, thin volumes whole, is what may be asked for
     try:
         check_patch(patch, grid, divisor)
     except ValueError as error:
@@ -652,20 +782,31 @@ def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, p
 
 def test_a_batch_is_at_most_an_epoch_s_patches(phantom_store, tmp_path):
     assert decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=28).patches_per_case == 7
-    with pytest.raises(InputError, match="batch must be at most the 28 patches of an epoch, got 29"):
+    with pytest.raises(
+        InputError, match="batch must be at most the 28 patches of an epoch, got 29"
+    ):
         decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=29)
-    assert decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=29, patches_per_case=8).batch == 29
+    assert (
+        decided(phantom_store, tmp_path, **SMALL, **PATCH, batch=29, patches_per_case=8).batch == 29
+    )
 
 
 # --- Runs on a card ---
 
-CARD = Gpu(index=0, name="made up", memory_bytes=16 * GIB, free_bytes=GIB, compute_capability=(8, 0))
+CARD = Gpu(
+    index=0, name="made up", memory_bytes=16 * GIB, free_bytes=GIB, compute_capability=(8, 0)
+)
 ON_CARD = dataclasses.replace(PATCHES, device="gpu:0", batch=2, micro_batch=2, engine="auto")
 
 
 def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_store):
-    for saved, smaller in ((None, "a smaller --patch or --micro-batch, or --force"), (ON_CARD, "another --device")):
-        with pytest.raises(DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16") as caught:
+    for saved, smaller in (
+        (None, "a smaller --patch or --micro-batch, or --force"),
+        (ON_CARD, "another --device"),
+    ):
+        with pytest.raises(
+            DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16"
+        ) as caught:
             check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
         assert smaller in str(caught.value)
     check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
@@ -677,14 +818,18 @@ def test_a_card_sets_device_dtype_and_patch(phantom_store, tmp_path):
     settings = {**SMALL, "mode": "patch", "dtype": "auto", "device": "gpu:0"}
     config = decided(phantom_store, tmp_path, gpus=(card,), **settings)
     assert (config.device, config.unet.dtype) == ("gpu:0", "bfloat16")
-    assert config.grid == grid_size(phantom_store, extent="brain", multiple=4)  # a small volume fits a large card
+    assert config.grid == grid_size(
+        phantom_store, extent="brain", multiple=4
+    )  # a small volume fits a large card
     older = dataclasses.replace(card, compute_capability=(7, 5))
     assert decided(phantom_store, tmp_path, gpus=(older,), **settings).unet.dtype == "float32"
     with pytest.raises(InputError, match="engine must be auto or stock on gpu:0, got itex"):
         decided(phantom_store, tmp_path, gpus=(card,), **settings, engine="itex")
 
 
-def test_the_patch_of_a_card_is_the_largest_that_fits_it_or_refused_with_what_the_least_takes(phantom_store, tmp_path):
+def test_the_patch_of_a_card_is_the_largest_that_fits_it_or_refused_with_what_the_least_takes(
+    phantom_store, tmp_path
+):
     card = dataclasses.replace(CARD, free_bytes=round(1.02 * 2**30))
     config = decided(phantom_store, tmp_path, gpus=(card,), **SMALL, mode="patch", device="gpu:0")
     grid = grid_size(phantom_store, extent="brain", multiple=4)
@@ -692,16 +837,24 @@ def test_the_patch_of_a_card_is_the_largest_that_fits_it_or_refused_with_what_th
     assert gpu_bytes(Job(config.unet, config.grid, engine="stock")) <= card.free_bytes
     full, silent = (dataclasses.replace(CARD, free_bytes=free) for free in (2**20, None))
     settings = {**SMALL, "mode": "patch", "device": "gpu:0"}
-    with pytest.raises(DoesNotFitError, match=r"^gpu:0, .*, must hold a patch of at least 8 x 8 x 8, .* got 1 MiB"):
+    with pytest.raises(
+        DoesNotFitError, match=r"^gpu:0, .*, must hold a patch of at least 8 x 8 x 8, .* got 1 MiB"
+    ):
         decided(phantom_store, tmp_path, gpus=(full,), **settings)
-    with pytest.raises(InputError, match=r"the free memory of gpu:0 must be known, .* give --patch"):
+    with pytest.raises(
+        InputError, match=r"the free memory of gpu:0 must be known, .* give --patch"
+    ):
         decided(phantom_store, tmp_path, gpus=(silent,), **settings)
 
 
 @pytest.mark.parametrize("recipe", [{}, {"recipe": "gpu-patch"}])
-def test_the_same_command_continues_on_the_device_that_was_picked(phantom_store, tmp_path, monkeypatch, recipe):
+def test_the_same_command_continues_on_the_device_that_was_picked(
+    phantom_store, tmp_path, monkeypatch, recipe
+):
     monkeypatch.setattr("cpu3d.host.gpu.cuda_is_installed", lambda: True)
-    cards = tuple(dataclasses.replace(CARD, index=index, free_bytes=2 ** (33 + index)) for index in range(2))
+    cards = tuple(
+        dataclasses.replace(CARD, index=index, free_bytes=2 ** (33 + index)) for index in range(2)
+    )
     settings = {**recipe, "gpus": cards, "mode": "patch", "depth": 3}
     config = decided(phantom_store, tmp_path, **settings)
     # Of two cards the one with more memory free, but for the recipe that names one.

@@ -1,4 +1,5 @@
-"""Settings: the command line, the checks, and a configuration that is saved, read back and compared without loss."""
+"""Settings: the command line, the checks, and a configuration that is saved, read back and compared
+without loss."""
 
 import argparse
 import dataclasses
@@ -39,8 +40,18 @@ BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm=
 @pytest.mark.parametrize(
     ("old", "network", "settings", "problems"),
     [
-        (CONFIG, {"policy": "lean"}, {"micro_batch": 1, "epochs": 7}, []),  # how a step is computed may change
-        (CONFIG, {}, {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 9}, ["mode .* 'whole', got 'patch'"]),
+        (
+            CONFIG,
+            {"policy": "lean"},
+            {"micro_batch": 1, "epochs": 7},
+            [],
+        ),  # how a step is computed may change
+        (
+            CONFIG,
+            {},
+            {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 9},
+            ["mode .* 'whole', got 'patch'"],
+        ),
         (CONFIG, {"depth": 4}, {"batch": 2}, ["unet.depth .* 3, got 4", "batch .* 1, got 2"]),
         (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 4}, []),  # what the rule gives
         (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["micro_batch .* 4, got 2"]),
@@ -78,9 +89,17 @@ def test_a_run_from_before_contrast_goes_on_unless_it_turned_volumes_in_planes(a
 
 @pytest.mark.parametrize(
     ("norm", "micro_batch", "micro", "parts"),
-    [("instance", 0, 1, 6), ("none", 0, 1, 6), ("batch", 0, 6, 1), ("batch", 2, 2, 3), ("instance", 6, 6, 1)],
+    [
+        ("instance", 0, 1, 6),
+        ("none", 0, 1, 6),
+        ("batch", 0, 6, 1),
+        ("batch", 2, 2, 3),
+        ("instance", 6, 6, 1),
+    ],
 )
-def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(norm, micro_batch, micro, parts):
+def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(
+    norm, micro_batch, micro, parts
+):
     config = RunConfig(unet=UNetConfig(norm=norm), batch=6, micro_batch=micro_batch)
     job = Job(config.unet, (64, 64, 64), batch=6, micro_batch=micro_batch)
     assert (config.micro, config.parts) == (job.micro, job.parts) == (micro, parts)
@@ -110,7 +129,10 @@ def test_a_bad_setting_is_refused_by_name(field, value):
 
 
 SAVED = dataclasses.replace(
-    CONFIG, store_channels=("FLAIR", "T1w"), regions=("WT",), unet=UNetConfig(channels=1, outputs=1, depth=3)
+    CONFIG,
+    store_channels=("FLAIR", "T1w"),
+    regions=("WT",),
+    unet=UNetConfig(channels=1, outputs=1, depth=3),
 )
 
 
@@ -121,22 +143,38 @@ SAVED = dataclasses.replace(
         ("grid", [16, 0, 16], "grid must be positive"),
         ("ema", float("nan"), "config.ema must be"),
         ("unet", {"depth": 99}, ".*depth must be between 2 and 8"),
-        ("unet", {"filters": 5000}, ".*filters must be at most 1024 on 5 levels of unet3d, got 5000"),
+        (
+            "unet",
+            {"filters": 5000},
+            ".*filters must be at most 1024 on 5 levels of unet3d, got 5000",
+        ),
         ("unet", {"filters": "8"}, "config.unet.filters must be int, got 8"),
-        ("augment", {"flop": True}, "config.augment must have its fields and no others, got unknown flop"),
+        (
+            "augment",
+            {"flop": True},
+            "config.augment must have its fields and no others, got unknown flop",
+        ),
         ("regions", ["TC"], "regions must be some of WT, got"),
         ("channels", [], "channels must be some of FLAIR, T1w, got"),
         ("optimizer", ..., "config must hold every setting, got none for optimizer"),
-        ("augment", {"flip": True}, "config must hold every setting, got none for augment.gain, augment.offset"),
+        (
+            "augment",
+            {"flip": True},
+            "config must hold every setting, got none for augment.gain, augment.offset",
+        ),
     ],
 )
-def test_a_saved_config_with_a_value_of_another_kind_or_none_is_refused_by_name(tmp_path, name, value, problem):
+def test_a_saved_config_with_a_value_of_another_kind_or_none_is_refused_by_name(
+    tmp_path, name, value, problem
+):
     save_config(SAVED, tmp_path)
     assert load_config(tmp_path) == SAVED
     path = tmp_path / "config.json"
     content = {**json.loads(path.read_text()), name: value}
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
-    with pytest.raises(InputError, match=f"^run config {path} must be JSON .*, got {problem}[^\n]*$"):
+    with pytest.raises(
+        InputError, match=f"^run config {path} must be JSON .*, got {problem}[^\n]*$"
+    ):
         load_config(tmp_path)
 
 
@@ -162,13 +200,20 @@ def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
         "scaling": 0.1,
     }
     config = with_settings(RunConfig(epochs=7), settings)
-    assert (config.channels, config.batch, config.epochs, config.unet.filters) == (("FLAIR", "T1w"), 2, 7, 8)
+    assert (config.channels, config.batch, config.epochs, config.unet.filters) == (
+        ("FLAIR", "T1w"),
+        2,
+        7,
+        8,
+    )
     assert (config.unet.residual, config.augment.flip, config.augment.scaling) == (True, False, 0.1)
     assert chosen(*as_options(settings)) == settings
 
 
 def test_what_is_left_open_stays_as_it_was():
-    config = with_settings(RunConfig(device="gpu:0"), chosen("--device", "auto", "--dtype", "auto", "--policy", "auto"))
+    config = with_settings(
+        RunConfig(device="gpu:0"), chosen("--device", "auto", "--dtype", "auto", "--policy", "auto")
+    )
     assert (config.device, config.unet) == ("gpu:0", UNetConfig())
 
 
@@ -186,7 +231,9 @@ def test_a_length_chosen_in_one_way_takes_the_place_of_another(before, words, af
     assert {name: getattr(config, name) for name in after} == after
 
 
-@pytest.mark.parametrize("words", ["--epochs 3 --steps 3", "--batch 2 --batch-per-worker 1", "--batch x"])
+@pytest.mark.parametrize(
+    "words", ["--epochs 3 --steps 3", "--batch 2 --batch-per-worker 1", "--batch x"]
+)
 def test_options_that_exclude_each_other_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         chosen(*words.split())

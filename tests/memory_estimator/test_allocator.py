@@ -1,4 +1,5 @@
-"""Lifetimes and the allocator on paper: sequences worked out by hand, a recorded one, and what must hold for any."""
+"""Lifetimes and the allocator on paper: sequences worked out by hand, a recorded one, and what must
+hold for any."""
 
 import json
 from pathlib import Path
@@ -8,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator
-from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, Tensor, rounded, timeline, walk
+from memory_estimator.step.program import (
+    GRANULE_BYTES,
+    Program,
+    StepOp,
+    Tensor,
+    rounded,
+    timeline,
+    walk,
+)
 
 RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
 
@@ -22,7 +31,9 @@ RECORDED = Path(__file__).parent / "data" / "allocations_96.json"
         (512, 385, 512),  # 127 MiB to spare
     ],
 )
-def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spare(free, asked, counted):
+def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spare(
+    free, asked, counted
+):
     allocator = Allocator()
     allocator.take("0", free * MIB)  # one region, a power of two
     allocator.give_back("0")
@@ -38,7 +49,9 @@ def test_a_recorded_process_is_followed_chunk_by_chunk():
         if isinstance(call, list):
             requested, handed_out = call
             allocator.take(str(taken), requested)
-            assert allocator.counted_bytes - before == handed_out, f"take {taken} of {requested} bytes"
+            assert allocator.counted_bytes - before == handed_out, (
+                f"take {taken} of {requested} bytes"
+            )
             taken += 1
         else:
             allocator.give_back(str(call))
@@ -53,7 +66,9 @@ CALLS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB)), max_siz
 
 @given(CALLS)
 @settings(max_examples=150)
-def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_back_is_one_again(calls):
+def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_back_is_one_again(
+    calls,
+):
     allocator, held = Allocator(), {}
     for name, size in calls:
         if name in held:
@@ -62,11 +77,17 @@ def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_bac
         else:
             allocator.take(name, size)
             held[name] = size
-        chunks = {each: allocator._by_name[each] for each, size in held.items() if size >= SMALL_BYTES}
+        chunks = {
+            each: allocator._by_name[each] for each, size in held.items() if size >= SMALL_BYTES
+        }
         spans = sorted((chunk.start, chunk.start + chunk.size) for chunk in chunks.values())
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
         assert all(chunk.size >= rounded(held[each]) for each, chunk in chunks.items())
-        assert sum(rounded(held[each]) for each in chunks) <= allocator.counted_bytes <= allocator.reserved_bytes
+        assert (
+            sum(rounded(held[each]) for each in chunks)
+            <= allocator.counted_bytes
+            <= allocator.reserved_bytes
+        )
         assert allocator.counted_bytes == sum(chunk.size for chunk in chunks.values())
     for name in held:
         allocator.give_back(name)
@@ -88,7 +109,10 @@ def live(program):
 
 
 def calls(program):
-    return [(op.name, [tensor.name for tensor in taken], freed) for op, taken, freed in walk(program.ops, set())]
+    return [
+        (op.name, [tensor.name for tensor in taken], freed)
+        for op, taken, freed in walk(program.ops, set())
+    ]
 
 
 def test_a_tensor_goes_with_the_last_operation_that_reads_it():
@@ -111,7 +135,10 @@ def test_a_tensor_goes_with_the_last_operation_that_reads_it():
 
 def test_scratch_lives_during_its_operation_alone_and_goes_first():
     scratch = (tensor("s", 20), tensor("t", 40))
-    ops = (StepOp("a", "conv", writes=(tensor("x", 1),), scratch=scratch), StepOp("b", "reduce", ("x",)))
+    ops = (
+        StepOp("a", "conv", writes=(tensor("x", 1),), scratch=scratch),
+        StepOp("b", "reduce", ("x",)),
+    )
     program = Program((), ops)
     assert live(program) == [61, 1]
     assert calls(program) == [("a", ["x", "s", "t"], ["t", "s"]), ("b", [], ["x"])]
@@ -123,7 +150,9 @@ def test_a_result_in_place_takes_nothing_and_gives_back_what_it_lies_in():
         (
             StepOp("a", "conv", writes=(tensor("x", 8192),)),
             StepOp("b", "pointwise", ("x",), (tensor("y", 8192),), takes_over="x"),
-            StepOp("c", "pointwise", ("y",), (tensor("z", 8192), tensor("mask", 4096)), takes_over="y"),
+            StepOp(
+                "c", "pointwise", ("y",), (tensor("z", 8192), tensor("mask", 4096)), takes_over="y"
+            ),
             StepOp("d", "reduce", ("z", "mask")),
         ),
     )

@@ -33,12 +33,16 @@ JOB = Job(UNetConfig(dtype="float32"), (64, 64, 64), threads=2)
 def own(tmp_path):
     """A file with figures of its own."""
     path = tmp_path / "calibration.json"
-    path.write_text(json.dumps({**json.loads((SHIPPED / "avx512.json").read_text()), "name": "mine"}))
+    path.write_text(
+        json.dumps({**json.loads((SHIPPED / "avx512.json").read_text()), "name": "mine"})
+    )
     return path
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_where_each_figure_is_from(name):
+def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_where_each_figure_is_from(
+    name,
+):
     constants = load_constants(name)
     for field in ("costs", "baseline_bytes", "op_bytes", "saturating_threads"):
         assert constants.origins[field].startswith(("measured: ", "assumed: "))
@@ -49,7 +53,14 @@ def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_wher
 
 
 def scale(**changes):
-    return {"scale": 2.0, "quiet": True, "threads": 2, "date": "2026-11-26", "job": "some", **changes}
+    return {
+        "scale": 2.0,
+        "quiet": True,
+        "threads": 2,
+        "date": "2026-11-26",
+        "job": "some",
+        **changes,
+    }
 
 
 def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said():
@@ -61,9 +72,13 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
     for dtype in DTYPES:  # one that was not measured has the scale of the other
         job = JOB.with_unet(dtype=dtype)
         for kind, speeds in shipped.speeds(job).items():
-            assert own.speeds(job)[kind] == pytest.approx({name: 2 * cost for name, cost in speeds.items()})
+            assert own.speeds(job)[kind] == pytest.approx(
+                {name: 2 * cost for name, cost in speeds.items()}
+            )
     assert re.match("scaled by 2.00 .*here.* 2026-11-26, some$", own.basis(JOB, here))
-    assert re.match("scaled by 2.00 .*Some CPU.* 2026-11-26, some$", load_constants(path).basis(JOB))
+    assert re.match(
+        "scaled by 2.00 .*Some CPU.* 2026-11-26, some$", load_constants(path).basis(JOB)
+    )
     path.write_text("{")
     damaged = find_constants(here)
     assert damaged.costs == shipped.costs
@@ -71,7 +86,9 @@ def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said()
 
 
 @pytest.mark.parametrize("measured", [False, True])
-def test_scratch_is_that_of_the_host_s_own_cache_and_of_its_shipped_one_where_it_is_not_known(measured):
+def test_scratch_is_that_of_the_host_s_own_cache_and_of_its_shipped_one_where_it_is_not_known(
+    measured,
+):
     known = host(cpu_model="Some CPU", l2_bytes=3 * 2**20)
     if measured:
         path = host_file(known)
@@ -83,7 +100,9 @@ def test_scratch_is_that_of_the_host_s_own_cache_and_of_its_shipped_one_where_it
     assert find_constants(unknown).l2_bytes == shipped_constants(known.instructions).l2_bytes
 
 
-@pytest.mark.parametrize("changes", [{"cpu_model": "Another"}, {"isa": ("avx2",)}, {"cpu_quota": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [{"cpu_model": "Another"}, {"isa": ("avx2",)}, {"cpu_quota": 1.0}]
+)
 def test_another_host_has_another_file(changes):
     here = host(cpu_model="Some CPU", isa=("avx512f",), cores=2, logical_cpus=2, cpu_quota=None)
     path = host_file(here)
@@ -93,9 +112,17 @@ def test_another_host_has_another_file(changes):
 
 def test_every_operation_of_every_network_has_costs():
     kinds = {"every_op"}
-    for network, norm, up, policy, optimizer in itertools.product(NETWORKS, NORMS, UPS, POLICIES, ("muon", "sgd")):
-        more = {"residual": up == "upsampling", "deep_supervision": norm == "batch", "dtype": "bfloat16"}
-        unet = UNetConfig(filters=4, depth=3, network=network, norm=norm, up=up, policy=policy, **more)
+    for network, norm, up, policy, optimizer in itertools.product(
+        NETWORKS, NORMS, UPS, POLICIES, ("muon", "sgd")
+    ):
+        more = {
+            "residual": up == "upsampling",
+            "deep_supervision": norm == "batch",
+            "dtype": "bfloat16",
+        }
+        unet = UNetConfig(
+            filters=4, depth=3, network=network, norm=norm, up=up, policy=policy, **more
+        )
         job = Job(unet, (16, 16, 16), batch=2, micro_batch=1, optimizer=optimizer)
         kinds |= {op.kind for op in training_step(job).ops}
     assert kinds == set(FEATURES)
@@ -107,7 +134,10 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_a_number_of_threads_beyond_the_measured_one_is_said():
-    measured, other = dataclasses.replace(shipped_constants("avx512"), origin="measured"), host(cpu_model="Another")
+    measured, other = (
+        dataclasses.replace(shipped_constants("avx512"), origin="measured"),
+        host(cpu_model="Another"),
+    )
     assert re.match(f"measured .*{measured.cpu}.* {measured.date}$", measured.basis(JOB))
     basis = measured.basis(dataclasses.replace(JOB, threads=56), other)
     assert re.match(f"assumed .*{measured.cpu}.* 2 threads to 56 ", basis)
@@ -129,7 +159,9 @@ def with_costs(kind, costs):
     """One kind's costs replaced."""
 
     def damage(content):
-        return changed(costs={**content["costs"], "float32": {**content["costs"]["float32"], kind: costs}})(content)
+        return changed(
+            costs={**content["costs"], "float32": {**content["costs"]["float32"], kind: costs}}
+        )(content)
 
     return damage
 
@@ -139,7 +171,10 @@ def with_costs(kind, costs):
     [
         (lambda content: json.dumps(content)[:-40], "must be complete JSON"),
         (changed(schema=2), "must be complete JSON of schema 1, got schema 2"),
-        (lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}), "must be complete"),
+        (
+            lambda content: json.dumps({k: v for k, v in content.items() if k != "costs"}),
+            "must be complete",
+        ),
         (with_costs("pass", {"traffic": -1.0}), "float32: pass traffic -1.0"),
         (with_costs("update", {"traffic": 1e-9}), "float32: update work missing"),
         (with_costs("pass", {"traffic": True}), "pass.traffic must be float, got true"),

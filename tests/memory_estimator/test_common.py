@@ -1,4 +1,5 @@
-"""The base of all: files and JSON, options as dataclasses, tables and charts, amounts of memory and time."""
+"""The base of all: files and JSON, options as dataclasses, tables and charts, amounts of memory and
+time."""
 
 import argparse
 import os
@@ -18,7 +19,13 @@ from memory_estimator.common.files import (
     read_text,
     typed,
 )
-from memory_estimator.common.schema import add_options, from_args, given_options, option, to_command_line
+from memory_estimator.common.schema import (
+    add_options,
+    from_args,
+    given_options,
+    option,
+    to_command_line,
+)
 from memory_estimator.common.table import PALETTE, Bold, Table, new_figure, plain, png
 from memory_estimator.common.units import format_bytes, format_seconds, parse_bytes
 from memory_estimator.scaling import parse_rate
@@ -33,15 +40,24 @@ def test_only_regular_files_and_links_to_them_are_opened(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
         assert read_regular(tmp_path / "link") == b"content"
-        for name, kind in (("fifo", "a FIFO"), ("device", "a device"), ("socket", "a socket"), (".", "a folder")):
+        for name, kind in (
+            ("fifo", "a FIFO"),
+            ("device", "a device"),
+            ("socket", "a socket"),
+            (".", "a folder"),
+        ):
             with pytest.raises(NotRegularError, match=f"{name} must be a regular file, got {kind}"):
                 read_regular(name)
     with pytest.raises(FileNotFoundError):
         read_regular("nothing")
 
 
-@pytest.mark.parametrize("options", [("--run", "."), ("--shape", "16", "16", "16", "--calibration", "plan.json")])
-def test_what_the_estimator_is_given_in_place_of_a_file_is_bad_input(tmp_path, monkeypatch, capsys, options):
+@pytest.mark.parametrize(
+    "options", [("--run", "."), ("--shape", "16", "16", "16", "--calibration", "plan.json")]
+)
+def test_what_the_estimator_is_given_in_place_of_a_file_is_bad_input(
+    tmp_path, monkeypatch, capsys, options
+):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("plan.json")
     assert main(list(options)) == 2
@@ -82,7 +98,12 @@ class Whole:
 
 
 def test_json_becomes_records_of_the_kinds_that_their_fields_have():
-    content = {"parts": [{"name": "a", "weight": 2}], "size": [3, 4], "codes": {"7": "x"}, "note": "n"}
+    content = {
+        "parts": [{"name": "a", "weight": 2}],
+        "size": [3, 4],
+        "codes": {"7": "x"},
+        "note": "n",
+    }
     assert typed(content, Whole) == Whole((Part("a", 2),), (3, 4), {7: "x"}, "n")
     assert vars(typed({"name": "a"}, Part)) == {"name": "a", "weight": 1.0}
 
@@ -132,17 +153,32 @@ def test_settings_come_from_a_command_line_and_go_back_to_it():
     line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3 --peer x --peer y --names a b"
     words = line.split()
     args = parsed(*words)
-    assert from_args(Options, args) == Options(Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"))
+    assert from_args(Options, args) == Options(
+        Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b")
+    )
     assert to_command_line(Options, given_options(Options, args)) == words
     with pytest.raises(ValueError, match="rate must be below 1, got 1"):
         from_args(Options, parsed("--store", "s", "--rate", "1"))
-    assert from_args(Rest, parsed("train", "--steps", "3", kinds=(Rest,))).words == ("train", "--steps", "3")
+    assert from_args(Rest, parsed("train", "--steps", "3", kinds=(Rest,))).words == (
+        "train",
+        "--steps",
+        "3",
+    )
 
 
 def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():
     table = Table(("policy", "GiB"), [("a|b", "5"), (Bold("<x>"), "2")], title="One", caption="Two")
     assert table.markdown() == [
-        *("One", "", "| policy | GiB |", "|---|---:|", r"| a\|b | 5 |", "| **<x>** | 2 |", "", "Two")
+        *(
+            "One",
+            "",
+            "| policy | GiB |",
+            "|---|---:|",
+            r"| a\|b | 5 |",
+            "| **<x>** | 2 |",
+            "",
+            "Two",
+        )
     ]
     assert "<td><b>&lt;x&gt;</b></td><td>2</td>" in table.html()
     assert "<caption>One. Two</caption>" in table.html()
@@ -155,7 +191,13 @@ def test_a_table_is_the_same_in_markdown_and_html_and_a_chart_is_a_png():
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("1B", 1), ("384 GB", 384 * 10**9), ("1.5TiB", 3 * 2**39), ("0.1TB", 10**11), (" 2mib ", 2 * 2**20)],
+    [
+        ("1B", 1),
+        ("384 GB", 384 * 10**9),
+        ("1.5TiB", 3 * 2**39),
+        ("0.1TB", 10**11),
+        (" 2mib ", 2 * 2**20),
+    ],
 )
 def test_an_amount_is_read_exactly(text, size):
     assert parse_bytes(text) == size
@@ -163,7 +205,14 @@ def test_an_amount_is_read_exactly(text, size):
 
 def test_bytes_are_written_in_the_unit_that_reads_best():
     sizes = (0, 2**20 - 2**10, 150 * 2**20, 2**30, -3 * 2**29, 3 * 2**39)
-    assert list(map(format_bytes, sizes)) == ["0 KiB", "1023 KiB", "150 MiB", "1.00 GiB", "-1.50 GiB", "1.50 TiB"]
+    assert list(map(format_bytes, sizes)) == [
+        "0 KiB",
+        "1023 KiB",
+        "150 MiB",
+        "1.00 GiB",
+        "-1.50 GiB",
+        "1.50 TiB",
+    ]
 
 
 def test_seconds_are_written_in_the_unit_that_reads_best():
@@ -183,8 +232,16 @@ def test_a_rate_is_read_in_bits_or_bytes(text, rate):
 @pytest.mark.parametrize(
     ("parse", "message", "texts"),
     [
-        (parse_bytes, "memory must be", ("GiB", "-1GiB", "1,5GiB", "171798", "64G", "0GiB", "9" * 400 + "GiB")),
-        (parse_rate, "rate must be a positive", ("25Gb/s", "25", "0Gbit/s", "-1GB/s", "9" * 400 + "GB/s")),
+        (
+            parse_bytes,
+            "memory must be",
+            ("GiB", "-1GiB", "1,5GiB", "171798", "64G", "0GiB", "9" * 400 + "GiB"),
+        ),
+        (
+            parse_rate,
+            "rate must be a positive",
+            ("25Gb/s", "25", "0Gbit/s", "-1GB/s", "9" * 400 + "GB/s"),
+        ),
     ],
 )
 def test_what_is_no_number_with_a_unit_is_refused_with_an_example(parse, message, texts):

@@ -13,7 +13,9 @@ from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
 
-SMALL = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2)
+SMALL = Job(
+    UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="speed"), (96, 96, 96), threads=2
+)
 CONSTANTS = shipped_constants("avx512_bf16")
 VERSION = "TensorFlow 1, ITEX 1"
 
@@ -58,11 +60,16 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     assert fed.upper_bound_bytes == fed.kind.upper_bound(fed.process_peak_bytes)
     beside = {line.name: line.bytes for line in from_store.beside}
     validation = beside.pop("validation", 0)
-    counted = from_store.kind.upper_bound(from_store.process_peak_bytes + validation) + sum(beside.values())
+    counted = from_store.kind.upper_bound(from_store.process_peak_bytes + validation) + sum(
+        beside.values()
+    )
     assert from_store.upper_bound_bytes == counted
     assert "samples in preparation" not in beside, "it is the next batch"
     assert beside["a case's files"] == 96**3 * (4 * 2 + 1)
-    assert of(from_store=True, case_bytes=10**9).upper_bound_bytes - counted == 10**9 - beside["a case's files"]
+    assert (
+        of(from_store=True, case_bytes=10**9).upper_bound_bytes - counted
+        == 10**9 - beside["a case's files"]
+    )
     # For gamma it is whole in float32, with a copy of a channel to smooth.
     reworked = of(from_store=True, reworked=True).upper_bound_bytes
     assert reworked - from_store.upper_bound_bytes == 96**3 * (4 * 4 + 4)
@@ -72,8 +79,12 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
     assert prepared == [2 * 96**3 * (4 * 2 + 3)]
     # One at a time they never are in TensorFlow's allocator.
     samples = 2 * 96**3 * (4 * 2 + 3)
-    assert from_store.allocator_peak_bytes == pytest.approx(fed.allocator_peak_bytes - samples / 2, rel=0.02)
-    assert from_store.process_peak_bytes == pytest.approx(fed.process_peak_bytes + samples / 2, rel=0.02)
+    assert from_store.allocator_peak_bytes == pytest.approx(
+        fed.allocator_peak_bytes - samples / 2, rel=0.02
+    )
+    assert from_store.process_peak_bytes == pytest.approx(
+        fed.process_peak_bytes + samples / 2, rel=0.02
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +94,11 @@ def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_it
         ({"constants": shipped_constants("amx")}, {}, "amx"),
         ({}, {"itex": "TensorFlow 9, ITEX 9"}, "TensorFlow 9, ITEX 9"),
         ({"unet": dataclasses.replace(SMALL.unet, network="cicek2016")}, {}, "cicek2016"),
-        ({"unet": dataclasses.replace(SMALL.unet, dtype="float32")}, {}, "float32 under policy speed"),
+        (
+            {"unet": dataclasses.replace(SMALL.unet, dtype="float32")},
+            {},
+            "float32 under policy speed",
+        ),
     ],
 )
 def test_where_nothing_like_it_was_measured_the_bound_is_the_widest(changes, versions, setting):
@@ -118,7 +133,9 @@ def test_a_step_is_its_micro_batches_and_one_update():
     assert four.step_s - three.step_s == pytest.approx(part_s)
     job = dataclasses.replace(SMALL, batch=2)
     program = training_step(job)
-    begin = next(index for index, op in enumerate(program.ops) if op.name.endswith("/change"))  # the first momentum's
+    begin = next(
+        index for index, op in enumerate(program.ops) if op.name.endswith("/change")
+    )  # the first momentum's
     update_s = sum(list(op_seconds(program, CONSTANTS, job))[begin:])
     assert 0 < update_s < part_s
     assert two.step_s == pytest.approx(2 * part_s + update_s)
@@ -147,5 +164,7 @@ def test_tensors_are_added_up_by_cause_in_the_order_of_a_bill():
         ("transients", 2048),
     ]
     assert "decoder0_act2/gradient" in bill[-1].source
-    with pytest.raises(ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'"):
+    with pytest.raises(
+        ValueError, match=r"group must be one of weights, .*got 'weights, of another kind'"
+    ):
         held(("surprise", 256, "weights, of another kind"))

@@ -21,11 +21,17 @@ def parsed(text):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shape": (64, 64, 60)}, r"shape \(64, 64, 60\) must be divisible by 16\b.* \(64, 64, 64\)"),
+        (
+            {"shape": (64, 64, 60)},
+            r"shape \(64, 64, 60\) must be divisible by 16\b.* \(64, 64, 64\)",
+        ),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"optimizer": "lamb"}, "optimizer must be one of muon, adam, sgd, got 'lamb'"),
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),
-        ({"batch": 16, "micro_batch": 3}, "micro_batch must divide the batch of 16, got 3.* 1, 2, 4, 8, 16"),
+        (
+            {"batch": 16, "micro_batch": 3},
+            "micro_batch must divide the batch of 16, got 3.* 1, 2, 4, 8, 16",
+        ),
     ],
 )
 def test_a_job_that_cannot_be_is_refused(changes, message):
@@ -43,7 +49,9 @@ def test_every_option_reaches_the_job():
         channels=1, outputs=2, filters=8, depth=4, network="cicek2016", norm="batch", up="upsampling", residual=True,
         deep_supervision=True, dtype="float32", policy="lean",
     )  # fmt: skip
-    assert job == Job(unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", threads=3)
+    assert job == Job(
+        unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", threads=3
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,10 +70,18 @@ def test_a_policy_is_open_where_neither_the_command_nor_a_run_has_one(options, i
 def test_every_recipe_s_settings_agree_with_its_job():
     for name, recipe in RECIPES.items():
         config, job = recipe_config({"recipe": name}), recipe.job
-        assert (config.unet, config.batch, config.optimizer, config.ema) == (job.unet, job.batch, job.optimizer, 0)
+        assert (config.unet, config.batch, config.optimizer, config.ema) == (
+            job.unet,
+            job.batch,
+            job.optimizer,
+            0,
+        )
         assert config.micro == job.micro
         if config.channels:
-            assert (job.unet.channels, job.unet.outputs) == (len(config.channels), len(config.regions))
+            assert (job.unet.channels, job.unet.outputs) == (
+                len(config.channels),
+                len(config.regions),
+            )
 
 
 JOB = Job(
@@ -76,7 +92,13 @@ JOB = Job(
 
 def write_plan(folder, job=JOB, workers=2, settings=(), **changes):
     """The folder of a run with that plan."""
-    config = {"device": "cpu", "mode": "whole", "resolution": 1, "coarse_steps": 0, "read_mode": "auto"}
+    config = {
+        "device": "cpu",
+        "mode": "whole",
+        "resolution": 1,
+        "coarse_steps": 0,
+        "read_mode": "auto",
+    }
     job = dataclasses.asdict(job) if isinstance(job, Job) else job
     plan = {"schema": 1, "workers": workers, "job": job, "config": {**config, **dict(settings)}}
     (folder / "plan.json").write_text(json.dumps({**plan, **changes}))
@@ -87,7 +109,9 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
     assert read_run(write_plan(tmp_path)) == (JOB, [], 2)
     (note,) = read_run(write_plan(tmp_path, settings={"resolution": 0.5})).notes
     assert "validates on whole volumes" in note
-    of_card, again = read_run(write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})).notes
+    of_card, again = read_run(
+        write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})
+    ).notes
     assert ("gpu:1" in of_card, again) == (True, note)
 
 
@@ -105,7 +129,10 @@ def test_a_run_of_a_version_before_gamma_is_read(tmp_path, turned):
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
         ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
         ({"workers": 3}, "got 3 workers for batches of 4"),
-        ({"job": {"unet": {"policy": "balanced"}}}, "policy must be one of speed, lean, got 'balanced'"),
+        (
+            {"job": {"unet": {"policy": "balanced"}}},
+            "policy must be one of speed, lean, got 'balanced'",
+        ),
         ({"job": {"shape": [64, 64.5, 64]}}, r"job.shape\[1\] must be int, got 64.5"),
         ({"config": {}}, "plan.config must have its fields and no others, got no device"),
     ],

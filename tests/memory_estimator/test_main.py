@@ -29,11 +29,17 @@ def answer(arguments, capsys, code=0):
 
 
 def test_a_job_that_does_not_fit_exits_with_3_and_says_what_would(capsys):
-    large = SMALL.replace("64GiB", "1200MiB") + " --batch 8 --micro-batch 8 --dtype float32 --policy speed"
+    large = (
+        SMALL.replace("64GiB", "1200MiB")
+        + " --batch 8 --micro-batch 8 --dtype float32 --policy speed"
+    )
     content = answer(large, capsys, code=3)
     assert content["fits"] is False
     assert content["upper_bound_bytes"] > 1200 * 2**20
-    offered = [re.fullmatch(r"fits with (--.+): up to (.+), .+ a volume", line) for line in content["advice"]]
+    offered = [
+        re.fullmatch(r"fits with (--.+): up to (.+), .+ a volume", line)
+        for line in content["advice"]
+    ]
     assert "--micro-batch" in {option[1].split()[0] for option in offered}
     for option in offered[:2]:
         taken = answer(f"{large} {option[1]}", capsys)
@@ -51,7 +57,9 @@ def test_what_is_assumed_of_more_threads_than_were_measured_is_said(capsys):
     assert few["step_s"] / 28 < many["step_s"] < few["step_s"]
 
 
-@pytest.mark.parametrize("threads", [2, 56])  # of 56 there are no records, so that the margin is larger
+@pytest.mark.parametrize(
+    "threads", [2, 56]
+)  # of 56 there are no records, so that the margin is larger
 def test_the_plan_has_the_largest_of_each_kind_for_every_policy(threads, capsys):
     ask = f"--shape 64 64 64 --filters 16 --dtype bfloat16 --threads {threads} --host-memory 3GiB"
     content = answer(f"{ask} --plan", capsys)
@@ -64,7 +72,9 @@ def test_the_plan_has_the_largest_of_each_kind_for_every_policy(threads, capsys)
                 f"--filters {jobs['filters']['unet']['filters'] + 8 * more}",
                 f"--shape {' '.join([str(jobs['extent']['shape'][0] + 16 * more)] * 3)}",
             ):
-                assert main(f"{ask} --policy {entry['policy']} {words}".split()) == (3 if more else 0), words
+                assert main(f"{ask} --policy {entry['policy']} {words}".split()) == (
+                    3 if more else 0
+                ), words
         capsys.readouterr()
 
 
@@ -72,13 +82,19 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
     def made(job, *more):
         """The estimate, but by policy: 4 GiB under speed, 1 under lean."""
         bound, times = {"speed": (4, 1.0), "lean": (1, 1.2)}[job.policy]
-        return dataclasses.replace(estimate(job, *more), upper_bound_bytes=bound * 2**30, step_s=times)
+        return dataclasses.replace(
+            estimate(job, *more), upper_bound_bytes=bound * 2**30, step_s=times
+        )
 
     monkeypatch.setattr("memory_estimator.__main__.estimate", made)
     ask, policy = SMALL.replace("64GiB", "1GiB"), "lean"
     content = answer(f"{ask} --policy auto", capsys)
     choice = content["policy"]
-    assert (choice["name"], choice["picked"], "4.00 GiB of 1.00 GiB" in choice["reason"]) == (policy, True, True)
+    assert (choice["name"], choice["picked"], "4.00 GiB of 1.00 GiB" in choice["reason"]) == (
+        policy,
+        True,
+        True,
+    )
     assert content["job"]["policy"] == content["job"]["unet"]["policy"] == policy
     assert main(ask.split()) == 0
     assert f"policy {policy} picked: {choice['reason']}" in capsys.readouterr().out
@@ -87,7 +103,12 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
 def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
     content = answer("--recipe paper-2020 --threads 2 --host-memory 6TiB", capsys)
     job = content["job"]
-    assert (job["shape"], job["batch"], job["micro_batch"], job["unet"]["filters"]) == ([240, 240, 144], 16, 1, 32)
+    assert (job["shape"], job["batch"], job["micro_batch"], job["unet"]["filters"]) == (
+        [240, 240, 144],
+        16,
+        1,
+        32,
+    )
     assert content["epoch_s"] > content["step_s"]
     at_once = answer("--recipe paper-2020 --threads 2 --host-memory 6TiB --micro-batch 16", capsys)
     assert at_once["job"]["micro_batch"] == 16
@@ -103,8 +124,11 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
         return answer(f"--run {tmp_path} --threads 2 --host-memory 8GiB {options}", capsys, code)
 
     alone, shared = of_workers(1), of_workers(2)
-    gradients = next(line["bytes"] for line in alone["components"] if line["name"] == "gradient sums")
-    # Each computes one of four volumes at a time as before, and has four copies of the gradients for their exchange.
+    gradients = next(
+        line["bytes"] for line in alone["components"] if line["name"] == "gradient sums"
+    )
+    # Each computes one of four volumes at a time as before, and has four copies of the gradients
+    # for their exchange.
     assert shared["upper_bound_bytes"] == alone["upper_bound_bytes"] + 4 * gradients
     assert shared["step_s"] == pytest.approx(alone["step_s"] / 2)
     assert shared["epoch_s"] == pytest.approx(2 * shared["step_s"])
@@ -124,15 +148,27 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
     ("arguments", "message"),
     [
         ("--shape 240 240 155", "pad to (240, 240, 160) or crop to (240, 240, 144)"),
-        ("--shape 64 64 64 --cases 3 --batch 16", "batch must be at most the 3 training cases, got 16"),
+        (
+            "--shape 64 64 64 --cases 3 --batch 16",
+            "batch must be at most the 3 training cases, got 16",
+        ),
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
-        ("--shape 64 64 64 --filters 1025", "filters must be at most 1024 on 5 levels of unet3d, got 1025"),
-        ("--shape 64 64 64 --channels 16385", "channels must be an integer from 1 to 16384, got 16385"),
+        (
+            "--shape 64 64 64 --filters 1025",
+            "filters must be at most 1024 on 5 levels of unet3d, got 1025",
+        ),
+        (
+            "--shape 64 64 64 --channels 16385",
+            "channels must be an integer from 1 to 16384, got 16385",
+        ),
         (f"--shape 64 64 {'9' * 400}", "shape must fit into 32 bits, got 999"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a plan.json"),
         ("--batch 2", "shape must be given, got none"),
-        ("--shape 64 64 64 --link 25Gbit/s --epochs 3", "--hosts must be given with --link, --epochs, got none"),
+        (
+            "--shape 64 64 64 --link 25Gbit/s --epochs 3",
+            "--hosts must be given with --link, --epochs, got none",
+        ),
         ("--shape 64 64 64 --hosts 2 --plan", "--hosts must be given without --plan"),
     ],
 )
@@ -211,8 +247,8 @@ print(json.dumps([code, peak, imported, time.process_time()]), file=sys.stderr)
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads VmHWM")
 def test_an_answer_takes_little_time_150_mib_and_no_tensorflow_at_any_size():
-    """The limit is of CPU time, some twenty times what a host of 2025 takes: no host's speed reaches it, while an
-    answer that grows with the volume passes it by far."""
+    """The limit is of CPU time, some twenty times what a host of 2025 takes: no host's speed
+    reaches it, while an answer that grows with the volume passes it by far."""
     large = "--recipe paper-2020 --shape 1024 1024 1024 --batch 64 --threads 80"
     command = [sys.executable, "-c", COST, *large.split()]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
@@ -225,7 +261,9 @@ def test_an_answer_takes_little_time_150_mib_and_no_tensorflow_at_any_size():
 
 def test_a_reader_that_goes_away_is_no_traceback():
     command = f"{sys.executable} -m memory_estimator {SMALL} | true"
-    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
     assert done.stderr == ""
 
 
@@ -233,18 +271,24 @@ def test_a_reader_that_goes_away_is_no_traceback():
 def test_a_full_disk_ends_with_1_and_one_line():
     command = [sys.executable, "-m", "memory_estimator", *SMALL.split()]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        done = subprocess.run(
+            command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert done.returncode == 1
     assert re.fullmatch("error: .*No space left on device\n", done.stderr)
 
 
-def test_a_package_that_is_missing_is_named_and_an_interruption_is_no_traceback(monkeypatch, capsys):
+def test_a_package_that_is_missing_is_named_and_an_interruption_is_no_traceback(
+    monkeypatch, capsys
+):
     for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     assert main(SMALL.split()) == 1
     assert "package rich must be installed, got none" in capsys.readouterr().err
     assert main([*SMALL.split(), "--json"]) == 0
-    monkeypatch.setattr("memory_estimator.__main__.json.dumps", lambda content: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(
+        "memory_estimator.__main__.json.dumps", lambda content: os.kill(os.getpid(), signal.SIGINT)
+    )
     assert main([*SMALL.split(), "--json"]) == 130
     assert re.fullmatch("error: .*\n", capsys.readouterr().err)

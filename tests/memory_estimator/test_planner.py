@@ -1,4 +1,5 @@
-"""Jobs that fit, over made-up prices whose answers are known, by trying everything, and the patch for a GPU."""
+"""Jobs that fit, over made-up prices whose answers are known, by trying everything, and the patch
+for a GPU."""
 
 import dataclasses
 import functools
@@ -31,10 +32,13 @@ SECONDS = {"speed": 1.0, "lean": 1.3}
 
 
 def price(job):
-    """Stands in for an Estimate: under policy speed a byte a voxel, filter, volume at a time and byte of dtype."""
+    """Stands in for an Estimate: under policy speed a byte a voxel, filter, volume at a time and
+    byte of dtype."""
     maps = job.voxels * job.unet.filters * (4 if job.unet.dtype == "float32" else 2)
     bound, volume_s = maps * KEPT[job.policy] // 4 + 1000, SECONDS[job.policy]
-    return SimpleNamespace(job=job, upper_bound_bytes=bound, volume_s=volume_s, step_s=volume_s * job.batch)
+    return SimpleNamespace(
+        job=job, upper_bound_bytes=bound, volume_s=volume_s, step_s=volume_s * job.batch
+    )
 
 
 def cost(job):
@@ -42,11 +46,16 @@ def cost(job):
 
 
 @given(st.integers(0, 5000), st.integers(0, 10**9), st.floats(0.3, 4))
-@example(522, 541313121, 0.5)  # a constant far above what grows: the power law through both ends points wrong
+@example(
+    522, 541313121, 0.5
+)  # a constant far above what grows: the power law through both ends points wrong
 def test_the_largest_number_is_found_in_a_few_guesses_however_costs_grow(limit, fixed, power):
     cost = lambda number: int(fixed + 10**6 * number**power)
     tried = []
-    assert largest_number(lambda n: tried.append(n) or cost(n), cost(limit) if limit else cost(1) - 1) == limit
+    assert (
+        largest_number(lambda n: tried.append(n) or cost(n), cost(limit) if limit else cost(1) - 1)
+        == limit
+    )
     assert len(tried) <= 3 * math.log2(limit + 2) + 12
 
 
@@ -59,36 +68,49 @@ def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     largest = plan(JOB, price, 5 * ONE_VOLUME + 1000)
     assert (largest["batch"].job.batch, largest["batch"].job.parts) == (5, 1)
     assert largest["filters"] is None  # 8 filters at batch 16 are eight volumes
-    # 5 / 16 of the voxels: 160 x 160 x 112 would be 0.311 of them, 176 x 176 x 112 are more than 0.3125.
+    # 5 / 16 of the voxels: 160 x 160 x 112 would be 0.311 of them, 176 x 176 x 112 are more than
+    # 0.3125.
     assert largest["extent"].job.shape == (160, 160, 112)
     lean = plan(JOB.with_unet(policy="lean"), price, 5 * ONE_VOLUME + 1000)
     assert (lean["batch"].job.batch, lean["filters"].job.unet.filters) == (10, 8)
-    # One volume at a time of any batch is a job of one volume, but for the batch at once, which stays the same.
+    # One volume at a time of any batch is a job of one volume, but for the batch at once, which
+    # stays the same.
     singly = plan(dataclasses.replace(JOB, micro_batch=1), price, 5 * ONE_VOLUME + 1000)
     assert (singly["batch"], singly["filters"].job.unet.filters) == (largest["batch"], 80)
     assert singly["filters"].job.parts == 16
 
 
 @pytest.mark.parametrize(("network", "depth", "most"), [("unet3d", 5, 1024), ("cicek2016", 8, 64)])
-def test_without_a_limit_of_memory_filters_end_where_a_map_has_the_most_channels(network, depth, most):
+def test_without_a_limit_of_memory_filters_end_where_a_map_has_the_most_channels(
+    network, depth, most
+):
     job = Job(UNetConfig(network=network, depth=depth, filters=8), (128, 128, 128))
     largest = plan(job, lambda job: SimpleNamespace(job=job, upper_bound_bytes=0), 2**60)
     assert largest["filters"].job.unet.filters == most
-    with pytest.raises(ValueError, match=f"filters must be at most {most} .*, got {most + 1}.*; lower"):
+    with pytest.raises(
+        ValueError, match=f"filters must be at most {most} .*, got {most + 1}.*; lower"
+    ):
         job.with_unet(filters=most + 1)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=3), st.integers(0, 10))
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=3, max_size=3),
+    st.integers(0, 10),
+)
 def test_the_policy_picked_is_the_fastest_that_fits_or_else_takes_least(figures, budget):
     names = ("upper_bound_bytes", "step_s")
-    prices = {policy: SimpleNamespace(**dict(zip(names, both))) for policy, both in zip(POLICIES, figures)}
+    prices = {
+        policy: SimpleNamespace(**dict(zip(names, both))) for policy, both in zip(POLICIES, figures)
+    }
     choice = fastest_that_fits(JOB.with_unet(policy="lean"), lambda job: prices[job.policy], budget)
     fitting = [priced for priced in prices.values() if priced.upper_bound_bytes <= budget]
     assert choice.fits == bool(fitting)
     if fitting:
         assert choice.estimate.step_s == min(priced.step_s for priced in fitting)
     else:
-        assert choice.estimate.upper_bound_bytes == min(priced.upper_bound_bytes for priced in prices.values())
+        assert choice.estimate.upper_bound_bytes == min(
+            priced.upper_bound_bytes for priced in prices.values()
+        )
     assert all(priced.upper_bound_bytes > budget for priced in choice.passed_over)
 
 
@@ -103,17 +125,22 @@ def test_each_change_that_is_enough_alone_is_named_with_what_it_takes():
 
 def test_a_run_that_has_begun_is_proposed_only_what_it_may_change():
     changes = lambda job, parts: [
-        option.change for option in nearest(job, price, 16 * ONE_VOLUME // parts + 1000, same_training=True)
+        option.change
+        for option in nearest(job, price, 16 * ONE_VOLUME // parts + 1000, same_training=True)
     ]
     assert changes(JOB, 2) == ["--policy lean", "--micro-batch 8"]
     assert changes(JOB, 16) == ["--micro-batch 1"]
     assert changes(JOB, 32) == ["--policy lean --micro-batch 1"]
     assert changes(JOB, 64) == []
-    assert changes(JOB.with_unet(norm="batch"), 2) == ["--policy lean"]  # its statistics follow the micro-batch
+    assert changes(JOB.with_unet(norm="batch"), 2) == [
+        "--policy lean"
+    ]  # its statistics follow the micro-batch
 
 
 def test_changes_are_put_together_where_none_is_enough_alone():
-    small = dataclasses.replace(JOB, batch=2, micro_batch=2, unet=dataclasses.replace(JOB.unet, filters=2))
+    small = dataclasses.replace(
+        JOB, batch=2, micro_batch=2, unet=dataclasses.replace(JOB.unet, filters=2)
+    )
     budget = (cost(small) - 1000) // 3 + 1000
     (only,) = nearest(small, price, budget, grids=[("--extent brain", (144, 192, 144))])
     assert only.change == "--policy lean --micro-batch 1"
@@ -155,16 +182,23 @@ card_bytes = functools.lru_cache(maxsize=None)(gpu_bytes)
 
 
 @given(sides=st.tuples(*[st.integers(1, 12)] * 3), depth=st.integers(2, 6))
-def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_the_last(sides, depth):
+def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_the_last(
+    sides, depth
+):
     divisor = 2 ** (depth - 1)
     volume = tuple(divisor * n for n in sides)
     shapes = patch_shapes(volume, divisor)
     assert shapes[-1] == volume
     assert all(n % divisor == 0 and n <= most for shape in shapes for n, most in zip(shape, volume))
     # Two voxels at the bottom, where the volume has them: a norm over one voxel alone is zero.
-    assert all(n // divisor >= min(2, most // divisor) for shape in shapes for n, most in zip(shape, volume))
+    assert all(
+        n // divisor >= min(2, most // divisor)
+        for shape in shapes
+        for n, most in zip(shape, volume)
+    )
     assert all(sum(second) - sum(first) == divisor for first, second in zip(shapes, shapes[1:]))
-    for shape in shapes:  # near-cubes: a side is longer than another only by a step, or where that other is at its end
+    # near-cubes: a side is longer than another only by a step, or where that other is at its end
+    for shape in shapes:
         assert all(a - b <= divisor or b == most for a in shape for b, most in zip(shape, volume))
 
 
@@ -179,10 +213,15 @@ def test_the_patch_fits_and_the_next_larger_one_does_not(memory_bytes, batch):
         assert card_bytes(dataclasses.replace(job, shape=shapes[place + 1])) > memory_bytes
 
 
-@pytest.mark.parametrize(("dtype", "side", "held"), [("float32", 64, 1_071_644_160), ("bfloat16", 128, 5_030_344_960)])
+@pytest.mark.parametrize(
+    ("dtype", "side", "held"), [("float32", 64, 1_071_644_160), ("bfloat16", 128, 5_030_344_960)]
+)
 def test_a_card_is_to_hold_what_one_held(dtype, side, held):
-    """TensorFlow's own peak on an NVIDIA H200, of `train --recipe gpu-patch` with patches of this side."""
-    job = dataclasses.replace(RECIPES["gpu-patch"].job.with_unet(dtype=dtype), shape=(side,) * 3, micro_batch=1)
+    """TensorFlow's own peak on an NVIDIA H200, of `train --recipe gpu-patch` with patches of this
+    side."""
+    job = dataclasses.replace(
+        RECIPES["gpu-patch"].job.with_unet(dtype=dtype), shape=(side,) * 3, micro_batch=1
+    )
     assert held <= gpu_bytes(job) - GIB <= 1.7 * held
 
 

@@ -1,4 +1,5 @@
-"""Seconds of a step, on one host and on several: sums worked out by hand, and how they must grow."""
+"""Seconds of a step, on one host and on several: sums worked out by hand, and how they must
+grow."""
 
 import dataclasses
 import json
@@ -39,7 +40,9 @@ CONSTANTS = HostConstants(
     },
 )
 
-JOB = Job(UNetConfig(depth=2, policy="speed", dtype="float32"), (32, 32, 32), engine="stock", threads=2)
+JOB = Job(
+    UNetConfig(depth=2, policy="speed", dtype="float32"), (32, 32, 32), engine="stock", threads=2
+)
 
 
 def seconds(*ops, threads=2, constants=CONSTANTS):
@@ -48,7 +51,9 @@ def seconds(*ops, threads=2, constants=CONSTANTS):
 
 def convolution(inputs, outputs, voxels=1000):
     flops = 54 * voxels * inputs * outputs
-    return StepOp("c", "convolve", flops=flops, traffic_bytes=MIB, in_channels=inputs, out_channels=outputs)
+    return StepOp(
+        "c", "convolve", flops=flops, traffic_bytes=MIB, in_channels=inputs, out_channels=outputs
+    )
 
 
 def test_a_convolution_takes_its_work_in_whole_blocks_its_values_and_the_overhead():
@@ -59,7 +64,9 @@ def test_a_convolution_takes_its_work_in_whole_blocks_its_values_and_the_overhea
 
 def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy():
     without = {"float32": {**CONSTANTS.costs["float32"], "every_op": {"seconds": 0.0}}}
-    at = lambda op, threads: seconds(op, threads=threads, constants=dataclasses.replace(CONSTANTS, costs=without))
+    at = lambda op, threads: seconds(
+        op, threads=threads, constants=dataclasses.replace(CONSTANTS, costs=without)
+    )
     work, traffic = convolution(16, 16), StepOp("n", "pass", traffic_bytes=2 * MIB)
     assert at(work, 2) / at(work, 16) == pytest.approx(8)
     assert at(traffic, 2) / at(traffic, 4) == pytest.approx(2)
@@ -103,7 +110,9 @@ def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
     monkeypatch.setattr(scaling, "COSTS", COSTS)
     asked = (10.0, 80_000_000)
     single, two = (step_parts(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
-    assert single["compute_s"] == two["compute_s"] == pytest.approx(10.5)  # contention, as two share each host
+    assert (
+        single["compute_s"] == two["compute_s"] == pytest.approx(10.5)
+    )  # contention, as two share each host
     assert two["slowest_s"] == pytest.approx(1.05 * largest_of(4))
     assert two["packing_s"] == pytest.approx(0.16)
     # 80 MB are five pieces of 16 MiB, each a ring. Inside a host there is no network.
@@ -128,10 +137,17 @@ def test_the_answer_has_a_row_for_each_number_of_hosts(monkeypatch, capsys):
     content = json.loads(capsys.readouterr().out)
     single, two, many = content["rows"]
     assert [row["batch"] for row in content["rows"]] == [2, 4, 102]
-    assert (single["compute_s"], single["efficiency"]) == (2 * content["volume_s"], pytest.approx(1))
-    assert single["total_s"] == pytest.approx(2 * 50 * 2 * content["volume_s"] * WAIT)  # two epochs of whole batches
+    assert (single["compute_s"], single["efficiency"]) == (
+        2 * content["volume_s"],
+        pytest.approx(1),
+    )
+    assert single["total_s"] == pytest.approx(
+        2 * 50 * 2 * content["volume_s"] * WAIT
+    )  # two epochs of whole batches
     assert many["epoch_s"] is many["total_s"] is None  # not one batch
-    assert two["exchange_s"] == pytest.approx(content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.00105 + 0.01)
+    assert two["exchange_s"] == pytest.approx(
+        content["gradient_bytes"] * (1e-9 + 1e-9) + 2 * 0.00105 + 0.01
+    )
     assert two["step_s"] == pytest.approx(sum(two[f"{part}_s"] for part in PARTS))
     assert content["costs"] == COSTS
     assert main(f"{asked} --hosts 1 2 --global-batch 8 --json".split()) == 0
@@ -148,10 +164,14 @@ def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
         assert main(f"{ASKED} {options} --json".split()) == 0
         return json.loads(capsys.readouterr().out)
 
-    # One of several adds its gradients up, as one does that has two micro-batches, and has copies of them for the sum.
+    # One of several adds its gradients up, as one does that has two micro-batches, and has copies
+    # of them for the sum.
     in_parts, several = asked("--hosts 1 --batch 2 --micro-batch 1"), asked("--hosts 2")
     copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
     assert copies == pytest.approx(scaling.SENT_COPIES * several["gradient_bytes"], rel=0.01)
     assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
-    dealt, each = asked("--norm batch --hosts 2 4 --global-batch 8"), asked("--norm batch --hosts 2 4 --batch 4")
+    dealt, each = (
+        asked("--norm batch --hosts 2 4 --global-batch 8"),
+        asked("--norm batch --hosts 2 4 --batch 4"),
+    )
     assert dealt["upper_bound_bytes"] == each["upper_bound_bytes"]

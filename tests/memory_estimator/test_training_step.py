@@ -1,4 +1,5 @@
-"""The step on paper: consistent for every job, worked out by hand for a tiny one, and near the measured peaks."""
+"""The step on paper: consistent for every job, worked out by hand for a tiny one, and near the
+measured peaks."""
 
 import dataclasses
 
@@ -14,9 +15,22 @@ from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 
 BOTH = (False, True)
-UNETS = {"channels": (1, 4), "outputs": (1, 3), "filters": (4, 8, 16, 24), "depth": (2, 3), "network": NETWORKS}
-UNETS.update(norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES)
-MORE = {"optimizer": ("muon", "adam", "sgd"), "engine": ("itex", "stock"), "threads": (1, 2, 8), "averaged": BOTH}
+UNETS = {
+    "channels": (1, 4),
+    "outputs": (1, 3),
+    "filters": (4, 8, 16, 24),
+    "depth": (2, 3),
+    "network": NETWORKS,
+}
+UNETS.update(
+    norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES
+)
+MORE = {
+    "optimizer": ("muon", "adam", "sgd"),
+    "engine": ("itex", "stock"),
+    "threads": (1, 2, 8),
+    "averaged": BOTH,
+}
 JOBS = st.builds(
     lambda unet, shape, batch, at_once, more: Job(
         UNetConfig(**unet), shape, batch, micro_batch=batch if at_once else 1, **more
@@ -34,7 +48,12 @@ JOBS = st.builds(
 def test_every_program_is_consistent(job):
     program = training_step(job)
     assert len({op.name for op in program.ops}) == len(program.ops)
-    assert [*dict.fromkeys(op.phase for op in program.ops)] == ["forward pass", "loss", "backward pass", "update"]
+    assert [*dict.fromkeys(op.phase for op in program.ops)] == [
+        "forward pass",
+        "loss",
+        "backward pass",
+        "update",
+    ]
     # Raises if an operation reads a tensor that does not live.
     line = timeline(program)
     assert line.peak_bytes >= sum(tensor.bytes for tensor in program.resident)
@@ -56,18 +75,27 @@ def test_every_program_is_consistent(job):
         ({"policy": "speed"}, 96, "muon", 252_313_600),
         ({"policy": "lean"}, 96, "muon", 164_282_368),
         ({"policy": "speed", "depth": 3, "filters": 8}, 64, "adam", 31_981_568),
-        ({"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"}, 96, "muon", 159_875_072),
+        (
+            {"policy": "lean", "deep_supervision": True, "up": "upsampling", "norm": "batch"},
+            96,
+            "muon",
+            159_875_072,
+        ),
     ],
 )
 def test_the_allocators_peak_is_the_measured_one(unet, side, optimizer, measured):
-    """get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0, two threads."""
-    job = Job(UNetConfig(**{"dtype": "bfloat16", **unet}), (side,) * 3, optimizer=optimizer, threads=2)
+    """get_memory_info("CPU:0")["peak"] from the third step on: TensorFlow 2.15.1, ITEX 2.15.0.0,
+    two threads."""
+    job = Job(
+        UNetConfig(**{"dtype": "bfloat16", **unet}), (side,) * 3, optimizer=optimizer, threads=2
+    )
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
 
 
 KIB, SIDE = 2**10, 16
 TINY = UNetConfig(channels=1, outputs=1, filters=1, depth=2, dtype="float32")
-# A map of one channel takes 16 KiB on the fine level, 2 on the coarse one; kernels are a few hundred bytes.
+# A map of one channel takes 16 KiB on the fine level, 2 on the coarse one; kernels are a few
+# hundred bytes.
 
 
 def live(job):
@@ -79,7 +107,9 @@ def live(job):
 
 
 def test_every_raw_sum_is_kept_under_speed_and_two_a_level_under_lean():
-    speed, lean = (live(Job(dataclasses.replace(TINY, policy=policy), (SIDE,) * 3)) for policy in POLICIES)
+    speed, lean = (
+        live(Job(dataclasses.replace(TINY, policy=policy), (SIDE,) * 3)) for policy in POLICIES
+    )
     # e1, e2, then E, e1 and e2 of two channels below, u, d1, d2 and the logits.
     assert speed["head"] == pytest.approx(2 * 16 + 2 * (1 + 2 + 2) + 3 * 16 + 16, abs=4)
     # e1 went when e2 was made in its place, and that with u when d1 was.
@@ -123,10 +153,14 @@ def test_the_gradient_of_logits_takes_their_place_and_the_loss_no_map(dtype):
     }
     assert not any(op.scratch for op in loss)
     assert sum(len(op.writes) for op in loss) == 2
-    # Logits of three regions, and of the target a byte each; of the coarser head's every second row along x and y.
+    # Logits of three regions, and of the target a byte each; of the coarser head's every second row
+    # along x and y.
     value_bytes = 2 if dtype == "bfloat16" else 4
     fine, coarse = 3 * 32**3, 3 * 16**3
-    assert [op.traffic_bytes for op in loss[:2]] == [fine * (value_bytes + 1), coarse * (value_bytes + 2)]
+    assert [op.traffic_bytes for op in loss[:2]] == [
+        fine * (value_bytes + 1),
+        coarse * (value_bytes + 2),
+    ]
 
 
 def test_muon_keeps_one_copy_of_large_kernels_and_two_of_the_rest():

@@ -1,4 +1,5 @@
-"""Errors of predictions and the margin that is made of them, by hand; the shipped ones are those of the records."""
+"""Errors of predictions and the margin that is made of them, by hand; the shipped ones are those of
+the records."""
 
 import math
 from pathlib import Path
@@ -28,7 +29,12 @@ def row(process, side=128, threads=1, measured=10 * GIB, policy="speed", **about
     """A step whose peak was predicted so."""
     job = Job(UNetConfig(policy=policy), (side,) * 3, threads=threads)
     step = Measured(job, 1.0, measured, measured, **about)
-    errors = {"allocator_peak": 0.0, "process_peak": process / measured - 1, "step_s": None, "upper_bound": 0.1}
+    errors = {
+        "allocator_peak": 0.0,
+        "process_peak": process / measured - 1,
+        "step_s": None,
+        "upper_bound": 0.1,
+    }
     return Row(step, process, True, errors)
 
 
@@ -44,7 +50,9 @@ def test_errors_are_signed_shares_of_what_was_measured():
     )  # fmt: skip
     timed = Measured(job, 1.0, process_peak_bytes=10 * GIB, allocator_peak_bytes=10 * GIB)
     untimed = Measured(job, process_peak_bytes=10 * GIB)
-    first, second = compare_steps([timed, untimed, Measured(job, failure="killed")], lambda step: predicted)
+    first, second = compare_steps(
+        [timed, untimed, Measured(job, failure="killed")], lambda step: predicted
+    )
     assert list(first.errors.values()) == pytest.approx([-0.1, 0.1, 0.2, 0.5])
     assert (second.errors["allocator_peak"], second.errors["step_s"]) == (None, None)
     assert not first.covered
@@ -63,7 +71,10 @@ def test_a_margin_lies_above_every_record_and_by_their_spread_above_the_next(err
 
 
 def test_errors_and_margins_are_those_of_a_kind_and_few_records_are_none():
-    rows = [*rows_of(ERRORS, version="1"), *rows_of((0.0,) * 9, version="2", host="b", threads=4, policy="lean")]
+    rows = [
+        *rows_of(ERRORS, version="1"),
+        *rows_of((0.0,) * 9, version="2", host="b", threads=4, policy="lean"),
+    ]
     second, first = digest(rows).kinds
     assert (first.versions, first.records, first.held_out, first.threads) == (("1",), 9, 9, (1,))
     assert (first.process_peak.median, first.process_peak.worst) == (0.01, 0.031)
@@ -80,7 +91,9 @@ def test_the_errors_are_of_steps_that_no_constant_was_fitted_to():
     assert digest(rows_of((0.0,) * 9, side=64)) == Accuracy(())
 
 
-@pytest.mark.parametrize("damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"dtype": "float32"}]}'])
+@pytest.mark.parametrize(
+    "damaged", [SHIPPED.read_text()[:-20], "[]", "{}", '{"kinds": [{"dtype": "float32"}]}']
+)
 def test_a_damaged_digest_is_refused_by_its_file(damaged, tmp_path):
     path = tmp_path / "accuracy.json"
     path.write_text(damaged)
@@ -97,7 +110,9 @@ RECORDS = Path(__file__).resolve().parents[2] / "records"
 @pytest.fixture(scope="module")
 def validated():
     if not (RECORDS / VALIDATION).is_dir():
-        pytest.skip(f"needs records/{VALIDATION}, files that `./run.sh bench validate` makes in an hour each")
+        pytest.skip(
+            f"needs records/{VALIDATION}, files that `./run.sh bench validate` makes in an hour each"
+        )
     return validation(RECORDS)[1]
 
 
@@ -116,8 +131,12 @@ def test_no_peak_lies_above_its_bound(validated):
     [("allocator_peak", 16, 0.001, 0.02), ("process_peak", 16, 0.02, 0.1), ("step_s", 16, 0.05, 0.25),
      ("step_s", 48, 0.05, 0.13)],
 )  # fmt: skip
-def test_errors_over_all_records_are_as_small_as_the_docs_have_them(validated, figure, side, median, worst):
+def test_errors_over_all_records_are_as_small_as_the_docs_have_them(
+    validated, figure, side, median, worst
+):
     """Of volumes of at least side^3 voxels."""
-    bound = spread((row for row in validated if math.prod(row.measured.job.shape) >= side**3), figure)
+    bound = spread(
+        (row for row in validated if math.prod(row.measured.job.shape) >= side**3), figure
+    )
     assert bound.median <= median
     assert abs(bound.worst) <= worst

@@ -18,7 +18,9 @@ def built(norm, samples, activate=True, channels=5, dtype="float32"):
     image = tf.keras.Input((*GRID, channels), samples, dtype=dtype)
     model = tf.keras.Model(image, layer(image))
     rng = np.random.default_rng(2)
-    layer.set_weights([weight + rng.uniform(-0.5, 0.5, weight.shape) for weight in layer.get_weights()])
+    layer.set_weights(
+        [weight + rng.uniform(-0.5, 0.5, weight.shape) for weight in layer.get_weights()]
+    )
     return layer, model, tf.cast(rng.normal(1, 2, (samples or 2, *GRID, channels)), dtype)
 
 
@@ -33,7 +35,9 @@ def built(norm, samples, activate=True, channels=5, dtype="float32"):
         ("batch", 3, False, 8, "bfloat16"),
     ],
 )
-def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, samples, activate, channels, dtype):
+def test_a_norm_is_its_definition_and_so_are_its_gradients(
+    norm, samples, activate, channels, dtype
+):
     layer, model, x = built(norm, samples, activate, channels, dtype)
     first, axes = layer.get_weights(), (1, 2, 3) if norm == "instance" else (0, 1, 2, 3)
     upstream = tf.cast(np.random.default_rng(3).normal(0, 1, x.shape), dtype)
@@ -59,22 +63,34 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(norm, samples, activa
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(tf.cast(y, tf.float64), expected, **close)
     assert (tf.reduce_min(y) < 0) == (not activate)
-    for gradient, automatic in zip(gradients, tape.gradient(expected, inputs, tf.cast(upstream, tf.float64))):
+    for gradient, automatic in zip(
+        gradients, tape.gradient(expected, inputs, tf.cast(upstream, tf.float64))
+    ):
         np.testing.assert_allclose(tf.cast(gradient, tf.float64), automatic, **close)
 
-    if norm == "batch":  # what moves is an estimate of the variance of what the batch was drawn from
+    if (
+        norm == "batch"
+    ):  # what moves is an estimate of the variance of what the batch was drawn from
         flat = np.reshape(inputs[0], (-1, channels))
-        for moved, before, statistic in zip(layer.get_weights()[2:], first[2:], (flat.mean(0), flat.var(0, ddof=1))):
-            np.testing.assert_allclose(moved, MOMENTUM * before + (1 - MOMENTUM) * statistic, rtol=1e-4)
+        for moved, before, statistic in zip(
+            layer.get_weights()[2:], first[2:], (flat.mean(0), flat.var(0, ddof=1))
+        ):
+            np.testing.assert_allclose(
+                moved, MOMENTUM * before + (1 - MOMENTUM) * statistic, rtol=1e-4
+            )
     for own, again in zip((y, *gradients), tf.nest.flatten(by_layer())):
-        np.testing.assert_array_equal(tf.cast(own, tf.float32), tf.cast(again, tf.float32))  # to the last bit
+        np.testing.assert_array_equal(
+            tf.cast(own, tf.float32), tf.cast(again, tf.float32)
+        )  # to the last bit
 
 
 @pytest.mark.parametrize(("channels", "dtype"), zip(CHANNELS, DTYPES))
 def test_in_inference_a_batch_norm_takes_its_moving_statistics(channels, dtype):
     layer, model, x = built("batch", 2, True, channels, dtype)
     gamma, beta, mean, variance = layer.get_weights()
-    expected = np.maximum((tf.cast(x, tf.float64) - mean) / np.sqrt(variance + EPSILON) * gamma + beta, 0)
+    expected = np.maximum(
+        (tf.cast(x, tf.float64) - mean) / np.sqrt(variance + EPSILON) * gamma + beta, 0
+    )
     close = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
     np.testing.assert_allclose(tf.cast(model(x), tf.float64), expected, **close)
 

@@ -1,4 +1,5 @@
-"""The pass by own operations is the same mathematics as the plain Keras layers: answers, gradients, statistics."""
+"""The pass by own operations is the same mathematics as the plain Keras layers: answers, gradients,
+statistics."""
 
 import dataclasses
 import functools
@@ -22,16 +23,22 @@ GRID = (16, 8, 8)
 NETWORKS = {
     "instance, deep supervision": (UNetConfig(filters=4, depth=3, deep_supervision=True), 2),
     "batch, one level below": (UNetConfig(filters=5, channels=1, depth=2, norm="batch"), 2),
-    "residual, batch": (UNetConfig(filters=4, depth=3, residual=True, norm="batch", up="upsampling"), 2),
+    "residual, batch": (
+        UNetConfig(filters=4, depth=3, residual=True, norm="batch", up="upsampling"),
+        2,
+    ),
     "cicek, instance": (UNetConfig(filters=4, depth=3, network="cicek2016"), 1),
-    "cicek, residual, no norm": (UNetConfig(filters=4, depth=3, network="cicek2016", residual=True, norm="none"), 1),
+    "cicek, residual, no norm": (
+        UNetConfig(filters=4, depth=3, network="cicek2016", residual=True, norm="none"),
+        1,
+    ),
 }
-"""Every norm, both ways up, residual or not, one head or several, both networks, a batch of 1 and of 2; three levels
-have a first block, one between, the deepest and two decoders."""
+"""Every norm, both ways up, residual or not, one head or several, both networks, a batch of 1 and
+of 2; three levels have a first block, one between, the deepest and two decoders."""
 
 DRAWS = range(2, 7)
-"""Seeds of weights and volumes. One of a million values may be so near 0 that the order of a sum opens or closes its
-ReLU, which changes up to 2e-3 of the gradients before it."""
+"""Seeds of weights and volumes. One of a million values may be so near 0 that the order of a sum
+opens or closes its ReLU, which changes up to 2e-3 of the gradients before it."""
 
 
 class Step(NamedTuple):
@@ -62,7 +69,10 @@ def compiled(config, batch, call):
         answers = tf.nest.flatten(call(model, image, False))
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(call(model, image, True))
-            errors = [(tf.sigmoid(tf.cast(map_, tf.float32)) - target) ** 2 for map_, target in zip(logits, targets)]
+            errors = [
+                (tf.sigmoid(tf.cast(map_, tf.float32)) - target) ** 2
+                for map_, target in zip(logits, targets)
+            ]
             loss = tf.add_n([tf.reduce_mean(error) for error in errors])
         return loss, answers, logits, tape.gradient(loss, model.trainable_variables)
 
@@ -71,13 +81,15 @@ def compiled(config, batch, call):
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_compiled():
-    """Else they would be taken down with the interpreter, in an order that TensorFlow does not bear."""
+    """Else they would be taken down with the interpreter, in an order that TensorFlow does not
+    bear."""
     yield
     compiled.cache_clear()
 
 
 def step(config, batch, draw=0, call=UNet3D.__call__, eager=False, open_size=False):
-    """A training step without the update, on weights unlike the first ones, so that none is 0 or 1."""
+    """A training step without the update, on weights unlike the first ones, so that none is 0 or
+    1."""
     if call is plain:  # under every policy the same
         config = dataclasses.replace(config, policy="speed")
     model, first, function = compiled(config, None if open_size else batch, call)
@@ -85,10 +97,23 @@ def step(config, batch, draw=0, call=UNet3D.__call__, eager=False, open_size=Fal
     model.set_weights([weight + rng.normal(0, 0.05, weight.shape) for weight in first])
     image = rng.standard_normal((batch, *GRID, config.channels))
     image = tf.cast(image, config.dtype)
-    targets = [tf.constant(rng.random((batch, *head.shape[1:])) < 0.1, tf.float32) for head in model.outputs]
-    loss, answers, logits, gradients = (function.python_function if eager else function)(image, targets)
-    answers, logits = ([tf.cast(map_, tf.float32).numpy() for map_ in maps] for maps in (answers, logits))
-    return Step(float(loss), answers, logits, [gradient.numpy() for gradient in gradients], model.get_weights())
+    targets = [
+        tf.constant(rng.random((batch, *head.shape[1:])) < 0.1, tf.float32)
+        for head in model.outputs
+    ]
+    loss, answers, logits, gradients = (function.python_function if eager else function)(
+        image, targets
+    )
+    answers, logits = (
+        [tf.cast(map_, tf.float32).numpy() for map_ in maps] for maps in (answers, logits)
+    )
+    return Step(
+        float(loss),
+        answers,
+        logits,
+        [gradient.numpy() for gradient in gradients],
+        model.get_weights(),
+    )
 
 
 def distances(arrays, expected):
@@ -113,7 +138,9 @@ def test_answers_gradients_and_moved_statistics_are_those_of_the_layers(network,
         assert apart[-1] < 1e-2
         if apart[-1] < 2e-5:
             return
-    pytest.fail(f"gradients must be within 2e-5 of the layers' in one draw of {len(DRAWS)}, got {apart}")
+    pytest.fail(
+        f"gradients must be within 2e-5 of the layers' in one draw of {len(DRAWS)}, got {apart}"
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -122,7 +149,9 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
     config = dataclasses.replace(config, policy=policy)
     half = dataclasses.replace(config, dtype="bfloat16")
     steps = step(config, batch), step(half, batch, call=plain), step(half, batch)
-    exact, of_layers, own = (np.concatenate([g.ravel() for g in result.gradients]) for result in steps)
+    exact, of_layers, own = (
+        np.concatenate([g.ravel() for g in result.gradients]) for result in steps
+    )
     (rounding,) = distances([of_layers], [exact])
     assert distances([own], [exact])[0] < 1.5 * rounding
 
@@ -131,17 +160,34 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
 def test_a_tape_that_is_asked_twice_answers_the_same(network):
     model = build_unet3d(NETWORKS[network][0], GRID, 1)
     with tf.GradientTape(persistent=True) as tape:
-        loss = tf.add_n([tf.reduce_sum(output**2) for output in tf.nest.flatten(model(tf.ones((1, *GRID, 4)), True))])
+        loss = tf.add_n(
+            [
+                tf.reduce_sum(output**2)
+                for output in tf.nest.flatten(model(tf.ones((1, *GRID, 4)), True))
+            ]
+        )
     first, again = (tape.gradient(loss, model.trainable_variables) for _ in range(2))
-    assert max(distances([gradient.numpy() for gradient in again], [gradient.numpy() for gradient in first])) < 1e-6
+    assert (
+        max(
+            distances(
+                [gradient.numpy() for gradient in again], [gradient.numpy() for gradient in first]
+            )
+        )
+        < 1e-6
+    )
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_frozen_batch_norm_takes_and_keeps_its_moving_statistics(policy):
     model = build_unet3d(UNetConfig(filters=4, depth=2, norm="batch", policy=policy), (8, 8, 8), 1)
     rng = np.random.default_rng(0)
-    model.set_weights([weight + rng.uniform(0, 0.1, weight.shape) for weight in model.get_weights()])
-    first, image = model.get_weights(), tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)
+    model.set_weights(
+        [weight + rng.uniform(0, 0.1, weight.shape) for weight in model.get_weights()]
+    )
+    first, image = (
+        model.get_weights(),
+        tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32),
+    )
     for layer in model.layers:
         if isinstance(layer, NormActivation):
             layer.trainable = False
@@ -165,7 +211,10 @@ def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(poli
     expected = step(config, batch)
     for more in ({"eager": True}, {"open_size": True}):
         result = step(config, batch, **more)
-        assert max(distances(result.logits + result.gradients, expected.logits + expected.gradients)) < 1e-5
+        assert (
+            max(distances(result.logits + result.gradients, expected.logits + expected.gradients))
+            < 1e-5
+        )
 
 
 def test_a_weight_that_keras_updates_at_once_does_not_change_the_gradients_of_others():
@@ -198,7 +247,8 @@ def test_a_dropped_network_goes_with_its_graph(policy):
 
 
 def exact_gradients(image, target, weights, depth):
-    """Gradients of the mean squared error, by the definition of an instance-norm U-Net in float64."""
+    """Gradients of the mean squared error, by the definition of an instance-norm U-Net in
+    float64."""
     weights = [tf.constant(weight, tf.float64) for weight in weights]
     rest = iter(weights)
 
@@ -232,7 +282,8 @@ def exact_gradients(image, target, weights, depth):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_gradients_are_close_to_float64s(policy):
-    """Most of the image is zero, as outside a brain: there one ReLU is that of many voxels alike."""
+    """Most of the image is zero, as outside a brain: there one ReLU is that of many voxels
+    alike."""
     config, grid = UNetConfig(filters=4, depth=3, policy=policy), (32, 24, 16)
     axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in grid), indexing="ij")
     inside = (sum(axis**2 for axis in axes) < 0.8)[None, ..., None]
@@ -249,9 +300,13 @@ def test_gradients_are_close_to_float64s(policy):
         rng = np.random.default_rng(draw)
         image, target = rng.standard_normal((1, *grid, 4)) * inside, rng.random((1, *grid, 3)) < 0.1
         result = gradients(*(tf.constant(array, tf.float32) for array in (image, target)))
-        exact = exact_gradients(image.astype(np.float32), target.astype(float), weights, config.depth)
+        exact = exact_gradients(
+            image.astype(np.float32), target.astype(float), weights, config.depth
+        )
         apart.append(max(distances([gradient.numpy() for gradient in result], exact)))
         assert apart[-1] < 1e-2
         if apart[-1] < 1e-5:
             return
-    pytest.fail(f"gradients must be within 1e-5 of float64's in one draw of {len(DRAWS)}, got {apart}")
+    pytest.fail(
+        f"gradients must be within 1e-5 of float64's in one draw of {len(DRAWS)}, got {apart}"
+    )

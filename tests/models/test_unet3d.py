@@ -1,4 +1,5 @@
-"""Layers on paper have the shapes and weights that Keras gives them, and what the network computes."""
+"""Layers on paper have the shapes and weights that Keras gives them, and what the network
+computes."""
 
 import numpy as np
 import pytest
@@ -33,7 +34,8 @@ def test_the_plan_has_the_shapes_and_weights_of_every_built_layer(variant):
 
 def test_the_reference_network_has_the_known_number_of_parameters():
     # Worked out by hand for two levels, filters 2, one channel, one output, instance norm:
-    # 27*1*2 + 4 + 27*2*2 + 4 | 27*2*4 + 8 + 27*4*4 + 8 | up 8*4*2 | 27*4*2 + 4 + 27*2*2 + 4 | head 2*1 + 1
+    # 27*1*2 + 4 + 27*2*2 + 4 | 27*2*4 + 8 + 27*4*4 + 8 | up 8*4*2 | 27*4*2 + 4 + 27*2*2 + 4 | head
+    # 2*1 + 1
     config = UNetConfig(channels=1, outputs=1, filters=2, depth=2)
     by_hand = (54 + 4 + 108 + 4) + (216 + 8 + 432 + 8) + 64 + (216 + 4 + 108 + 4) + 3
     assert sum(op.trainable for op in layer_plan(config, (2, 2, 2))) == by_hand
@@ -42,23 +44,33 @@ def test_the_reference_network_has_the_known_number_of_parameters():
 def test_cicek_widths_are_those_of_the_original_figure():
     config = UNetConfig(network="cicek2016", filters=32, depth=4, channels=3)
     widths = {op.name: op.shape[3] for op in layer_plan(config, (8, 8, 8))}
-    encoder = [(widths[f"encoder{level}_conv1"], widths[f"encoder{level}_conv2"]) for level in range(4)]
+    encoder = [
+        (widths[f"encoder{level}_conv1"], widths[f"encoder{level}_conv2"]) for level in range(4)
+    ]
     assert encoder == [(32, 64), (64, 128), (128, 256), (256, 512)]
-    assert [widths[f"decoder{level}_concat"] for level in range(3)] == [64 + 128, 128 + 256, 256 + 512]
+    assert [widths[f"decoder{level}_concat"] for level in range(3)] == [
+        64 + 128,
+        128 + 256,
+        256 + 512,
+    ]
     assert [widths[f"decoder{level}_conv2"] for level in range(3)] == [64, 128, 256]
 
 
 def test_flops_of_a_single_level_are_those_worked_out_by_hand():
     config = UNetConfig(channels=1, outputs=1, filters=1, depth=2)
-    # 4^3 voxels above, 2^3 below; a multiply-add is 2. First convolution: no gradient for the image.
+    # 4^3 voxels above, 2^3 below; a multiply-add is 2. First convolution: no gradient for the
+    # image.
     image_conv = top = 2 * 27 * 64
     below = 2 * 27 * 1 * 2 * 8 + 2 * 27 * 2 * 2 * 8
     up, decoder, head = 2 * 2 * 1 * 64, 2 * 27 * 2 * 64 + 2 * 27 * 64, 2 * 64
-    assert training_flops(config, (4, 4, 4)) == 2 * image_conv + 3 * (top + below + up + decoder + head)
+    assert training_flops(config, (4, 4, 4)) == 2 * image_conv + 3 * (
+        top + below + up + decoder + head
+    )
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("filters", 0), ("depth", 1), ("norm", "layer"), ("dtype", "float16"), ("network", "vnet")]
+    ("field", "value"),
+    [("filters", 0), ("depth", 1), ("norm", "layer"), ("dtype", "float16"), ("network", "vnet")],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
     with pytest.raises(ValueError, match=f"{field} must be .*{value}"):
@@ -68,7 +80,11 @@ def test_a_bad_setting_is_refused_by_name(field, value):
 def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weights_in_float32():
     config = UNetConfig(filters=2, depth=4, deep_supervision=True, dtype="bfloat16")
     model = build_unet3d(config, (16, 16, 8), batch_size=1)
-    assert [tuple(logits.shape[1:4]) for logits in model.outputs] == [(16, 16, 8), (4, 4, 2), (8, 8, 4)]
+    assert [tuple(logits.shape[1:4]) for logits in model.outputs] == [
+        (16, 16, 8),
+        (4, 4, 2),
+        (8, 8, 4),
+    ]
     assert {layer.output.dtype for layer in model.layers} == {tf.bfloat16}
     assert {weight.dtype for weight in model.weights} == {tf.float32}
 

@@ -1,8 +1,8 @@
 """An array's file: .npy, which maps into memory as it is, or .b2nd (Blosc2), a tenth of the size.
 
-A .npy file is for fast disks or data that stays in the page cache: nothing is unpacked, a part is a part of the file.
-A .b2nd file is for slow disks and networks: less is read, and all of it has to be unpacked.
-"""
+A .npy file is for fast disks or data that stays in the page cache: nothing is unpacked, a part is a
+part of the file. A .b2nd file is for slow disks and networks: less is read, and all of it has to be
+unpacked."""
 
 import contextlib
 import functools
@@ -18,7 +18,9 @@ import numpy as np
 from memory_estimator.common.files import open_regular
 
 FORMATS = ("npy", "b2nd")  # kinds of an array's file, and the ends of its name
-ALIGNMENT_BYTES = 64  # TensorFlow takes an array without a copy when its data begins at a multiple of this
+ALIGNMENT_BYTES = (
+    64  # TensorFlow takes an array without a copy when its data begins at a multiple of this
+)
 # Of a .b2nd file: a block stays in a core's L2 cache while it is unpacked. Both hold all channels.
 BLOCK_VOXELS, CHUNK_VOXELS = (32, 32, 16), (128, 128, 128)
 
@@ -41,7 +43,12 @@ def encode(array: np.ndarray, format_: str) -> List[Union[bytes, memoryview]]:
     chunks = tuple(map(min, array.shape, (*CHUNK_VOXELS, *array.shape[3:])))
     blocks = tuple(map(min, chunks, (*BLOCK_VOXELS, *array.shape[3:])))
     # Of the codecs and filters tried on MRI and CT the fastest to unpack; ZSTD is a tenth smaller.
-    codec = {"codec": blosc2.Codec.LZ4HC, "clevel": 5, "filters": [blosc2.Filter.SHUFFLE], "filters_meta": [0]}
+    codec = {
+        "codec": blosc2.Codec.LZ4HC,
+        "clevel": 5,
+        "filters": [blosc2.Filter.SHUFFLE],
+        "filters_meta": [0],
+    }
     parameters = {**codec, "typesize": array.dtype.itemsize, "nthreads": 1}
     return [blosc2.asarray(array, chunks=chunks, blocks=blocks, cparams=parameters).to_cframe()]
 
@@ -53,9 +60,9 @@ def decode_b2nd(
 ) -> np.ndarray:
     """The array in the bytes of a .b2nd file, or a box of it, aligned for TensorFlow.
 
-    Raises ValueError for damaged bytes, another shape or dtype than `expected`, and for an array that is not in
-    `content`: a proxy or an expression names other files and addresses, which Blosc2 would open.
-    """
+    Raises ValueError for damaged bytes, another shape or dtype than `expected`, and for an array
+    that is not in `content`: a proxy or an expression names other files and addresses, which Blosc2
+    would open."""
     import blosc2
 
     try:
@@ -68,7 +75,9 @@ def decode_b2nd(
         slices = slices or [slice(0, n) for n in packed.shape]
         start, stop = [part.start for part in slices], [part.stop for part in slices]
         out = aligned_empty([b - a for a, b in zip(start, stop)], packed.dtype)
-        return packed.get_slice_numpy(out, (start, stop))  # what packed[slices] does, without a copy into `out`
+        return packed.get_slice_numpy(
+            out, (start, stop)
+        )  # what packed[slices] does, without a copy into `out`
     except RuntimeError as error:
         raise ValueError(f"no whole Blosc2 array ({error})") from None
 
@@ -77,7 +86,9 @@ def decode_b2nd(
 def npy_header(dtype: np.dtype, shape: Tuple[int, ...]) -> bytes:
     """The header of a .npy file of a C-ordered array; its length is a multiple of 64 bytes."""
     header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(np.dtype(dtype))
-    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": descr, "fortran_order": False, "shape": shape}
+    )
     return header.getvalue()
 
 
@@ -104,7 +115,9 @@ def bring_in(handle: int, start: int, length: int) -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # a lasting failure is raised by the read
         for begin in range(start, start + length, 1 << 20):
-            os.posix_fadvise(handle, begin, min(1 << 20, start + length - begin), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(
+                handle, begin, min(1 << 20, start + length - begin), os.POSIX_FADV_WILLNEED
+            )
 
 
 def give_back(handle: int) -> None:

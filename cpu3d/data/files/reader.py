@@ -4,9 +4,8 @@ mmap   Pages of the file are the array: no copy, and only touched pages are read
        ends the process (SIGBUS), and so does a network that fails.
 pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes are always read so.
 
-A file's length is compared with its record before it is mapped, because a map past the end of its file ends the
-process. Stores replace files and never change them in place.
-"""
+A file's length is compared with its record before it is mapped, because a map past the end of its
+file ends the process. Stores replace files and never change them in place."""
 
 import contextlib
 import hashlib
@@ -27,13 +26,31 @@ from memory_estimator.common.files import NotRegularError, open_regular
 Slices = Tuple[slice, slice, slice]
 
 READ_MODES = ("mmap", "pread")
-# Types of file systems whose reads can fail for reasons outside this host; so are nfs*, smb* and fuse*.
-NETWORK = ("9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs", "wekafs")
+# Types of file systems whose reads can fail for reasons outside this host; so are nfs*, smb* and
+# fuse*.
+NETWORK = (
+    "9p",
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "orangefs",
+    "panfs",
+    "wekafs",
+)
 
 
 def choose_read_mode(file_system: str) -> str:
-    """The mode for a file system of this type: pread from a network, because a failing map ends the process."""
-    return "pread" if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")) else "mmap"
+    """The mode for a file system of this type: pread from a network, because a failing map ends the
+    process."""
+    return (
+        "pread"
+        if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse"))
+        else "mmap"
+    )
 
 
 def file_system(path: Union[str, Path]) -> str:
@@ -43,27 +60,30 @@ def file_system(path: Union[str, Path]) -> str:
         for mount in psutil.disk_partitions(all=True):
             point = mount.mountpoint
             # A later mount on the same point hides the earlier.
-            if len(point) >= longest and (path == point or path.startswith(point.rstrip("/") + "/")):
+            if len(point) >= longest and (
+                path == point or path.startswith(point.rstrip("/") + "/")
+            ):
                 kind, longest = mount.fstype, len(point)
     return kind
 
 
 class Reader:
-    """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share a reader; a process makes its own.
+    """Reads the arrays of a store's cases in one of `READ_MODES`. Threads may share a reader; a
+    process makes its own.
 
-    Reading raises InputError for a file that is missing, too long or short, of another header or damaged, and for a
-    label of a case without one; OSError, with the file's name, if the disk fails.
-    """
+    Reading raises InputError for a file that is missing, too long or short, of another header or
+    damaged, and for a label of a case without one; OSError, with the file's name, if the disk
+    fails."""
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
         self.folder, self.mode = Path(folder), mode
 
     def array(self, record: CaseRecord, part: str, slices: Optional[Slices] = None) -> np.ndarray:
-        """The stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y", or a box; C order, aligned.
+        """The stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y", or a box; C
+        order, aligned.
 
-        A whole .npy file in mode "mmap" is the read-only map itself: its voxels are read when they are touched. For a
-        box of one only the box's rows are read.
-        """
+        A whole .npy file in mode "mmap" is the read-only map itself: its voxels are read when they
+        are touched. For a box of one only the box's rows are read."""
         with self._open(record, part) as file:
             if slices:
                 slices = (*slices, *(slice(0, n) for n in file.shape[3:]))
@@ -74,8 +94,8 @@ class Reader:
             return file.map() if self.mode == "mmap" else file.read()
 
     def problems(self, record: CaseRecord, contents: bool = False) -> List[str]:
-        """A line for each of a case's files that is missing, changed or of another length or header; with `contents`
-        also of other bytes."""
+        """A line for each of a case's files that is missing, changed or of another length or
+        header; with `contents` also of other bytes."""
         problems: List[str] = []
         for part in parts_of(record):
             try:
@@ -90,12 +110,18 @@ class Reader:
     def _open(self, record: CaseRecord, part: str) -> Iterator["_ArrayFile"]:
         """A case's file, open, after every check that needs no voxels."""
         if part == "y" and not record.has_label:
-            raise InputError(f"case {record.case_id} must have a label, got none in the store; choose a labelled case")
+            raise InputError(
+                f"case {record.case_id} must have a label, got none in the store; choose a labelled case"
+            )
         path = array_path(self.folder, record, part)
         try:
             handle = open_regular(path)
         except (FileNotFoundError, NotRegularError) as error:
-            rule = "exist, found none" if isinstance(error, FileNotFoundError) else f"be a file, got {error.strerror}"
+            rule = (
+                "exist, found none"
+                if isinstance(error, FileNotFoundError)
+                else f"be a file, got {error.strerror}"
+            )
             raise InputError(f"store file {path} must {rule}; run `prepare` again") from None
         try:
             file, size_bytes = _ArrayFile(record, part, path, handle), os.fstat(handle).st_size
@@ -134,7 +160,8 @@ class _ArrayFile:
             raise self.damaged("another header")
 
     def map(self) -> np.ndarray:
-        """The array of a .npy file as a read-only map, which is closed with the last of its views."""
+        """The array of a .npy file as a read-only map, which is closed with the last of its
+        views."""
         pages = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
         return np.frombuffer(pages, self.dtype, offset=len(self.header)).reshape(self.shape)
 
@@ -145,15 +172,21 @@ class _ArrayFile:
         return array
 
     def read_box(self, slices: Sequence[slice]) -> np.ndarray:
-        """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for its page faults."""
+        """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for
+        its page faults."""
         out = aligned_empty([part.stop - part.start for part in slices], self.dtype)
         rows = np.empty((out.shape[1], *self.shape[2:]), self.dtype)
         (x, y, z), voxel_bytes = slices[:3], self.dtype.itemsize * math.prod(self.shape[3:])
         row = self.shape[2] * voxel_bytes
-        plane, corner = self.shape[1] * row, len(self.header) + y.start * row + z.start * voxel_bytes
+        plane, corner = (
+            self.shape[1] * row,
+            len(self.header) + y.start * row + z.start * voxel_bytes,
+        )
         length = (y.stop - y.start - 1) * row + (z.stop - z.start) * voxel_bytes
         starts = range(corner + x.start * plane, corner + x.stop * plane, plane)
-        for start in starts:  # without it one plane after another takes 5 times as long for a 96^3 patch of a CT
+        for start in (
+            starts
+        ):  # without it one plane after another takes 5 times as long for a 96^3 patch of a CT
             bring_in(self.handle, start, length)
         for plane, start in zip(out, starts):
             self._fill(rows, start, length)
@@ -161,8 +194,8 @@ class _ArrayFile:
         return out
 
     def unpack(self, slices: Optional[Sequence[slice]] = None) -> np.ndarray:
-        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash: a flipped bit gives
-        wrong voxels more often than an error."""
+        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash: a
+        flipped bit gives wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
         if hashlib.sha256(content).hexdigest() != self.sha256:
@@ -175,16 +208,22 @@ class _ArrayFile:
     def _fill(self, array: np.ndarray, offset: int, length: Optional[int] = None) -> None:
         """Fill an array, or its first `length` bytes, from `offset` of the file on."""
         into, done = memoryview(array.reshape(-1).view(np.uint8))[:length], 0
-        while done < len(into):  # one call reads 2 GiB at most, and a network may give less than was asked for
+        while done < len(
+            into
+        ):  # one call reads 2 GiB at most, and a network may give less than was asked for
             count = os.preadv(self.handle, [into[done:]], offset + done)
             if count == 0:
                 rule = f"store file {self.path} must be {self.size_bytes} bytes long, got its end at byte"
-                raise InputError(f"{rule} {offset + done} while it was read; restore it, or run `prepare` again")
+                raise InputError(
+                    f"{rule} {offset + done} while it was read; restore it, or run `prepare` again"
+                )
             done += count
 
     def damaged(self, got) -> InputError:
         kind = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
-        return InputError(f"store file {self.path} must be {kind}, got {got}; delete it and run `prepare` again")
+        return InputError(
+            f"store file {self.path} must be {kind}, got {got}; delete it and run `prepare` again"
+        )
 
 
 def parts_of(record: CaseRecord) -> Tuple[str, ...]:

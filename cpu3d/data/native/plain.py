@@ -1,4 +1,5 @@
-"""The sample of samples.c in NumPy, a step at a time: where there is no C compiler, and in tests."""
+"""The sample of samples.c in NumPy, a step at a time: where there is no C compiler, and in
+tests."""
 
 from typing import List, Optional, Sequence, Tuple
 
@@ -50,7 +51,9 @@ def _along(volume: np.ndarray, matrix: np.ndarray, axis: int) -> np.ndarray:
     return np.moveaxis(np.tensordot(matrix, volume, (1, axis)), 0, axis)
 
 
-def _placed(volume: np.ndarray, at: Shape3, matrix: Optional[np.ndarray], grid: Shape3) -> np.ndarray:
+def _placed(
+    volume: np.ndarray, at: Shape3, matrix: Optional[np.ndarray], grid: Shape3
+) -> np.ndarray:
     """A box at this place of the grid with zeros around it, turned about the grid's centre."""
     if matrix is None:
         return crop(volume, Region(tuple(-n for n in at), grid))

@@ -32,7 +32,9 @@ FLOAT16_SMALLEST = np.float16(2**-24)
 class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
-    image: np.ndarray  # `(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S
+    image: (
+        np.ndarray
+    )  # `(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S
     label: Optional[np.ndarray]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
     record: CaseRecord  # without format, lengths and hashes of the store's files
 
@@ -47,16 +49,18 @@ def load_case(
 ) -> LoadedCase:
     """Read and check a case, and turn it to axes R A S.
 
-    The image is int16 if every voxel is integral and in range, else `float16_image`. `labels` are the codes that may
-    occur; None leaves the label unread. Sources are recorded relative to `dataset_folder`, by default that of the first
-    image. Holds about two volumes. Raises InputError with every problem of the case.
-    """
+    The image is int16 if every voxel is integral and in range, else `float16_image`. `labels` are
+    the codes that may occur; None leaves the label unread. Sources are recorded relative to
+    `dataset_folder`, by default that of the first image. Holds about two volumes. Raises InputError
+    with every problem of the case."""
     paths = files.images if labels is None else files.paths
     volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, zero_nan)
     background = tuple(map(border_value, volumes))
     volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
     if any(volume.dtype != np.int16 for volume in volumes):
-        image, error = float16_image(volumes, [f"channel {name} of {files.case_id}" for name in channels])
+        image, error = float16_image(
+            volumes, [f"channel {name} of {files.case_id}" for name in channels]
+        )
     else:
         image = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2"))
     del volumes
@@ -65,7 +69,9 @@ def load_case(
     sources, folder = [], dataset_folder or paths[0].parent
     for path in paths:
         name = path.relative_to(folder).as_posix() if folder in path.parents else path.name
-        sources.append(SourceFile(name, path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns))
+        sources.append(
+            SourceFile(name, path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns)
+        )
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
@@ -120,11 +126,12 @@ def _read(
 
 
 def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[np.ndarray, float]:
-    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0 elsewhere.
+    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0
+    elsewhere.
 
-    A score that rounds to 0 becomes the smallest positive number: 0 is background. Returned with the largest rounding
-    error, in standard deviations. Raises InputError, with their `names`, for channels whose scores float16 cannot hold.
-    """
+    A score that rounds to 0 becomes the smallest positive number: 0 is background. Returned with
+    the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
+    channels whose scores float16 cannot hold."""
     image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
     problems, error = [], 0.0
     for index, volume in enumerate(volumes):
@@ -136,7 +143,9 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
             largest = float(np.abs(scores).max())
         if not (0 < std < np.inf and largest <= FLOAT16_MAX):
             rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
-            problems.append(f"{rule}, got {largest:g} with deviation {std:g}; rescale it or leave the case out")
+            problems.append(
+                f"{rule}, got {largest:g} with deviation {std:g}; rescale it or leave the case out"
+            )
             continue
         rounded = scores.astype(np.float16)
         rounded[rounded == 0] = FLOAT16_SMALLEST
@@ -147,7 +156,8 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
 
 
 def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
-    """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label on the whole grid."""
+    """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
+    on the whole grid."""
     values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
     mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
     counts = np.bincount(label.reshape(-1)) if label is not None else ()
@@ -168,7 +178,8 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
 
 
 def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
-    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C order."""
+    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C
+    order."""
     flat, centres = label.reshape(-1), {}
     inside = np.flatnonzero(flat)
     codes = flat[inside]
@@ -211,8 +222,8 @@ def _channels(
 ) -> List[np.ndarray]:
     """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
 
-    A background is exactly 0 if it was that but for what an interpolation left. Raises InputError for
-    channels without contrast, for CT, for NaN and infinity, and for another number of channels.
+    A background is exactly 0 if it was that but for what an interpolation left. Raises InputError
+    for channels without contrast, for CT, for NaN and infinity, and for another number of channels.
     """
     array = array if array.ndim == 4 else array[..., None]
     count = len(present or names)
@@ -237,9 +248,14 @@ def _channels(
         elif looks_like_ct(volume):
             problems.append(ct_problem(f"channel {name} of {path}"))
         elif inside.min() == inside.max():
-            problems.append(f"{rule} vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}")
+            problems.append(
+                f"{rule} vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}"
+            )
         else:
-            limits, integral = np.iinfo(np.int16), volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume)
+            limits, integral = (
+                np.iinfo(np.int16),
+                volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume),
+            )
             exact = integral and limits.min <= volume.min() and volume.max() <= limits.max
             volumes.append(volume.astype(np.int16) if exact else volume)
     refuse(problems)
@@ -253,7 +269,9 @@ def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarr
     unknown = [f"{code} ({n} voxels)" for code, n in zip(values, counts) if code not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
-        raise InputError(f"label {path} must hold only the codes {known}, got {', '.join(unknown[:8])}; correct it")
+        raise InputError(
+            f"label {path} must hold only the codes {known}, got {', '.join(unknown[:8])}; correct it"
+        )
     return codes
 
 

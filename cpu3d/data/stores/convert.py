@@ -39,7 +39,8 @@ from memory_estimator.common.schema import check, option
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings by which cases become arrays. A store is continued with the same settings only."""
+    """The settings by which cases become arrays. A store is continued with the same settings
+    only."""
 
     format: str = option(
         "npy",
@@ -62,11 +63,15 @@ class Job(NamedTuple):
 
     files: CaseFiles
     before: Optional[CaseRecord] = None
-    """Its record in a finished store, whose arrays are made again as they were; None for a case that is new."""
+    """Its record in a finished store, whose arrays are made again as they were; None for a case
+    that is new."""
 
 
-def convert(dataset: Dataset, store_dir: Path, settings: Settings, job: Job) -> Union[CaseRecord, Tuple[str, ...]]:
-    """Write a case's arrays, then its record. A new case whose arrays are there and good stays as it is.
+def convert(
+    dataset: Dataset, store_dir: Path, settings: Settings, job: Job
+) -> Union[CaseRecord, Tuple[str, ...]]:
+    """Write a case's arrays, then its record. A new case whose arrays are there and good stays as
+    it is.
 
     Returns the record, or the problems of the case; with problems nothing is written. Raises OSError.
     """
@@ -87,9 +92,13 @@ def convert(dataset: Dataset, store_dir: Path, settings: Settings, job: Job) -> 
         )
     except InputError as error:
         return error.problems
-    except Exception as error:  # any failure of one case, too little memory too, leaves the others to be converted
+    except (
+        Exception
+    ) as error:  # any failure of one case, too little memory too, leaves the others to be converted
         got = f"{type(error).__name__}: {error}"
-        return (f"{rule} be readable in memory, got {got}; repair it, leave it out, or use fewer --workers",)
+        return (
+            f"{rule} be readable in memory, got {got}; repair it, leave it out, or use fewer --workers",
+        )
     if before and _voxels(case.record) != _voxels(before):
         got = "got others from the same files; use the versions in manifest.json"
         return (f"{rule} get back the voxels that it had in store {store_dir}, {got}",)
@@ -110,17 +119,21 @@ def _voxels(record: CaseRecord) -> Tuple[str, str]:
 
 
 def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
-    """The record of a case whose arrays are as they were written, from the sources that it has now; else None."""
+    """The record of a case whose arrays are as they were written, from the sources that it has now;
+    else None."""
     try:
         record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
     except (FileNotFoundError, ValueError):
         return None
     same = record.patient_id == files.patient_id and same_sources(files, record)
-    return record if same and not Reader(store_dir, "pread").problems(record, contents=True) else None
+    return (
+        record if same and not Reader(store_dir, "pread").problems(record, contents=True) else None
+    )
 
 
 def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
-    """Whether a case has the files that it was made from, by size and date, or by hash if the date is another."""
+    """Whether a case has the files that it was made from, by size and date, or by hash if the date
+    is another."""
     if len(files.paths) != len(record.sources):
         return False
     for path, source in zip(files.paths, record.sources):
@@ -149,10 +162,11 @@ def write_arrays(
     format_: str,
     cropped: bool,
 ) -> CaseRecord:
-    """Write a case's arrays, which are on its whole grid, and return its record with the facts of the files.
+    """Write a case's arrays, which are on its whole grid, and return its record with the facts of
+    the files.
 
-    `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and compared. Raises OSError.
-    """
+    `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and
+    compared. Raises OSError."""
     stored = record.box if cropped else whole(record.shape)
     record, changes = replace(record, format=format_, stored=stored), {}
     for part, name, full in (("x", "image", image), ("y", "label", label)):
@@ -176,17 +190,20 @@ def write_arrays(
                 "what was read back is not what was written, the disk may be failing",
                 str(path),
             )
-        changes.update({f"{name}_bytes": sum(map(len, pieces)), f"{name}_sha256": digest.hexdigest()})
+        changes.update(
+            {f"{name}_bytes": sum(map(len, pieces)), f"{name}_sha256": digest.hexdigest()}
+        )
     return replace(record, **changes)
 
 
 def convert_all(
     jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: Settings, workers: int
 ) -> Tuple[CaseList, Problems]:
-    """The records of all good cases, finished ones included, and the problems of the bad ones, by case id.
+    """The records of all good cases, finished ones included, and the problems of the bad ones, by
+    case id.
 
-    Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are kept.
-    """
+    Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are
+    kept."""
     if not jobs:
         return case_list(()), {}
     refuse_hounsfield([job.files for job in jobs if job.before is None])
@@ -214,14 +231,21 @@ def convert_all(
         kept = f"{count(finished, 'finished case')} kept in {store_dir}; run the same command again to continue"
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(kept) from None
-        raise OSError(error.errno, f"writing stopped, {error.strerror}; {kept}", str(store_dir)) from error
+        raise OSError(
+            error.errno, f"writing stopped, {error.strerror}; {kept}", str(store_dir)
+        ) from error
     finally:
         remove_partials(store_dir, store_dir / "cases")
     return records, problems
 
 
 def refuse_bad_cases(problems: Problems, kept: str) -> None:
-    """Raise InputError with all problems of a data set's cases, if any; `kept` are words for the cases that stay."""
+    """Raise InputError with all problems of a data set's cases, if any; `kept` are words for the
+    cases that stay."""
     advice = "repair the bad cases and run again, or leave them out with --skip-bad"
     rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
-    refuse([*(problem for case_id in sorted(problems) for problem in problems[case_id]), rule] if problems else ())
+    refuse(
+        [*(problem for case_id in sorted(problems) for problem in problems[case_id]), rule]
+        if problems
+        else ()
+    )

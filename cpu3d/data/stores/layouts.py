@@ -4,9 +4,8 @@
     brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
     brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
 
-Label codes differ between releases: they come from dataset.json or the layout, never from voxels. Code 4 of brats2023,
-the resection cavity, is a region RC.
-"""
+Label codes differ between releases: they come from dataset.json or the layout, never from voxels.
+Code 4 of brats2023, the resection cavity, is a region RC."""
 
 import re
 from collections import Counter, defaultdict
@@ -31,7 +30,9 @@ class FolderLayout:
     suffixes: Dict[str, str]  # suffix -> channel, in the store's order, or "seg"
     labels: Dict[int, str]
     optional: Tuple[int, ...] = ()  # codes that a store has only if they occur in its cases
-    patients: Dict[str, str] = field(default_factory=dict)  # as PATIENT_NAMES, for this layout alone
+    patients: Dict[str, str] = field(
+        default_factory=dict
+    )  # as PATIENT_NAMES, for this layout alone
 
 
 _GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
@@ -72,7 +73,8 @@ class CaseFiles:
     case_id: str
     patient_id: str
     images: Tuple[Path, ...]
-    """One 4D file with the channels last, or one 3D file per channel in the order of the channels."""
+    """One 4D file with the channels last, or one 3D file per channel in the order of the
+    channels."""
     label: Optional[Path]
     names: Tuple[str, ...] = ()
     """The channels that a 4D file holds, in its order, if they are not the ones that are wanted."""
@@ -94,7 +96,9 @@ class Dataset:
     labels: Dict[int, str]  # label code -> name; 0 is background
     cases: Tuple[CaseFiles, ...]  # the complete cases, by case id
     problems: Problems  # of the cases with a file missing or double, which are not in `cases`
-    patient_rules: Dict[str, str]  # case id -> the rule that tells its patient, from `patient_of`, or TABLE
+    patient_rules: Dict[
+        str, str
+    ]  # case id -> the rule that tells its patient, from `patient_of`, or TABLE
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""
@@ -111,11 +115,12 @@ class Dataset:
 
 
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
-    """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set of one.
+    """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set
+    of one.
 
-    `patients` is a table of the cases' patients, else their names show them. Links are followed. Raises InputError for
-    no folder, no cases, two layouts, a case id twice, a dataset.json that is damaged or names files outside its folder.
-    """
+    `patients` is a table of the cases' patients, else their names show them. Links are followed.
+    Raises InputError for no folder, no cases, two layouts, a case id twice, a dataset.json that is
+    damaged or names files outside its folder."""
     folder = Path(folder)
     if not folder.is_dir():
         got = "a file" if folder.exists() else "none"
@@ -124,18 +129,26 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     name, layout, channels, labels, cases, problems = read(folder)
     times = Counter(case.case_id for case in cases)
     rule = f"in {folder} must be used once"
-    refuse(f"case id {name} {rule}, got {n} cases; rename one" for name, n in times.items() if n > 1)
-    cases = sorted((case for case in cases if case.case_id not in problems), key=lambda case: case.case_id)
+    refuse(
+        f"case id {name} {rule}, got {n} cases; rename one" for name, n in times.items() if n > 1
+    )
+    cases = sorted(
+        (case for case in cases if case.case_id not in problems), key=lambda case: case.case_id
+    )
     known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
     if patients is not None:
-        known = {case_id: (patient, TABLE) for case_id, patient in read_patients(patients, list(known)).items()}
+        known = {
+            case_id: (patient, TABLE)
+            for case_id, patient in read_patients(patients, list(known)).items()
+        }
     cases = tuple(replace(case, patient_id=known[case.case_id][0]) for case in cases)
     rules = {case.case_id: known[case.case_id][1] for case in cases}
     return Dataset(folder, name, layout, channels, labels, cases, problems, rules)
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
-    """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) if no rule matches."""
+    """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) if no rule
+    matches."""
     own = FOLDER_LAYOUTS[layout].patients if layout in FOLDER_LAYOUTS else {}
     for rule, pattern in {**PATIENT_NAMES, **own}.items():
         match = re.match(pattern, case_id, re.IGNORECASE)
@@ -151,16 +164,29 @@ def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) ->
 
 
 def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
-    """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if they show a
-    resection cavity; else each label is a region."""
+    """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if
+    they show a resection cavity; else each label is a region."""
     codes = [code for code in sorted(labels) if code != 0]
     patterns = ("cavity", "edema", r"(?<!non-)(?<!non)(?<!non )\benhanc")
-    cavity, oedema, enhancing = ([code for code in codes if re.search(p, labels[code].lower())] for p in patterns)
+    cavity, oedema, enhancing = (
+        [code for code in codes if re.search(p, labels[code].lower())] for p in patterns
+    )
     tumour = [code for code in codes if [code] != cavity]
-    if not (len(oedema) == len(enhancing) == 1 and len(tumour) == 3 and {*oedema, *enhancing} <= {*tumour}):
+    if not (
+        len(oedema) == len(enhancing) == 1
+        and len(tumour) == 3
+        and {*oedema, *enhancing} <= {*tumour}
+    ):
         return {labels[code]: (code,) for code in codes}
-    regions = {"WT": tumour, "TC": [code for code in tumour if code not in oedema], "ET": enhancing, "RC": cavity}
-    return {name: tuple(members) for name, members in regions.items() if name != "RC" or tumour != codes}
+    regions = {
+        "WT": tumour,
+        "TC": [code for code in tumour if code not in oedema],
+        "ET": enhancing,
+        "RC": cavity,
+    }
+    return {
+        name: tuple(members) for name, members in regions.items() if name != "RC" or tumour != codes
+    }
 
 
 def channels_of(image: Path, count: int) -> List[str]:
@@ -185,7 +211,11 @@ def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
         refuse_other_codes(files.images[0].absolute().parent, [files.case_id])
     except InputError:
         return None
-    named = [layout for layout in FOLDER_LAYOUTS if all(modality_of(path, layout) for path in files.images)]
+    named = [
+        layout
+        for layout in FOLDER_LAYOUTS
+        if all(modality_of(path, layout) for path in files.images)
+    ]
     return (named[0], LABEL_CODES[named[0]]) if named else None
 
 
@@ -194,30 +224,50 @@ def _read_folders(folder: Path):
     layouts = sorted({layout for _, layout in folders if layout})
     if len(layouts) != 1:
         rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({', '.join(FOLDER_LAYOUTS)})"
-        raise InputError(f"{rule}, found {' and '.join(layouts) or 'neither'}; name the folder of one data set")
+        raise InputError(
+            f"{rule}, found {' and '.join(layouts) or 'neither'}; name the folder of one data set"
+        )
     layout = FOLDER_LAYOUTS[layouts[0]]
     refuse_other_codes(folder, [name_of(case) for case, _ in folders])
     cases, problems = [], {}
     for case, _ in folders:
-        case_id, files, wrong = name_of(case), *one_each(volumes_in(case), layout.suffixes.values(), case, layouts[0])
+        case_id, files, wrong = (
+            name_of(case),
+            *one_each(volumes_in(case), layout.suffixes.values(), case, layouts[0]),
+        )
         if wrong:
             problems[case_id] = wrong
         *images, label = (files.get(channel) for channel in layout.suffixes.values())
         cases.append(CaseFiles(case_id, case_id, tuple(images), label))
-    return name_of(folder), layouts[0], tuple(layout.suffixes.values())[:-1], layout.labels, cases, problems
+    return (
+        name_of(folder),
+        layouts[0],
+        tuple(layout.suffixes.values())[:-1],
+        layout.labels,
+        cases,
+        problems,
+    )
 
 
 def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
-    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of a bad case is None."""
+    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of a bad
+    case is None."""
 
     def layout_of(case: Path) -> Optional[str]:
         paths = volumes_in(case)
-        counts = {name: sum(modality_of(path, name) is not None for path in paths) for name in FOLDER_LAYOUTS}
+        counts = {
+            name: sum(modality_of(path, name) is not None for path in paths)
+            for name in FOLDER_LAYOUTS
+        }
         best = max(counts, key=counts.get)
         return best if counts[best] else None
 
     def subfolders(parent: Path) -> List[Tuple[Path, Optional[str]]]:
-        paths = (path for path in sorted(parent.iterdir()) if path.is_dir() and not path.name.startswith("."))
+        paths = (
+            path
+            for path in sorted(parent.iterdir())
+            if path.is_dir() and not path.name.startswith(".")
+        )
         return [(path, layout_of(path)) for path in paths]
 
     if layout_of(folder):
@@ -227,13 +277,21 @@ def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
         below = [] if layout else subfolders(child)
         cases += below if any(kind for _, kind in below) else [(child, layout)]
     # A bad case is a folder that is empty, or that holds volumes but none with a known name.
-    return [(case, layout) for case, layout in cases if layout or volumes_in(case) or not any(case.iterdir())]
+    return [
+        (case, layout)
+        for case, layout in cases
+        if layout or volumes_in(case) or not any(case.iterdir())
+    ]
 
 
 def refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
     """Refuse cases of BraTS-PED, which has the layout of BraTS 2023 and other label codes."""
     rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
-    problems = [f"case {case_id} of {folder} {rule}" for case_id in ids if case_id.upper().startswith("BRATS-PED-")]
+    problems = [
+        f"case {case_id} of {folder} {rule}"
+        for case_id in ids
+        if case_id.upper().startswith("BRATS-PED-")
+    ]
     advice = "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out"
     refuse([*problems, advice] if problems else ())
 
@@ -250,7 +308,10 @@ def read_decathlon(folder: Path):
     files = [name for entry in entries for name in (entry.image, entry.label) if name]
     named = [PurePosixPath(name) for name in files]
     outside = [str(name) for name in named if name.is_absolute() or ".." in name.parts]
-    problems += [f"paths in {path} must stay inside its folder, got {name!r}; make it relative" for name in outside]
+    problems += [
+        f"paths in {path} must stay inside its folder, got {name!r}; make it relative"
+        for name in outside
+    ]
     refuse(problems)
     images = [folder / entry.image for entry in entries]
     first = _first_of_nnunet(images, len(about.channels))
@@ -302,7 +363,8 @@ def name_of(folder: Path) -> str:
 
 
 def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
-    """The channel, or "seg", that a file's name ends in, as `layout` names files or in any way; else None."""
+    """The channel, or "seg", that a file's name ends in, as `layout` names files or in any way;
+    else None."""
     if layout is None:
         return read_name(path).channel
     names = FOLDER_LAYOUTS[layout]
@@ -313,7 +375,8 @@ def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
 def one_each(
     paths: Sequence[Path], channels: Iterable[str], folder: Path, layout: Optional[str] = None
 ) -> Tuple[Dict[str, Path], List[str]]:
-    """The file of each channel, or "seg", by their names, and a problem for each channel of no or several files."""
+    """The file of each channel, or "seg", by their names, and a problem for each channel of no or
+    several files."""
     files, problems = {}, []
     for channel in channels:
         own = [path for path in paths if modality_of(path, layout) == channel]

@@ -1,18 +1,20 @@
-"""Write a data set of made-up brains with tumours that a network can learn, in the Decathlon layout.
+"""Write a data set of made-up brains with tumours that a network can learn, in the Decathlon
+layout.
 
 Example: ./run.sh phantom --out phantom --cases 10 --shape 240 240 155 --seed 0
 
-With --context count all tumours look alike, and the code of their rim depends on whether there is another lesion, far
-away. A patch that is shorter than the gap between lesions shows WT and TC, but not ET; dataset.json has this length.
+With --context count all tumours look alike, and the code of their rim depends on whether there is
+another lesion, far away. A patch that is shorter than the gap between lesions shows WT and TC, but
+not ET; dataset.json has this length.
 
-With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the brain's box, and the enhancing
-tumour at least 0.02 %. With --warp CASE the cases are warped copies of a real case: they show how fast a network learns
-the look of a real tumour, not how well it does on other patients.
+With --lesion-size small the whole tumour, in one to three lesions, is 0.2 to 1 % of the brain's
+box, and the enhancing tumour at least 0.02 %. With --warp CASE the cases are warped copies of a
+real case: they show how fast a network learns the look of a real tumour, not how well it does on
+other patients.
 
 Shapes and contrasts imitate skull-stripped BraTS volumes. No channel shows the tumour by brightness
-alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR. Coordinates run from -1 to 1
-across the head's box: u to the right, v to the front, w up.
-"""
+alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR.
+Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up."""
 
 import contextlib
 import functools
@@ -37,13 +39,22 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.units import by
 
 VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
-CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")  # names, spelling and codes are those of MSD Task01_BrainTumour
+CHANNELS = (
+    "FLAIR",
+    "T1w",
+    "t1gd",
+    "T2w",
+)  # names, spelling and codes are those of MSD Task01_BrainTumour
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
 EDEMA, NON_ENHANCING, ENHANCING = 1, 2, 3
 USUAL_SHAPE = (240, 240, 155)
 LEAST_VOXELS = 24  # along an axis; with fewer the enhancing rim does not show
 
-SHARES = (135 / 240, 174 / 240, 136 / 155)  # size of an average head along each axis, as a share of the volume
+SHARES = (
+    135 / 240,
+    174 / 240,
+    136 / 155,
+)  # size of an average head along each axis, as a share of the volume
 SMALLEST, LARGEST = 0.96, 1.04  # sizes of heads, as a share of an average head
 SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
 SIGNALS = {
@@ -55,9 +66,12 @@ SIGNALS = {
 """Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
 
 SMALL_WT, SMALL_ET = (0.002, 0.01), 0.0002
-"""Shares of the brain's box of small lesions: least and most of the whole tumour, least of the enhancing tumour."""
+"""Shares of the brain's box of small lesions: least and most of the whole tumour, least of the
+enhancing tumour."""
 
-CLEARANCE = 0.42  # least distance between the cores of two lesions apart, as a share of the head's length
+CLEARANCE = (
+    0.42  # least distance between the cores of two lesions apart, as a share of the head's length
+)
 
 Fields = Dict[str, np.ndarray]
 """Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
@@ -77,10 +91,14 @@ class Options:
         choices=("none", "count"),
     )
     lesion_size: str = option(
-        "usual", "small: a whole tumour is 0.2 to 1 %% of the brain's box", choices=("usual", "small")
+        "usual",
+        "small: a whole tumour is 0.2 to 1 %% of the brain's box",
+        choices=("usual", "small"),
     )
     warp: Optional[Path] = option(
-        None, "warped copies of the real case in this folder, which has a label, on its grid", metavar="CASE"
+        None,
+        "warped copies of the real case in this folder, which has a label, on its grid",
+        metavar="CASE",
     )
     workers: Optional[int] = option(None, "processes (default: one per usable core)", at_least=1)
 
@@ -105,25 +123,49 @@ def write_phantom(
     lesion_size: str = "usual",
     warp: Optional[Path] = None,
 ) -> Path:
-    """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and return that folder.
+    """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and
+    return that folder.
 
-    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more can be added later.
-    Raises InputError for options out of range or that exclude each other, a shape that does not fit into memory, a case
-    that cannot be warped, and a folder with other files or in use.
-    """
+    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more can
+    be added later. Raises InputError for options out of range or that exclude each other, a shape
+    that does not fit into memory, a case that cannot be warped, and a folder with other files or in
+    use."""
     drawn = (tuple(shape), context, lesion_size) != (USUAL_SHAPE, "none", "usual")
     workers, out, shape = worker_count(workers), Path(out), tuple(shape)
     rules = (
         ("--cases", "at least 1", cases, cases >= 1),
-        ("--shape", f"from {LEAST_VOXELS} to 32767", shape, min(shape) >= LEAST_VOXELS and max(shape) <= 32767),
+        (
+            "--shape",
+            f"from {LEAST_VOXELS} to 32767",
+            shape,
+            min(shape) >= LEAST_VOXELS and max(shape) <= 32767,
+        ),
         ("--seed", "at least 0", seed, seed >= 0),
-        ("--lesion-size", "usual with --context", lesion_size, lesion_size == "usual" or context == "none"),
+        (
+            "--lesion-size",
+            "usual with --context",
+            lesion_size,
+            lesion_size == "usual" or context == "none",
+        ),
         ("--warp", "without --shape, --context and --lesion-size", warp, not (warp and drawn)),
     )
-    refuse(f"{name} must be {rule}, got {value}; choose another" for name, rule, value, holds in rules if not holds)
-    settings = {"phantom": VERSION, "seed": seed, "shape": list(shape), "context": context, "lesion_size": lesion_size}
+    refuse(
+        f"{name} must be {rule}, got {value}; choose another"
+        for name, rule, value, holds in rules
+        if not holds
+    )
+    settings = {
+        "phantom": VERSION,
+        "seed": seed,
+        "shape": list(shape),
+        "context": context,
+        "lesion_size": lesion_size,
+    }
     if warp:
-        shape, voxels = case_to_warp(warp)[1].record.shape, case_to_warp(warp)[1].record.image_voxels_sha256
+        shape, voxels = (
+            case_to_warp(warp)[1].record.shape,
+            case_to_warp(warp)[1].record.image_voxels_sha256,
+        )
         settings = {"phantom": VERSION, "seed": seed, "warp": voxels}
     with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
         write = functools.partial(_write_case, out, shape, seed, context, lesion_size, warp)
@@ -143,10 +185,18 @@ def write_phantom(
 
 
 def _write_case(
-    out: Path, shape: Shape3, seed: int, context: str, lesion_size: str, warp: Optional[Path], index: int
+    out: Path,
+    shape: Shape3,
+    seed: int,
+    context: str,
+    lesion_size: str,
+    warp: Optional[Path],
+    index: int,
 ) -> None:
     """Write a case's two files unless both exist."""
-    image_path, label_path = (out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels"))
+    image_path, label_path = (
+        out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels")
+    )
     if image_path.is_file() and label_path.is_file():
         return
     if warp:
@@ -154,19 +204,29 @@ def _write_case(
         geometry = case_to_warp(warp)[1].record.geometry
     else:
         image, label = phantom_case(shape, seed, index, context, lesion_size)
-        geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1)
+        geometry = Geometry(
+            shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1
+        )
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
 
 
-def _dataset_json(cases: int, shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]) -> Dict[str, Any]:
+def _dataset_json(
+    cases: int, shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]
+) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
     name, channels, labels = "BRATS phantom", CHANNELS, LABELS
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
     if warp:
         dataset, case = case_to_warp(warp)
-        name, channels, labels = f"Warped copies of {case.record.case_id}", dataset.channels, dataset.labels
-        description = "Copies of one real case, warped and with other intensities, for trials of the software"
+        name, channels, labels = (
+            f"Warped copies of {case.record.case_id}",
+            dataset.channels,
+            dataset.labels,
+        )
+        description = (
+            "Copies of one real case, warped and with other intensities, for trials of the software"
+        )
     if lesion_size == "small":
         name += ", small lesions"
         description += f". Small lesions: a whole tumour is {SMALL_WT[0]:.1%} to {SMALL_WT[1]:.0%} of the brain's box"
@@ -185,7 +245,9 @@ def _dataset_json(cases: int, shape: Shape3, context: str, lesion_size: str, war
         "labels": {str(code): label for code, label in labels.items()},
         "numTraining": cases,
         "numTest": 0,
-        "training": [{"image": f"./imagesTr/{file}", "label": f"./labelsTr/{file}"} for file in files],
+        "training": [
+            {"image": f"./imagesTr/{file}", "label": f"./labelsTr/{file}"} for file in files
+        ],
         "test": [],
     }
 
@@ -198,26 +260,37 @@ def phantom_case(
     lesion_size: str = "usual",
     holds: Optional[bool] = None,
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the order of `CHANNELS`.
+    """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the
+    order of `CHANNELS`.
 
-    Non-zero voxels are exactly the brain, the same in all channels. In the context "count" the lesion is the only one
-    if `holds`, by default in every other case. From 40 voxels along each axis on, every case has all tumour codes.
-    """
+    Non-zero voxels are exactly the brain, the same in all channels. In the context "count" the
+    lesion is the only one if `holds`, by default in every other case. From 40 voxels along each
+    axis on, every case has all tumour codes."""
     rng = np.random.default_rng([VERSION, seed, index])
     # About 135x174x136 of 240x240x155, near the middle.
-    box = tuple(round(float(n * s)) for n, s in zip(shape, np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)))
-    inside = tuple(slice(a, a + n) for n, a in ((n, int((m - n) * rng.uniform(0.4, 0.6))) for m, n in zip(shape, box)))
+    box = tuple(
+        round(float(n * s))
+        for n, s in zip(shape, np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3))
+    )
+    inside = tuple(
+        slice(a, a + n)
+        for n, a in ((n, int((m - n) * rng.uniform(0.4, 0.6))) for m, n in zip(shape, box))
+    )
     head = Head(box, rng)
     tissue = tissues(head)
     roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
     rim = ENHANCING
     if lesion_size == "small":
-        lesions = small_lesions(head, tissue, roughness, np.random.default_rng([VERSION, seed, index, 4]))
+        lesions = small_lesions(
+            head, tissue, roughness, np.random.default_rng([VERSION, seed, index, 4])
+        )
     elif context == "none":
         lesions = usual_lesions(head)
     else:
         holds = index % 2 == 0 if holds is None else holds
-        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))[: 1 if holds else 2]
+        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))[
+            : 1 if holds else 2
+        ]
         rim = ENHANCING if holds else NON_ENHANCING
     code, tumour = tumours(head, tissue, lesions, roughness, rim)
     image, label = np.zeros((*shape, len(CHANNELS)), np.int16), np.zeros(shape, np.uint8)
@@ -228,7 +301,8 @@ def phantom_case(
 
 
 def blind_patch(shape: Shape3) -> int:
-    """Voxels from front to back of the longest patch that never holds parts of two lesions apart: 70 of 240."""
+    """Voxels from front to back of the longest patch that never holds parts of two lesions apart:
+    70 of 240."""
     return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1])
 
 
@@ -244,7 +318,9 @@ class Head:
         # Narrower in front and flatter below, as a brain is.
         narrow = 1 + 0.10 * self.v + 0.05 * self.v**2
         lower = np.where(self.w < 0, 1.0 + 0.10 * self.w, 1.0).astype(np.float32)
-        self.radius = np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2) + 0.035 * wobble
+        self.radius = (
+            np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2) + 0.035 * wobble
+        )
         self.brain = self.radius < 0.97
         self.voxel = 2 / min(box)
 
@@ -259,7 +335,8 @@ class Head:
 
 
 def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndarray:
-    """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along every axis."""
+    """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along
+    every axis."""
     values = rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
     for axis in (2, 1, 0):  # the largest step last: along the first axis it moves whole planes
         values = _interpolate(values, axis, shape[axis], cells)
@@ -267,7 +344,8 @@ def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndar
 
 
 def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
-    """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of `size` voxels.
+    """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of
+    `size` voxels.
 
     No matrix product: its rounding changes with the threads.
     """
@@ -290,18 +368,27 @@ def tissues(head: Head) -> Fields:
     """Fluid, grey and white matter, vessels and bright caps, with the ventricles and a texture."""
     u, v, w = head.u, head.v, head.w
     depth = np.clip(0.97 - head.radius, 0, None)
-    # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides, fading with depth.
+    # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides,
+    # fading with depth.
     bend = head.field(15)
     cerebellum = soft(0.10, np.maximum(w + 0.42 + 0.25 * v, 0) + np.maximum(v + 0.15, 0), 0.03)
     bend = np.abs(bend * (1 - cerebellum) + head.field(26) * cerebellum)
-    fissure = np.abs(u) + 0.02 * np.abs(head.field(6)) + 0.6 * np.maximum(0.05 - np.maximum(w, 0.6 * v), 0)
+    fissure = (
+        np.abs(u)
+        + 0.02 * np.abs(head.field(6))
+        + 0.6 * np.maximum(0.05 - np.maximum(w, 0.6 * v), 0)
+    )
     fluid = np.maximum(soft(0.17, bend + 0.7 * depth, 0.09), soft(0.022, fissure, 0.010))
     fluid = np.maximum(fluid, soft(0.02, depth, 0.012))
     grey = np.maximum(soft(0.80, bend + 1.9 * depth, 0.12), soft(0.07, depth, 0.02))
     grey = np.maximum(grey, soft(0.055, fissure, 0.02))
     for side in (-1, 1):  # two nuclei a side
-        grey = np.maximum(grey, soft(1, head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13)), 0.15))
-        grey = np.maximum(grey, soft(1, head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16)), 0.15))
+        grey = np.maximum(
+            grey, soft(1, head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13)), 0.15)
+        )
+        grey = np.maximum(
+            grey, soft(1, head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16)), 0.15)
+        )
     warp, size = 0.25 * head.field(6), head.rng.uniform(0.85, 1.25)
     ventricle = np.full(head.box, 9.0, np.float32)
     for side in (-1, 1):
@@ -316,7 +403,9 @@ def tissues(head: Head) -> Fields:
     fluid = np.maximum(fluid, inside)
     grey = grey * (1 - fluid)
     vessel = soft(0.10, np.hypot(head.field(9), head.field(9)), 0.05) * (head.radius > 0.45)
-    sinus = soft(1, (u / 0.035) ** 2 + ((head.radius - 0.93) / 0.05) ** 2 + 8 * np.maximum(0.1 - w, 0), 0.3)
+    sinus = soft(
+        1, (u / 0.035) ** 2 + ((head.radius - 0.93) / 0.05) ** 2 + 8 * np.maximum(0.1 - w, 0), 0.3
+    )
     spots = soft(-1.9, -head.field(12), 0.15) * (1 - fluid)
     return {
         "fluid": fluid,
@@ -336,33 +425,44 @@ def soft(limit: float, values: np.ndarray, width: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Lesion:
-    """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's coordinates."""
+    """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's
+    coordinates."""
 
     centre: Sequence[float]
-    radii: Sequence[float]  # of the oedema, along the axes; the radii below, except `reach`, are shares of them
+    radii: Sequence[
+        float
+    ]  # of the oedema, along the axes; the radii below, except `reach`, are shares of them
     reach: float  # a middling radius, which the width of soft edges follows
     core_edge: float
     rim: float  # thickness
     kernel: float = 0.0
-    """Radius of an always enhancing ball in the necrosis: a region without voxels has no gradient in a Dice."""
+    """Radius of an always enhancing ball in the necrosis: a region without voxels has no gradient
+    in a Dice."""
 
 
 def usual_lesions(head: Head) -> List[Lesion]:
-    """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres, off the midline."""
+    """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres, off
+    the midline."""
     lesions, rng = [], head.rng
     for number in range(1 + (rng.random() < 0.3)):
         reach, centre = rng.uniform(0.34, 0.50) if number == 0 else rng.uniform(0.16, 0.24), None
         while centre is None:
             centre = _in_a_hemisphere(rng)
         radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)
-        lesions.append(Lesion(centre, radii, reach, rng.uniform(0.55, 0.72), _rim_thickness(head, reach, rng)))
+        lesions.append(
+            Lesion(centre, radii, reach, rng.uniform(0.55, 0.72), _rim_thickness(head, reach, rng))
+        )
     return lesions
 
 
 def _in_a_hemisphere(rng: np.random.Generator) -> Optional[Tuple[float, float, float]]:
     """A place off the midline, or None for one too close to the brain's surface."""
     u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
-    return (float(u) * rng.choice((-1, 1)), float(v), float(w)) if u * u + v * v + w * w < 0.42 else None
+    return (
+        (float(u) * rng.choice((-1, 1)), float(v), float(w))
+        if u * u + v * v + w * w < 0.42
+        else None
+    )
 
 
 def small_lesions(
@@ -370,45 +470,70 @@ def small_lesions(
 ) -> List[Lesion]:
     """One to three lesions of different sizes, which together are within SMALL_WT and SMALL_ET.
 
-    Their shares of the box depend on the tissue around them, so they are drawn until the shares are right.
-    """
+    Their shares of the box depend on the tissue around them, so they are drawn until the shares are
+    right."""
     least, most = SMALL_WT
-    box = np.prod([np.count_nonzero(head.brain.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))])
+    box = np.prod(
+        [np.count_nonzero(head.brain.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))]
+    )
     while True:
         wanted = least * (most / least) ** rng.uniform(0.1, 0.9)
         sizes = (1, 0.75, 0.6)[: rng.integers(1, 4)]
         centres = [_in_a_hemisphere(rng) for _ in sizes]
-        shapes, edges = rng.uniform(0.85, 1.2, (3, 3)) * (1.1, 0.85, 1.1), rng.uniform(0.45, 0.72, 3)
+        shapes, edges = (
+            rng.uniform(0.85, 1.2, (3, 3)) * (1.1, 0.85, 1.1),
+            rng.uniform(0.45, 0.72, 3),
+        )
         reach = wanted ** (1 / 3)
         for _ in range(0 if None in centres else 3):
             rim = max(0.13, 2 * head.voxel / reach)
             each = zip(centres, (reach * size for size in sizes), shapes, edges)
-            lesions = [Lesion(centre, r * shape, r, edge, rim * reach / r) for centre, r, shape, edge in each]
-            shares = np.bincount(tumours(head, tissue, lesions, roughness, ENHANCING)[0].ravel(), minlength=4)[1:] / box
+            lesions = [
+                Lesion(centre, r * shape, r, edge, rim * reach / r)
+                for centre, r, shape, edge in each
+            ]
+            shares = (
+                np.bincount(
+                    tumours(head, tissue, lesions, roughness, ENHANCING)[0].ravel(), minlength=4
+                )[1:]
+                / box
+            )
             if least <= shares.sum() <= most and shares.all() and shares[ENHANCING - 1] >= SMALL_ET:
                 return lesions
             reach *= (wanted / max(shares.sum(), wanted / 8)) ** (1 / 3)
 
 
 def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
-    """One lesion near the front or the back, and another at the other end, both flat from front to back."""
-    lesions, (pole, side), _ = [], rng.choice((-1.0, 1.0), 2), rng.random(2)  # two unused numbers, part of VERSION 1
+    """One lesion near the front or the back, and another at the other end, both flat from front to
+    back."""
+    lesions, (pole, side), _ = (
+        [],
+        rng.choice((-1.0, 1.0), 2),
+        rng.random(2),
+    )  # two unused numbers, part of VERSION 1
     for sign in (1, -1):
         u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
         reach = rng.uniform(0.28, 0.32)
         radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
         core_edge, thick = rng.uniform(0.64, 0.72), _rim_thickness(head, reach, rng)
-        lesions.append(Lesion((sign * side * u, sign * pole * v, w), radii, reach, core_edge, thick, kernel=0.27))
+        lesions.append(
+            Lesion(
+                (sign * side * u, sign * pole * v, w), radii, reach, core_edge, thick, kernel=0.27
+            )
+        )
     return lesions
 
 
 def tumours(
     head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[np.ndarray], rim: int
 ) -> Tuple[np.ndarray, Fields]:
-    """Labels, with code `rim` for the rims, and the fields oedema, core, necrosis, rim and kernel. `roughness` is a
-    coarse and a fine field that the borders follow."""
+    """Labels, with code `rim` for the rims, and the fields oedema, core, necrosis, rim and kernel.
+    `roughness` is a coarse and a fine field that the borders follow."""
     rough, fine = roughness
-    share = {name: np.zeros(head.box, np.float32) for name in ("oedema", "core", "necrosis", "rim", "kernel")}
+    share = {
+        name: np.zeros(head.box, np.float32)
+        for name in ("oedema", "core", "necrosis", "rim", "kernel")
+    }
     allowed = head.brain & (tissue["ventricle"] < 0.5)
     for lesion in lesions:
         distance = np.sqrt(head.ball(lesion.centre, lesion.radii))
@@ -427,7 +552,13 @@ def tumours(
         for name, part in parts.items():
             share[name] = np.maximum(share[name], part)
     label = np.zeros(head.box, np.uint8)
-    codes = {"oedema": EDEMA, "core": NON_ENHANCING, "rim": rim, "necrosis": NON_ENHANCING, "kernel": ENHANCING}
+    codes = {
+        "oedema": EDEMA,
+        "core": NON_ENHANCING,
+        "rim": rim,
+        "necrosis": NON_ENHANCING,
+        "kernel": ENHANCING,
+    }
     for name, code in codes.items():
         label[share[name] > 0.5] = code
     return label, share
@@ -439,11 +570,19 @@ def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
 
 
 def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
-    """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician noise, no skull."""
+    """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician
+    noise, no skull."""
     rng = head.rng
-    level = {substance: value * rng.uniform(0.94, 1.06) for substance, value in zip(SUBSTANCES, SIGNALS[name])}
+    level = {
+        substance: value * rng.uniform(0.94, 1.06)
+        for substance, value in zip(SUBSTANCES, SIGNALS[name])
+    }
     level["kernel"] = level["rim"]
-    signal = parts["fluid"] * level["fluid"] + parts["grey"] * level["grey"] + parts["white"] * level["white"]
+    signal = (
+        parts["fluid"] * level["fluid"]
+        + parts["grey"] * level["grey"]
+        + parts["white"] * level["white"]
+    )
     for substance in (*SUBSTANCES[3:], "kernel"):
         signal += parts[substance] * (level[substance] - signal)
     signal *= 1 + 0.06 * parts["texture"]
@@ -457,9 +596,13 @@ def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
 
 # --- Warped copies of a real case ---
 
-# Largest, either way: radians around each axis, share of the size along each axis, share of the brain's box.
+# Largest, either way: radians around each axis, share of the size along each axis, share of the
+# brain's box.
 ANGLE, SCALE, SHIFT = 0.15, 0.08, 0.03
-BEND, BENDS = 0.018, 6  # deviation of the deformation as a share of the brain's box, cells of its field along an axis
+BEND, BENDS = (
+    0.018,
+    6,
+)  # deviation of the deformation as a share of the brain's box, cells of its field along an axis
 # Of a channel: largest logarithm of gamma, spread of the field's logarithm, noise in deviations.
 GAMMA, UNEVEN, NOISE = 0.25, 0.16, (0.05, 0.2)
 MARGIN = 0.15  # share of the brain's box that is added to each of its sides: no copy is larger
@@ -467,8 +610,8 @@ MARGIN = 0.15  # share of the brain's box that is added to each of its sides: no
 
 @functools.lru_cache(maxsize=1)
 def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
-    """A data set of one case and that case. Raises InputError for another number of cases, a case without a label or
-    with an empty one, and as `load_case`."""
+    """A data set of one case and that case. Raises InputError for another number of cases, a case
+    without a label or with an empty one, and as `load_case`."""
     dataset = read_dataset(folder)
     refuse(problem for problems in dataset.problems.values() for problem in problems)
     if len(dataset.cases) != 1:
@@ -476,16 +619,20 @@ def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
         raise InputError(f"{rule}, got {len(dataset.cases)} cases; name another")
     case = load_case(dataset.cases[0], channels=dataset.channels, labels=dataset.labels)
     if not case.label.any():
-        raise InputError(f"--warp {folder} must have a label with voxels, got background alone; name another case")
-    return replace(dataset, labels=labels_in_use(dataset.layout, dataset.labels, case.record.label_voxels)), case
+        raise InputError(
+            f"--warp {folder} must have a label with voxels, got background alone; name another case"
+        )
+    return replace(
+        dataset, labels=labels_in_use(dataset.layout, dataset.labels, case.record.label_voxels)
+    ), case
 
 
 def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.ndarray]:
-    """Copy `index` of the case in `folder`: image `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, on its grid, R A S.
+    """Copy `index` of the case in `folder`: image `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, on
+    its grid, R A S.
 
-    Turned, scaled, shifted and bent; every channel with a gain, gamma, uneven field and noise of its own. Brain voxels
-    are at least 1, the background stays 0.
-    """
+    Turned, scaled, shifted and bent; every channel with a gain, gamma, uneven field and noise of
+    its own. Brain voxels are at least 1, the background stays 0."""
     case, rng = case_to_warp(folder)[1], np.random.default_rng([seed, index])
     image, label = np.zeros(case.image.shape, np.int16), np.zeros(case.label.shape, np.uint8)
     start, size = np.array(case.record.box.start), np.array(case.record.box.size)
@@ -499,7 +646,9 @@ def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.nda
         source[inside] = (source[inside] - source[inside].mean()) / source[inside].std()
         share = map_coordinates(inside.astype(np.float32), places, order=1)
         brain = share >= 0.5
-        level = 1 + 0.2 * map_coordinates(source, places, order=1)[brain] / share[brain]  # of the brain's voxels alone
+        level = (
+            1 + 0.2 * map_coordinates(source, places, order=1)[brain] / share[brain]
+        )  # of the brain's voxels alone
         level = np.maximum(level, 0.01) ** np.exp(rng.uniform(-GAMMA, GAMMA))
         level *= np.exp(UNEVEN * smooth_field(rng, brain.shape, 3)[brain]) * rng.uniform(0.7, 1.4)
         level += 0.2 * rng.uniform(*NOISE) * rng.standard_normal(level.size, np.float32)
@@ -507,18 +656,29 @@ def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.nda
     return image, label
 
 
-def _places(box: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _places(
+    box: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: np.random.Generator
+) -> np.ndarray:
     """(3, x, y, z): the voxel of the source from which each voxel of the copy's `box` comes."""
     turn = np.eye(3)
     for (a, b), angle in zip(((0, 1), (0, 2), (1, 2)), rng.uniform(-ANGLE, ANGLE, 3)):
         plane = np.eye(3)
-        plane[[a, a, b, b], [a, b, a, b]] = np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)
+        plane[[a, a, b, b], [a, b, a, b]] = (
+            np.cos(angle),
+            -np.sin(angle),
+            np.sin(angle),
+            np.cos(angle),
+        )
         turn = turn @ plane
     affine = turn * rng.uniform(1 - SCALE, 1 + SCALE, 3)
     offset = centre + rng.uniform(-SHIFT, SHIFT, 3) * size
-    axes = np.ix_(*((np.arange(edge.start, edge.stop) - c).astype(np.float32) for edge, c in zip(box, centre)))
+    axes = np.ix_(
+        *((np.arange(edge.start, edge.stop) - c).astype(np.float32) for edge, c in zip(box, centre))
+    )
     places = np.empty((3, *(along.size for along in axes)), np.float32)
-    for axis, (row, start, extent) in enumerate(zip(affine.astype(np.float32), offset.astype(np.float32), size)):
+    for axis, (row, start, extent) in enumerate(
+        zip(affine.astype(np.float32), offset.astype(np.float32), size)
+    ):
         u, v, w = (weight * along for weight, along in zip(row, axes))
         bend = smooth_field(rng, places.shape[1:], BENDS) * np.float32(BEND * extent)
         places[axis] = start + u + v + w + bend

@@ -1,4 +1,5 @@
-"""Convert a data set of NIfTI volumes into a store, from which training reads at the speed of memory.
+"""Convert a data set of NIfTI volumes into a store, from which training reads at the speed of
+memory.
 
 Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
           ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
@@ -32,7 +33,14 @@ from cpu3d.data.stores.convert import (
     refuse_bad_cases,
     same_sources,
 )
-from cpu3d.data.stores.layouts import UNKNOWN, Dataset, Problems, labels_in_use, read_dataset, regions_of
+from cpu3d.data.stores.layouts import (
+    UNKNOWN,
+    Dataset,
+    Problems,
+    labels_in_use,
+    read_dataset,
+    regions_of,
+)
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import (
     Fractions,
@@ -44,7 +52,13 @@ from cpu3d.data.stores.splits import (
 )
 from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, refuse
-from cpu3d.util.atomic import atomic_write, is_untouched, remove_partials, writable_folder, write_json
+from cpu3d.util.atomic import (
+    atomic_write,
+    is_untouched,
+    remove_partials,
+    writable_folder,
+    write_json,
+)
 from cpu3d.util.child import worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
@@ -91,7 +105,13 @@ OPTIONS = (Options, Settings)
 
 def run(options: Options, settings: Settings) -> int:
     named = dict(vars(options))
-    prepare(named.pop("dataset"), named.pop("store"), fractions=named.pop("split"), settings=settings, **named)
+    prepare(
+        named.pop("dataset"),
+        named.pop("store"),
+        fractions=named.pop("split"),
+        settings=settings,
+        **named,
+    )
     return 0
 
 
@@ -128,7 +148,9 @@ def prepare(
         splitting.split({case.case_id: case.patient_id for case in dataset.cases})
     _announce(dataset)
     if store_dir.resolve() == dataset.folder.resolve():
-        raise InputError(f"store {store_dir} must be another folder than the data set, got the same; choose one")
+        raise InputError(
+            f"store {store_dir} must be another folder than the data set, got the same; choose one"
+        )
     content = identity(dataset, settings)
     if finished and not _has_settings(store_dir):
         _restore_source(store_dir, content, dataset)
@@ -235,12 +257,18 @@ def _announce(dataset: Dataset) -> None:
     head = f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}"
     lines = [head, "Labels and regions:"]
     for code, name in sorted(dataset.labels.items()):
-        within = ", ".join(region for region, codes in regions.items() if code in codes) or "no region"
-        lines.append(f"  {code} {name} -> {within}{'' if code in always else ', if a label holds it'}")
+        within = (
+            ", ".join(region for region, codes in regions.items() if code in codes) or "no region"
+        )
+        lines.append(
+            f"  {code} {name} -> {within}{'' if code in always else ', if a label holds it'}"
+        )
     lines.append(f"Patients: {len({case.patient_id for case in dataset.cases})}")
     lines += [f"  {rule}" for rule in describe_patients(Counter(dataset.patient_rules.values()))]
     if UNKNOWN in dataset.patient_rules.values():
-        lines.append("  if a patient has several cases, name them with --patients FILE, or test scores may be too good")
+        lines.append(
+            "  if a patient has several cases, name them with --patients FILE, or test scores may be too good"
+        )
     say(*lines, stderr=False)
 
 
@@ -313,13 +341,18 @@ def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting)
 
 @contextlib.contextmanager
 def claimed(
-    folder: Path, kind: str, name: str, content: Mapping[str, Any], parts: Sequence[str] = ("cases",)
+    folder: Path,
+    kind: str,
+    name: str,
+    content: Mapping[str, Any],
+    parts: Sequence[str] = ("cases",),
 ) -> Iterator[None]:
-    """Lock a folder, made if absent, for the work that `content` describes; remove what killed processes left.
+    """Lock a folder, made if absent, for the work that `content` describes; remove what killed
+    processes left.
 
-    An empty folder gets `content` as its file `name`; a folder with the same content is continued. `parts` are folders
-    in it. Raises InputError, and changes nothing, if it holds other files, cannot be written, or is in use.
-    """
+    An empty folder gets `content` as its file `name`; a folder with the same content is continued.
+    `parts` are folders in it. Raises InputError, and changes nothing, if it holds other files,
+    cannot be written, or is in use."""
     path = folder / name
     if not (folder / "manifest.json").exists():  # a finished store may be read-only
         writable_folder(folder, kind)
@@ -331,10 +364,14 @@ def claimed(
                 for field, value in content.items()
                 if begun.get(field) != value
             ]
-            refuse([*differences, f"choose another {kind}; nothing was touched"] if differences else ())
+            refuse(
+                [*differences, f"choose another {kind}; nothing was touched"] if differences else ()
+            )
         elif not is_untouched(folder, name):
             names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:3])
-            raise InputError(f"{kind} {folder} must be empty or hold {name}, got {names}; choose another")
+            raise InputError(
+                f"{kind} {folder} must be empty or hold {name}, got {names}; choose another"
+            )
         else:
             write_json(path, content)
         for part in parts:
@@ -371,8 +408,8 @@ def note_growth(store_dir: Path) -> None:
 
 
 def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
-    """Write the lost or damaged source.json of a finished store again. Raises InputError if it would
-    not be the store's own."""
+    """Write the lost or damaged source.json of a finished store again. Raises InputError if it
+    would not be the store's own."""
     manifest = open_store(store_dir).manifest
     labels = labels_in_use(manifest.layout, manifest.labels, ())
     own: Dict[str, Any] = {
@@ -401,7 +438,8 @@ def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) 
 
 
 def settings_of(store_dir: Path) -> Settings:
-    """The settings in a store's source.json. Raises InputError if there is none, or one that is damaged."""
+    """The settings in a store's source.json. Raises InputError if there is none, or one that is
+    damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
         return typed({name: content[name] for name in vars(USUAL)}, Settings, "source")
@@ -411,7 +449,9 @@ def settings_of(store_dir: Path) -> Settings:
     try:
         return read_record(store_dir / "source.json", SCHEMA, made, todo, InputError)
     except FileNotFoundError:
-        raise InputError(f"store {store_dir} must hold source.json with its settings, found none; {todo}") from None
+        raise InputError(
+            f"store {store_dir} must hold source.json with its settings, found none; {todo}"
+        ) from None
 
 
 def _has_settings(store_dir: Path) -> bool:
@@ -430,7 +470,8 @@ class _BadCase(msgspec.Struct):
 
 
 def read_quarantine(store_dir: Path) -> Problems:
-    """The cases that were left out of the store, with the reasons. Raises InputError if the list is damaged."""
+    """The cases that were left out of the store, with the reasons. Raises InputError if the list is
+    damaged."""
     path = store_dir / "quarantine.jsonl"
     try:
         text = read_text(path) if path.is_file() else ""
@@ -448,7 +489,10 @@ def write_quarantine(store_dir: Path, problems: Problems) -> None:
         path.unlink(missing_ok=True)
         return
     with atomic_write(path, "w") as file:
-        lines = (json.dumps({"case_id": case_id, "reasons": problems[case_id]}) for case_id in sorted(problems))
+        lines = (
+            json.dumps({"case_id": case_id, "reasons": problems[case_id]})
+            for case_id in sorted(problems)
+        )
         file.writelines(f"{line}\n" for line in lines)
 
 
@@ -473,7 +517,9 @@ def summary_lines(store: Store) -> List[str]:
         if of_case := case_notes(record, manifest.channels):
             notes[record.case_id] = of_case
         size_bytes += record.image_bytes + record.label_bytes
-        formats[f"{record.image_dtype} .{record.format}{' cropped' * (record.stored.size != record.shape)}"] += 1
+        formats[
+            f"{record.image_dtype} .{record.format}{' cropped' * (record.stored.size != record.shape)}"
+        ] += 1
         shapes[by(record.shape)] += 1
         cases.update(list(record.label_voxels))
         voxels.update(record.label_voxels)
@@ -495,9 +541,14 @@ def summary_lines(store: Store) -> List[str]:
         "read": f"with {choose_read_mode(kind)}, from {kind or 'an unknown file system'}",
     }
     for code, name in sorted(manifest.labels.items()):
-        regions = ", ".join(region for region, codes in manifest.regions.items() if code in codes) or "no region"
+        regions = (
+            ", ".join(region for region, codes in manifest.regions.items() if code in codes)
+            or "no region"
+        )
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%}"
-        lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
+        lines[f"label {code}"] = (
+            f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
+        )
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
     return [head, *shown, *note_lines(notes)]
@@ -509,4 +560,7 @@ def print_summary(store_dir: Path) -> None:
     bad = read_quarantine(store_dir)
     if bad:
         path = store_dir / "quarantine.jsonl"
-        say(f"  left out {count(bad, 'bad case')}, see {path}; add repaired cases with `store append`", stderr=False)
+        say(
+            f"  left out {count(bad, 'bad case')}, see {path}; add repaired cases with `store append`",
+            stderr=False,
+        )

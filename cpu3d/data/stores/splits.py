@@ -1,9 +1,8 @@
 """The patients of cases, and the split of their cases into training, validation and testing.
 
-A patient's cases stay in one split, and in one part of a fold. Patients are dealt out in the order of the SHA-256 of
-"seed:patient", which is the same in every version of every library. Folds may also be given, as
-nnU-Net writes them into splits_final.json; the store keeps them.
-"""
+A patient's cases stay in one split, and in one part of a fold. Patients are dealt out in the order
+of the SHA-256 of "seed:patient", which is the same in every version of every library. Folds may
+also be given, as nnU-Net writes them into splits_final.json; the store keeps them."""
 
 import csv
 import hashlib
@@ -27,11 +26,11 @@ TABLE = "table"  # the rule for a patient that a table names
 
 
 def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
-    """Case id -> patient from all lines of a table of two columns, separated by commas, semicolons or tabs.
+    """Case id -> patient from all lines of a table of two columns, separated by commas, semicolons
+    or tabs.
 
-    Raises InputError for a file that cannot be read, lines that are no pair, a case with two patients, and ids of
-    `case_ids` without a patient.
-    """
+    Raises InputError for a file that cannot be read, lines that are no pair, a case with two
+    patients, and ids of `case_ids` without a patient."""
     name = f"--patients {path}"
     try:
         lines = read_text(path).splitlines()
@@ -39,34 +38,51 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
     except (OSError, ValueError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(f"{name} must be a table in UTF-8 that can be read, got {reason}; correct it") from None
+        raise InputError(
+            f"{name} must be a table in UTF-8 that can be read, got {reason}; correct it"
+        ) from None
     patients: Dict[str, str] = {}
     problems = []
     for number, row in enumerate(rows, 1):
         if any(row) and (len(row) != 2 or not all(row)):
-            problems.append(f"{name}:{number} must be a case and its patient, got {row}; correct the line")
+            problems.append(
+                f"{name}:{number} must be a case and its patient, got {row}; correct the line"
+            )
         elif any(row) and patients.setdefault(*row) != row[1]:
-            problems.append(f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one")
+            problems.append(
+                f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one"
+            )
     lacking = sorted(set(case_ids) - set(patients)) if not problems else ()
-    refuse([*problems, *(f"{name} must give case {case_id} a patient, got none; add a line" for case_id in lacking)])
+    refuse(
+        [
+            *problems,
+            *(
+                f"{name} must give case {case_id} a patient, got none; add a line"
+                for case_id in lacking
+            ),
+        ]
+    )
     return patients
 
 
 def describe_patients(rules: Mapping[str, int]) -> List[str]:
-    """Lines such as "3 cases: table". `rules`: rule that tells a case's patient -> number of cases."""
+    """Lines such as "3 cases: table". `rules`: rule that tells a case's patient -> number of
+    cases."""
     return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
 
 
 def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int) -> Split:
-    """Deal the patients' cases to "train", "val" and "test" in the ratio of `fractions`; ids come back sorted.
+    """Deal the patients' cases to "train", "val" and "test" in the ratio of `fractions`; ids come
+    back sorted.
 
-    `patients` maps case id -> patient id. Every split with a fraction above 0 gets a patient, then always the split
-    furthest behind its share. Whole numbers are a ratio; fractions sum to 1 or 100, but for their
-    rounding. Raises InputError for bad shares or too few patients.
-    """
+    `patients` maps case id -> patient id. Every split with a fraction above 0 gets a patient, then
+    always the split furthest behind its share. Whole numbers are a ratio; fractions sum to 1 or
+    100, but for their rounding. Raises InputError for bad shares or too few patients."""
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
-        raise InputError(f"--split must be three shares of at least 0, not all 0, got {fractions}; try --split 8 1 1")
+        raise InputError(
+            f"--split must be three shares of at least 0, not all 0, got {fractions}; try --split 8 1 1"
+        )
     has_fractions = any(share != int(share) for share in fractions)
     if has_fractions and not any(math.isclose(total, whole, rel_tol=0.011) for whole in (1, 100)):
         words = " ".join(f"{share:g}" for share in fractions)
@@ -76,32 +92,54 @@ def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int)
     sizes = [int(fraction > 0) for fraction in fractions]
     if len(order) < sum(sizes):
         rule = f"--split {' '.join(f'{share:g}' for share in fractions)} must have at least {sum(sizes)} patients"
-        raise InputError(f"{rule}, got {len(order)}; add cases, name --patients, or train on all with --split 1 0 0")
+        raise InputError(
+            f"{rule}, got {len(order)}; add cases, name --patients, or train on all with --split 1 0 0"
+        )
     while sum(sizes) < len(order):
-        wanted = [(share > 0, share / total * len(order) - size) for share, size in zip(fractions, sizes)]
+        wanted = [
+            (share > 0, share / total * len(order) - size) for share, size in zip(fractions, sizes)
+        ]
         sizes[wanted.index(max(wanted))] += 1
     place = dict(zip(order, (name for name, size in zip(SPLITS, sizes) for _ in range(size))))
-    return {name: tuple(sorted(case for case in patients if place[patients[case]] == name)) for name in SPLITS}
+    return {
+        name: tuple(sorted(case for case in patients if place[patients[case]] == name))
+        for name in SPLITS
+    }
 
 
 def deal_cases(
-    split: Mapping[str, Sequence[str]], patients: Mapping[str, str], new: Mapping[str, str], *, seed: int
+    split: Mapping[str, Sequence[str]],
+    patients: Mapping[str, str],
+    new: Mapping[str, str],
+    *,
+    seed: int,
 ) -> Split:
     """The split with the new cases in it. `patients` and `new` map case id -> patient id.
 
-    A case of a known patient goes to that patient's split. The others are dealt so that each split keeps its share of
-    the patients; a split without patients gets none.
-    """
+    A case of a known patient goes to that patient's split. The others are dealt so that each split
+    keeps its share of the patients; a split without patients gets none."""
     place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
     have = Counter(place.values())
     fresh = _dealing_order(set(new.values()) - set(place), seed)
     counts, total = dict(have), len(place) + len(fresh)
     for _ in fresh:
-        behind = max(have, key=lambda name: (have[name] * total / len(place) - counts[name], -SPLITS.index(name)))
+        behind = max(
+            have,
+            key=lambda name: (have[name] * total / len(place) - counts[name], -SPLITS.index(name)),
+        )
         counts[behind] += 1
-    place.update(zip(fresh, (name for name in SPLITS for _ in range(counts.get(name, 0) - have[name]))))
+    place.update(
+        zip(fresh, (name for name in SPLITS for _ in range(counts.get(name, 0) - have[name])))
+    )
     return {
-        name: tuple(sorted([*split[name], *(case_id for case_id, patient in new.items() if place[patient] == name)]))
+        name: tuple(
+            sorted(
+                [
+                    *split[name],
+                    *(case_id for case_id, patient in new.items() if place[patient] == name),
+                ]
+            )
+        )
         for name in SPLITS
     }
 
@@ -111,7 +149,9 @@ def parse_fold(fold: str) -> Tuple[int, int]:
     match = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
     part, parts = map(int, match.groups()) if match else (0, 0)
     if not 1 <= part <= parts or parts < 2:
-        raise InputError(f"fold must be I/K with 1 <= I <= K and K >= 2, got {fold}; 1/5 holds out the first of five")
+        raise InputError(
+            f"fold must be I/K with 1 <= I <= K and K >= 2, got {fold}; 1/5 holds out the first of five"
+        )
     return part, parts
 
 
@@ -300,13 +340,15 @@ def add_to_folds(
 
 
 def with_fold(store: Store, fold: str) -> Store:
-    """The view of the store for a run of `fold`; "" is the store itself. Raises InputError as `with_folds`."""
+    """The view of the store for a run of `fold`; "" is the store itself. Raises InputError as
+    `with_folds`."""
     return with_folds(store, [fold]) if fold else store
 
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
-    """A view of the store with the parts of `folds` of its training and validation cases in "val", the rest in "train".
-    Cases without a label, which can be neither trained nor scored on, are in neither.
+    """A view of the store with the parts of `folds` of its training and validation cases in "val",
+    the rest in "train". Cases without a label, which can be neither trained nor scored on, are in
+    neither.
 
     Of a store with given folds "train" are the cases that all of `folds` train on. Test cases and
     split hash stay. Raises InputError for text that is no fold, for more parts than patients or
@@ -318,8 +360,14 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     own = {*manifest.split["train"], *manifest.split["val"]} - set(manifest.unlabelled)
     known = list(case_list(manifest.cases).known)
     patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
-    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)}
-    split = {"train": tuple(sorted(own - held_out)), "val": tuple(sorted(held_out)), "test": manifest.split["test"]}
+    held_out = {
+        case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)
+    }
+    split = {
+        "train": tuple(sorted(own - held_out)),
+        "val": tuple(sorted(held_out)),
+        "test": manifest.split["test"],
+    }
     refuse(split_problems(split, known))
     return store.with_split(split)
 
@@ -355,4 +403,6 @@ def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...
 
 
 def _dealing_order(patients: Iterable[str], seed: int) -> List[str]:
-    return sorted(set(patients), key=lambda patient: hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest())
+    return sorted(
+        set(patients), key=lambda patient: hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest()
+    )

@@ -69,14 +69,21 @@ def run_info(options: Info) -> int:
 
 def run_verify(options: Verify) -> int:
     refuse(verify(options.store, workers=options.workers))
-    say(f"Store {options.store} is whole: {count(open_store(options.store).manifest.cases, 'case')}", stderr=False)
+    say(
+        f"Store {options.store} is whole: {count(open_store(options.store).manifest.cases, 'case')}",
+        stderr=False,
+    )
     return 0
 
 
 def run_append(options: Append) -> int:
     folder = options.store
     done = append(
-        folder, options.dataset, workers=options.workers, skip_bad=options.skip_bad, patients=options.patients
+        folder,
+        options.dataset,
+        workers=options.workers,
+        skip_bad=options.skip_bad,
+        patients=options.patients,
     )
     before, after = done.before, done.manifest
     known = count(done.known, "case")
@@ -118,8 +125,8 @@ def action(name: str) -> SimpleNamespace:
 
 
 def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:
-    """All problems of a store's arrays, whose length, header and SHA-256 are compared with their records. Raises
-    InputError as `open_store`."""
+    """All problems of a store's arrays, whose length, header and SHA-256 are compared with their
+    records. Raises InputError as `open_store`."""
     store, problems = open_store(store_dir), []
     check = functools.partial(Reader(store.folder, "pread").problems, contents=True)
     with bar("verify", total=len(store.manifest.cases)) as advance:
@@ -241,13 +248,18 @@ def _clashes(store: Store, known: Sequence[CaseFiles], but: Container[str]) -> L
 
 
 def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
-    """A line for each case whose patient in the table `patients` is another, or for a table that is missing."""
+    """A line for each case whose patient in the table `patients` is another, or for a table that is
+    missing."""
     old = store.manifest
     if TABLE in old.patient_rules and patients is None:
-        return [f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"]
+        return [
+            f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"
+        ]
     problems, table = [], read_patients(patients, ()) if patients is not None else {}
     for case in case_list(old.cases).known if table else ():
         if table.get(case.case_id, case.patient_id) != case.patient_id:
             rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {case.patient_id}"
-            problems.append(f"{rule}, got {table[case.case_id]}; prepare a new store with this table")
+            problems.append(
+                f"{rule}, got {table[case.case_id]}; prepare a new store with this table"
+            )
     return problems

@@ -41,8 +41,8 @@ from cpu3d.util.records import count
 LEAST_CASES = 2  # cases that must have a region before anything of it is removed
 MARGIN = 3  # true lesions must be larger than this many times the bound
 RISK = 0.1
-"""What rules by size may cost as many new cases, in lesion-wise Dice: a lesion of two is a half, and
-rules of three phantoms took one in 5 % of other phantoms (docs/log.md)."""
+"""What rules by size may cost as many new cases, in lesion-wise Dice: a lesion of two is a half,
+and rules of three phantoms took one in 5 % of other phantoms (docs/log.md)."""
 SURE = 0.95  # probability
 
 NONE_GAINS = "none gains"

@@ -53,8 +53,8 @@ class Decision:
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
-    """The run's decision, with its present weights or earlier ones; None if it has none. Raises InputError for a
-    postprocessing.json that is damaged, of another version or of other regions."""
+    """The run's decision, with its present weights or earlier ones; None if it has none. Raises
+    InputError for a postprocessing.json that is damaged, of another version or of other regions."""
     path = Path(run) / FILE
     if not path.exists():
         return None
@@ -68,11 +68,18 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
             raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
         return decision
 
-    return read_record(path, SCHEMA, checked, "delete it and repeat the run's `train`, which decides again", InputError)
+    return read_record(
+        path,
+        SCHEMA,
+        checked,
+        "delete it and repeat the run's `train`, which decides again",
+        InputError,
+    )
 
 
 def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> PostProcessing:
-    """The post-processing of a run with its "best" or "last" weights. Raises InputError as `read_decision`."""
+    """The post-processing of a run with its "best" or "last" weights. Raises InputError as
+    `read_decision`."""
     decision = read_decision(run, config)
     if decision is None:
         return PostProcessing(off="not decided; repeat the run's `train`")
@@ -83,7 +90,9 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
     except (InputError, OSError):
         digest = ""  # reported where the weights are read
     if (decision.weights_sha256, decision.split_hash) != (digest, config.split_hash):
-        return PostProcessing(off="decided with other weights or another split; repeat the run's `train`")
+        return PostProcessing(
+            off="decided with other weights or another split; repeat the run's `train`"
+        )
     if decision.cases_with is None:
         rule = "decided by an earlier version, whose rules needed no case that has the region"
         return PostProcessing(off=f"{rule}; repeat the run's `train`, which decides again")
@@ -139,8 +148,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
 
 
 def after(training: Options, settings: Dict[str, Any]) -> None:
-    """Follow `train` with its options: the chief of a finished run decides, and prints the choice or why there is none.
-    Raises KeyboardInterrupt with nothing written."""
+    """Follow `train` with its options: the chief of a finished run decides, and prints the choice
+    or why there is none. Raises KeyboardInterrupt with nothing written."""
     if not read_cluster(os.environ).is_chief:
         return
     gc.collect()  # frees the network that was trained
@@ -149,7 +158,10 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
         line = decision.chosen.words
         if not decision.chosen.off:
             pairs = zip(decision.before.items(), decision.after.values())
-            changes = ", ".join(f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs)
+            changes = ", ".join(
+                f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}"
+                for (name, was), now in pairs
+            )
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
     except Exception as error:  # also TensorFlow's own: in any case the run is whole
         line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"

@@ -23,10 +23,17 @@ LARGE = Job(UNetConfig(filters=24, dtype="float32"), (128, 112, 96), engine="sto
 
 
 def record(unet, times=1.0, more_bytes=0):
-    """The record of a step that took `times` the predicted seconds, of a process with more than the predicted bytes."""
+    """The record of a step that took `times` the predicted seconds, of a process with more than the
+    predicted bytes."""
     job = Job(UNetConfig(**unet), (96, 96, 96), engine="stock", threads=2)
-    predicted, about = estimate(job, SHIPPED), {"engine_name": "TensorFlow 2", "threads": {"TF_NUM_INTRAOP_THREADS": 2}}
-    measured = {"step_s": times * predicted.step_s, "process_peak_bytes": predicted.process_peak_bytes + more_bytes}
+    predicted, about = (
+        estimate(job, SHIPPED),
+        {"engine_name": "TensorFlow 2", "threads": {"TF_NUM_INTRAOP_THREADS": 2}},
+    )
+    measured = {
+        "step_s": times * predicted.step_s,
+        "process_peak_bytes": predicted.process_peak_bytes + more_bytes,
+    }
     return {**request_for(job), **about, **measured}
 
 
@@ -42,7 +49,9 @@ def answers(monkeypatch):
 def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(calibrate, "NETWORKS", ({"filters": 4, "depth": 2},))
     tiny = Job(UNetConfig(depth=2, filters=4, dtype="float32"), (16, 16, 16))
-    answers += 2 * [in_fresh_process(measure, request_for(tiny, engine="stock", threads=None, steps=1))]
+    answers += 2 * [
+        in_fresh_process(measure, request_for(tiny, engine="stock", threads=None, steps=1))
+    ]
     monkeypatch.setattr(calibrate, "DTYPES", ("float32",))
     out = tmp_path / "new" / "other.json"
     assert main(["calibrate", "--engine", "stock", "--out", str(out)]) == 0
@@ -53,7 +62,9 @@ def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tm
     assert kept.baseline_bytes["stock"] > 0
     assert kept.baseline_bytes["itex"] == SHIPPED.baseline_bytes["itex"]
     assert kept.origins["baseline_bytes"].startswith("measured")
-    assert kept.basis(LARGE, HOST).startswith(f"scaled by {kept.scales['float32'].scale:.2f} to steps here on ")
+    assert kept.basis(LARGE, HOST).startswith(
+        f"scaled by {kept.scales['float32'].scale:.2f} to steps here on "
+    )
     capsys.readouterr()
     assert estimator(["--shape", "64", "64", "64", "--calibration", str(out), "--json"]) == 0
     basis = json.loads(capsys.readouterr().out)["constants"]["basis"]
@@ -63,11 +74,16 @@ def test_a_host_is_measured_and_its_file_is_found_again(answers, monkeypatch, tm
 def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, monkeypatch):
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 0.0)
     answers += [record({"filters": 16}, 2.0, 10_000_000), record({"filters": 8}, 3.0, 20_000_000)]
-    answers += [record({"filters": filters, "dtype": "bfloat16"}, 0.5, 30_000_000) for filters in (16, 8)]
+    answers += [
+        record({"filters": filters, "dtype": "bfloat16"}, 0.5, 30_000_000) for filters in (16, 8)
+    ]
     keep_training(LARGE, 7 * estimate(LARGE, SHIPPED).step_s, HOST, quiet=True)
     assert main(["calibrate"]) == 0
     constants = find_constants(HOST)
-    for job, times in ((LARGE, 2.5), (LARGE.with_unet(dtype="bfloat16"), 0.5)):  # the mean of two is their median
+    for job, times in (
+        (LARGE, 2.5),
+        (LARGE.with_unet(dtype="bfloat16"), 0.5),
+    ):  # the mean of two is their median
         before, after = estimate(job, SHIPPED), estimate(job, constants)
         assert after.step_s == pytest.approx(times * before.step_s)
         assert after.process_peak_bytes - before.process_peak_bytes == 22_500_000
@@ -78,9 +94,14 @@ def test_seconds_are_scaled_in_each_dtype_and_the_baseline_is_moved(answers, mon
     assert after.process_peak_bytes == estimate(LARGE, constants).process_peak_bytes
 
 
-def test_on_a_busy_host_a_warning_is_printed_and_the_next_quiet_training_counts(answers, monkeypatch, capsys):
+def test_on_a_busy_host_a_warning_is_printed_and_the_next_quiet_training_counts(
+    answers, monkeypatch, capsys
+):
     monkeypatch.setattr(calibrate.psutil, "cpu_percent", lambda _: 40.0)
-    answers += [record({"filters": 16, "dtype": dtype}) for dtype in ("float32", "float32", "bfloat16", "bfloat16")]
+    answers += [
+        record({"filters": 16, "dtype": dtype})
+        for dtype in ("float32", "float32", "bfloat16", "bfloat16")
+    ]
     assert main(["calibrate"]) == 0
     assert "40%" in capsys.readouterr().err
     assert "other programs kept its CPUs busy" in find_constants(HOST).basis(LARGE, HOST)

@@ -39,7 +39,9 @@ def calls(monkeypatch):
 
     def here(command, *more, **about):
         done.append(command)
-        return main([*command, *(["--workers", "1"] if command[0] in ("phantom", "prepare") else [])])
+        return main(
+            [*command, *(["--workers", "1"] if command[0] in ("phantom", "prepare") else [])]
+        )
 
     monkeypatch.setattr(learning, "call", here)
     monkeypatch.setattr(processes, "call", here)
@@ -160,7 +162,12 @@ def test_a_point_has_the_full_steps_and_the_seconds_of_training_until_then(tiny_
     config = dataclasses.replace(load_config(tiny_run), coarse_grid=(8, 8, 8), coarse_steps=1)
     held = {"event": "validation", "step": 2, "seconds": 50.0, "dice": {"WT": 0.5, "ET": 1.0}}
     steps = [{"event": "step", "step": step, "step_s": 2.0} for step in (1, 2)]
-    events = [{"event": "start", "step": 0}, *steps, held, {"event": "end", "step": 2, "seconds": 99}]
+    events = [
+        {"event": "start", "step": 0},
+        *steps,
+        held,
+        {"event": "end", "step": 2, "seconds": 99},
+    ]
     # One step of 8^3 voxels and one of 16^3.
     wanted = {"step": 2, "full_steps": 1.125, "seconds": 4.0, "dice": {"WT": 0.5, "ET": 1.0}}
     assert points_of(events, config) == [wanted]
@@ -230,9 +237,19 @@ def test_tables_take_a_folder_with_several_files_of_studies_or_the_files_by_name
     append_record(tmp_path / "pairs.jsonl", "differences", {})
     assert main(["bench", "tables", "--records", str(tmp_path)]) == 0
     page = capsys.readouterr().out
-    assert [line for line in page.splitlines() if line.startswith("###")] == ["### brats", "### phantoms"]
+    assert [line for line in page.splitlines() if line.startswith("###")] == [
+        "### brats",
+        "### phantoms",
+    ]
     picture = tmp_path / "a.png"
-    line = ["bench", "tables", "--studies", str(tmp_path / "brats.jsonl"), "--learning", str(picture)]
+    line = [
+        "bench",
+        "tables",
+        "--studies",
+        str(tmp_path / "brats.jsonl"),
+        "--learning",
+        str(picture),
+    ]
     assert main(line) == 0
     page = capsys.readouterr().out
     assert "| brats " in page

@@ -22,7 +22,20 @@ from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
 
 MIB = 2**20
-TINY = ["--shape", "32", "32", "32", "--filters", "8", "--depth", "2", "--steps", "2", "--dtype", "float32"]
+TINY = [
+    "--shape",
+    "32",
+    "32",
+    "32",
+    "--filters",
+    "8",
+    "--depth",
+    "2",
+    "--steps",
+    "2",
+    "--dtype",
+    "float32",
+]
 ANSWER = {"step_s": 1000, "peer": "slow one", "peak_rss_bytes": 2**30}
 PEER = shlex.join([sys.executable, "-c", f"print('words'); print('{json.dumps(ANSWER)}')"])
 
@@ -46,11 +59,15 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
 
 @pytest.mark.slow  # a process of its own: stock TensorFlow takes no order that is not given
 def test_gradients_do_not_outlive_their_update_under_stock_tensorflow():
-    job = Job(UNetConfig(filters=64, depth=3, dtype="float32"), (16, 16, 16), engine="stock", threads=2)
+    job = Job(
+        UNetConfig(filters=64, depth=3, dtype="float32"), (16, 16, 16), engine="stock", threads=2
+    )
     measured = harness.in_fresh_process(step.measure, request_for(job, steps=1))
     predicted = estimate(job, shipped_constants("avx2"))
     # 1.16 times that where the gradients were read once more at the end.
-    assert measured["allocator_peak_bytes"] == pytest.approx(predicted.allocator_peak_bytes, rel=0.05)
+    assert measured["allocator_peak_bytes"] == pytest.approx(
+        predicted.allocator_peak_bytes, rel=0.05
+    )
 
 
 @pytest.fixture
@@ -79,8 +96,16 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
     assert paper["unet"] == dataclasses.asdict(RECIPES["paper-2020"].job.unet)
     assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("lean", 4, 2)
     assert (third["engine"], third["unet"]["dtype"]) == ("itex", "bfloat16")
-    assert (fourth["shape"], fourth["optimizer"], fourth["engine"]) == ([32, 32, 32], "sgd", "stock")
-    assert (default["shape"], default["engine"], default["unet"]["policy"]) == ([128, 128, 128], None, "speed")
+    assert (fourth["shape"], fourth["optimizer"], fourth["engine"]) == (
+        [32, 32, 32],
+        "sgd",
+        "stock",
+    )
+    assert (default["shape"], default["engine"], default["unet"]["policy"]) == (
+        [128, 128, 128],
+        None,
+        "speed",
+    )
     assert default["unet"]["dtype"] == second["unet"]["dtype"] == read_host().best_dtype
 
 
@@ -90,10 +115,16 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
         ("--shape 16 16 17 --depth 3", "shape (16, 16, 17) must be divisible by 4"),
         ("--batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3"),
         ("--peer no-such-program", "peer 'no-such-program' must end with a line of JSON"),
-        (f"--peer '{sys.executable} -c print(3)'", "must end with a line of JSON, got exit code 0: 3"),
+        (
+            f"--peer '{sys.executable} -c print(3)'",
+            "must end with a line of JSON, got exit code 0: 3",
+        ),
         (f"--peer '{sys.executable} -c print({{}})'", "must print JSON with step_s"),
         ("""--peer 'python "x'""", "No closing quotation"),
-        ("--policies --record /proc/none/r.jsonl", "folder /proc/none must be a folder to write to"),
+        (
+            "--policies --record /proc/none/r.jsonl",
+            "folder /proc/none must be a folder to write to",
+        ),
         ("--policies --policy lean", "--policies must be without --policy, got lean"),
     ],
 )
@@ -139,14 +170,22 @@ def test_policies_are_compared_in_turn_and_the_dead_are_rows(answers):
             "speed": [(2, 30, 1024), (4, 31, 2048)],
             "lean": [(4, 10, 500), ProcessFailedError("got SIGKILL"), None],
             "python /x/peer.py": [{"step_s": 8, "peer": "torch"}, {"step_s": 4, "peer": "torch"}],
-            "python /x/peer.py --fast": [{"step_s": 8, "peer": "torch", "process_peak_bytes": 5}, {"step_s": 4}],
+            "python /x/peer.py --fast": [
+                {"step_s": 8, "peer": "torch", "process_peak_bytes": 5},
+                {"step_s": 4},
+            ],
         }
     )
-    result = compare_policies(request_for(JOB), POLICIES, [name for name in answers if name.startswith("python")], 2)
+    result = compare_policies(
+        request_for(JOB), POLICIES, [name for name in answers if name.startswith("python")], 2
+    )
     rows = {row["name"]: {**row, "predicted": None} for row in result["rows"]}
     assert list(rows) == [*POLICIES, "torch", "torch --fast"]
     assert [row["step_s"] for row in rows.values()] == [3, 4, 6, 6]
-    assert [rows["speed"][peak] for peak in ("allocator_peak_bytes", "process_peak_bytes")] == [31 * MIB, 2048 * MIB]
+    assert [rows["speed"][peak] for peak in ("allocator_peak_bytes", "process_peak_bytes")] == [
+        31 * MIB,
+        2048 * MIB,
+    ]
     assert rows["torch --fast"]["process_peak_bytes"] == 5
     assert job_of_record({**result, "engine": "stock"}) == dataclasses.replace(
         JOB, micro_batch=0, engine="stock", threads=2
@@ -163,7 +202,15 @@ def test_policies_are_compared_in_turn_and_the_dead_are_rows(answers):
 
 
 def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_parts():
-    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was held before it."""
+    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was
+    held before it."""
     parts = step.most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)], 300)
-    assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (300, 10, 10, 30, 20, 20)
+    assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (
+        300,
+        10,
+        10,
+        30,
+        20,
+        20,
+    )
     assert sum(part == 30 for part in parts) == 1

@@ -1,4 +1,5 @@
-"""`bench validate` continues where it was cut and keeps its failures; the page has the newest record of each job."""
+"""`bench validate` continues where it was cut and keeps its failures; the page has the newest
+record of each job."""
 
 import json
 from pathlib import Path
@@ -23,12 +24,15 @@ PREDICTED = {**PEAKS, "upper_bound_bytes": 4 * MIB, "step_s": 1.5, "kind": None}
 
 @pytest.fixture
 def validate(monkeypatch, tmp_path):
-    """`bench validate` without its measurements, of which every third fails: call it with options; what was asked."""
+    """`bench validate` without its measurements, of which every third fails: call it with options;
+    what was asked."""
 
     def measure(work, request):
         run.asked.append(request)
         if len(run.asked) % 3 == 0:
-            raise ProcessFailedError("it must end with a line of JSON, exited with -9 saying: nothing")
+            raise ProcessFailedError(
+                "it must end with a line of JSON, exited with -9 saying: nothing"
+            )
         threads = {"TF_NUM_INTRAOP_THREADS": str(request["threads"])}
         about = {"engine_name": "none", "threads": threads, "host": read_host().summary()}
         return {**request, **PEAKS, **about, "step_s": 1.0}
@@ -39,7 +43,9 @@ def validate(monkeypatch, tmp_path):
     run.asked, run.record = [], tmp_path / "new" / "memory.jsonl"
     monkeypatch.setattr(bench, "in_fresh_process", measure)
     monkeypatch.setattr(bench, "estimate", lambda job, constants: SimpleNamespace(**PREDICTED))
-    monkeypatch.setattr(bench, "find_constants", lambda *_: SimpleNamespace(name="some", origin="assumed"))
+    monkeypatch.setattr(
+        bench, "find_constants", lambda *_: SimpleNamespace(name="some", origin="assumed")
+    )
     monkeypatch.setattr(bench, "installed", lambda engine: True)
     return run
 
@@ -47,18 +53,30 @@ def validate(monkeypatch, tmp_path):
 def test_a_cut_campaign_continues_and_measures_nothing_twice(validate, monkeypatch, capsys):
     assert validate("--first", "2") == 0
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "in_fresh_process", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            bench, "in_fresh_process", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         assert validate("--first", "7") == 130
     for _ in range(2):
         assert validate("--first", "7") == 0
         assert len(validate.asked) == 7
     kept = read_measured(validate.record)
     assert [measured.job for measured in kept] == list(configurations(read_host().usable_cores)[:7])
-    assert [bool(measured.failure) for measured in kept] == [False, False, True, False, False, True, False]
+    assert [bool(measured.failure) for measured in kept] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert " all " in capsys.readouterr().out
 
 
-def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(validate, monkeypatch, capsys):
+def test_what_does_not_fit_or_has_no_engine_is_left_out_and_not_recorded(
+    validate, monkeypatch, capsys
+):
     monkeypatch.setattr(bench, "installed", lambda engine: engine == "stock")
     assert validate("--first", "4") == 0
     assert {request["engine"] for request in validate.asked} == {"stock"}
@@ -95,14 +113,25 @@ def first(kind):
 def test_the_newest_record_of_every_job_has_its_rows(tmp_path, capsys):
     policies = first("policies")
     for batch, seconds in ((1, 7.0), (2, 8.0), (1, 9.0)):
-        row = {**policies["rows"][0], "name": "plain Keras", "kind": "peer", "step_s": seconds, "predicted": None}
-        append_record(tmp_path / "policies.jsonl", "policies", {**policies, "batch": batch, "rows": [row]})
+        row = {
+            **policies["rows"][0],
+            "name": "plain Keras",
+            "kind": "peer",
+            "step_s": seconds,
+            "predicted": None,
+        }
+        append_record(
+            tmp_path / "policies.jsonl", "policies", {**policies, "batch": batch, "rows": [row]}
+        )
     append_record(tmp_path / "learning.jsonl", "learning", first("learning"))
     command = ["bench", "tables", "--records", str(tmp_path)]
     assert main(command) == 0
     page = capsys.readouterr().out
     lines = page.splitlines()
-    assert [line.split(" | ")[4] for line in lines if line.startswith("| plain Keras")] == ["9.00 |", "8.00 |"]
+    assert [line.split(" | ")[4] for line in lines if line.startswith("| plain Keras")] == [
+        "9.00 |",
+        "8.00 |",
+    ]
     headings = [line for line in lines if line.startswith("## ")]
     assert headings == ["## Memory policies", "## Learning"]
     assert main([*command, "--out", str(tmp_path / "r.md")]) == 0
@@ -111,7 +140,11 @@ def test_the_newest_record_of_every_job_has_its_rows(tmp_path, capsys):
 
 def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
     record = first("policies")
-    rows = [{**row, "predicted": {**row["predicted"], "step_s": 777}} for row in record["rows"] if row["predicted"]]
+    rows = [
+        {**row, "predicted": {**row["predicted"], "step_s": 777}}
+        for row in record["rows"]
+        if row["predicted"]
+    ]
     append_record(tmp_path / "policies.jsonl", "policies", {**record, "rows": rows})
     shown = [line.split(" | ") for line in tables(tmp_path) if line.startswith("| ")][1:]
     assert [line[0][2:] for line in shown] == ["speed", "predicted", "lean", "predicted"]
@@ -122,9 +155,15 @@ def test_predictions_are_those_of_now_and_not_the_recorded_ones(tmp_path):
 def test_the_page_of_validation_has_each_measured_configuration(tmp_path):
     jobs = configurations(2)[:3]
     for job in jobs:
-        about = {"engine_name": "none", "threads": {"TF_NUM_INTRAOP_THREADS": "2"}, "host": read_host().summary()}
+        about = {
+            "engine_name": "none",
+            "threads": {"TF_NUM_INTRAOP_THREADS": "2"},
+            "host": read_host().summary(),
+        }
         record = {**request_for(job), **PEAKS, **about, "step_s": 1.0}
         append_record(tmp_path / "memory" / "one.jsonl", "memory", record)
-    assert main(["bench", "tables", "--records", str(tmp_path), "--page", str(tmp_path / "v.md")]) == 0
+    assert (
+        main(["bench", "tables", "--records", str(tmp_path), "--page", str(tmp_path / "v.md")]) == 0
+    )
     details = (tmp_path / "v.md").read_text().split("| configuration |")[1].splitlines()
     assert len([line for line in details if line.startswith("| ")]) == len(jobs)

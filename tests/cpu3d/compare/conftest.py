@@ -1,4 +1,5 @@
-"""Run folders as `train` and `evaluate` leave them, made by hand on the tiny store, and of phantoms for real ones."""
+"""Run folders as `train` and `evaluate` leave them, made by hand on the tiny store, and of phantoms
+for real ones."""
 
 import dataclasses
 import json
@@ -21,12 +22,24 @@ from tests.cpu3d.compare import stand_in
 
 @pytest.fixture
 def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
-    """make_run("patch", seed=1, shift=2): a run whose predictions are off by two voxels; other settings of its config.
+    """make_run("patch", seed=1, shift=2): a run whose predictions are off by two voxels; other
+    settings of its config.
 
-    `scored=False` leaves it without scores, `trained=False` without weights, `end` is what its last event holds.
-    """
+    `scored=False` leaves it without scores, `trained=False` without weights, `end` is what its last
+    event holds."""
 
-    def make(variant, seed=0, *, shift=0, scored=True, trained=True, end=None, mean_dice=0.7, step_s=1.5, **settings):
+    def make(
+        variant,
+        seed=0,
+        *,
+        shift=0,
+        scored=True,
+        trained=True,
+        end=None,
+        mean_dice=0.7,
+        step_s=1.5,
+        **settings,
+    ):
         folder = tmp_path / "runs" / f"{variant}-seed{seed}"
         (folder / "checkpoints").mkdir(parents=True)
         config = load_config(tiny_run)
@@ -37,13 +50,19 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
         lines = [{"event": "start", "step": 0, "host": {"cpu": "made up", "cores": 2}}]
         for step in range(1, 5):
             seen = {"voxels": config.batch * math.prod(config.grid), "rss_bytes": 2**30}
-            lines.append({"event": "step", "step": step, "step_s": step_s if step > 1 else 9.0, **seen})
+            lines.append(
+                {"event": "step", "step": step, "step_s": step_s if step > 1 else 9.0, **seen}
+            )
             if step % 2 == 0:
-                lines.append({"event": "validation", "step": step, "mean_dice": mean_dice, "seconds": 0.5})
+                lines.append(
+                    {"event": "validation", "step": step, "mean_dice": mean_dice, "seconds": 0.5}
+                )
         default = {"reason": "finished", "step": 4, "seconds": 36.0, "peak_rss_bytes": 3 * 2**30}
         if end != "none":
             lines.append({"event": "end", **default, **(end or {})})
-        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        (folder / "log.jsonl").write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
         if trained:
             for name in ("best", "step-00000004"):
                 save_checkpoint(folder / "checkpoints" / f"{name}.npz", {}, {"step": 4})
@@ -52,7 +71,13 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
             fake_predictor.shift = shift
             window = list(config.grid) if config.is_patch else None
             how = {"window": window, "one_pass": not window, "overlap": 0.5, "flips": False}
-            evaluate_split(fake_predictor, tiny_store, "test", folder, about={"fold": config.fold, "inference": how})
+            evaluate_split(
+                fake_predictor,
+                tiny_store,
+                "test",
+                folder,
+                about={"fold": config.fold, "inference": how},
+            )
         return folder
 
     return make

@@ -1,7 +1,9 @@
-"""Stands in for `python -m cpu3d`: it makes up what a run leaves behind, so that a test need not train.
+"""Stands in for `python -m cpu3d`: it makes up what a run leaves behind, so that a test need not
+train.
 
-stand_in.py TEMPLATE train|evaluate ...: train writes a run of its options, continuing one that is there, and evaluate
-copies the template's scores. Every call is added to "calls.txt" beside the template. Other files there make train
+stand_in.py TEMPLATE train|evaluate ...: train writes a run of its options, continuing one that is
+there, and evaluate copies the template's scores. Every call is added to "calls.txt" beside the
+template. Other files there make train
     fail       "GLOB CODE WORDS": a run of such a name says the words and ends with the code, after its first step
     cut        stop after half of its steps, and wait for SIGINT or SIGTERM, which "signals" then holds
 """
@@ -32,7 +34,13 @@ BUDGET_STEPS = 6
 
 def main(template: Path, command: str, *words: str) -> int:
     parser = argparse.ArgumentParser()
-    for name, kind in (("store", str), ("run", Path), ("split", str), ("tolerance", float), ("out", Path)):
+    for name, kind in (
+        ("store", str),
+        ("run", Path),
+        ("split", str),
+        ("tolerance", float),
+        ("out", Path),
+    ):
         parser.add_argument(f"--{name}", type=kind)
     parser.add_argument("--force", action="store_true")
     add_options(parser, SETTINGS)
@@ -58,7 +66,10 @@ def train(template: Path, args: argparse.Namespace) -> int:
     around, run, settings = template.parent, args.run, arguments([SETTINGS], args)[0]
     store = load_config(template)
     config = with_settings(recipe_config(settings), settings)
-    own = {name: getattr(store, name) for name in ("store", "label_names", "region_codes", "split_hash", "regions")}
+    own = {
+        name: getattr(store, name)
+        for name in ("store", "label_names", "region_codes", "split_hash", "regions")
+    }
     own.update(grid=tuple(settings.get("patch", store.grid)), steps=config.steps or BUDGET_STEPS)
     config = dataclasses.replace(config, learning_rate=config.learning_rate or 0.1, **own)
     (run / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -66,7 +77,9 @@ def train(template: Path, args: argparse.Namespace) -> int:
     done = max((event["step"] for event in read_events(run) if "step" in event), default=0)
     append_event(run, {"event": "start", "step": done, "host": {"cpu": "made up", "cores": 2}})
     stop = config.steps // 2 if (around / "cut").exists() else config.steps
-    name, code, said = (around / "fail").read_text().split(" ", 2) if (around / "fail").exists() else ("", 0, "")
+    name, code, said = (
+        (around / "fail").read_text().split(" ", 2) if (around / "fail").exists() else ("", 0, "")
+    )
     for step in range(done + 1, stop + 1):
         step_s = 0.75 if config.is_patch else 2.25
         voxels = config.batch * math.prod(config.grid)
@@ -74,7 +87,10 @@ def train(template: Path, args: argparse.Namespace) -> int:
         append_event(run, {"event": "step", "step": step, **seen})
         if fnmatch.fnmatch(run.name, name):
             if int(code) == 4:
-                append_event(run, {"event": "diverged", "step": step, "reason": "loss must be finite, got nan"})
+                append_event(
+                    run,
+                    {"event": "diverged", "step": step, "reason": "loss must be finite, got nan"},
+                )
             print(said, file=sys.stderr)
             return int(code)
     append_event(run, {"event": "validation", "step": stop, "mean_dice": 0.7, "seconds": 0.5})
@@ -85,7 +101,13 @@ def train(template: Path, args: argparse.Namespace) -> int:
         append_event(run, {"event": "end", "reason": "interrupted", "step": stop, "seconds": 9.0})
         (around / "signals").write_text(" ".join(map(str, signals)))
         return 130
-    end = {"event": "end", "reason": "finished", "step": config.steps, "seconds": 36.0, "peak_rss_bytes": 2**31}
+    end = {
+        "event": "end",
+        "reason": "finished",
+        "step": config.steps,
+        "seconds": 36.0,
+        "peak_rss_bytes": 2**31,
+    }
     append_event(run, end)
     return 0
 

@@ -15,12 +15,20 @@ SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
 
 def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
-    common = {"filters": 8, "patch": [64, 64, 64], "foreground": 0.5, "learning_rate": 0.1, "recipe": "demo"}
+    common = {
+        "filters": 8,
+        "patch": [64, 64, 64],
+        "foreground": 0.5,
+        "learning_rate": 0.1,
+        "recipe": "demo",
+    }
     variant = parse_variant("p", "--mode patch --patch 32 32 32 --learning-rate 0.2", common)
     kept = {"filters": 8, "foreground": 0.5, "recipe": "demo"}
     assert variant == {**kept, "learning_rate": 0.2, "mode": "patch", "patch": (32, 32, 32)}
     whole = parse_variant("w", "--recipe paper-flair", common)
-    assert whole == {"filters": 8, "learning_rate": 0.1, "recipe": "paper-flair"}, "what is for patches is left out"
+    assert whole == {"filters": 8, "learning_rate": 0.1, "recipe": "paper-flair"}, (
+        "what is for patches is left out"
+    )
     assert "patch" in parse_variant("r", "--recipe gpu-patch", common)
 
 
@@ -41,7 +49,9 @@ def test_what_a_variant_may_not_have_is_refused_with_its_name():
 
 def test_the_usual_patches_are_of_the_size_that_is_chosen_or_half_the_volume(phantom_store):
     for own, name in (({"patch": [16, 8, 16]}, "patch"), ({}, "patch-half")):
-        plans = resolve_variants(usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store), phantom_store)
+        plans = resolve_variants(
+            usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store), phantom_store
+        )
         assert list(plans) == ["whole", name]
         grid, of_patches = plans["whole"][1].config.grid, plans[name][1].config
         expected = tuple(own.get("patch", [max(n // 8 * 4, 8) for n in grid]))
@@ -52,7 +62,9 @@ def planned(store, variants, budget, validations):
     return courses(resolve_variants(variants, store), budget, validations)
 
 
-def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_options(phantom_store, tmp_path):
+def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_options(
+    phantom_store, tmp_path
+):
     variants = {
         "whole": SMALL,
         "small": {**SMALL, "mode": "patch", "patch": [16, 16, 8]},
@@ -61,7 +73,9 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
     plan = planned(phantom_store, variants, Budget("epochs", 7), 3)
     voxels = plan[0]["voxels"]
     assert voxels == 7 * 4 * math.prod(plan[0]["grid"])
-    (halved,) = planned(phantom_store, {"whole": {**SMALL, "curriculum": "half"}}, Budget("epochs", 7), 3)
+    (halved,) = planned(
+        phantom_store, {"whole": {**SMALL, "curriculum": "half"}}, Budget("epochs", 7), 3
+    )
     assert abs(halved["steps"] - 7 * 4) <= 2
     assert halved["voxels"] < voxels / 2, "7 of 8 steps have fewer"
     parser = argparse.ArgumentParser()
@@ -70,10 +84,16 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
         assert abs(course["voxels"] - voxels) <= math.prod(course["grid"]) * course["batch"]
         (chosen,) = arguments([SETTINGS], parser.parse_args(course["options"]))
         config = decided(phantom_store, tmp_path / "none", **chosen)
-        assert (config.steps, config.grid, config.unet.policy) == (course["steps"], course["grid"], course["policy"])
+        assert (config.steps, config.grid, config.unet.policy) == (
+            course["steps"],
+            course["grid"],
+            course["policy"],
+        )
         assert (config.validations, config.warmup_steps) == (3, min(10, course["steps"] // 10))
     del variants["two"]
     few = planned(phantom_store, variants, Budget("voxels", 3 * 40 * 48 * 36), 9)
     assert few[0]["steps"] < 9 < few[1]["steps"]
     for course in few:  # as many as the shortest can have
-        assert course["options"][course["options"].index("--validations") + 1] == str(few[0]["steps"])
+        assert course["options"][course["options"].index("--validations") + 1] == str(
+            few[0]["steps"]
+        )

@@ -23,12 +23,19 @@ def carried_out(out, runs, tolerance_mm=1.0):
     return train_and_score(runs, out / "store", out, Evaluation(tolerance_mm=tolerance_mm))
 
 
-def test_runs_are_trained_and_scored_once_and_one_that_was_killed_continues(processes, tmp_path, monkeypatch):
-    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}')
+def test_runs_are_trained_and_scored_once_and_one_that_was_killed_continues(
+    processes, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(
+        "TF_CONFIG",
+        '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}',
+    )
     out = tmp_path / "out"
     runs = planned(out, "a", "b")
     processes.tell("cut")
-    killer = threading.Thread(target=lambda: os.kill(int(processes.waited("waits").split()[0]), signal.SIGKILL))
+    killer = threading.Thread(
+        target=lambda: os.kill(int(processes.waited("waits").split()[0]), signal.SIGKILL)
+    )
     killer.start()
     with pytest.raises(RunFailedError, match="got SIGKILL"):
         carried_out(out, runs[:1])
@@ -36,7 +43,12 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_continues(proc
     assert "TF_CONFIG" not in processes.waited("environ").split(), "it would wait for workers"
     (processes.folder / "cut").unlink()
     carried_out(out, runs, 1 / 3)
-    assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [1, 2, 3, 4]
+    assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [
+        1,
+        2,
+        3,
+        4,
+    ]
     assert processes.calls() == ["train a", "train a", "evaluate a", "train b", "evaluate b"]
     carried_out(out, runs, 1 / 3)
     assert processes.calls() == [], "a third is passed on with all of its digits"
@@ -72,7 +84,9 @@ def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path):
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         carried_out(tmp_path / "out", planned(tmp_path / "out", "a"))
     assert processes.waited("signals") == str(int(signal.SIGINT))
-    assert int(processes.waited("waits").split()[1]) != os.getpgid(0), "else a terminal's Ctrl-C would reach it twice"
+    assert int(processes.waited("waits").split()[1]) != os.getpgid(0), (
+        "else a terminal's Ctrl-C would reach it twice"
+    )
 
 
 def test_a_run_is_trained_when_its_last_step_is_done(make_run):

@@ -67,7 +67,12 @@ def decathlon(folder: Path, cases: int = 3, **changes) -> Path:
     content = {
         "name": "BRATS",
         "modality": {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"},
-        "labels": {"0": "background", "1": "edema", "2": "non-enhancing tumor", "3": "enhancing tumour"},
+        "labels": {
+            "0": "background",
+            "1": "edema",
+            "2": "non-enhancing tumor",
+            "3": "enhancing tumour",
+        },
         "training": training,
     }
     content.update(changes)
@@ -104,15 +109,27 @@ def manifest_of(records, split=None, **changes) -> Manifest:
     return make_manifest(**{**fields, **changes})
 
 
-def stored_case(folder: Path, image: np.ndarray, label: np.ndarray, stem: str = "a", kind: str = "npy") -> CaseRecord:
+def stored_case(
+    folder: Path, image: np.ndarray, label: np.ndarray, stem: str = "a", kind: str = "npy"
+) -> CaseRecord:
     """Write a case's arrays; returns their record."""
-    content = {part: b"".join(map(bytes, encode(array, kind))) for part, array in (("x", image), ("y", label))}
+    content = {
+        part: b"".join(map(bytes, encode(array, kind)))
+        for part, array in (("x", image), ("y", label))
+    }
     fields = {}
     for part, name in (("x", "image"), ("y", "label")):
         fields.update({f"{name}_bytes": len(content[part])})
         fields.update({f"{name}_sha256": hashlib.sha256(content[part]).hexdigest()})
-    fields.update(shape=image.shape[:3], stored=whole(image.shape[:3]), image_dtype=str(image.dtype), format=kind)
-    record = make_record(stem, channel_mean=(0.0,) * image.shape[3], label_voxels={0: label.size}, **fields)
+    fields.update(
+        shape=image.shape[:3],
+        stored=whole(image.shape[:3]),
+        image_dtype=str(image.dtype),
+        format=kind,
+    )
+    record = make_record(
+        stem, channel_mean=(0.0,) * image.shape[3], label_voxels={0: label.size}, **fields
+    )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     for part, part_content in content.items():
         array_path(folder, record, part).write_bytes(part_content)

@@ -7,12 +7,16 @@ import pytest
 
 from cpu3d.data.augment import CHANNEL_PROBABILITY, PROBABILITY, AugmentConfig, draw, smoothing
 
-ALL = AugmentConfig(rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5)
+ALL = AugmentConfig(
+    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
+)
 
 
 def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
     """With a normalisation that changes nothing: "scale" is the gain, "shift" the offset."""
-    return draw(config, np.ones(channels), np.zeros(channels), spacing_mm, seed=seed, position=position)
+    return draw(
+        config, np.ones(channels), np.zeros(channels), spacing_mm, seed=seed, position=position
+    )
 
 
 def test_what_is_drawn_depends_on_seed_and_position_alone():
@@ -31,7 +35,9 @@ def test_what_is_drawn_depends_on_seed_and_position_alone():
     np.testing.assert_allclose(halved.shift, samples[3].shift - 2 * samples[3].scale, rtol=1e-6)
 
 
-@pytest.mark.parametrize("left", ["rotation_deg", "contrast", "gamma", "noise", "blur", "low_resolution", "gain"])
+@pytest.mark.parametrize(
+    "left", ["rotation_deg", "contrast", "gamma", "noise", "blur", "low_resolution", "gain"]
+)
 def test_one_option_does_not_move_the_numbers_of_another(left):
     """Rotation and scaling share a matrix; gain and offset are in both of scale and shift."""
     of = {"rotation_deg": "matrix", "gain": "scale"}
@@ -60,7 +66,9 @@ def test_each_change_comes_as_often_as_it_should_and_within_its_range():
         changed = np.concatenate(values)
         if name in CHANNEL_PROBABILITY:
             is_changed = changed != (0 if name == "blur" else 1)
-            assert is_changed.mean() == pytest.approx(CHANNEL_PROBABILITY[name] / (1 - none_of_four), abs=0.05)
+            assert is_changed.mean() == pytest.approx(
+                CHANNEL_PROBABILITY[name] / (1 - none_of_four), abs=0.05
+            )
             changed = changed[is_changed]
         width = high - low
         assert low <= changed.min() < low + 0.05 * width
@@ -69,7 +77,9 @@ def test_each_change_comes_as_often_as_it_should_and_within_its_range():
     assert 1 / 1.4 <= min(zooms) < 0.73
     assert 1.37 < max(zooms) <= 1.4 + 1e-6
     assert np.mean(np.array(zooms) > 1) == pytest.approx(0.5, abs=0.03)
-    for turn, zoom in zip((sample.matrix for sample in samples[:20]), zooms):  # all axes alike, and turned rigidly
+    for turn, zoom in zip(
+        (sample.matrix for sample in samples[:20]), zooms
+    ):  # all axes alike, and turned rigidly
         np.testing.assert_allclose(turn @ turn.T * zoom**2, np.eye(3), atol=1e-5)
 
 
@@ -116,11 +126,15 @@ def test_the_numbers_of_some_channels_are_theirs_among_all():
     np.testing.assert_array_equal(some.matrix, every.matrix)
 
 
-@pytest.mark.parametrize(("blur", "low_resolution"), [(0, 1), (0.7, 1), (0, 0.5), (0, 0.01), (1.2, 0.6)])
+@pytest.mark.parametrize(
+    ("blur", "low_resolution"), [(0, 1), (0.7, 1), (0, 0.5), (0, 0.01), (1.2, 0.6)]
+)
 def test_smoothing_keeps_what_is_constant_and_leaves_a_ramp_where_it_is(blur, low_resolution):
     weights = smoothing(30, blur, low_resolution)
     np.testing.assert_allclose(weights.sum(1), 1, atol=1e-6)
     assert weights.min() >= 0
     if low_resolution > 0.1:
         middle = slice(8, -8)
-        np.testing.assert_allclose((weights @ np.arange(30))[middle], np.arange(30)[middle], atol=0.51)
+        np.testing.assert_allclose(
+            (weights @ np.arange(30))[middle], np.arange(30)[middle], atol=0.51
+        )

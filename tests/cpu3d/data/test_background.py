@@ -23,7 +23,9 @@ def noise(scale, seed=1):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("residue", [1e-12, 1e-9, 1e-8, 1e-6])
-def test_residue_of_both_signs_around_a_head_becomes_0_in_any_unit_of_intensity(dtype, unit, residue):
+def test_residue_of_both_signs_around_a_head_becomes_0_in_any_unit_of_intensity(
+    dtype, unit, residue
+):
     clean = head(dtype=dtype)
     volume = (np.where(clean == 0, noise(residue * 900), clean) * unit).astype(dtype)
     cleaned = without_residue(volume)
@@ -32,7 +34,9 @@ def test_residue_of_both_signs_around_a_head_becomes_0_in_any_unit_of_intensity(
 
 
 def test_low_intensities_at_the_edge_of_a_head_stay_beside_residue():
-    clean = np.where(head() == 0, 0, np.random.default_rng(2).uniform(0.5, 900, SHAPE)).astype(np.float32)
+    clean = np.where(head() == 0, 0, np.random.default_rng(2).uniform(0.5, 900, SHAPE)).astype(
+        np.float32
+    )
     dirty = np.where(clean == 0, noise(1e-4), clean).astype(np.float32)
     assert np.array_equal(without_residue(dirty), clean)
 
@@ -109,7 +113,8 @@ def test_a_crop_inside_the_body_stays_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype"), [(-1, np.int16), (-1024, np.int16), (7, np.uint8), (-0.73, np.float32), (-0.73, np.float64)]
+    ("value", "dtype"),
+    [(-1, np.int16), (-1024, np.int16), (7, np.uint8), (-0.73, np.float32), (-0.73, np.float64)],
 )
 def test_another_constant_background_is_named(value, dtype):
     volume = np.where(head() == 0, value, 200 + noise(9)).astype(dtype)

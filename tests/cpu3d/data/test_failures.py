@@ -1,4 +1,5 @@
-"""A damaged file in a data set of four cases is named with its reason, and the good cases are kept."""
+"""A damaged file in a data set of four cases is named with its reason, and the good cases are
+kept."""
 
 import gzip
 import re
@@ -32,11 +33,23 @@ THIRD = np.arange(4) == 2
         (lambda file, _: flip(file, len(file) - 6), GZIP),
         (lambda file, _: file[: len(file) // 2], GZIP),
         # Without gzip's frame, whatever the name says.
-        (lambda file, _: gzip.decompress(file)[:-1], r"must hold 1312 bytes for shape \(6, 5, 4, 4\), got 1311"),
-        (lambda _, image: image * ~THIRD, r"channel t1gd of .*2\.nii\.gz must not be empty, got zeros only"),
-        (lambda _, image: np.where(THIRD & (image != 0), 7, image), "must vary over its non-zero .*, got 7 everywhere"),
+        (
+            lambda file, _: gzip.decompress(file)[:-1],
+            r"must hold 1312 bytes for shape \(6, 5, 4, 4\), got 1311",
+        ),
+        (
+            lambda _, image: image * ~THIRD,
+            r"channel t1gd of .*2\.nii\.gz must not be empty, got zeros only",
+        ),
+        (
+            lambda _, image: np.where(THIRD & (image != 0), 7, image),
+            "must vary over its non-zero .*, got 7 everywhere",
+        ),
         (lambda _, image: image[..., 0].astype(RGB), r"002\.nii\.gz must hold real numbers"),
-        (lambda _, image: np.stack([image] * 2, -1), r"must have 3 axes, or 4 .*, got shape \(6, 5, 4, 4, 2"),
+        (
+            lambda _, image: np.stack([image] * 2, -1),
+            r"must have 3 axes, or 4 .*, got shape \(6, 5, 4, 4, 2",
+        ),
         (lambda _, image: image[..., :3], r"must hold 4 channel\(s\), got 3"),
     ],
 )
@@ -82,6 +95,8 @@ def test_a_modality_or_label_on_another_grid_is_refused(tmp_path, affine, planes
         files = brats_case(tmp_path / "data" / case_id)
     volume = tiny_label(1, 2, 3) if suffix == "seg" else tiny_image(5)
     write_nifti(files[suffix], volume[:, :, :planes], affine)
-    with pytest.raises(InputError, match=rf"b-{suffix}\.nii\.gz must have the grid of b-t2f\.nii\.gz: {rule}") as error:
+    with pytest.raises(
+        InputError, match=rf"b-{suffix}\.nii\.gz must have the grid of b-t2f\.nii\.gz: {rule}"
+    ) as error:
         prepare(tmp_path / "data", tmp_path / "store", **ALL)
     assert "1 good" in error.value.problems[1]

@@ -27,14 +27,22 @@ NAMES = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tu
         (DECATHLON, (0.9, 0.3, 0.2), 1),
         (BRATS_2021, (0.9, 0.9, 0.2), 1),
         (BRATS_2021, (0.9, 0.9, 0.9), 4),
-        (DECATHLON, (0.1, 0.1, 0.9), 3),  # the most specific region is believed when the larger ones deny it
+        (
+            DECATHLON,
+            (0.1, 0.1, 0.9),
+            3,
+        ),  # the most specific region is believed when the larger ones deny it
         (DECATHLON, (0.5, 0.0, 0.0), 1),
         (DECATHLON, (np.nan, np.nan, np.nan), 0),
         (ORGANS, (0.6, 0.8), 2),  # regions of equal size compete
         (ORGANS, (0.7, 0.7), 1),
         (ORGANS, (0.2, 0.6), 2),
         ({"WT": (1, 2, 3)}, (0.9,), 1),
-        ({"both": (1, 2), "one": (1,), "two": (2,)}, (0.9, 0.1, 0.1), 0),  # what smaller ones make up paints nothing
+        (
+            {"both": (1, 2), "one": (1,), "two": (2,)},
+            (0.9, 0.1, 0.1),
+            0,
+        ),  # what smaller ones make up paints nothing
         ({"both": (1, 2), "one": (1,), "two": (2,)}, (0.9, 0.1, 0.8), 2),
     ],
 )
@@ -44,7 +52,11 @@ def test_the_code_that_is_painted_for_one_voxel(regions, answers, code):
 
 
 def test_what_a_code_means_where_a_network_tells_several_apart_or_not():
-    assert own_codes({"both": (1, 2), "one": (1,), "two": (2,)}) == {"both": (), "one": (1,), "two": (2,)}
+    assert own_codes({"both": (1, 2), "one": (1,), "two": (2,)}) == {
+        "both": (),
+        "one": (1,),
+        "two": (2,),
+    }
     meaning = "WT (edema, non-enhancing tumor, enhancing tumour)"
     assert code_meanings({"WT": (1, 2, 3)}, NAMES) == {0: "background", 1: meaning}
     none_of_both = {"both": (1, 2), "one": (1,), "two": (2,)}

@@ -30,7 +30,9 @@ def geometry_of(axes: str, shape=(2, 3, 4), spacing=(1.0, 2.0, 3.0)) -> Geometry
     return Geometry(shape, tuple(map(tuple, affine.tolist())), axes, 1, 1)
 
 
-@pytest.mark.parametrize(("dtype", "end"), [("<i2", ".nii"), (">i2", ".nii.gz"), ("<u1", ".nii.gz"), (">f8", ".nii")])
+@pytest.mark.parametrize(
+    ("dtype", "end"), [("<i2", ".nii"), (">i2", ".nii.gz"), ("<u1", ".nii.gz"), (">f8", ".nii")]
+)
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_volume_is_read_as_it_was_written_in_native_byte_order(tmp_path, dtype, end, version):
     written = np.arange(24).reshape(2, 3, 4).astype(dtype)
@@ -74,7 +76,11 @@ def test_what_is_no_nifti_is_refused(tmp_path, content):
         (108, np.array([0], "<f4").tobytes(), "offset 0"),
         (344, b"ni1\0", "header and voxels in one file, got magic b'ni1'"),
         # Only the qform counts, whose quaternion is longer than 1.
-        (252, np.array([1, 0], "<i2").tobytes() + np.array([1, 1], "<f4").tobytes(), "have a valid qform"),
+        (
+            252,
+            np.array([1, 0], "<i2").tobytes() + np.array([1, 1], "<f4").tobytes(),
+            "have a valid qform",
+        ),
     ],
 )
 def test_a_header_that_does_not_make_sense_is_refused(tmp_path, place, content, rule):
@@ -110,7 +116,9 @@ def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, axe
 
 
 @pytest.mark.parametrize("codes", [(1, 2), (0, 1), (4, 0), (0, 0)])
-def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_way_of_a_record(tmp_path, codes):
+def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_way_of_a_record(
+    tmp_path, codes
+):
     source, turned = tmp_path / "a.nii", np.array(geometry_of("LPS").affine)
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), None)
     image.set_sform(turned, codes[0])
@@ -131,15 +139,20 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
 
 
 def header_fields(path):
-    """(spatial code of xyzt_units, pixdim, quaternion and its offset, srow) of a NIfTI-1 file, as bytes."""
+    """(spatial code of xyzt_units, pixdim, quaternion and its offset, srow) of a NIfTI-1 file, as
+    bytes."""
     content = path.read_bytes()
     return content[123] & 7, content[76:92], content[256:328]
 
 
 @pytest.mark.parametrize("kind", [nibabel.Nifti1Image, nibabel.Nifti2Image])
 @pytest.mark.parametrize("codes", [(1, 1), (0, 1), (0, 0)])
-@pytest.mark.parametrize(("unit", "per_mm"), [(0, 1.0), (1, 0.001), (2, 1.0), (3, 1000.0), (6, 1.0)])
-def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(tmp_path, kind, codes, unit, per_mm):
+@pytest.mark.parametrize(
+    ("unit", "per_mm"), [(0, 1.0), (1, 0.001), (2, 1.0), (3, 1000.0), (6, 1.0)]
+)
+def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(
+    tmp_path, kind, codes, unit, per_mm
+):
     affine = np.array(geometry_of("LPS", spacing=(0.9, 1.1, 2.5)).affine)
     affine[:3] *= per_mm
     image = kind(np.zeros((4, 4, 4), np.int16), affine)
@@ -156,7 +169,9 @@ def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(t
     write_label(tmp_path / "label.nii", np.zeros((4, 4, 4), np.uint8), geometry)
     written = nibabel.load(tmp_path / "label.nii")
     assert int(written.header["xyzt_units"]) == (unit if unit < 4 else 0)
-    assert written.affine == pytest.approx(image.affine if any(codes) else image.header.get_base_affine(), rel=1e-6)
+    assert written.affine == pytest.approx(
+        image.affine if any(codes) else image.header.get_base_affine(), rel=1e-6
+    )
     if kind is nibabel.Nifti1Image and unit < 4:
         assert header_fields(tmp_path / "label.nii") == header_fields(tmp_path / "a.nii")
         assert read_volume(tmp_path / "label.nii")[1] == geometry
@@ -174,7 +189,9 @@ def test_voxels_of_no_scan_are_refused_as_their_unit_must_be_another(tmp_path, u
     image.header["xyzt_units"] = unit
     nibabel.save(image, tmp_path / "a.nii")
     mm = size * {0: 1, 1: 1000, 2: 1, 3: 0.001}[unit]
-    with pytest.raises(InputError, match=rf"must have voxels of 0.01 to 100 mm, got {mm:g} x .*xyzt_units"):
+    with pytest.raises(
+        InputError, match=rf"must have voxels of 0.01 to 100 mm, got {mm:g} x .*xyzt_units"
+    ):
         read_volume(tmp_path / "a.nii")
 
 

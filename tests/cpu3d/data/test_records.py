@@ -15,7 +15,9 @@ def read(record, **changes):
 
 def on_grid_of(record, shape, **changes):
     geometry = dataclasses.replace(record.geometry, shape=shape)
-    return dataclasses.replace(record, shape=shape, stored=whole(shape), geometry=geometry, **changes)
+    return dataclasses.replace(
+        record, shape=shape, stored=whole(shape), geometry=geometry, **changes
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,9 @@ def test_a_record_whose_files_would_be_elsewhere_or_that_contradicts_itself_is_n
 
 def test_a_manifest_works_out_what_follows_from_its_cases():
     small = on_grid_of(make_record("b"), (9, 4, 4), box=Region((0, 0, 0), (9, 1, 1)))
-    bare = make_record("a", label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256="")
+    bare = make_record(
+        "a", label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256=""
+    )
     large = on_grid_of(bare, (4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)))
     manifest = manifest_of([small, large])
     assert [case.case_id for case in manifest.cases] == ["a", "b"]
@@ -51,10 +55,17 @@ def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else():
     cases = [make_record("a"), make_record("b")]
     manifest = manifest_of(cases, {"train": ["a"], "val": ["b"]})
     assert len(manifest.split_hash) == 12
-    assert manifest_of(cases[::-1], {"val": ["b"], "train": ["a"]}).split_hash == manifest.split_hash
-    repacked = make_record("a", format="b2nd", image_sha256="0", label_sha256="0", stored=cases[0].box, image_bytes=9)
+    assert (
+        manifest_of(cases[::-1], {"val": ["b"], "train": ["a"]}).split_hash == manifest.split_hash
+    )
+    repacked = make_record(
+        "a", format="b2nd", image_sha256="0", label_sha256="0", stored=cases[0].box, image_bytes=9
+    )
     assert remake(manifest, cases=[repacked, cases[1]]).split_hash == manifest.split_hash
-    assert remake(manifest, split={"train": ["b"], "val": ["a"], "test": []}).split_hash != manifest.split_hash
+    assert (
+        remake(manifest, split={"train": ["b"], "val": ["a"], "test": []}).split_hash
+        != manifest.split_hash
+    )
     for changed in ("image_voxels_sha256", "label_voxels_sha256"):
         other = make_record("a", **{changed: "0"})
         assert remake(manifest, cases=[other, cases[1]]).split_hash != manifest.split_hash

@@ -13,12 +13,20 @@ SHARES = (1 / 3, 0.5, 0.75)
     ("grid", "resolution", "divisor", "seen", "field"),
     [
         ((45, 47, 33), 0.5, 8, (24, 24, 24), (48, 48, 48)),
-        ((48, 40, 30), 0.75, 4, (36, 32, 24), (48, 43, 32)),  # 32 / 0.75 is 42.7: the last voxel is covered in part
+        (
+            (48, 40, 30),
+            0.75,
+            4,
+            (36, 32, 24),
+            (48, 43, 32),
+        ),  # 32 / 0.75 is 42.7: the last voxel is covered in part
         ((10, 20, 30), 0.7, 1, (7, 14, 21), (10, 20, 30)),
         ((13, 7, 5), 1.0, 1, (13, 7, 5), (13, 7, 5)),
     ],
 )
-def test_the_network_sees_all_of_an_extent_and_the_field_is_what_that_covers(grid, resolution, divisor, seen, field):
+def test_the_network_sees_all_of_an_extent_and_the_field_is_what_that_covers(
+    grid, resolution, divisor, seen, field
+):
     assert network_grid(grid, resolution, divisor) == seen
     assert field_of(seen, resolution, grid) == field
     if resolution < 1:
@@ -39,7 +47,9 @@ def test_growing_gives_a_ramp_back_between_the_outermost_centres(resolution):
     edge = int(np.ceil(0.5 / resolution))
     inside = (slice(None), *(slice(edge, -edge),) * 3)
     np.testing.assert_allclose(back[inside], ramp[inside], rtol=1e-4, atol=2e-3)
-    assert back[0, 0, 0, 0, 0] == pytest.approx(111 * (0.5 / resolution - 0.5), abs=1e-3)  # the first centre's value
+    assert back[0, 0, 0, 0, 0] == pytest.approx(
+        111 * (0.5 / resolution - 0.5), abs=1e-3
+    )  # the first centre's value
 
 
 # --- Boxes ---
@@ -71,11 +81,15 @@ def test_an_empty_mask_is_bounded_by_the_whole_volume_and_an_empty_region_is_ref
 
 
 @given(STARTS.filter(lambda s: min(s) >= 0), SHAPES, SHAPES, SHAPES)
-def test_a_centred_region_stays_inside_where_it_fits_and_holds_the_volume_where_it_does_not(start, inner, size, extra):
+def test_a_centred_region_stays_inside_where_it_fits_and_holds_the_volume_where_it_does_not(
+    start, inner, size, extra
+):
     shape = tuple(a + n + e for a, n, e in zip(start, inner, extra))
     region = centred(Region(start, inner), size, shape)
     assert region.size == size
-    for a, b, n, want, inside_start, inside in zip(region.start, region.stop, shape, size, start, inner):
+    for a, b, n, want, inside_start, inside in zip(
+        region.start, region.stop, shape, size, start, inner
+    ):
         assert (a >= 0 and b <= n) if want < n else (a <= 0 and b >= n)
         if want >= inside:
             assert a <= inside_start

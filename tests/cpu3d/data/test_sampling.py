@@ -18,7 +18,14 @@ WORKERS = st.integers(1, 6)
 # Golden: changing these would silently change every seeded run ever made.
 ORDER = (3, 0, 7, 4, 2, 5, 1, 6)
 WORDS = [1321962074176129191, 15925659190040627001]
-PLACES = [(2, (10, 6, 7)), (0, (11, 3, 6)), (3, (3, 3, 2)), (1, (5, 5, 2)), (0, (9, 4, 3)), (1, (6, 7, 8))]
+PLACES = [
+    (2, (10, 6, 7)),
+    (0, (11, 3, 6)),
+    (3, (3, 3, 2)),
+    (1, (5, 5, 2)),
+    (0, (9, 4, 3)),
+    (1, (6, 7, 8)),
+]
 
 # --- Cases ---
 
@@ -28,7 +35,9 @@ def test_the_order_and_the_places_are_the_same_on_every_machine_and_version():
     assert list(islice(module.random_words(1, 2, 3), 2)) == WORDS
     case = record(centres={1: ((4, 4, 4), (9, 9, 9)), 2: ((5, 10, 7),)})
     sampling = PatchSampling((6, 6, 6), "foreground", codes=((1, 2), (2,)), seed=1)
-    assert [(sample.index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)] == PLACES
+    assert [
+        (sample.index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)
+    ] == PLACES
 
 
 @given(st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 20))
@@ -43,7 +52,9 @@ def test_every_epoch_holds_each_case_once(cases, seed, epoch):
 
 def record(shape=(20, 18, 16), box=None, centres=None):
     """The fields of a case's record on which patches depend."""
-    return SimpleNamespace(shape=shape, box=box or Region((2, 3, 1), (15, 12, 13)), centres=centres or {})
+    return SimpleNamespace(
+        shape=shape, box=box or Region((2, 3, 1), (15, 12, 13)), centres=centres or {}
+    )
 
 
 def draw(sampling, records, count=200):
@@ -53,37 +64,57 @@ def draw(sampling, records, count=200):
 @st.composite
 def cases(draw):
     """A case with a box in its grid, and centres of codes 1 and 2 in the box."""
-    ends = [sorted(draw(st.lists(st.integers(0, 12), min_size=2, max_size=2, unique=True))) for _ in range(3)]
+    ends = [
+        sorted(draw(st.lists(st.integers(0, 12), min_size=2, max_size=2, unique=True)))
+        for _ in range(3)
+    ]
     box = Region(tuple(a for a, _ in ends), tuple(b - a for a, b in ends))
     voxel = st.tuples(*[st.integers(a, b - 1) for a, b in ends])
     centres = {code: tuple(draw(st.lists(voxel, min_size=1, max_size=3))) for code in (1, 2)}
     return record(tuple(b + draw(st.integers(0, 3)) for _, b in ends), box, centres)
 
 
-@given(cases(), SHAPES, st.sampled_from(["random", "foreground"]), st.sampled_from(["brain", "full"]))
+@given(
+    cases(), SHAPES, st.sampled_from(["random", "foreground"]), st.sampled_from(["brain", "full"])
+)
 def test_a_patch_stays_in_the_extent_along_every_axis_where_it_fits(case, patch, kind, extent):
     sampling = PatchSampling(patch, kind, foreground=0.5, codes=((1,), (2,)), extent=extent)
     inside = case.box if extent == "brain" else Region((0, 0, 0), case.shape)
     for sample in draw(sampling, [case], 20):
         assert sample.region.size == patch
         for a, n, first, size in zip(sample.region.start, patch, inside.start, inside.size):
-            assert (first <= a <= first + size - n) if n <= size else (a <= first and a + n >= first + size)
+            assert (
+                (first <= a <= first + size - n)
+                if n <= size
+                else (a <= first and a + n >= first + size)
+            )
 
 
 @given(cases(), SHAPES)
-def test_a_foreground_patch_holds_a_voxel_that_was_asked_for_or_is_random_where_there_is_none(case, patch):
-    for sample in draw(PatchSampling(patch, "foreground", foreground=1.0, codes=((2,),)), [case], 20):
+def test_a_foreground_patch_holds_a_voxel_that_was_asked_for_or_is_random_where_there_is_none(
+    case, patch
+):
+    for sample in draw(
+        PatchSampling(patch, "foreground", foreground=1.0, codes=((2,),)), [case], 20
+    ):
         start, stop = sample.region.start, sample.region.stop
-        assert any(all(a <= v < b for a, v, b in zip(start, voxel, stop)) for voxel in case.centres[2])
+        assert any(
+            all(a <= v < b for a, v, b in zip(start, voxel, stop)) for voxel in case.centres[2]
+        )
     other = PatchSampling(patch, "foreground", foreground=1.0, codes=((3,),))
     assert draw(other, [case], 5) == draw(PatchSampling(patch), [case], 5)
 
 
 @given(st.floats(0, 1), st.integers(0, 10**9), st.integers(1, 300))
 def test_any_window_of_positions_has_its_share_of_foreground_to_one_patch(share, first, count):
-    sampling = PatchSampling((1, 1, 1), "foreground", foreground=share, codes=((1,),), extent="full")
+    sampling = PatchSampling(
+        (1, 1, 1), "foreground", foreground=share, codes=((1,),), extent="full"
+    )
     case = record((10**9,) * 3, centres={1: ((7, 7, 7),)})
-    starts = [patch_at(position, sampling, [case]).region.start for position in range(first, first + count)]
+    starts = [
+        patch_at(position, sampling, [case]).region.start
+        for position in range(first, first + count)
+    ]
     assert abs(starts.count((7, 7, 7)) - share * count) < 1 + 1e-6
 
 
@@ -107,7 +138,9 @@ def test_samples_are_dealt_to_workers_by_hand():
 @given(WORKERS, st.integers(0, 4), st.integers(0, 60), st.integers(0, 60))
 def test_any_span_is_dealt_once_to_each_in_its_own_order(workers, part, start, length):
     dealt = [share.positions(start, start + length) for share in shares(workers, workers * part)]
-    assert sorted(position for own in dealt for position in own) == list(range(start, start + length))
+    assert sorted(position for own in dealt for position in own) == list(
+        range(start, start + length)
+    )
     assert all(list(own) == sorted(own) for own in dealt)
     for share in shares(workers, workers * part):
         position = share.position(length)

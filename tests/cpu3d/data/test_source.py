@@ -25,13 +25,17 @@ from memory_estimator.common.units import by
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
-EVERY = AugmentConfig(rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5)
+EVERY = AugmentConfig(
+    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
+)
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
 
 def digest(element):
     parts = tf.nest.flatten(element)
-    return hashlib.sha256(b"".join(tf.io.serialize_tensor(part).numpy() for part in parts)).hexdigest()
+    return hashlib.sha256(
+        b"".join(tf.io.serialize_tensor(part).numpy() for part in parts)
+    ).hexdigest()
 
 
 def hashes(dataset):
@@ -50,7 +54,10 @@ def other_stores(phantom_store, tmp_path_factory):
         folder, records = tmp_path_factory.mktemp("formats"), []
         (folder / "cases").mkdir()
         for record in phantom_store.manifest.cases:
-            arrays = (np.asarray(read(record.case_id)) for read in (phantom_store.image, phantom_store.label))
+            arrays = (
+                np.asarray(read(record.case_id))
+                for read in (phantom_store.image, phantom_store.label)
+            )
             records.append(write_arrays(folder, record, *arrays, format_=format_, cropped=cropped))
         write_store(folder, remake(phantom_store.manifest, cases=records))
         stores[name] = open_store(folder)
@@ -69,7 +76,10 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
         for index, codes in enumerate(phantom_store.manifest.regions.values()):
             np.testing.assert_array_equal(target[0, ..., index], np.isin(label, codes))
         brain = image[0].numpy()[expected != 0]
-        assert (brain.mean(), brain.std()) == (pytest.approx(0, abs=0.05), pytest.approx(1, abs=0.05))
+        assert (brain.mean(), brain.std()) == (
+            pytest.approx(0, abs=0.05),
+            pytest.approx(1, abs=0.05),
+        )
 
 
 KINDS = {
@@ -90,26 +100,38 @@ def hashes_of(store, kind, extent, read_mode=None):
 @pytest.fixture(scope="module")
 def expected(phantom_store):
     """Kind and extent -> the hashes of the phantoms."""
-    return {(kind, extent): hashes_of(phantom_store, kind, extent) for kind in KINDS for extent in ("brain", "full")}
+    return {
+        (kind, extent): hashes_of(phantom_store, kind, extent)
+        for kind in KINDS
+        for extent in ("brain", "full")
+    }
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
 @pytest.mark.parametrize("name", [*FORMATS, "mmap", "pread"])
-def test_every_format_and_read_mode_gives_the_same_bits(phantom_store, other_stores, expected, name, extent):
+def test_every_format_and_read_mode_gives_the_same_bits(
+    phantom_store, other_stores, expected, name, extent
+):
     store, mode = other_stores.get(name, phantom_store), None if name in FORMATS else name
     for kind in KINDS if mode is None else ("volumes", "patches"):
         assert hashes_of(store, kind, extent, mode) == expected[kind, extent], kind
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
-@pytest.mark.parametrize(("sampling", "shape"), [("foreground", (16, 12, 20)), ("centre", (20, 12, 64))])
-def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(phantom_store, sampling, shape, extent):
+@pytest.mark.parametrize(
+    ("sampling", "shape"), [("foreground", (16, 12, 20)), ("centre", (20, 12, 64))]
+)
+def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
+    phantom_store, sampling, shape, extent
+):
     cases = phantom_store.cases("train")
     drawn = source.patch_sampling(phantom_store, shape, sampling=sampling, extent=extent, seed=4)
     stop = len(cases)
     wide = volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False)
     volumes = [[part[0].numpy() for part in pair] for pair in wide]
-    dataset = patch_dataset(phantom_store, shape, sampling=sampling, extent=extent, seed=4, stop=stop)
+    dataset = patch_dataset(
+        phantom_store, shape, sampling=sampling, extent=extent, seed=4, stop=stop
+    )
     for position, patch in enumerate(dataset):
         sample = source.patch_at(position, drawn, cases)
         for part, volume in zip(patch, volumes[sample.index]):
@@ -135,7 +157,10 @@ def test_a_restart_at_every_position_with_any_threads_continues_bit_for_bit(phan
     expected = hashes(stream(kind, phantom_store))
     assert len(set(expected)) == len(expected) == 5
     for position in range(5):
-        assert hashes(stream(kind, phantom_store, start=position, threads=3 - position % 3)) == expected[position:]
+        assert (
+            hashes(stream(kind, phantom_store, start=position, threads=3 - position % 3))
+            == expected[position:]
+        )
 
 
 @pytest.mark.parametrize("kind", ["volumes", "foreground"])
@@ -168,7 +193,10 @@ def test_what_a_seed_draws_never_changes_silently(tmp_path):
         (125182110, volume_dataset(store, multiple=4, **common)),
     ):
         parts = [part.numpy() for sample in dataset for part in sample]
-        assert zlib.crc32(b"".join(np.round(part, 3).astype(np.float32).tobytes() for part in parts)) == expected
+        assert (
+            zlib.crc32(b"".join(np.round(part, 3).astype(np.float32).tobytes() for part in parts))
+            == expected
+        )
 
 
 # --- Resolution, channels, and what is outside of a patch ---
@@ -188,7 +216,9 @@ def test_a_volume_at_half_resolution_is_the_mean_of_two_along_each_axis(phantom_
 
 
 @pytest.mark.parametrize("resolution", [1 / 3, 0.7])
-def test_at_any_resolution_a_volume_is_what_resizing_makes_of_the_whole_one(phantom_store, resolution):
+def test_at_any_resolution_a_volume_is_what_resizing_makes_of_the_whole_one(
+    phantom_store, resolution
+):
     extent = grid_size(phantom_store, extent="brain", multiple=1)
     grid = network_grid(extent, resolution, 8)
     resizing = Resizing(grid, resolution, at_least=extent)
@@ -206,14 +236,17 @@ def test_at_any_resolution_a_volume_is_what_resizing_makes_of_the_whole_one(phan
 def test_some_channels_and_regions_are_those_of_all(phantom_store, channels):
     places = [phantom_store.manifest.channels.index(name) for name in channels]
     every = volume_dataset(phantom_store, augment=EVERY, stop=12)
-    some = volume_dataset(phantom_store, augment=EVERY, stop=12, channels=channels, regions=("ET", "WT"))
+    some = volume_dataset(
+        phantom_store, augment=EVERY, stop=12, channels=channels, regions=("ET", "WT")
+    )
     for (image, target), (part, regions) in zip(every, some):
         np.testing.assert_allclose(part, image.numpy()[..., places], atol=1e-3)
         np.testing.assert_array_equal(regions, target.numpy()[..., [2, 0]])
 
 
 def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path):
-    """All voxels of the case are 100, so those of patches in its middle are, however they are turned."""
+    """All voxels of the case are 100, so those of patches in its middle are, however they are
+    turned."""
     (tmp_path / "cases").mkdir()
     shape = (60, 60, 60)
     image, label = np.full((*shape, 1), 100, np.int16), np.zeros(shape, np.uint8)
@@ -221,11 +254,19 @@ def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path):
     geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
     record = make_record("a", geometry=geometry, **facts_of(image, label))
     record = write_arrays(tmp_path, record, image, label, format_="npy", cropped=False)
-    write_store(tmp_path, manifest_of([record], channels=("A",), labels={0: "none", 1: "one"}, regions={"one": (1,)}))
+    write_store(
+        tmp_path,
+        manifest_of([record], channels=("A",), labels={0: "none", 1: "one"}, regions={"one": (1,)}),
+    )
     config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40)
     for mode in ("mmap", "pread"):
         for patch, _ in patch_dataset(
-            open_store(tmp_path), (24, 24, 24), sampling="centre", augment=config, stop=4, read_mode=mode
+            open_store(tmp_path),
+            (24, 24, 24),
+            sampling="centre",
+            augment=config,
+            stop=4,
+            read_mode=mode,
         ):
             np.testing.assert_allclose(patch, patch[0, 12, 12, 12, 0], atol=1e-3)
 
@@ -241,12 +282,16 @@ def test_a_patch_as_large_as_a_volume_is_turned_as_it_is(phantom_store):
 
 
 @pytest.mark.parametrize(("make", "threads"), [(volume_dataset, 3), (small_patches, 1)])
-def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(phantom_store, tmp_path, make, threads):
+def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(
+    phantom_store, tmp_path, make, threads
+):
     store = open_store(shutil.copytree(phantom_store.folder, tmp_path / "store"))
     batches = Batches(make(store, shuffle=False, read_mode="pread", threads=threads))
     cut = array_path(store.folder, store.cases("train")[2], "x")
     cut.write_bytes(cut.read_bytes()[:-1])
-    assert [digest(next(batches)) for _ in range(2)] == hashes(make(phantom_store, shuffle=False, stop=2))
+    assert [digest(next(batches)) for _ in range(2)] == hashes(
+        make(phantom_store, shuffle=False, stop=2)
+    )
     with pytest.raises(InputError, match=f"store file {cut} must be .* bytes long") as caught:
         next(batches)
     assert len(caught.value.problems) == 1
@@ -259,16 +304,28 @@ def test_a_file_cut_while_a_run_reads_is_named_after_what_was_good(phantom_store
     ("wrong", "message"),
     [
         ({"split": "dev"}, "split must be one of train, val, test, got 'dev'"),
-        ({"channels": ("PET",)}, "channels must be among FLAIR, T1w, t1gd, T2w, each once, got PET"),
+        (
+            {"channels": ("PET",)},
+            "channels must be among FLAIR, T1w, t1gd, T2w, each once, got PET",
+        ),
         ({"regions": ()}, "regions must be among WT, TC, ET, each once, got none"),
         ({"extent": "tile"}, "extent must be one of brain, full, got 'tile'"),
         ({"dtype": "float64"}, "dtype must be one of float32, bfloat16, got 'float64'"),
         ({"batch": 0}, "batch must be an integer of at least 1, got 0"),
         ({"start": True}, "start must be an integer of at least 0, got True"),
         ({"read_mode": "disk"}, "read mode must be one of mmap, pread, got 'disk'"),
-        ({"share": Share(0, 2, 4), "start": 2}, "start must be a multiple of the 4 samples of a step, got 2"),
-        ({"share": Share(0, 2, 4), "stop": 7}, "stop must be a multiple of the 4 samples of a step, got 7"),
-        ({"share": Share(0, 2, 4), "batch": 4}, "batch must be a divisor of a worker's 2 samples of a step, got 4"),
+        (
+            {"share": Share(0, 2, 4), "start": 2},
+            "start must be a multiple of the 4 samples of a step, got 2",
+        ),
+        (
+            {"share": Share(0, 2, 4), "stop": 7},
+            "stop must be a multiple of the 4 samples of a step, got 7",
+        ),
+        (
+            {"share": Share(0, 2, 4), "batch": 4},
+            "batch must be a divisor of a worker's 2 samples of a step, got 4",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, message):
@@ -278,7 +335,9 @@ def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, messag
 
 
 def test_stores_and_splits_that_cannot_be_read_so_are_refused(phantom_store, tmp_path):
-    bare = make_record(label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256="")
+    bare = make_record(
+        label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256=""
+    )
     write_store(tmp_path, manifest_of([bare]))
     for more, message in (
         ({}, "case a must have a label to train or score on"),
@@ -301,7 +360,9 @@ def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
 
 @pytest.mark.parametrize("resolution", [0, -0.5, 1.5])
 def test_a_resolution_out_of_range_is_refused(phantom_store, resolution):
-    with pytest.raises(InputError, match=f"resolution must be above 0 and at most 1, got {resolution}"):
+    with pytest.raises(
+        InputError, match=f"resolution must be above 0 and at most 1, got {resolution}"
+    ):
         volume_dataset(phantom_store, resolution=resolution)
 
 
@@ -317,9 +378,13 @@ def test_volumes_whose_labels_pair_left_and_right_are_not_mirrored_along_x(phant
     flips_alone = AugmentConfig(gain=0, offset=0)
 
     def flips(store):
-        """How volumes of the one case are mirrored: along which axes they are those that are not."""
+        """How volumes of the one case are mirrored: along which axes they are those that are
+        not."""
         case = next(iter(volume_dataset(store, split="val")))[0][0].numpy()
-        mirrored = {(x, y, z): np.flip(case, [i for i in range(3) if (x, y, z)[i]]) for x, y, z in np.ndindex(2, 2, 2)}
+        mirrored = {
+            (x, y, z): np.flip(case, [i for i in range(3) if (x, y, z)[i]])
+            for x, y, z in np.ndindex(2, 2, 2)
+        }
         found = set()
         for image, _ in volume_dataset(store, split="val", augment=flips_alone, stop=40):
             found |= {axes for axes, volume in mirrored.items() if np.array_equal(image[0], volume)}

@@ -27,8 +27,12 @@ def small_store(tmp_path):
     for case_id in ("a", "b"):
         images = (write_nifti(tmp_path / f"{case_id}.nii.gz", tiny_image(ord(case_id))),)
         label = write_nifti(tmp_path / "seg.nii.gz", tiny_label(1)) if case_id == "a" else None
-        case = load_case(CaseFiles(case_id, case_id, images, label), channels=("CT",), labels={0: "no", 1: "yes"})
-        records.append(write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=True))
+        case = load_case(
+            CaseFiles(case_id, case_id, images, label), channels=("CT",), labels={0: "no", 1: "yes"}
+        )
+        records.append(
+            write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=True)
+        )
     manifest = manifest_of(records, {"train": ("a",), "val": ("b",)})
     write_store(folder, manifest)
     return folder, manifest
@@ -62,10 +66,22 @@ def change_manifest(folder, change):
         (lambda content: {"schema": 1}, "complete JSON of schema 1, got no 'records'"),
         (lambda content: content.update(split=["a", "b"]), "complete"),
         (lambda content: content.pop("labels") and None, "complete"),
-        (lambda content: content.update(largest_box=[1, "x", 1]), r"manifest.largest_box\[1\] must be int, got x"),
-        (lambda content: content["split"]["val"].append("a"), "the 3 cases of the split, got b in place of a"),
-        (lambda content: content.update(split_hash="0"), "split of store .* must have hash 0, got "),
-        (lambda content: content["records"].update(sha256="0"), "must be as it was written, got other bytes"),
+        (
+            lambda content: content.update(largest_box=[1, "x", 1]),
+            r"manifest.largest_box\[1\] must be int, got x",
+        ),
+        (
+            lambda content: content["split"]["val"].append("a"),
+            "the 3 cases of the split, got b in place of a",
+        ),
+        (
+            lambda content: content.update(split_hash="0"),
+            "split of store .* must have hash 0, got ",
+        ),
+        (
+            lambda content: content["records"].update(sha256="0"),
+            "must be as it was written, got other bytes",
+        ),
         (lambda content: content["records"].update(file="cases-0.jsonl"), "must exist, got none"),
     ],
 )
@@ -82,7 +98,12 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
     open_store(folder)
     content = json.loads((folder / "manifest.json").read_text())
     turned = dict(reversed(content["regions"].items()))
-    for change in ({"largest_box": [1, 1, 1]}, {"regions": turned}, {"sha256": ""}, {"split_seed": float("nan")}):
+    for change in (
+        {"largest_box": [1, 1, 1]},
+        {"regions": turned},
+        {"sha256": ""},
+        {"split_seed": float("nan")},
+    ):
         (folder / "manifest.json").write_text(json.dumps({**content, **change}))
         with pytest.raises(InputError, match=r"must be complete JSON .*, got an edited manifest"):
             open_store(folder)
@@ -97,7 +118,10 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
     folder, manifest = small_store
-    newer, real = [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)], store_module.open_regular
+    newer, real = (
+        [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)],
+        store_module.open_regular,
+    )
 
     def slow(path):
         if newer:
@@ -127,7 +151,9 @@ def test_a_large_store_takes_little_memory_for_each_case(tmp_path):
     assert peak < 2500 * cases
 
 
-def test_a_store_that_is_open_keeps_its_records_when_their_file_is_replaced_or_stale(small_store, monkeypatch):
+def test_a_store_that_is_open_keeps_its_records_when_their_file_is_replaced_or_stale(
+    small_store, monkeypatch
+):
     folder, manifest = small_store
     opened = open_store(folder)
     write_store(folder, remake(manifest, cases=manifest.cases[:1], split=ALONE))
@@ -174,9 +200,17 @@ def test_cases_are_a_sequence_in_the_order_that_was_asked_for(small_store):
 @pytest.mark.parametrize(
     ("old", "new", "rule"),
     [
-        (b'{"case_id":"b"', b'#"case_id":"b",', ":2 must be the record of a case, got JSON is malformed"),
+        (
+            b'{"case_id":"b"',
+            b'#"case_id":"b",',
+            ":2 must be the record of a case, got JSON is malformed",
+        ),
         (b'{"case_id":"b"', b'{"case_id":"x"', "must hold the 2 cases of the split"),
-        (b'patient_id":"b"', b'patient_id":["b"]', ":2 must be the record of a case, got Expected `str`"),
+        (
+            b'patient_id":"b"',
+            b'patient_id":["b"]',
+            ":2 must be the record of a case, got Expected `str`",
+        ),
     ],
 )
 def test_a_bad_record_is_named_though_the_hash_was_made_to_fit(small_store, old, new, rule):

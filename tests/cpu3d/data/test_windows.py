@@ -7,21 +7,30 @@ import tensorflow as tf
 from cpu3d.data.windows import sliding_window
 
 
-@pytest.mark.parametrize(("shape", "overlap"), [((8, 6, 4), 0.5), ((9, 13, 17), 0.0), ((20, 6, 11), 0.75)])
-def test_a_network_without_a_neighbourhood_gives_the_whole_volumes_answer_to_the_bit(shape, overlap):
+@pytest.mark.parametrize(
+    ("shape", "overlap"), [((8, 6, 4), 0.5), ((9, 13, 17), 0.0), ((20, 6, 11), 0.75)]
+)
+def test_a_network_without_a_neighbourhood_gives_the_whole_volumes_answer_to_the_bit(
+    shape, overlap
+):
     kernel = tf.constant(np.random.default_rng(1).standard_normal((1, 1, 1, 2, 3)), tf.float32)
 
     def network(tile):
         return tf.nn.relu(tf.nn.conv3d(tile, kernel, [1] * 5, "SAME"))
 
     volume = np.random.default_rng(0).standard_normal((1, *shape, 2)).astype(np.float32)
-    np.testing.assert_array_equal(sliding_window(network, volume, (8, 6, 4), overlap), network(volume).numpy()[0])
+    np.testing.assert_array_equal(
+        sliding_window(network, volume, (8, 6, 4), overlap), network(volume).numpy()[0]
+    )
 
 
 def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
     values = iter([0.0, 1.0])
     answer = sliding_window(
-        lambda tile: np.full((1, 8, 6, 4, 1), next(values)), np.zeros((1, 12, 6, 4, 2)), (8, 6, 4), 0.5
+        lambda tile: np.full((1, 8, 6, 4, 1), next(values)),
+        np.zeros((1, 12, 6, 4, 2)),
+        (8, 6, 4),
+        0.5,
     )
     along = answer[:, 3, 2, 0]
     np.testing.assert_array_equal(along[:4], 0)  # the first tile alone

@@ -1,4 +1,5 @@
-"""The exchange: its sums to the bit, arrays and text of the chief, and the messages when a worker is lost."""
+"""The exchange: its sums to the bit, arrays and text of the chief, and the messages when a worker
+is lost."""
 
 import contextlib
 import os
@@ -10,7 +11,14 @@ import numpy as np
 import pytest
 
 from cpu3d.distributed import all_reduce
-from cpu3d.distributed.all_reduce import ALONE, SharedMemory, array_from_chief, join, lost_by_message, text_from_chief
+from cpu3d.distributed.all_reduce import (
+    ALONE,
+    SharedMemory,
+    array_from_chief,
+    join,
+    lost_by_message,
+    text_from_chief,
+)
 from cpu3d.distributed.cluster import ALONE as ALONE_CLUSTER
 from cpu3d.distributed.cluster import Cluster, free_ports
 from cpu3d.distributed.rendezvous import meet
@@ -46,24 +54,37 @@ def test_alone_the_sum_is_what_is_put_in_and_costs_nothing():
 )
 def test_an_array_is_the_chief_s_to_the_bit_whatever_the_others_hold(array):
     for received in together(
-        3, lambda exchange: array_from_chief(exchange, array if exchange.is_chief else np.zeros_like(array))
+        3,
+        lambda exchange: array_from_chief(
+            exchange, array if exchange.is_chief else np.zeros_like(array)
+        ),
     ):
-        assert (received.dtype, received.shape, received.tobytes()) == (array.dtype, array.shape, array.tobytes())
+        assert (received.dtype, received.shape, received.tobytes()) == (
+            array.dtype,
+            array.shape,
+            array.tobytes(),
+        )
 
 
 @pytest.mark.parametrize("text", ["", '{"name": "M\u00fcller"}', "x" * 100001])
 def test_a_text_is_the_chief_s_whatever_its_length(text):
-    assert together(2, lambda exchange: text_from_chief(exchange, text if exchange.rank == 0 else "")) == [text] * 2
+    assert (
+        together(2, lambda exchange: text_from_chief(exchange, text if exchange.rank == 0 else ""))
+        == [text] * 2
+    )
 
 
 # --- Shared memory ---
 
-on_linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere TensorFlow sums, on one host too")
+on_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere TensorFlow sums, on one host too"
+)
 
 
 @pytest.fixture
 def workers(monkeypatch):
-    """A function that calls `work(rank, sum)` for each of `count` workers at once; what comes of it, by rank.
+    """A function that calls `work(rank, sum)` for each of `count` workers at once; what comes of
+    it, by rank.
 
     The memory is small, so that vectors take several turns. A worker whose work has ended is gone.
     """
@@ -92,7 +113,8 @@ def workers(monkeypatch):
 def test_all_get_the_sum_in_the_order_of_ranks_to_the_bit(workers, count):
     lengths = (0, 1, 2, 101, 5000, 3)
     vectors = [
-        [np.random.default_rng([rank, n]).normal(size=n).astype(np.float32) for n in lengths] for rank in range(count)
+        [np.random.default_rng([rank, n]).normal(size=n).astype(np.float32) for n in lengths]
+        for rank in range(count)
     ]
     sums = workers(count, lambda rank, sum_over: [sum_over(vector) for vector in vectors[rank]])
     for i in range(len(lengths)):
@@ -113,7 +135,9 @@ def test_all_others_name_the_worker_that_is_gone(workers, gone):
     ends = workers(3, work)
     for rank in {0, 1, 2} - {gone}:
         assert isinstance(ends[rank], WorkerLostError)
-        assert str(ends[rank]).startswith(f"worker {gone} (127.0.0.1:{1000 + gone}) must answer worker")
+        assert str(ends[rank]).startswith(
+            f"worker {gone} (127.0.0.1:{1000 + gone}) must answer worker"
+        )
 
 
 @on_linux
@@ -129,24 +153,48 @@ KILLED = """failed to connect to all addresses
 Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling /tensorflow.Worker
 :{"created":"@1795226903.719250855","description":"Failed to pick subchannel"}"""
 
-STOPPED = "Error reported from /job:worker/task:2: Task /job:worker/replica:0/task:2 heartbeat timeout."
+STOPPED = (
+    "Error reported from /job:worker/task:2: Task /job:worker/replica:0/task:2 heartbeat timeout."
+)
 
 
 @pytest.mark.parametrize(
     ("text", "rank", "message"),
     [
-        (KILLED, 1, "worker 2 (h2:29500) must answer worker 1, got failed to connect to all addresses"),
-        (STOPPED, 1, "worker 2 (h2:29500) must answer worker 1, got Error reported from /job:worker/task:2"),
+        (
+            KILLED,
+            1,
+            "worker 2 (h2:29500) must answer worker 1, got failed to connect to all addresses",
+        ),
+        (
+            STOPPED,
+            1,
+            "worker 2 (h2:29500) must answer worker 1, got Error reported from /job:worker/task:2",
+        ),
         (STOPPED, 2, "worker 2 (h2:29500) must reach the others, got Error"),
-        ("Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat", 1, "worker 0 (h0:29500) must answer"),
-        ("/job:worker/task:1 lost /job:worker/replica:0/task:2", 1, "worker 2 (h2:29500) must answer worker 1"),
-        ("/job:worker/task:7 failed: no", 1, "all 3 workers must answer worker 1, got /job:worker/task:7 failed: no"),
+        (
+            "Deadline Exceeded\n\nRPC: /tensorflow.CoordinationService/Heartbeat",
+            1,
+            "worker 0 (h0:29500) must answer",
+        ),
+        (
+            "/job:worker/task:1 lost /job:worker/replica:0/task:2",
+            1,
+            "worker 2 (h2:29500) must answer worker 1",
+        ),
+        (
+            "/job:worker/task:7 failed: no",
+            1,
+            "all 3 workers must answer worker 1, got /job:worker/task:7 failed: no",
+        ),
         ("", 1, "all 3 workers must answer worker 1, got an error without a message"),
         ("x" * 5000, 1, "all 3 workers must answer worker 1, got xxx"),
     ],
 )
 def test_the_worker_that_is_lost_is_named_with_its_address_and_how(text, rank, message):
-    error = lost_by_message(f"Graph execution error:\n\nCollective ops is aborted by: {text}", Cluster(THREE, rank))
+    error = lost_by_message(
+        f"Graph execution error:\n\nCollective ops is aborted by: {text}", Cluster(THREE, rank)
+    )
     if not text.strip("x"):
         error = lost_by_message(text, Cluster(THREE, rank))
     assert error.exit_code == 6
@@ -185,14 +233,21 @@ except InputError as error:
 @pytest.mark.slow
 def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed():
     addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(3))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     with contextlib.ExitStack() as stack:
         workers = []
         for rank in range(3):
             config = {"TF_CONFIG": Cluster(addresses, rank).as_tf_config()}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             command = [sys.executable, "-c", WORKER]
-            workers.append(stack.enter_context(subprocess.Popen(command, env={**environ, **config}, **pipes)))
+            workers.append(
+                stack.enter_context(subprocess.Popen(command, env={**environ, **config}, **pipes))
+            )
             stack.callback(workers[-1].kill)
         sums = [worker.stdout.readline().split() for worker in workers]
         assert sums[0][:-1] == ["[0]", "6000.0", "6003.0", "6915.0", "6000.0"]
@@ -201,4 +256,6 @@ def test_three_workers_get_the_same_bits_and_name_the_one_that_is_killed():
         errors = [worker.communicate(timeout=60)[1] for worker in workers[:2]]
     assert [worker.returncode for worker in workers[:2]] == [6, 6]
     # Whoever hears of it later may hear first of the one that has ended for it.
-    assert any("error: worker 2 " in error and "must answer worker" in error for error in errors), errors
+    assert any("error: worker 2 " in error and "must answer worker" in error for error in errors), (
+        errors
+    )

@@ -22,7 +22,9 @@ from cpu3d.errors import InputError
 
 
 def tf_config(tasks, kind="worker", index=0, **more):
-    return {"TF_CONFIG": json.dumps({"cluster": tasks, "task": {"type": kind, "index": index}, **more})}
+    return {
+        "TF_CONFIG": json.dumps({"cluster": tasks, "task": {"type": kind, "index": index}, **more})
+    }
 
 
 def test_without_variables_a_process_is_alone():
@@ -40,7 +42,13 @@ def test_without_variables_a_process_is_alone():
         ({"worker": ["a:1"]}, "worker", "0", ("a:1",), 0),
         ({"chief": ["c:1"], "worker": ["a:1", "b:1"]}, "chief", 0, ("c:1", "a:1", "b:1"), 0),
         ({"chief": ["c:1"], "worker": ["a:1", "b:1"]}, "worker", 0, ("c:1", "a:1", "b:1"), 1),
-        ({"worker": ["[fe80::1]:29500", "[fe80::2]:29500"]}, "worker", 0, ("[fe80::1]:29500", "[fe80::2]:29500"), 0),
+        (
+            {"worker": ["[fe80::1]:29500", "[fe80::2]:29500"]},
+            "worker",
+            0,
+            ("[fe80::1]:29500", "[fe80::2]:29500"),
+            0,
+        ),
     ],
 )
 def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index, addresses, rank):
@@ -52,7 +60,11 @@ def test_tf_config_names_the_workers_and_a_chief_comes_first(tasks, kind, index,
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere TensorFlow sums, on one host too")
 @pytest.mark.parametrize(
     ("workers", "shared"),
-    [(["127.0.0.1:1", "127.0.0.1:2"], True), (["A:1", "a:2"], True), (["a:1", "a:2", "b:1"], False)],
+    [
+        (["127.0.0.1:1", "127.0.0.1:2"], True),
+        (["A:1", "a:2"], True),
+        (["a:1", "a:2", "b:1"], False),
+    ],
 )
 def test_workers_of_one_host_share_memory(workers, shared):
     assert read_cluster(tf_config({"worker": workers})).shares_memory is shared
@@ -87,7 +99,11 @@ def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
     hosts = ("a", "[fe80::2]", "[fe80::3]")
     assert cluster.addresses == tuple(f"{host}:{port}" for host in hosts for port in (5000, 5001))
     assert cluster.local_ranks == (2, 3)
-    assert [host_and_port(address)[0] for address in cluster.addresses[::2]] == ["a", "fe80::2", "fe80::3"]
+    assert [host_and_port(address)[0] for address in cluster.addresses[::2]] == [
+        "a",
+        "fe80::2",
+        "fe80::3",
+    ]
     with pytest.raises(InputError, match="got a:5000 twice"):
         from_hosts(("a", "A"), 1, (5000,))
 
@@ -95,7 +111,9 @@ def test_ranks_are_dealt_host_by_host_and_ports_worker_by_worker():
 # --- Hosts ---
 
 
-@pytest.mark.parametrize(("hosts", "here"), [(("n1", "n2"), 1), (("n2", "n3"), 0), (("n1", "[fd00::3]", "n2"), 2)])
+@pytest.mark.parametrize(
+    ("hosts", "here"), [(("n1", "n2"), 1), (("n2", "n3"), 0), (("n1", "[fd00::3]", "n2"), 2)]
+)
 def test_this_host_is_the_one_that_a_socket_can_be_bound_to(monkeypatch, hosts, here):
     monkeypatch.setattr(module, "is_this_host", lambda host: host == "n2")
     assert own_index(hosts) == here
@@ -117,7 +135,11 @@ def test_a_list_that_does_not_tell_is_refused(monkeypatch, hosts, message):
 
 
 def test_this_machine_has_addresses_and_free_ports():
-    assert [is_this_host(host) for host in ("127.0.0.1", "a..b", "192.0.2.1")] == [True, False, False]
+    assert [is_this_host(host) for host in ("127.0.0.1", "a..b", "192.0.2.1")] == [
+        True,
+        False,
+        False,
+    ]
     ports = free_ports(3)
     assert len(set(ports)) == 3
     assert all(20000 <= port < 32768 for port in ports)
@@ -145,7 +167,11 @@ def srun(nodes, tasks, rank, **more):
 
 
 def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
-    assert read_slurm(srun("n[1-3]", "1(x3)", 2, SLURM_NODEID="2")) == (("n1", "n2", "n3"), 2, 15000 + 567 * 16)
+    assert read_slurm(srun("n[1-3]", "1(x3)", 2, SLURM_NODEID="2")) == (
+        ("n1", "n2", "n3"),
+        2,
+        15000 + 567 * 16,
+    )
     assert read_slurm(srun("a", "1", 0, SLURM_JOB_ID="999")) == (("a",), 0, 15000 + 999 * 16)
     script = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0"}
     assert read_slurm(script) is None, "a batch script is no task"
@@ -155,7 +181,10 @@ def test_one_task_a_host_is_the_host_and_ports_are_by_the_job_s_number():
     ("environ", "message"),
     [
         (srun("n[1-3]", "1(x2)", 0), "one task on each of its hosts"),
-        (srun("n[1-2]", "2(x2)", 3), "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks"),
+        (
+            srun("n[1-2]", "2(x2)", 3),
+            "one task on each of its hosts, in order, got SLURM_PROCID 3 of 2.x2. tasks",
+        ),
         (srun("a,b", "1(x2)", 2), "got SLURM_PROCID 2"),
         (srun("a,b", "1(x2)", -1), "got SLURM_PROCID -1"),
         (srun("n[1-", "1(x2)", 0), "host list must be"),

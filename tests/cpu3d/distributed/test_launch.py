@@ -27,12 +27,17 @@ def plan_of(environ=None, sockets=2, **options):
     return place_workers(Options(**options), environ or {}, sockets)
 
 
-TF = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}})}
+TF = {
+    "TF_CONFIG": json.dumps(
+        {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}
+    )
+}
 N1 = ["n1:15016", "n1:15017"]
 N2 = ["n2:15016", "n2:15017"]
 
 PLANS = [
-    # options, environment, sockets of this host -> addresses, ranks that start here, where it is from
+    # options, environment, sockets of this host -> addresses, ranks that start here, where it is
+    # from
     ({"workers": 2, "port": 5000}, {}, 4, ["127.0.0.1:5000", "127.0.0.1:5001"], (0, 1), "this one"),
     ({"hosts": "a,b", "host_index": 1}, {}, 1, ["a:29500", "b:29500"], (1,), "--hosts"),
     ({"hosts": "a,b", "host_index": 1}, {}, 2, ["a:29500", "a:29501", "b:29500", "b:29501"], (2, 3), "--hosts"),

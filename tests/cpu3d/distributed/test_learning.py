@@ -1,4 +1,5 @@
-"""A step of several workers: the whole batch's gradients, the same weights everywhere, their notes for each other."""
+"""A step of several workers: the whole batch's gradients, the same weights everywhere, their notes
+for each other."""
 
 import dataclasses
 import re
@@ -34,7 +35,9 @@ def share_of(exchange, pair, micro=1):
 
 def flat(arrays, kind):
     """The arrays of one kind (weights, optimizer, ...), as one vector."""
-    return np.concatenate([array.ravel() for name, array in arrays.items() if name.split("/")[0] == kind])
+    return np.concatenate(
+        [array.ravel() for name, array in arrays.items() if name.split("/")[0] == kind]
+    )
 
 
 def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
@@ -66,8 +69,11 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
             np.testing.assert_allclose(b.dice, a.dice, rtol=1e-4)
             assert b.notes.tolist() == [0.0, 15.0], "all get the note of each"
         for name, array in held.items():
-            np.testing.assert_array_equal(array, results[0][1][name], err_msg=name)  # the same on all, to the bit
-        # A small gradient is mostly rounding, and Adam divides by its size: only all weights together are alike.
+            np.testing.assert_array_equal(
+                array, results[0][1][name], err_msg=name
+            )  # the same on all, to the bit
+        # A small gradient is mostly rounding, and Adam divides by its size: only all weights
+        # together are alike.
         for kind in {name.split("/")[0] for name in arrays}:
             of_two, of_one = (flat(mapping, kind) for mapping in (held, arrays))
             assert np.linalg.norm(of_two - of_one) <= 3e-3 * np.linalg.norm(of_one), kind
@@ -78,16 +84,22 @@ def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
             if name != "optimizer/001":  # the learning rate
                 np.testing.assert_array_equal(array, held[name], err_msg=name)
         assert isinstance(differ, WorkersDifferError)
-        assert re.search("weights must be the same on all workers, got fingerprints .*worker 1", str(differ))
+        assert re.search(
+            "weights must be the same on all workers, got fingerprints .*worker 1", str(differ)
+        )
 
 
-def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all(monkeypatch):
+def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean_of_all(
+    monkeypatch,
+):
     """And a step in which a worker is lost leaves every variable as it was."""
 
     def lost(vector):
         raise WorkerLostError("worker 1 must answer")
 
-    config = dataclasses.replace(CONFIG, unet=dataclasses.replace(UNET, norm="batch"), micro_batch=2)
+    config = dataclasses.replace(
+        CONFIG, unet=dataclasses.replace(UNET, norm="batch"), micro_batch=2
+    )
 
     def moved(exchange):
         learner = Learner(config, exchange)
@@ -117,6 +129,8 @@ def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():
     weights = np.random.default_rng(0).normal(size=2**20).astype("f4")
     other = weights.copy()
     other.view("i4")[12345] += 1
-    prints = [float(_fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)]
+    prints = [
+        float(_fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)
+    ]
     assert prints[0] == prints[1], "threads add up in an order of their own"
     assert prints[0] != prints[2]

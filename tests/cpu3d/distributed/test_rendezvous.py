@@ -22,7 +22,9 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems sha
 def addresses(count):
     """Addresses with free ports."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
         return tuple(f"127.0.0.1:{endpoint.getsockname()[1]}" for endpoint in sockets)
 
 
@@ -34,7 +36,9 @@ def three(request, monkeypatch):
 
 def meet(cluster, limit_s=10, **more):
     """The plan that has come; connections are closed."""
-    connections, plan = rendezvous.meet(cluster, limit_s, plan=PLAN if cluster.is_chief else None, **more)
+    connections, plan = rendezvous.meet(
+        cluster, limit_s, plan=PLAN if cluster.is_chief else None, **more
+    )
     for connection in connections.values():
         connection.close()
     return plan
@@ -76,7 +80,9 @@ def test_for_shared_memory_it_listens_at_no_port():
         chief = pool.submit(meet, two, 0.8)
         connected(two).close()
         with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", int(two.addresses[0].rpartition(":")[2])), timeout=1)
+            socket.create_connection(
+                ("127.0.0.1", int(two.addresses[0].rpartition(":")[2])), timeout=1
+            )
         assert isinstance(chief.exception(), WorkerLostError)
 
 
@@ -101,7 +107,9 @@ def test_a_port_that_is_taken_is_named_at_once(three):
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(meet, three, 1)
         connected(three).close()
-        with pytest.raises(InputError, match=r"port \d+ of worker 0 .* must be free, got Address already in use"):
+        with pytest.raises(
+            InputError, match=r"port \d+ of worker 0 .* must be free, got Address already in use"
+        ):
             meet(three, 5)
         assert isinstance(first.exception(), WorkerLostError)
 

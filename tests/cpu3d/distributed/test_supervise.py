@@ -11,7 +11,13 @@ import time
 
 import pytest
 
-from cpu3d.distributed.supervise import Patience, WorkerCommand, WorkerFailedError, run_workers, wait_for_earlier
+from cpu3d.distributed.supervise import (
+    Patience,
+    WorkerCommand,
+    WorkerFailedError,
+    run_workers,
+    wait_for_earlier,
+)
 from cpu3d.errors import InputError, Interrupted
 from cpu3d.run.heartbeat import process_start, write_heartbeat
 from tests.cpu3d.training.beats import beat
@@ -41,7 +47,10 @@ LOSES_ANOTHER = "import sys, time; time.sleep({after_s}); print('error: lost'); 
 
 FAILS = "import sys, time; time.sleep({after_s}); print('error: no case is left'); sys.exit({code})"
 
-DEAF = "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); " + WORKS
+DEAF = (
+    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); "
+    + WORKS
+)
 
 
 ALL_STARTED = """
@@ -63,7 +72,12 @@ def job(tmp_path):
     def make(rank, script):
         ranks.add(rank)
         (tmp_path / "jobs").write_text(str(len(ranks)))
-        environ = {**os.environ, "STARTED": str(started), "RANK": str(rank), "SCRIPT": ALL_STARTED + script}
+        environ = {
+            **os.environ,
+            "STARTED": str(started),
+            "RANK": str(rank),
+            "SCRIPT": ALL_STARTED + script,
+        }
         command = (sys.executable, "-c", "import os; exec(os.environ['SCRIPT'])")
         return WorkerCommand(f"worker {rank}", command, environ, tmp_path / f"worker-{rank}.log")
 
@@ -71,7 +85,9 @@ def job(tmp_path):
 
 
 def test_a_log_names_the_command_without_the_password_of_a_uri(job, tmp_path):
-    job0 = job(0, "")._replace(command=(sys.executable, "-c", "'http://someone:s3cret@localhost:5000'"))
+    job0 = job(0, "")._replace(
+        command=(sys.executable, "-c", "'http://someone:s3cret@localhost:5000'")
+    )
     run_workers([job0], tmp_path, patience=QUICK)
     assert "s3cret" not in job0.log.read_text()
     assert "http://someone:***@localhost:5000" in job0.log.read_text()
@@ -90,10 +106,14 @@ def failure(jobs, patience=QUICK, **more):
 def test_workers_that_finish_add_to_the_logs_of_before(job, tmp_path):
     jobs, shown = [job(rank, f"print('hello from {rank}')") for rank in (0, 1)], []
     for _ in range(2):
-        run_workers(jobs, tmp_path, show=lambda: shown.append(jobs[0].log.read_text()), patience=QUICK)
+        run_workers(
+            jobs, tmp_path, show=lambda: shown.append(jobs[0].log.read_text()), patience=QUICK
+        )
     for rank in (0, 1):
         lines = jobs[rank].log.read_text().splitlines()
-        assert [line.startswith("--- 20") and f"worker {rank}: " in line for line in lines[::2]] == [True] * 2
+        assert [
+            line.startswith("--- 20") and f"worker {rank}: " in line for line in lines[::2]
+        ] == [True] * 2
         assert lines[1::2] == [f"hello from {rank}"] * 2
     assert "hello" in shown[-1], "shown once more when all have ended"
 
@@ -107,7 +127,9 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
     assert re.search(rf"{jobs[1].log} .*\n *error: no case is left", message)
     assert message.count("SIGTERM") == 2
     assert "saved" in words(jobs[0])
-    assert "no case is left" not in str(failure([jobs[1]._replace(command=(sys.executable, "-c", "exit(1)"))]))
+    assert "no case is left" not in str(
+        failure([jobs[1]._replace(command=(sys.executable, "-c", "exit(1)"))])
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +142,11 @@ def test_the_first_failure_stops_the_others_and_is_named_with_its_last_words(job
         # both lost one that is not here
         ((LOSES_ANOTHER.format(after_s=2), LOSES_ANOTHER.format(after_s=0)), "worker 1", 6),
         # the others agree to end as well, and the chief takes longer to save
-        (("import sys, time; time.sleep(0.5); sys.exit(5)", FAILS.format(after_s=0, code=5)), "worker 1", 5),
+        (
+            ("import sys, time; time.sleep(0.5); sys.exit(5)", FAILS.format(after_s=0, code=5)),
+            "worker 1",
+            5,
+        ),
         # it ends with what others do not end with
         ((WORKS, FAILS.format(after_s=0, code=77)), "worker 1", 1),
         # suspended, while the other has lost it
@@ -133,7 +159,9 @@ def test_the_cause_is_named_and_not_who_heard_of_it(job, scripts, culprit, code)
     error = failure([job(rank, script) for rank, script in enumerate(scripts)])
     assert str(error).startswith(f"{culprit} on")
     assert error.exit_code == code
-    assert ("see the logs of the other hosts" in str(error)) == all("exit(6)" in script for script in scripts)
+    assert ("see the logs of the other hosts" in str(error)) == all(
+        "exit(6)" in script for script in scripts
+    )
 
 
 def test_who_does_not_end_is_made_to(job):
@@ -147,14 +175,17 @@ def test_who_does_not_end_is_made_to(job):
 
 
 def beating(run, **changes):
-    """Writes the heartbeat of each process that reports its number in a log of `run`, as of the moment."""
+    """Writes the heartbeat of each process that reports its number in a log of `run`, as of the
+    moment."""
 
     def show():
         for log in run.glob("worker-*.log"):
             pids = [word for word in log.read_text().split() if word.isdigit()]
             with contextlib.suppress(IndexError):
                 pid, rank = int(pids[-1]), int(log.stem[-1])
-                write_heartbeat(run, beat(rank=rank, pid=pid, process_start=process_start(pid) or 0, **changes))
+                write_heartbeat(
+                    run, beat(rank=rank, pid=pid, process_start=process_start(pid) or 0, **changes)
+                )
 
     return show
 
@@ -184,21 +215,29 @@ def test_who_lives_and_beats_no_more_is_ended_and_named(job, tmp_path, script, c
     [{"place": "elsewhere"}, {"phase": "ended", "exit_code": 0}, {"beat": None}],
     ids=["host", "end", "beats"],
 )
-def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are_let_go_on(job, tmp_path, changes):
+def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are_let_go_on(
+    job, tmp_path, changes
+):
     def show():
         more = {**changes, "beat": time.time()} if "beat" in changes else {"beat": 1.0, **changes}
         beating(tmp_path, **more)()
 
     patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3)
-    run_workers([job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience)
+    run_workers(
+        [job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience
+    )
 
 
 def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
     lines = []
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as saves:
         start = process_start(saves.pid)
-        write_heartbeat(tmp_path, beat(pid=saves.pid, process_start=start, phase="saving", longest_step_s=None))
-        with pytest.raises(InputError, match=rf"no other workers, got worker 0 \(process {saves.pid}\)"):
+        write_heartbeat(
+            tmp_path, beat(pid=saves.pid, process_start=start, phase="saving", longest_step_s=None)
+        )
+        with pytest.raises(
+            InputError, match=rf"no other workers, got worker 0 \(process {saves.pid}\)"
+        ):
             wait_for_earlier(tmp_path, lines.append, most_s=0.3)
         threading.Timer(0.3, saves.stdin.close).start()
         wait_for_earlier(tmp_path, lines.append, most_s=30)
@@ -210,7 +249,11 @@ def test_workers_of_an_earlier_launch_are_waited_for(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "passed_on"),
-    [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGTERM), (signal.SIGHUP, signal.SIGTERM)],
+    [
+        (signal.SIGINT, signal.SIGINT),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGTERM),
+    ],
 )
 def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, passed_on):
     def interrupt():
@@ -220,7 +263,10 @@ def test_signals_are_passed_on_and_all_are_waited_for(job, tmp_path, number, pas
         os.kill(os.getpid(), number)
 
     jobs = [job(rank, SAVES) for rank in (0, 1)]
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # else a test under `nohup` would not pass it on
     try:
         threading.Thread(target=interrupt).start()

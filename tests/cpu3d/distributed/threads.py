@@ -12,7 +12,9 @@ from cpu3d.distributed.all_reduce import Exchange
 class ThreadExchange(Exchange):
     """The exchange of one of several workers; all of them put their vectors into `table`."""
 
-    def __init__(self, rank: int, table: List[Any], barrier: threading.Barrier, turn: threading.Lock):
+    def __init__(
+        self, rank: int, table: List[Any], barrier: threading.Barrier, turn: threading.Lock
+    ):
         self.rank, self.count = rank, len(table)
         self._table, self._barrier, self._turn = table, barrier, turn
 
@@ -34,7 +36,9 @@ class ThreadExchange(Exchange):
 def together(count: int, work: Callable[[Exchange], Any]) -> List[Any]:
     """The results, or errors, of `work` as each of `count` workers at once."""
     table, barrier, answers = [None] * count, threading.Barrier(count), [None] * count
-    turn = threading.Lock()  # one of them computes at a time: Keras does not build two networks at once
+    turn = (
+        threading.Lock()
+    )  # one of them computes at a time: Keras does not build two networks at once
 
     def of_rank(rank: int) -> None:
         with turn:

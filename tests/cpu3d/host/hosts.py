@@ -10,10 +10,11 @@ GIB = 2**30
 
 
 def made_up(model, isa, memory_gib, sockets, cores, threads=1, nodes=1):
-    """A host of `sockets` alike, of so many `cores` and NUMA `nodes` each, and so many hyper-`threads` a core.
+    """A host of `sockets` alike, of so many `cores` and NUMA `nodes` each, and so many
+    hyper-`threads` a core.
 
-    CPUs are numbered as by Linux: every core of every socket, then their second threads. 3 % of the memory is in use.
-    """
+    CPUs are numbered as by Linux: every core of every socket, then their second threads. 3 % of the
+    memory is in use."""
     all_cores, all_nodes, memory_bytes = sockets * cores, sockets * nodes, memory_gib * GIB
     cpus = tuple(
         Cpu(thread * all_cores + core, core, core // cores, core * all_nodes // all_cores)
@@ -21,8 +22,12 @@ def made_up(model, isa, memory_gib, sockets, cores, threads=1, nodes=1):
         for core in range(all_cores)
     )
     free = int(0.97 * memory_bytes)
-    host = Host(model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa)
-    each = tuple(Node(node, memory_bytes // all_nodes, free // all_nodes) for node in range(all_nodes))
+    host = Host(
+        model, sockets, all_cores, len(cpus), all_nodes, memory_bytes, free, None, 0, None, isa
+    )
+    each = tuple(
+        Node(node, memory_bytes // all_nodes, free // all_nodes) for node in range(all_nodes)
+    )
     return Topology(host, cpus, each)
 
 
@@ -30,13 +35,19 @@ VNNI = ("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "av
 BFLOAT16 = (*VNNI, "avx_vnni", "avx512_bf16")
 AMX = (*BFLOAT16, "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8")
 SMALL = made_up("2 cores with AVX512_BF16", BFLOAT16, 24, sockets=1, cores=2)
-XEON = dataclasses.replace(made_up("Xeon, 28 cores", VNNI, 1536, sockets=2, cores=28, threads=2), swap_bytes=8 * GIB)
+XEON = dataclasses.replace(
+    made_up("Xeon, 28 cores", VNNI, 1536, sockets=2, cores=28, threads=2), swap_bytes=8 * GIB
+)
 PAPER = made_up("Xeon, 20 cores", VNNI[:-1], 1536, sockets=4, cores=20, threads=2)
 SNC4 = made_up("Xeon, 60 cores with AMX", AMX, 2048, sockets=2, cores=60, threads=2, nodes=4)
 CLOUD = made_up("64 cores of a cloud", VNNI[:3], 256, sockets=1, cores=64)
-QUOTA = dataclasses.replace(CLOUD, host=dataclasses.replace(CLOUD.host, cpu_quota=7.0, cgroup_limit_bytes=32 * GIB))
+QUOTA = dataclasses.replace(
+    CLOUD, host=dataclasses.replace(CLOUD.host, cpu_quota=7.0, cgroup_limit_bytes=32 * GIB)
+)
 HOSTS = (SMALL, XEON, PAPER, SNC4, QUOTA)
-WITH_BUS = dataclasses.replace(SMALL, nodes=(*SMALL.nodes, Node(1, 512 * GIB, 500 * GIB)))  # memory of CXL, no CPUs
+WITH_BUS = dataclasses.replace(
+    SMALL, nodes=(*SMALL.nodes, Node(1, 512 * GIB, 500 * GIB))
+)  # memory of CXL, no CPUs
 
 
 def masked(topology, *cpus):
@@ -44,7 +55,9 @@ def masked(topology, *cpus):
     kept = tuple(cpu for cpu in topology.cpus if cpu.number in cpus)
     numbers, cores, sockets, nodes = (len(set(column)) for column in zip(*kept))
     counts = {"logical_cpus": numbers, "cores": cores, "sockets": sockets, "numa_nodes": nodes}
-    return dataclasses.replace(topology, cpus=kept, host=dataclasses.replace(topology.host, **counts))
+    return dataclasses.replace(
+        topology, cpus=kept, host=dataclasses.replace(topology.host, **counts)
+    )
 
 
 def write_line(root, path, text):
@@ -57,7 +70,10 @@ def write_tree(root, topology):
     write = functools.partial(write_line, root)
     host, numbers = topology.host, [cpu.number for cpu in topology.cpus]
     flags = f"model name\t: {host.cpu_model}\nflags\t\t: fpu {' '.join(host.isa)}"
-    write("proc/cpuinfo", "\n\n".join(f"processor\t: {number}\n{flags}" for number in range(max(numbers) + 1)))
+    write(
+        "proc/cpuinfo",
+        "\n\n".join(f"processor\t: {number}\n{flags}" for number in range(max(numbers) + 1)),
+    )
     write(
         "proc/meminfo",
         f"MemTotal: {host.memory_bytes // 1024} kB\nMemAvailable: {host.available_bytes // 1024} kB\n"
@@ -78,7 +94,10 @@ def write_tree(root, topology):
         write(f"{place}/physical_package_id", cpu.socket)
     for node in topology.nodes:
         place = f"sys/devices/system/node/node{node.number}"
-        write(f"{place}/cpulist", cpu_ranges(cpu.number for cpu in topology.cpus if cpu.node == node.number))
+        write(
+            f"{place}/cpulist",
+            cpu_ranges(cpu.number for cpu in topology.cpus if cpu.node == node.number),
+        )
         sizes = {
             "MemTotal": node.memory_bytes,
             "MemFree": node.free_bytes - 3 * GIB,

@@ -1,4 +1,5 @@
-"""Each test that imports TensorFlow does so in a process of its own: an engine is chosen once per process."""
+"""Each test that imports TensorFlow does so in a process of its own: an engine is chosen once per
+process."""
 
 import importlib.metadata
 import importlib.util
@@ -48,7 +49,11 @@ print(json.dumps({
 
 def run_python(script, *arguments, **environment):
     """The last line of a fresh process, without settings of this one, read as JSON."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TF_", "OMP_", "KMP_", "ITEX_"))}
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TF_", "OMP_", "KMP_", "ITEX_"))
+    }
     command = [sys.executable, "-c", script, *arguments]
     environment = {**clean, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -58,11 +63,14 @@ def run_python(script, *arguments, **environment):
 
 @pytest.mark.skipif(not HAS_ITEX, reason="ITEX is not installed")
 def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_free():
-    """A step binds the thread of TensorFlow's pool that begins it, and not the one that has asked for it.
+    """A step binds the thread of TensorFlow's pool that begins it, and not the one that has asked
+    for it.
 
     Else every thread that reads data would inherit its one CPU.
     """
-    answer = run_python(SCRIPT, KMP_AFFINITY=KMP_AFFINITY)  # as a plan sets it on hosts of several nodes
+    answer = run_python(
+        SCRIPT, KMP_AFFINITY=KMP_AFFINITY
+    )  # as a plan sets it on hosts of several nodes
     assert answer["name"] == f"TensorFlow {TENSORFLOW}, oneDNN, ITEX 2.15.0.0"
     assert answer["threads"] == [read_host().usable_cores, 1]
     assert answer["again_is_same"]
@@ -74,7 +82,8 @@ def test_itex_is_loaded_and_named_and_its_bound_threads_leave_those_of_python_fr
 
 @pytest.fixture
 def without_tensorflow(monkeypatch):
-    """This process as it is before TensorFlow is imported; its environment is put back afterwards."""
+    """This process as it is before TensorFlow is imported; its environment is put back
+    afterwards."""
     for name in [name for name in sys.modules if name == "tensorflow"]:
         monkeypatch.delitem(sys.modules, name)
     before = dict(os.environ)
@@ -102,7 +111,9 @@ def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
     with pytest.raises(InputError, match="engine must be installed, got itex"):
         import_tensorflow("itex")
     monkeypatch.setenv("TF_NUM_INTRAOP_THREADS", "all")
-    with pytest.raises(InputError, match="TF_NUM_INTRAOP_THREADS must be a whole number of threads, got 'all'"):
+    with pytest.raises(
+        InputError, match="TF_NUM_INTRAOP_THREADS must be a whole number of threads, got 'all'"
+    ):
         import_tensorflow("stock")
     monkeypatch.setitem(sys.modules, "tensorflow", object())
     with pytest.raises(RuntimeError, match="before TensorFlow is imported"):
@@ -132,18 +143,23 @@ def test_stderr_has_no_notices_of_tensorflow_but_all_other_lines(crash):
     assert ("Fatal Python error: Aborted" in rest) if crash else (done.returncode, rest) == (0, "")
 
 
-# --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given back ---
+# --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given
+# back ---
 
 
 needs_two_cores = pytest.mark.skipif(
-    read_host().cores < 2 or read_host().sockets > 1 or read_host().cpu_quota is not None or sys.platform != "linux",
+    read_host().cores < 2
+    or read_host().sockets > 1
+    or read_host().cpu_quota is not None
+    or sys.platform != "linux",
     reason="needs two cores of one socket to itself",
 )
 
 
 @needs_two_cores
 def test_a_worker_is_held_to_its_part_of_the_cores():
-    """All threads of the process are held, those of TensorFlow too; a second set_up reads the part, not its half."""
+    """All threads of the process are held, those of TensorFlow too; a second set_up reads the part,
+    not its half."""
     answer = run_python(
         """
 import json, os, threading
@@ -191,7 +207,14 @@ print(json.dumps([set_memory_policy("preferred", [900]), *answers]))
 def test_memory_comes_from_the_plan_s_nodes_unless_the_user_has_chosen():
     refused, *answers = run_python(
         POLICIES,
-        json.dumps([(["default"], []), (["default"], [0]), (["interleaved", [0]], [0]), (["default"], [900, 901])]),
+        json.dumps(
+            [
+                (["default"], []),
+                (["default"], [0]),
+                (["interleaved", [0]], [0]),
+                (["default"], [900, 901]),
+            ]
+        ),
     )
     assert refused == "Invalid argument"
     assert answers == [

@@ -1,4 +1,5 @@
-"""The doctor's report, its JSON, its exit codes; its warnings, and the lines about a process that is set up."""
+"""The doctor's report, its JSON, its exit codes; its warnings, and the lines about a process that
+is set up."""
 
 import dataclasses
 import json
@@ -12,7 +13,14 @@ from cpu3d.errors import InputError
 from cpu3d.host import doctor
 from cpu3d.host.doctor import host_checks
 from cpu3d.host.self_test import Check
-from cpu3d.host.thread_plan import THREADS, default_workers, describe, read_topology, thread_plan, thread_plans
+from cpu3d.host.thread_plan import (
+    THREADS,
+    default_workers,
+    describe,
+    read_topology,
+    thread_plan,
+    thread_plans,
+)
 from memory_estimator.host import Host, Node
 from models.native.library import OwnOperations
 from tests.cpu3d.host.hosts import AMX, GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
@@ -45,7 +53,12 @@ def test_the_host_and_its_plan_are_printed(capsys, monkeypatch, tried):
     monkeypatch.setattr(doctor, "read_topology", lambda: PAPER)
     assert run("--workers", "2") == 0
     text = capsys.readouterr().out
-    for words in ("80 cores on 4 sockets", "plan of worker 1: CPUs 40-79,120-159", "KMP_BLOCKTIME=1", "bfloat16"):
+    for words in (
+        "80 cores on 4 sockets",
+        "plan of worker 1: CPUs 40-79,120-159",
+        "KMP_BLOCKTIME=1",
+        "bfloat16",
+    ):
         assert words in text
     with pytest.raises(InputError, match=" 1 or 2 or 4 or 8"):
         run("--workers", "3")
@@ -56,7 +69,12 @@ def test_json_has_the_host_its_plans_and_the_checks(capsys, tried):
     assert code == 0
     assert len(here["topology"]["cpus"]) == read_topology().host.logical_cpus
     assert {"ulimit -v", "memory.high"} <= {check["name"] for check in here["checks"]}
-    assert here["checks"][-1] == {"name": "engine", "state": "ok", "result": "TensorFlow, oneDNN", "advice": ""}
+    assert here["checks"][-1] == {
+        "name": "engine",
+        "state": "ok",
+        "result": "TensorFlow, oneDNN",
+        "advice": "",
+    }
 
 
 def test_a_failed_check_is_the_exit_code_and_a_warning_is_not(capsys, monkeypatch, tried):
@@ -71,14 +89,22 @@ def test_a_failed_check_is_the_exit_code_and_a_warning_is_not(capsys, monkeypatc
     assert "-> do something" in text
 
 
-def test_nothing_is_tried_where_tensorflow_is_missing_or_nobody_wants_it(capsys, monkeypatch, tried):
-    assert "engine" not in [check["name"] for check in printed_json(capsys, "--no-self-test")[1]["checks"]]
+def test_nothing_is_tried_where_tensorflow_is_missing_or_nobody_wants_it(
+    capsys, monkeypatch, tried
+):
+    assert "engine" not in [
+        check["name"] for check in printed_json(capsys, "--no-self-test")[1]["checks"]
+    ]
     monkeypatch.setattr(doctor, "installed", lambda engine: engine != "itex")
     with pytest.raises(InputError, match="engine must be installed, got itex"):
         run("--engine", "itex")
     monkeypatch.setattr(doctor, "versions", dict)
     code, content = printed_json(capsys)
-    assert (code, content["checks"][-1]["name"], content["checks"][-1]["state"]) == (1, "TensorFlow", "fail")
+    assert (code, content["checks"][-1]["name"], content["checks"][-1]["state"]) == (
+        1,
+        "TensorFlow",
+        "fail",
+    )
 
 
 def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, tried):
@@ -89,7 +115,9 @@ def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, 
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 * GIB, 64 * GIB))
     checks = {check["name"]: check for check in printed_json(capsys, "--no-self-test")[1]["checks"]}
     assert "OMP_NUM_THREADS=333" in checks["environment"]["result"]
-    assert {checks[name]["state"] for name in ("ulimit -v", "memory.high", "ITEX", "environment")} == {"warn"}
+    assert {
+        checks[name]["state"] for name in ("ulimit -v", "memory.high", "ITEX", "environment")
+    } == {"warn"}
 
 
 # --- What is warned of ---
@@ -102,7 +130,11 @@ def checks_of(topology, workers=None):
 
 @pytest.mark.parametrize(
     ("topology", "warned"),
-    [*((host, set()) for host in (SMALL, PAPER, SNC4)), (XEON, {"swap"}), (QUOTA, {"CPU quota", "memory limit"})],
+    [
+        *((host, set()) for host in (SMALL, PAPER, SNC4)),
+        (XEON, {"swap"}),
+        (QUOTA, {"CPU quota", "memory limit"}),
+    ],
 )
 def test_hosts_are_warned_of_what_they_lack_and_told_what_to_do(topology, warned):
     checks = checks_of(topology)
@@ -164,15 +196,21 @@ def test_memory_and_threads_are_those_of_each_worker():
 
 
 def test_uneven_memory_and_sockets_are_warned_of():
-    for gib, state, result in ((100, "warn", "100.00 GiB to 768.00 GiB"), (768, "ok", "768.00 GiB on each")):
-        check = checks_of(dataclasses.replace(XEON, nodes=(XEON.nodes[0], Node(1, gib * GIB, gib * GIB))))
+    for gib, state, result in (
+        (100, "warn", "100.00 GiB to 768.00 GiB"),
+        (768, "ok", "768.00 GiB on each"),
+    ):
+        check = checks_of(
+            dataclasses.replace(XEON, nodes=(XEON.nodes[0], Node(1, gib * GIB, gib * GIB)))
+        )
         assert check["memory of nodes"].state == state
         assert check["memory of nodes"].result.startswith(result)
     check = checks_of(masked(XEON, 0, 28, 29, 30))["CPU mask"]
     assert (check.state, "4 CPUs, 1 and 3 " in check.result) == ("warn", True)
 
 
-# --- The lines about a process that is set up; its places, by the kernel, are tested with `apply` ---
+# --- The lines about a process that is set up; its places, by the kernel, are tested with `apply`
+# ---
 
 HOST = Host("Xeon", 2, 56, 112, 2, 2**40, 2**39, 64 * 2**30, 4 * 2**30, 7.0, AMX)
 
@@ -183,10 +221,17 @@ def test_the_description_says_what_is_in_force(monkeypatch):
     for name, value in plan.environment.items():
         monkeypatch.setenv(name, value)
     text = " ".join(describe(HOST, plan, "TensorFlow 2.15.1, oneDNN"))
-    for part in ("quota 7 CPUs", "limit 64.00 GiB, 60.00 GiB free", "TensorFlow 2.15.1, oneDNN", "OMP_NUM_THREADS=7"):
+    for part in (
+        "quota 7 CPUs",
+        "limit 64.00 GiB, 60.00 GiB free",
+        "TensorFlow 2.15.1, oneDNN",
+        "OMP_NUM_THREADS=7",
+    ):
         assert part in text
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("KMP_BLOCKTIME", "200")  # no number of threads, so not warned of
     lines = describe(HOST, plan, "")
     assert "OMP_NUM_THREADS=1, KMP_BLOCKTIME=200" in " ".join(lines)
-    assert ["OMP_NUM_THREADS must be 7" in line for line in lines if line.startswith("warning: ")] == [True]
+    assert [
+        "OMP_NUM_THREADS must be 7" in line for line in lines if line.startswith("warning: ")
+    ] == [True]

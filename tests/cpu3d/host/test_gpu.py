@@ -1,4 +1,5 @@
-"""Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is given."""
+"""Cards from what a driver might answer, the choice among them, and what a made-up TensorFlow is
+given."""
 
 import sys
 from types import SimpleNamespace
@@ -7,7 +8,15 @@ import pytest
 
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host import gpu
-from cpu3d.host.gpu import Gpu, HostGpus, fits_memory, parse_gpus, pick_device, use_device, why_no_card
+from cpu3d.host.gpu import (
+    Gpu,
+    HostGpus,
+    fits_memory,
+    parse_gpus,
+    pick_device,
+    use_device,
+    why_no_card,
+)
 
 MIB = 2**20
 
@@ -32,12 +41,18 @@ def test_every_line_is_a_card_and_unknown_figures_are_none():
     assert parse_gpus(unified) == (Gpu(0, "NVIDIA GB10", None, None, (12, 1)),)
     assert parse_gpus(old) == (Gpu(0, "Quadro", 2048 * MIB, None, (0, 0)),)
     assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB", None, None, (8, 0)),)
-    for text in ("", "No devices were found\n", 'Field "compute_cap" is not a valid field to query.\n', "\n0, A100\n"):
+    for text in (
+        "",
+        "No devices were found\n",
+        'Field "compute_cap" is not a valid field to query.\n',
+        "\n0, A100\n",
+    ):
         assert parse_gpus(text) == ()
 
 
 @pytest.mark.parametrize(
-    ("visible", "names"), [(None, "VA"), ("1", "A"), ("GPU-bbbb", "A"), ("GPU-", ""), ("", ""), ("1,7,0", "A")]
+    ("visible", "names"),
+    [(None, "VA"), ("1", "A"), ("GPU-bbbb", "A"), ("GPU-", ""), ("", ""), ("1,7,0", "A")],
 )
 def test_cards_are_counted_as_cuda_does(visible, names):
     gpus = parse_gpus(TWO, visible)
@@ -100,19 +115,28 @@ def test_a_driver_that_fails_or_does_not_answer_is_none(script, driver, monkeypa
         ("gpu:0", "whole", (V100,), True, "gpu:0", False),
     ],
 )
-def test_a_card_is_taken_for_patches_where_there_is_one(asked, mode, gpus, cuda, device, is_explained, monkeypatch):
+def test_a_card_is_taken_for_patches_where_there_is_one(
+    asked, mode, gpus, cuda, device, is_explained, monkeypatch
+):
     monkeypatch.setattr(gpu, "cuda_is_installed", lambda: cuda)
     assert pick_device(asked, mode, gpus) == device
     lines = why_no_card(asked, mode, gpus)
     assert len(lines) == is_explained
-    assert all("gpu:0 (Tesla V100-SXM2-16GB) is not used" in line and "setup --gpu" in line for line in lines)
+    assert all(
+        "gpu:0 (Tesla V100-SXM2-16GB) is not used" in line and "setup --gpu" in line
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
     ("asked", "gpus", "message"),
     [
         ("gpu:0", (), "device must be a GPU .* none, got gpu:0.*--device cpu"),
-        ("gpu:2", (V100,), "device must be .* gpu:0 .Tesla V100-SXM2-16GB., got gpu:2.*--device gpu:0"),
+        (
+            "gpu:2",
+            (V100,),
+            "device must be .* gpu:0 .Tesla V100-SXM2-16GB., got gpu:2.*--device gpu:0",
+        ),
         ("cuda", (V100,), "device must be cpu.*, got 'cuda'"),
     ],
 )
@@ -130,7 +154,12 @@ class FakeTensorFlow:
     __version__ = "9.9.9"
 
     def __init__(self, cards=(), with_cuda=True):
-        self.cards, self.visible, self.growing, self.computes = list(cards), list(cards), set(), False
+        self.cards, self.visible, self.growing, self.computes = (
+            list(cards),
+            list(cards),
+            set(),
+            False,
+        )
         self.config = self.experimental = self.test = self
         self.is_built_with_cuda = lambda: with_cuda
 
@@ -151,7 +180,8 @@ class FakeTensorFlow:
 
 
 @pytest.mark.parametrize(
-    ("device", "visible", "growing"), [("cpu", [], set()), ("gpu:0", ["a"], {"a"}), ("gpu:1", ["b"], {"b"})]
+    ("device", "visible", "growing"),
+    [("cpu", [], set()), ("gpu:0", ["a"], {"a"}), ("gpu:1", ["b"], {"b"})],
 )
 def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, growing):
     tf = FakeTensorFlow("ab")
@@ -160,7 +190,9 @@ def test_tensorflow_gets_one_card_whose_memory_grows_or_none(device, visible, gr
     use_device(tf, device)  # as two commands in one process do
     assert (tf.visible, tf.growing) == (visible, growing)
     other = "gpu:0" if device == "cpu" else "cpu"
-    with pytest.raises(RuntimeError, match=f"device {other} must be chosen before TensorFlow computes"):
+    with pytest.raises(
+        RuntimeError, match=f"device {other} must be chosen before TensorFlow computes"
+    ):
         use_device(tf, other)
 
 
@@ -184,7 +216,10 @@ def test_memory_that_runs_out_is_an_error_with_what_to_do_and_other_errors_stay(
     errors = SimpleNamespace(ResourceExhaustedError=OutOfMemoryError)
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(errors=errors))
     message = r"^memory must hold a training step, got .*shape\[1,16,240,240,160\] on GPU:0\W+choose a smaller --patch$"
-    with pytest.raises(DoesNotFitError, match=message), fits_memory("a training step", "choose a smaller --patch"):
+    with (
+        pytest.raises(DoesNotFitError, match=message),
+        fits_memory("a training step", "choose a smaller --patch"),
+    ):
         raise OutOfMemoryError
     with pytest.raises(ValueError, match="another"), fits_memory("a training step", ""):
         raise ValueError("another")

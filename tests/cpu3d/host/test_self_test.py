@@ -1,4 +1,5 @@
-"""The self-test's own judgement, on small tensors; and what becomes of processes that die or hang."""
+"""The self-test's own judgement, on small tensors; and what becomes of processes that die or
+hang."""
 
 import dataclasses
 import json
@@ -23,14 +24,18 @@ def process(monkeypatch):
     """Put a script in the place of the program."""
 
     def put(script):
-        monkeypatch.setattr(module, "PROGRAM", (sys.executable, "-c", f"import json, os, sys, time\n{script}"))
+        monkeypatch.setattr(
+            module, "PROGRAM", (sys.executable, "-c", f"import json, os, sys, time\n{script}")
+        )
         return list(module.self_test())
 
     return put
 
 
 def line(state, name="engine"):
-    return f"print({json.dumps(dataclasses.asdict(Check(name, state, 'TensorFlow')))!r}, flush=True)\n"
+    return (
+        f"print({json.dumps(dataclasses.asdict(Check(name, state, 'TensorFlow')))!r}, flush=True)\n"
+    )
 
 
 def test_results_are_found_among_what_others_print(process):
@@ -38,12 +43,17 @@ def test_results_are_found_among_what_others_print(process):
     states = ("ok", "warn", "skipped", "ok")
     checks = process(noise + noise.join(map(line, states, NAMES)) + noise)
     assert [(check.name, check.state) for check in checks] == list(zip(NAMES, states))
-    assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"], "nothing comes after a failure"
+    assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"], (
+        "nothing comes after a failure"
+    )
 
 
 @pytest.mark.parametrize(
     ("end", "result"),
-    [("sys.exit('cannot import')", "exit code 1: cannot import"), ("os.kill(os.getpid(), 9)", "SIGKILL")],
+    [
+        ("sys.exit('cannot import')", "exit code 1: cannot import"),
+        ("os.kill(os.getpid(), 9)", "SIGKILL"),
+    ],
 )
 def test_a_process_that_dies_fails_the_test_it_was_at(process, end, result):
     first, second = process(line("ok") + end)
@@ -82,7 +92,9 @@ def test_bfloat16_is_faster_or_warned_of_and_left_out_without_instructions(tf, m
     monkeypatch.setattr(module, "STEP_SHAPE", (8, 8, 8))
     for gain, state in ((1.8, "ok"), (1.1, "warn")):
         seconds = iter([1.0 * gain, 1.0, 2.0 * gain, 2.0, *[9.0] * 4])
-        monkeypatch.setattr(module, "_seconds", lambda step, seconds=seconds: (next(seconds), step()))
+        monkeypatch.setattr(
+            module, "_seconds", lambda step, seconds=seconds: (next(seconds), step())
+        )
         check = module.bfloat16_gain(tf, HOST, None)
         assert check.state == state
         assert check.result.startswith(f"{gain:.2f} times as fast")
@@ -120,7 +132,8 @@ def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, monkeypatch):
 
 
 def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):
-    """As with a count of 32 bits: elements beyond it, here beyond 64 slices, are left as they were."""
+    """As with a count of 32 bits: elements beyond it, here beyond 64 slices, are left as they
+    were."""
     monkeypatch.setattr(module, "SLICE", (4, 4, 16))
     monkeypatch.setattr(module, "LIMIT_ELEMENTS", 64 * 4 * 4 * 16)
     assert module.large_tensor(tf, HOST, "stock").state == "ok"

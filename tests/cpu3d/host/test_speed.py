@@ -1,4 +1,5 @@
-"""A host's speed by its trainings: when it is kept, when it is replaced, and the predictions from it."""
+"""A host's speed by its trainings: when it is kept, when it is replaced, and the predictions from
+it."""
 
 import dataclasses
 import json
@@ -40,9 +41,15 @@ def test_all_predictions_are_scaled_to_what_a_training_took(tmp_path):
     keep_training(JOB, 3 * before[0], HOST, quiet=True)
     assert [predicted_s(job) for job in jobs] == pytest.approx([3 * seconds for seconds in before])
     assert re.search("scaled by 3.00 .* 64 x 64 x 64 in float32$", basis())
-    keep_training(JOB, 1.5 * before[0], HOST, quiet=True)  # against what was predicted without any training
-    keep_training(in_bfloat16, 2 * before[2], HOST, quiet=False)  # which has a scale of its own from now on
-    assert [predicted_s(job) for job in jobs] == pytest.approx([1.5 * before[0], 1.5 * before[1], 2 * before[2]])
+    keep_training(
+        JOB, 1.5 * before[0], HOST, quiet=True
+    )  # against what was predicted without any training
+    keep_training(
+        in_bfloat16, 2 * before[2], HOST, quiet=False
+    )  # which has a scale of its own from now on
+    assert [predicted_s(job) for job in jobs] == pytest.approx(
+        [1.5 * before[0], 1.5 * before[1], 2 * before[2]]
+    )
     assert re.search("64 x 64 x 64 in bfloat16.* other programs", basis(in_bfloat16))
     assert basis(dataclasses.replace(JOB, threads=6)).endswith("from 2 threads to 6 by assumption")
     other = dataclasses.replace(HOST, cpu_model="Another CPU")
@@ -83,7 +90,9 @@ def changed(content, changes):
     [
         lambda content: content[:-20],
         lambda content: changed(content, {"schema": 3}),
-        lambda content: changed(content, {"shipped": "2020-01-01"}),  # the shipped constants are others today
+        lambda content: changed(
+            content, {"shipped": "2020-01-01"}
+        ),  # the shipped constants are others today
         lambda content: changed(content, {"scales": {"float32": {"scale": 900.0}}}),
     ],
 )
@@ -133,7 +142,9 @@ def test_a_training_is_kept_by_its_median_step_after_the_first():
         (100.0, [1], [100.0, 100.0], False),
     ],
 )
-def test_only_what_other_programs_take_of_its_own_cpus_disturbs_a_training(own, cpus, each, disturbed, monkeypatch):
+def test_only_what_other_programs_take_of_its_own_cpus_disturbs_a_training(
+    own, cpus, each, disturbed, monkeypatch
+):
     """Per cent as psutil gives them."""
     process = SimpleNamespace(cpu_percent=lambda: own, cpu_affinity=lambda: cpus)
     monkeypatch.setattr(psutil, "Process", lambda: process)

@@ -17,7 +17,17 @@ from cpu3d.host.thread_plan import (
     thread_plans,
 )
 from memory_estimator.host import Cpu, Host, Node
-from tests.cpu3d.host.hosts import BFLOAT16, HOSTS, PAPER, QUOTA, SMALL, SNC4, WITH_BUS, masked, write_tree
+from tests.cpu3d.host.hosts import (
+    BFLOAT16,
+    HOSTS,
+    PAPER,
+    QUOTA,
+    SMALL,
+    SNC4,
+    WITH_BUS,
+    masked,
+    write_tree,
+)
 from tests.cpu3d.host.hosts import XEON as XEON_28
 
 ZEN = Host("Zen", 1, 2, 2, 1, 24 * 2**30, 20 * 2**30, None, 0, None, BFLOAT16)
@@ -27,7 +37,8 @@ PINCH = dataclasses.replace(ZEN, cpu_quota=0.5)
 
 
 @pytest.mark.parametrize(
-    ("host", "threads", "affinity"), [(ZEN, 2, None), (XEON, 56, KMP_AFFINITY), (CONTAINER, 7, None), (PINCH, 1, None)]
+    ("host", "threads", "affinity"),
+    [(ZEN, 2, None), (XEON, 56, KMP_AFFINITY), (CONTAINER, 7, None), (PINCH, 1, None)],
 )
 def test_a_thread_a_core_bound_to_it_on_several_nodes(host, threads, affinity):
     plan = thread_plan(host)
@@ -78,7 +89,10 @@ def test_each_worker_has_cores_and_memory_of_its_own(topology, workers, plans):
     ("topology", "workers"),
     [
         *zip((SMALL, XEON_28, PAPER, SNC4, QUOTA), (1, 2, 4, 2, 1)),
-        (masked(XEON_28, 0, *range(28, 34)), 1),  # a worker each would wait for the first at every step
+        (
+            masked(XEON_28, 0, *range(28, 34)),
+            1,
+        ),  # a worker each would wait for the first at every step
         (masked(XEON_28, 0, 1, 2, *range(28, 34)), 2),
     ],
 )
@@ -96,7 +110,9 @@ def test_by_default_there_is_one_worker_a_socket_unless_sockets_are_lopsided(top
         (masked(XEON_28, 0, *range(28, 34)), 4, "got 4 on 7 cores on 2 sockets.* 1 or 2$"),
     ],
 )  # fmt: skip
-def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(topology, workers, message):
+def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(
+    topology, workers, message
+):
     with pytest.raises(InputError, match=message):
         thread_plans(topology, workers)
 
@@ -110,7 +126,10 @@ def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_p
         threads = [plan.intra_op for plan in plans]
         share = host_share(host, workers)
         assert thread_plan(share).intra_op == min(threads)
-        assert (share.free_bytes, share.memory_bytes) == (host.free_bytes // workers, host.memory_bytes)
+        assert (share.free_bytes, share.memory_bytes) == (
+            host.free_bytes // workers,
+            host.memory_bytes,
+        )
         if host.cpu_quota is not None:
             assert workers <= sum(threads) <= host.cpu_quota
             continue
@@ -141,7 +160,9 @@ def test_a_host_is_read_as_it_was_written(topology, tmp_path):
 
 def test_a_mask_of_cpus_and_of_nodes_leaves_only_those(tmp_path):
     write_tree(tmp_path, XEON_28)
-    (tmp_path / "proc/self/status").write_text("Cpus_allowed_list: 27-29,84\nMems_allowed_list: 1\n")
+    (tmp_path / "proc/self/status").write_text(
+        "Cpus_allowed_list: 27-29,84\nMems_allowed_list: 1\n"
+    )
     topology = read_topology(tmp_path)
     places = [(cpu.number, cpu.socket, cpu.node) for cpu in topology.cpus]
     assert places == [(27, 0, 0), (28, 1, 1), (29, 1, 1), (84, 1, 1)]

@@ -283,7 +283,9 @@ BOTH = ("T1w", "t1gd")
         (["x_t2.nii", "x_T1_Gd.NII.GZ"], BOTH, None),
     ],
 )
-def test_the_program_of_an_export_takes_the_files_that_predict_takes(tmp_path, names, inputs, expected):
+def test_the_program_of_an_export_takes_the_files_that_predict_takes(
+    tmp_path, names, inputs, expected
+):
     paths = [write_nifti(tmp_path / name, volume(FILES[name])) for name in names]
     assert taken_by_predict(paths, inputs) == expected
     assert taken_by_program(paths, inputs) == expected

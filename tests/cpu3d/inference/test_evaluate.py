@@ -41,8 +41,12 @@ def read(run, split="test"):
     return json.loads(scores_path(run, split).read_text())
 
 
-def test_a_right_answer_scores_one_on_the_source_s_grid(tiny_store, tiny_run, fake_predictor, tmp_path):
-    scores = evaluate_split(fake_predictor, tiny_store, "test", tiny_run, weights="last", tolerance_mm=2.0)
+def test_a_right_answer_scores_one_on_the_source_s_grid(
+    tiny_store, tiny_run, fake_predictor, tmp_path
+):
+    scores = evaluate_split(
+        fake_predictor, tiny_store, "test", tiny_run, weights="last", tolerance_mm=2.0
+    )
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
     assert (scores["mean_dice"], scores["untouched"]) == (1, True)
     for case_id in ("e", "f"):
@@ -51,7 +55,12 @@ def test_a_right_answer_scores_one_on_the_source_s_grid(tiny_store, tiny_run, fa
         np.testing.assert_array_equal(prediction, source)
         assert geometry == expected
     assert read(tiny_run) == scores == {"schema": 1, **read_scores(scores_path(tiny_run))}
-    assert (scores["schema"], scores["weights"], scores["split"], scores["tolerance_mm"]) == (1, "last", "test", 2.0)
+    assert (scores["schema"], scores["weights"], scores["split"], scores["tolerance_mm"]) == (
+        1,
+        "last",
+        "test",
+        2.0,
+    )
     assert scores["split_hash"] == tiny_store.manifest.split_hash
     assert scores["label_codes"] == {str(code): name for code, name in LABELS.items()}
 
@@ -62,25 +71,38 @@ def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_ru
     # ET is one voxel, one voxel of 1 mm along X off; TC is a cube of 3, so 18 of 27 voxels stay.
     for case in scores["cases"]:
         tumour = case["regions"]["ET"]
-        assert (tumour["dice"], tumour["hd95_mm"], tumour["surface_dice"]) == (0, pytest.approx(1), 0)
+        assert (tumour["dice"], tumour["hd95_mm"], tumour["surface_dice"]) == (
+            0,
+            pytest.approx(1),
+            0,
+        )
         assert case["regions"]["TC"]["dice"] == pytest.approx(18 / 27)
         assert case["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 2e-3)
     assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
 
 
-@pytest.mark.parametrize(("spacing_mm", "said"), [((1.0, 1.0, 2.0), False), ((1.0, 1.0, 1.0), True), (None, False)])
-def test_cases_with_other_voxels_than_the_trainings_are_named(tiny_run, trained, capsys, spacing_mm, said):
+@pytest.mark.parametrize(
+    ("spacing_mm", "said"), [((1.0, 1.0, 2.0), False), ((1.0, 1.0, 1.0), True), (None, False)]
+)
+def test_cases_with_other_voxels_than_the_trainings_are_named(
+    tiny_run, trained, capsys, spacing_mm, said
+):
     save_config(dataclasses.replace(load_config(tiny_run), spacing_mm=spacing_mm), tiny_run)
     assert run_command(evaluate, "--run", tiny_run) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
     assert len(lines) == said
-    assert all("e and f: voxels of 1 x 1 x 2 mm, but the run was trained on 1 x 1 x 1 mm" in line for line in lines)
+    assert all(
+        "e and f: voxels of 1 x 1 x 2 mm, but the run was trained on 1 x 1 x 1 mm" in line
+        for line in lines
+    )
 
 
 def test_scores_on_a_sheared_grid_are_in_true_mm(tmp_path, tiny_run, fake_predictor):
     lean = ((1.0, 0, 0, 0), (0, 1.0, 1.2, 0), (0, 0, 1.6, 0), (0, 0, 0, 1))  # 2 mm, 37 degrees
     store = make_store(
-        tmp_path / "sheared", tmp_path / "sheared source", geometry=Geometry((12, 10, 8), lean, "RAS", 1, 0)
+        tmp_path / "sheared",
+        tmp_path / "sheared source",
+        geometry=Geometry((12, 10, 8), lean, "RAS", 1, 0),
     )
     scores = evaluate_split(fake_predictor, store, "test", tiny_run)
     assert scores["cases"][0]["regions"]["TC"]["truth_ml"] == pytest.approx(27 * 1.6e-3)
@@ -88,7 +110,9 @@ def test_scores_on_a_sheared_grid_are_in_true_mm(tmp_path, tiny_run, fake_predic
 
 def test_the_summary_is_worked_out_by_hand():
     def case(dice, hd95_mm):
-        return {"regions": {"WT": {**dict.fromkeys(METRICS, dice), "hd95_mm": hd95_mm, "empty": ""}}}
+        return {
+            "regions": {"WT": {**dict.fromkeys(METRICS, dice), "hd95_mm": hd95_mm, "empty": ""}}
+        }
 
     summary = summarise([case(0.5, 3.0), case(1.0, 0.0), case(0.9, 6.0)])["WT"]
     expected = {"mean": 0.8, "median": 0.9, "std": (0.14 / 3) ** 0.5, "min": 0.5, "max": 1}
@@ -96,8 +120,12 @@ def test_the_summary_is_worked_out_by_hand():
     assert summary["hd95_mm"]["median"] == 3.0
 
 
-def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate, "ranked", lambda cases: [{**case, "case_id": "a[red]"} for case in cases])
+def test_scores_of_seen_cases_are_marked_and_replace_no_others(
+    tiny_run, trained, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        evaluate, "ranked", lambda cases: [{**case, "case_id": "a[red]"} for case in cases]
+    )
     assert run_command(evaluate, "--run", tiny_run) == 0
     test, (out, err) = read(tiny_run), capsys.readouterr()
     assert "worst by mean Dice: a[red] 1.000, a[red] 1.000" in out  # no markup
@@ -114,11 +142,15 @@ def test_scores_of_seen_cases_are_marked_and_replace_no_others(tiny_run, trained
 
 
 def content_of(run):
-    return {path.name: path.read_bytes() for path in (run / "evaluation").rglob("*") if path.is_file()}
+    return {
+        path.name: path.read_bytes() for path in (run / "evaluation").rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("renames", range(4))
-def test_scores_and_predictions_are_replaced_together(tiny_store, tiny_run, fake_predictor, monkeypatch, renames):
+def test_scores_and_predictions_are_replaced_together(
+    tiny_store, tiny_run, fake_predictor, monkeypatch, renames
+):
     evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
     before, done, rename = content_of(tiny_run), [], Path.rename
     fake_predictor.shift = 1
@@ -161,7 +193,9 @@ def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, name):
     assert trained == []
 
 
-def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, tiny_run, fake_predictor):
+def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(
+    tiny_store, tiny_run, fake_predictor
+):
     def problems(**changes):
         write_store(tiny_store.folder, remake(tiny_store.manifest, **changes))
         with pytest.raises(InputError) as caught:
@@ -169,9 +203,17 @@ def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(tiny_store, 
         return caught.value.problems
 
     bare = {"label_bytes": 0, "label_sha256": "", "label_voxels": {}}
-    unlabelled = problems(cases=[dataclasses.replace(case, **bare) for case in tiny_store.manifest.cases])
-    assert [problem[:27] for problem in unlabelled] == ["case e must have a label to", "case f must have a label to"]
-    assert "choose --split train" in problems(split={"train": tuple("abcdef"), "val": (), "test": ()})[0]
+    unlabelled = problems(
+        cases=[dataclasses.replace(case, **bare) for case in tiny_store.manifest.cases]
+    )
+    assert [problem[:27] for problem in unlabelled] == [
+        "case e must have a label to",
+        "case f must have a label to",
+    ]
+    assert (
+        "choose --split train"
+        in problems(split={"train": tuple("abcdef"), "val": (), "test": ()})[0]
+    )
     fake_predictor.channels, fake_predictor.labels = ("T2w",), {0: "background", 1: "liver"}
     assert "must have the run's channels and labels" in problems()[0]
     assert not scores_path(tiny_run).exists()
@@ -199,7 +241,9 @@ def test_damaged_scores_are_refused(tiny_store, tiny_run, fake_predictor, spoil,
         read_scores(path)
 
 
-def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fold_runs, trained, tmp_path):
+def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(
+    fold_runs, trained, tmp_path
+):
     first, last, out = *fold_runs("1/3", "3/3"), tmp_path / "both"
     for words, problem in (
         (("--some-folds",), "--out must name a folder"),
@@ -212,7 +256,10 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(fol
     assert run_command(evaluate, "--run", first, last, "--out", out, "--some-folds") == 0
     scores = read(out)
     assert [case["case_id"] for case in scores["cases"]] == ["e", "f"]
-    assert [(run["run"], run["fold"]) for run in scores["runs"]] == [(str(first), "1/3"), (str(last), "3/3")]
+    assert [(run["run"], run["fold"]) for run in scores["runs"]] == [
+        (str(first), "1/3"),
+        (str(last), "3/3"),
+    ]
     assert scores["untouched"]
     assert not (first / "evaluation").exists()
 
@@ -221,7 +268,8 @@ def test_each_fold_is_scored_by_the_run_that_has_not_seen_it(
     tiny_store, fold_runs, monkeypatch, fake_predictor, tmp_path, capsys
 ):
     class Own:
-        """A predictor that refuses the cases that its fold trained on; only that of 1/2 is right."""
+        """A predictor that refuses the cases that its fold trained on; only that of 1/2 is
+        right."""
 
         def __init__(self, fold):
             self.held_out = with_fold(tiny_store, fold).manifest.split["val"]
@@ -236,15 +284,23 @@ def test_each_fold_is_scored_by_the_run_that_has_not_seen_it(
 
     own = [Own("1/2"), Own("2/2")]
     monkeypatch.setattr(evaluate, "trained_predictors", lambda *_: own)
-    monkeypatch.setattr(evaluate, "postprocessing_of", lambda run, config, _: PostProcessing(off=config.fold))
+    monkeypatch.setattr(
+        evaluate, "postprocessing_of", lambda run, config, _: PostProcessing(off=config.fold)
+    )
     runs = fold_runs("1/2", "2/2", spacing_mm=(1.0, 1.0, 9.0))
     assert run_command(evaluate, "--run", *runs, "--split", "val", "--out", tmp_path / "both") == 0
     scores = read(tmp_path / "both", "val")
     assert [case["case_id"] for case in scores["cases"]] == ["a", "b", "c", "d"]
     assert not scores["untouched"]
-    assert [tuple(run["held_out"]) for run in scores["runs"]] == [predictor.held_out for predictor in own]
+    assert [tuple(run["held_out"]) for run in scores["runs"]] == [
+        predictor.held_out for predictor in own
+    ]
     right = {case["case_id"] for case in scores["cases"] if case["mean_dice"] == 1}
-    assert right == set(own[0].held_out) == {c["case_id"] for c in scores["cases"] if c["postprocessing"] == "off: 1/2"}
+    assert (
+        right
+        == set(own[0].held_out)
+        == {c["case_id"] for c in scores["cases"] if c["postprocessing"] == "off: 1/2"}
+    )
     out, err = capsys.readouterr()
     assert re.search(r"note: a, b, c and .*: voxels of .* trained on 1 x 1 x 9 mm", err), err
     printed = " ".join(out.split())

@@ -38,7 +38,8 @@ from tests.cpu3d.runs import decided
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A store of grids of 12 x 10 x 8 voxels, axes L P S in their files, with brains of 10 x 8 x 6."""
+    """A store of grids of 12 x 10 x 8 voxels, axes L P S in their files, with brains of 10 x 8 x
+    6."""
     folder = tmp_path_factory.mktemp("tiny")
     return make_store(folder / "store", folder / "source")
 
@@ -52,7 +53,9 @@ def make_run(store, folder, **settings):
     save_config(config, folder)
     rng = np.random.default_rng(3)
     weights = build_unet3d(config.unet, config.grid, 1).weights
-    arrays = [weight.numpy() + rng.normal(0, 0.3, weight.shape).astype(np.float32) for weight in weights]
+    arrays = [
+        weight.numpy() + rng.normal(0, 0.3, weight.shape).astype(np.float32) for weight in weights
+    ]
     arrays = [
         0 * array if "head" in weight.name and "bias" in weight.name else array  # no region is rare
         for weight, array in zip(weights, arrays)
@@ -66,13 +69,20 @@ def make_run(store, folder, **settings):
     return folder
 
 
-RULES = PostProcessing({"WT": (Rule(mm3=40),), "TC": (Rule(share=0.5),), "ET": (Rule(mm3=9),)}, nested=True)
+RULES = PostProcessing(
+    {"WT": (Rule(mm3=40),), "TC": (Rule(share=0.5),), "ET": (Rule(mm3=9),)}, nested=True
+)
 """A decision that changes what an untrained network answers."""
 
 
 RUNS = {  # format and kind of run -> its settings
     "onnx": {},
-    "savedmodel": {"extent": "full", "channels": ("T1gd",), "deep_supervision": True, "dtype": "bfloat16"},
+    "savedmodel": {
+        "extent": "full",
+        "channels": ("T1gd",),
+        "deep_supervision": True,
+        "dtype": "bfloat16",
+    },
     "onnx windows": {"mode": "patch", "grid": (8, 8, 4), "channels": ("T1gd",)},
 }
 
@@ -83,11 +93,15 @@ def export(request, store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     run = make_run(store, folder / "run", **RUNS[request.param])
     format_ = request.param.split()[0]
-    assert main(["export", "--run", str(run), "--format", format_, "--out", str(folder / "out")]) == 0
+    assert (
+        main(["export", "--run", str(run), "--format", format_, "--out", str(folder / "out")]) == 0
+    )
     return run, folder / "out"
 
 
-def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json_says_how(export, store, tmp_path):
+def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json_says_how(
+    export, store, tmp_path
+):
     run, out = export
     image, config = store.folder.parent / "source/f.nii.gz", load_config(run)
     if config.channels == ("T1gd",):
@@ -115,16 +129,24 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert list(names)[: len(config.channels)] == list(config.channels)
     for channel in ("FLAIR", "T1gd"):
         assert {channel.lower(), numbers[channel]} <= set(names[channel])
-    assert about["paint"] == [[{"output": 0, "code": 1}], [{"output": 1, "code": 2}], [{"output": 2, "code": 3}]]
+    assert about["paint"] == [
+        [{"output": 0, "code": 1}],
+        [{"output": 1, "code": 2}],
+        [{"output": 2, "code": 3}],
+    ]
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
     (answer,) = about["outputs"]
-    assert (answer, "mean" in about["inputs"]) == (("logits", True) if config.is_patch else ("probabilities", False))
+    assert (answer, "mean" in about["inputs"]) == (
+        ("logits", True) if config.is_patch else ("probabilities", False)
+    )
     checked = about["verification"]
     assert checked["case_id"] == "e"  # the first of test
     assert checked["largest_difference"] < 1e-4
     assert checked["label_voxels"] > 0
-    assert checked["different_labels"]["float32"] <= 1  # of 960 voxels, where two regions are as likely to rounding
+    assert (
+        checked["different_labels"]["float32"] <= 1
+    )  # of 960 voxels, where two regions are as likely to rounding
     assert checked["different_labels"]["predict"] < 0.02 * 960
     assert checked["postprocessed_voxels"] > 0
     assert about["postprocessing"]["words"] == rules.words
@@ -172,7 +194,9 @@ def test_the_program_knows_the_unit_of_a_file(tiny, store, tmp_path):
     source = nibabel.load(store.folder.parent / "source/e.nii.gz")
     written = {}
     for unit, factor in (("mm", 1), ("micron", 1000), ("meter", 0.001)):
-        image = nibabel.Nifti1Image(np.asarray(source.dataobj), np.diag([factor] * 3 + [1]) @ source.affine)
+        image = nibabel.Nifti1Image(
+            np.asarray(source.dataobj), np.diag([factor] * 3 + [1]) @ source.affine
+        )
         image.header.set_xyzt_units(unit)
         nibabel.save(image, tmp_path / f"{unit}.nii.gz")
         segment.main(out, str(tmp_path / f"{unit}.nii.gz"), str(tmp_path / "label.nii.gz"))
@@ -211,9 +235,15 @@ def test_the_program_reads_units_orientation_and_background_as_predict_does(
     seen = []
     monkeypatch.setattr(segment, "load_network", lambda folder, about: None)
     monkeypatch.setattr(
-        segment, "probabilities_of", lambda network, about, image: seen.append(image) or image[..., :1] / 20
+        segment,
+        "probabilities_of",
+        lambda network, about, image: seen.append(image) or image[..., :1] / 20,
     )
-    about = {"paint": [[{"output": 0, "code": 1}]], "threshold": 0.5, "trained_spacing_mm": [1, 1, 1]}
+    about = {
+        "paint": [[{"output": 0, "code": 1}]],
+        "threshold": 0.5,
+        "trained_spacing_mm": [1, 1, 1],
+    }
     about["postprocessing"] = {"cut": [], "remove": []}
     about["channels"] = ["FLAIR", "T1gd"]
     about["channel_names"] = {"FLAIR": ["flair"], "T1gd": ["t1gd"]}
@@ -264,7 +294,9 @@ REGIONS = {"all": (1, 2, 3, 4), "left": (1,), "right": (3,), "inner": (2,)}
 
 
 def statistics(image):
-    seen = [image[..., channel][image[..., channel] != 0].astype(np.float64) for channel in range(2)]
+    seen = [
+        image[..., channel][image[..., channel] != 0].astype(np.float64) for channel in range(2)
+    ]
     return np.array([values.mean() for values in seen]), np.array([values.std() for values in seen])
 
 
@@ -279,7 +311,8 @@ def made_up_logits(image, mean, std):
 @pytest.mark.parametrize("extent", ["brain", "full"])
 @pytest.mark.parametrize("mode", ["whole", "patch"])
 @pytest.mark.parametrize(
-    ("shape", "size"), [((9, 12, 7), (12, 8, 8)), ((10, 5, 11), (8, 8, 12)), ((13, 13, 13), (4, 12, 8))]
+    ("shape", "size"),
+    [((9, 12, 7), (12, 8, 8)), ((10, 5, 11), (8, 8, 12)), ((13, 13, 13), (4, 12, 8))],
 )
 def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, shape, size):
     rng, image = np.random.default_rng(4), np.zeros((*shape, 2), np.float32)
@@ -304,7 +337,9 @@ def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, 
         return logits if config.is_patch else 1 / (1 + np.exp(-logits))
 
     about = json.loads(json.dumps(contract(config, "float32", "onnx")))
-    np.testing.assert_array_equal(segment.painted(segment.probabilities_of(made_up, about, image), about), expected)
+    np.testing.assert_array_equal(
+        segment.painted(segment.probabilities_of(made_up, about, image), about), expected
+    )
     about = {**about, "mode": "whole", "size": [1, *size[1:]]}
     with pytest.raises(SystemExit, match="export with a larger --size"):
         segment.probabilities_of(made_up, about, image)
@@ -321,7 +356,9 @@ def call(tiny, tmp_path, capsys):
     """The command in ONNX; exit code and what it printed."""
 
     def call(*words, run=tiny, out=tmp_path / "out"):
-        code = main(["export", "--run", str(run), "--format", "onnx", "--out", str(out), *map(str, words)])
+        code = main(
+            ["export", "--run", str(run), "--format", "onnx", "--out", str(out), *map(str, words)]
+        )
         captured = capsys.readouterr()
         return code, captured.err if code == 2 else captured.out
 
@@ -372,13 +409,18 @@ def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):
     ("words", "problem"),
     [
         (["--size", 16, 10, 8], r"--size \(16, 10, 8\) must be divisible by 4\b.*\(16, 12, 8\)"),
-        (["--size", 8, 8, 8], r"case e must fit into 8 x 8 x 8, got .* 10 x 8 x 6\b.* --size 12 8 8"),
+        (
+            ["--size", 8, 8, 8],
+            r"case e must fit into 8 x 8 x 8, got .* 10 x 8 x 6\b.* --size 12 8 8",
+        ),
         (["--case", "no.nii.gz"], "--case no.nii.gz must exist"),
         (["--case", "a.nii.gz", "b.nii.gz"], "--case must be one case, got 2"),
         (["--weights", "last"], "must hold its last weights, found none"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_and_nothing_is_written(call, store, tmp_path, monkeypatch, words, problem):
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
+    call, store, tmp_path, monkeypatch, words, problem
+):
     monkeypatch.chdir(store.folder.parent / "source")
     code, message = call(*words)
     assert code == 2
@@ -386,7 +428,9 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(call, store, 
     assert not list(tmp_path.iterdir())
 
 
-def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(call, tiny, tmp_path):
+def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(
+    call, tiny, tmp_path
+):
     run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
     save_config(dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8)), run)
     assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8)" in call(run=run)[1]
@@ -397,4 +441,6 @@ def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(
     code, message = call()
     assert (code, (tmp_path / "out/thesis.tex").read_text()) == (2, "a year of work")
     assert "must be a new or an empty folder, got a folder with files" in message
-    assert "must be a new or an empty folder, got a file" in call(out=tmp_path / "out/thesis.tex")[1]
+    assert (
+        "must be a new or an empty folder, got a file" in call(out=tmp_path / "out/thesis.tex")[1]
+    )

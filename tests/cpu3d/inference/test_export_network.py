@@ -20,7 +20,9 @@ SIZE = (8, 4, 12)
 REGIONS = {"WT": (1, 2), "ET": (2,)}
 OPTIONS = [
     {"network": network, "norm": norm, "up": up, "residual": residual}
-    for position, (network, norm, up, residual) in enumerate(itertools.product(NETWORKS, NORMS, UPS, (False, True)))
+    for position, (network, norm, up, residual) in enumerate(
+        itertools.product(NETWORKS, NORMS, UPS, (False, True))
+    )
     if position % 3 == 0  # every value of every option
 ]
 OPTIONS += [{"deep_supervision": True, "residual": True, "depth": depth} for depth in (2, 3)]
@@ -29,7 +31,9 @@ OPTIONS += [{"policy": "lean", "residual": True}]
 
 def settings_of(mode="whole", **options):
     """(of the export, of the run's own network)"""
-    unet = UNetConfig(**{"channels": 2, "outputs": 2, "filters": 2, "depth": 3, "policy": "speed", **options})
+    unet = UNetConfig(
+        **{"channels": 2, "outputs": 2, "filters": 2, "depth": 3, "policy": "speed", **options}
+    )
     config = RunConfig(
         label_names={0: "background", 1: "edema", 2: "tumour"}, region_codes=REGIONS, channels=("FLAIR", "T1w"),
         regions=tuple(REGIONS), mode=mode, grid=SIZE, unet=dataclasses.replace(unet, policy="speed"),
@@ -44,7 +48,9 @@ def random_weights(unet, seed=0):
     for weight in build_unet3d(unet, SIZE, 1).weights:
         positive = "gamma" in weight.name or "variance" in weight.name
         spread = 1 / np.sqrt(np.prod(weight.shape[:-1])) if "kernel" in weight.name else 0.5
-        arrays.append(rng.uniform(0.5, 2, weight.shape) if positive else rng.normal(0, spread, weight.shape))
+        arrays.append(
+            rng.uniform(0.5, 2, weight.shape) if positive else rng.normal(0, spread, weight.shape)
+        )
     return [array.astype(np.float32) for array in arrays]
 
 
@@ -64,21 +70,28 @@ def normalised(image):
 
 
 def run(model, **inputs):
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), providers=["CPUExecutionProvider"]
+    )
     return session.run(None, inputs)[0]
 
 
 def both(config, weights):
-    """Probabilities of the raw image by the ONNX graph, and by the Keras model of the normalised one."""
+    """Probabilities of the raw image by the ONNX graph, and by the Keras model of the normalised
+    one."""
     network, image = exported_network(config, weights), raw_image()
     expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
     return run(onnx_model(contract(config, "float32", "onnx"), network), image=image), expected
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options", OPTIONS, ids=lambda options: "-".join(map(str, options.values()))
+)
 def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(options):
     config, unet = settings_of(**options)
-    answer, expected = both(config, random_weights(unet))  # of the run's own policy: their order is the same
+    answer, expected = both(
+        config, random_weights(unet)
+    )  # of the run's own policy: their order is the same
     assert expected.std() > 0.01
     assert answer.dtype == np.float32
     np.testing.assert_allclose(answer, expected, atol=2e-5)
@@ -87,10 +100,20 @@ def test_every_network_gives_the_keras_models_probabilities_of_the_raw_image(opt
 @pytest.mark.parametrize("norm", ["batch", "instance"])
 def test_maps_that_hardly_vary_are_divided_by_the_same_epsilon(norm):
     config, unet = settings_of(norm=norm)
-    factors = {"kernel": 3e-3, "variance": 1e-5, "mean": 1e-2, "gamma": 2}  # 1.001e-5 would be off by 3e-4
+    factors = {
+        "kernel": 3e-3,
+        "variance": 1e-5,
+        "mean": 1e-2,
+        "gamma": 2,
+    }  # 1.001e-5 would be off by 3e-4
     names = [weight.name for weight in build_unet3d(unet, SIZE, 1).weights]
-    scales = [next((f for part, f in factors.items() if part in name and "head" not in name), 1) for name in names]
-    answer, expected = both(config, [array * scale for array, scale in zip(random_weights(unet), scales)])
+    scales = [
+        next((f for part, f in factors.items() if part in name and "head" not in name), 1)
+        for name in names
+    ]
+    answer, expected = both(
+        config, [array * scale for array, scale in zip(random_weights(unet), scales)]
+    )
     assert expected.std() > 0.05
     np.testing.assert_allclose(answer, expected, atol=5e-6)
 
@@ -101,12 +124,16 @@ def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
     image, mean, std = raw_image(), np.float32([700, 3]), np.float32([300, 5])
     scores = np.where(image == 0, 0, (image - mean) / std)
     expected = network(scores[None], training=False)[0].numpy()
-    answer = run(onnx_model(contract(config, "float32", "onnx"), network), image=image, mean=mean, std=std)
+    answer = run(
+        onnx_model(contract(config, "float32", "onnx"), network), image=image, mean=mean, std=std
+    )
     np.testing.assert_allclose(answer, expected, atol=1e-4)
     write_saved_model(contract(config, "float32", "savedmodel"), network, tmp_path / "saved")
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     inputs = {"image": tf.constant(image), "mean": tf.constant(mean), "std": tf.constant(std)}
-    np.testing.assert_allclose(loaded.signatures["serving_default"](**inputs)["logits"], expected, atol=1e-4)
+    np.testing.assert_allclose(
+        loaded.signatures["serving_default"](**inputs)["logits"], expected, atol=1e-4
+    )
 
 
 def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan():

@@ -1,4 +1,5 @@
-"""Predicting new images: where the answer lies, what lies beside it, and what is never overwritten."""
+"""Predicting new images: where the answer lies, what lies beside it, and what is never
+overwritten."""
 
 import dataclasses
 import json
@@ -32,7 +33,10 @@ def files(tmp_path):
 
 
 def predict_case(predictor, files, out, **how):
-    case, options = Case(files, CHANNELS, *codes_for(predictor, files)), Options(image=(), out=out, **how)
+    case, options = (
+        Case(files, CHANNELS, *codes_for(predictor, files)),
+        Options(image=(), out=out, **how),
+    )
     out.mkdir(exist_ok=True)
     return predict.predict_case(predictor, case, options, {}, predict.RAW)
 
@@ -40,7 +44,9 @@ def predict_case(predictor, files, out, **how):
 @pytest.fixture
 def call(monkeypatch, predictor, tiny_run):
     """Run the command with the fake predictor in place of a trained one."""
-    monkeypatch.setattr(predict, "trained_predictors", lambda runs, weights, inference: [predictor] * len(runs))
+    monkeypatch.setattr(
+        predict, "trained_predictors", lambda runs, weights, inference: [predictor] * len(runs)
+    )
     return lambda *words, runs=(tiny_run,): run_command(predict, "--run", *runs, *words)
 
 
@@ -53,7 +59,9 @@ def split_channels(image, *names):
     return paths
 
 
-def test_the_answer_has_the_sources_grid_and_codes_and_the_sidecar_says_whose_it_is(call, files, tiny_run, tmp_path):
+def test_the_answer_has_the_sources_grid_and_codes_and_the_sidecar_says_whose_it_is(
+    call, files, tiny_run, tmp_path
+):
     source, label = nibabel.load(files.label), read_volume(files.label)[0]
     expected = np.asarray(source.dataobj)
     files.label.write_bytes(b"not a label at all")  # it is not read
@@ -66,11 +74,18 @@ def test_the_answer_has_the_sources_grid_and_codes_and_the_sidecar_says_whose_it
     content = json.loads((tmp_path / "out/a.json").read_text())
     assert content["complete"]
     assert content["label_codes"] == {str(code): name for code, name in LABELS.items()}
-    volumes = {name: pytest.approx(np.isin(label, codes).sum() * 2e-3) for name, codes in REGIONS.items()}
+    volumes = {
+        name: pytest.approx(np.isin(label, codes).sum() * 2e-3) for name, codes in REGIONS.items()
+    }
     assert content["volumes_ml"] == volumes
     assert content["sources"][0]["path"] == "a.nii.gz"
     assert (content["run"], content["fold"], content["weights"]) == (str(tiny_run), "", "last")
-    assert content["inference"] == {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
+    assert content["inference"] == {
+        "window": None,
+        "one_pass": True,
+        "overlap": 0.5,
+        "flips": False,
+    }
 
 
 OF_LAYOUT = {
@@ -85,21 +100,32 @@ OF_LAYOUT = {
 
 @pytest.fixture
 def images(files, tmp_path):
-    """The same voxels in every layout; their label is in the codes of the tiny store, which are Decathlon's."""
-    for name, ends in (("old", ("_flair", "_t1ce")), ("new", ("-t2f", "-t1c")), ("BraTS-PED-1", ("-t2f", "-t1c"))):
+    """The same voxels in every layout; their label is in the codes of the tiny store, which are
+    Decathlon's."""
+    for name, ends in (
+        ("old", ("_flair", "_t1ce")),
+        ("new", ("-t2f", "-t1c")),
+        ("BraTS-PED-1", ("-t2f", "-t1c")),
+    ):
         (tmp_path / "in" / name).mkdir()
         split_channels(files.images[0], *(f"{name}/{name}{end}.nii.gz" for end in ends))
     data = tmp_path / "in/data"
     (data / "imagesTs").mkdir(parents=True)
     shutil.copy(files.images[0], data / "imagesTs/listed.nii.gz")
     labels = {"0": "background", "3": "edema", "1": "core", "7": "enhancing"}
-    listed = {"modality": {"0": "FLAIR", "1": "T1gd"}, "labels": labels, "training": [{"image": "a.nii.gz"}]}
+    listed = {
+        "modality": {"0": "FLAIR", "1": "T1gd"},
+        "labels": labels,
+        "training": [{"image": "a.nii.gz"}],
+    }
     (data / "dataset.json").write_text(json.dumps(listed))
     where = {"listed": data / "imagesTs/listed.nii.gz", "a": files.images[0]}
     return {**{name: tmp_path / "in" / name for name in ("old", "new", "BraTS-PED-1")}, **where}
 
 
-def test_each_image_is_answered_in_the_codes_of_its_own_data_set(images, files, call, tmp_path, capsys):
+def test_each_image_is_answered_in_the_codes_of_its_own_data_set(
+    images, files, call, tmp_path, capsys
+):
     truth = read_volume(files.label)[0]
     assert call("--image", images["new"], "--out", tmp_path / "chosen", "--codes", "store") == 0
     np.testing.assert_array_equal(read_volume(tmp_path / "chosen/new.nii.gz")[0], truth)
@@ -107,7 +133,9 @@ def test_each_image_is_answered_in_the_codes_of_its_own_data_set(images, files, 
     assert call("--image", *images.values(), "--out", tmp_path / "out") == 0
     printed = capsys.readouterr().out
     for name, (of, codes) in OF_LAYOUT.items():
-        np.testing.assert_array_equal(read_volume(tmp_path / f"out/{name}.nii.gz")[0], np.array(codes)[truth], name)
+        np.testing.assert_array_equal(
+            read_volume(tmp_path / f"out/{name}.nii.gz")[0], np.array(codes)[truth], name
+        )
         content = json.loads((tmp_path / f"out/{name}.json").read_text())
         assert content["codes_of"].endswith(of)
         assert content["codes_of"] in printed
@@ -157,7 +185,9 @@ def test_nan_is_refused_or_made_background(files, tmp_path, call):
     assert json.loads((tmp_path / "out/a.json").read_text())["zeroed_voxels"] == 2
 
 
-def test_probabilities_are_float32_on_the_sources_grid_one_file_a_region(predictor, files, tmp_path):
+def test_probabilities_are_float32_on_the_sources_grid_one_file_a_region(
+    predictor, files, tmp_path
+):
     content = predict_case(predictor, files, tmp_path / "out", probabilities=True)
     label = read_volume(files.label)[0]
     for name, codes in REGIONS.items():
@@ -180,7 +210,9 @@ def test_a_page_lies_beside_the_answer_and_replaces_its_own_alone(call, files, t
         call(*words)
 
 
-def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor, files, call, tmp_path):
+def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(
+    predictor, files, call, tmp_path
+):
     predictor.inputs = ("FLAIR",)
     (tmp_path / "in/case").mkdir()
     flair, t1gd = split_channels(files.images[0], "case/case_flair.nii.gz", "case/case_t1ce.nii.gz")
@@ -188,7 +220,12 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(predictor,
     write_volume(thick, read_volume(flair)[0][::-1, ::-1, :, None], LPS_2MM)
     truth = read_volume(files.label)[0]
     for number, (images, name, sources) in enumerate(
-        ((files.images, "a", 1), ([thick], "thick", 1), ([flair, t1gd], "case", 1), ([flair.parent], "case", 2))
+        (
+            (files.images, "a", 1),
+            ([thick], "thick", 1),
+            ([flair, t1gd], "case", 1),
+            ([flair.parent], "case", 2),
+        )
     ):
         out = tmp_path / f"out {number}"
         assert call("--image", *images, "--out", out, "--codes", "store") == 0
@@ -216,7 +253,10 @@ def test_3d_files_are_one_case_or_one_each_for_a_single_channel(files, inputs, n
     of_run = FakePredictor(None, REGIONS, LABELS, channels=STORES, inputs=tuple(inputs.split()))
     chosen, problems, _ = find_cases(paths, of_run)
     assert bool(problems) == (not cases)
-    stems = {case.files.case_id: ",".join(path.name[:-7] for path in case.files.images) for case in chosen}
+    stems = {
+        case.files.case_id: ",".join(path.name[:-7] for path in case.files.images)
+        for case in chosen
+    }
     assert " ".join(f"{name}:{stem}" for name, stem in stems.items()) == cases
 
 
@@ -234,7 +274,9 @@ def test_files_of_others_are_never_overwritten(predictor, files, tmp_path, call)
     assert label.read_bytes() == b"an expert's week of work"
 
 
-def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(predictor, files, tmp_path, monkeypatch):
+def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(
+    predictor, files, tmp_path, monkeypatch
+):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -254,15 +296,29 @@ def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(pred
     assert not read_volume(tmp_path / "out/a.nii.gz")[0].any()
 
 
-def test_images_and_folders_that_cannot_be_used_are_refused_before_any_work(files, tmp_path, call, monkeypatch):
+def test_images_and_folders_that_cannot_be_used_are_refused_before_any_work(
+    files, tmp_path, call, monkeypatch
+):
     image = files.images[0]
     case = split_channels(image, "case_flair.nii.gz", "case_t1ce.nii.gz")[0].parent
     again = shutil.copy(image, tmp_path / "a.nii.gz")
-    with pytest.raises(InputError, match=r"must not be a folder that is predicted on[\s\S]*case ids must differ, got"):
+    with pytest.raises(
+        InputError,
+        match=r"must not be a folder that is predicted on[\s\S]*case ids must differ, got",
+    ):
         call("--image", case, image, again, "--out", case)
-    monkeypatch.setattr(predict, "trained_predictors", lambda *_: pytest.fail("the network was loaded"))
+    monkeypatch.setattr(
+        predict, "trained_predictors", lambda *_: pytest.fail("the network was loaded")
+    )
     with pytest.raises(InputError) as caught:
-        call("--image", image, tmp_path / "no.nii.gz", tmp_path / "nor this", "--out", tmp_path / "out")
+        call(
+            "--image",
+            image,
+            tmp_path / "no.nii.gz",
+            tmp_path / "nor this",
+            "--out",
+            tmp_path / "out",
+        )
     assert len(caught.value.problems) == 2
     assert not (tmp_path / "out").exists()
     for out in (image, image / "below"):
@@ -270,7 +326,9 @@ def test_images_and_folders_that_cannot_be_used_are_refused_before_any_work(file
             call("--image", image, "--out", out)
 
 
-def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(predictor, tmp_path, call, monkeypatch):
+def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(
+    predictor, tmp_path, call, monkeypatch
+):
     images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in "abcd"]
     images[2].write_bytes(b"damaged")
     damaged = bytearray(images[3].read_bytes())
@@ -312,7 +370,9 @@ def trained_on(run, **facts):
 
 
 @pytest.mark.parametrize(("unit", "per_mm"), [(0, 1), (1, 1e-3), (2, 1), (3, 1e3)])
-def test_volumes_are_in_ml_whatever_the_headers_unit_which_the_answer_has_too(call, files, tmp_path, unit, per_mm):
+def test_volumes_are_in_ml_whatever_the_headers_unit_which_the_answer_has_too(
+    call, files, tmp_path, unit, per_mm
+):
     image = nibabel.load(files.images[0])
     affine = np.diag([per_mm, per_mm, per_mm, 1]) @ image.affine
     path = with_header(files.images[0], tmp_path / "u/a.nii.gz", affine=affine, unit=unit)
@@ -341,7 +401,9 @@ def test_channels_on_the_fifth_axis_are_channels(call, files, tmp_path, shape):
     array = np.asarray(image.dataobj).reshape(shape)
     nibabel.save(nibabel.Nifti1Image(array, image.affine, image.header), files.images[0])
     assert call("--image", files.images[0], "--out", tmp_path / "out") == 0
-    np.testing.assert_array_equal(read_volume(tmp_path / "out/a.nii.gz")[0], read_volume(files.label)[0])
+    np.testing.assert_array_equal(
+        read_volume(tmp_path / "out/a.nii.gz")[0], read_volume(files.label)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -408,7 +470,9 @@ def test_another_background_is_named_and_residue_is_background(call, files, tmp_
     err = capsys.readouterr().err
     assert f"{CHANNELS[0]} and {CHANNELS[1]} is about -1" in err
     assert "note: residue" not in err
-    np.testing.assert_array_equal(read_volume(tmp_path / "out/residue.nii.gz")[0], read_volume(files.label)[0])
+    np.testing.assert_array_equal(
+        read_volume(tmp_path / "out/residue.nii.gz")[0], read_volume(files.label)[0]
+    )
 
 
 def test_several_runs_are_compared_each(call, files, fold_runs, tmp_path, capsys):

@@ -31,13 +31,19 @@ def test_a_window_as_large_as_the_volume_is_one_pass(phantom_store, networks):
     image = phantom_store.image(record.case_id)
     one_pass = networks()
     window = networks(window=one_pass.config.grid)
-    np.testing.assert_array_equal(window.probabilities(image, record), one_pass.probabilities(image, record))
+    np.testing.assert_array_equal(
+        window.probabilities(image, record), one_pass.probabilities(image, record)
+    )
 
 
-def test_an_image_smaller_than_the_window_is_predicted_as_if_zeros_were_around_it(phantom_store, networks):
+def test_an_image_smaller_than_the_window_is_predicted_as_if_zeros_were_around_it(
+    phantom_store, networks
+):
     record = phantom_store.cases("test")[0]
     box, size = record.box, (12, 20, 10)
-    middle = Region(tuple(a + n // 2 - want // 2 for a, n, want in zip(box.start, box.size, size)), size)
+    middle = Region(
+        tuple(a + n // 2 - want // 2 for a, n, want in zip(box.start, box.size, size)), size
+    )
     image = crop(np.asarray(phantom_store.image(record.case_id)), middle)
     small = dataclasses.replace(record, shape=image.shape[:3], box=whole(image.shape[:3]))
     predictor = networks(window=(16, 16, 16))
@@ -47,12 +53,16 @@ def test_an_image_smaller_than_the_window_is_predicted_as_if_zeros_were_around_i
     assert answers.shape == (12, 20, 10, 3)
     padded = dataclasses.replace(record, shape=region.size, box=whole(region.size))
     around = predictor.probabilities(crop(image, region), padded)
-    np.testing.assert_array_equal(answers, crop(around, Region(tuple(-n for n in region.start), image.shape[:3])))
+    np.testing.assert_array_equal(
+        answers, crop(around, Region(tuple(-n for n in region.start), image.shape[:3]))
+    )
 
 
 def test_the_mean_over_mirror_images_undoes_each_mirror():
     volume = tf.constant(np.random.default_rng(0).standard_normal((1, 3, 4, 5, 2)), tf.float32)
-    np.testing.assert_allclose(over_mirror_images(lambda x: x.numpy()[0], volume), volume[0], rtol=1e-6)
+    np.testing.assert_allclose(
+        over_mirror_images(lambda x: x.numpy()[0], volume), volume[0], rtol=1e-6
+    )
     calls = []
     over_mirror_images(lambda x: calls.append(x.numpy().tobytes()) or x.numpy()[0], volume)
     assert len(set(calls)) == 8

@@ -1,4 +1,5 @@
-"""Trained runs: the store they rest on, the device they are put on, which of them answer together, and how."""
+"""Trained runs: the store they rest on, the device they are put on, which of them answer together,
+and how."""
 
 import dataclasses
 
@@ -24,7 +25,9 @@ CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))
 OTHER_SPLIT = {"train": ("a", "b", "e"), "val": ("d",), "test": ("c", "f")}
 
 
-def test_a_run_finds_its_store_as_its_fold_sees_it_also_where_it_was_moved_to(tiny_store, tiny_run, tmp_path):
+def test_a_run_finds_its_store_as_its_fold_sees_it_also_where_it_was_moved_to(
+    tiny_store, tiny_run, tmp_path
+):
     config = load_config(tiny_run)
     assert store_of_run(config).manifest == tiny_store.manifest
     view = store_of_run(dataclasses.replace(config, fold="1/2"))
@@ -37,11 +40,15 @@ def test_a_run_finds_its_store_as_its_fold_sees_it_also_where_it_was_moved_to(ti
     assert store_of_run(config, moved).folder == moved
 
 
-def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(tiny_store, tiny_run):
+def test_a_store_with_another_split_is_refused_because_its_test_cases_may_have_been_seen(
+    tiny_store, tiny_run
+):
     write_store(tiny_store.folder, remake(tiny_store.manifest, split=OTHER_SPLIT))
     with pytest.raises(InputError, match="may have been trained on"):
         store_of_run(load_config(tiny_run), tiny_store.folder)
-    write_store(tiny_store.folder, dataclasses.replace(tiny_store.manifest, split=OTHER_SPLIT))  # changed by hand
+    write_store(
+        tiny_store.folder, dataclasses.replace(tiny_store.manifest, split=OTHER_SPLIT)
+    )  # changed by hand
     with pytest.raises(InputError, match=r"must have (the )?hash"):
         store_of_run(load_config(tiny_run))
 
@@ -82,10 +89,14 @@ def run_of(tiny_run):
         (["whole"], {"device": "gpu:0"}, "gpu:0"),
     ],
 )
-def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_for(devices, run_of, modes, how, device):
+def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_for(
+    devices, run_of, modes, how, device
+):
     inference = Inference(**how)
     folders = [run_of(mode) for mode in modes]
-    assert trained_predictors(folders, "last", inference) == [(folder, "last", inference) for folder in folders]
+    assert trained_predictors(folders, "last", inference) == [
+        (folder, "last", inference) for folder in folders
+    ]
     assert devices == [device]
 
 
@@ -156,18 +167,25 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
         ("1/2  2/2", ""),
     ],
 )
-def test_folds_must_be_all_of_one_number_each_once_or_some_where_that_is_chosen(fold_runs, folds, fits):
+def test_folds_must_be_all_of_one_number_each_once_or_some_where_that_is_chosen(
+    fold_runs, folds, fits
+):
     folds = tuple(folds.split(" "))
     folders = fold_runs(*folds)
     for some_folds in (False, True):
         if fits == "always" or (some_folds and fits):
-            assert tuple(config.fold for config in load_configs(folders, some_folds=some_folds)) == folds
+            assert (
+                tuple(config.fold for config in load_configs(folders, some_folds=some_folds))
+                == folds
+            )
         else:
             with pytest.raises(InputError, match=f"runs must be .* folds of .*, got {folds[0]}"):
                 load_configs(folders, some_folds=some_folds)
 
 
-def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused(fold_runs, tmp_path):
+def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused(
+    fold_runs, tmp_path
+):
     with pytest.raises(InputError, match=r"runs must differ, got \S*run-1 and"):
         load_configs([*fold_runs(""), tmp_path / "." / "run-1"])
     with pytest.raises(InputError, match="must hold a config"):
@@ -186,5 +204,7 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
 
 
 def test_a_window_goes_with_a_run_at_full_resolution_alone():
-    with pytest.raises(InputError, match=r"--window must come with a run at full resolution, got 0\.5"):
+    with pytest.raises(
+        InputError, match=r"--window must come with a run at full resolution, got 0\.5"
+    ):
         check_inference(RunConfig(resolution=0.5), Inference(window=(16, 16, 16)))

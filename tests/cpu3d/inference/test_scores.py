@@ -28,18 +28,26 @@ def test_a_voxel_within_the_tolerance_counts_and_the_tolerance_itself_is_within(
 
 
 def test_hd95_takes_the_larger_direction_and_interpolates_between_ranks():
-    # Prediction: the truth's 4 voxels and one stray 10 mm off. Distances back: 0 0 0 0 10; rank 0.95 * 4 = 3.8 -> 8 mm.
+    # Prediction: the truth's 4 voxels and one stray 10 mm off. Distances back: 0 0 0 0 10; rank
+    # 0.95 * 4 = 3.8 -> 8 mm.
     truth = voxels(*[(i, 2, 2) for i in range(4)])
     scores = score_region(truth, truth | voxels((13, 2, 2)), (1, 1, 1))
     assert scores["hd95_mm"] == pytest.approx(8.0)
     assert scores["surface_dice"] == pytest.approx(8 / 9)
-    assert score_region(truth | voxels((13, 2, 2)), truth, (1, 1, 1))["hd95_mm"] == pytest.approx(8.0)
+    assert score_region(truth | voxels((13, 2, 2)), truth, (1, 1, 1))["hd95_mm"] == pytest.approx(
+        8.0
+    )
 
 
 def test_equal_masks_are_perfect_and_two_empty_ones_too():
     for mask, empty in ((voxels((2, 3, 4), (2, 3, 5), (8, 8, 8)), ""), (voxels(), "both")):
         scores = score_region(mask, mask, (1, 1, 3))
-        assert (scores["dice"], scores["hd95_mm"], scores["surface_dice"], scores["empty"]) == (1, 0, 1, empty)
+        assert (scores["dice"], scores["hd95_mm"], scores["surface_dice"], scores["empty"]) == (
+            1,
+            0,
+            1,
+            empty,
+        )
 
 
 @pytest.mark.parametrize("missing", ["truth", "prediction"])
@@ -55,24 +63,38 @@ MASKS = arrays(bool, (4, 5, 3))
 
 
 @settings(max_examples=60)
-@given(MASKS, MASKS, st.tuples(*[st.sampled_from([0.5, 1.0, 2.5])] * 3), st.sampled_from([0.0, 1.0, 2.5]))
+@given(
+    MASKS,
+    MASKS,
+    st.tuples(*[st.sampled_from([0.5, 1.0, 2.5])] * 3),
+    st.sampled_from([0.0, 1.0, 2.5]),
+)
 def test_scores_are_those_of_brute_force(truth, prediction, spacing_mm, tolerance_mm):
     scores = score_region(truth, prediction, spacing_mm, tolerance_mm)
     if not truth.any() or not prediction.any():
         assert scores["empty"]
         return
-    forth, back = _brute_force(truth, prediction, spacing_mm), _brute_force(prediction, truth, spacing_mm)
+    forth, back = (
+        _brute_force(truth, prediction, spacing_mm),
+        _brute_force(prediction, truth, spacing_mm),
+    )
     overlap = sum(bool(truth[v] and prediction[v]) for v in np.ndindex(truth.shape))
     assert scores["dice"] == pytest.approx(2 * overlap / (truth.sum() + prediction.sum()))
-    assert scores["hd95_mm"] == pytest.approx(max(np.percentile(forth, 95), np.percentile(back, 95)))
+    assert scores["hd95_mm"] == pytest.approx(
+        max(np.percentile(forth, 95), np.percentile(back, 95))
+    )
     near = [d <= tolerance_mm + 1e-9 for d in forth + back]
     assert scores["surface_dice"] == pytest.approx(sum(near) / len(near))
 
 
 def _brute_force(from_mask, to_mask, spacing_mm):
-    """Distances from every surface voxel of one mask to the other's, by the definition and nothing else."""
+    """Distances from every surface voxel of one mask to the other's, by the definition and nothing
+    else."""
     targets = [v * np.array(spacing_mm) for v in _surface(to_mask)]
-    return [min(np.linalg.norm(v * np.array(spacing_mm) - b) for b in targets) for v in _surface(from_mask)]
+    return [
+        min(np.linalg.norm(v * np.array(spacing_mm) - b) for b in targets)
+        for v in _surface(from_mask)
+    ]
 
 
 def _surface(mask):
@@ -105,21 +127,68 @@ MM = (1, 1, 1)
         pytest.param((CUBE, FAR), (CUBE, FAR), MM, 2, 2, 0, 1, id="right"),
         pytest.param((CUBE, FAR), (CUBE,), MM, 2, 1, 0, 1 / 2, id="one missed"),
         pytest.param((CUBE,), (CUBE, FAR), MM, 1, 1, 1, 1 / 2, id="a false positive"),
-        pytest.param((CUBE,), (CUBE, ((20, 21), (4, 5), (4, 5))), MM, 1, 1, 1, 1 / 2, id="of any size"),
-        # Grown by 3 both ways, a gap of 6 closes, and one of 7 does not: 26 neighbours touch across no gap.
-        pytest.param((CUBE, ((14, 18), FOUR, FOUR)), (CUBE,), MM, 1, 1, 0, 2 / 3, id="near lesions are one"),
-        pytest.param((CUBE, ((15, 19), FOUR, FOUR)), (CUBE,), MM, 2, 1, 0, 1 / 2, id="less near ones are two"),
+        pytest.param(
+            (CUBE,), (CUBE, ((20, 21), (4, 5), (4, 5))), MM, 1, 1, 1, 1 / 2, id="of any size"
+        ),
+        # Grown by 3 both ways, a gap of 6 closes, and one of 7 does not: 26 neighbours touch across
+        # no gap.
+        pytest.param(
+            (CUBE, ((14, 18), FOUR, FOUR)), (CUBE,), MM, 1, 1, 0, 2 / 3, id="near lesions are one"
+        ),
+        pytest.param(
+            (CUBE, ((15, 19), FOUR, FOUR)), (CUBE,), MM, 2, 1, 0, 1 / 2, id="less near ones are two"
+        ),
         pytest.param((CUBE, SMALL), (CUBE,), MM, 1, 1, 0, 1, id="a small one need not be found"),
         pytest.param((CUBE, SMALL), (CUBE, SMALL), MM, 1, 1, 0, 1, id="and is not false"),
-        pytest.param((CUBE, SMALL), (CUBE, SMALL), (1, 1, 2), 2, 2, 0, 1, id="64 mm3 are not small"),
+        pytest.param(
+            (CUBE, SMALL), (CUBE, SMALL), (1, 1, 2), 2, 2, 0, 1, id="64 mm3 are not small"
+        ),
         pytest.param((((5, 10), (5, 10), (5, 7)),), (), MM, 0, 0, 0, 1, id="50 mm3 are small"),
-        pytest.param((CUBE,), ((FOUR, FOUR, (4, 5)), (FOUR, FOUR, (7, 8))), MM, 1, 1, 0, 2 / 3, id="split prediction"),
-        pytest.param((CUBE,), (((10, 14), FOUR, FOUR),), MM, 1, 1, 0, 0, id="found beside, 3 mm off"),
+        pytest.param(
+            (CUBE,),
+            ((FOUR, FOUR, (4, 5)), (FOUR, FOUR, (7, 8))),
+            MM,
+            1,
+            1,
+            0,
+            2 / 3,
+            id="split prediction",
+        ),
+        pytest.param(
+            (CUBE,), (((10, 14), FOUR, FOUR),), MM, 1, 1, 0, 0, id="found beside, 3 mm off"
+        ),
         pytest.param((CUBE,), (((11, 15), FOUR, FOUR),), MM, 1, 0, 1, 0, id="4 mm off"),
-        pytest.param((CUBE, FAR), (((4, 24), FOUR, FOUR),), MM, 2, 2, 0, 2 * 64 / 384, id="one part, two lesions"),
+        pytest.param(
+            (CUBE, FAR),
+            (((4, 24), FOUR, FOUR),),
+            MM,
+            2,
+            2,
+            0,
+            2 * 64 / 384,
+            id="one part, two lesions",
+        ),
         # Of 2 mm, 3 mm are 1.5 voxels: 2 of them; of 5 mm 1; of 7 mm none.
-        pytest.param((CUBE, ((12, 16), FOUR, FOUR)), (CUBE,), (2, 1, 1), 1, 1, 0, 2 / 3, id="2 mm, a gap of 4"),
-        pytest.param((CUBE, ((13, 17), FOUR, FOUR)), (CUBE,), (2, 1, 1), 2, 1, 0, 1 / 2, id="2 mm, a gap of 5"),
+        pytest.param(
+            (CUBE, ((12, 16), FOUR, FOUR)),
+            (CUBE,),
+            (2, 1, 1),
+            1,
+            1,
+            0,
+            2 / 3,
+            id="2 mm, a gap of 4",
+        ),
+        pytest.param(
+            (CUBE, ((13, 17), FOUR, FOUR)),
+            (CUBE,),
+            (2, 1, 1),
+            2,
+            1,
+            0,
+            1 / 2,
+            id="2 mm, a gap of 5",
+        ),
         pytest.param((CUBE,), (((8, 12), FOUR, FOUR),), (5, 1, 1), 1, 1, 0, 0, id="5 mm, beside"),
         pytest.param((CUBE,), (((8, 12), FOUR, FOUR),), (7, 1, 1), 1, 0, 1, 0, id="7 mm, beside"),
         pytest.param((), (), MM, 0, 0, 0, 1, id="both empty"),
@@ -127,7 +196,9 @@ MM = (1, 1, 1)
         pytest.param((CUBE, FAR), (), MM, 2, 0, 0, 0, id="prediction empty"),
     ],
 )
-def test_lesions_are_those_of_the_rule(truth, prediction, spacing_mm, true, detected, false_positives, dice):
+def test_lesions_are_those_of_the_rule(
+    truth, prediction, spacing_mm, true, detected, false_positives, dice
+):
     masks = boxes(*truth), boxes(*prediction)
     scores = score_region(*masks, spacing_mm)
     counts = [scores[name] for name in ("true_lesions", "detected_lesions", "false_positives")]
@@ -151,11 +222,15 @@ def test_on_a_sheared_grid_distances_are_those_of_the_voxels_places(truth, predi
 
     def distances(from_mask, to_mask):
         """By the voxels' places; the surface is that of the grid with a spacing of 1."""
-        places = [np.array(list(_surface(mask))) @ steps(lean_deg).T for mask in (from_mask, to_mask)]
+        places = [
+            np.array(list(_surface(mask))) @ steps(lean_deg).T for mask in (from_mask, to_mask)
+        ]
         return [np.linalg.norm(places[1] - place, axis=1).min() for place in places[0]]
 
     forth, back = distances(truth, prediction), distances(prediction, truth)
-    assert scores["hd95_mm"] == pytest.approx(max(np.percentile(forth, 95), np.percentile(back, 95)))
+    assert scores["hd95_mm"] == pytest.approx(
+        max(np.percentile(forth, 95), np.percentile(back, 95))
+    )
     near = [d <= 1.9 + 1e-9 for d in forth + back]
     assert scores["surface_dice"] == pytest.approx(sum(near) / len(near))
 
@@ -171,7 +246,9 @@ def test_volumes_and_the_diagonal_of_a_sheared_grid_worked_out_by_hand():
 
 
 def test_a_lesion_of_a_sheared_grid_is_small_by_its_true_volume():
-    truth = boxes(((5, 10), (5, 10), (5, 6)))  # 25 voxels: 50 mm3 if the third axis is upright, 43 if it leans
+    truth = boxes(
+        ((5, 10), (5, 10), (5, 6))
+    )  # 25 voxels: 50 mm3 if the third axis is upright, 43 if it leans
     for lean_deg, mm3 in ((0, 2.001), (30, 2.001)):
         grid = steps(lean_deg) * [[1], [1], [mm3 / 2]]
         assert score_region(truth, truth, grid)["true_lesions"] == (lean_deg == 0)

@@ -15,17 +15,27 @@ from cpu3d.report.pictures import Line, chart, running_median, strips
 def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
     y = np.linspace(1, 0, count)
     y[1:2] = np.nan
-    lines = [Line("training", np.arange(count), y, "#0072b2", measured=False), Line("", [1], [float("inf")], "#000000")]
-    drawn = [chart(lines, title="loss", y_label="loss"), chart([], title="nothing", y_label="", y_range=(0, None))]
+    lines = [
+        Line("training", np.arange(count), y, "#0072b2", measured=False),
+        Line("", [1], [float("inf")], "#000000"),
+    ]
+    drawn = [
+        chart(lines, title="loss", y_label="loss"),
+        chart([], title="nothing", y_label="", y_range=(0, None)),
+    ]
     assert drawn[0][:24] == drawn[1][:24], "a PNG file of the same width and height"
-    strips({"WT": [0.9] * count, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice", y_range=(0, 1))
+    strips(
+        {"WT": [0.9] * count, "TC": [0.5], "ET": []}, title="Dice", y_label="Dice", y_range=(0, 1)
+    )
 
 
 def test_a_picture_shows_its_values_and_leaves_out_those_that_are_not_finite():
     line = lambda x, y: chart([Line("", x, y, "#000000")], title="", y_label="")
     dots = lambda x, y: strips({"WT": y}, title="", y_label="")
     for draw in (line, dots):
-        assert draw([0, 1, 2], [1, 2, 4]) == draw([0, 1, 2], [1, 2, 4]) != draw([0, 1, 2], [1, 3, 4])
+        assert (
+            draw([0, 1, 2], [1, 2, 4]) == draw([0, 1, 2], [1, 2, 4]) != draw([0, 1, 2], [1, 3, 4])
+        )
     assert line([0, 1, 2], [1, np.inf, 4]) == line([0, 2], [1, 4])
 
 

@@ -58,7 +58,15 @@ def relog(run, *events, start=None, **settings):
 
 def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     page, text = read(write_report(tiny_run))
-    for part in (evaluated["split_hash"], "ITEX 2.15.0.0", "made up", "bfloat16", "2.15.1", "3.00 GiB", "2 untouched"):
+    for part in (
+        evaluated["split_hash"],
+        "ITEX 2.15.0.0",
+        "made up",
+        "bfloat16",
+        "2.15.1",
+        "3.00 GiB",
+        "2 untouched",
+    ):
         assert part in text
     assert f"{evaluated['summary']['TC']['dice']['mean']:.3f}" in text
     shown = shown_cases(tiny_run / "report.html")
@@ -69,11 +77,23 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     assert all(f"Dice WT {dice[case['name']]:.3f}, TC " in case["scores"] for case in shown)
     assert "waiting for data 1.0 %" in text  # 0.02 of 2 s
     assert "9.1 %" in text  # 2 x (3 + 1) s beside 40 x 2 s
-    for part in (*(metric.label for metric in METRICS.values()), "Loss", "Dice", "Time", "Learning rate", "Memory"):
+    for part in (
+        *(metric.label for metric in METRICS.values()),
+        "Loss",
+        "Dice",
+        "Time",
+        "Learning rate",
+        "Memory",
+    ):
         assert any(part in title for title in PICTURE.findall(page)), part
     assert "NOT untouched" not in text
-    assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'(?:src|href)="([^"]*)', page))
-    assert not re.search(r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8"))
+    assert all(
+        source.startswith("data:image/png;base64,")
+        for source in re.findall(r'(?:src|href)="([^"]*)', page)
+    )
+    assert not re.search(
+        r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8")
+    )
 
 
 def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no_pictures):
@@ -82,27 +102,47 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
     best = tiny_run / "checkpoints/best.npz"
     best.write_bytes(b"weights")
     before, after = (
-        {name: Means(*values) for name in ("WT", "TC", "ET")} for values in ((0.164, 7, 0.925), (0.9, 0, 0.93))
+        {name: Means(*values) for name in ("WT", "TC", "ET")}
+        for values in ((0.164, 7, 0.925), (0.9, 0, 0.93))
     )
     hashes = file_sha256(best), load_config(tiny_run).split_hash
-    chosen = PostProcessing({"WT": (Rule(share=0.01),)}, without={"TC": "none gains", "ET": "too few"})
+    chosen = PostProcessing(
+        {"WT": (Rule(share=0.01),)}, without={"TC": "none gains", "ET": "too few"}
+    )
     cases_with = {"WT": 3, "TC": 3, "ET": 1}
     decision = Decision(*hashes, 3, chosen, before, after, cases_with)
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     text = read(write_report(tiny_run))[1]
     assert "3 validation cases" in text
-    assert "WT below 1 % of the largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3" in text
+    assert (
+        "WT below 1 % of the largest part 0.164 \u2192 0.900 7.00 \u2192 0.00 0.925 \u2192 0.930 3"
+        in text
+    )
     assert "ET too few" in text
-    write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(dataclasses.replace(decision, cases_with=None))})
-    assert "Post-processing is off: decided by an earlier version" in read(write_report(tiny_run))[1]
+    write_json(
+        tiny_run / FILE,
+        {"schema": 1, **dataclasses.asdict(dataclasses.replace(decision, cases_with=None))},
+    )
+    assert (
+        "Post-processing is off: decided by an earlier version" in read(write_report(tiny_run))[1]
+    )
     best.write_bytes(b"others")
     assert "Post-processing is off: decided with other weights" in read(write_report(tiny_run))[1]
 
 
 def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
     """Each step takes 2 s, of which it waits 0.02 s."""
-    peaks = {"allocator_peak_bytes": 3 * 2**30, "process_peak_bytes": 4 * 2**30, "upper_bound_bytes": 5 * 2**30}
-    end = {**END, "wait_share": 0.01, "allocator_peak_bytes": 2 * 2**30, "peak_rss_bytes": 5 * 2**30}
+    peaks = {
+        "allocator_peak_bytes": 3 * 2**30,
+        "process_peak_bytes": 4 * 2**30,
+        "upper_bound_bytes": 5 * 2**30,
+    }
+    end = {
+        **END,
+        "wait_share": 0.01,
+        "allocator_peak_bytes": 2 * 2**30,
+        "peak_rss_bytes": 5 * 2**30,
+    }
     text = relog(tiny_run, end, start={"predicted": {**peaks, "step_s": 2.178}})
     assert re.search(r"allocator on cpu 2\.00 GiB [^%]*3\.00 GiB \+50\.0%", text)
     assert re.search(r"peak memory of the process 5\.00 GiB [^%]*4\.00 GiB -20\.0%", text)
@@ -112,9 +152,17 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
 
 def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
-    assert [part for part in ("policy -", "engine ITEX 2.15.0.0", "device cpu") if part not in text] == []
+    assert [
+        part for part in ("policy -", "engine ITEX 2.15.0.0", "device cpu") if part not in text
+    ] == []
     assert "resolution 0.5" in relog(tiny_run, resolution=0.5)
-    patch = {"mode": "patch", "resolution": 1.0, "grid": (8, 8, 16), "patches_per_case": 4, "foreground": 0.25}
+    patch = {
+        "mode": "patch",
+        "resolution": 1.0,
+        "grid": (8, 8, 16),
+        "patches_per_case": 4,
+        "foreground": 0.25,
+    }
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
     for part in ("grid 8, 8, 16", "foreground 0.25", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
@@ -126,9 +174,23 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
     text = relog(tiny_run, end)
     for part in ("interrupted after step 40", "61.7 min", "5.00 GiB"):
         assert part in text
-    again = {"event": "start", "step": 40, "host": {"cpu": "another"}, "policy": "lean", "micro_batch": 2}
+    again = {
+        "event": "start",
+        "step": 40,
+        "host": {"cpu": "another"},
+        "policy": "lean",
+        "micro_batch": 2,
+    }
     text = relog(tiny_run, again)
-    for part in ("not yet", "5.00 GiB", "made up", "at step 40", "another", "policy lean", "micro_batch 2"):
+    for part in (
+        "not yet",
+        "5.00 GiB",
+        "made up",
+        "at step 40",
+        "another",
+        "policy lean",
+        "micro_batch 2",
+    ):
         assert part in text
 
 
@@ -137,7 +199,9 @@ def test_a_run_that_has_diverged_says_why(tiny_run, no_pictures):
     assert "diverged after step 40: weights must be finite, got NaN" in relog(tiny_run, diverged)
 
 
-def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_run, evaluated, no_pictures):
+def test_what_is_missing_is_named_and_everything_else_is_there(
+    tiny_store, tiny_run, evaluated, no_pictures
+):
     (tiny_run / "evaluation/predictions/e.nii.gz").write_bytes(b"not a volume")
     titles = PICTURE.findall(read(write_report(tiny_run))[0])
     assert len(shown_cases(tiny_run / "report.html")) == 1
@@ -149,7 +213,9 @@ def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_
     shutil.rmtree(tiny_run / "evaluation")
     (tiny_run / "log.jsonl").unlink()
     config = json.loads((tiny_run / "config.json").read_text())
-    (tiny_run / "config.json").write_text(json.dumps({**config, "store": "<script>alert(1)</script>"}))
+    (tiny_run / "config.json").write_text(
+        json.dumps({**config, "store": "<script>alert(1)</script>"})
+    )
     page, text = read(write_report(tiny_run))
     for part in ("no curves", "<script>alert(1)</script>", "No scores yet"):
         assert part in text, "a name from outside is text"
@@ -158,10 +224,17 @@ def test_what_is_missing_is_named_and_everything_else_is_there(tiny_store, tiny_
 
 def test_scores_of_seen_cases_carry_a_warning(tiny_store, tiny_run, fake_predictor, no_pictures):
     window = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
-    one_pass = {"inference": {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}, "held_out": ["a"]}
+    one_pass = {
+        "inference": {"window": None, "one_pass": True, "overlap": 0.5, "flips": False},
+        "held_out": ["a"],
+    }
     for split, about, words in (
         ("train", None, "inference in one pass"),
-        ("test", {"inference": window}, "inference window of 8 x 8 x 16, 50 % overlap, mean of mirror images"),
+        (
+            "test",
+            {"inference": window},
+            "inference window of 8 x 8 x 16, 50 % overlap, mean of mirror images",
+        ),
         ("test", {"runs": [one_pass] * 2}, "by the fold that held it"),
     ):
         evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about)
@@ -170,7 +243,9 @@ def test_scores_of_seen_cases_carry_a_warning(tiny_store, tiny_run, fake_predict
         assert ("These are NOT untouched cases" in text) is (split == "train")
 
 
-def test_a_page_stays_where_another_cannot_be_written(tiny_run, tmp_path, evaluated, no_pictures, capsys):
+def test_a_page_stays_where_another_cannot_be_written(
+    tiny_run, tmp_path, evaluated, no_pictures, capsys
+):
     page = tmp_path / "new" / "page.html"
     assert run_command(report, "--run", tiny_run, "--out", page) == 0
     assert str(page) in capsys.readouterr().out
@@ -181,7 +256,10 @@ def test_a_page_stays_where_another_cannot_be_written(tiny_run, tmp_path, evalua
     ):
         with pytest.raises(InputError, match=problem):
             write_report(tiny_run, out)
-    for content, problem in (("[]", "must be complete JSON"), ('{"schema": 99}', "of schema 1, got schema 99")):
+    for content, problem in (
+        ("[]", "must be complete JSON"),
+        ('{"schema": 99}', "of schema 1, got schema 99"),
+    ):
         (tiny_run / "evaluation/scores.json").write_text(content)
         with pytest.raises(InputError, match=problem):
             write_report(tiny_run, page)

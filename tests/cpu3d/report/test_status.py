@@ -22,7 +22,14 @@ from cpu3d.util.atomic import write_json
 from cpu3d.util.child import ROOT
 from tests.cpu3d.training.beats import beat
 
-STEP = {"event": "step", "epoch": 0, "dice": {"WT": 0.5, "TC": 0.25}, "step_s": 2.0, "wait_s": 0.1, "rss_bytes": 10**9}
+STEP = {
+    "event": "step",
+    "epoch": 0,
+    "dice": {"WT": 0.5, "TC": 0.25},
+    "step_s": 2.0,
+    "wait_s": 0.1,
+    "rss_bytes": 10**9,
+}
 
 
 @pytest.fixture
@@ -36,8 +43,13 @@ def run(tmp_path):
         append_event(folder, {**STEP, "step": step, "loss": step / 100})
         if step == 100:
             scores = {"dice": {"WT": 0.9, "TC": 0.7}, "mean_dice": 0.8, "best": True, "cases": 2}
-            append_event(folder, {"event": "validation", "step": step, "loss": 0.3, "seconds": 120.0, **scores})
-            append_event(folder, {"event": "checkpoint", "step": step, "seconds": 120.0, "bytes": 5})
+            append_event(
+                folder,
+                {"event": "validation", "step": step, "loss": 0.3, "seconds": 120.0, **scores},
+            )
+            append_event(
+                folder, {"event": "checkpoint", "step": step, "seconds": 120.0, "bytes": 5}
+            )
     checkpoint = folder / "checkpoints" / "step-00000100.npz"
     checkpoint.write_bytes(b"12345")
     os.utime(checkpoint, (time.time() - 240, time.time() - 240))
@@ -66,11 +78,21 @@ def write_silent(run, rank=0, **changes):
 def test_a_run_that_goes_on(run, capsys):
     write_heartbeat(run, beat())
     status = run_status(run)
-    assert (status.state, status.is_fine, status.step, status.steps, status.step_s) == ("running", True, 120, 4000, 2.0)
+    assert (status.state, status.is_fine, status.step, status.steps, status.step_s) == (
+        "running",
+        True,
+        120,
+        4000,
+        2.0,
+    )
     # 240 s beside 120 steps: 2 s more for each of the 3880 that are left.
     assert status.seconds_left == pytest.approx(3880 * 4)
     assert (status.recent_steps, status.loss) == (50, pytest.approx(0.955))
-    assert (status.best, status.validation["step"], status.dice) == (0.85, 100, {"WT": 0.5, "TC": 0.25})
+    assert (status.best, status.validation["step"], status.dice) == (
+        0.85,
+        100,
+        {"WT": 0.5, "TC": 0.25},
+    )
     assert (status.checkpoint["step"], status.checkpoint["size_bytes"]) == (100, 5)
     text = printed(run)
     for part in (
@@ -98,9 +120,21 @@ AGAIN = "next: .*from step 100"
         ({"exit_code": 1, "reason": "OSError: full"}, "failed", f"OSError: full.*{AGAIN}"),
         ({"exit_code": 2}, "failed", AGAIN),
         ({"exit_code": 3}, "too large", AGAIN),
-        ({"exit_code": 4, "reason": "loss must be finite"}, "diverged", "--learning-rate 0.01 --adam-rate 0.015"),
-        ({"exit_code": 5, "reason": "memory must keep"}, "out of memory", f"memory must keep.*{AGAIN}"),
-        ({"exit_code": 6, "reason": "worker 1 is lost"}, "broken off", f"worker 1 is lost.*{AGAIN}"),
+        (
+            {"exit_code": 4, "reason": "loss must be finite"},
+            "diverged",
+            "--learning-rate 0.01 --adam-rate 0.015",
+        ),
+        (
+            {"exit_code": 5, "reason": "memory must keep"},
+            "out of memory",
+            f"memory must keep.*{AGAIN}",
+        ),
+        (
+            {"exit_code": 6, "reason": "worker 1 is lost"},
+            "broken off",
+            f"worker 1 is lost.*{AGAIN}",
+        ),
         ({"exit_code": 130}, "interrupted", AGAIN),
         ({"exit_code": 143, "reason": "saved"}, "interrupted", f"saved.*{AGAIN}"),
     ],
@@ -115,7 +149,10 @@ def test_every_state_has_its_word_its_exit_code_and_its_advice(run, changes, sta
     assert ("left, until" in text) is (state == "starting")
     code = changes.get("exit_code")
     assert {ending.state for ending in ENDINGS.values()} < set(WORST_FIRST)
-    assert code is None or f"| {code} | {ENDINGS[code].words}" in (ROOT / "docs" / "long_runs.md").read_text()
+    assert (
+        code is None
+        or f"| {code} | {ENDINGS[code].words}" in (ROOT / "docs" / "long_runs.md").read_text()
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,7 +190,9 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     assert f"its last lines are in {run}/logs/worker-1.log" in text
     write_heartbeat(run, beat(workers=1, started=time.time() - 100))
     write_silent(run, 1, workers=2, started=time.time() - 9000)
-    assert run_status(run).state == "running", "files of more workers than the latest attempt has are old"
+    assert run_status(run).state == "running", (
+        "files of more workers than the latest attempt has are old"
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +204,9 @@ def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
         (4000, {"exit_code": 143}, "interrupted"),
     ],
 )
-def test_a_finished_run_stays_finished_when_one_who_begins_it_again_is_stopped(run, steps, changes, state):
+def test_a_finished_run_stays_finished_when_one_who_begins_it_again_is_stopped(
+    run, steps, changes, state
+):
     save_config(RunConfig(steps=steps), run)
     append_event(run, {"event": "end", "step": 120, "reason": "finished"})
     write_heartbeat(run, beat(step=0, steps=0, **changes))
@@ -201,7 +242,9 @@ def test_without_heartbeats_a_run_is_unknown_unless_its_log_ends_finished(run):
 def test_a_run_that_has_just_begun(run):
     shutil.rmtree(run / "checkpoints")
     (run / "log.jsonl").unlink()
-    write_heartbeat(run, beat(phase="starting", step=0, steps=0, anonymous_bytes=None, free_bytes=None))
+    write_heartbeat(
+        run, beat(phase="starting", step=0, steps=0, anonymous_bytes=None, free_bytes=None)
+    )
     text = printed(run)
     assert "run: starting" in text
     assert re.search("step: 0 of 4,000.* checkpoint: none", text)
@@ -220,8 +263,12 @@ def test_what_is_no_run_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("heartbeat", [None, {"phase": "computing"}])
-def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_of_its_process(run, heartbeat):
-    append_event(run, {"event": "diverged", "step": 120, "reason": "weights must be finite, got NaN"})
+def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_of_its_process(
+    run, heartbeat
+):
+    append_event(
+        run, {"event": "diverged", "step": 120, "reason": "weights must be finite, got NaN"}
+    )
     if heartbeat:
         write_silent(run, **heartbeat)
     text = printed(run)
@@ -232,5 +279,7 @@ def test_a_run_whose_log_ends_with_its_divergence_has_diverged_whatever_became_o
 
 def test_the_rates_to_halve_are_those_of_the_command(run):
     write_heartbeat(run, beat(exit_code=4, reason="loss must be finite"))
-    write_json(run / "plan.json", {"schema": 1, "rate_growth": 2.0})  # --batch-per-worker of four workers
+    write_json(
+        run / "plan.json", {"schema": 1, "rate_growth": 2.0}
+    )  # --batch-per-worker of four workers
     assert "--learning-rate 0.005 --adam-rate 0.0075" in printed(run)

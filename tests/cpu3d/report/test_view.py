@@ -1,4 +1,5 @@
-"""`view` from the command line: what it takes and refuses, and its page in a browser, one for the whole module."""
+"""`view` from the command line: what it takes and refuses, and its page in a browser, one for the
+whole module."""
 
 import dataclasses
 import json
@@ -36,7 +37,8 @@ STEP = 10
 
 
 def made_case():
-    """Two modalities, truth and prediction in axes R A S; a head of 255 values, off the middle of the grid."""
+    """Two modalities, truth and prediction in axes R A S; a head of 255 values, off the middle of
+    the grid."""
     rng = np.random.default_rng(3)
     image = np.zeros((*SHAPE, 2), np.int16)
     inside = (slice(2, 13), slice(3, 17), slice(1, 9))
@@ -45,7 +47,9 @@ def made_case():
         image[(*inside, channel)] = STEP * rng.integers(1, 256, size)
     truth, prediction = np.zeros(SHAPE, np.uint8), np.zeros(SHAPE, np.uint8)
     truth[4:10, 5:12, 3:7], truth[6:9, 7:10, 4:6] = 2, 3
-    truth[7, 12, 4] = truth[10, 8, 4] = 2  # most of the tumour is in the slices through (7, 8, 4), where a page begins
+    truth[7, 12, 4] = truth[10, 8, 4] = (
+        2  # most of the tumour is in the slices through (7, 8, 4), where a page begins
+    )
     prediction[5:11, 5:12, 3:7] = 2
     return image, truth, prediction
 
@@ -74,7 +78,11 @@ def test_a_packed_volume_is_smaller_and_comes_back_by_adding_the_mean_of_the_thr
     voxels = np.cumsum(np.random.default_rng(0).integers(0, 3, (9, 8, 30)), axis=2).astype(np.uint8)
     raw = np.frombuffer(zlib.decompress(pack(voxels), 31), np.uint8).reshape(voxels.shape).copy()
     for x, y, z in np.ndindex(*voxels.shape):
-        before = [raw[x - 1, y, z] if x else 0, raw[x, y - 1, z] if y else 0, raw[x, y, z - 1] if z else 0]
+        before = [
+            raw[x - 1, y, z] if x else 0,
+            raw[x, y - 1, z] if y else 0,
+            raw[x, y, z - 1] if z else 0,
+        ]
         raw[x, y, z] = (int(raw[x, y, z]) + sum(map(int, before)) // 3) % 256
     np.testing.assert_array_equal(raw, voxels)
 
@@ -82,13 +90,20 @@ def test_a_packed_volume_is_smaller_and_comes_back_by_adding_the_mean_of_the_thr
 def test_noise_is_held_in_fewer_steps_so_that_a_case_fits_three_megabytes(tmp_path):
     noise = np.random.default_rng(0).normal(1000, 200, (160, 160, 150)).astype(np.int16)
     path = tmp_path / "noise.nii.gz"
-    write_volume(path, noise, Geometry(noise.shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1), compression=1)
+    write_volume(
+        path,
+        noise,
+        Geometry(noise.shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
+        compression=1,
+    )
     assert view("--image", path, "--out", tmp_path / "page.html") == 0
     assert 2_000_000 < (tmp_path / "page.html").stat().st_size < 3_100_000
     assert 24 <= shown_cases(tmp_path / "page.html")[0]["modalities"][0]["levels"] < 255
 
 
-def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(case, tmp_path, capsys):
+def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(
+    case, tmp_path, capsys
+):
     out = tmp_path / "new" / "page.html"
     assert view("--image", case, "--prediction", case.parent / "ours.nii.gz", "--out", out) == 0
     assert str(out) in capsys.readouterr().out
@@ -97,8 +112,15 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(cas
     assert CASE_ID not in text, "a name from outside is escaped"
     assert not re.search(r"https?://", text)
     (shown,) = shown_cases(out)
-    names = {key: [part["name"] for part in shown[key]] for key in ("modalities", "regions", "predictions")}
-    assert names == {"modalities": ["FLAIR", "T1gd"], "regions": ["WT", "TC", "ET"], "predictions": ["ours"]}
+    names = {
+        key: [part["name"] for part in shown[key]]
+        for key in ("modalities", "regions", "predictions")
+    }
+    assert names == {
+        "modalities": ["FLAIR", "T1gd"],
+        "regions": ["WT", "TC", "ET"],
+        "predictions": ["ours"],
+    }
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
 
 
@@ -118,7 +140,9 @@ def test_channels_are_named_by_the_list_of_their_data_set(case, tmp_path):
     assert [modality["name"] for modality in shown["modalities"]] == ["FLAIR", "t1ce", "T2w"]
 
 
-def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_by_their_numbers(case, tmp_path):
+def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_by_their_numbers(
+    case, tmp_path
+):
     label, out = case / f"{CASE_ID}-seg.nii.gz", tmp_path / "page.html"
     paths = [tmp_path / where / "same.nii.gz" for where in ("first", "first/below", "second/below")]
     for path in paths:
@@ -128,7 +152,9 @@ def test_predictions_of_one_name_are_called_by_their_folders_and_unknown_labels_
     assert view("--image", scan, "--out", out) == 0
     assert (shown_cases(out)[0]["truth"], shown_cases(out)[0]["predictions"]) == (None, [])
     for chosen, names in ((paths[1:], ["same (1)", "same (2)"]), (paths[:2], ["first", "below"])):
-        assert view("--image", scan, "--label", paths[0], "--prediction", *chosen, "--out", out) == 0
+        assert (
+            view("--image", scan, "--label", paths[0], "--prediction", *chosen, "--out", out) == 0
+        )
         assert [label["name"] for label in shown_cases(out)[0]["predictions"]] == names
     assert [region["name"] for region in shown_cases(out)[0]["regions"]] == ["label 2", "label 3"]
 
@@ -141,8 +167,15 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
 
     page, ones = tmp_path / "page.html", np.ones(SHAPE, np.float32)
     page.write_text("before")
-    other = written("other.nii.gz", np.zeros((4, 4, 4), np.uint8), Geometry((4, 4, 4), GEOMETRY.affine, "LPS", 1, 1))
-    series, halves = written("series.nii.gz", np.ones((*SHAPE, 40), np.uint8)), written("halves.nii.gz", ones / 2)
+    other = written(
+        "other.nii.gz",
+        np.zeros((4, 4, 4), np.uint8),
+        Geometry((4, 4, 4), GEOMETRY.affine, "LPS", 1, 1),
+    )
+    series, halves = (
+        written("series.nii.gz", np.ones((*SHAPE, 40), np.uint8)),
+        written("halves.nii.gz", ones / 2),
+    )
     hole = written("hole.nii.gz", np.where(np.indices(SHAPE).sum(0) == 5, np.nan, ones))
     truth = written("truth/case-seg.nii.gz", np.zeros(SHAPE, np.uint8))
     (tmp_path / "text.nii.gz").write_text("no volume")
@@ -205,16 +238,25 @@ def test_lengths_are_in_mm_labels_may_be_off_by_rounding_and_residue_is_no_brain
 @pytest.fixture(scope="module")
 def driver():
     """A headless Chromium, in which Chrome's own driver clicks and types."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: see docs/viewer.md")
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="needs selenium: see docs/viewer.md"
+    )
     from selenium.webdriver.chrome.service import Service
 
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    binary = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+    )
     chromedriver = shutil.which("chromedriver")
     if not (binary and chromedriver):
         pytest.skip("needs chromium and chromedriver: see docs/viewer.md")
     options = webdriver.ChromeOptions()
     options.binary_location = binary
-    for word in ("--headless=new", "--no-sandbox", "--window-size=1400,1000", "--force-device-scale-factor=1"):
+    for word in (
+        "--headless=new",
+        "--no-sandbox",
+        "--window-size=1400,1000",
+        "--force-device-scale-factor=1",
+    ):
         options.add_argument(word)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=Service(chromedriver))
@@ -228,7 +270,9 @@ class Page:
     def __init__(self, driver, path):
         self.driver = driver
         driver.get(path.as_uri())
-        self.wait(lambda: self.run("return document.querySelector('.viewer').dataset.firstPictureMs"))
+        self.wait(
+            lambda: self.run("return document.querySelector('.viewer').dataset.firstPictureMs")
+        )
 
     def run(self, script, *values):
         return self.driver.execute_script(script, *values)
@@ -241,7 +285,9 @@ class Page:
     def settle(self):
         """Until what was chosen is decoded and drawn."""
         frame = "requestAnimationFrame(() => setTimeout(done, 0))"
-        self.driver.execute_async_script(f"const done = arguments[0]; setTimeout(() => {frame}, 60)")
+        self.driver.execute_async_script(
+            f"const done = arguments[0]; setTimeout(() => {frame}, 60)"
+        )
 
     def find(self, name):
         return self.driver.find_element("css selector", f'[data-is="{name}"]')
@@ -252,7 +298,9 @@ class Page:
 
     def at(self):
         """The crosshair's voxel in the box that the page holds."""
-        return tuple(map(int, self.run("return document.querySelector('.viewer').dataset.at").split()))
+        return tuple(
+            map(int, self.run("return document.querySelector('.viewer').dataset.at").split())
+        )
 
     def pixels(self):
         """What is drawn at the crosshair's voxel in each plane, as (red, green, blue)."""
@@ -309,13 +357,23 @@ def grey(page, channel):
 
 def test_the_pixels_under_the_crosshair_are_the_volumes_in_each_plane_and_modality(page):
     page.press("o")  # overlays off
-    for keys, channel in (("", 0), ("\ue012\ue012\ue015", 0), ("\ue00e", 0), ("m", 1), ("\ue00f\ue014\ue013\ue013", 1)):
+    for keys, channel in (
+        ("", 0),
+        ("\ue012\ue012\ue015", 0),
+        ("\ue00e", 0),
+        ("m", 1),
+        ("\ue00f\ue014\ue013\ue013", 1),
+    ):
         page.press(keys) if keys else None
         for pixel in page.pixels():
             assert np.ptp(pixel) == 0
-            assert pixel[0] == pytest.approx(grey(page, channel), abs=2)  # half a step of 254 and rounding
+            assert pixel[0] == pytest.approx(
+                grey(page, channel), abs=2
+            )  # half a step of 254 and rounding
         value = made_case()[0][..., channel][voxel_of(page.at())]
-        shown = float(re.search(r"(?:FLAIR|T1gd) [\u2248\u2264\u2265] (\S+)", page.facts()).group(1))
+        shown = float(
+            re.search(r"(?:FLAIR|T1gd) [\u2248\u2264\u2265] (\S+)", page.facts()).group(1)
+        )
         assert shown == pytest.approx(value, abs=0.02 * 2550)
 
 
@@ -324,14 +382,19 @@ def test_a_click_puts_the_crosshair_there_in_all_planes_and_says_voxel_mm_and_la
 
     canvas = page.find("axial")
     size = canvas.size
-    # In the box voxel (5, 6): 11 - 5 - 0.5 of 11 columns from the left, as R is there, and 14 - 6 - 0.5 of 14 rows.
+    # In the box voxel (5, 6): 11 - 5 - 0.5 of 11 columns from the left, as R is there, and 14 - 6 -
+    # 0.5 of 14 rows.
     right, down = (5.5 / 11 - 0.5) * size["width"], (7.5 / 14 - 0.5) * size["height"]
-    ActionChains(page.driver).move_to_element_with_offset(canvas, round(right), round(down)).click().perform()
+    ActionChains(page.driver).move_to_element_with_offset(
+        canvas, round(right), round(down)
+    ).click().perform()
     page.settle()
     x, y, z = voxel_of(page.at())
     assert (x, y) == (7, 9)
     facts = page.facts()
-    source = np.argwhere(from_ras(np.arange(np.prod(SHAPE)).reshape(SHAPE), GEOMETRY) == (x * 18 + y) * 10 + z)[0]
+    source = np.argwhere(
+        from_ras(np.arange(np.prod(SHAPE)).reshape(SHAPE), GEOMETRY) == (x * 18 + y) * 10 + z
+    )[0]
     assert f"voxel {', '.join(map(str, source))}" in facts
     world = np.asarray(GEOMETRY.affine)[:3] @ (*source, 1)
     for number, (plus, minus) in zip(world, ("RL", "AP", "SI")):
@@ -376,7 +439,9 @@ def test_overlays_and_regions_toggle_and_predictions_switch(page):
         page.press(key)
         seen = [int(colour[at : at + 2], 16) for at in (1, 3, 5)] if colour else [grey(page, 0)] * 3
         for pixel in page.pixels():
-            assert pixel == pytest.approx([(grey(page, 0) + value) / 2 for value in seen], abs=3), key
+            assert pixel == pytest.approx([(grey(page, 0) + value) / 2 for value in seen], abs=3), (
+                key
+            )
     assert "missed" in page.find("legend").text
 
 
@@ -390,7 +455,11 @@ def test_dragging_changes_the_window_and_reset_brings_it_back(page):
     assert page.at() == moved
     first, facts = page.pixels(), page.facts()
     page.find("drag").click()
-    drag = ActionChains(page.driver).move_to_element_with_offset(page.find("coronal"), -20, -20).click_and_hold()
+    drag = (
+        ActionChains(page.driver)
+        .move_to_element_with_offset(page.find("coronal"), -20, -20)
+        .click_and_hold()
+    )
     drag.move_by_offset(0, 40).release().perform()  # down: a higher level, darker
     page.settle()
     before = page.at()
@@ -406,12 +475,19 @@ def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
     geometry = dataclasses.replace(GEOMETRY, shape=(14, 12, 10))
     write_volume(tmp_path / "thick.nii.gz", made_case()[0][:, :12, :, 0], geometry)
     second = dataclasses.replace(read_case([tmp_path / "thick.nii.gz"], None, []), note="worst")
-    shown = viewer_module.viewer([dataclasses.replace(first, note="best", scores="Dice WT 0.9"), second])
+    shown = viewer_module.viewer(
+        [dataclasses.replace(first, note="best", scores="Dice WT 0.9"), second]
+    )
     template = Path(viewer_module.__file__).with_name("view.html.j2")
-    (tmp_path / "page.html").write_text(render_page(template, title="two", made_by="view", viewer=shown))
+    (tmp_path / "page.html").write_text(
+        render_page(template, title="two", made_by="view", viewer=shown)
+    )
     page = Page(driver, tmp_path / "page.html")
     listed = page.find("list").find_elements("tag name", "button")
-    assert [button.text.split("\n")[1:] for button in listed] == [[CASE_ID, "Dice WT 0.9"], ["thick"]]
+    assert [button.text.split("\n")[1:] for button in listed] == [
+        [CASE_ID, "Dice WT 0.9"],
+        ["thick"],
+    ]
     modality = page.find("modality")
     for press in (listed[1].click, lambda: page.press("c"), lambda: page.press("c")):
         press()
@@ -422,5 +498,7 @@ def test_a_case_of_the_list_is_shown_with_what_it_has(driver, case, tmp_path):
         assert modality.is_displayed() is not is_thick
         size = page.find("sagittal").size
         wide, high = (9, 8 * 3) if is_thick else (14, 8 * 3)
-        assert size["width"] / size["height"] == pytest.approx(wide / high, rel=0.05), "mm, not voxels"
+        assert size["width"] / size["height"] == pytest.approx(wide / high, rel=0.05), (
+            "mm, not voxels"
+        )
     assert page.errors() == []

@@ -1,4 +1,5 @@
-"""A checkpoint comes back as it was, or not at all; none is there without its log; none is damaged that is not."""
+"""A checkpoint comes back as it was, or not at all; none is there without its log; none is damaged
+that is not."""
 
 import errno
 import io
@@ -40,12 +41,16 @@ def test_best_weights_that_are_lost_are_not_called_untrained_where_the_run_has_o
         weights_file(tmp_path, "best")
     (tmp_path / "checkpoints").mkdir()
     write_next(tmp_path, 3, ARRAYS, {"step": 3}, keep=1)
-    with pytest.raises(InputError, match=r"must hold its best weights, found none.*--weights last.*`train`") as caught:
+    with pytest.raises(
+        InputError, match=r"must hold its best weights, found none.*--weights last.*`train`"
+    ) as caught:
         weights_file(tmp_path, "best")
     assert "train it first" not in str(caught.value)
     best = tmp_path / "checkpoints/best.npz"
     best.write_bytes(b"PK")
-    with pytest.raises(DamagedCheckpointError, match=r"best\.npz must be whole.*--weights last.*`train`"):
+    with pytest.raises(
+        DamagedCheckpointError, match=r"best\.npz must be whole.*--weights last.*`train`"
+    ):
         load_checkpoint(best)
     with pytest.raises(InputError, match="must hold its last weights, found none; train it first"):
         weights_file(tmp_path / "other", "last")
@@ -54,7 +59,9 @@ def test_best_weights_that_are_lost_are_not_called_untrained_where_the_run_has_o
 def test_a_header_that_lies_is_damage_and_takes_no_memory(tmp_path):
     path, lie = tmp_path / "last.npz", io.BytesIO()
     save_checkpoint(path, {}, {"schema": 1, "names": ["model/000"]})
-    np.lib.format.write_array_header_1_0(lie, {"descr": "<f4", "fortran_order": False, "shape": (2**40,)})
+    np.lib.format.write_array_header_1_0(
+        lie, {"descr": "<f4", "fortran_order": False, "shape": (2**40,)}
+    )
     with zipfile.ZipFile(path, "a") as file:
         file.writestr("model/000.npy", lie.getvalue())
     with pytest.raises(DamagedCheckpointError, match="must be whole"):
@@ -66,7 +73,9 @@ def test_arrays_and_state_come_back_as_they_were_checked_whatever_happens_to_the
     assert size == (tmp_path / "last.npz").stat().st_size
     arrays, state = load_checkpoint(tmp_path / "last.npz")
     assert (state, set(arrays)) == ({"step": 3, "best": None}, set(ARRAYS))
-    save_checkpoint(tmp_path / "last.npz", {name: 0 * array for name, array in ARRAYS.items()}, {"step": 4})
+    save_checkpoint(
+        tmp_path / "last.npz", {name: 0 * array for name, array in ARRAYS.items()}, {"step": 4}
+    )
     (tmp_path / "last.npz").unlink()
     for name, array in ARRAYS.items():
         np.testing.assert_array_equal(arrays[name], array)
@@ -74,7 +83,8 @@ def test_arrays_and_state_come_back_as_they_were_checked_whatever_happens_to_the
 
 
 def test_no_flipped_bit_loads_as_something_else(tmp_path):
-    """Header, data, directory: whichever byte is hit, the file is refused or comes back as it was."""
+    """Header, data, directory: whichever byte is hit, the file is refused or comes back as it
+    was."""
     path = tmp_path / "last.npz"
     save_checkpoint(path, {"model/000": np.arange(24, dtype="f4").reshape(2, 3, 4)}, {"step": 3})
     good = path.read_bytes()
@@ -83,7 +93,9 @@ def test_no_flipped_bit_loads_as_something_else(tmp_path):
         with pytest.raises(DamagedCheckpointError, match=r"last\.npz must be whole"):
             load_checkpoint(path)
     for position in range(len(good)):
-        path.write_bytes(good[:position] + bytes([good[position] ^ 1 << position % 8]) + good[position + 1 :])
+        path.write_bytes(
+            good[:position] + bytes([good[position] ^ 1 << position % 8]) + good[position + 1 :]
+        )
         try:
             arrays, state = load_checkpoint(path)
         except InputError:
@@ -111,7 +123,8 @@ def save(run, step):
 
 
 @pytest.mark.parametrize(
-    ("error", "part"), [(OSError(errno.ESTALE, "Stale file handle"), range(2**20)), (MemoryError(), range(10_000))]
+    ("error", "part"),
+    [(OSError(errno.ESTALE, "Stale file handle"), range(2**20)), (MemoryError(), range(10_000))],
 )
 def test_a_checkpoint_that_cannot_be_read_just_now_is_not_damaged(run, monkeypatch, error, part):
     class File(io.FileIO):
@@ -153,7 +166,8 @@ def test_a_damaged_checkpoint_is_renamed_to_a_name_that_is_free(run):
 
 
 def test_a_power_cut_leaves_no_checkpoint_without_its_log_lines(tmp_path, monkeypatch):
-    """Only synced content of a file outlives it, and of a folder the names that were in it at its sync."""
+    """Only synced content of a file outlives it, and of a folder the names that were in it at its
+    sync."""
     (tmp_path / "checkpoints").mkdir()
     disk, left = {}, []
     fsync, replace = os.fsync, os.replace

@@ -1,4 +1,5 @@
-"""The file that a worker writes, read whole, damaged and while it is written; and whether the worker is alive."""
+"""The file that a worker writes, read whole, damaged and while it is written; and whether the
+worker is alive."""
 
 import json
 import os
@@ -25,7 +26,10 @@ def test_what_is_written_is_read_as_json_of_one_level(tmp_path):
     for written_beat in written.values():
         write_heartbeat(tmp_path, written_beat)
     assert read_heartbeats(tmp_path) == written
-    assert {path.name for path in (tmp_path / "heartbeats").iterdir()} == {"worker-0.json", "worker-11.json"}
+    assert {path.name for path in (tmp_path / "heartbeats").iterdir()} == {
+        "worker-0.json",
+        "worker-11.json",
+    }
     content = json.loads(heartbeat_path(tmp_path, 0).read_text())
     assert content["schema"] == 1
     assert not any(isinstance(value, (dict, list)) for value in content.values())

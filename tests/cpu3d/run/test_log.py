@@ -1,4 +1,5 @@
-"""A run's log: what is damaged in it is left out with a warning; what it costs, and how long it still takes."""
+"""A run's log: what is damaged in it is left out with a warning; what it costs, and how long it
+still takes."""
 
 import json
 import tempfile
@@ -21,10 +22,30 @@ from cpu3d.run.log import (
 )
 from cpu3d.run.summary import Costs, History, Pace
 
-START = {"event": "start", "step": 20, "predicted": {"step_s": 5.0, "coarse": {"step_s": 1.0}}, "coarse_steps": 2}
-STEP = {"event": "step", "step": 1, "loss": 0.5, "dice": {"WT": 0.5}, "voxels": 8, "step_s": 2, "rss_bytes": 9}
+START = {
+    "event": "start",
+    "step": 20,
+    "predicted": {"step_s": 5.0, "coarse": {"step_s": 1.0}},
+    "coarse_steps": 2,
+}
+STEP = {
+    "event": "step",
+    "step": 1,
+    "loss": 0.5,
+    "dice": {"WT": 0.5},
+    "voxels": 8,
+    "step_s": 2,
+    "rss_bytes": 9,
+}
 END = {"event": "end", "step": 3, "reason": "finished", "seconds": 20.0, "peak_rss_bytes": None}
-SCORE = {"event": "validation", "step": 2, "mean_dice": 0.5, "dice": {"WT": 0.5}, "best": True, "seconds": 3.0}
+SCORE = {
+    "event": "validation",
+    "step": 2,
+    "mean_dice": 0.5,
+    "dice": {"WT": 0.5},
+    "best": True,
+    "seconds": 3.0,
+}
 
 
 def without(event, name):
@@ -37,13 +58,20 @@ DAMAGED = [
     {**STEP, "dice": {"WT": {}}},
     {**START, "predicted": {"coarse": {"step_s": {}}}},
     {**START, "host": {"cores": "two"}},
-    *(without(STEP, "step"), without(STEP, "event"), without(SCORE, "mean_dice"), without(END, "reason")),
+    *(
+        without(STEP, "step"),
+        without(STEP, "event"),
+        without(SCORE, "mean_dice"),
+        without(END, "reason"),
+    ),
     *([], 5),
 ]
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=str)
-def test_an_event_with_a_value_of_another_type_is_left_out_with_a_warning(tmp_path, capsys, damaged):
+def test_an_event_with_a_value_of_another_type_is_left_out_with_a_warning(
+    tmp_path, capsys, damaged
+):
     good = [START, STEP, {**SCORE, "added by a later version": [1]}, END]
     lines = [json.dumps(event) for event in (*good[:2], damaged, *good[2:])]
     (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
@@ -61,7 +89,9 @@ def test_a_log_that_was_saved_by_an_editor_on_windows_is_read(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("torn", [b'{"event": "step", "st', b"\xff", b"{" * 100_000])
-def test_a_last_line_that_was_cut_off_is_left_out_in_silence_and_another_one_is_not(tmp_path, capsys, torn):
+def test_a_last_line_that_was_cut_off_is_left_out_in_silence_and_another_one_is_not(
+    tmp_path, capsys, torn
+):
     path = tmp_path / "log.jsonl"
     path.write_bytes(json.dumps(STEP).encode() + b"\n" + torn)
     assert read_events(tmp_path) == [STEP]
@@ -73,7 +103,13 @@ def test_a_last_line_that_was_cut_off_is_left_out_in_silence_and_another_one_is_
 
 def test_of_a_long_log_the_last_steps_are_read_and_all_other_events(tmp_path):
     assert read_events(tmp_path) == []
-    events = [START, *({**STEP, "step": step} for step in range(1, 5)), SCORE, {**STEP, "step": 5}, END]
+    events = [
+        START,
+        *({**STEP, "step": step} for step in range(1, 5)),
+        SCORE,
+        {**STEP, "step": 5},
+        END,
+    ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert read_events(tmp_path, steps=2) == [START, events[4], SCORE, events[6], END]
 
@@ -132,17 +168,27 @@ def test_the_last_events_are_found_from_the_end_of_a_log(tmp_path):
     events = [START, *steps_up_to(3000), SCORE, *steps_up_to(3003, first=3001), END]
     write_log(tmp_path, events, torn='{"event": "step", "step": 9')
     assert last_event(tmp_path) == last_end(tmp_path) == END
-    assert [last_event(tmp_path, kind) for kind in ("start", "validation", "checkpoint")] == [START, SCORE, {}]
+    assert [last_event(tmp_path, kind) for kind in ("start", "validation", "checkpoint")] == [
+        START,
+        SCORE,
+        {},
+    ]
     assert last_event(tmp_path, "step")["step"] == 3003
     write_log(tmp_path, [*events, START])
     assert last_end(tmp_path) == {}, "another attempt has begun"
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from(["step", "validation", "no event", "x" * 200_000]), max_size=40), st.booleans())
+@given(
+    st.lists(st.sampled_from(["step", "validation", "no event", "x" * 200_000]), max_size=40),
+    st.booleans(),
+)
 def test_reading_from_the_end_finds_what_reading_from_the_begin_does(kinds, ends):
     with tempfile.TemporaryDirectory() as folder:
-        lines = [json.dumps({"event": kind, "step": step, "mean_dice": 0}) for step, kind in enumerate(kinds)]
+        lines = [
+            json.dumps({"event": kind, "step": step, "mean_dice": 0})
+            for step, kind in enumerate(kinds)
+        ]
         lines = [kind if kind == "no event" else line for kind, line in zip(kinds, lines)]
         text = "\n".join(lines) + ("\n" if ends else "")
         Path(folder, "log.jsonl").write_text(text, encoding="utf-8")
@@ -179,11 +225,15 @@ LOGGED = [{**START, "step": 0}, *steps_up_to(4), {**SCORE, "step": 4}, *steps_up
         (LOGGED[1:], 0, False, []),
     ],
 )
-@pytest.mark.parametrize("torn", ["", '{"event": "step", "step": 6, "lo', json.dumps({**STEP, "step": 7})])
+@pytest.mark.parametrize(
+    "torn", ["", '{"event": "step", "step": 6, "lo', json.dumps({**STEP, "step": 7})]
+)
 def test_a_log_is_cut_back_to_a_checkpoint_s_step(tmp_path, lines, step, owes, kept, torn):
     write_log(tmp_path, lines, torn)
     forget_after(tmp_path, step, owes_validation=owes)
-    assert (tmp_path / "log.jsonl").read_text() == "".join(json.dumps(event) + "\n" for event in kept)
+    assert (tmp_path / "log.jsonl").read_text() == "".join(
+        json.dumps(event) + "\n" for event in kept
+    )
 
 
 def test_a_last_line_without_its_line_break_is_kept_and_gets_one(tmp_path):
@@ -209,18 +259,36 @@ def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch):
 
 
 def test_costs_are_of_all_attempts_with_coarse_steps_apart():
-    steps = [{**STEP, "step": n, "step_s": s, "wait_s": 0.5} for n, s in ((1, 9), (2, 1), (3, 8), (4, 4), (5, 6))]
+    steps = [
+        {**STEP, "step": n, "step_s": s, "wait_s": 0.5}
+        for n, s in ((1, 9), (2, 1), (3, 8), (4, 4), (5, 6))
+    ]
     saved = {"event": "checkpoint", "step": 5, "seconds": 1.5}
     costs = History([START, *steps[:2], SCORE, START, *steps[2:], saved, END]).costs(coarse_steps=2)
-    known = {"steps": 5, "voxels": 40, "step_s": 6, "coarse_step_s": 5, "steps_s": 28, "wait_s": 2.5}
-    other = {"validation_s": 3, "checkpoint_s": 1.5, "train_s": 20, "peak_rss_bytes": 9, "allocator_peak_bytes": None}
+    known = {
+        "steps": 5,
+        "voxels": 40,
+        "step_s": 6,
+        "coarse_step_s": 5,
+        "steps_s": 28,
+        "wait_s": 2.5,
+    }
+    other = {
+        "validation_s": 3,
+        "checkpoint_s": 1.5,
+        "train_s": 20,
+        "peak_rss_bytes": 9,
+        "allocator_peak_bytes": None,
+    }
     assert costs == Costs(**known, **other)
     assert History([START, *steps]).costs().train_s is None, "it has not ended"
     assert History([]).costs().step_s is None
 
 
 def steps(first, *seconds):
-    return [{"event": "step", "step": first + index, "step_s": s} for index, s in enumerate(seconds)]
+    return [
+        {"event": "step", "step": first + index, "step_s": s} for index, s in enumerate(seconds)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +299,16 @@ def steps(first, *seconds):
         ([START, *steps(21, 60.0)], 5.0),  # the first one compiles
         ([START, *steps(21, 60.0, 2.0, 3.0, 2.0)], 2.0),
         # 6 s beside 4 steps. An earlier attempt does not count.
-        ([START, *steps(21, 60, 9, 9), START, *steps(21, 60, 2, 2, 2), {**SCORE, "step": 24, "seconds": 6.0}], 3.5),
+        (
+            [
+                START,
+                *steps(21, 60, 9, 9),
+                START,
+                *steps(21, 60, 2, 2, 2),
+                {**SCORE, "step": 24, "seconds": 6.0},
+            ],
+            3.5,
+        ),
         ([{"event": "start", "step": 20, "predicted": {}}, *steps(21, 60.0)], None),
     ],
 )

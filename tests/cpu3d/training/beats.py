@@ -11,10 +11,35 @@ GIB = 2**30
 def beat(**changes):
     """A heartbeat of this process, a second ago, in step 120 of 4000."""
     now, pid = time.time(), os.getpid()
-    identity = {"rank": 0, "workers": 1, "pid": pid, "process_start": process_start(pid), "place": this_place()}
-    times = {"started": now - 4000, "beat": now - 1, "phase": "computing", "phase_since": now - 3, "step": 120}
+    identity = {
+        "rank": 0,
+        "workers": 1,
+        "pid": pid,
+        "process_start": process_start(pid),
+        "place": this_place(),
+    }
+    times = {
+        "started": now - 4000,
+        "beat": now - 1,
+        "phase": "computing",
+        "phase_since": now - 3,
+        "step": 120,
+    }
     steps = {"steps": 4000, "longest_step_s": 31.0, "checkpoint_step": 110}
     own = {"anonymous_bytes": 6 * GIB, "file_bytes": GIB, "swapped_bytes": 0, "peak_bytes": 8 * GIB}
-    free = {"bound_bytes": 9 * GIB, "free_bytes": 14 * GIB, "free_of": "this machine", "limit_bytes": 24 * GIB}
-    content = {**identity, **times, **steps, **own, **free, "host_name": "node-17", "checkpoint_time": now - 100}
+    free = {
+        "bound_bytes": 9 * GIB,
+        "free_bytes": 14 * GIB,
+        "free_of": "this machine",
+        "limit_bytes": 24 * GIB,
+    }
+    content = {
+        **identity,
+        **times,
+        **steps,
+        **own,
+        **free,
+        "host_name": "node-17",
+        "checkpoint_time": now - 100,
+    }
     return Heartbeat(**{**content, **changes})

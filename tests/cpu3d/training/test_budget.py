@@ -34,7 +34,13 @@ def budgets(draw):
         step_s.append(draw(SECONDS))
     left_s = draw(st.one_of(st.floats(-10, 3000), st.integers(0, 60).map(lambda n: n * step_s[-1])))
     at_least = draw(st.integers(1, steps))
-    return config, {"step": step, "steps": steps, "at_least": at_least, "left_s": left_s, "step_s": step_s}
+    return config, {
+        "step": step,
+        "steps": steps,
+        "at_least": at_least,
+        "left_s": left_s,
+        "step_s": step_s,
+    }
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,5 +1,6 @@
-"""Faults that stop a run: a full disk, a signal, too little memory, a bad number. Each ends with its code, names the
-reason and what is kept, and the same command continues to the same bits. The last test cuts trainings at random."""
+"""Faults that stop a run: a full disk, a signal, too little memory, a bad number. Each ends with
+its code, names the reason and what is kept, and the same command continues to the same bits. The
+last test cuts trainings at random."""
 
 import contextlib
 import resource
@@ -56,15 +57,39 @@ def limit_files(size):
 
 
 LOW = "memory must keep 64 MiB free"  # the guard's; test_watchdog tests when
-FAULTS = {  # exit code -> fault, before which step, --save-minutes, messages, last step kept, reason in the log
-    1: (lambda patch: limit_files(100_000), 5, "0", ["step-00000005.npz", "step-00000004.npz is whole"], 4, ""),
-    5: (lambda patch: patch.setattr(Guard, "why", LOW), 3, "60", [LOW, "saved after step 3"], 3, "memory"),
-    143: (lambda patch: signal.raise_signal(signal.SIGTERM), 3, "60", ["saved after step 3"], 3, "interrupted"),
+# exit code -> fault, before which step, --save-minutes, messages, last step kept, reason in the log
+FAULTS = {
+    1: (
+        lambda patch: limit_files(100_000),
+        5,
+        "0",
+        ["step-00000005.npz", "step-00000004.npz is whole"],
+        4,
+        "",
+    ),
+    5: (
+        lambda patch: patch.setattr(Guard, "why", LOW),
+        3,
+        "60",
+        [LOW, "saved after step 3"],
+        3,
+        "memory",
+    ),
+    143: (
+        lambda patch: signal.raise_signal(signal.SIGTERM),
+        3,
+        "60",
+        ["saved after step 3"],
+        3,
+        "interrupted",
+    ),
 }
 
 
 @pytest.mark.parametrize("code", FAULTS)
-def test_a_fault_ends_with_its_code_and_the_run_continues(phantom_store, whole, tmp_path, monkeypatch, capsys, code):
+def test_a_fault_ends_with_its_code_and_the_run_continues(
+    phantom_store, whole, tmp_path, monkeypatch, capsys, code
+):
     fault, before, save_minutes, messages, kept, reason = FAULTS[code]
     step = HeavyLearner.step
 
@@ -90,33 +115,59 @@ def test_a_fault_ends_with_its_code_and_the_run_continues(phantom_store, whole, 
 
 def test_a_voxel_that_is_nan_names_its_case(tmp_path, whole, capsys):
     write_phantom(tmp_path / "raw", cases=4, shape=(24, 24, 24), seed=5, workers=1)
-    for path in (tmp_path / "raw" / "imagesTr").iterdir():  # halved, so that the store has float16, which holds NaN
+    for path in (
+        tmp_path / "raw" / "imagesTr"
+    ).iterdir():  # halved, so that the store has float16, which holds NaN
         image = nibabel.load(path)
-        nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj) * np.float32(0.5), image.affine), path)
+        nibabel.save(
+            nibabel.Nifti1Image(np.asarray(image.dataobj) * np.float32(0.5), image.affine), path
+        )
     prepare(tmp_path / "raw", tmp_path / "store", fractions=(1, 0, 0), workers=1)
     store = open_store(tmp_path / "store")
     cases = store.cases("train")
-    second = cases[sample_at(3, cases=len(cases), seed=RunConfig.seed).index]  # of the second step's two
+    second = cases[
+        sample_at(3, cases=len(cases), seed=RunConfig.seed).index
+    ]  # of the second step's two
     voxels = np.load(array_path(store.folder, second, "x"), mmap_mode="r+", allow_pickle=False)
     voxels[tuple(n // 2 for n in voxels.shape)] = np.nan
     voxels.flush()
     assert main(command(store, tmp_path / "run")) == 4
-    assert f"got nan at step 2 on {second.case_id};" in capsys.readouterr().err, "not all of its batch"
+    assert f"got nan at step 2 on {second.case_id};" in capsys.readouterr().err, (
+        "not all of its batch"
+    )
     kept = newest(tmp_path / "run")
-    assert (kept.state["step"], all(np.isfinite(array).all() for array in kept.arrays.values())) == (1, True)
+    assert (
+        kept.state["step"],
+        all(np.isfinite(array).all() for array in kept.arrays.values()),
+    ) == (1, True)
 
 
 # --- Random moments ---
 
 CUTS = 2 * (signal.SIGKILL, signal.SIGTERM, "disk", signal.SIGKILL, "disk", signal.SIGTERM)
-CUT_OPTIONS = ["--steps", "160", "--validations", "16", "--save-minutes", "0.001", "--depth", "3", "--norm", "batch"]
+CUT_OPTIONS = [
+    "--steps",
+    "160",
+    "--validations",
+    "16",
+    "--save-minutes",
+    "0.001",
+    "--depth",
+    "3",
+    "--norm",
+    "batch",
+]
 CUT_OPTIONS += ["--curriculum", "half"]
-"""Steps of milliseconds, the first 140 coarse, and so many validations and saves that a random moment may be in one."""
+"""Steps of milliseconds, the first 140 coarse, and so many validations and saves that a random
+moment may be in one."""
 
 
 def cut(process, how, rng):
-    """Cut a command: one of its workers at random, or its process if it has none; the disk for all of them."""
-    workers = [child for child in process.children(recursive=True) if "TF_CONFIG" in child.environ()] or [process]
+    """Cut a command: one of its workers at random, or its process if it has none; the disk for all
+    of them."""
+    workers = [
+        child for child in process.children(recursive=True) if "TF_CONFIG" in child.environ()
+    ] or [process]
     if how == "disk":
         for worker in workers:
             worker.rlimit(psutil.RLIMIT_FSIZE, (1000, NO_LIMIT))
@@ -125,12 +176,15 @@ def cut(process, how, rng):
 
 
 def train(words, run, how=None, rng=None, delay_s=0.0):
-    """Run a command, cut `delay_s` after its training has begun. (exit code, seconds of training)."""
+    """Run a command, cut `delay_s` after its training has begun. (exit code, seconds of
+    training)."""
     earlier, begin = read_events(run), None
     with (run.parent / "output.txt").open("a") as output:
         child = start([*PROGRAM, *words], output, cwd=ROOT)
     while child.poll() is None:
-        if not begin and any(event["event"] == "start" and event not in earlier for event in read_events(run)):
+        if not begin and any(
+            event["event"] == "start" and event not in earlier for event in read_events(run)
+        ):
             begin = time.monotonic()
         if how and begin and time.monotonic() - begin >= delay_s:
             with contextlib.suppress(psutil.Error):  # it has ended meanwhile
@@ -142,18 +196,30 @@ def train(words, run, how=None, rng=None, delay_s=0.0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(phantom_store, tmp_path, workers):
-    launch, uncut, run = ["launch", "--workers", str(workers)] * (workers > 1), tmp_path / "uncut", tmp_path / "run"
+def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(
+    phantom_store, tmp_path, workers
+):
+    launch, uncut, run = (
+        ["launch", "--workers", str(workers)] * (workers > 1),
+        tmp_path / "uncut",
+        tmp_path / "run",
+    )
     code, seconds = train([*launch, *command(phantom_store, uncut, *CUT_OPTIONS)], uncut)
     assert code == 0
-    words, rng = [*launch, *command(phantom_store, run, *CUT_OPTIONS)], np.random.default_rng(workers)
+    words, rng = (
+        [*launch, *command(phantom_store, run, *CUT_OPTIONS)],
+        np.random.default_rng(workers),
+    )
     for how in CUTS:
         assert train(words, run, how, rng, rng.random() * seconds / len(CUTS))[0] != 0, "it was cut"
-        for path in (run / "checkpoints").glob("*.npz"):  # a file that is being written has another name
+        for path in (run / "checkpoints").glob(
+            "*.npz"
+        ):  # a file that is being written has another name
             load_checkpoint(path)
         events, checkpoint = read_events(run), newest(run)
         steps, saves = (
-            [event["step"] for event in events if event["event"] == kind] for kind in ("step", "checkpoint")
+            [event["step"] for event in events if event["event"] == kind]
+            for kind in ("step", "checkpoint")
         )
         assert (checkpoint.state["step"] if checkpoint else 0) >= max(saves, default=0)
         assert steps == list(range(1, len(steps) + 1))

@@ -1,4 +1,5 @@
-"""The loop of a run: its order, its ends, and how it continues. With a learner in NumPy, as no network matters here."""
+"""The loop of a run: its order, its ends, and how it continues. With a learner in NumPy, as no
+network matters here."""
 
 import argparse
 import contextlib
@@ -19,7 +20,14 @@ from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
 from cpu3d.plan import make_plan
-from cpu3d.run.checkpoint import checkpoints, load_checkpoint, newest, save_checkpoint, weights_file, write_next
+from cpu3d.run.checkpoint import (
+    checkpoints,
+    load_checkpoint,
+    newest,
+    save_checkpoint,
+    weights_file,
+    write_next,
+)
 from cpu3d.run.config import save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import SETTINGS, RunConfig
@@ -61,19 +69,23 @@ def test_a_run_leaves_a_log_its_last_checkpoints_and_the_best_weights(phantom_st
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shares"), [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("polynomial", [1, 0.5**0.9, 0])]
+    ("schedule", "shares"),
+    [("constant", [1, 1, 1]), ("cosine", [1, 0.5, 0]), ("polynomial", [1, 0.5**0.9, 0])],
 )
 def test_the_rate_rises_over_the_warm_up_and_then_decays(schedule, shares):
     config = RunConfig(learning_rate=2.0, warmup_steps=4, schedule=schedule)
     assert [config.rate_at(step, 24) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
-    assert [config.rate_at(step, 24) for step in (4, 14, 24)] == pytest.approx([2 * share for share in shares])
+    assert [config.rate_at(step, 24) for step in (4, 14, 24)] == pytest.approx(
+        [2 * share for share in shares]
+    )
 
 
 # --- A budget of minutes ---
 
 
 def budgeted(store, folder, monkeypatch, step_s, **settings):
-    """A run whose length is open, and whose steps seem to take `step_s` seconds, the first one ten times as long."""
+    """A run whose length is open, and whose steps seem to take `step_s` seconds, the first one ten
+    times as long."""
     fit, now, taken = start(store, folder, **settings), [0.0], []
     step = fit.learner.step
 
@@ -83,27 +95,41 @@ def budgeted(store, folder, monkeypatch, step_s, **settings):
         return step(*arguments)
 
     monkeypatch.setattr(fit.learner, "step", timed)
-    monkeypatch.setattr(fit_module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic))
+    monkeypatch.setattr(
+        fit_module, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=time.monotonic)
+    )
     return fit
 
 
-def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trace(phantom_store, tmp_path, monkeypatch):
-    fit = budgeted(phantom_store, tmp_path / "budget", monkeypatch, step_s=10.0, budget_minutes=190 / 60)
+def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trace(
+    phantom_store, tmp_path, monkeypatch
+):
+    fit = budgeted(
+        phantom_store, tmp_path / "budget", monkeypatch, step_s=10.0, budget_minutes=190 / 60
+    )
     assert fit.has_open_length
     assert fit.fit_budget() == pytest.approx([10])
     assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
     fit.run()
     start(phantom_store, tmp_path / "whole", steps=7).run()
     assert_same_weights(tmp_path / "budget", tmp_path / "whole")
-    rates, expected = ([step["learning_rate"] for step in steps_of(tmp_path / name)] for name in ("budget", "whole"))
+    rates, expected = (
+        [step["learning_rate"] for step in steps_of(tmp_path / name)]
+        for name in ("budget", "whole")
+    )
     assert rates == expected
 
 
 @pytest.mark.parametrize(
-    ("minutes", "settings", "steps"), [(1e6, {}, 12), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)]
+    ("minutes", "settings", "steps"),
+    [(1e6, {}, 12), (1e-6, {"validate_every": 2}, 8), (1e-6, {"validations": 3}, 1)],
 )
-def test_a_budget_cuts_nothing_that_fits(phantom_store, tmp_path, monkeypatch, minutes, settings, steps):
-    fit = budgeted(phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings)
+def test_a_budget_cuts_nothing_that_fits(
+    phantom_store, tmp_path, monkeypatch, minutes, settings, steps
+):
+    fit = budgeted(
+        phantom_store, tmp_path, monkeypatch, step_s=10.0, budget_minutes=minutes, **settings
+    )
     fit.fit_budget()
     assert fit.steps == steps
 
@@ -146,14 +172,18 @@ def without_gain(monkeypatch):
     monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, 0))
 
 
-def test_early_stopping_ends_after_patience_validations_without_gain(phantom_store, tmp_path, without_gain):
+def test_early_stopping_ends_after_patience_validations_without_gain(
+    phantom_store, tmp_path, without_gain
+):
     fit = start(phantom_store, tmp_path, epochs=20, patience=2)
     fit.run()
     assert read_events(tmp_path)[-1]["reason"] == "early stop"
     assert fit.step == 3 * fit.steps_per_epoch
 
 
-def test_a_signal_breaks_off_a_validation_which_is_made_up_for(phantom_store, tmp_path, monkeypatch):
+def test_a_signal_breaks_off_a_validation_which_is_made_up_for(
+    phantom_store, tmp_path, monkeypatch
+):
     options = {"steps": 4, "save_minutes": 100}
     start(phantom_store, tmp_path / "whole", **options).run()
     fit = start(phantom_store, tmp_path / "cut", **options)
@@ -170,12 +200,16 @@ def test_a_signal_breaks_off_a_validation_which_is_made_up_for(phantom_store, tm
     again = start(phantom_store, tmp_path / "cut", **options)
     assert not again.is_over
     again.run()
-    whole, cut = ([(e["step"], e["loss"]) for e in validations_of(tmp_path / run)] for run in ("whole", "cut"))
+    whole, cut = (
+        [(e["step"], e["loss"]) for e in validations_of(tmp_path / run)] for run in ("whole", "cut")
+    )
     assert whole == cut
     assert len(whole) == 1
 
 
-def test_a_worker_that_is_lost_during_a_validation_costs_no_step(phantom_store, tmp_path, monkeypatch):
+def test_a_worker_that_is_lost_during_a_validation_costs_no_step(
+    phantom_store, tmp_path, monkeypatch
+):
     fit = start(phantom_store, tmp_path, steps=4, save_minutes=100)
 
     def lost(*arguments):
@@ -190,7 +224,9 @@ def test_a_worker_that_is_lost_during_a_validation_costs_no_step(phantom_store, 
 # --- Stops ---
 
 
-def test_an_update_that_overflows_is_not_saved_and_ends_the_run(phantom_store, tmp_path, monkeypatch):
+def test_an_update_that_overflows_is_not_saved_and_ends_the_run(
+    phantom_store, tmp_path, monkeypatch
+):
     fit = start(phantom_store, tmp_path, save_minutes=0.0)
     step = fit.learner.step
 
@@ -201,7 +237,9 @@ def test_an_update_that_overflows_is_not_saved_and_ends_the_run(phantom_store, t
         return outcome
 
     monkeypatch.setattr(fit.learner, "step", third_overflows)
-    words = r"weights must be finite, got infinity in model/000 after step 3.*--learning-rate 0\.005"
+    words = (
+        r"weights must be finite, got infinity in model/000 after step 3.*--learning-rate 0\.005"
+    )
     with pytest.raises(DivergedError, match=words):
         fit.run()
     assert newest(tmp_path).state["step"] == 2
@@ -232,11 +270,17 @@ def test_the_rates_that_a_diverged_run_names_suit_its_command_and_halve_them(
     words = re.search(r"add (--.*?), half", str(error.value))[1].split()
     parser = argparse.ArgumentParser()
     add_options(parser, SETTINGS)
-    given = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = [
+        word
+        for name, value in settings.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     (more,) = arguments([SETTINGS], parser.parse_args([*given, *words]))
     again = planned(**more).config
     assert again.learning_rate == pytest.approx(plan.config.learning_rate / 2, rel=1e-2)
-    assert again.adam_rate == pytest.approx(plan.config.adam_rate / (1 if "optimizer" in settings else 2), rel=1e-2)
+    assert again.adam_rate == pytest.approx(
+        plan.config.adam_rate / (1 if "optimizer" in settings else 2), rel=1e-2
+    )
 
 
 # --- Memory that runs out ---
@@ -260,7 +304,8 @@ class WithoutMemoryToValidate(NumpyLearner):
 
 
 @pytest.mark.parametrize(
-    ("learner", "validations", "kept"), [(WithoutMemoryInFull, 1, 13), (WithoutMemoryToValidate, 2, 8)]
+    ("learner", "validations", "kept"),
+    [(WithoutMemoryInFull, 1, 13), (WithoutMemoryToValidate, 2, 8)],
 )
 def test_memory_that_runs_out_where_more_is_taken_for_the_first_time_costs_no_step(
     phantom_store, tmp_path, learner, validations, kept
@@ -277,14 +322,20 @@ def test_memory_that_runs_out_where_more_is_taken_for_the_first_time_costs_no_st
 
 
 @pytest.mark.parametrize(("loss", "save_minutes", "left"), [(11.0, 0.0, 2), (np.nan, 10.0, None)])
-def test_a_loss_that_diverges_ends_the_run(phantom_store, tmp_path, monkeypatch, loss, save_minutes, left):
+def test_a_loss_that_diverges_ends_the_run(
+    phantom_store, tmp_path, monkeypatch, loss, save_minutes, left
+):
     options = {"save_minutes": save_minutes, "steps": 6, "validations": 1}
     fit = start(phantom_store, tmp_path / "cut", **options)
     step = fit.learner.step
 
     def third_diverges(*arguments):
         outcome = step(*arguments)
-        return dataclasses.replace(outcome, losses=outcome.losses * 0 + loss) if fit.step == 2 else outcome
+        return (
+            dataclasses.replace(outcome, losses=outcome.losses * 0 + loss)
+            if fit.step == 2
+            else outcome
+        )
 
     monkeypatch.setattr(fit.learner, "step", third_diverges)
     case = fit.feeds.case_ids(2)[0]
@@ -308,14 +359,21 @@ HALF = {"curriculum": "half", "steps": 16, "validations": 2}
 """13 steps at half the resolution, then 3 in full; a validation in each."""
 
 
-def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_grid(phantom_store, tmp_path):
+def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_grid(
+    phantom_store, tmp_path
+):
     fit = start(phantom_store, tmp_path, **HALF)
     coarse, full = math.prod(fit.config.coarse_grid), math.prod(fit.config.grid)
     assert coarse < full / 4
     fit.run()
     assert [event["voxels"] for event in steps_of(tmp_path)] == 13 * [coarse] + 3 * [full]
-    assert [(event["step"], event["best"]) for event in validations_of(tmp_path)] == [(8, True), (16, True)]
-    assert not newest(tmp_path).state["best_is_coarse"], "coarse weights do not compete with those in full"
+    assert [(event["step"], event["best"]) for event in validations_of(tmp_path)] == [
+        (8, True),
+        (16, True),
+    ]
+    assert not newest(tmp_path).state["best_is_coarse"], (
+        "coarse weights do not compete with those in full"
+    )
 
 
 def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store, tmp_path):
@@ -360,7 +418,8 @@ def test_a_validation_after_the_last_coarse_step_that_is_broken_off_is_made_up_f
     again.run()
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
     whole, cut = (
-        [(e["step"], e["loss"], e["best"]) for e in validations_of(tmp_path / run)] for run in ("whole", "cut")
+        [(e["step"], e["loss"], e["best"]) for e in validations_of(tmp_path / run)]
+        for run in ("whole", "cut")
     )
     assert whole == cut
 
@@ -375,17 +434,25 @@ def test_a_validation_after_the_last_coarse_step_that_is_broken_off_is_made_up_f
         (13, {**HALF, "batch": 2, "ema": 0.5}),
     ],
 )
-def test_a_run_cut_after_any_step_ends_with_the_same_weights(phantom_store, tmp_path, monkeypatch, done, settings):
+def test_a_run_cut_after_any_step_ends_with_the_same_weights(
+    phantom_store, tmp_path, monkeypatch, done, settings
+):
     assert_cut_and_continued_is_uninterrupted(
         phantom_store, tmp_path, monkeypatch, done=done, learner=NumpyLearner, **settings
     )
     scores = (validations_of(tmp_path / name) for name in ("whole", "cut"))
-    whole, cut = ([(event["step"], event["loss"], event["best"]) for event in each] for each in scores)
+    whole, cut = (
+        [(event["step"], event["loss"], event["best"]) for event in each] for each in scores
+    )
     assert whole == cut
 
 
-@pytest.mark.parametrize(("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 13), (16, 24, 13), (10, 16, 13)])
-def test_a_run_of_another_length_keeps_the_coarse_steps_it_has_done(phantom_store, tmp_path, done, steps, coarse):
+@pytest.mark.parametrize(
+    ("done", "steps", "coarse"), [(10, 12, 10), (10, 24, 13), (16, 24, 13), (10, 16, 13)]
+)
+def test_a_run_of_another_length_keeps_the_coarse_steps_it_has_done(
+    phantom_store, tmp_path, done, steps, coarse
+):
     fit = start(phantom_store, tmp_path, **HALF, save_minutes=0.0)
     fit.steps = done  # as if it was cut there
     fit.run()
@@ -393,17 +460,27 @@ def test_a_run_of_another_length_keeps_the_coarse_steps_it_has_done(phantom_stor
     assert (fit.step, fit.config.coarse_steps) == (done, coarse)
     fit.run()
     full = math.prod(fit.config.grid)
-    assert [each["step"] for each in steps_of(tmp_path) if each["voxels"] == full] == list(range(coarse + 1, steps + 1))
+    assert [each["step"] for each in steps_of(tmp_path) if each["voxels"] == full] == list(
+        range(coarse + 1, steps + 1)
+    )
 
 
 def state_of(number, coarse_steps=0, **more):
     """The state of a run after that step, as a checkpoint keeps it."""
-    state = {"step": number, "best": None, "best_is_coarse": False, "stale_validations": 0, "trained_s": 1.0}
+    state = {
+        "step": number,
+        "best": None,
+        "best_is_coarse": False,
+        "stale_validations": 0,
+        "trained_s": 1.0,
+    }
     return {**state, "owes_validation": False, "coarse_steps": coarse_steps, **more}
 
 
 @pytest.mark.parametrize(("done", "steps"), [(10, 8), (10, 10), (13, 13)])
-def test_a_run_that_would_end_at_half_the_resolution_is_refused(phantom_store, tmp_path, done, steps):
+def test_a_run_that_would_end_at_half_the_resolution_is_refused(
+    phantom_store, tmp_path, done, steps
+):
     arrays = start(phantom_store, tmp_path, **HALF).learner.arrays()
     write_next(tmp_path, done, arrays, state_of(done, coarse_steps=13), keep=1)
     with pytest.raises(InputError, match=rf"steps must be above the {done} .* got {steps}"):
@@ -419,9 +496,16 @@ def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_pat
 
 def test_a_curriculum_s_rate_decays_over_the_coarse_steps_and_from_a_lower_peak_over_those_in_full():
     config = RunConfig(
-        learning_rate=2.0, warmup_steps=4, curriculum="half", grid=(16, 16, 16), coarse_grid=(8, 8, 8), coarse_steps=12
+        learning_rate=2.0,
+        warmup_steps=4,
+        curriculum="half",
+        grid=(16, 16, 16),
+        coarse_grid=(8, 8, 8),
+        coarse_steps=12,
     )
-    assert [config.rate_at(step, 16) for step in (0, 4, 8, 12, 14)] == pytest.approx([0.5, 2, 1, 0.6, 0.3])
+    assert [config.rate_at(step, 16) for step in (0, 4, 8, 12, 14)] == pytest.approx(
+        [0.5, 2, 1, 0.6, 0.3]
+    )
     assert config.full_steps(16) == 12 / 8 + 4
 
 
@@ -441,15 +525,21 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(phantom_store, tmp
     assert_same_weights(tmp_path / "cut", tmp_path / "whole")
     for path in checkpoints(tmp_path / "cut"):
         path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InputError, match=r"step-00000004\.npz must be whole.*\n.*step-00000003\.npz must be whole"):
+    with pytest.raises(
+        InputError, match=r"step-00000004\.npz must be whole.*\n.*step-00000003\.npz must be whole"
+    ):
         start(phantom_store, tmp_path / "cut", epochs=1)
 
 
 @pytest.mark.parametrize(("name", "value"), [("step", "2"), ("best", [0.5]), ("trained_s", None)])
-def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(phantom_store, tmp_path, name, value):
+def test_a_checkpoint_whose_state_is_of_another_kind_is_refused_by_name(
+    phantom_store, tmp_path, name, value
+):
     fit = start(phantom_store, tmp_path)
     write_next(tmp_path, 2, fit.learner.arrays(), state_of(2, **{name: value}), keep=1)
-    with pytest.raises(InputError, match=rf"step-00000002\.npz must hold a run's state, got state.{name} must be"):
+    with pytest.raises(
+        InputError, match=rf"step-00000002\.npz must hold a run's state, got state.{name} must be"
+    ):
         start(phantom_store, tmp_path)
     write_next(tmp_path, 2, fit.learner.arrays(), state_of(2), keep=1)
     assert start(phantom_store, tmp_path).step == 2
@@ -487,7 +577,9 @@ LOST = {
     ("done", "loss"),
     [(4, "a bit"), (4, "network"), (4, "score"), (12, "none"), (12, "empty")],
 )
-def test_lost_best_weights_are_replaced_by_those_of_the_last_checkpoint(phantom_store, tmp_path, done, loss):
+def test_lost_best_weights_are_replaced_by_those_of_the_last_checkpoint(
+    phantom_store, tmp_path, done, loss
+):
     """At once, after a validation of them, in a run that goes on and in one that is over."""
     options = {"steps": 12, "validations": 3}
     fit = start(phantom_store, tmp_path, **options)
@@ -543,7 +635,9 @@ def test_without_validation_the_last_weights_are_the_best_again(phantom_store, t
 # --- Data ---
 
 
-def test_how_files_are_read_is_logged_free_to_change_and_gives_the_same_weights(phantom_store, tmp_path):
+def test_how_files_are_read_is_logged_free_to_change_and_gives_the_same_weights(
+    phantom_store, tmp_path
+):
     for mode in ("mmap", "pread"):
         fit = start(phantom_store, tmp_path / mode, epochs=1, read_mode=mode)
         fit.log_start(read_host(), "test", {}, {})

@@ -1,4 +1,5 @@
-"""A batch in parts is the batch: the same gradients, weights and averages to rounding, in the memory of one part."""
+"""A batch in parts is the batch: the same gradients, weights and averages to rounding, in the
+memory of one part."""
 
 import dataclasses
 
@@ -43,7 +44,11 @@ def parts(pair, micro):
 def slots(learned, pair):
     """The optimizer's slots after a first step: a share of its gradients, or of their squares."""
     learned.step(parts(pair, learned.config.micro), 1e-2)
-    arrays = {name: np.array(array) for name, array in learned.arrays().items() if name.startswith("optimizer/")}
+    arrays = {
+        name: np.array(array)
+        for name, array in learned.arrays().items()
+        if name.startswith("optimizer/")
+    }
     return [array for array in arrays.values() if array.ndim]
 
 
@@ -54,12 +59,16 @@ def assert_alike(arrays, expected, within):
 
 def trained(learned, steps=2):
     """The outcomes of the steps, and all variables after them."""
-    outcomes = [learned.step(parts(volumes(seed=step), learned.config.micro), 1e-2) for step in range(steps)]
+    outcomes = [
+        learned.step(parts(volumes(seed=step), learned.config.micro), 1e-2) for step in range(steps)
+    ]
     return outcomes, {name: np.array(array) for name, array in learned.arrays().items()}
 
 
 def test_gradients_summed_over_parts_are_those_of_the_whole_batch():
-    for arrays, expected in zip(*(slots(learner(micro, ema=0.9), volumes()) for micro in (1, BATCH))):
+    for arrays, expected in zip(
+        *(slots(learner(micro, ema=0.9), volumes()) for micro in (1, BATCH))
+    ):
         assert_alike(arrays, expected, 1e-4)
 
 
@@ -67,7 +76,8 @@ def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_coun
     outcomes, arrays = trained(learner(BATCH, ema=0.9))
     outcomes_of_parts, arrays_of_parts = trained(learner(1, ema=0.9))
     assert list(arrays_of_parts) == list(arrays)
-    # A small gradient is mostly rounding, and Adam divides by its size: only all weights together are alike.
+    # A small gradient is mostly rounding, and Adam divides by its size: only all weights together
+    # are alike.
     for kind in {name.split("/")[0] for name in arrays}:
         assert_alike(flat(arrays_of_parts, kind), flat(arrays, kind), 3e-3)
     assert arrays_of_parts["updates"] == 2
@@ -83,7 +93,12 @@ def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_update
     image, target = volumes()
     image[1] = np.inf
     outcome = learned.step(parts((image, target), 1), 1e-2)
-    assert np.isfinite(outcome.losses).tolist() == [True, False, True, True]  # the third and fourth were not computed
+    assert np.isfinite(outcome.losses).tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]  # the third and fourth were not computed
     assert not np.isfinite(outcome.loss)
     assert outcome.dice.shape == (BATCH, UNET.outputs)
     assert not outcome.dice[2:].any()
@@ -101,7 +116,9 @@ def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_update
 
 def peak_bytes_of(batch, micro):
     """The peak of a step above the memory that is held; the sums of gradients are held."""
-    learned = Learner(config(micro, batch, 32, dataclasses.replace(UNET, filters=8), optimizer="sgd"))
+    learned = Learner(
+        config(micro, batch, 32, dataclasses.replace(UNET, filters=8), optimizer="sgd")
+    )
     part = next(parts(volumes(micro, 32), micro))
     for _ in range(2):
         learned.step(iter([part] * learned.config.parts), 1e-2)

@@ -22,7 +22,10 @@ def computed_by(request, monkeypatch):
 def dice_cross_entropy(target, *logits):
     """Loss and soft Dice, of one head or several."""
     supervised = supervise(DiceCrossEntropy(), target, logits)
-    return (supervised.loss, supervised.score), lambda upstream, _: (None, *supervised.slopes(upstream))
+    return (supervised.loss, supervised.score), lambda upstream, _: (
+        None,
+        *supervised.slopes(upstream),
+    )
 
 
 def volume(values, shape=(1, 2, 2, 1, 1)):
@@ -46,15 +49,20 @@ def by_definition(target, logits):
 
 
 def test_a_voxel_pulls_by_its_error_and_the_square_of_it(computed_by):
-    # One region of four voxels, errors 0.5, 0.9, 0.1 and 0: HARD * |p - t| (p - t) / (1.5 + 1), and the slope of Dice.
+    # One region of four voxels, errors 0.5, 0.9, 0.1 and 0: HARD * |p - t| (p - t) / (1.5 + 1), and
+    # the slope of Dice.
     target, logits = volume([1, 0, 1, 0]), logit([0.5, 0.9, 0.9, 0])
     with tf.GradientTape() as tape:
         tape.watch(logits)
         loss, dice = dice_cross_entropy(target, logits)
     size = 2 + 2.3 + 1
-    for_dice = [p * (1 - p) * (dice[0, 0] - 2 * t) / size for p, t in ((0.5, 1), (0.9, 0), (0.9, 1), (0, 0))]
+    for_dice = [
+        p * (1 - p) * (dice[0, 0] - 2 * t) / size for p, t in ((0.5, 1), (0.9, 0), (0.9, 1), (0, 0))
+    ]
     hard = HARD * np.array([-0.25, 0.81, -0.01, 0]) / 2.5
-    np.testing.assert_allclose(np.ravel(tape.gradient(loss, logits)), np.array(for_dice) + hard, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        np.ravel(tape.gradient(loss, logits)), np.array(for_dice) + hard, rtol=1e-4, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +75,9 @@ def test_a_voxel_pulls_by_its_error_and_the_square_of_it(computed_by):
     ],
 )
 def test_soft_dice_of_four_voxels(target, probabilities, dice):
-    np.testing.assert_allclose(dice_cross_entropy(volume(target), logit(probabilities))[1], [[dice]], rtol=1e-6)
+    np.testing.assert_allclose(
+        dice_cross_entropy(volume(target), logit(probabilities))[1], [[dice]], rtol=1e-6
+    )
 
 
 def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(computed_by):
@@ -81,12 +91,21 @@ def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(comp
 
 
 @pytest.mark.parametrize("samples", [2, None])
-def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid(samples, computed_by):
+def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid(
+    samples, computed_by
+):
     rng = np.random.default_rng(2)
     target = tf.constant(rng.random((2, 8, 4, 4, 3)) < [0.5, 0.1, 0.0], tf.uint8)
-    logits, weights = tf.constant(rng.normal(0, 2, (2, 4, 2, 2, 3)), tf.float32), tf.constant([1.0, 3.0])
+    logits, weights = (
+        tf.constant(rng.normal(0, 2, (2, 4, 2, 2, 3)), tf.float32),
+        tf.constant([1.0, 3.0]),
+    )
 
-    @tf.function(input_signature=[tf.TensorSpec((samples, *each.shape[1:]), each.dtype) for each in (target, logits)])
+    @tf.function(
+        input_signature=[
+            tf.TensorSpec((samples, *each.shape[1:]), each.dtype) for each in (target, logits)
+        ]
+    )
     def by_keras(target, logits):
         with tf.GradientTape() as tape:
             tape.watch(logits)
@@ -103,12 +122,15 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
 
 
 def test_a_target_of_other_regions_is_refused():
-    with pytest.raises(ValueError, match=r"y_true must .* got \(1, 4, 4, 4, 2\) for \(1, 4, 4, 4, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"y_true must .* got \(1, 4, 4, 4, 2\) for \(1, 4, 4, 4, 3\)"
+    ):
         DiceCrossEntropy()(tf.zeros((1, 4, 4, 4, 2)), tf.zeros((1, 4, 4, 4, 3)))
 
 
 def test_the_metric_is_the_mean_over_cases_of_a_region_or_of_all():
-    """Dice of the first region: 2 * 1 / (1 + 2), and 1 in a case without and not predicted; of the second 0."""
+    """Dice of the first region: 2 * 1 / (1 + 2), and 1 in a case without and not predicted; of the
+    second 0."""
     target = tf.constant([[[1, 1], [0, 0]], [[0, 1], [0, 1]]], tf.uint8)
     logits = tf.constant([[[2.0, -1], [0, -1]], [[-1, -1], [-1, -1]]])
     metrics = [RegionDice(), RegionDice(0), RegionDice(1)]
@@ -135,11 +157,15 @@ def test_loss_and_gradient_are_those_of_the_definition(samples, size_x, dtype, c
     for function in (dice_cross_entropy, by_definition):
         with tf.GradientTape() as tape:
             tape.watch(logits)
-            loss, dice = function(target, logits if function is dice_cross_entropy else tf.cast(logits, tf.float32))
+            loss, dice = function(
+                target, logits if function is dice_cross_entropy else tf.cast(logits, tf.float32)
+            )
             weighted = 3 * loss
         results.append((loss, dice, tf.cast(tape.gradient(weighted, logits), tf.float32)))
     for gradient, expected in zip(*results):
-        assert tf.norm(gradient - expected) <= (1e-5 if dtype == "float32" else 3e-3) * tf.norm(expected)
+        assert tf.norm(gradient - expected) <= (1e-5 if dtype == "float32" else 3e-3) * tf.norm(
+            expected
+        )
 
 
 def test_the_factors_are_derivatives_by_the_sums():
@@ -175,12 +201,17 @@ def test_a_step_that_xla_compiles_has_the_same_loss():
     target = tf.constant(rng.random((1, 4, 4, 4, 2)) < 0.4, tf.uint8)
     logits = tf.constant(rng.normal(size=(1, 4, 4, 4, 2)), tf.float32)
     compiled = tf.function(DiceCrossEntropy(), jit_compile=True)
-    np.testing.assert_allclose(compiled(target, logits), DiceCrossEntropy()(target, logits), rtol=1e-6)
+    np.testing.assert_allclose(
+        compiled(target, logits), DiceCrossEntropy()(target, logits), rtol=1e-6
+    )
 
 
 def test_compile_takes_the_loss_by_its_name_and_arrays():
     rng = np.random.default_rng(0)
-    image, target = rng.normal(size=(2, 4, 4, 4, 2)).astype(np.float32), rng.integers(0, 2, (2, 4, 4, 4, 2), np.uint8)
+    image, target = (
+        rng.normal(size=(2, 4, 4, 4, 2)).astype(np.float32),
+        rng.integers(0, 2, (2, 4, 4, 4, 2), np.uint8),
+    )
     model = tf.keras.Sequential([tf.keras.layers.Activation("linear", input_shape=(4, 4, 4, 2))])
     model.compile("sgd", loss="dice_cross_entropy")
     loss = float(DiceCrossEntropy()(tf.constant(target), tf.constant(image)))

@@ -1,4 +1,5 @@
-"""Muon: what it makes of a kernel, one step by hand, as an optimizer of Keras; Adam and SGD beside Keras' own."""
+"""Muon: what it makes of a kernel, one step by hand, as an optimizer of Keras; Adam and SGD beside
+Keras' own."""
 
 import math
 
@@ -25,7 +26,9 @@ def orthogonal_by_hand(kernel):
     return (scale * x).reshape(kernel.shape)
 
 
-@pytest.mark.parametrize("shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 16, 32)], ids=["tall", "wide", "up"])
+@pytest.mark.parametrize(
+    "shape", [(3, 3, 3, 4, 16), (3, 3, 3, 1, 64), (2, 2, 2, 16, 32)], ids=["tall", "wide", "up"]
+)
 def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(shape):
     matrix = orthogonal(tf.constant(noise(*shape))).numpy()
     assert matrix.shape == shape
@@ -62,14 +65,19 @@ def test_of_a_gradient_of_zeros_nothing_is_made():
 
 
 def test_the_graph_holds_no_constant_as_large_as_a_kernel_s_side():
-    """TensorFlow's passes each keep a copy of the graph's constants: with 48 filters these were 290 MiB."""
+    """TensorFlow's passes each keep a copy of the graph's constants: with 48 filters these were 290
+    MiB."""
     trace = tf.function(orthogonal).get_concrete_function(tf.TensorSpec((3, 3, 3, 64, 256)))
     assert trace.graph.as_graph_def().ByteSize() < 256 * 256
 
 
 def stepped(optimizer, steps=2):
     """Variables after some steps along made-up gradients."""
-    variables = [tf.Variable(noise(3, 3, 3, 2, 4)), tf.Variable(noise(1, 1, 1, 4, 3)), tf.Variable(noise(4))]
+    variables = [
+        tf.Variable(noise(3, 3, 3, 2, 4)),
+        tf.Variable(noise(1, 1, 1, 4, 3)),
+        tf.Variable(noise(4)),
+    ]
     optimizer.build(variables)
     for step in range(1, steps + 1):
         gradients = [tf.constant(noise(*v.shape, seed=step)) for v in variables]
@@ -81,7 +89,10 @@ def stepped(optimizer, steps=2):
     ("own", "keras_own"),
     [
         (lambda: Adam(0.01), lambda: tf.keras.optimizers.Adam(0.01)),
-        (lambda: Sgd(0.01, momentum=0.9), lambda: tf.keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True)),
+        (
+            lambda: Sgd(0.01, momentum=0.9),
+            lambda: tf.keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
+        ),
     ],
 )
 def test_adam_and_sgd_move_weights_as_keras_does(own, keras_own):
@@ -90,7 +101,9 @@ def test_adam_and_sgd_move_weights_as_keras_does(own, keras_own):
         weights = [tf.Variable([1.0, -2.0]), tf.Variable([[0.5], [3.0]])]
         optimizer.build(weights)
         step = tf.function(
-            lambda optimizer=optimizer, weights=weights: optimizer.apply_gradients([(2 * w, w) for w in weights])
+            lambda optimizer=optimizer, weights=weights: optimizer.apply_gradients(
+                [(2 * w, w) for w in weights]
+            )
         )
         for _ in range(4):
             step()
@@ -128,7 +141,9 @@ def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_bee
     losses = model.fit(x, y, batch_size=4, epochs=5, verbose=0).history["loss"]
     assert losses[-1] < losses[0]
     model.save(tmp_path / "model.keras")
-    model.save_weights(tmp_path / "weights")  # in TensorFlow's format, which refuses what is of the step's graph
+    model.save_weights(
+        tmp_path / "weights"
+    )  # in TensorFlow's format, which refuses what is of the step's graph
     again = tf.keras.models.load_model(tmp_path / "model.keras")
     assert again.optimizer.get_config() == model.optimizer.get_config()
     for trained in (model, again):

@@ -17,7 +17,9 @@ GRID, SLOW = (8, 8, 8), pytest.mark.slow
 DEEP = {"depth": 3, "deep_supervision": True}
 NETWORKS = [
     ({"policy": "speed", "norm": "none", "dtype": "bfloat16", **DEEP}, 2),
-    pytest.param({"policy": "lean", "norm": "batch", "residual": True, "up": "upsampling"}, None, marks=SLOW),
+    pytest.param(
+        {"policy": "lean", "norm": "batch", "residual": True, "up": "upsampling"}, None, marks=SLOW
+    ),
 ]
 """Every policy, norm and dtype, one output or several, a batch size that is known or not."""
 
@@ -32,7 +34,11 @@ def volumes(count=4, batch=2):
 def compiled(more, batch_size, eager=False):
     model = build_unet3d(UNetConfig(**{"filters": 4, "depth": 2, **more}), GRID, batch_size)
     model.layers[1].trainable = False
-    more = {"loss_weights": head_weights(model.outputs), "metrics": [RegionDice(0, "WT")], "run_eagerly": eager}
+    more = {
+        "loss_weights": head_weights(model.outputs),
+        "metrics": [RegionDice(0, "WT")],
+        "run_eagerly": eager,
+    }
     model.compile("adam", DiceCrossEntropy(), **more)
     return model
 
@@ -61,7 +67,10 @@ def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, t
 def test_its_loss_is_the_one_that_train_minimises_by_own_operations_or_layers(monkeypatch):
     model, ((image, target),) = compiled(DEEP, 2), volumes(2)
     expected, _, gradients = model.loss_and_gradients(DiceCrossEntropy(), image, target)
-    losses = [model.loss(target, head) * weight for head, weight in zip(model(image), head_weights(model.outputs))]
+    losses = [
+        model.loss(target, head) * weight
+        for head, weight in zip(model(image), head_weights(model.outputs))
+    ]
     assert float(sum(losses)) == pytest.approx(float(expected), rel=1e-5)
     monkeypatch.setattr(operations, "available", lambda: False)
     loss, _, of_layers = model.loss_and_gradients(DiceCrossEntropy(), image, target)
@@ -82,7 +91,8 @@ def test_a_saved_model_folder_answers_alike(tmp_path):
     model.fit(data, verbose=0)
     model.save(tmp_path / "folder")
     assert same(
-        tf.keras.models.load_model(tmp_path / "folder").predict(data, verbose=0), model.predict(data, verbose=0)
+        tf.keras.models.load_model(tmp_path / "folder").predict(data, verbose=0),
+        model.predict(data, verbose=0),
     )
 
 
@@ -91,7 +101,9 @@ def test_the_example_trains_saves_and_goes_on(phantom_store, tmp_path, capsys, m
     spec = importlib.util.spec_from_file_location("plain_keras", file)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    monkeypatch.setattr(example, "UNetConfig", lambda **own: UNetConfig(**{**own, "filters": 4, "depth": 2}))
+    monkeypatch.setattr(
+        example, "UNetConfig", lambda **own: UNetConfig(**{**own, "filters": 4, "depth": 2})
+    )
     losses = example.main(phantom_store.folder, tmp_path, epochs=2)
     assert len(losses) == 2
     assert losses[-1] < losses[0]

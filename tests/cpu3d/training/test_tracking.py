@@ -36,20 +36,26 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
     assert settings.hparams["learning_rate"].number_value == 0.01
     assert settings.hparams["unet.norm"].string_value == "instance"
     scores = {f"validation/dice/{region}" for region in ("WT", "TC", "ET")}
-    assert {"step/loss", "validation/mean_dice", *scores} <= set(read.PluginRunToTagToContent("scalars")[run])
+    assert {"step/loss", "validation/mean_dice", *scores} <= set(
+        read.PluginRunToTagToContent("scalars")[run]
+    )
     for name in scores:
         assert [point.step for point in read.Tensors(run, name)] == [4, 8]
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow's own libraries
 def test_mlflow_has_one_run_with_every_point_once(phantom_store, tmp_path, monkeypatch):
-    tracking_module = pytest.importorskip("mlflow.tracking", reason="needs mlflow: requirements-mlflow.txt")
+    tracking_module = pytest.importorskip(
+        "mlflow.tracking", reason="needs mlflow: requirements-mlflow.txt"
+    )
     pytest.importorskip("sqlalchemy", reason="needs sqlalchemy: requirements-mlflow.txt")
     monkeypatch.chdir(tmp_path)  # MLflow keeps files beside a database in ./mlruns
     folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/records.db"
     fit(phantom_store, folder, epochs=1).run()  # not tracked: MLflow learns of it later
     fit(phantom_store, folder, epochs=2).run(mlflow=uri)
-    checkpoints(folder)[0].unlink()  # as after a kill: steps 5 to 8 are done again, with equal numbers
+    checkpoints(folder)[
+        0
+    ].unlink()  # as after a kill: steps 5 to 8 are done again, with equal numbers
     fit(phantom_store, folder, epochs=2).run(mlflow=uri)
     log_batch = tracking_module.MlflowClient.log_batch
 
@@ -73,17 +79,23 @@ def test_mlflow_has_one_run_with_every_point_once(phantom_store, tmp_path, monke
 
     assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 17)], [4, 8, 12, 16])
     checkpoints(folder)[0].unlink()
-    fit(phantom_store, folder, epochs=4, learning_rate=0.005).run(mlflow=uri)  # steps 13 to 16 at another rate
+    fit(phantom_store, folder, epochs=4, learning_rate=0.005).run(
+        mlflow=uri
+    )  # steps 13 to 16 at another rate
     for name in ("step/loss", "step/learning_rate", "validation/loss"):
         group, field = name.split("/")
-        logged = {event["step"]: event[field] for event in read_events(folder) if event["event"] == group}
+        logged = {
+            event["step"]: event[field] for event in read_events(folder) if event["event"] == group
+        }
         assert {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)} == logged
     assert "config.json" in {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert "records.db" not in (folder / "mlflow.json").read_text()
 
 
 @pytest.mark.parametrize("way", ["refuses", "hangs"])
-def test_a_server_that_fails_is_one_warning_and_no_more(phantom_store, tmp_path, monkeypatch, capsys, way):
+def test_a_server_that_fails_is_one_warning_and_no_more(
+    phantom_store, tmp_path, monkeypatch, capsys, way
+):
     ended = threading.Event()
 
     def client(uri):
@@ -95,7 +107,9 @@ def test_a_server_that_fails_is_one_warning_and_no_more(phantom_store, tmp_path,
     monkeypatch.setitem(sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=client))
     monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
     try:
-        fit(phantom_store, tmp_path, epochs=2).run(mlflow=f"http://someone:{PASSWORD}@localhost:5000")
+        fit(phantom_store, tmp_path, epochs=2).run(
+            mlflow=f"http://someone:{PASSWORD}@localhost:5000"
+        )
     finally:
         ended.set()
     printed = capsys.readouterr().err
@@ -116,7 +130,9 @@ class SlowServer:
     def __init__(self, uri):
         self.points, self.begun, self.answers = [], threading.Event(), threading.Event()
         experiment = types.SimpleNamespace(experiment_id="0")
-        run = types.SimpleNamespace(info=types.SimpleNamespace(run_id="1"), data=types.SimpleNamespace(params={}))
+        run = types.SimpleNamespace(
+            info=types.SimpleNamespace(run_id="1"), data=types.SimpleNamespace(params={})
+        )
         self.get_experiment_by_name = lambda name: experiment
         self.create_run = self.get_run = lambda *_, **__: run
         self.log_artifact = self.set_terminated = lambda *_: None
@@ -131,14 +147,17 @@ class SlowServer:
         self.points += metrics
 
 
-def test_a_slow_server_gets_every_point_once_and_few_events_wait_for_it(tiny_run, monkeypatch, capsys):
+def test_a_slow_server_gets_every_point_once_and_few_events_wait_for_it(
+    tiny_run, monkeypatch, capsys
+):
     server = SlowServer("")
     modules = {
         "mlflow": types.ModuleType("mlflow"),
         "mlflow.tracking": types.SimpleNamespace(MlflowClient=lambda uri: server),
         "mlflow.exceptions": types.SimpleNamespace(MlflowException=ConnectionError),
         "mlflow.entities": types.SimpleNamespace(
-            Metric=collections.namedtuple("Metric", "name value timestamp step"), Param=lambda *_: None
+            Metric=collections.namedtuple("Metric", "name value timestamp step"),
+            Param=lambda *_: None,
         ),
     }
     for name, module in modules.items():
@@ -148,9 +167,19 @@ def test_a_slow_server_gets_every_point_once_and_few_events_wait_for_it(tiny_run
     kept = []
 
     def log(track, step):
-        events = [{"event": "step", "step": step, "loss": 1 / step, "learning_rate": 0.5, "dice": {}}]
+        events = [
+            {"event": "step", "step": step, "loss": 1 / step, "learning_rate": 0.5, "dice": {}}
+        ]
         if step % 100 == 0:
-            events.append({"event": "validation", "step": step, "loss": 2 / step, "mean_dice": 0.5, "dice": {}})
+            events.append(
+                {
+                    "event": "validation",
+                    "step": step,
+                    "loss": 2 / step,
+                    "mean_dice": 0.5,
+                    "dice": {},
+                }
+            )
         for event in map(Event, events):
             append_event(tiny_run, event)
             kept.append(weakref.ref(event))
@@ -164,7 +193,10 @@ def test_a_slow_server_gets_every_point_once_and_few_events_wait_for_it(tiny_run
         assert sum(event() is not None for event in kept) <= 30
         server.answers.set()
     assert "MLflow" not in capsys.readouterr().err
-    sent = {name: [point.step for point in server.points if point.name == name] for name in tracking.SENT_BY}
+    sent = {
+        name: [point.step for point in server.points if point.name == name]
+        for name in tracking.SENT_BY
+    }
     assert sorted(sent["step/loss"]) == sorted(sent["step/learning_rate"]) == list(range(1, 301))
     assert sorted(sent["validation/loss"]) == [100, 200, 300]
 

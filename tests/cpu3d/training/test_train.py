@@ -1,4 +1,5 @@
-"""Runs of `train`: they learn, continue to the bit, predict, and refuse settings that do not suit."""
+"""Runs of `train`: they learn, continue to the bit, predict, and refuse settings that do not
+suit."""
 
 import dataclasses
 import json
@@ -42,8 +43,12 @@ LEARNT = {"steps": 10, "batch": 2, "ema": 0.9, "validations": 1, **PATCH}
 
 
 def test_training_without_tensorflow_is_bad_input(phantom_store, tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tensorflow", None)  # as Python has it for what cannot be imported
-    assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 2
+    monkeypatch.setitem(
+        sys.modules, "tensorflow", None
+    )  # as Python has it for what cannot be imported
+    assert (
+        main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 2
+    )
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: tensorflow must be installed")
     assert how_to_install() in last
@@ -60,7 +65,9 @@ def learnt(phantom_store, tmp_path_factory):
     return folder
 
 
-def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(phantom_store, learnt, tmp_path, monkeypatch):
+def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
+    phantom_store, learnt, tmp_path, monkeypatch
+):
     monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
     fit = start(phantom_store, tmp_path, **LEARNT)
     job = job_of(fit.config, 2, 0)
@@ -85,7 +92,9 @@ def test_the_last_weights_predict_averaged_as_the_best_of_the_same_step_do(learn
         np.testing.assert_array_equal(own, other)
 
 
-def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(phantom_store, learnt):
+def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(
+    phantom_store, learnt
+):
     predictor, record = load_predictor(learnt), phantom_store.cases("val")[0]
     assert predictor.window == (16, 16, 16)
     answers = predictor.probabilities(phantom_store.image(record.case_id), record)
@@ -95,15 +104,21 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     label = label_from_regions(answers, predictor.regions)
     for name, codes in phantom_store.manifest.regions.items():
         mask, true = np.isin(label, codes), np.isin(truth, codes)
-        # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in a validation.
-        assert scored["dice"][name] == pytest.approx(2 * (mask & true).sum() / (mask.sum() + true.sum()), abs=0.05)
+        # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in
+        # a validation.
+        assert scored["dice"][name] == pytest.approx(
+            2 * (mask & true).sum() / (mask.sum() + true.sum()), abs=0.05
+        )
     inside = record.box.slices(record.shape)
     assert np.all(answers[inside] > 0)
     answers[inside] = 0
     assert not answers.any()
     at_once = load_predictor(learnt, inference=Inference(one_pass=True))
     assert at_once.window is None
-    assert at_once.probabilities(phantom_store.image(record.case_id), record).shape == (*record.shape, 3)
+    assert at_once.probabilities(phantom_store.image(record.case_id), record).shape == (
+        *record.shape,
+        3,
+    )
 
 
 WAYS = {
@@ -123,13 +138,19 @@ WAYS = {
 
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
-def test_a_run_that_is_cut_ends_with_the_same_weights(phantom_store, tmp_path, monkeypatch, settings):
-    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, steps=3, done=2, **settings)
+def test_a_run_that_is_cut_ends_with_the_same_weights(
+    phantom_store, tmp_path, monkeypatch, settings
+):
+    assert_cut_and_continued_is_uninterrupted(
+        phantom_store, tmp_path, monkeypatch, steps=3, done=2, **settings
+    )
     if "resolution" not in settings:
         return
     image = phantom_store.folder.parent / "raw" / "imagesTr" / "BRATS_001.nii.gz"
     run = str(tmp_path / "cut")
-    assert main(["predict", "--run", run, "--image", str(image), "--out", str(tmp_path / "out")]) == 0
+    assert (
+        main(["predict", "--run", run, "--image", str(image), "--out", str(tmp_path / "out")]) == 0
+    )
     assert nibabel.load(tmp_path / "out" / image.name).shape == nibabel.load(image).shape[:3]
 
 
@@ -142,21 +163,34 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
     split = with_fold(phantom_store, fold).manifest.split
     assert split["val"] != own
     begin = Fit.__init__
-    monkeypatch.setattr(Fit, "__init__", lambda self, *args: begin(self, *args) or trained.append(self))
-    settings = {**SMALL, **PATCH, "steps": 1, "batch": len(split["train"]), "patches_per_case": 1, "fold": fold}
+    monkeypatch.setattr(
+        Fit, "__init__", lambda self, *args: begin(self, *args) or trained.append(self)
+    )
+    settings = {
+        **SMALL,
+        **PATCH,
+        "steps": 1,
+        "batch": len(split["train"]),
+        "patches_per_case": 1,
+        "fold": fold,
+    }
     config = train(phantom_store.folder, tmp_path, settings=settings)
     assert (config.fold, config.split_hash) == (fold, phantom_store.manifest.split_hash)
     (step,) = steps_of(tmp_path)
     assert sorted(step["case_id"].split()) == sorted(split["train"]), "an epoch in one step"
     targets = [float(target.numpy()[..., 0].sum()) for _, target in trained[0].feeds.validation()]
-    assert targets == [np.isin(np.asarray(phantom_store.label(name)), (1, 2, 3)).sum() for name in split["val"]]
+    assert targets == [
+        np.isin(np.asarray(phantom_store.label(name)), (1, 2, 3)).sum() for name in split["val"]
+    ]
 
 
 # --- Going on ---
 
 
 @pytest.mark.usefixtures("without_network")
-def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(phantom_store, tmp_path, capsys):
+def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
+    phantom_store, tmp_path, capsys
+):
     def go(**settings):
         train(phantom_store.folder, tmp_path, settings={**small, **settings})
         return len(steps_of(tmp_path)), capsys.readouterr().err
@@ -205,7 +239,11 @@ def test_a_run_that_was_cut_before_its_first_checkpoint_gets_the_curriculum_of_i
     [
         ({"steps": 2}, "--steps above 2", {"steps": 3}),
         ({"steps": 8, "validations": 8, "patience": 1}, "--patience above 1", {"patience": 8}),
-        ({"epochs": 2, "budget_minutes": 1e-6}, "--budget-minutes 0 takes all", {"budget_minutes": 0.0}),
+        (
+            {"epochs": 2, "budget_minutes": 1e-6},
+            "--budget-minutes 0 takes all",
+            {"budget_minutes": 0.0},
+        ),
         ({"epochs": 1, "budget_minutes": 9.0}, "--epochs above 1", {"epochs": 2}),
     ],
 )
@@ -223,18 +261,37 @@ def test_what_a_run_that_is_over_names_can_be_added_to_its_command_and_continues
     assert len(steps_of(tmp_path)) > done
 
 
-@pytest.mark.parametrize("name", ["log.jsonl", "checkpoints/best.npz", "checkpoints/step-00000120.npz"])
-def test_a_log_or_checkpoint_of_another_program_is_refused_and_left_as_it_is(phantom_store, tmp_path, capsys, name):
+@pytest.mark.parametrize(
+    "name", ["log.jsonl", "checkpoints/best.npz", "checkpoints/step-00000120.npz"]
+)
+def test_a_log_or_checkpoint_of_another_program_is_refused_and_left_as_it_is(
+    phantom_store, tmp_path, capsys, name
+):
     mine = tmp_path / "run" / name
     mine.parent.mkdir(parents=True)
     mine.write_text("mine\n")
-    assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run"), "--force"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                "--store",
+                str(phantom_store.folder),
+                "--run",
+                str(tmp_path / "run"),
+                "--force",
+            ]
+        )
+        == 2
+    )
     assert f"must hold a config.json beside {name}, found none" in capsys.readouterr().err
     assert mine.read_text() == "mine\n"
 
 
 def test_two_trainings_in_one_folder_are_refused(phantom_store, tmp_path):
-    with locked(tmp_path, "run"), pytest.raises(InputError, match=r"must be written by one .* at a time"):
+    with (
+        locked(tmp_path, "run"),
+        pytest.raises(InputError, match=r"must be written by one .* at a time"),
+    ):
         train(phantom_store.folder, tmp_path, settings={**SMALL, "epochs": 1})
 
 
@@ -255,9 +312,13 @@ def with_free(monkeypatch, free_bytes):
     monkeypatch.setattr("cpu3d.training.train.read_host", lambda: host)
 
 
-def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(phantom_store, tmp_path, monkeypatch, capsys):
+def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(
+    phantom_store, tmp_path, monkeypatch, capsys
+):
     with_free(monkeypatch, 10 * 2**20)
-    assert main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 3
+    assert (
+        main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 3
+    )
     errors = capsys.readouterr().err
     for part in ("plan: allocator peak", "got 10 MiB free", "--force"):
         assert part in errors
@@ -265,7 +326,9 @@ def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(phantom_st
 
 
 @pytest.mark.usefixtures("without_network")
-def test_a_forced_run_logs_its_plan_and_continues_if_it_fits(phantom_store, tmp_path, monkeypatch, capsys):
+def test_a_forced_run_logs_its_plan_and_continues_if_it_fits(
+    phantom_store, tmp_path, monkeypatch, capsys
+):
     def go(epochs, **options):
         settings = {**SMALL, "epochs": epochs, "batch": 2, "extent": "full"}
         train(phantom_store.folder, tmp_path, settings=settings, **options)
@@ -274,10 +337,17 @@ def test_a_forced_run_logs_its_plan_and_continues_if_it_fits(phantom_store, tmp_
     go(1, force=True)
     first, *_, last = read_events(tmp_path)
     predicted = first["predicted"]
-    assert 0 < predicted["allocator_peak_bytes"] < predicted["process_peak_bytes"] < predicted["upper_bound_bytes"]
+    assert (
+        0
+        < predicted["allocator_peak_bytes"]
+        < predicted["process_peak_bytes"]
+        < predicted["upper_bound_bytes"]
+    )
     assert last["reason"] == "finished"
     go(1)
-    assert "nothing to do after step" in capsys.readouterr().err, "a run that is over needs no memory"
+    assert "nothing to do after step" in capsys.readouterr().err, (
+        "a run that is over needs no memory"
+    )
     kept = {path: path.read_bytes() for path in (tmp_path / "config.json", tmp_path / "log.jsonl")}
     with pytest.raises(DoesNotFitError, match="as a run in another folder"):
         go(2)
@@ -302,20 +372,44 @@ def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_every_command(real_cases, tmp_path):
+def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_every_command(
+    real_cases, tmp_path
+):
     case, run = real_cases / "brats2018-style" / "TCGA-DU-7294", tmp_path / "run"
     prepare(case.parent, tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    settings = {"epochs": 30, "no_augment": True, "resolution": 0.5, "learning_rate": 0.02, "dtype": "float32"}
+    settings = {
+        "epochs": 30,
+        "no_augment": True,
+        "resolution": 0.5,
+        "learning_rate": 0.02,
+        "dtype": "float32",
+    }
     train(tmp_path / "store", run, settings=settings)
     dice = dice_of(run)
     assert dice["WT"] >= 0.85
     assert dice["TC"] >= 0.75
     assert dice["ET"] == 1, "there is none, and none is found"
-    assert main(["predict", "--run", str(run), "--image", str(case), "--out", str(tmp_path / "predicted")]) == 0
+    assert (
+        main(
+            [
+                "predict",
+                "--run",
+                str(run),
+                "--image",
+                str(case),
+                "--out",
+                str(tmp_path / "predicted"),
+            ]
+        )
+        == 0
+    )
     predicted = tmp_path / "predicted" / f"{case.name}.nii.gz"
     truth, answer = (nibabel.load(path) for path in (case / f"{case.name}_seg.nii.gz", predicted))
     np.testing.assert_array_equal(answer.affine, truth.affine)
     assert set(np.unique(answer.dataobj)) <= {0, 1, 2}
     page = tmp_path / "page.html"
-    assert main(["view", "--image", str(case), "--prediction", str(predicted), "--out", str(page)]) == 0
+    assert (
+        main(["view", "--image", str(case), "--prediction", str(predicted), "--out", str(page)])
+        == 0
+    )
     assert page.stat().st_size <= 3 * 2**20

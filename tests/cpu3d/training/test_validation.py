@@ -29,7 +29,9 @@ SMALL, SHAPE = (16, 16, 12), (48, 48, 44)
 def feeds(config):
     """A held-out volume of random numbers, which is there already."""
     rng = tf.random.Generator.from_seed(0)
-    target = rng.uniform((1, *config.grid, config.unet.outputs)) < np.linspace(0, 0.5, config.unet.outputs)
+    target = rng.uniform((1, *config.grid, config.unet.outputs)) < np.linspace(
+        0, 0.5, config.unet.outputs
+    )
     volume = rng.normal((1, *config.grid, config.unet.channels)), tf.cast(target, tf.uint8)
     return SimpleNamespace(
         config=config, held_out=1, held_out_share=lambda: (0,), validation=lambda: [volume], resizing=None,
@@ -39,7 +41,9 @@ def feeds(config):
 
 def learner(grid, **network):
     unet = UNetConfig(**network)
-    regions = {str(code): tuple(range(code, unet.outputs + 1)) for code in range(1, unet.outputs + 1)}  # nested
+    regions = {
+        str(code): tuple(range(code, unet.outputs + 1)) for code in range(1, unet.outputs + 1)
+    }  # nested
     config = RunConfig(region_codes=regions, regions=tuple(regions), grid=grid, unet=unet)
     return Learner(dataclasses.replace(config, batch=1, micro_batch=1, engine="auto"))
 
@@ -49,7 +53,9 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
     ((image, target),) = feeds(learned.config).validation()
     logits = learned.logits(image)
     scores, _ = validate(feeds(learned.config), learned)
-    np.testing.assert_allclose(scores.loss, supervise(DiceCrossEntropy(), target, [logits]).loss, rtol=1e-5)
+    np.testing.assert_allclose(
+        scores.loss, supervise(DiceCrossEntropy(), target, [logits]).loss, rtol=1e-5
+    )
     logits, target = (array.numpy()[0, 2:-1, 2:-1, 2:-1] for array in (logits, target))
     for region in range(4):  # painted wherever it or a smaller one is predicted
         predicted, true = (logits[..., region:] >= 0).any(-1), target[..., region] == 1
@@ -95,11 +101,14 @@ def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     data, job = feeds(learned.config), Job(learned.config.unet, SHAPE, threads=2)
     resident = training_step(job).resident
     *_, image, target = resident
-    held = sum(tensor.bytes for tensor in (*resident, image, target))  # a volume is in use, another is ready
+    held = sum(
+        tensor.bytes for tensor in (*resident, image, target)
+    )  # a volume is in use, another is ready
     counted = timeline(Program(resident, validation_pass(job))).peak_bytes - held
     validate(data, learned)  # traced, and its weights in oneDNN's layout
     before = tf.config.experimental.get_memory_info("CPU:0")["current"]
     tf.config.experimental.reset_memory_stats("CPU:0")
     validate(data, learned)
-    # Chunks are larger than what is asked for, more so where other tests left holes. Whole maps are twice as much.
+    # Chunks are larger than what is asked for, more so where other tests left holes. Whole maps are
+    # twice as much.
     assert allocator_peak_bytes() - before <= 1.75 * counted

@@ -1,4 +1,5 @@
-"""The guard around a made-up training: free memory, time without progress, its notes, messages and acts."""
+"""The guard around a made-up training: free memory, time without progress, its notes, messages and
+acts."""
 
 import contextlib
 import os
@@ -12,7 +13,16 @@ import pytest
 from cpu3d.errors import Interrupted
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.training import watchdog
-from cpu3d.training.watchdog import CGROUP, MACHINE, Guard, MemoryFloor, Room, Sample, noted_signals, take_sample
+from cpu3d.training.watchdog import (
+    CGROUP,
+    MACHINE,
+    Guard,
+    MemoryFloor,
+    Room,
+    Sample,
+    noted_signals,
+    take_sample,
+)
 from memory_estimator.host import read_host
 from tests.cpu3d.host.hosts import XEON, write_line, write_tree
 
@@ -26,11 +36,17 @@ MIB, GIB = 2**20, 2**30
 def host(tmp_path):
     """16 GiB, 10 of them free, 2 of swap."""
     memory = {"MemTotal": 16, "MemFree": 1, "MemAvailable": 10, "SwapTotal": 4, "SwapFree": 2}
-    write_line(tmp_path, "proc/meminfo", "\n".join(f"{name}: {size * 2**20} kB" for name, size in memory.items()))
+    write_line(
+        tmp_path,
+        "proc/meminfo",
+        "\n".join(f"{name}: {size * 2**20} kB" for name, size in memory.items()),
+    )
     return tmp_path
 
 
-def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and_all_file_pages(host):
+def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and_all_file_pages(
+    host,
+):
     assert take_sample(host).rooms == {MACHINE: Room(12 * GIB, 16 * GIB)}
     write_line(host, "proc/self/cgroup", "0::/job")
     for name, text in (("max", 8 * GIB), ("current", 7 * GIB), ("stat", f"active_file {4 * GIB}")):
@@ -41,7 +57,11 @@ def test_swap_counts_for_the_machine_and_a_container_leaves_what_is_not_used_and
 def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
     write_tree(tmp_path, XEON)
     write_line(tmp_path, "proc/self/status", "Mems_allowed_list: 1")
-    assert take_sample(tmp_path).rooms[MACHINE].free_bytes == read_host(tmp_path).free_bytes < 768 * GIB
+    assert (
+        take_sample(tmp_path).rooms[MACHINE].free_bytes
+        == read_host(tmp_path).free_bytes
+        < 768 * GIB
+    )
 
 
 # --- Whether it lasts ---
@@ -56,7 +76,8 @@ def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
         ("the next step fits", [(5000, 400), (1000, 4400)], {}, ""),
         ("next to nothing, steadily", [(5000, 20)] * 2, {}, "stop"),
         ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, "end"),
-        # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept instead of 64 + 500.
+        # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept instead of 64 +
+        # 500.
         ("let in by its plan and within it", [(1000, 5200), (6000, 200)],
          {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, ""),
         ("others take more than half of what it leaves", [(1000, 5200), (6000, 90)],
@@ -84,7 +105,9 @@ class Stage:
         self.printed, self.ended = [], []
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(watchdog.time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(watchdog, "take_sample", lambda: Sample({MACHINE: Room(self.free, 16 * GIB)}, self.own))
+        monkeypatch.setattr(
+            watchdog, "take_sample", lambda: Sample({MACHINE: Room(self.free, 16 * GIB)}, self.own)
+        )
 
     def live(self, guard, seconds):
         for _ in range(int(2 * seconds)):
@@ -105,10 +128,18 @@ def stage(monkeypatch):
 @pytest.fixture
 def guard(stage, tmp_path):
     """A guard that is not entered: without threads, so that the test itself looks."""
-    return Guard(tmp_path, say=stage.printed.append, end=stage.ended.append, bound_bytes=2 * GIB, stall_minutes=1)
+    return Guard(
+        tmp_path,
+        say=stage.printed.append,
+        end=stage.ended.append,
+        bound_bytes=2 * GIB,
+        stall_minutes=1,
+    )
 
 
-def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(guard, stage):
+def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(
+    guard, stage
+):
     stage.free = 50 * MIB
     stage.live(guard, 2)
     assert not guard.why, "it starts"
@@ -123,7 +154,11 @@ def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_somet
 
 @pytest.mark.parametrize("is_heard", [True, False])
 def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, tmp_path, is_heard):
-    guard = Guard(tmp_path, say=stage.printed.append if is_heard else lambda line: 1 / 0, end=stage.ended.append)
+    guard = Guard(
+        tmp_path,
+        say=stage.printed.append if is_heard else lambda line: 1 / 0,
+        end=stage.ended.append,
+    )
     stage.step(guard, 0, 5)
     guard.saved(7)
     stage.free = 10 * MIB
@@ -131,9 +166,13 @@ def test_memory_that_is_gone_ends_the_process_with_words_and_a_heartbeat(stage, 
     assert stage.ended == [5]
     beat = read_heartbeats(tmp_path)[0]
     assert (beat.exit_code, beat.phase) == (5, "computing")
-    assert beat.reason.startswith("memory must last to the end of a step, got 10 MiB free of this machine")
+    assert beat.reason.startswith(
+        "memory must last to the end of a step, got 10 MiB free of this machine"
+    )
     if is_heard:
-        assert re.fullmatch(f"error: {re.escape(beat.reason)}.* step 7 .*", "\n".join(stage.printed))
+        assert re.fullmatch(
+            f"error: {re.escape(beat.reason)}.* step 7 .*", "\n".join(stage.printed)
+        )
 
 
 def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, capfd, tmp_path):
@@ -151,7 +190,9 @@ def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, ca
     assert "got none for 60.5 s, waiting for data" in beat.stalled == beat.reason
 
 
-def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no_stall(guard, stage):
+def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no_stall(
+    guard, stage
+):
     stage.step(guard, 0, 200)
     for seconds in (3600, 3600, 10**6):
         stage.now += seconds
@@ -172,10 +213,16 @@ def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no
         (5, "computing", 60.0),
         (5, "validating", 240.0),  # four times, for the first
         (30, "computing", 300.0),  # ten times the longest
-        (30, "summing gradients", 450.0),  # half as much again as anything that another worker may be doing
+        (
+            30,
+            "summing gradients",
+            450.0,
+        ),  # half as much again as anything that another worker may be doing
     ],
 )
-def test_what_takes_longer_than_ever_is_given_ten_times_that(guard, stage, longest_s, phase, allowed_s):
+def test_what_takes_longer_than_ever_is_given_ten_times_that(
+    guard, stage, longest_s, phase, allowed_s
+):
     stage.step(guard, 0, 2)
     guard.phase("waiting for data", step=1)
     stage.live(guard, longest_s)
@@ -215,7 +262,9 @@ def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, 
         assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
         assert beat.free_bytes > 0
         guard.note_end("early stop")
-    assert read_heartbeats(tmp_path)[1].reason == "early stop", "the end that was noted is the one that counts"
+    assert read_heartbeats(tmp_path)[1].reason == "early stop", (
+        "the end that was noted is the one that counts"
+    )
 
 
 def test_a_failing_watch_or_heartbeat_stops_nothing(tmp_path, monkeypatch):
@@ -226,7 +275,10 @@ def test_a_failing_watch_or_heartbeat_stops_nothing(tmp_path, monkeypatch):
         guard.phase("computing")
         while len(printed) < 2 and time.monotonic() < end:
             time.sleep(0.02)
-    assert sorted(re.match("warning: .*?(memory|heartbeat)", line)[1] for line in printed) == ["heartbeat", "memory"]
+    assert sorted(re.match("warning: .*?(memory|heartbeat)", line)[1] for line in printed) == [
+        "heartbeat",
+        "memory",
+    ]
 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():

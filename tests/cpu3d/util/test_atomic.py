@@ -6,7 +6,14 @@ import tempfile
 import pytest
 
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import PARTIAL, atomic_write, remove_partials, replace_files, writable_folder, write_json
+from cpu3d.util.atomic import (
+    PARTIAL,
+    atomic_write,
+    remove_partials,
+    replace_files,
+    writable_folder,
+    write_json,
+)
 
 
 def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
@@ -51,11 +58,15 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path):
 def test_only_unfinished_files_of_this_program_are_removed(tmp_path):
     with atomic_write(tmp_path / "a.bin"):
         (unfinished,) = tmp_path.iterdir()
-        os.link(unfinished, tmp_path / unfinished.name.replace("a.bin", "b.bin"))  # as a killed process leaves it
+        os.link(
+            unfinished, tmp_path / unfinished.name.replace("a.bin", "b.bin")
+        )  # as a killed process leaves it
     (tmp_path / ".film.mkv.partial").write_bytes(b"a browser's")
     (tmp_path / f".export.7{PARTIAL}").mkdir()  # being written by another process
     remove_partials(tmp_path, tmp_path / "none")
-    assert sorted(os.listdir(tmp_path)) == sorted([".film.mkv.partial", f".export.7{PARTIAL}", "a.bin"])
+    assert sorted(os.listdir(tmp_path)) == sorted(
+        [".film.mkv.partial", f".export.7{PARTIAL}", "a.bin"]
+    )
 
 
 def test_files_are_replaced_together_or_not_at_all(tmp_path):

@@ -1,4 +1,5 @@
-"""Jobs in processes. They are expressions for `eval`: a spawned process can import that, wherever the tests are."""
+"""Jobs in processes. They are expressions for `eval`: a spawned process can import that, wherever
+the tests are."""
 
 import contextlib
 import os
@@ -19,7 +20,9 @@ MAIN = "import sys; from cpu3d.util.child import run_jobs\nfor _ in run_jobs(eva
 
 
 def test_one_worker_is_this_process():
-    assert dict(run_jobs(eval, ["1 + 1", "__import__('os').getpid()"], 1)).popitem()[1] == os.getpid()
+    assert (
+        dict(run_jobs(eval, ["1 + 1", "__import__('os').getpid()"], 1)).popitem()[1] == os.getpid()
+    )
 
 
 def test_jobs_whose_process_dies_are_tried_again_alone_and_the_others_are_done(tmp_path):
@@ -30,8 +33,11 @@ def test_jobs_whose_process_dies_are_tried_again_alone_and_the_others_are_done(t
 
 
 def workers_left():
-    """Worker processes that still run, as the kernel has it: multiprocessing's own list can lag behind shared joins."""
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+    """Worker processes that still run, as the kernel has it: multiprocessing's own list can lag
+    behind shared joins."""
+    children = [
+        child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE
+    ]
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
@@ -53,9 +59,14 @@ def test_closing_ends_the_processes_at_once_and_ctrl_c_is_blocked_in_them_alone(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_workers_end_with_their_parent(tmp_path, number):
-    jobs = [f"(open('{tmp_path}/{name}', 'w').write(str(__import__('os').getpid())), {SLEEP})" for name in "ab"]
+    jobs = [
+        f"(open('{tmp_path}/{name}', 'w').write(str(__import__('os').getpid())), {SLEEP})"
+        for name in "ab"
+    ]
     command = [sys.executable, "-c", MAIN, *jobs]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         try:
             while sum(path.stat().st_size > 0 for path in tmp_path.iterdir()) < 2:
                 assert process.poll() is None
@@ -79,7 +90,9 @@ def test_without_a_number_there_is_a_worker_for_each_core():
     assert (worker_count(3), worker_count(None)) == (3, len(os.sched_getaffinity(0)))
 
 
-@pytest.mark.parametrize("command", ["phantom --out x", "prepare --dataset x --store x", "store verify x"])
+@pytest.mark.parametrize(
+    "command", ["phantom --out x", "prepare --dataset x --store x", "store verify x"]
+)
 def test_the_number_of_workers_is_checked(command, capsys):
     assert main([*command.split(), "--workers", "0"]) == 2
     assert "workers must be at least 1, got 0" in capsys.readouterr().err

@@ -13,7 +13,9 @@ from cpu3d.util.lock import locked
 def test_a_second_one_is_refused_until_the_first_is_done_or_has_failed(tmp_path):
     (tmp_path / "below").mkdir()
     with locked(tmp_path, "run"), locked(tmp_path / "below", "run"):
-        refused = pytest.raises(InputError, match=f"run {tmp_path} must be written by one process at a time")
+        refused = pytest.raises(
+            InputError, match=f"run {tmp_path} must be written by one process at a time"
+        )
         with refused, locked(tmp_path, "run"):
             pytest.fail("both are in")
     with contextlib.suppress(KeyError), locked(tmp_path, "run"):

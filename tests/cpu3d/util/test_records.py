@@ -1,4 +1,5 @@
-"""Records of measurements: appended, read by kind, the newest of each job; damage is refused with its line."""
+"""Records of measurements: appended, read by kind, the newest of each job; damage is refused with
+its line."""
 
 import pytest
 
@@ -34,4 +35,7 @@ def test_a_damaged_or_foreign_record_is_refused_with_its_line(tmp_path, line):
 def test_numbers_are_as_long_as_a_table_needs_them():
     assert [listed(items) for items in ([1], "ab", ["a", "b", 3])] == ["1", "a and b", "a, b and 3"]
     assert [number(value) for value in (0.12345, 99.4, 1234.4)] == ["0.123", "99.4", "1,234"]
-    assert (plus_minus(0.9124, 0.0041, 3), plus_minus(0.9124, None, 2)) == ("0.912 \u00b1 0.004", "0.91")
+    assert (plus_minus(0.9124, 0.0041, 3), plus_minus(0.9124, None, 2)) == (
+        "0.912 \u00b1 0.004",
+        "0.91",
+    )

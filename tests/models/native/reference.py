@@ -30,11 +30,14 @@ def run(library, name, call):
 
 
 def formed(maps, coefficients=None, raw=None):
-    """Convolved values in float64: maps, with a norm (coefficients [batch, 6, channels]), or the gradient of a map."""
+    """Convolved values in float64: maps, with a norm (coefficients [batch, 6, channels]), or the
+    gradient of a map."""
     values = np.concatenate([array.astype(np.float64) for array in maps], -1)
     if coefficients is None:
         return values
-    scale, shift, floor, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+    scale, shift, floor, a, b, c = np.moveaxis(coefficients.astype(np.float64), 1, 0)[
+        :, :, None, None, None, :
+    ]
     if raw is None:
         return np.maximum(scale * values + shift, floor)
     raw = raw.astype(np.float64)
@@ -45,7 +48,12 @@ def shifted(values):
     """The 27 shifted maps of "same" zero padding, in the order of the filters' taps."""
     x, y, z = values.shape[1:4]
     padded = np.pad(values, ((0, 0), (1, 1), (1, 1), (1, 1), (0, 0)))
-    return [padded[:, i : i + x, j : j + y, k : k + z] for i in range(3) for j in range(3) for k in range(3)]
+    return [
+        padded[:, i : i + x, j : j + y, k : k + z]
+        for i in range(3)
+        for j in range(3)
+        for k in range(3)
+    ]
 
 
 def convolved(values, filters):

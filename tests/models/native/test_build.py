@@ -156,7 +156,9 @@ def test_what_a_killed_build_left_is_removed_and_that_of_a_live_one_is_not(compi
 SOURCE = "int answer(void) { return %d; }\n"
 
 
-def test_a_library_of_other_sources_is_built_once_and_again_when_they_change_or_it_is_damaged(tmp_path):
+def test_a_library_of_other_sources_is_built_once_and_again_when_they_change_or_it_is_damaged(
+    tmp_path,
+):
     source = tmp_path / "answer.c"
     source.write_text(SOURCE % 41)
     try:

@@ -1,4 +1,5 @@
-"""Every operation in every instruction set of this machine against float64, through the C functions alone."""
+"""Every operation in every instruction set of this machine against float64, through the C functions
+alone."""
 
 import itertools
 import os
@@ -37,9 +38,13 @@ SHAPES += [
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 CHANNELS += [(16, 32), (32, 16)]
 THREADS = (1, 2, 3, 8, MANY_THREADS)
-FILES = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("passes", "loss", "tiles", "orthogonal")]
+FILES = [
+    str(Path(__file__).with_name(f"test_{name}.py"))
+    for name in ("passes", "loss", "tiles", "orthogonal")
+]
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
-"""Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products as well."""
+"""Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products
+as well."""
 
 
 @pytest.fixture(params=KERNELS, ids=lambda kernel: "-".join(kernel))
@@ -64,31 +69,66 @@ class Kernel:
     def run(self, *arguments, **arrays):
         assert run(self.library, self.name, operation(*arguments, **arrays)) == 0
 
-    def convolve(self, shape, threads, maps, filters, coefficients=None, *, add=None, sums=True, over=None):
+    def convolve(
+        self, shape, threads, maps, filters, coefficients=None, *, add=None, sums=True, over=None
+    ):
         """The map, plus `add`, written over the map `over` or a new one, and its moments."""
         result = np.full((*shape, filters.shape[4]), 7, self.numpy) if over is None else over
-        moments, others = np.full((shape[0], 2, filters.shape[4]), np.nan, np.float32), [] if add is None else [add]
-        arrays = {"filters": filters, "coefficients": coefficients, "map": result, "sums_to": moments if sums else None}
+        moments, others = (
+            np.full((shape[0], 2, filters.shape[4]), np.nan, np.float32),
+            [] if add is None else [add],
+        )
+        arrays = {
+            "filters": filters,
+            "coefficients": coefficients,
+            "map": result,
+            "sums_to": moments if sums else None,
+        }
         self.run("convolve", self.dtype, shape, threads, maps, filters.shape[4], others, **arrays)
         return result, moments
 
-    def input_gradient(self, shape, threads, gradient, filters, above=(None, None), below=(None, None), over=None):
-        """The map, likewise, and the sums of the norm below; above and below are a raw map and its coefficients."""
+    def input_gradient(
+        self, shape, threads, gradient, filters, above=(None, None), below=(None, None), over=None
+    ):
+        """The map, likewise, and the sums of the norm below; above and below are a raw map and its
+        coefficients."""
         result = np.full((*shape, filters.shape[3]), 7, self.numpy) if over is None else over
         sums = np.full((shape[0], 2, filters.shape[3]), np.nan, np.float32)
         arrays = {"filters": filters, "map": result, "sums_to": sums}
         arrays.update(coefficients=above[1], other_coefficients=below[1])
         self.run(
-            "input_gradient", self.dtype, shape, threads, [gradient], filters.shape[3], [below[0], above[0]], **arrays
+            "input_gradient",
+            self.dtype,
+            shape,
+            threads,
+            [gradient],
+            filters.shape[3],
+            [below[0], above[0]],
+            **arrays,
         )
         return result, sums
 
-    def filter_gradient(self, shape, threads, maps, gradient, coefficients=None, above=(None, None)):
+    def filter_gradient(
+        self, shape, threads, maps, gradient, coefficients=None, above=(None, None)
+    ):
         """`above` is the raw map of the gradient and its coefficients."""
         channels = sum(array.shape[-1] for array in maps), gradient.shape[-1]
         result = np.full((3, 3, 3, *channels), np.nan, np.float32)
-        arrays = {"coefficients": coefficients, "other_coefficients": above[1], "filter_gradient": result}
-        self.run("filter_gradient", self.dtype, shape, threads, maps, channels[1], [gradient, above[0]], **arrays)
+        arrays = {
+            "coefficients": coefficients,
+            "other_coefficients": above[1],
+            "filter_gradient": result,
+        }
+        self.run(
+            "filter_gradient",
+            self.dtype,
+            shape,
+            threads,
+            maps,
+            channels[1],
+            [gradient, above[0]],
+            **arrays,
+        )
         return result
 
     def maps(self, rng, shape, *channels):
@@ -112,11 +152,14 @@ def rms(values):
 
 def error(result, truth, values, factors, terms):
     """Root mean square error, relative to that of a sum of so many products of both."""
-    return rms(result.astype(np.float64) - truth) / (np.sqrt(terms) * rms(values) * rms(factors) + 1e-30)
+    return rms(result.astype(np.float64) - truth) / (
+        np.sqrt(terms) * rms(values) * rms(factors) + 1e-30
+    )
 
 
 def cases():
-    """Shapes with a batch, channels and threads: all shapes and channels, each with other threads."""
+    """Shapes with a batch, channels and threads: all shapes and channels, each with other
+    threads."""
     for number, (shape, channels) in enumerate(itertools.product(SHAPES, CHANNELS)):
         yield (1 + number % 2, *shape), channels, THREADS[number % len(THREADS)]
 
@@ -145,9 +188,15 @@ def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
             result, moments = kernel.convolve(shape, threads, maps, filters, coefficients)
             truth = convolved(values, filters)
             assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
-            add = (rms(truth) / 2 * kernel.maps(rng, shape, outputs)[0].astype(np.float32)).astype(kernel.numpy)
-            alone, _ = kernel.convolve(shape, threads, maps, filters, coefficients, add=add, sums=False)
-            result, moments = kernel.convolve(shape, threads, maps, filters, coefficients, add=add, over=add.copy())
+            add = (rms(truth) / 2 * kernel.maps(rng, shape, outputs)[0].astype(np.float32)).astype(
+                kernel.numpy
+            )
+            alone, _ = kernel.convolve(
+                shape, threads, maps, filters, coefficients, add=add, sums=False
+            )
+            result, moments = kernel.convolve(
+                shape, threads, maps, filters, coefficients, add=add, over=add.copy()
+            )
             truth += add.astype(np.float64)
             assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
             assert alone.tobytes() == result.tobytes(), case
@@ -162,19 +211,28 @@ def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
         filters = filters_of(rng, (channels, outputs))
         gradient, raw = kernel.maps(rng, shape, outputs, outputs)
         (raw_below,) = kernel.maps(rng, shape, channels)
-        coefficients, below = coefficients_of(rng, shape, outputs), coefficients_of(rng, shape, channels)
+        coefficients, below = (
+            coefficients_of(rng, shape, outputs),
+            coefficients_of(rng, shape, channels),
+        )
         values = formed([gradient], coefficients, raw)
-        result, sums = kernel.input_gradient(shape, threads, gradient, filters, (raw, coefficients), (raw_below, below))
+        result, sums = kernel.input_gradient(
+            shape, threads, gradient, filters, (raw, coefficients), (raw_below, below)
+        )
         flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
         truth = convolved(values, flipped)
         case = (shape, channels, outputs, threads)
         assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error, case
-        scale, shift, floor, mean, rstd, _ = np.moveaxis(below.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+        scale, shift, floor, mean, rstd, _ = np.moveaxis(below.astype(np.float64), 1, 0)[
+            :, :, None, None, None, :
+        ]
         r = raw_below.astype(np.float64)
         g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
         for total, terms in ((sums[:, 0], g), (sums[:, 1], g * (r - mean) * rstd)):
             size = np.abs(terms).sum((1, 2, 3)).max() + 1e-30
-            np.testing.assert_allclose(total / size, terms.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case))
+            np.testing.assert_allclose(
+                total / size, terms.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case)
+            )
 
 
 @pytest.mark.parametrize(
@@ -186,20 +244,29 @@ def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
     ],
 )
 def test_over_the_map_that_is_read_come_the_same_bits_as_elsewhere(kernel, shape, channels):
-    """Rows of 400 and 3,000 voxels are so long that a part along y has one or a few; the last map is
-    so large that AMX's results go past the caches."""
+    """Rows of 400 and 3,000 voxels are so long that a part along y has one or a few; the last map
+    is so large that AMX's results go past the caches."""
     rng = np.random.default_rng(3)
     filters = filters_of(rng, (channels, channels))
     source, raw, raw_below = kernel.maps(rng, shape, channels, channels, channels)
-    norm, below = coefficients_of(rng, shape, channels), (raw_below, coefficients_of(rng, shape, channels))
+    norm, below = (
+        coefficients_of(rng, shape, channels),
+        (raw_below, coefficients_of(rng, shape, channels)),
+    )
     for threads in THREADS if np.prod(shape) < 1 << 17 else (2,):
         over, again = source.copy(), source.copy()
         expected = kernel.convolve(shape, threads, [source], filters, norm)
         results = kernel.convolve(shape, threads, [over], filters, norm, over=over)
-        assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], threads
+        assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], (
+            threads
+        )
         expected = kernel.input_gradient(shape, threads, source, filters, (raw, norm), below)
-        results = kernel.input_gradient(shape, threads, again, filters, (raw, norm), below, over=again)
-        assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], threads
+        results = kernel.input_gradient(
+            shape, threads, again, filters, (raw, norm), below, over=again
+        )
+        assert [each.tobytes() for each in results] == [each.tobytes() for each in expected], (
+            threads
+        )
 
 
 @pytest.mark.parametrize("threads", THREADS)
@@ -238,13 +305,19 @@ def test_filter_gradient_of_raw_and_formed_maps(kernel):
         gradient, raw = kernel.maps(rng, shape, outputs, outputs)
         for parts, coefficients, above in (
             ((channels,), None, None),
-            (two_parts(channels), coefficients_of(rng, shape, channels), coefficients_of(rng, shape, outputs)),
+            (
+                two_parts(channels),
+                coefficients_of(rng, shape, channels),
+                coefficients_of(rng, shape, outputs),
+            ),
         ):
             maps = kernel.maps(rng, shape, *parts)
             values = formed(maps, coefficients)
             raw_above = None if above is None else raw
             gradients = formed([gradient], above, raw_above)
-            result = kernel.filter_gradient(shape, threads, maps, gradient, coefficients, (raw_above, above))
+            result = kernel.filter_gradient(
+                shape, threads, maps, gradient, coefficients, (raw_above, above)
+            )
             truth = filter_gradient_of(values, gradients)
             case = (shape, parts, outputs, threads, above is not None)
             limit = kernel.raw_filter_error if above is None else kernel.filter_error
@@ -348,7 +421,9 @@ def test_shapes_that_end_the_process_in_onednn_on_amx_are_taken(library, grid, c
     """Three planes along x of each, in the best kernels of this machine and in those of AMX."""
     rng, shape = np.random.default_rng(7), (1, 3, *grid[1:])
     best = next(
-        name for name in ("amx", "avx512_bf16", "avx512", "avx2") if library.native_kernels(name.encode(), BFLOAT16)
+        name
+        for name in ("amx", "avx512_bf16", "avx512", "avx2")
+        if library.native_kernels(name.encode(), BFLOAT16)
     )
     kernels = [Kernel(library, name, "bfloat16") for name in (best, "amx_in_c")]
     values, gradient = kernels[0].maps(rng, shape, *channels)
@@ -360,9 +435,15 @@ def test_shapes_that_end_the_process_in_onednn_on_amx_are_taken(library, grid, c
         made, _ = kernel.convolve(shape, threads, [values], filters, sums=False)
         back, _ = kernel.input_gradient(shape, threads, gradient, filters)
         change = kernel.filter_gradient(shape, threads, [values], gradient)
-        assert error(made, truths[0], values, filters, 27 * channels[0]) < kernel.map_error, kernel.name
-        assert error(back, truths[1], gradient, filters, 27 * channels[1]) < kernel.map_error, kernel.name
-        assert error(change, of_filters, values, gradient, np.prod(shape)) < kernel.filter_error, kernel.name
+        assert error(made, truths[0], values, filters, 27 * channels[0]) < kernel.map_error, (
+            kernel.name
+        )
+        assert error(back, truths[1], gradient, filters, 27 * channels[1]) < kernel.map_error, (
+            kernel.name
+        )
+        assert error(change, of_filters, values, gradient, np.prod(shape)) < kernel.filter_error, (
+            kernel.name
+        )
 
 
 def test_a_child_of_fork_starts_threads_of_its_own(library):
@@ -437,7 +518,12 @@ def test_no_sanitizer_finds_anything(tmp_path):
     except OSError as error:
         pytest.skip(str(error))
     runtime = subprocess.check_output(["cc", "-print-file-name=libasan.so"], text=True).strip()
-    environment = {**os.environ, "CPU3D_KERNELS": str(path), "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    environment = {
+        **os.environ,
+        "CPU3D_KERNELS": str(path),
+        "LD_PRELOAD": runtime,
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *FILES]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -23,7 +23,8 @@ SUM_ERROR = 3e-7
 
 
 class Case:
-    """Random logits, a target whose last region is empty, and factors; and by float64 what is made of them."""
+    """Random logits, a target whose last region is empty, and factors; and by float64 what is made
+    of them."""
 
     def __init__(self, shape, regions, finer, dtype, scale=6.0, seed=0):
         rng = np.random.default_rng(seed)

@@ -1,4 +1,5 @@
-"""The operations within TensorFlow: in a graph, written over what they read, and what they refuse."""
+"""The operations within TensorFlow: in a graph, written over what they read, and what they
+refuse."""
 
 import numpy as np
 import pytest
@@ -32,7 +33,10 @@ def test_a_map_that_nobody_else_reads_is_written_over_with_the_same_result(dtype
         raw, mean, _ = convolve([Source(back)], filters)
         return raw, mean
 
-    compiled, expected = tf.function(steps, autograph=False)(gradient, filters), steps(gradient, filters)
+    compiled, expected = (
+        tf.function(steps, autograph=False)(gradient, filters),
+        steps(gradient, filters),
+    )
     for result, known in zip(compiled, expected):
         np.testing.assert_array_equal(result, known)
 
@@ -57,7 +61,11 @@ def test_a_map_that_is_read_again_is_not_written_over():
     [
         ((1, 2, 2, 2, 4), (3, 3, 3, 4, 0), "outputs must be 1 to 16384, got 0"),
         ((1, 1, 1, 1, 16385), (3, 3, 3, 16385, 4), "channels must be 1 to 16384, got 16385"),
-        ((1, 2, 2, 2, 8), (3, 3, 3, 4, 4), r"filters must be of shape \(3, 3, 3, 8, 4\), got \(3, 3, 3, 4, 4\)"),
+        (
+            (1, 2, 2, 2, 8),
+            (3, 3, 3, 4, 4),
+            r"filters must be of shape \(3, 3, 3, 8, 4\), got \(3, 3, 3, 4, 4\)",
+        ),
         ((1, 2, 2, 2, 4), (5, 3, 3, 4, 4), r"filters must be of shape \(3, .* got \(5, "),
         ((0, 2, 2, 2, 4), (3, 3, 3, 4, 4), r"map must .* voxels.* got \(0, 2, 2, 2, 4\)"),
         ((1, 2, 2, 4), (3, 3, 3, 4, 4), r"map must .* 5 dimensions, got \(1, 2, 2, 4\) in 4"),
@@ -68,10 +76,14 @@ def test_filters_and_maps_that_do_not_fit_are_refused(shape, filters, message):
         operations.convolve([Source(tf.zeros(shape))], tf.zeros(filters))
 
 
-@pytest.mark.parametrize(("count", "message"), [(3, "maps must be at most 2, got 3"), (5, "at most 4, got 5")])
+@pytest.mark.parametrize(
+    ("count", "message"), [(3, "maps must be at most 2, got 3"), (5, "at most 4, got 5")]
+)
 def test_more_maps_than_two_are_refused(count, message):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        operations.convolve([Source(tf.zeros((1, 2, 2, 2, 4)))] * count, tf.zeros((3, 3, 3, 4 * count, 4)))
+        operations.convolve(
+            [Source(tf.zeros((1, 2, 2, 2, 4)))] * count, tf.zeros((3, 3, 3, 4 * count, 4))
+        )
 
 
 def test_a_map_of_an_odd_side_is_not_pooled():
@@ -92,7 +104,9 @@ def test_a_map_of_an_odd_side_is_not_pooled():
         ((1, 1, 1, 1, 16385), (1, 1, 1, 1, 16385), (1, 3, 16385), "regions must be 1 to 16384"),
     ],
 )
-def test_a_target_and_factors_that_do_not_fit_the_logits_are_refused(logits, target, factors, message):
+def test_a_target_and_factors_that_do_not_fit_the_logits_are_refused(
+    logits, target, factors, message
+):
     logits, target = tf.zeros(logits), tf.zeros(target, tf.uint8)
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         operations.loss_slope(logits, target, tf.zeros(factors))
@@ -120,8 +134,8 @@ def test_logits_that_are_read_again_keep_their_values(dtype):
     np.testing.assert_array_equal(alone(), slope)
 
 
-# Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of both coefficients,
-# maps and others.
+# Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of
+# both coefficients, maps and others.
 KINDS = {
     "CONVOLVE": ((3, 3, 3, 6, 5), None, 6, None, "mm", "o"),
     "INPUT_GRADIENT": ((3, 3, 3, 5, 3), None, 3, 5, "m", "om"),
@@ -146,7 +160,9 @@ FREE = {"UP_CONVOLVE": [(0, 3), (4, 1), (4, 2), (4, 3)], "UP_FILTER_GRADIENT": [
 """Tensors and axes on which no other tensor's shape depends."""
 
 
-@pytest.mark.parametrize("kind", [name for name, value in vars(operations).items() if isinstance(value, int)])
+@pytest.mark.parametrize(
+    "kind", [name for name, value in vars(operations).items() if isinstance(value, int)]
+)
 def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_number_of_maps(kind):
     filters, bias, norms, other_norms, maps, others = KINDS[kind]
     floats = [filters, bias, norms and (2, 6, norms), other_norms and (2, 6, other_norms)]
@@ -167,7 +183,11 @@ def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_n
             with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):
                 call([*fitting[:i], larger, *fitting[i + 1 :]])
     numbers = [[*fitting, MAPS["m"]]]
-    if others and kind not in ("CONVOLVE", "PROJECT", "PROJECT_GRADIENT"):  # their last one may be left out
+    if others and kind not in (
+        "CONVOLVE",
+        "PROJECT",
+        "PROJECT_GRADIENT",
+    ):  # their last one may be left out
         numbers.append(fitting[:-1])
     for shapes in numbers:
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):

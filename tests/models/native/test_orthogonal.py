@@ -1,4 +1,5 @@
-"""The orthogonal matrix nearest to a kernel, in every instruction set of this machine against float64."""
+"""The orthogonal matrix nearest to a kernel, in every instruction set of this machine against
+float64."""
 
 import numpy as np
 import pytest
@@ -6,7 +7,18 @@ import pytest
 from tests.models.native.reference import FLOAT32, KERNELS, operation
 
 ITERATION, ROUNDS = (3.4445, -4.7750, 2.0315), 5  # Jordan's
-SIZES = [(1, 1), (5, 3), (1, 4), (27, 48), (9, 40), (108, 16), (432, 17), (300, 80), (520, 96), (128, 128)]
+SIZES = [
+    (1, 1),
+    (5, 3),
+    (1, 4),
+    (27, 48),
+    (9, 40),
+    (108, 16),
+    (432, 17),
+    (300, 80),
+    (520, 96),
+    (128, 128),
+]
 """Rows and columns: fewer rows than a block, wide ones, several blocks of rows and of columns."""
 
 

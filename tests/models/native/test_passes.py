@@ -1,18 +1,44 @@
-"""Every pass in every instruction set of this machine against float64, through the C functions alone."""
+"""Every pass in every instruction set of this machine against float64, through the C functions
+alone."""
 
 import itertools
 
 import numpy as np
 import pytest
 
-from tests.models.native.reference import DTYPES, KERNELS, KINDS, LOSSES, MANY_THREADS, operation, run
+from tests.models.native.reference import (
+    DTYPES,
+    KERNELS,
+    KINDS,
+    LOSSES,
+    MANY_THREADS,
+    operation,
+    run,
+)
 
-SUMS = ("max_pool_gradient", "residual_gradient", "project_gradient", "project_sums", "up_input_gradient")
-OVER = {"residual_sum": 1, "residual_gradient": 2, "max_pool_gradient": 2, "to_raw": 0, "project": 1}
+SUMS = (
+    "max_pool_gradient",
+    "residual_gradient",
+    "project_gradient",
+    "project_sums",
+    "up_input_gradient",
+)
+OVER = {
+    "residual_sum": 1,
+    "residual_gradient": 2,
+    "max_pool_gradient": 2,
+    "to_raw": 0,
+    "project": 1,
+}
 OVER.update(project_gradient=2, project_to_raw=0)
 """Which of the raw map and the others a kind may be written over."""
 
-SHAPES = ((1, 1, 1, 1), (2, 3, 5, 9), (1, 4, 2, 17), (3, 1, 3, 8))  # with a batch, of the coarser grid
+SHAPES = (
+    (1, 1, 1, 1),
+    (2, 3, 5, 9),
+    (1, 4, 2, 17),
+    (3, 1, 3, 8),
+)  # with a batch, of the coarser grid
 CHANNELS = ((1, 3), (3, 1), (5, 20), (16, 3), (20, 5), (33, 16), (32, 16), (16, 48))
 THREADS = (1, 2, 3, 8, MANY_THREADS)
 ERRORS = {"float32": 2e-6, "bfloat16": 2**-8}  # of a map; all else is summed of what is written
@@ -44,7 +70,9 @@ class Case:
         if plain and not kind.endswith("to_raw"):
             self.coefficients = None
         filters = (2, 2, 2, wide, channels[0]) if ups else (channels[0], wide)
-        self.filters, self.bias = (rng.standard_normal(shape).astype(np.float32) for shape in (filters, wide))
+        self.filters, self.bias = (
+            rng.standard_normal(shape).astype(np.float32) for shape in (filters, wide)
+        )
 
     def run(self, library, name, threads, in_place=False):
         """Map, sums, gradients of filters and bias; None where the kind does not make them."""
@@ -52,30 +80,43 @@ class Case:
         maps = [np.array(array) for array in (self.raw, *self.others)]
         results, width = [None] * 4, self.bias.size
         if kind not in ("project_sums", "up_filter_gradient"):
-            shape = [batch, *([2 * n for n in grid] if kind == "up_convolve" else self.raw.shape[1:4])]
+            shape = [
+                batch,
+                *([2 * n for n in grid] if kind == "up_convolve" else self.raw.shape[1:4]),
+            ]
             shape = self.shape if kind == "max_pool" else shape
             channels = width if kind in ("project", "up_convolve") else self.channels[0]
-            results[0] = maps[OVER[kind]] if in_place else np.full((*shape, channels), 7, self.raw.dtype)
+            results[0] = (
+                maps[OVER[kind]] if in_place else np.full((*shape, channels), 7, self.raw.dtype)
+            )
         if kind in SUMS:
             results[1] = np.full((batch, 2, self.channels[0]), np.nan, np.float32)
         if kind in ("project_gradient", "project_sums", "up_filter_gradient"):
             results[2] = np.full_like(self.filters, np.nan)
-            results[3] = np.full(width, np.nan, np.float32) if kind != "up_filter_gradient" else None
+            results[3] = (
+                np.full(width, np.nan, np.float32) if kind != "up_filter_gradient" else None
+            )
         made = dict(zip(("map", "sums_to", "filter_gradient", "bias_gradient"), results))
         arguments = {"coefficients": self.coefficients, "filters": self.filters, **made}
         if kind == "project":
             arguments["bias"] = self.bias
-        call = operation(kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:], **arguments)
+        call = operation(
+            kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:], **arguments
+        )
         assert run(library, name, call) == 0
         return results
 
     def expected(self, written):
         """The same in float64; sums are of the map that was `written`, if there is one."""
         kind, raw = self.kind, self.raw.astype(np.float64)
-        first, second = [array.astype(np.float64) for array in self.others] + [0.0] * (2 - len(self.others))
+        first, second = [array.astype(np.float64) for array in self.others] + [0.0] * (
+            2 - len(self.others)
+        )
         scale, shift, floor, *rest = (1.0, 0.0, -np.inf, 0.0, 1.0)
         if self.coefficients is not None:
-            rows = np.moveaxis(self.coefficients.astype(np.float64), 1, 0)[:, :, None, None, None, :]
+            rows = np.moveaxis(self.coefficients.astype(np.float64), 1, 0)[
+                :, :, None, None, None, :
+            ]
             scale, shift, floor, *rest = rows
         value, active = np.maximum(scale * raw + shift, floor), scale * raw + shift > floor
         filters, made, of_filters, of_bias = self.filters.astype(np.float64), None, None, None
@@ -95,13 +136,21 @@ class Case:
             made = value @ filters + self.bias.astype(np.float64) + first
         elif kind.startswith("project"):
             made = first @ filters.T + second
-            of_filters, of_bias = np.einsum("nxyzi,nxyzo->io", value, first), first.sum((0, 1, 2, 3))
+            of_filters, of_bias = (
+                np.einsum("nxyzi,nxyzo->io", value, first),
+                first.sum((0, 1, 2, 3)),
+            )
             if kind == "project_to_raw":
                 made = rest[0] * np.where(active, made, 0) + rest[1] * raw + rest[2]
         elif kind == "up_convolve":
-            made = whole(np.stack([value @ tap.T for tap in filters.reshape(8, *filters.shape[3:])]))
+            made = whole(
+                np.stack([value @ tap.T for tap in filters.reshape(8, *filters.shape[3:])])
+            )
         elif kind == "up_input_gradient":
-            made = sum(part @ tap for part, tap in zip(eights(first), filters.reshape(8, *filters.shape[3:])))
+            made = sum(
+                part @ tap
+                for part, tap in zip(eights(first), filters.reshape(8, *filters.shape[3:]))
+            )
         else:
             of_filters = np.einsum("tnxyzo,nxyzi->toi", eights(first), value).reshape(filters.shape)
         if kind not in SUMS:
@@ -112,10 +161,13 @@ class Case:
 
 
 def eights(fine):
-    """(8, batch, x, y, z, channels): the voxels under each of the coarser grid, the last axis first."""
+    """(8, batch, x, y, z, channels): the voxels under each of the coarser grid, the last axis
+    first."""
     batch, x, y, z, channels = fine.shape
     split = fine.reshape(batch, x // 2, 2, y // 2, 2, z // 2, 2, channels)
-    return split.transpose(2, 4, 6, 0, 1, 3, 5, 7).reshape(8, batch, x // 2, y // 2, z // 2, channels)
+    return split.transpose(2, 4, 6, 0, 1, 3, 5, 7).reshape(
+        8, batch, x // 2, y // 2, z // 2, channels
+    )
 
 
 def whole(parts):
@@ -126,13 +178,17 @@ def whole(parts):
 
 
 @pytest.mark.parametrize(("name", "dtype"), KERNELS)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS[3:] if kind not in (*LOSSES, "orthogonal")])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS[3:] if kind not in (*LOSSES, "orthogonal")]
+)
 def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
     if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
         pytest.skip(f"needs a CPU with {name}")
     rng, threads = np.random.default_rng(0), itertools.cycle(THREADS)
     for shape, channels, (plain, add) in zip(
-        itertools.cycle(SHAPES), [row for row in CHANNELS for _ in SHAPES], itertools.cycle([(0, 1), (0, 0), (1, 1)])
+        itertools.cycle(SHAPES),
+        [row for row in CHANNELS for _ in SHAPES],
+        itertools.cycle([(0, 1), (0, 0), (1, 1)]),
     ):
         case, count = Case(rng, kind, shape, channels, dtype, plain, add), next(threads)
         results = case.run(library, name, count)
@@ -140,10 +196,16 @@ def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
         is_rounded = kind == "up_filter_gradient" and name in TILES and not plain
         of_filters = ERRORS[dtype] if is_rounded else SUM_ERROR
         bounds = (ERRORS[dtype], SUM_ERROR, of_filters, SUM_ERROR)
-        for part, result, expected, bound in zip(("map", "sums", "filters", "bias"), results, (made, *rest), bounds):
+        for part, result, expected, bound in zip(
+            ("map", "sums", "filters", "bias"), results, (made, *rest), bounds
+        ):
             if result is not None:
-                error = np.linalg.norm(result.astype(np.float64) - expected) / (np.linalg.norm(expected) + 1e-30)
+                error = np.linalg.norm(result.astype(np.float64) - expected) / (
+                    np.linalg.norm(expected) + 1e-30
+                )
                 assert error < bound, (part, shape, channels, count, plain, add)
-        again = case.run(library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind])
+        again = case.run(
+            library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind]
+        )
         for result, other in zip(results, again):  # the same bits, also over an input
             assert result is None or result.tobytes() == other.tobytes()

@@ -42,7 +42,9 @@ def maps_of(grid, *channels):
         (48, 32, 0.9, 1),  # 144 values of K in steps of 32
     ],
 )
-def test_a_convolution_multiplies_and_loads_what_is_drawn(library, kind, channels, outputs, useful, loads):
+def test_a_convolution_multiplies_and_loads_what_is_drawn(
+    library, kind, channels, outputs, useful, loads
+):
     values, made = maps_of(GRID, channels, outputs)
     filters = np.zeros((3, 3, 3, channels, outputs), np.float32)
     arguments = (kind, "bfloat16", (1, *GRID), 2, [values], outputs)
@@ -62,7 +64,9 @@ def test_a_convolution_multiplies_and_loads_what_is_drawn(library, kind, channel
         (32, 48, 1, 27),
     ],
 )
-def test_a_filter_gradient_multiplies_and_loads_what_is_drawn(library, channels, outputs, useful, targets):
+def test_a_filter_gradient_multiplies_and_loads_what_is_drawn(
+    library, channels, outputs, useful, targets
+):
     values, gradient = maps_of(SHORT, channels, outputs)
     made = np.zeros((3, 3, 3, channels, outputs), np.float32)
     arguments = ("filter_gradient", "bfloat16", (1, *SHORT), 2, [values], outputs, [gradient])
@@ -84,7 +88,9 @@ def test_a_filter_gradient_multiplies_and_loads_what_is_drawn(library, channels,
         ("up_input_gradient", 16, 32, 1.25),  # four tiles A and one tile B
     ],
 )
-def test_a_transposed_convolution_multiplies_nothing_in_vain(library, kind, channels, outputs, loads):
+def test_a_transposed_convolution_multiplies_nothing_in_vain(
+    library, kind, channels, outputs, loads
+):
     (coarse,) = maps_of(GRID, channels)
     (fine,) = maps_of(np.multiply(GRID, 2), outputs)
     filters = np.zeros((2, 2, 2, outputs, channels), np.float32)

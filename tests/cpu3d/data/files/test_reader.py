@@ -1,4 +1,5 @@
-"""An array's file: encoded, read in every mode and format, and refused where it is another than was written."""
+"""An array's file: encoded, read in every mode and format, and refused where it is another than was
+written."""
 
 import dataclasses
 import hashlib
@@ -27,7 +28,11 @@ EACH = [(mode, kind) for mode in MODES for kind in FORMATS]
 
 def voxels(shape=SHAPE, channels=2, dtype=np.int16, seed=0):
     """An image of distinct values, as far as the dtype goes, and a label."""
-    values = np.random.default_rng(seed).permutation(np.prod((*shape, channels))).reshape(*shape, channels)
+    values = (
+        np.random.default_rng(seed)
+        .permutation(np.prod((*shape, channels)))
+        .reshape(*shape, channels)
+    )
     return values.astype(dtype), (values[..., 0] % 251).astype(np.uint8)
 
 
@@ -40,7 +45,10 @@ def case(tmp_path):
 
 def refuses(folder, record, box, match, mode="mmap"):
     """Whether reading all of an image and reading a box of it are refused for this reason."""
-    for read in (lambda reader: reader.array(record, "x"), lambda reader: reader.array(record, "x", (box,) * 3)):
+    for read in (
+        lambda reader: reader.array(record, "x"),
+        lambda reader: reader.array(record, "x", (box,) * 3),
+    ):
         with pytest.raises(InputError, match=match):
             read(Reader(folder, mode))
 
@@ -50,7 +58,9 @@ def refuses(folder, record, box, match, mode="mmap"):
 
 @pytest.mark.parametrize(("mode", "kind"), EACH)
 @pytest.mark.parametrize("dtype", [np.int16, np.float16])
-def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path, mode, kind, dtype):
+def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(
+    tmp_path, mode, kind, dtype
+):
     image, label = voxels(dtype=dtype)
     record = stored_case(tmp_path, image, label, kind=kind)
     reader = Reader(tmp_path, mode)
@@ -60,7 +70,9 @@ def test_every_mode_gives_the_array_that_was_stored_ready_for_zero_copy(tmp_path
         assert array.flags.c_contiguous
         assert array.ctypes.data % 64 == 0
         np.testing.assert_array_equal(array, stored)
-        is_map = str(array_path(tmp_path, record, part)) in Path("/proc/self/maps").read_text(encoding="utf-8")
+        is_map = str(array_path(tmp_path, record, part)) in Path("/proc/self/maps").read_text(
+            encoding="utf-8"
+        )
         assert is_map == (not array.flags.writeable) == (kind == "npy" and mode != "pread")
 
 
@@ -73,7 +85,9 @@ def arrays_and_boxes(draw):
     return shape, draw(st.integers(1, 3)), tuple(slice(*pair) for pair in ends)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(arrays_and_boxes())
 def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, drawn):
     shape, channels, slices = drawn
@@ -95,13 +109,21 @@ def test_a_box_is_the_same_in_every_mode_and_format(tmp_path, drawn):
 
 @pytest.mark.parametrize(("mode", "kind"), EACH)
 @pytest.mark.parametrize("length", [0, -1])
-def test_a_file_of_another_length_is_refused_before_it_is_mapped(tmp_path, monkeypatch, mode, kind, length):
+def test_a_file_of_another_length_is_refused_before_it_is_mapped(
+    tmp_path, monkeypatch, mode, kind, length
+):
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind=kind)
     path = array_path(tmp_path, record, "x")
     os.truncate(path, length % record.image_bytes)
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
-    refuses(tmp_path, record, slice(0, 1), f"{path} must be {record.image_bytes} .* got {path.stat().st_size}", mode)
+    refuses(
+        tmp_path,
+        record,
+        slice(0, 1),
+        f"{path} must be {record.image_bytes} .* got {path.stat().st_size}",
+        mode,
+    )
     monkeypatch.undo()
     np.testing.assert_array_equal(Reader(tmp_path, mode).array(record, "y"), label)
 
@@ -110,12 +132,30 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(tmp_path, monke
 def test_a_file_of_another_array_is_refused(case, mode):
     folder, record, _, _ = case
     path = array_path(folder, record, "x")
-    for other in (np.zeros((*SHAPE, 2), np.uint16), np.zeros((6, 7, 5, 2), np.int16), np.zeros((*SHAPE, 2), ">i2")):
+    for other in (
+        np.zeros((*SHAPE, 2), np.uint16),
+        np.zeros((6, 7, 5, 2), np.int16),
+        np.zeros((*SHAPE, 2), ">i2"),
+    ):
         np.save(path, other)
         assert path.stat().st_size == record.image_bytes
-        refuses(folder, record, slice(0, 1), f"{path} must be .* int16 .7, 6, 5, 2., got another header", mode)
-    other = dataclasses.replace(stored_case(folder, *voxels(), stem="b", kind="b2nd"), image_dtype="float16")
-    refuses(folder, other, slice(0, 1), r"must be a \.b2nd array of float16 .*, got int16 \(7, 6, 5, 2\)", mode)
+        refuses(
+            folder,
+            record,
+            slice(0, 1),
+            f"{path} must be .* int16 .7, 6, 5, 2., got another header",
+            mode,
+        )
+    other = dataclasses.replace(
+        stored_case(folder, *voxels(), stem="b", kind="b2nd"), image_dtype="float16"
+    )
+    refuses(
+        folder,
+        other,
+        slice(0, 1),
+        r"must be a \.b2nd array of float16 .*, got int16 \(7, 6, 5, 2\)",
+        mode,
+    )
 
 
 @pytest.mark.parametrize("flipped", [slice(None), slice(100), slice(5000, 5001), slice(-1, None)])
@@ -125,13 +165,20 @@ def test_a_damaged_packed_file_is_named(tmp_path, flipped):
     content = bytearray(path.read_bytes())
     content[flipped] = bytes(byte ^ 1 for byte in content[flipped])
     path.write_bytes(content)
-    refuses(tmp_path, record, slice(0, 40), re.escape(f"store file {path} must be a .b2nd array of int16"))
+    refuses(
+        tmp_path,
+        record,
+        slice(0, 40),
+        re.escape(f"store file {path} must be a .b2nd array of int16"),
+    )
     with pytest.raises(ValueError, match="no whole Blosc2 array"):
         decode_b2nd(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize("place", [{"local_abspath": "secret.b2nd"}, None])
-def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_path, monkeypatch, place):
+def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(
+    tmp_path, monkeypatch, place
+):
     blosc2 = pytest.importorskip("blosc2")
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind="b2nd")
@@ -141,9 +188,13 @@ def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(tmp_pat
     meta = {"proxy-source": source} if place else {"LazyArray": 1}
     content = blosc2.asarray(image, meta=meta).to_cframe()
     array_path(tmp_path, record, "x").write_bytes(content)
-    record = dataclasses.replace(record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest())
+    record = dataclasses.replace(
+        record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest()
+    )
     monkeypatch.setattr(blosc2, "open", lambda *_, **__: pytest.fail("opened"))
-    refuses(tmp_path, record, slice(0, 1), rf"a.x.b2nd must be .*, got .*metadata .*{next(iter(meta))}")
+    refuses(
+        tmp_path, record, slice(0, 1), rf"a.x.b2nd must be .*, got .*metadata .*{next(iter(meta))}"
+    )
 
 
 def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
@@ -155,7 +206,9 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
         return preadv(handle, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", cut_then_read)
-    message = f"{path} must be {record.image_bytes} bytes long, got its end at byte 200 while it was read"
+    message = (
+        f"{path} must be {record.image_bytes} bytes long, got its end at byte 200 while it was read"
+    )
     with pytest.raises(InputError, match=re.escape(message)):
         Reader(folder, "pread").array(record, "x")
 
@@ -175,14 +228,28 @@ def test_a_failing_disk_is_an_error_with_the_files_name(case, monkeypatch):
 
 def test_files_of_a_network_are_read_so_that_a_failure_is_an_error():
     assert [choose_read_mode(kind) for kind in ("ext4", "xfs", "")] == ["mmap"] * 3
-    assert {choose_read_mode(kind) for kind in ("nfs4", "cifs", "smb3", "lustre", "fuse.sshfs", "9p")} == {"pread"}
+    assert {
+        choose_read_mode(kind) for kind in ("nfs4", "cifs", "smb3", "lustre", "fuse.sshfs", "9p")
+    } == {"pread"}
 
 
 def test_the_last_of_the_longest_mount_points_above_a_path_is_the_one_it_lies_on(monkeypatch):
-    points = [("/", "ext4"), ("/data", "ext3"), ("/data", "nfs4"), ("/data/fast", "xfs"), ("/dat", "tmpfs")]
+    points = [
+        ("/", "ext4"),
+        ("/data", "ext3"),
+        ("/data", "nfs4"),
+        ("/data/fast", "xfs"),
+        ("/dat", "tmpfs"),
+    ]
     mounts = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in points]
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounts)
-    kinds = {"/data/x/y": "nfs4", "/data": "nfs4", "/data/fast/store": "xfs", "/database": "ext4", "/": "ext4"}
+    kinds = {
+        "/data/x/y": "nfs4",
+        "/data": "nfs4",
+        "/data/fast/store": "xfs",
+        "/database": "ext4",
+        "/": "ext4",
+    }
     assert {path: file_system(path) for path in kinds} == kinds
     monkeypatch.setattr(psutil, "disk_partitions", lambda **_: os.stat("/no/such/table"))
     assert file_system("/data") == ""

@@ -176,7 +176,8 @@ def test_at_half_resolution_a_voxel_is_the_mean_of_eight_and_inside_from_four_on
 @pytest.mark.parametrize("flips", [(True, False, False), (False, True, True), (True, True, True)])
 def test_a_mirrored_sample_is_the_mirror_image_of_the_other(names, flips):
     mirrored, plain_one = (
-        make_sample(stored(), dataclasses.replace(drawn(*names), flips=way), form(0.5)) for way in (flips, PLAIN.flips)
+        make_sample(stored(), dataclasses.replace(drawn(*names), flips=way), form(0.5))
+        for way in (flips, PLAIN.flips)
     )
     axes = [axis for axis in range(3) if flips[axis]]
     np.testing.assert_allclose(mirrored[0], np.flip(plain_one[0], axes), atol=1e-3)
@@ -200,7 +201,8 @@ def test_a_quarter_turn_about_each_axis_moves_voxels_to_their_new_places():
 
 
 def blob(shape, centre, radius):
-    """A ball, soft over a voxel, so that its centre of mass is where it should be; and its label."""
+    """A ball, soft over a voxel, so that its centre of mass is where it should be; and its
+    label."""
     distance = np.sqrt(sum((index - c) ** 2 for index, c in zip(np.indices(shape), centre)))
     image = np.round(1000 * np.clip(radius + 0.5 - distance, 0, 1)).astype(np.int16)
     return image, (distance <= radius).astype(np.uint8)
@@ -222,7 +224,9 @@ def centre_of_mass(volume):
         ((-40, 35, 40), 1.2),
     ],
 )
-def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(angles_deg, zoom, flips, resolution):
+def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(
+    angles_deg, zoom, flips, resolution
+):
     field, centre = (64, 56, 72), np.array([38.0, 22.0, 45.0])
     image, label = blob(field, centre, 8)
     matrix = None if zoom == 1 and not any(angles_deg) else turned(angles_deg, zoom)
@@ -249,11 +253,15 @@ def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
     shape, spacing_mm, centre_mm = (120, 120, 25), np.array([1, 1, 5]), np.array([8.0, 12, -9])
     config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=44)
     of_voxels, of_mm = (
-        draw(config, np.ones(1), np.zeros(1), size, seed=1, position=position) for size in (spacing_mm, (1, 1, 1))
+        draw(config, np.ones(1), np.zeros(1), size, seed=1, position=position)
+        for size in (spacing_mm, (1, 1, 1))
     )
 
     def ball(around_mm):
-        places = [(index - (n - 1) / 2) * size for index, n, size in zip(np.indices(shape), shape, spacing_mm)]
+        places = [
+            (index - (n - 1) / 2) * size
+            for index, n, size in zip(np.indices(shape), shape, spacing_mm)
+        ]
         return sum((place - c) ** 2 for place, c in zip(places, around_mm)) <= 32**2
 
     ball_before = ball(centre_mm)
@@ -269,11 +277,15 @@ def test_a_region_is_where_its_interpolated_mean_is_at_least_a_half():
     label = np.zeros((4, 2, 2), np.uint8)
     label[2:] = 2
     label[3] = 3
-    matrix = np.diag([0.5, 1, 1]).astype(np.float32)  # the places along X are 0.75, 1.25, 1.75, 2.25
+    matrix = np.diag([0.5, 1, 1]).astype(
+        np.float32
+    )  # the places along X are 0.75, 1.25, 1.75, 2.25
     box = Stored(np.zeros((4, 2, 2, 4), np.int16), label, (0, 0, 0))
     _, target = make_sample(box, dataclasses.replace(PLAIN, matrix=matrix), form(field=(4, 2, 2)))
     np.testing.assert_array_equal(target[:, 0, 0, 1], [0, 0, 1, 1])  # TC: codes 2 and 3
-    np.testing.assert_array_equal(target[:, 0, 0, 2], [0, 0, 0, 0])  # ET: a quarter of code 3 at most
+    np.testing.assert_array_equal(
+        target[:, 0, 0, 2], [0, 0, 0, 0]
+    )  # ET: a quarter of code 3 at most
 
 
 # --- Intensity ---
@@ -283,7 +295,9 @@ def brain(image):
     return [image[..., channel][image[..., channel] != 0] for channel in range(image.shape[-1])]
 
 
-@pytest.mark.parametrize("name", ["noise", "blur", "low resolution", "contrast", "gamma", "negative gamma"])
+@pytest.mark.parametrize(
+    "name", ["noise", "blur", "low resolution", "contrast", "gamma", "negative gamma"]
+)
 def test_background_stays_0_and_what_is_not_drawn_stays_as_it_is(name):
     numbers = dataclasses.replace(drawn(name), flips=PLAIN.flips)
     image, _ = make_sample(stored(), numbers, form())
@@ -312,7 +326,9 @@ def test_gamma_keeps_mean_and_deviation_and_the_order_of_values(name):
         assert made.std() == pytest.approx(was.std(), rel=1e-3)
         assert (np.diff(made[np.argsort(was)]) >= -1e-4).all()
         exponent = DRAWS[name]["gamma"][channel]
-        if exponent != 1:  # a large one moves the middle to the lower end, of the negative to the upper
+        if (
+            exponent != 1
+        ):  # a large one moves the middle to the lower end, of the negative to the upper
             middle = (was.min() + was.max()) / 2
             moved = made[np.abs(was - middle).argmin()] - (made.min() + made.max()) / 2
             assert (moved < 0) == ((exponent > 1) != (name == "negative gamma"))
@@ -357,7 +373,9 @@ def test_a_blur_spreads_a_voxel_as_a_gaussian():
     values = np.ones((*field, 1), np.int16)
     values[15, 14, 16] = 1001
     numbers = Drawn(np.float32([1]), np.float32([0]), PLAIN.flips, blur=np.float32([1.3]))
-    image, _ = make_sample(Stored(values, np.zeros(field, np.uint8), (0, 0, 0)), numbers, form(1, (0,), field=field))
+    image, _ = make_sample(
+        Stored(values, np.zeros(field, np.uint8), (0, 0, 0)), numbers, form(1, (0,), field=field)
+    )
     spread = image[..., 0] - 1
     assert spread.sum() == pytest.approx(1000, rel=1e-3)
     for axis, (index, centre) in enumerate(zip(np.indices(field), (15, 14, 16))):
@@ -373,7 +391,9 @@ FLAT[5:20, 5:20, 5:20] = 100
 
 @pytest.mark.parametrize("image", [EMPTY, ONE, FLAT], ids=["background", "one voxel", "constant"])
 @pytest.mark.parametrize("resolution", [1, 0.5])
-@pytest.mark.parametrize("names", [("contrast", "gamma"), ("turn", "noise", "both", "contrast", "negative gamma")])
+@pytest.mark.parametrize(
+    "names", [("contrast", "gamma"), ("turn", "noise", "both", "contrast", "negative gamma")]
+)
 def test_every_value_is_a_number_whatever_is_in_the_store(image, resolution, names):
     for half in (False, True):
         box = Stored(image.astype(np.float16) if half else image, np.zeros(SHAPE, np.uint8), AT)
@@ -430,7 +450,9 @@ def test_without_a_compiler_numpy_makes_the_sample_and_a_note_says_so(tmp_path):
     )
     environment = {**os.environ, "PATH": str(tmp_path), "CC": "", "PYTHONPATH": os.getcwd()}
     words = [sys.executable, "-c", script, str(tmp_path), str(tmp_path / "made.npz")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        words, env=environment, capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stderr.count("note: NumPy makes samples") == 1
     made = np.load(tmp_path / "made.npz")
     image, target = make_sample(stored(), drawn("turn"), form())
@@ -464,11 +486,23 @@ def test_c_reads_and_writes_nothing_outside_of_its_arrays(tmp_path):
     if not os.path.isabs(runtime) or make_sample is plain.make_sample:
         pytest.skip("needs a compiler with an address sanitizer")
     sources = map(str, sorted(SOURCES.glob("*.c")))
-    options = ("-O1", "-std=gnu11", "-fPIC", "-shared", "-mavx2", "-mfma", "-fsanitize=address,undefined")
+    options = (
+        "-O1",
+        "-std=gnu11",
+        "-fPIC",
+        "-shared",
+        "-mavx2",
+        "-mfma",
+        "-fsanitize=address,undefined",
+    )
     undefined = ("-fno-sanitize-recover=undefined", "-static-libubsan")
-    subprocess.run([*compiler, *options, *undefined, *sources, "-o", str(library), "-lm"], check=True)
+    subprocess.run(
+        [*compiler, *options, *undefined, *sources, "-o", str(library), "-lm"], check=True
+    )
     environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
     words = [sys.executable, "-c", CHECKED, str(library)]
     where = {**environment, "PYTHONPATH": os.getcwd()}
-    done = subprocess.run(words, env=where, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words, env=where, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.stdout.strip() == "done", done.stderr[-2000:]

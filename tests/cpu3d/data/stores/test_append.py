@@ -23,7 +23,8 @@ IDS = tuple(f"BRATS_00{number}" for number in range(6))
 
 @pytest.fixture
 def data(tmp_path):
-    """Two data sets, `few` with the cases 0 to 2 and `many` with those and 3 to 5, and a store of the first."""
+    """Two data sets, `few` with the cases 0 to 2 and `many` with those and 3 to 5, and a store of
+    the first."""
     decathlon(tmp_path / "few", 3)
     decathlon(tmp_path / "many", 6)
     for path in tmp_path.rglob("*.nii.gz"):
@@ -61,7 +62,8 @@ def test_ids_that_stand_for_other_files_are_refused(data, store):
     write_nifti(data / "many/labelsTr/BRATS_001.nii.gz", tiny_label(3, 2, 1))
     before = content_of(store)
     with pytest.raises(
-        InputError, match=r"case BRATS_001 must be the one of store .*, got other files, BRATS_001\.nii\.gz"
+        InputError,
+        match=r"case BRATS_001 must be the one of store .*, got other files, BRATS_001\.nii\.gz",
     ):
         append(store, data / "many", workers=1)
     assert content_of(store) == before
@@ -69,7 +71,10 @@ def test_ids_that_stand_for_other_files_are_refused(data, store):
 
 def test_other_channels_or_labels_are_refused(data, store):
     for kind, change in (
-        ("labels", {"labels": {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"}}),
+        (
+            "labels",
+            {"labels": {"0": "background", "1": "edema", "2": "necrosis", "3": "enhancing tumour"}},
+        ),
         ("channels", {"modality": {"0": "FLAIR", "1": "T1w", "2": "T2w", "3": "ADC"}}),
     ):
         with pytest.raises(InputError, match=f"{kind} of .*(necrosis|FLAIR, T1w, t1gd, T2w.* ADC)"):
@@ -98,8 +103,14 @@ def test_channels_in_another_order_are_taken_by_name(data, store, names):
 
 
 def test_a_store_without_its_settings_takes_no_cases(data, store, capsys):
-    source, command = store / "source.json", ["store", "append", str(store), "--dataset", str(data / "many")]
-    for change in (lambda: source.write_text(source.read_text().replace("crop", "cut")), source.unlink):
+    source, command = (
+        store / "source.json",
+        ["store", "append", str(store), "--dataset", str(data / "many")],
+    )
+    for change in (
+        lambda: source.write_text(source.read_text().replace("crop", "cut")),
+        source.unlink,
+    ):
         change()
         assert main(command) == 2
     damaged, missing = capsys.readouterr().err.splitlines()
@@ -107,7 +118,9 @@ def test_a_store_without_its_settings_takes_no_cases(data, store, capsys):
     assert f"store {store} must hold source.json" in missing
 
 
-def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(data, store, capsys):
+def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(
+    data, store, capsys
+):
     before = open_store(store).manifest
     (data / "many/imagesTr/BRATS_003.nii.gz").write_bytes(b"no volume")
     (data / "many/labelsTr/BRATS_004.nii.gz").unlink()
@@ -119,7 +132,11 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     assert main([*command, str(data / "many")]) == 0
     after, printed = open_store(store).manifest, capsys.readouterr().out
     assert [record.case_id for record in after.cases] == [*IDS[:3], "BRATS_005"]
-    for words in ("1 new case, 3 cases", "2 bad cases", f"{before.split_hash} before, {after.split_hash} now"):
+    for words in (
+        "1 new case, 3 cases",
+        "2 bad cases",
+        f"{before.split_hash} before, {after.split_hash} now",
+    ):
         assert words in printed
     assert main([*command, str(data / "few")]) == 0
     printed = capsys.readouterr().out
@@ -127,7 +144,10 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     assert "left out" not in printed
     assert "before" not in printed, "the split is what it was"
     assert open_store(store).manifest == after
-    listed = [json.loads(line)["case_id"] for line in (store / "quarantine.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line)["case_id"]
+        for line in (store / "quarantine.jsonl").read_text().splitlines()
+    ]
     assert listed == ["BRATS_003", "BRATS_004"]
 
 
@@ -137,17 +157,25 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
     cases_each=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
-def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient(have, new, cases_each, seed):
+def test_nothing_moves_no_patient_straddles_and_shares_are_kept_within_a_patient(
+    have, new, cases_each, seed
+):
     old, split = {}, {}
     for name, count in zip(SPLITS, have):
         split[name] = tuple(f"{name}{number}" for number in range(count))
         old.update({case_id: case_id for case_id in split[name]})
-    more = {f"new{patient}-{number}": f"new{patient}" for patient in range(new) for number in range(cases_each)}
+    more = {
+        f"new{patient}-{number}": f"new{patient}"
+        for patient in range(new)
+        for number in range(cases_each)
+    }
     dealt = deal_cases(split, old, more, seed=seed)
     assert all(set(split[name]) <= set(dealt[name]) for name in SPLITS)
     assert sorted(sum(dealt.values(), ())) == sorted([*old, *more])
     patients = {**old, **more}
-    assert max(Counter(p for name in SPLITS for p in {patients[c] for c in dealt[name]}).values()) == 1
+    assert (
+        max(Counter(p for name in SPLITS for p in {patients[c] for c in dealt[name]}).values()) == 1
+    )
     total = sum(have) + new
     for name, count in zip(SPLITS, have):
         now = len({patients[case_id] for case_id in dealt[name]})
@@ -159,7 +187,9 @@ def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_regio
         files = brats_case(tmp_path / name)
     write_nifti(files["seg"], tiny_label(1, 2, 3, 4))
     prepare(tmp_path / "few", tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    with pytest.raises(InputError, match=r"BraTS-GLI-00007-100.* must hold only the codes .*, got 4 \(1 voxels\)"):
+    with pytest.raises(
+        InputError, match=r"BraTS-GLI-00007-100.* must hold only the codes .*, got 4 \(1 voxels\)"
+    ):
         append(tmp_path / "store", tmp_path / "more", workers=1)
     done = append(tmp_path / "store", tmp_path / "more", workers=1, skip_bad=True)
     assert (done.new, done.bad) == (("BraTS-GLI-00006-100",), ("BraTS-GLI-00007-100",))
@@ -175,7 +205,9 @@ def test_a_case_without_orientation_does_not_join_cases_that_have_one(data, stor
     for file in (path, label):
         write_nifti(file, np.asarray(nibabel.load(file).dataobj), codes=(0, 0))
     before = content_of(store)
-    with pytest.raises(InputError, match=r"case BRATS_004 must give the patient's orientation, as 3 other cases"):
+    with pytest.raises(
+        InputError, match=r"case BRATS_004 must give the patient's orientation, as 3 other cases"
+    ):
         append(store, data / "many", workers=1)
     assert before["manifest.json"] == content_of(store)["manifest.json"]
     done = append(store, data / "many", workers=1, skip_bad=True)
@@ -191,5 +223,7 @@ def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_g
     new = decathlon(data / "new", 6, training=training)
     with pytest.raises(InputError) as caught:
         append(data / "store", new, workers=1)
-    refused = [problem.split()[1] for problem in caught.value.problems if "must not give" in problem]
+    refused = [
+        problem.split()[1] for problem in caught.value.problems if "must not give" in problem
+    ]
     assert refused == ["BRATS_003", "BRATS_004", "BRATS_005"]

@@ -15,9 +15,12 @@ LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 
 @pytest.fixture
 def files(tmp_path):
-    """files(*images, label=None, affines=..., label_affine=..., label_codes=...): a case of the given arrays."""
+    """files(*images, label=None, affines=..., label_affine=..., label_codes=...): a case of the
+    given arrays."""
 
-    def make(*images, label=None, affines=None, label_affine=None, codes=(1, 1), label_codes=(1, 1)):
+    def make(
+        *images, label=None, affines=None, label_affine=None, codes=(1, 1), label_codes=(1, 1)
+    ):
         affines = affines or [np.eye(4)] * len(images)
         paths = tuple(
             write_nifti(tmp_path / "c" / f"c_{number}.nii.gz", image, affine, codes)
@@ -25,13 +28,17 @@ def files(tmp_path):
         )
         label_path = None
         if label is not None:
-            label_path = write_nifti(tmp_path / "c" / "c_seg.nii.gz", label, label_affine, label_codes)
+            label_path = write_nifti(
+                tmp_path / "c" / "c_seg.nii.gz", label, label_affine, label_codes
+            )
         return CaseFiles("c", "p", paths, label_path)
 
     return make
 
 
-def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by_hand(files, tmp_path):
+def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by_hand(
+    files, tmp_path
+):
     first = np.zeros((3, 2, 2), np.float64)
     first[0, 0, 0], first[1, 0, 0] = 2, 4
     second = np.zeros((3, 2, 2), np.int16)
@@ -56,7 +63,11 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     assert (record.channel_min, record.channel_max) == ((2.0, -5.0), (4.0, 1.0))
     assert (record.channel_voxels, record.label_voxels) == ((2, 3), {0: 11, 3: 1})
     assert (record.box, record.geometry.axes) == (Region((1, 0, 0), (2, 2, 2)), "LPS")
-    assert [source.path for source in record.sources] == ["c/c_0.nii.gz", "c/c_1.nii.gz", "c/c_seg.nii.gz"]
+    assert [source.path for source in record.sources] == [
+        "c/c_0.nii.gz",
+        "c/c_1.nii.gz",
+        "c/c_seg.nii.gz",
+    ]
     assert record.sources[0].size_bytes == (tmp_path / "c/c_0.nii.gz").stat().st_size
 
 
@@ -83,7 +94,10 @@ def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
 def test_a_case_has_a_file_for_each_channel_and_one_label_map(files):
     case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, 1), np.uint8))
     assert load_case(case, channels=("a", "b"), labels=LABELS).label.shape == (6, 5, 4)
-    for channels, depth, rule in (("abc", 1, r"a file for each of .*, got 2"), ("ab", 2, "must be 3D, got shape")):
+    for channels, depth, rule in (
+        ("abc", 1, r"a file for each of .*, got 2"),
+        ("ab", 2, "must be 3D, got shape"),
+    ):
         case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, depth), np.uint8))
         with pytest.raises(InputError, match=rule):
             load_case(case, channels=tuple(channels), labels=LABELS)
@@ -104,7 +118,11 @@ def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():
 @pytest.mark.parametrize("shape", [(6, 5, 4), (6, 5, 4, 1), (6, 5, 4, 1, 1)])
 def test_a_label_is_its_nearest_codes_if_rounding_explains_the_difference(files, shape):
     codes = np.where(tiny_image() > 500, 3, 1)
-    label = (codes + np.resize([1e-7, -1e-7, 9e-4, -9e-4], codes.shape)).astype(np.float32).reshape(shape)
+    label = (
+        (codes + np.resize([1e-7, -1e-7, 9e-4, -9e-4], codes.shape))
+        .astype(np.float32)
+        .reshape(shape)
+    )
     case = load_case(files(tiny_image(), label=label), channels=("a",), labels=LABELS)
     assert np.array_equal(case.label, codes)
 
@@ -138,7 +156,9 @@ def test_another_background_is_named_with_its_channel_and_value(files):
 
 
 @pytest.mark.parametrize(("codes", "label_codes"), [((0, 0), (1, 1)), ((1, 1), (0, 0))])
-def test_a_label_with_and_an_image_without_orientation_are_refused_unless_their_grids_agree(files, codes, label_codes):
+def test_a_label_with_and_an_image_without_orientation_are_refused_unless_their_grids_agree(
+    files, codes, label_codes
+):
     label = np.ones((6, 5, 4), np.uint8)
     differ = files(tiny_image(), label=label, codes=codes, label_codes=label_codes)
     with pytest.raises(InputError, match="sform and qform codes are 0"):
@@ -146,7 +166,9 @@ def test_a_label_with_and_an_image_without_orientation_are_refused_unless_their_
     guess = np.diag([-1.0, 1, 1, 1])
     guess[:3, 3] = 2.5, -2, -1.5
     same = {"affines": [guess], "label_affine": guess, "codes": codes, "label_codes": label_codes}
-    record = load_case(files(tiny_image(), label=label, **same), channels=("a",), labels=LABELS).record
+    record = load_case(
+        files(tiny_image(), label=label, **same), channels=("a",), labels=LABELS
+    ).record
     assert bool(case_notes(record, ("a",))) is (codes == (0, 0))
 
 
@@ -159,7 +181,10 @@ def test_a_record_of_a_store_that_knew_no_units_is_named(files, spacing_mm, said
 
 def test_notes_of_many_cases_are_one_line_each_with_the_first_cases():
     lines = note_lines({"a": ["x"], "b": ["x", "y"], "c": [], "d": ["x"], "e": ["x"]})
-    assert [line.split(": ") for line in lines] == [["note", "a, b, d and 1 more", "x"], ["note", "b", "y"]]
+    assert [line.split(": ") for line in lines] == [
+        ["note", "a, b, d and 1 more", "x"],
+        ["note", "b", "y"],
+    ]
     few = {"a": ["T1 is 1", "T2 is 1"], "b": ["T1 is 0.5"], "c": ["T1 is -3e-05"]}
     assert len(note_lines(few)) == 4
     lines = note_lines({**few, "d": ["T1 is 7"]})

@@ -16,16 +16,29 @@ def names(paths):
 def test_decathlon_takes_channels_labels_and_cases_from_its_list(tmp_path):
     dataset = read_dataset(decathlon(tmp_path / "Task01"))
     assert (dataset.layout, dataset.name, dataset.problems) == ("decathlon", "BRATS", {})
-    assert (dataset.channels, dataset.labels[3]) == (("FLAIR", "T1w", "t1gd", "T2w"), "enhancing tumour")
+    assert (dataset.channels, dataset.labels[3]) == (
+        ("FLAIR", "T1w", "t1gd", "T2w"),
+        "enhancing tumour",
+    )
     assert regions_of(dataset.labels) == {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
     assert [case.case_id for case in dataset.cases] == ["BRATS_000", "BRATS_001", "BRATS_002"]
     assert dataset.cases[1].images == (tmp_path / "Task01/imagesTr/BRATS_001.nii.gz",)
-    dataset = read_dataset(decathlon(tmp_path / "Task02", 1, name="", modality={"0": "CT"}, labels={"1": "liver"}))
-    assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == ("Task02", ("CT",), {"liver": (1,)})
+    dataset = read_dataset(
+        decathlon(tmp_path / "Task02", 1, name="", modality={"0": "CT"}, labels={"1": "liver"})
+    )
+    assert (dataset.name, dataset.channels, regions_of(dataset.labels)) == (
+        "Task02",
+        ("CT",),
+        {"liver": (1,)},
+    )
 
 
 OF_2017 = {"HGG/Brats17_A_1_1": "Brats17_A_1", "LGG/Brats17_A_1_2": "Brats17_A_1", "LGG/x": "x"}
-OF_2023 = {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "BraTS-GLI-00001", "x-001": "x"}
+OF_2023 = {
+    "BraTS-GLI-00001-000": "BraTS-GLI-00001",
+    "BraTS-GLI-00001-001": "BraTS-GLI-00001",
+    "x-001": "x",
+}
 
 
 @pytest.mark.parametrize(
@@ -35,12 +48,18 @@ OF_2023 = {"BraTS-GLI-00001-000": "BraTS-GLI-00001", "BraTS-GLI-00001-001": "Bra
         ("brats2023", OF_2023, {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}),
     ],
 )
-def test_brats_folders_are_recognised_and_time_points_share_their_patient(tmp_path, layout, cases, regions):
+def test_brats_folders_are_recognised_and_time_points_share_their_patient(
+    tmp_path, layout, cases, regions
+):
     for name, end in zip(cases, (".nii", ".nii.gz", ".nii.gz")):
         brats_case(tmp_path / name, layout, end)
     (tmp_path / "notes/other").mkdir(parents=True)
     dataset = read_dataset(tmp_path)
-    assert (dataset.layout, dataset.channels, regions_of(dataset.labels)) == (layout, CANONICAL, regions)
+    assert (dataset.layout, dataset.channels, regions_of(dataset.labels)) == (
+        layout,
+        CANONICAL,
+        regions,
+    )
     assert {case.case_id: case.patient_id for case in dataset.cases} == {
         name.split("/")[-1]: patient for name, patient in cases.items()
     }
@@ -52,7 +71,9 @@ def test_brats_folders_are_recognised_and_time_points_share_their_patient(tmp_pa
 def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas(tmp_path):
     for case_id in ("BraTS-GLI-00001-000", "BraTS-PED-00001-000", "BraTS-PED-00002-000"):
         brats_case(tmp_path / case_id)
-    with pytest.raises(InputError, match=r"Decathlon layout with a dataset\.json that names their codes") as error:
+    with pytest.raises(
+        InputError, match=r"Decathlon layout with a dataset\.json that names their codes"
+    ) as error:
         read_dataset(tmp_path)
     cases = [problem.split()[1] for problem in error.value.problems[:-1]]
     assert cases == ["BraTS-PED-00001-000", "BraTS-PED-00002-000"]
@@ -68,7 +89,11 @@ def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay
     (tmp_path / "b/bad3").mkdir()
     dataset = read_dataset(tmp_path / "b")
     assert [case.case_id for case in dataset.cases] == ["good"]
-    assert {case_id: len(reasons) for case_id, reasons in dataset.problems.items()} == {"bad1": 2, "bad2": 5, "bad3": 5}
+    assert {case_id: len(reasons) for case_id, reasons in dataset.problems.items()} == {
+        "bad1": 2,
+        "bad2": 5,
+        "bad3": 5,
+    }
     assert [reason.split()[0] for reason in dataset.problems["bad1"]] == ["T1gd", "seg"]
     folder = decathlon(tmp_path / "d")
     (folder / "imagesTr/BRATS_001.nii.gz").unlink()

@@ -7,7 +7,13 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.phantom import CLEARANCE, blind_patch, phantom_case, warped_case, write_phantom
+from cpu3d.data.stores.phantom import (
+    CLEARANCE,
+    blind_patch,
+    phantom_case,
+    warped_case,
+    write_phantom,
+)
 from cpu3d.errors import InputError
 
 SMALL = (40, 48, 36)
@@ -25,7 +31,9 @@ def test_what_is_drawn_stays_what_it_was():
     assert all(np.array_equal(image[..., index] != 0, image[..., 0] != 0) for index in range(4))
     assert not label[image[..., 0] == 0].any()
     assert np.bincount(label.ravel()).tolist() == [68193, 732, 64, 131]
-    assert np.allclose(image[image[..., 0] > 0].mean(axis=0), [235.441, 444.287, 284.083, 421.204], atol=0.01)
+    assert np.allclose(
+        image[image[..., 0] > 0].mean(axis=0), [235.441, 444.287, 284.083, 421.204], atol=0.01
+    )
 
 
 @pytest.mark.parametrize(("shape", "seed"), [((80, 106, 70), 0), (SMALL, 7)])
@@ -40,12 +48,28 @@ def test_small_lesions_are_small_shares_of_the_brains_box(shape, seed):
 def test_it_is_a_decathlon_data_set_whatever_the_workers(tmp_path):
     write_phantom(tmp_path / "one", cases=3, shape=SMALL, seed=4, workers=1)
     write_phantom(tmp_path / "two", cases=3, shape=SMALL, seed=4, workers=2)
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*") if path.is_file())
+    files = sorted(
+        path.relative_to(tmp_path / "one")
+        for path in (tmp_path / "one").rglob("*")
+        if path.is_file()
+    )
     assert len(files) == 3 + 3 + 2
-    assert all((tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes() for path in files)
+    assert all(
+        (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes()
+        for path in files
+    )
     dataset = read_dataset(tmp_path / "one")
-    assert dataset.labels == {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-    assert (dataset.channels, len(dataset.cases), dataset.problems) == (("FLAIR", "T1w", "t1gd", "T2w"), 3, {})
+    assert dataset.labels == {
+        0: "background",
+        1: "edema",
+        2: "non-enhancing tumor",
+        3: "enhancing tumour",
+    }
+    assert (dataset.channels, len(dataset.cases), dataset.problems) == (
+        ("FLAIR", "T1w", "t1gd", "T2w"),
+        3,
+        {},
+    )
     image, label = phantom_case(SMALL, seed=4, index=1)
     assert np.array_equal(np.asarray(nibabel.load(dataset.cases[1].images[0]).dataobj), image)
     assert np.array_equal(np.asarray(nibabel.load(dataset.cases[1].label).dataobj), label)
@@ -54,7 +78,9 @@ def test_it_is_a_decathlon_data_set_whatever_the_workers(tmp_path):
 def test_an_unfinished_or_smaller_set_is_continued(tmp_path, monkeypatch):
     drawn = []
     real = phantom_module.phantom_case
-    monkeypatch.setattr(phantom_module, "phantom_case", lambda *case: drawn.append(case[2]) or real(*case))
+    monkeypatch.setattr(
+        phantom_module, "phantom_case", lambda *case: drawn.append(case[2]) or real(*case)
+    )
     out = write_phantom(tmp_path / "p", cases=2, shape=SMALL, workers=1)
     (out / "dataset.json").unlink()
     (out / "labelsTr/BRATS_001.nii.gz").unlink()
@@ -69,7 +95,11 @@ def test_an_unfinished_or_smaller_set_is_continued(tmp_path, monkeypatch):
 def test_bad_arguments_are_named_together_and_too_little_memory_is_one(tmp_path, monkeypatch):
     with pytest.raises(InputError) as error:
         write_phantom(tmp_path / "p", cases=0, shape=(0, 64, -1), seed=-1)
-    assert [problem.split()[0] for problem in error.value.problems] == ["--cases", "--shape", "--seed"]
+    assert [problem.split()[0] for problem in error.value.problems] == [
+        "--cases",
+        "--shape",
+        "--seed",
+    ]
     assert not (tmp_path / "p").exists()
     monkeypatch.setattr(phantom_module, "phantom_case", lambda *_: np.empty(1 << 62, np.uint8))
     with pytest.raises(InputError, match="--shape must fit"):
@@ -96,10 +126,23 @@ def test_nothing_within_a_patch_of_a_lesion_tells_whether_it_is_the_only_one():
 
 
 def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
-    line = ["phantom", "--out", str(tmp_path / "p"), "--cases", "2", "--shape", *map(str, SMALL), "--workers", "1"]
+    line = [
+        "phantom",
+        "--out",
+        str(tmp_path / "p"),
+        "--cases",
+        "2",
+        "--shape",
+        *map(str, SMALL),
+        "--workers",
+        "1",
+    ]
     assert main([*line, "--context", "count"]) == 0
     description = json.loads((tmp_path / "p/dataset.json").read_text())["description"]
-    assert "called enhancing tumour where the lesion is the only one, else non-enhancing tumor" in description
+    assert (
+        "called enhancing tumour where the lesion is the only one, else non-enhancing tumor"
+        in description
+    )
     assert main([*line, "--context", "none"]) == 2
     assert "context of phantom folder" in capsys.readouterr().err
     assert main([*line, "--context", "count", "--lesion-size", "small"]) == 2
@@ -107,20 +150,33 @@ def test_a_data_set_states_its_rule_and_keeps_to_it(tmp_path, capsys):
 
 
 def test_copies_of_a_case_are_other_heads_with_the_tumour_where_it_is(tmp_path, capsys):
-    case, out = write_phantom(tmp_path / "one", cases=1, shape=SMALL, workers=1), tmp_path / "warped"
+    case, out = (
+        write_phantom(tmp_path / "one", cases=1, shape=SMALL, workers=1),
+        tmp_path / "warped",
+    )
     line = ["phantom", "--warp", str(case), "--out", str(out), "--cases", "3", "--workers", "2"]
     assert main(line) == 0
     source, dataset = read_dataset(case), read_dataset(out)
-    assert (dataset.channels, dataset.labels, len(dataset.cases)) == (source.channels, source.labels, 3)
+    assert (dataset.channels, dataset.labels, len(dataset.cases)) == (
+        source.channels,
+        source.labels,
+        3,
+    )
     read = lambda path: np.asarray(nibabel.load(path).dataobj)
-    pairs = [(read(files.images[0]), read(files.label)) for files in (*source.cases, *dataset.cases)]
+    pairs = [
+        (read(files.images[0]), read(files.label)) for files in (*source.cases, *dataset.cases)
+    ]
     for image, label in pairs:
         brain = image[..., 0] != 0
         assert 0.7 < brain.sum() / (pairs[0][0][..., 0] != 0).sum() < 1.4
         assert label[~brain].mean() < 0.01
-        assert all(0.4 < (label == code).sum() / (pairs[0][1] == code).sum() < 2.5 for code in (1, 2, 3))
+        assert all(
+            0.4 < (label == code).sum() / (pairs[0][1] == code).sum() < 2.5 for code in (1, 2, 3)
+        )
         flair = image[..., 0] / image[brain, 0].mean()
-        assert flair[label == 1].mean() > 1.2, "oedema is bright in FLAIR, in the case and where its label went"
+        assert flair[label == 1].mean() > 1.2, (
+            "oedema is bright in FLAIR, in the case and where its label went"
+        )
     assert all(np.mean(a[0] != b[0]) > 0.05 for i, a in enumerate(pairs) for b in pairs[:i])
     assert np.array_equal(warped_case(case, 0, 2)[0], pairs[3][0])
     assert main([*line, "--context", "count"]) == main([*line[:2], str(out), *line[3:]]) == 2

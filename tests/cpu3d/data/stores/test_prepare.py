@@ -17,7 +17,11 @@ ALL = {"fractions": (1, 0, 0), "workers": 1}
 
 
 def content_of(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.fixture
@@ -37,7 +41,9 @@ def counted(monkeypatch):
     """The ids of the cases that are converted, in order."""
     done = []
     real = module.load_case
-    monkeypatch.setattr(module, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more))
+    monkeypatch.setattr(
+        module, "load_case", lambda files, **more: done.append(files.case_id) or real(files, **more)
+    )
     return done
 
 
@@ -52,7 +58,9 @@ def test_a_store_says_what_it_is_and_two_processes_write_what_one_does(tmp_path,
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
 
 
-def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, dataset, store, counted, monkeypatch):
+def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(
+    tmp_path, dataset, store, counted, monkeypatch
+):
     partial, real = tmp_path / "cut/cases/.BRATS_002.x.npy.xyz.cpu3d.partial", module.run_jobs
 
     def cut(*arguments):
@@ -64,7 +72,9 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
             partial.write_bytes(b"left by a killed worker")
 
     monkeypatch.setattr(module, "run_jobs", cut)
-    with pytest.raises(KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"):
+    with pytest.raises(
+        KeyboardInterrupt, match=r"2 finished cases kept .* run the same command again"
+    ):
         prepare(dataset, tmp_path / "cut", **THIRDS)
     assert not (tmp_path / "cut/manifest.json").exists()
     assert not list((tmp_path / "cut").rglob("*.partial"))
@@ -84,7 +94,9 @@ def test_what_was_cut_is_continued_and_ends_as_if_it_had_not_been(tmp_path, data
         (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\x07"), False),
     ],
 )
-def test_only_the_case_whose_array_is_damaged_is_done_again(dataset, store, counted, damage, finished):
+def test_only_the_case_whose_array_is_damaged_is_done_again(
+    dataset, store, counted, damage, finished
+):
     before = content_of(store)
     if not finished:
         (store / "manifest.json").unlink()
@@ -94,7 +106,9 @@ def test_only_the_case_whose_array_is_damaged_is_done_again(dataset, store, coun
     assert content_of(store) == before
 
 
-def test_what_is_made_again_in_a_finished_store_moves_no_case_and_takes_none_that_was_left_out(tmp_path, dataset):
+def test_what_is_made_again_in_a_finished_store_moves_no_case_and_takes_none_that_was_left_out(
+    tmp_path, dataset
+):
     image, store = dataset / "imagesTr/BRATS_002.nii.gz", tmp_path / "own"
     good = image.read_bytes()
     image.write_bytes(good[:100])
@@ -106,7 +120,9 @@ def test_what_is_made_again_in_a_finished_store_moves_no_case_and_takes_none_tha
     assert content_of(store) == before
 
 
-def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(dataset, store, capsys):
+def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(
+    dataset, store, capsys
+):
     prepare(dataset, store, **THIRDS)
     assert "finished and unchanged" in capsys.readouterr().out
     path = dataset / "labelsTr/BRATS_000.nii.gz"
@@ -117,7 +133,9 @@ def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_an
         prepare(dataset, store, **THIRDS)
 
 
-def test_a_finished_store_refuses_another_split_other_cases_and_other_patients_and_stays(tmp_path, dataset, store):
+def test_a_finished_store_refuses_another_split_other_cases_and_other_patients_and_stays(
+    tmp_path, dataset, store
+):
     before = content_of(store)
     with pytest.raises(InputError, match="another split than 2 train, 1 val, 1 test"):
         prepare(dataset, store, **ALL)
@@ -135,7 +153,9 @@ def test_a_finished_store_refuses_another_split_other_cases_and_other_patients_a
     assert content_of(store) == before
 
 
-def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(tmp_path, dataset, store):
+def test_the_store_of_another_data_set_version_or_owner_is_refused_untouched(
+    tmp_path, dataset, store
+):
     before = content_of(store)
     other = decathlon(tmp_path / "other", 4, name="SPLEEN")
     for finished in (True, False):
@@ -167,7 +187,11 @@ def test_a_store_is_not_continued_with_other_settings(dataset, store, finished):
     before = content_of(store)
     with pytest.raises(InputError) as error:
         prepare(dataset, store, **THIRDS, settings=Settings("b2nd", crop=True, zero_nan=True))
-    assert [problem.split()[0] for problem in error.value.problems[:-1]] == ["format", "crop", "zero_nan"]
+    assert [problem.split()[0] for problem in error.value.problems[:-1]] == [
+        "format",
+        "crop",
+        "zero_nan",
+    ]
     assert content_of(store) == before
 
 
@@ -185,13 +209,19 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, worker
     *reasons, advice = error.value.problems
     assert [reason.split("BRATS_00")[1][0] for reason in reasons] == ["0", "1", "2", "2"]
     assert ("got 3 bad" in advice, "1 good" in advice) == (True, True)
-    assert sorted(os.listdir(tmp_path / "store/cases")) == ["BRATS_003.json", "BRATS_003.x.npy", "BRATS_003.y.npy"]
+    assert sorted(os.listdir(tmp_path / "store/cases")) == [
+        "BRATS_003.json",
+        "BRATS_003.x.npy",
+        "BRATS_003.y.npy",
+    ]
     assert not (tmp_path / "store/manifest.json").exists()
     with pytest.raises(InputError, match="must have at least 2 patients, got 1"):
         prepare(dataset, tmp_path / "store", **{**THIRDS, "fractions": (1, 1, 0)}, skip_bad=True)
     manifest = prepare(dataset, tmp_path / "store", **ALL, skip_bad=True)
     assert [case.case_id for case in manifest.cases] == ["BRATS_003"]
-    listed = [json.loads(line) for line in (tmp_path / "store/quarantine.jsonl").read_text().splitlines()]
+    listed = [
+        json.loads(line) for line in (tmp_path / "store/quarantine.jsonl").read_text().splitlines()
+    ]
     assert {bad["case_id"]: len(bad["reasons"]) for bad in listed} == {
         "BRATS_000": 1,
         "BRATS_001": 1,
@@ -204,7 +234,9 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, worker
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"case_id": "x", "reasons": "bad"}'])
 def test_a_damaged_list_of_bad_cases_is_refused(dataset, store, line):
-    (store / "quarantine.jsonl").write_text('{"case_id": "a", "reasons": ["b", "c"]}\n' + line + "\n")
+    (store / "quarantine.jsonl").write_text(
+        '{"case_id": "a", "reasons": ["b", "c"]}\n' + line + "\n"
+    )
     with pytest.raises(InputError, match=r"quarantine\.jsonl must be JSON lines"):
         prepare(dataset, store, **THIRDS)
 
@@ -218,7 +250,9 @@ def test_whatever_fails_in_a_case_leaves_the_others(tmp_path, monkeypatch):
         assert f"must be readable in memory, got {got}" in problem
 
 
-def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(tmp_path, dataset, monkeypatch):
+def test_a_disk_that_gives_back_other_bytes_is_an_error_and_leaves_no_such_file(
+    tmp_path, dataset, monkeypatch
+):
     real = module.give_back
 
     def failing(handle):
@@ -241,21 +275,27 @@ def turn_off_orientation(folder, numbers):
             write_nifti(path, np.asarray(nibabel.load(path).dataobj), codes=(0, 0))
 
 
-@pytest.mark.parametrize(("without", "refused"), [((1,), (1,)), ((0, 2, 3), (1,)), ((0, 2), (0, 2))])
+@pytest.mark.parametrize(
+    ("without", "refused"), [((1,), (1,)), ((0, 2, 3), (1,)), ((0, 2), (0, 2))]
+)
 def test_cases_with_and_without_orientation_are_not_mixed_in_a_store(tmp_path, without, refused):
     folder = decathlon(tmp_path / "data", 4)
     turn_off_orientation(folder, without)
     with pytest.raises(InputError) as caught:
         prepare(folder, tmp_path / "store", **ALL)
     *problems, _ = caught.value.problems
-    assert [problem.split()[1] for problem in problems] == [f"BRATS_{number:03d}" for number in refused]
+    assert [problem.split()[1] for problem in problems] == [
+        f"BRATS_{number:03d}" for number in refused
+    ]
     assert all("sform" in problem and "left and right" in problem for problem in problems)
     assert not (tmp_path / "store/manifest.json").exists()
     manifest = prepare(folder, tmp_path / "store", skip_bad=True, **ALL)
     assert {case.case_id for case in manifest.cases} == {
         f"BRATS_{number:03d}" for number in range(4) if number not in refused
     }
-    assert sorted(read_quarantine(tmp_path / "store")) == [f"BRATS_{number:03d}" for number in refused]
+    assert sorted(read_quarantine(tmp_path / "store")) == [
+        f"BRATS_{number:03d}" for number in refused
+    ]
 
 
 def test_a_store_without_orientation_or_with_another_background_says_so(tmp_path, capsys):
@@ -269,5 +309,7 @@ def test_a_store_without_orientation_or_with_another_background_says_so(tmp_path
     prepare(folder, tmp_path / "store", workers=1)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note")]
     assert len(notes) == 2
-    assert re.search("BRATS_000, BRATS_001, BRATS_002 and 2 more: .*sform and qform codes are 0", notes[0])
+    assert re.search(
+        "BRATS_000, BRATS_001, BRATS_002 and 2 more: .*sform and qform codes are 0", notes[0]
+    )
     assert re.search("BRATS_002: .* FLAIR, T1w, t1gd and T2w is about -7", notes[1])

@@ -1,4 +1,5 @@
-"""Lost and damaged files of a finished store come back from their sources, whichever command finds them."""
+"""Lost and damaged files of a finished store come back from their sources, whichever command finds
+them."""
 
 import os
 import shutil
@@ -21,19 +22,25 @@ FLOAT = 0.37  # makes an image of whole numbers one that only float16 can hold
 def second_set(folder, **changes):
     """A data set with the cases 3 to 5 alone."""
     decathlon(folder, 6, **changes)
-    training = [{"image": f"imagesTr/BRATS_00{n}.nii.gz", "label": f"labelsTr/BRATS_00{n}.nii.gz"} for n in (3, 4, 5)]
+    training = [
+        {"image": f"imagesTr/BRATS_00{n}.nii.gz", "label": f"labelsTr/BRATS_00{n}.nii.gz"}
+        for n in (3, 4, 5)
+    ]
     return decathlon(folder, 6, training=training, **changes)
 
 
 @pytest.fixture
 def grown(tmp_path):
-    """grown(**settings): a store of three cases that has grown by three of a data set with another name."""
+    """grown(**settings): a store of three cases that has grown by three of a data set with another
+    name."""
 
     def make(**settings):
         decathlon(tmp_path / "first", 3)
         second_set(tmp_path / "second", name="SECOND")
         for number in (1, 4):  # one case of each with voxels that are no whole numbers
-            image = np.stack([tiny_image(90 + number + channel) for channel in range(4)], -1) * FLOAT
+            image = (
+                np.stack([tiny_image(90 + number + channel) for channel in range(4)], -1) * FLOAT
+            )
             folder = tmp_path / ("first" if number == 1 else "second")
             write_nifti(folder / f"imagesTr/BRATS_00{number}.nii.gz", image.astype(np.float32))
         how = {"fractions": (1, 1, 1), "workers": 1, "settings": Settings(**settings)}
@@ -76,7 +83,9 @@ APPEND = ("store", "append", "store", "--workers", "1", "--dataset")
 
 @pytest.mark.parametrize("command", [PREPARE, APPEND])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_grown_store_gets_the_lost_files_of_each_of_its_data_sets_back(grown, tmp_path, monkeypatch, way, command):
+def test_a_grown_store_gets_the_lost_files_of_each_of_its_data_sets_back(
+    grown, tmp_path, monkeypatch, way, command
+):
     store = grown()
     monkeypatch.chdir(tmp_path)
     before = content_of(store)
@@ -94,7 +103,9 @@ def test_a_grown_store_gets_the_lost_files_of_each_of_its_data_sets_back(grown, 
         ({"format": "b2nd", "crop": True}, ["--format", "b2nd", "--crop"]),
     ],
 )
-def test_packed_and_cropped_files_come_back_to_the_byte(grown, tmp_path, monkeypatch, settings, options):
+def test_packed_and_cropped_files_come_back_to_the_byte(
+    grown, tmp_path, monkeypatch, settings, options
+):
     store = grown(**settings)
     monkeypatch.chdir(tmp_path)
     before = content_of(store)
@@ -122,7 +133,12 @@ def test_append_says_what_was_whole_what_was_lost_and_what_is_new(grown, tmp_pat
     )
     assert lost.manifest.split_hash == lost.before.split_hash
     capsys.readouterr()
-    assert main(["store", "append", str(store), "--dataset", str(tmp_path / "third"), "--workers", "1"]) == 0
+    assert (
+        main(
+            ["store", "append", str(store), "--dataset", str(tmp_path / "third"), "--workers", "1"]
+        )
+        == 0
+    )
     printed = capsys.readouterr().out
     assert "1 new case, 3 cases it had already, skipped" in printed
     assert "3 cases whose files were lost or damaged: BRATS_000, BRATS_001, BRATS_002" in printed
@@ -130,14 +146,20 @@ def test_append_says_what_was_whole_what_was_lost_and_what_is_new(grown, tmp_pat
 
 
 @pytest.mark.parametrize("command", [PREPARE, APPEND])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[1:])])
-def test_the_file_of_records_comes_back_from_the_records_of_the_cases(grown, tmp_path, monkeypatch, damage, command):
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[1:])]
+)
+def test_the_file_of_records_comes_back_from_the_records_of_the_cases(
+    grown, tmp_path, monkeypatch, damage, command
+):
     store = grown()
     monkeypatch.chdir(tmp_path)
     before = content_of(store)
     (records,) = store.glob("cases-*.jsonl")
     damage(records)
-    with pytest.raises(InputError, match=rf"{records.name} must .* run `prepare` again, or `store append`"):
+    with pytest.raises(
+        InputError, match=rf"{records.name} must .* run `prepare` again, or `store append`"
+    ):
         open_store(store)
     assert main([*command, "first"]) == 0
     assert content_of(store) == before
@@ -260,7 +282,9 @@ def test_a_store_with_patients_from_a_table_needs_the_table_for_new_cases_only(t
     assert content_of(store) == before
 
 
-def test_the_manifest_of_a_grown_store_comes_back_by_the_same_commands_in_their_order(grown, tmp_path):
+def test_the_manifest_of_a_grown_store_comes_back_by_the_same_commands_in_their_order(
+    grown, tmp_path
+):
     store = grown()
     hash_ = open_store(store).manifest.split_hash
     before = content_of(store)

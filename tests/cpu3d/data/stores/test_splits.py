@@ -48,7 +48,9 @@ def test_the_split_is_the_one_it_has_always_been():
         (4, (0.02, 0.49, 0.49), (1, 2, 1)),
     ],
 )
-def test_shares_are_near_the_fractions_and_never_nothing_where_something_was_asked(patients, fractions, sizes):
+def test_shares_are_near_the_fractions_and_never_nothing_where_something_was_asked(
+    patients, fractions, sizes
+):
     split = split_cases(one_each(patients), fractions=fractions, seed=0)
     assert tuple(map(len, split.values())) == sizes
 
@@ -95,7 +97,9 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
     patients = {case_id: f"patient{owner}" for case_id, owner in owners.items()}
     count = len(set(patients.values()))
     if count < parts:
-        with pytest.raises(InputError, match=rf"at most as many parts as .* validate on, {count}, got 1/{parts}"):
+        with pytest.raises(
+            InputError, match=rf"at most as many parts as .* validate on, {count}, got 1/{parts}"
+        ):
             deal(patients, f"1/{parts}", seed=seed)
         return
     held_out = [deal(patients, f"{part}/{parts}", seed=seed) for part in range(1, parts + 1)]
@@ -110,7 +114,12 @@ def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(ti
     for part in range(1, 5):
         view = with_fold(tiny_store, f"{part}/4")
         held_out += view.manifest.split["val"]
-        assert sorted(view.manifest.split["train"] + view.manifest.split["val"]) == ["a", "b", "c", "d"]
+        assert sorted(view.manifest.split["train"] + view.manifest.split["val"]) == [
+            "a",
+            "b",
+            "c",
+            "d",
+        ]
         assert [record.case_id for record in view.cases("val")] == list(view.manifest.split["val"])
         assert [record.case_id for record in view.cases("test")] == ["e", "f"]
         assert view.manifest.split_hash == before.split_hash
@@ -126,14 +135,17 @@ EACH_ONE = {"fractions": (1, 1, 1), "workers": 1}
 
 @pytest.fixture
 def dataset(tmp_path):
-    """dataset(*case ids, folder="data"): a data set in the Decathlon layout with cases of these names."""
+    """dataset(*case ids, folder="data"): a data set in the Decathlon layout with cases of these
+    names."""
 
     def make(*case_ids, folder="data"):
         path = decathlon(tmp_path / folder, len(case_ids))
         content = json.loads((path / "dataset.json").read_text())
         for number, case_id in enumerate(case_ids):
             for kind in ("images", "labels"):
-                (path / f"{kind}Tr/BRATS_{number:03d}.nii.gz").rename(path / f"{kind}Tr/{case_id}.nii.gz")
+                (path / f"{kind}Tr/BRATS_{number:03d}.nii.gz").rename(
+                    path / f"{kind}Tr/{case_id}.nii.gz"
+                )
                 content["training"][number][kind[:-1]] = f"./{kind}Tr/{case_id}.nii.gz"
         (path / "dataset.json").write_text(json.dumps(content))
         return path
@@ -194,14 +206,19 @@ def test_identical_images_in_two_splits_are_refused_until_they_have_one_patient(
     data, store, table = dataset("a", "b", "c", "d"), tmp_path / "store", tmp_path / "table"
     copy = data / "imagesTr/b.nii.gz"
     copy.write_bytes((data / "imagesTr/a.nii.gz").read_bytes())
-    with pytest.raises(InputError, match=r"(a|b) \(\w+\) and (a|b) \(\w+\) must be in one split, got identical voxels"):
+    with pytest.raises(
+        InputError,
+        match=r"(a|b) \(\w+\) and (a|b) \(\w+\) must be in one split, got identical voxels",
+    ):
         prepare(data, store, fractions=(1, 1, 2), workers=1, seed=1)
     table.write_text("a,p\nb,p\nc,c\nd,d\n")
     manifest = prepare(data, store, **EACH_ONE, patients=table)
     assert {"a", "b"} in map(set, manifest.split.values())
 
 
-def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them_from(tmp_path, dataset):
+def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them_from(
+    tmp_path, dataset
+):
     data, store, table = dataset("a", "b", "c"), tmp_path / "store", tmp_path / "table"
     table.write_text("a,p\nb,q\nc,r\nd,q\n")
     old = prepare(data, store, **EACH_ONE, patients=table)
@@ -213,7 +230,9 @@ def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them
     (name,) = [name for name, ids in old.split.items() if "b" in ids]
     assert manifest.split[name] == ("b", "d")
     table.write_text("a,p\nb,z\nc,r\nd,q\ne,z\n")
-    with pytest.raises(InputError, match=r"case b must be of the patient that store .* has, q, got z"):
+    with pytest.raises(
+        InputError, match=r"case b must be of the patient that store .* has, q, got z"
+    ):
         append(store, dataset("e", folder="other"), workers=1, patients=table)
 
 
@@ -244,7 +263,9 @@ def test_fractions_that_do_not_sum_to_one_are_refused(shares):
         split_cases(patients, fractions=shares, seed=0)
 
 
-@pytest.mark.parametrize("shares", [(9, 2, 0), (80, 10, 10), (0.33, 0.33, 0.33), (33.3, 33.3, 33.4)])
+@pytest.mark.parametrize(
+    "shares", [(9, 2, 0), (80, 10, 10), (0.33, 0.33, 0.33), (33.3, 33.3, 33.4)]
+)
 def test_a_ratio_percent_and_rounded_fractions_are_taken(shares):
     patients = {str(number): str(number) for number in range(30)}
     split = split_cases(patients, fractions=shares, seed=0)
@@ -308,8 +329,14 @@ def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path
         (TWO[:1], ["at least two folds .*, got 1 fold"]),
         ([TWO[0], ["a"]], [r"train of fold 2 .* list", "val of fold 2 .* list"]),
         ([TWO[0], {"train": [], "val": ["a"]}], [r"train of fold 2 .*at least one .*, got \[\]"]),
-        ([TWO[0], {"train": ["b", 3], "val": ["a"]}], ["train of fold 2 .* quotation marks, got 1 number: 3"]),
-        ([TWO[0], {"train": ["b", None], "val": ["a"]}], [r"train of fold 2 .*, got \['b', None\]"]),
+        (
+            [TWO[0], {"train": ["b", 3], "val": ["a"]}],
+            ["train of fold 2 .* quotation marks, got 1 number: 3"],
+        ),
+        (
+            [TWO[0], {"train": ["b", None], "val": ["a"]}],
+            [r"train of fold 2 .*, got \['b', None\]"],
+        ),
         ([TWO[0], {"train": ["b", "b"], "val": ["b"]}], ["case b .*, got train, train and val"]),
         ([TWO[0], {"train": ["b", "x"], "val": ["y"]}], ["case x .* no such", "case y .* no such"]),
         ([TWO[0], {"train": ["a"], "val": ["c"]}], ["case c .* by one fold .*, got 1 and 2"]),

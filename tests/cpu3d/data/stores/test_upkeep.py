@@ -16,7 +16,9 @@ def store_in(tmp_path):
 
     def make(**settings):
         how = {"fractions": (1, 1, 1), "workers": 1, "settings": Settings(**settings)}
-        prepare(decathlon(tmp_path / "data"), tmp_path / "store:x:", **how)  # no symbol, wherever it is printed
+        prepare(
+            decathlon(tmp_path / "data"), tmp_path / "store:x:", **how
+        )  # no symbol, wherever it is printed
         return tmp_path / "store:x:"
 
     return make
@@ -24,7 +26,8 @@ def store_in(tmp_path):
 
 @pytest.fixture
 def printed(capsys):
-    """printed(*arguments, code=0): what `store ...` prints on stdout and stderr when it ends with that code."""
+    """printed(*arguments, code=0): what `store ...` prints on stdout and stderr when it ends with
+    that code."""
 
     def call(*arguments, code=0):
         capsys.readouterr()
@@ -37,7 +40,8 @@ def printed(capsys):
 def test_info_adds_up_what_the_records_say(store_in, printed):
     store = store_in()
     out = printed("info", store).out
-    # 6 x 5 x 4 voxels of four int16 channels and a label: 1,080 bytes a case; in files with 128 bytes of header each.
+    # 6 x 5 x 4 voxels of four int16 channels and a label: 1,080 bytes a case; in files with 128
+    # bytes of header each.
     assert "4 KiB on disk" in out
     assert "3 of 3 patients, 0 unlabelled" in out
     assert "3 int16 .npy" in out
@@ -55,7 +59,10 @@ def test_verify_names_all_damaged_files_and_ends_with_2(store_in, printed, forma
     content = files[2].read_bytes()
     files[2].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     err = printed("verify", store, "--workers", 1, code=2).err
-    problems, rules = re.findall("^error: (.*)", err, re.MULTILINE), ("must exist", "bytes long", "got other bytes")
+    problems, rules = (
+        re.findall("^error: (.*)", err, re.MULTILINE),
+        ("must exist", "bytes long", "got other bytes"),
+    )
     assert len(problems) == 3
     for path, problem, rule in zip(files, problems, rules):
         assert str(path) in problem

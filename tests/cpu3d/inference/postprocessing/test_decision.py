@@ -13,7 +13,13 @@ from cpu3d.errors import InputError
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import scores_path
 from cpu3d.inference.postprocessing import decision as postprocessing
-from cpu3d.inference.postprocessing.decision import FILE, after, decide, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.decision import (
+    FILE,
+    after,
+    decide,
+    postprocessing_of,
+    read_decision,
+)
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import Rule
 from cpu3d.run.config import load_config, save_config
@@ -38,7 +44,9 @@ def predictor(fake_predictor, monkeypatch):
 
     monkeypatch.setattr(fake_predictor, "probabilities", with_island)
     for command in (evaluate, postprocessing, predict):
-        monkeypatch.setattr(command, "trained_predictors", lambda runs, *_: [fake_predictor] * len(runs))
+        monkeypatch.setattr(
+            command, "trained_predictors", lambda runs, *_: [fake_predictor] * len(runs)
+        )
     return fake_predictor
 
 
@@ -49,7 +57,10 @@ def run(tiny_run, tmp_path, predictor):
     geometry = dataclasses.replace(LPS_2MM, shape=(30, 10, 8))
     store = make_store(tmp_path / "long", tmp_path / "long source", split=split, geometry=geometry)
     config = load_config(tiny_run)
-    save_config(dataclasses.replace(config, store=str(store.folder), split_hash=store.manifest.split_hash), tiny_run)
+    save_config(
+        dataclasses.replace(config, store=str(store.folder), split_hash=store.manifest.split_hash),
+        tiny_run,
+    )
     (tiny_run / "checkpoints").mkdir()
     (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
     return tiny_run
@@ -135,7 +146,9 @@ def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, cap
     assert "WT" in of(run).off
 
 
-def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(run, predictor, monkeypatch, capsys):
+def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(
+    run, predictor, monkeypatch, capsys
+):
     options = Options(store=load_config(run).store, run=run)
     before = sorted(path.name for path in run.iterdir())
     for error, word in ((OSError("disk full"), "disk full"), (MemoryError(), "MemoryError")):
@@ -152,7 +165,10 @@ def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
     cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
     for index in (1, 0):
         assert not (run / FILE).exists()
-        monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}))
+        monkeypatch.setenv(
+            "TF_CONFIG",
+            json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+        )
         after(Options(store=load_config(run).store, run=run), {})
     assert (run / FILE).exists()
 
@@ -175,7 +191,10 @@ def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
 def test_predictions_lack_what_is_removed_and_probabilities_keep_it(run, tmp_path, capsys):
     def predicted(*words):
         image = tmp_path / "long source/e.nii.gz"
-        assert run_command(predict, "--run", run, "--image", image, "--out", tmp_path / "out", *words) == 0
+        assert (
+            run_command(predict, "--run", run, "--image", image, "--out", tmp_path / "out", *words)
+            == 0
+        )
         return json.loads((tmp_path / "out/e.json").read_text())
 
     decide(run)
