@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Callable, Dict, List, Optional, Tuple
 
 from models.config import UNetConfig
-from models.program import Kind, Op, Value, network_program
+from models.network import network_program
+from models.program import Kind, Op, Value
 
 Shape3 = Tuple[int, int, int]
 

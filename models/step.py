@@ -12,7 +12,8 @@ import tensorflow as tf
 from models.config import EPSILON
 from models.native import operations
 from models.native.operations import AtValues, Gradient, Norm, Source
-from models.program import Form, Kind, Op, Value, network_program
+from models.network import network_program
+from models.program import Form, Kind, Op, Value
 
 
 class Pass:

@@ -14,7 +14,8 @@ from memory_estimator.step.program import OwnOperation, Program, StepOp
 from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
-from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program, network_program
+from models.network import network_program
+from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program
 
 TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of costs; others have 27
 SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
