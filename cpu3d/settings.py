@@ -26,13 +26,13 @@ from memory_estimator.installed import ENGINES
 from memory_estimator.job import (
     AUTO,
     DEFAULT_RECIPE,
-    OPTIMIZERS,
     RECIPES,
     Architecture,
     check_micro_batch,
     micro_of,
 )
 from models.config import DTYPES, POLICIES, UNetConfig
+from models.optimizers import OPTIMIZERS
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),

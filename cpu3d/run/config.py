@@ -16,7 +16,7 @@ from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
-from memory_estimator.job import OPTIMIZERS
+from models.optimizers import OPTIMIZERS
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 PARTS = ("unet", "augment")  # the settings that hold settings
@@ -183,6 +183,6 @@ def half_rates(config: RunConfig, *, growth: float = 1.0) -> str:
     """The options that halve the learning rates of a run that continues, if the command lets the
     rates that it gives grow by so much."""
     options = f"--learning-rate {config.peak_rate / 2 / growth:.3g}"
-    if OPTIMIZERS[config.optimizer].orthogonal:
+    if OPTIMIZERS[config.optimizer].has_two_rates:
         options += f" --adam-rate {config.adam_rate / 2 / growth:.3g}"
     return options
