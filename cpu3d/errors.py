@@ -119,7 +119,7 @@ def exit_code_of(error: Optional[BaseException]) -> int:
     )
 
 
-def refuse(problems: Iterable[str]) -> None:
+def raise_if_any(problems: Iterable[str]) -> None:
     """Raise an InputError with all the problems, if there are any."""
     if problems := tuple(problems):
         raise InputError(*problems)

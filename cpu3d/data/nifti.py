@@ -19,7 +19,7 @@ import numpy as np
 from nibabel import orientations
 
 from cpu3d.data.records import Geometry
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_regular
 
@@ -256,7 +256,7 @@ def _parse_header(path: Path, content: bytes):
             f"have its voxels after its header, got offset {offset}; fetch it again",
         ),
     )
-    refuse([f"{path} must {rule}" for holds, rule in rules if not holds][:1])
+    raise_if_any([f"{path} must {rule}" for holds, rule in rules if not holds][:1])
     return header, shape, dtype, offset, (1.0 if slope is None else float(slope), float(inter or 0))
 
 

@@ -33,7 +33,7 @@ import msgspec
 from msgspec import Meta
 
 from cpu3d.data.region import Region, Shape3
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.files import read_regular
 
 SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
@@ -332,7 +332,7 @@ def make_manifest(
     problems = split_problems(split, known)
     for number, fold in enumerate(folds, 1):
         problems += [f"fold {number}: {problem}" for problem in split_problems(fold, known)]
-    refuse(problems)
+    raise_if_any(problems)
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, known, folds),

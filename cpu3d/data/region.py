@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.errors import refuse
+from cpu3d.errors import raise_if_any
 
 Shape3 = Tuple[int, int, int]
 
@@ -20,7 +20,7 @@ EXTENTS = (
 def require(*rules: Tuple[str, str, Any, bool]) -> None:
     """Raise one InputError with a line for every (name, rule, value, whether it holds) that does
     not hold."""
-    refuse(
+    raise_if_any(
         f"{name} must be {rule}, got {value!r}; give another"
         for name, rule, value, holds in rules
         if not holds

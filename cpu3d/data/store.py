@@ -36,7 +36,7 @@ from cpu3d.data.records import (
     to_json,
 )
 from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import (
     NotRegularError,
@@ -86,7 +86,7 @@ class Store:
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Check the arrays' files of `records` without reading voxels. Raises InputError naming all
         damaged files."""
-        refuse(problem for record in records for problem in self._reader.problems(record))
+        raise_if_any(problem for record in records for problem in self._reader.problems(record))
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
         """A view of the store with another split of its cases."""
@@ -135,7 +135,7 @@ def restore_records(folder: Path) -> Store:
                 lost.append(f"{rule}, got {reason(error)}; {ADVICE}")
 
     cases = CaseList.collected(own(), folder)
-    refuse(lost)
+    raise_if_any(lost)
     manifest = _checked(folder, content, cases)
     write_store(folder, manifest)
     return Store(folder, manifest)
@@ -226,7 +226,7 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
         raise InputError(
             f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}"
         ) from None
-    refuse(split_problems(manifest.split, cases.known))
+    raise_if_any(split_problems(manifest.split, cases.known))
     got = split_hash(manifest.split, cases.known, manifest.folds)
     if got != manifest.split_hash:
         raise InputError(

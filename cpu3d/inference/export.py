@@ -36,7 +36,7 @@ from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
 from cpu3d.inference.postprocessing.decision import postprocessing_of
@@ -343,7 +343,7 @@ def _case_to_try(
     if options.case:
         check_exist("--case", options.case)
         cases, problems, notes = find_cases(options.case, predictor)
-        refuse(problems)
+        raise_if_any(problems)
         say(*notes)
         if len(cases) != 1:
             raise InputError(

@@ -3,7 +3,7 @@ may change.
 
 save_config(config, run)
 config = load_config(run)
-refuse(differences(config, changed))
+raise_if_any(differences(config, changed))
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
 from cpu3d.data.augment import LATER
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
@@ -98,7 +98,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
                 problems.append(f"{name} must be some of {', '.join(known)}, got {chosen}")
         if min(config.grid) < 1:
             problems.append(f"grid must be positive, got {config.grid}")
-    refuse(problems)
+    raise_if_any(problems)
     return config
 
 

@@ -14,7 +14,7 @@ from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 
 # a box of less than 1/SMALL of its array is copied out of the file; a larger one is a map of the
 # array
@@ -54,7 +54,7 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
             f"split {split!r} of {store.folder} must hold cases, got none; prepare with another --split"
         )
     bare = sorted(set(store.manifest.unlabelled) & set(store.manifest.split[split]))
-    refuse(
+    raise_if_any(
         f"case {case_id} must have a label to train or score on, got none; leave it out"
         for case_id in bare
     )

@@ -16,7 +16,7 @@ from cpu3d.data.region import Shape3, bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
@@ -121,7 +121,7 @@ def _read(
             volumes += _channels(path, array, names[number], files.names)
         except InputError as error:
             problems += error.problems
-    refuse(problems)
+    raise_if_any(problems)
     return volumes, label, geometry, zeroed_voxels
 
 
@@ -151,7 +151,7 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
         rounded[rounded == 0] = FLOAT16_SMALLEST
         error = max(error, float(np.abs(rounded - scores).max()))
         image[..., index][inside] = rounded
-    refuse(problems)
+    raise_if_any(problems)
     return image, error
 
 
@@ -258,7 +258,7 @@ def _channels(
             )
             exact = integral and limits.min <= volume.min() and volume.max() <= limits.max
             volumes.append(volume.astype(np.int16) if exact else volume)
-    refuse(problems)
+    raise_if_any(problems)
     return volumes
 
 

@@ -28,7 +28,7 @@ from cpu3d.data.region import crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.unsupported import refuse_hounsfield
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
@@ -244,7 +244,7 @@ def refuse_bad_cases(problems: Problems, kept: str) -> None:
     cases that stay."""
     advice = "repair the bad cases and run again, or leave them out with --skip-bad"
     rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
-    refuse(
+    raise_if_any(
         [*(problem for case_id in sorted(problems) for problem in problems[case_id]), rule]
         if problems
         else ()

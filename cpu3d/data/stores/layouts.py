@@ -17,7 +17,7 @@ from cpu3d.data.nifti import channel_count
 from cpu3d.data.stores.dataset_json import LABELS_RULE, NAME, describe, describing, entries_of
 from cpu3d.data.stores.names import is_volume, places_of, read_name, stem_of
 from cpu3d.data.stores.splits import TABLE, read_patients
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 
 UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
@@ -129,7 +129,7 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     name, layout, channels, labels, cases, problems = read(folder)
     times = Counter(case.case_id for case in cases)
     rule = f"in {folder} must be used once"
-    refuse(
+    raise_if_any(
         f"case id {name} {rule}, got {n} cases; rename one" for name, n in times.items() if n > 1
     )
     cases = sorted(
@@ -293,7 +293,7 @@ def refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
         if case_id.upper().startswith("BRATS-PED-")
     ]
     advice = "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out"
-    refuse([*problems, advice] if problems else ())
+    raise_if_any([*problems, advice] if problems else ())
 
 
 def read_decathlon(folder: Path):
@@ -312,7 +312,7 @@ def read_decathlon(folder: Path):
         f"paths in {path} must stay inside its folder, got {name!r}; make it relative"
         for name in outside
     ]
-    refuse(problems)
+    raise_if_any(problems)
     images = [folder / entry.image for entry in entries]
     first = _first_of_nnunet(images, len(about.channels))
     if first:

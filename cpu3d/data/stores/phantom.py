@@ -31,7 +31,7 @@ from cpu3d.data.region import Region, Shape3
 from cpu3d.data.stores.case import LoadedCase, load_case
 from cpu3d.data.stores.layouts import Dataset, labels_in_use, read_dataset
 from cpu3d.data.stores.prepare import claimed
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar, say
@@ -149,7 +149,7 @@ def write_phantom(
         ),
         ("--warp", "without --shape, --context and --lesion-size", warp, not (warp and drawn)),
     )
-    refuse(
+    raise_if_any(
         f"{name} must be {rule}, got {value}; choose another"
         for name, rule, value, holds in rules
         if not holds
@@ -613,7 +613,7 @@ def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
     """A data set of one case and that case. Raises InputError for another number of cases, a case
     without a label or with an empty one, and as `load_case`."""
     dataset = read_dataset(folder)
-    refuse(problem for problems in dataset.problems.values() for problem in problems)
+    raise_if_any(problem for problems in dataset.problems.values() for problem in problems)
     if len(dataset.cases) != 1:
         rule = f"--warp {folder} must be the folder of one case with a label"
         raise InputError(f"{rule}, got {len(dataset.cases)} cases; name another")

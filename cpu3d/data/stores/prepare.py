@@ -51,7 +51,7 @@ from cpu3d.data.stores.splits import (
     read_folds,
 )
 from cpu3d.data.stores.unsupported import refuse_unsupported
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,
     is_untouched,
@@ -226,7 +226,7 @@ def _finished_before(
     if differences:
         todo = "give another --store for the new content, or add new cases with `store append`"
         differences.append(f"{todo}; its content is untouched")
-    refuse([*problems, *differences])
+    raise_if_any([*problems, *differences])
     if mended.case_ids:
         print_summary(store_dir)
     else:
@@ -364,7 +364,7 @@ def claimed(
                 for field, value in content.items()
                 if begun.get(field) != value
             ]
-            refuse(
+            raise_if_any(
                 [*differences, f"choose another {kind}; nothing was touched"] if differences else ()
             )
         elif not is_untouched(folder, name):
@@ -427,7 +427,7 @@ def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) 
         if record.zeroed_voxels:
             own["zero_nan"] = True
     lost = f"store {store_dir}, whose source.json is lost or damaged,"
-    refuse(
+    raise_if_any(
         f"{name} of {lost} must be {value!r}, got {content[name]!r}; give that"
         for name, value in own.items()
         if content[name] != value

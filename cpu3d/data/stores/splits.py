@@ -15,7 +15,7 @@ from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Seq
 
 from cpu3d.data.records import FOLD_PARTS, SPLITS, case_list, split_problems
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
 from memory_estimator.common.files import NotRegularError, read_json, read_text, reason
 
@@ -53,7 +53,7 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
                 f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one"
             )
     lacking = sorted(set(case_ids) - set(patients)) if not problems else ()
-    refuse(
+    raise_if_any(
         [
             *problems,
             *(
@@ -191,7 +191,7 @@ class Splitting:
                     got = f"bad ones; repair one of {listed(named[part])}"
                     problems.append(f"{part} of fold {number} must have cases, got {got}")
             folds.append(fold)
-        refuse(problems)
+        raise_if_any(problems)
         return tuple(folds)
 
 
@@ -226,9 +226,9 @@ def read_folds(
         rule = f'{name} must be a list of at least two folds {{"train": [ids], "val": [ids]}}'
         raise InputError(f"{rule}, got {got}; write one as nnU-Net's splits_final.json")
     read = [_read_fold(f"fold {number} of {name}", fold) for number, fold in enumerate(content, 1)]
-    refuse(problem for _, problems in read for problem in problems)
+    raise_if_any(problem for _, problems in read for problem in problems)
     folds = tuple(fold for fold, _ in read)
-    refuse(_fold_problems(name, folds, patients, unlabelled, bad))
+    raise_if_any(_fold_problems(name, folds, patients, unlabelled, bad))
     return folds
 
 
@@ -368,7 +368,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
         "val": tuple(sorted(held_out)),
         "test": manifest.split["test"],
     }
-    refuse(split_problems(split, known))
+    raise_if_any(split_problems(split, known))
     return store.with_split(split)
 
 

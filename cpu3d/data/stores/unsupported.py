@@ -8,7 +8,7 @@ import numpy as np
 
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.stores.layouts import CaseFiles, Dataset
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 
 CT_NAMES = {
     *("ct", "cta", "ctp", "cbct", "cect", "ncct", "nect", "ldct", "hrct", "mdct", "msct"),
@@ -31,11 +31,11 @@ IGNORE_NAME = re.compile(rf"(({_FILLING}) )*({_IGNORED})( ({_IGNORED}|{_FILLING}
 def refuse_unsupported(dataset: Dataset) -> None:
     """Raise InputError for a data set whose names show CT, or labels that are to be ignored."""
     rule = f"channels of data set {dataset.folder} must not be CT"
-    refuse(f"{rule}, got {name}; {_NO_CT}" for name in dataset.channels if is_ct(name))
+    raise_if_any(f"{rule}, got {name}; {_NO_CT}" for name in dataset.channels if is_ct(name))
     rule = f"labels of data set {dataset.folder} must all be learnt"
     todo = "an ignore label is not supported yet: annotate its voxels, or leave its cases out"
     ignored = {code: name for code, name in dataset.labels.items() if code and is_ignored(name)}
-    refuse(f"{rule}, got {code} {name}; {todo}" for code, name in ignored.items())
+    raise_if_any(f"{rule}, got {code} {name}; {todo}" for code, name in ignored.items())
 
 
 def refuse_hounsfield(cases: Sequence[CaseFiles]) -> None:

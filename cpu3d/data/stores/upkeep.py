@@ -27,7 +27,7 @@ from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients
 from cpu3d.data.stores.unsupported import refuse_unsupported
-from cpu3d.errors import refuse
+from cpu3d.errors import raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
@@ -68,7 +68,7 @@ def run_info(options: Info) -> int:
 
 
 def run_verify(options: Verify) -> int:
-    refuse(verify(options.store, workers=options.workers))
+    raise_if_any(verify(options.store, workers=options.workers))
     say(
         f"Store {options.store} is whole: {count(open_store(options.store).manifest.cases, 'case')}",
         stderr=False,
@@ -186,7 +186,7 @@ def append(
         problems += _patient_clashes(store, patients) if new else []
         if problems:
             again = count(mended.case_ids, "lost case")
-            refuse([*problems, f"nothing was appended; {again} made again"])
+            raise_if_any([*problems, f"nothing was appended; {again} made again"])
         jobs = [Job(files) for files in new]
         records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
         bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
