@@ -12,6 +12,7 @@ from typing import Iterator, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.region import Array
 from cpu3d.data.resolution import growing
 from cpu3d.data.sampling import random_units, random_words
 from memory_estimator.common.schema import option
@@ -116,17 +117,17 @@ class Drawn:
     """The numbers of one sample. Those of intensity are (C,), one for each channel, or None for no
     change."""
 
-    scale: np.ndarray  # normalisation with gain and offset in it: value * scale + shift
-    shift: np.ndarray
+    scale: Array  # normalisation with gain and offset in it: value * scale + shift
+    shift: Array
     flips: Tuple[bool, bool, bool]  # mirror X, Y, Z, last of all
-    matrix: Optional[np.ndarray] = None
+    matrix: Optional[Array] = None
     """(3, 3), voxels from the centre: those of the sample -> where they come from."""
-    noise: Optional[np.ndarray] = None  # standard deviation
-    noise_keys: Optional[np.ndarray] = None  # (C, 2) uint32
-    blur: Optional[np.ndarray] = None  # standard deviation, voxels; 0 for none
-    low_resolution: Optional[np.ndarray] = None  # share of the voxels along each axis; 1 for all
-    contrast: Optional[np.ndarray] = None  # factor; 1 for none
-    gamma: Optional[np.ndarray] = None  # exponent; 1 for none
+    noise: Optional[Array] = None  # standard deviation
+    noise_keys: Optional[Array] = None  # (C, 2) uint32
+    blur: Optional[Array] = None  # standard deviation, voxels; 0 for none
+    low_resolution: Optional[Array] = None  # share of the voxels along each axis; 1 for all
+    contrast: Optional[Array] = None  # factor; 1 for none
+    gamma: Optional[Array] = None  # exponent; 1 for none
     negative: bool = False  # whether gamma is that of the negative image
 
     def of_channels(self, picked: Sequence[int]) -> "Drawn":
@@ -140,8 +141,8 @@ class Drawn:
 
 def draw(
     config: AugmentConfig,
-    scale: np.ndarray,
-    shift: np.ndarray,
+    scale: Array,
+    shift: Array,
     spacing_mm: Sequence[float],
     *,
     seed: int,
@@ -155,13 +156,13 @@ def draw(
     """
     units, channels = random_units(seed, position, _KEY), len(scale)
 
-    def within(limit: float, count: int = channels) -> np.ndarray:
+    def within(limit: float, count: int = channels) -> Array:
         return np.array([(2 * next(units) - 1) * limit for _ in range(count)])
 
     def is_drawn(name: str) -> bool:
         return next(units) < PROBABILITY[name] and getattr(config, name) > 0
 
-    def in_some_channels(name: str, values: np.ndarray, otherwise: float) -> Optional[np.ndarray]:
+    def in_some_channels(name: str, values: Array, otherwise: float) -> Optional[Array]:
         among = np.array([next(units) < CHANNEL_PROBABILITY[name] for _ in range(channels)])
         if not is_drawn(name) or not among.any():
             return None
@@ -197,7 +198,7 @@ def draw(
     )
 
 
-def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
+def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:
     """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows
     sum to 1.
 
@@ -217,7 +218,7 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
     return np.float32(made)
 
 
-def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -> np.ndarray:
+def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Array:
     """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and
     Z, and a zoom.
 
@@ -236,7 +237,7 @@ def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -
     return np.float32(turn.T / zoom * ratio)
 
 
-def _halves(words: Iterator[int], channels: int) -> np.ndarray:
+def _halves(words: Iterator[int], channels: int) -> Array:
     """(channels, 2) uint32, the halves of a word for each channel."""
     halves = []
     for _ in range(channels):

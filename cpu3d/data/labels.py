@@ -20,6 +20,8 @@ from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.region import Array
+
 THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
 SIDES = (
@@ -37,7 +39,7 @@ SIDES = (
 """Words for left and right in the names of labels."""
 
 
-def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
+def region_mask(label: Array, codes: Sequence[int]) -> Array:
     """The voxels of `label` that hold one of `codes`: a boolean array of the same shape."""
     table = np.zeros(256, bool)
     table[list(codes)] = True
@@ -57,7 +59,7 @@ def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]
     return own
 
 
-def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]) -> np.ndarray:
+def label_from_regions(answers: Array, regions: Mapping[str, Sequence[int]]) -> Array:
     """Paint regions `(X, Y, Z, R)`, probabilities or masks, into one label `(X, Y, Z)` uint8; 0 is
     background.
 

@@ -19,6 +19,7 @@ import numpy as np
 from nibabel import orientations
 
 from cpu3d.data.records import Geometry
+from cpu3d.data.region import Array
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_regular
@@ -52,7 +53,7 @@ _FORMS = [
 ]
 
 
-def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
+def read_volume(path: Union[str, Path]) -> Tuple[Array, Geometry]:
     """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its
     grid. Axes of length 1 behind the third are left out: `(X, Y, Z, 1, C)`, as ITK writes C
     channels, is the latter.
@@ -94,13 +95,13 @@ def channel_count(path: Path) -> int:
     return shape[3] if len(shape) == 4 else 1
 
 
-def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
+def to_ras(array: Array, geometry: Geometry) -> Array:
     """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first
     three. A view."""
     return orientations.apply_orientation(array, orientations.axcodes2ornt(geometry.axes))
 
 
-def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
+def from_ras(array: Array, geometry: Geometry) -> Array:
     """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A
     view."""
     if tuple(array.shape[:3]) != ras_shape(geometry):
@@ -111,7 +112,7 @@ def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
     return orientations.apply_orientation(array, orientations.ornt_transform(ras, own))
 
 
-def ras_to_file(geometry: Geometry) -> np.ndarray:
+def ras_to_file(geometry: Geometry) -> Array:
     """The 4 x 4 matrix from a voxel in axes R A S to that of the file."""
     return orientations.inv_ornt_aff(orientations.axcodes2ornt(geometry.axes), geometry.shape)
 
@@ -148,7 +149,7 @@ def ras_spacing_mm(geometry: Geometry) -> Tuple[float, float, float]:
     return _in_ras_order(geometry, lengths.tolist())
 
 
-def ras_steps_mm(geometry: Geometry) -> np.ndarray:
+def ras_steps_mm(geometry: Geometry) -> Array:
     """The steps from a voxel to the next along R, A, S: the columns of a matrix (3, 3), in mm.
 
     It is upper triangular, in a frame turned so that R is its first axis: the product of its
@@ -162,7 +163,7 @@ def ras_steps_mm(geometry: Geometry) -> np.ndarray:
     return triangular * np.sign(np.diagonal(triangular))[:, None]
 
 
-def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometry) -> None:
+def write_label(path: Union[str, Path], label_ras: Array, geometry: Geometry) -> None:
     """Write a label map `(X, Y, Z)` in axes R A S as uint8 NIfTI on the grid of `geometry`, with
     its sform and qform. Codes must be integers from 0 to 255."""
     label = label_ras.astype(np.uint8)
@@ -174,7 +175,7 @@ def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometr
 
 
 def write_volume(
-    path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6
+    path: Union[str, Path], volume_ras: Array, geometry: Geometry, *, compression: int = 6
 ) -> None:
     """Write `(X, Y, Z)` or `(X, Y, Z, C)` in axes R A S, in its own dtype, on the grid of
     `geometry`, atomically.
@@ -287,7 +288,7 @@ def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, i
     return dataclasses.replace(geometry, forms=forms)
 
 
-def _checked_axes(path: Path, affine: np.ndarray, unit: str) -> str:
+def _checked_axes(path: Path, affine: Array, unit: str) -> str:
     """The directions of an affine's axes, such as "LPS". Raises InputError as `read_volume`."""
     axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
     steps = affine[:3, :3]
@@ -308,7 +309,7 @@ def _checked_axes(path: Path, affine: np.ndarray, unit: str) -> str:
     return "".join(axes)
 
 
-def _shear_deg(steps: np.ndarray) -> float:
+def _shear_deg(steps: Array) -> float:
     """The most by which two columns of (3, 3) are not perpendicular, in degrees."""
     directions = steps / np.linalg.norm(steps, axis=0)
     cosines = np.abs(directions.T @ directions)[np.triu_indices(3, 1)]

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Optional, Tuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpu3d.errors import raise_if_any
 
 Shape3 = Tuple[int, int, int]
+Array = NDArray[Any]  # docstrings say its shape and dtype
 
 EXTENTS = (
     "brain",
@@ -91,7 +93,7 @@ def whole(shape: Shape3) -> Region:
     return Region((0, 0, 0), tuple(shape))
 
 
-def bounding_box(mask: np.ndarray) -> Region:
+def bounding_box(mask: Array) -> Region:
     """The smallest region that holds every true voxel of a 3D `mask`. An empty mask gives the whole
     volume."""
     hits = [np.flatnonzero(mask.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))]
@@ -102,7 +104,7 @@ def bounding_box(mask: np.ndarray) -> Region:
     )
 
 
-def crop(volume: np.ndarray, region: Region) -> np.ndarray:
+def crop(volume: Array, region: Region) -> Array:
     """Cut `region` out of a volume `(X, Y, Z, ...)`; voxels outside it are zero. A view if nothing
     is padded."""
     padding = region.padding(volume.shape[:3])
@@ -112,7 +114,7 @@ def crop(volume: np.ndarray, region: Region) -> np.ndarray:
     return np.pad(part, [*padding, *[(0, 0)] * (volume.ndim - 3)])
 
 
-def paste(part: np.ndarray, region: Region, shape: Shape3) -> np.ndarray:
+def paste(part: Array, region: Region, shape: Shape3) -> Array:
     """The way back from `crop`: a zero volume of `shape` with `part` in its place; padding is
     dropped."""
     full = np.zeros(tuple(shape) + part.shape[3:], part.dtype)

@@ -9,7 +9,7 @@ from typing import Optional, Tuple
 
 import numpy as np
 
-from cpu3d.data.region import Shape3, round_up
+from cpu3d.data.region import Array, Shape3, round_up
 
 TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
@@ -25,7 +25,7 @@ def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> S
     return tuple(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
 
 
-def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
+def shrinking(seen: int, field: int, resolution: float) -> Array:
     """(seen, field) float32: the weights with which one axis of store voxels becomes network
     voxels; rows sum to 1.
 
@@ -33,7 +33,7 @@ def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
     interpolation between store voxels: at 1/2 the mean of two, at 1/3 of three by 1/4, 1/2, 1/4.
     Ramps stay ramps."""
 
-    def integral(at: np.ndarray) -> np.ndarray:  # of max(1 - |x|, 0) from -infinity to `at`
+    def integral(at: Array) -> Array:  # of max(1 - |x|, 0) from -infinity to `at`
         at = np.clip(at, -1, 1)
         return 0.5 + at - 0.5 * at * np.abs(at)
 
@@ -43,7 +43,7 @@ def shrinking(seen: int, field: int, resolution: float) -> np.ndarray:
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
-def growing(field: int, seen: int, resolution: float) -> np.ndarray:
+def growing(field: int, seen: int, resolution: float) -> Array:
     """(field, seen) float32: the weights of linear interpolation, or of the last centre, back to
     store voxels."""
     at = np.clip((np.arange(field)[:, None] + 0.5) * resolution - 0.5, 0, seen - 1)

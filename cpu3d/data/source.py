@@ -17,7 +17,6 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union
 
-import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
@@ -26,7 +25,7 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import mirrored_axes
 from cpu3d.data.native.samples import Form
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import Shape3, is_integer, require
+from cpu3d.data.region import Array, Shape3, is_integer, require
 from cpu3d.data.resolution import field_of, network_grid, shrinking
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
@@ -175,7 +174,7 @@ def _dataset(
     chosen: Stream,
     sampling: PatchSampling,
     grid: Shape3,
-    weights: Optional[Tuple[np.ndarray, ...]] = None,
+    weights: Optional[Tuple[Array, ...]] = None,
 ) -> tf.data.Dataset:
     """The samples at `start` to `stop`, averaged down to the network's `grid` by `weights`, as
     `Form` has them."""
@@ -256,12 +255,12 @@ _failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
 """(mark in the text of TensorFlow's error, the error as it was raised)."""
 
 
-def _keeping_errors(load: Callable) -> Callable[[np.ndarray], Tuple[np.ndarray, ...]]:
+def _keeping_errors(load: Callable) -> Callable[[Array], Tuple[Array, ...]]:
     """The loader, whose InputError and OSError `Batches` raises as they were: TensorFlow keeps
     their text alone."""
 
     @tf.autograph.experimental.do_not_convert
-    def call(index: np.ndarray) -> Tuple[np.ndarray, ...]:
+    def call(index: Array) -> Tuple[Array, ...]:
         try:
             return load(index)
         except (InputError, OSError) as error:

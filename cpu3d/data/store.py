@@ -18,8 +18,6 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
-import numpy as np
-
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.records import (
     SCHEMA,
@@ -35,7 +33,7 @@ from cpu3d.data.records import (
     split_problems,
     to_json,
 )
-from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
+from cpu3d.data.region import Array, Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import (
@@ -74,12 +72,12 @@ class Store:
         """The records of "train", "val" or "test", sorted by case id."""
         return self._cases.chosen(self.manifest.split[split])
 
-    def image(self, case_id: str) -> np.ndarray:
+    def image(self, case_id: str) -> Array:
         """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the
         whole grid, else a copy in memory. Raises InputError for a damaged file."""
         return self._on_grid(case_id, "x")
 
-    def label(self, case_id: str) -> np.ndarray:
+    def label(self, case_id: str) -> Array:
         """The label `(X, Y, Z)` uint8, as `image`. Raises InputError for a case without one."""
         return self._on_grid(case_id, "y")
 
@@ -94,7 +92,7 @@ class Store:
         view.manifest = dataclasses.replace(self.manifest, split=split)
         return view
 
-    def _on_grid(self, case_id: str, part: str) -> np.ndarray:
+    def _on_grid(self, case_id: str, part: str) -> Array:
         record = self.case(case_id)
         array = self._reader.array(record, part)
         if record.stored != whole(record.shape):

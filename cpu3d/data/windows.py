@@ -7,7 +7,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from cpu3d.data.region import Region, Shape3
+from cpu3d.data.region import Array, Region, Shape3
 
 OVERLAP = 0.5  # least share of a window that its neighbour covers too: nnU-Net's
 SIGMA_SHARE = 1 / 8  # deviation of a tile's weights in sizes of the window, as in nnU-Net and MONAI
@@ -15,7 +15,7 @@ SIGMA_SHARE = 1 / 8  # deviation of a tile's weights in sizes of the window, as 
 
 def sliding_window(
     network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP
-) -> np.ndarray:
+) -> Array:
     """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than
     `patch` on any axis.
 

@@ -15,6 +15,7 @@ from typing import List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
+from cpu3d.data.region import Array
 from memory_estimator.common.files import open_regular
 
 FORMATS = ("npy", "b2nd")  # kinds of an array's file, and the ends of its name
@@ -25,7 +26,7 @@ ALIGNMENT_BYTES = (
 BLOCK_VOXELS, CHUNK_VOXELS = (32, 32, 16), (128, 128, 128)
 
 
-def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
+def aligned_empty(shape: Sequence[int], dtype) -> Array:
     """An uninitialised C-ordered array whose data TensorFlow can take without a copy."""
     dtype = np.dtype(dtype)
     size_bytes = math.prod(shape) * dtype.itemsize
@@ -34,7 +35,7 @@ def aligned_empty(shape: Sequence[int], dtype) -> np.ndarray:
     return raw[start : start + size_bytes].view(dtype).reshape(shape)
 
 
-def encode(array: np.ndarray, format_: str) -> List[Union[bytes, memoryview]]:
+def encode(array: Array, format_: str) -> List[Union[bytes, memoryview]]:
     """The content of a C-ordered array's file, in pieces to be written one after another."""
     if format_ == "npy":
         return [npy_header(array.dtype, array.shape), memoryview(array).cast("B")]
@@ -57,7 +58,7 @@ def decode_b2nd(
     content: bytes,
     slices: Optional[Sequence[slice]] = None,
     expected: Optional[Tuple[Tuple[int, ...], np.dtype]] = None,
-) -> np.ndarray:
+) -> Array:
     """The array in the bytes of a .b2nd file, or a box of it, aligned for TensorFlow.
 
     Raises ValueError for damaged bytes, another shape or dtype than `expected`, and for an array
@@ -92,7 +93,7 @@ def npy_header(dtype: np.dtype, shape: Tuple[int, ...]) -> bytes:
     return header.getvalue()
 
 
-def voxels_sha256(array: np.ndarray) -> str:
+def voxels_sha256(array: Array) -> str:
     """SHA-256 of an array's dtype, shape and voxels, which does not depend on its file."""
     digest = hashlib.sha256(npy_header(array.dtype, array.shape))
     digest.update(memoryview(np.ascontiguousarray(array)).cast("B"))

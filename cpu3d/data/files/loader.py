@@ -11,7 +11,7 @@ from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_s
 from cpu3d.data.native.samples import Form, Sample, Stored, make_sample
 from cpu3d.data.normalise import normalisation
 from cpu3d.data.records import CaseRecord
-from cpu3d.data.region import Region
+from cpu3d.data.region import Array, Region
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
@@ -96,7 +96,7 @@ def loader(
     return load
 
 
-def _turned(region: Region, matrix: np.ndarray) -> Region:
+def _turned(region: Region, matrix: Array) -> Region:
     """The voxels from which those of a region come that is turned about its centre by a `matrix` of
     `draw`."""
     half = (np.array(region.size) - 1) / 2

@@ -20,6 +20,7 @@ import psutil
 
 from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, file_sha256, npy_header
 from cpu3d.data.records import CaseRecord, array_path
+from cpu3d.data.region import Array
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular
 
@@ -78,7 +79,7 @@ class Reader:
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
         self.folder, self.mode = Path(folder), mode
 
-    def array(self, record: CaseRecord, part: str, slices: Optional[Slices] = None) -> np.ndarray:
+    def array(self, record: CaseRecord, part: str, slices: Optional[Slices] = None) -> Array:
         """The stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y", or a box; C
         order, aligned.
 
@@ -159,19 +160,19 @@ class _ArrayFile:
         if self.header and (start.tobytes(), self.size_bytes) != (self.header, size_bytes):
             raise self.damaged("another header")
 
-    def map(self) -> np.ndarray:
+    def map(self) -> Array:
         """The array of a .npy file as a read-only map, which is closed with the last of its
         views."""
         pages = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
         return np.frombuffer(pages, self.dtype, offset=len(self.header)).reshape(self.shape)
 
-    def read(self) -> np.ndarray:
+    def read(self) -> Array:
         """The array of a .npy file, aligned."""
         array = aligned_empty(self.shape, self.dtype)
         self._fill(array, len(self.header))
         return array
 
-    def read_box(self, slices: Sequence[slice]) -> np.ndarray:
+    def read_box(self, slices: Sequence[slice]) -> Array:
         """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for
         its page faults."""
         out = aligned_empty([part.stop - part.start for part in slices], self.dtype)
@@ -193,7 +194,7 @@ class _ArrayFile:
             plane[...] = rows[:, : out.shape[2]]
         return out
 
-    def unpack(self, slices: Optional[Sequence[slice]] = None) -> np.ndarray:
+    def unpack(self, slices: Optional[Sequence[slice]] = None) -> Array:
         """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash: a
         flipped bit gives wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
@@ -205,7 +206,7 @@ class _ArrayFile:
         except ValueError as error:
             raise self.damaged(error) from None
 
-    def _fill(self, array: np.ndarray, offset: int, length: Optional[int] = None) -> None:
+    def _fill(self, array: Array, offset: int, length: Optional[int] = None) -> None:
         """Fill an array, or its first `length` bytes, from `offset` of the file on."""
         into, done = memoryview(array.reshape(-1).view(np.uint8))[:length], 0
         while done < len(

@@ -6,11 +6,11 @@ from typing import List, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.augment import Drawn, smoothing
-from cpu3d.data.region import Region, Shape3, crop
+from cpu3d.data.region import Array, Region, Shape3, crop
 from cpu3d.data.resolution import TIE
 
 
-def make_sample(stored, drawn: Drawn, form) -> Tuple[np.ndarray, np.ndarray]:
+def make_sample(stored, drawn: Drawn, form) -> Tuple[Array, Array]:
     """As `samples.make_sample`, of the numbers of the picked channels."""
     value = stored.image[..., list(form.channels)].astype(np.float32)
     image = np.where(value == 0, np.float32(0), value * drawn.scale + drawn.shift)
@@ -27,9 +27,9 @@ def make_sample(stored, drawn: Drawn, form) -> Tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(image), np.ascontiguousarray(target, np.uint8)
 
 
-def smoothings(drawn: Drawn, grid: Shape3) -> List[Optional[Tuple[np.ndarray, ...]]]:
+def smoothings(drawn: Drawn, grid: Shape3) -> List[Optional[Tuple[Array, ...]]]:
     """Of each channel the matrices by which it is smoothed along X, Y and Z; None if it is not."""
-    each: List[Optional[Tuple[np.ndarray, ...]]] = []
+    each: List[Optional[Tuple[Array, ...]]] = []
     for channel in range(len(drawn.scale)):
         blur = 0.0 if drawn.blur is None else float(drawn.blur[channel])
         low = 1.0 if drawn.low_resolution is None else float(drawn.low_resolution[channel])
@@ -38,7 +38,7 @@ def smoothings(drawn: Drawn, grid: Shape3) -> List[Optional[Tuple[np.ndarray, ..
     return each
 
 
-def _shrunk(volume: np.ndarray, at: Shape3, matrices: Sequence[np.ndarray]) -> np.ndarray:
+def _shrunk(volume: Array, at: Shape3, matrices: Sequence[Array]) -> Array:
     """A box at this place of the store's grid, averaged down: all of the network's grid."""
     for axis, (start, matrix) in enumerate(zip(at, matrices)):
         weights = matrix[:, start : start + volume.shape[axis]]
@@ -46,14 +46,12 @@ def _shrunk(volume: np.ndarray, at: Shape3, matrices: Sequence[np.ndarray]) -> n
     return volume
 
 
-def _along(volume: np.ndarray, matrix: np.ndarray, axis: int) -> np.ndarray:
+def _along(volume: Array, matrix: Array, axis: int) -> Array:
     """A volume with a matrix (to, from) applied along an axis."""
     return np.moveaxis(np.tensordot(matrix, volume, (1, axis)), 0, axis)
 
 
-def _placed(
-    volume: np.ndarray, at: Shape3, matrix: Optional[np.ndarray], grid: Shape3
-) -> np.ndarray:
+def _placed(volume: Array, at: Shape3, matrix: Optional[Array], grid: Shape3) -> Array:
     """A box at this place of the grid with zeros around it, turned about the grid's centre."""
     if matrix is None:
         return crop(volume, Region(tuple(-n for n in at), grid))
@@ -72,7 +70,7 @@ def _placed(
     return turned
 
 
-def _changed(image: np.ndarray, drawn: Drawn) -> np.ndarray:
+def _changed(image: Array, drawn: Drawn) -> Array:
     """The image with the changes of intensity in the voxels that are not background."""
     image = image.copy()
     matrices = smoothings(drawn, image.shape[:3])
@@ -97,7 +95,7 @@ def _changed(image: np.ndarray, drawn: Drawn) -> np.ndarray:
     return image
 
 
-def _with_gamma(values: np.ndarray, exponent: float, negative: bool) -> np.ndarray:
+def _with_gamma(values: Array, exponent: float, negative: bool) -> Array:
     """Gamma over the range of values or of their negatives, which keeps mean and deviation."""
     low, high = values.min(), values.max()
     if low == high:
@@ -112,7 +110,7 @@ def _with_gamma(values: np.ndarray, exponent: float, negative: bool) -> np.ndarr
     return values.mean() + (changed - changed.mean()) * values.std() / deviation
 
 
-def _noise(shape: Shape3, keys: np.ndarray) -> np.ndarray:
+def _noise(shape: Shape3, keys: Array) -> Array:
     """Noise of mean 0 and deviation 1: the sum of eight bytes, which are a function of the keys and
     of a voxel's number."""
     numbers = np.arange(np.prod(shape), dtype=np.uint64).astype(np.uint32).reshape(shape)
@@ -122,18 +120,18 @@ def _noise(shape: Shape3, keys: np.ndarray) -> np.ndarray:
     return np.float32(total - 1020) * np.float32(1 / 209.0215)
 
 
-def _mixed(word: np.ndarray) -> np.ndarray:
+def _mixed(word: Array) -> Array:
     """Wellons 2018, "Prospecting for hash functions": lowbias32."""
     word = (word ^ word >> np.uint32(16)) * np.uint32(0x7FEB352D)
     word = (word ^ word >> np.uint32(15)) * np.uint32(0x846CA68B)
     return word ^ word >> np.uint32(16)
 
 
-def _flipped(volume: np.ndarray, flips: Sequence[bool]) -> np.ndarray:
+def _flipped(volume: Array, flips: Sequence[bool]) -> Array:
     return np.flip(volume, [axis for axis in range(3) if flips[axis]])
 
 
-def _bfloat16_bits(image: np.ndarray) -> np.ndarray:
+def _bfloat16_bits(image: Array) -> Array:
     """The upper half of each float32, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(image).view(np.uint32)
     last = bits >> np.uint32(16) & np.uint32(1)

@@ -22,7 +22,7 @@ import numpy as np
 from cpu3d.data.augment import Drawn
 from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.data.native import plain
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Array, Shape3
 from cpu3d.errors import InputError
 from memory_estimator.host import read_host
 from models.config import DTYPES
@@ -31,15 +31,15 @@ from models.native.instruction_sets import INSTRUCTION_SETS
 
 SOURCES = Path(__file__).resolve().parent
 KINDS = {"int16": 0, "float16": 1, "label": 3}  # as in samples.h
-Sample = Tuple[np.ndarray, np.ndarray]  # image (X, Y, Z, C), target (X, Y, Z, R) uint8
+Sample = Tuple[Array, Array]  # image (X, Y, Z, C), target (X, Y, Z, R) uint8
 
 
 @dataclass(frozen=True)
 class Stored:
     """A box of a case's stored voxels; what is around it is background."""
 
-    image: np.ndarray  # (X, Y, Z, channels of the store) int16 or float16
-    label: np.ndarray  # (X, Y, Z) uint8, codes
+    image: Array  # (X, Y, Z, channels of the store) int16 or float16
+    label: Array  # (X, Y, Z) uint8, codes
     at: Shape3
     """Place of its first voxel among the store voxels of the sample; outside of them for a turn."""
 
@@ -52,7 +52,7 @@ class Form:
     channels: Tuple[int, ...]  # those of the store, in the order of the image's last axis
     codes: Tuple[Tuple[int, ...], ...]  # of each region, in the order of the target's last axis
     dtype: str = "float32"  # of the image; "bfloat16" is given as its bits, uint16
-    shrinking: Optional[Tuple[np.ndarray, ...]] = None
+    shrinking: Optional[Tuple[Array, ...]] = None
     """Weights (grid, store voxels) of each axis, of `resolution.shrinking`; None at full
     resolution."""
 
@@ -62,7 +62,7 @@ class Form:
             raise InputError(f"dtype must be one of {names}, got {self.dtype!r}; pick one")
 
     @property
-    def table(self) -> np.ndarray:
+    def table(self) -> Array:
         """(256, R) uint8: 1 where a code belongs to a region."""
         return np.array([[code in codes for codes in self.codes] for code in range(256)], np.uint8)
 
@@ -173,14 +173,14 @@ class _Call:
             to_target=target.ctypes.data,
         )
 
-    def _pointer(self, array: Optional[np.ndarray]) -> Optional[int]:
+    def _pointer(self, array: Optional[Array]) -> Optional[int]:
         if array is None:
             return None
         array = np.ascontiguousarray(array)
         self._kept.append(array)
         return array.ctypes.data
 
-    def _place(self, array: np.ndarray, at: Shape3) -> dict:
+    def _place(self, array: Array, at: Shape3) -> dict:
         strides = [step // array.itemsize for step in array.strides[:3]]
         return {
             "values": array.ctypes.data,
@@ -189,7 +189,7 @@ class _Call:
             "at": (ctypes.c_int * 3)(*at),
         }
 
-    def _bands(self, matrices: Sequence[Optional[np.ndarray]]) -> int:
+    def _bands(self, matrices: Sequence[Optional[Array]]) -> int:
         """Bands of the matrices (to, from), of 0 taps for None."""
         bands = (_Band * len(matrices))()
         for band, matrix in zip(bands, matrices):
@@ -201,7 +201,7 @@ class _Call:
         return ctypes.addressof(bands)
 
     def _smoothing(self, drawn: Drawn, form: Form) -> Optional[int]:
-        matrices: List[Optional[np.ndarray]] = []
+        matrices: List[Optional[Array]] = []
         for each in plain.smoothings(drawn, form.grid):
             if each is None:
                 matrices += [None] * 3
@@ -213,7 +213,7 @@ class _Call:
         return self._bands(matrices)
 
 
-def _narrowed(matrix: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+def _narrowed(matrix: Array) -> Tuple[Array, Array]:
     """Of weights (to, from): where those of each row begin, int32 (to,), and from there on (taps,
     to)."""
     used = matrix != 0

@@ -12,7 +12,7 @@ from cpu3d.data import nifti
 from cpu3d.data.background import border_value, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.records import CaseRecord, Geometry, SourceFile
-from cpu3d.data.region import Shape3, bounding_box, whole
+from cpu3d.data.region import Array, Shape3, bounding_box, whole
 from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
@@ -32,10 +32,8 @@ FLOAT16_SMALLEST = np.float16(2**-24)
 class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
-    image: (
-        np.ndarray
-    )  # `(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S
-    label: Optional[np.ndarray]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
+    image: Array  # `(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S
+    label: Optional[Array]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
     record: CaseRecord  # without format, lengths and hashes of the store's files
 
 
@@ -99,7 +97,7 @@ def _read(
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]],
     zero_nan: bool,
-) -> Tuple[List[np.ndarray], Optional[np.ndarray], Geometry, int]:
+) -> Tuple[List[Array], Optional[Array], Geometry, int]:
     """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
     if len(files.images) not in (1, len(channels)):
         rule = f"case {files.case_id} must have a file for each of {', '.join(channels)}, or one for all"
@@ -125,7 +123,7 @@ def _read(
     return volumes, label, geometry, zeroed_voxels
 
 
-def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[np.ndarray, float]:
+def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array, float]:
     """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0
     elsewhere.
 
@@ -155,7 +153,7 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
     return image, error
 
 
-def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
+def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
     on the whole grid."""
     values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
@@ -177,7 +175,7 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
     }
 
 
-def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
+def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
     """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C
     order."""
     flat, centres = label.reshape(-1), {}
@@ -216,10 +214,10 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
 
 def _channels(
     path: Path,
-    array: np.ndarray,
+    array: Array,
     names: Sequence[str],
     present: Sequence[str],
-) -> List[np.ndarray]:
+) -> List[Array]:
     """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
 
     A background is exactly 0 if it was that but for what an interpolation left. Raises InputError
@@ -262,7 +260,7 @@ def _channels(
     return volumes
 
 
-def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarray:
+def _label(path: Path, label: Array, labels: Mapping[int, str]) -> Array:
     """The label as uint8. Raises InputError for other codes than `labels`."""
     codes = label_codes(path, label)
     values, counts = np.unique(codes, return_counts=True)
@@ -275,7 +273,7 @@ def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarr
     return codes
 
 
-def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
+def label_codes(path: Path, label: Array) -> Array:
     """A label map as it was read, as uint8 `(X, Y, Z)`; 0.9999999 is 1. Raises InputError for more
     than three axes, and for other values than integers 0..255."""
     if label.ndim != 3:

@@ -24,7 +24,7 @@ from cpu3d.data.records import (
     record_path,
     to_json,
 )
-from cpu3d.data.region import crop, whole
+from cpu3d.data.region import Array, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.unsupported import refuse_hounsfield
@@ -156,8 +156,8 @@ def other_files(store_dir: Path, files: CaseFiles) -> str:
 def write_arrays(
     store: Path,
     record: CaseRecord,
-    image: np.ndarray,
-    label: Optional[np.ndarray],
+    image: Array,
+    label: Optional[Array],
     *,
     format_: str,
     cropped: bool,

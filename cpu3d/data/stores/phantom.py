@@ -27,7 +27,7 @@ from scipy.ndimage import map_coordinates
 
 from cpu3d.data.nifti import write_label, write_volume
 from cpu3d.data.records import Geometry
-from cpu3d.data.region import Region, Shape3
+from cpu3d.data.region import Array, Region, Shape3
 from cpu3d.data.stores.case import LoadedCase, load_case
 from cpu3d.data.stores.layouts import Dataset, labels_in_use, read_dataset
 from cpu3d.data.stores.prepare import claimed
@@ -73,7 +73,7 @@ CLEARANCE = (
     0.42  # least distance between the cores of two lesions apart, as a share of the head's length
 )
 
-Fields = Dict[str, np.ndarray]
+Fields = Dict[str, Array]
 """Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
 
 
@@ -259,7 +259,7 @@ def phantom_case(
     context: str = "none",
     lesion_size: str = "usual",
     holds: Optional[bool] = None,
-) -> Tuple[np.ndarray, np.ndarray]:
+) -> Tuple[Array, Array]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the
     order of `CHANNELS`.
 
@@ -324,17 +324,17 @@ class Head:
         self.brain = self.radius < 0.97
         self.voxel = 2 / min(box)
 
-    def field(self, cells: int) -> np.ndarray:
+    def field(self, cells: int) -> Array:
         """A `smooth_field` in the head's box."""
         return smooth_field(self.rng, self.box, cells)
 
-    def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
+    def ball(self, centre: Sequence[float], radii: Sequence[float]) -> Array:
         """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
         u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
         return (u + v + w).astype(np.float32)
 
 
-def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndarray:
+def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> Array:
     """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along
     every axis."""
     values = rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
@@ -343,7 +343,7 @@ def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndar
     return values * np.float32(2.6)  # the spline averages: 2.6 restores the spread
 
 
-def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
+def _interpolate(values: Array, axis: int, size: int, cells: int) -> Array:
     """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of
     `size` voxels.
 
@@ -418,7 +418,7 @@ def tissues(head: Head) -> Fields:
     }
 
 
-def soft(limit: float, values: np.ndarray, width: float) -> np.ndarray:
+def soft(limit: float, values: Array, width: float) -> Array:
     """1 well below `limit`, 0 well above, a linear ramp over `width` on both sides."""
     return np.clip((limit - values) * np.float32(0.5 / width) + np.float32(0.5), 0, 1)
 
@@ -466,7 +466,7 @@ def _in_a_hemisphere(rng: np.random.Generator) -> Optional[Tuple[float, float, f
 
 
 def small_lesions(
-    head: Head, tissue: Fields, roughness: Sequence[np.ndarray], rng: np.random.Generator
+    head: Head, tissue: Fields, roughness: Sequence[Array], rng: np.random.Generator
 ) -> List[Lesion]:
     """One to three lesions of different sizes, which together are within SMALL_WT and SMALL_ET.
 
@@ -525,8 +525,8 @@ def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
 
 
 def tumours(
-    head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[np.ndarray], rim: int
-) -> Tuple[np.ndarray, Fields]:
+    head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[Array], rim: int
+) -> Tuple[Array, Fields]:
     """Labels, with code `rim` for the rims, and the fields oedema, core, necrosis, rim and kernel.
     `roughness` is a coarse and a fine field that the borders follow."""
     rough, fine = roughness
@@ -569,7 +569,7 @@ def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
     return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
 
 
-def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
+def signal_of(name: str, head: Head, parts: Fields) -> Array:
     """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician
     noise, no skull."""
     rng = head.rng
@@ -627,7 +627,7 @@ def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
     ), case
 
 
-def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.ndarray]:
+def warped_case(folder: Path, seed: int, index: int) -> Tuple[Array, Array]:
     """Copy `index` of the case in `folder`: image `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, on
     its grid, R A S.
 
@@ -656,9 +656,7 @@ def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.nda
     return image, label
 
 
-def _places(
-    box: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
+def _places(box: Tuple[slice, ...], centre: Array, size: Array, rng: np.random.Generator) -> Array:
     """(3, x, y, z): the voxel of the source from which each voxel of the copy's `box` comes."""
     turn = np.eye(3)
     for (a, b), angle in zip(((0, 1), (0, 2), (1, 2)), rng.uniform(-ANGLE, ANGLE, 3)):

@@ -7,6 +7,7 @@ from typing import Iterator, Sequence
 import numpy as np
 
 from cpu3d.data.nifti import read_volume
+from cpu3d.data.region import Array
 from cpu3d.data.stores.layouts import CaseFiles, Dataset
 from cpu3d.errors import InputError, raise_if_any
 
@@ -58,7 +59,7 @@ def is_ct(name: str) -> bool:
     return has_name or CT_WORDS.search(name.lower()) is not None
 
 
-def looks_like_ct(volume: np.ndarray) -> bool:
+def looks_like_ct(volume: Array) -> bool:
     """Whether a volume has a large part at the value of air in Hounsfield units."""
     low, high = AIR_HU
     with np.errstate(invalid="ignore"):
@@ -78,7 +79,7 @@ def is_ignored(name: str) -> bool:
     return IGNORE_NAME.fullmatch(plain) is not None
 
 
-def _volumes(files: CaseFiles) -> Iterator[np.ndarray]:
+def _volumes(files: CaseFiles) -> Iterator[Array]:
     """The channels of a case, but for files that cannot be read, which are named elsewhere."""
     for path in files.images:
         try:
