@@ -50,11 +50,11 @@ def without_residue(volume: Array) -> Array:
     is_apart = tiny_voxels >= APART_SHARE * np.count_nonzero(near)
     if not is_apart and _border(tiny).mean() < BORDER_SHARE:
         return volume
-    parts = label(near)[0]
-    is_outside = np.zeros(parts.max() + 1, bool)  # of each part: whether it reaches the border
-    is_outside[_border(parts)] = True
-    is_outside[0] = False  # in no part
-    outside = is_outside[parts]
+    components = label(near)[0]  # (X, Y, Z): the number of each voxel's component; 0 for none
+    is_outside = np.zeros(components.max() + 1, bool)  # of each: whether it reaches the border
+    is_outside[_border(components)] = True
+    is_outside[0] = False
+    outside = is_outside[components]
     beside = volume[outside & ~tiny]
     if np.count_nonzero(beside < 0) >= SWINGS_SHARE * max(beside.size, 1):
         tiny |= outside

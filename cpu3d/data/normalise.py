@@ -19,7 +19,6 @@ def normalisation(record: CaseRecord) -> Tuple[Array, Array]:
 def normalise(image: Array, record: CaseRecord, region: Region) -> Array:
     """A `region` of an image (X, Y, Z, C) as float32, normalised as a sample's; for prediction."""
     scale, shift = normalisation(record)
-    part = crop(image, region)
-    return np.where(
-        part == 0, np.float32(0), part.astype(np.float32) * np.float32(scale) + np.float32(shift)
-    )
+    stored = crop(image, region)
+    values = stored.astype(np.float32) * scale.astype(np.float32) + shift.astype(np.float32)
+    return np.where(stored == 0, np.float32(0), values)

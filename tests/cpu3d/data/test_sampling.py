@@ -36,14 +36,14 @@ def test_the_order_and_the_places_are_the_same_on_every_machine_and_version():
     case = record(centres={1: ((4, 4, 4), (9, 9, 9)), 2: ((5, 10, 7),)})
     sampling = PatchSampling((6, 6, 6), "foreground", codes=((1, 2), (2,)), seed=1)
     assert [
-        (sample.index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)
+        (sample.case_index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)
     ] == PLACES
 
 
 @given(st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 20))
 def test_every_epoch_holds_each_case_once(cases, seed, epoch):
     drawn = [sample_at(epoch * cases + place, cases=cases, seed=seed) for place in range(cases)]
-    assert sorted(sample.index for sample in drawn) == list(range(cases))
+    assert sorted(sample.case_index for sample in drawn) == list(range(cases))
     assert {sample.epoch for sample in drawn} == {epoch}
 
 
@@ -129,7 +129,7 @@ def test_samples_are_dealt_to_workers_by_hand():
     first, second = shares(2, 6)
     assert first.positions(0, 12) == (0, 1, 2, 6, 7, 8)
     assert second.positions(6, 12) == (9, 10, 11)
-    assert (second.indices(6, 12), second.part) == (range(3, 6), 3)
+    assert (second.indices(6, 12), second.per_step) == (range(3, 6), 3)
     dealt = [share.singly().positions(0, 8) for share in shares(3, 6)]  # without steps
     assert dealt == [(0, 3, 6), (1, 4, 7), (2, 5)]
     assert Share(2, 3).positions(0, 2) == ()

@@ -134,7 +134,7 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
     )
     for position, patch in enumerate(dataset):
         sample = source.patch_at(position, drawn, cases)
-        for part, volume in zip(patch, volumes[sample.index]):
+        for part, volume in zip(patch, volumes[sample.case_index]):
             expected = crop(volume, sample.region)
             assert part[0].shape == expected.shape
             assert part[0].numpy().tobytes() == expected.tobytes()

@@ -126,7 +126,7 @@ def test_a_voxel_that_is_nan_names_its_case(tmp_path, whole, capsys):
     store = open_store(tmp_path / "store")
     cases = store.cases("train")
     second = cases[
-        sample_at(3, cases=len(cases), seed=RunConfig.seed).index
+        sample_at(3, cases=len(cases), seed=RunConfig.seed).case_index
     ]  # of the second step's two
     voxels = np.load(array_path(store.folder, second, "x"), mmap_mode="r+", allow_pickle=False)
     voxels[tuple(n // 2 for n in voxels.shape)] = np.nan

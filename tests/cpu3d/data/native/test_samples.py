@@ -10,7 +10,8 @@ import pytest
 
 from cpu3d.data.augment import AugmentConfig, Drawn, draw
 from cpu3d.data.native import plain
-from cpu3d.data.native.samples import SOURCES, Form, Stored, make_sample
+from cpu3d.data.native.form import Form, Stored
+from cpu3d.data.native.samples import SOURCES, make_sample
 from cpu3d.data.resolution import field_of, shrinking
 from models.native.build import find_compiler
 
