@@ -38,7 +38,7 @@ from memory_estimator.common.files import read_regular
 
 SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
 SPLITS = ("train", "val", "test")
-FOLD_PARTS = ("train", "val")  # a fold's training cases, and those that it holds out
+FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it holds out
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
@@ -338,7 +338,7 @@ def make_manifest(
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, known, folds),
-        folds=tuple({name: tuple(sorted(fold[name])) for name in FOLD_PARTS} for fold in folds),
+        folds=tuple({name: tuple(sorted(fold[name])) for name in FOLD_SPLITS} for fold in folds),
         largest_shape=xyz(map(max, *(case.shape for case in known), (0, 0, 0))),
         largest_box=xyz(map(max, *(case.box_size for case in known), (0, 0, 0))),
         unlabelled=tuple(case.case_id for case in known if not case.has_label),
@@ -374,7 +374,7 @@ def split_hash(
         digest.update(b"]")
     digest.update(b"}")
     if folds:
-        ids = [{name: sorted(fold[name]) for name in FOLD_PARTS} for fold in folds]
+        ids = [{name: sorted(fold[name]) for name in FOLD_SPLITS} for fold in folds]
         digest.update(json.dumps(ids).encode())
     return digest.hexdigest()[:12]
 

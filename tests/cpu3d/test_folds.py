@@ -380,7 +380,7 @@ def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
     capsys,
 ):
     folder = tmp_path / "folds"
-    with pytest.raises(InputError, match="at most as many parts"):
+    with pytest.raises(InputError, match="at most as many"):
         train_folds(phantom_store.folder, folder, 6, settings=SETTINGS)
     words = ["train", "--store", str(phantom_store.folder), "--run", str(folder)]
     assert main([*words, "--folds", "1"]) == 2

@@ -28,7 +28,7 @@ class Entry(msgspec.Struct):
 
 
 class _Names(msgspec.Struct):
-    """The part that `describe` needs. Entries, of which there may be thousands, are passed over."""
+    """What `describe` needs. Entries, of which there may be thousands, are passed over."""
 
     modality: Optional[Dict[int, str]] = None
     channel_names: Optional[Dict[int, str]] = None  # of nnU-Net 2

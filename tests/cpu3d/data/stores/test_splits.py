@@ -98,7 +98,7 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
     count = len(set(patients.values()))
     if count < parts:
         with pytest.raises(
-            InputError, match=rf"at most as many parts as .* validate on, {count}, got 1/{parts}"
+            InputError, match=rf"at most as many as .* validate on, {count}, got 1/{parts}"
         ):
             deal(patients, f"1/{parts}", seed=seed)
         return
@@ -380,7 +380,7 @@ def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, datas
     with pytest.raises(InputError) as caught:
         prepare(data, store, **more, patients=table)
     first, second, other = caught.value.problems
-    assert "patient p must be in one part of fold 1" in first
+    assert "patient p must be on one side of fold 1" in first
     assert "a in train and c in val" in first
     assert "fold 2" in second
     assert "case d, in no fold" in other
