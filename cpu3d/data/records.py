@@ -45,6 +45,7 @@ Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
 AffineRow = Tuple[float, float, float, float]
+Format = Literal["npy", "b2nd"]  # as arrays.FORMATS
 Unit = Literal["unknown", "meter", "mm", "micron"]
 Voxel = Tuple[Count, Count, Count]
 
@@ -105,7 +106,7 @@ class CaseRecord:
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
     stem: BareName  # name of the arrays' files up to the first dot
-    format: Literal["", "npy", "b2nd"]  # of the arrays' files; "" for a case that is in no store
+    format: Union[Literal[""], Format]  # of the arrays' files; "" for a case that is in no store
     stored: Region  # the box of the grid that the arrays hold. Outside it, image and label are 0
     image_bytes: Count
     image_sha256: str
