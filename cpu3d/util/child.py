@@ -163,7 +163,7 @@ def _through_pool(
     pool = ProcessPoolExecutor(
         workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
     )
-    running: Dict["Future[Any]", Any] = {}
+    running: Dict[Future[Any], Any] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -196,10 +196,11 @@ def _end_with_parent() -> None:
     """End this worker when its parent ends. It would wait without end for the work of a killed
     parent."""
     parent = multiprocessing.parent_process()
+    if parent is None:  # not a worker
+        return
 
     def watch() -> None:
-        if parent is not None:
-            parent.join()
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -8,7 +8,8 @@ import pytest
 
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import convert as module
-from cpu3d.data.stores.prepare import Settings, prepare, read_quarantine
+from cpu3d.data.stores.folder import read_quarantine
+from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import decathlon, tiny_image, write_nifti
 
