@@ -364,7 +364,9 @@ def _interpolate(values: Array, axis: int, size: int, cells: int) -> Array:
 
 def tissues(head: Head) -> Fields:
     """Fluid, grey and white matter, vessels and bright caps, with the ventricles and a texture."""
-    u, v, w = head.u, head.v, head.w
+    u = head.u
+    v = head.v
+    w = head.w
     depth = np.clip(0.97 - head.radius, 0, None)
     # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides,
     # fading with depth.
