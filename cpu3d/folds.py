@@ -29,7 +29,7 @@ from cpu3d.plan import Plan, check_fits, make_plan, read_plan, volume_shape
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
-from cpu3d.run.config import differences, load_config
+from cpu3d.run.config_json import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.settings import SETTINGS, TrainOptions, chosen_again

@@ -35,7 +35,7 @@ from cpu3d.host.gpu import (
 )
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import differences, load_config, rate_growth
+from cpu3d.run.config_json import differences, load_config, rate_growth
 from cpu3d.settings import (
     AUTO,
     VALIDATIONS,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
 from cpu3d.data.labels import region_mask
+from cpu3d.data.manifest import case_list
 from cpu3d.data.nifti import ras_steps_mm
-from cpu3d.data.records import case_list
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.scores import score_region

@@ -54,7 +54,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.plan import Plan, make_plan
 from cpu3d.processes import RunFailedError, call, evaluate_run, train_run
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
 from cpu3d.settings import RunConfig

@@ -30,7 +30,7 @@ from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores, warning
 from cpu3d.inference.runs import store_of_run
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import FINISHED, last_end, last_event
 from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder

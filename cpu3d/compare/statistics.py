@@ -22,7 +22,7 @@ from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History, median, numbers
 from cpu3d.settings import RunConfig

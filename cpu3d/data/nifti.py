@@ -20,7 +20,7 @@ from nibabel.loadsave import load
 from nibabel.nifti1 import Nifti1Header
 from nibabel.nifti2 import Nifti2Header
 
-from cpu3d.data.records import AffineRow, Geometry, Unit
+from cpu3d.data.manifest import AffineRow, Geometry, Unit
 from cpu3d.data.region import Array, xyz
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write

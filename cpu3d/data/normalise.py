@@ -5,7 +5,7 @@ from typing import Tuple
 
 import numpy as np
 
-from cpu3d.data.records import CaseRecord
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Array, Region, crop
 
 

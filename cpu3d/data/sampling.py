@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Iterator, List, Sequence, Tuple, TypeVar
 
-from cpu3d.data.records import CaseRecord
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import EXTENTS, Region, Shape3, centred, is_integer, require, whole, xyz
 from cpu3d.data.store import case_region
 

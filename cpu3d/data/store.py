@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import (
+from cpu3d.data.manifest import (
     SCHEMA,
     SPLITS,
     CaseList,

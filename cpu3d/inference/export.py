@@ -30,8 +30,8 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
@@ -45,7 +45,7 @@ from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.segment import load_network, painted, probabilities_of, processed
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say

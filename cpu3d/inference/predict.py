@@ -43,8 +43,8 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import case_notes, load_case, note_lines
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any

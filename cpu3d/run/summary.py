@@ -12,7 +12,7 @@ import math
 import statistics
 from array import array
 from dataclasses import dataclass
-from typing import Any, Collection, Deque, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 
@@ -37,7 +37,7 @@ def numbers(events: Events, key: str) -> List[float]:
     return [event[key] for event in events if event.get(key) is not None]
 
 
-def median(values: Collection[float]) -> Optional[float]:
+def median(values: Union[Sequence[float], Array]) -> Optional[float]:
     """The median; None for no values."""
     if not len(values):
         return None
@@ -220,6 +220,16 @@ class Pace:
         for event in events:
             self.note(event)
 
+    def _begin_attempt(self, start: Event) -> None:
+        """Forget the attempt before; `start` is the first event of the new one."""
+        predicted = start.get("predicted", {})
+        self._begin: int = start["step"]
+        self._step = start["step"]
+        self._coarse_steps: int = start.get("coarse_steps", 0)
+        self._beside_s = 0.0  # of validations and saves
+        self._full = _Steps(predicted.get("step_s"))
+        self._coarse = _Steps(predicted.get("coarse", {}).get("step_s"))
+
     def note(self, event: Event) -> None:
         """Count an event."""
         kind = event["event"]
@@ -256,13 +266,3 @@ class Pace:
         if done > 0:
             left_s += (steps - step) * (self._beside_s / done)
         return left_s if left_s <= LONGEST_S else None
-
-    def _begin_attempt(self, start: Event) -> None:
-        """Forget the attempt before; `start` is the first event of the new one."""
-        predicted = start.get("predicted", {})
-        self._begin: int = start["step"]
-        self._step: int = start["step"]
-        self._coarse_steps: int = start.get("coarse_steps", 0)
-        self._beside_s: float = 0.0  # of validations and saves
-        self._full: _Steps = _Steps(predicted.get("step_s"))
-        self._coarse: _Steps = _Steps(predicted.get("coarse", {}).get("step_s"))

@@ -29,7 +29,7 @@ from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.status import folds_status, run_status
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit

@@ -8,10 +8,10 @@ import numpy as np
 
 from cpu3d.data.augment import AugmentConfig, draw
 from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_system
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.native.samples import make_sample
 from cpu3d.data.normalise import normalisation
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Array, Region, xyz
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, file_sha256, npy_header
-from cpu3d.data.records import CaseRecord, array_path
+from cpu3d.data.manifest import CaseRecord, array_path
 from cpu3d.data.region import Array
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular

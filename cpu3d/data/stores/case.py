@@ -11,7 +11,7 @@ import numpy as np
 from cpu3d.data import nifti
 from cpu3d.data.background import border_value, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.records import CaseRecord, Geometry, SourceFile
+from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of

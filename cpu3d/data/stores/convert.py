@@ -15,7 +15,7 @@ import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import (
+from cpu3d.data.manifest import (
     CaseList,
     CaseRecord,
     Format,

@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence
 
 import msgspec
 
-from cpu3d.data.records import SCHEMA, case_list
+from cpu3d.data.manifest import SCHEMA, case_list
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import USUAL, Settings

@@ -26,8 +26,8 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 import numpy as np
 from scipy.ndimage import map_coordinates
 
+from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import affine_rows, write_label, write_volume
-from cpu3d.data.records import Geometry
 from cpu3d.data.region import Array, Region, Shape3, bounding_box, xyz
 from cpu3d.data.stores.case import LoadedCase, load_case
 from cpu3d.data.stores.folder import claimed

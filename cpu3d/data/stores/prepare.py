@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.records import SPLITS, CaseList, Manifest, case_list, make_manifest
+from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, make_manifest
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Sequence, Set, Tuple
 
-from cpu3d.data.records import FOLD_SPLITS, SPLITS, case_list, split_problems
+from cpu3d.data.manifest import FOLD_SPLITS, SPLITS, case_list, split_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import SPLITS, CaseList, Manifest, case_list, remake
+from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources

@@ -23,7 +23,7 @@ from cpu3d.bench.learning_results import (
 from cpu3d.bench.tables import tables
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.processes import RunFailedError
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.util.records import append_record, read_records
 from memory_estimator.common.table import PALETTE
 from tests.cpu3d.data.datasets import brats_case

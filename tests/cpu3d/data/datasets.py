@@ -9,7 +9,14 @@ import nibabel
 import numpy as np
 
 from cpu3d.data.files.arrays import encode
-from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, make_manifest
+from cpu3d.data.manifest import (
+    CaseRecord,
+    Geometry,
+    Manifest,
+    SourceFile,
+    array_path,
+    make_manifest,
+)
 from cpu3d.data.region import Region, whole
 from cpu3d.data.stores.case import centres_of
 

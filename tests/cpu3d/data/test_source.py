@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cpu3d.data import source
 from cpu3d.data.augment import AugmentConfig
-from cpu3d.data.records import Geometry, array_path, remake
+from cpu3d.data.manifest import Geometry, array_path, remake
 from cpu3d.data.region import crop
 from cpu3d.data.resolution import Resizing, network_grid
 from cpu3d.data.sampling import Share

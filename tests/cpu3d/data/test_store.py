@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from cpu3d.data import store as store_module
-from cpu3d.data.records import record_path, remake, to_json
+from cpu3d.data.manifest import record_path, remake, to_json
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import write_arrays

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.records import array_path
+from cpu3d.data.manifest import array_path
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.phantom import write_phantom

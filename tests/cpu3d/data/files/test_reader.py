@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
-from cpu3d.data.records import array_path
+from cpu3d.data.manifest import array_path
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import stored_case
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.names import channel_key
 from cpu3d.data.stores.folder import settings_of
+from cpu3d.data.stores.names import channel_key
 from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.data.stores.upkeep import append, deal_cases, verify
 from cpu3d.errors import InputError

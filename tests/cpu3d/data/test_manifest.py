@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from cpu3d.data.records import case_from_json, remake, to_json
+from cpu3d.data.manifest import case_from_json, remake, to_json
 from cpu3d.data.region import Region, whole
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
