@@ -20,8 +20,8 @@ def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
 
 
 def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
-    """Store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover in full or in
-    part."""
+    """Store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover wholly or
+    partly."""
     return xyz(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
 
 

@@ -101,10 +101,10 @@ def _with_later(augment: Dict[str, Any]) -> Dict[str, Any]:
     Their rotation and scaling were others."""
     if set(LATER) & set(augment):
         return augment
-    later = {**dict.fromkeys(LATER, 0.0), "in_planes": False}
-    if augment.get("rotation_deg") or augment.get("scaling"):
-        later["in_planes"] = True
-    return {**later, **augment}
+    completed: Dict[str, Any] = dict.fromkeys(LATER, 0.0)
+    completed["in_planes"] = bool(augment.get("rotation_deg") or augment.get("scaling"))
+    completed.update(augment)
+    return completed
 
 
 def differences(old: RunConfig, new: RunConfig) -> List[str]:

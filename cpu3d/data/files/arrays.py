@@ -46,13 +46,14 @@ def encode(array: Array, format_: str) -> List[Union[bytes, memoryview]]:
     chunks = tuple(map(min, array.shape, (*CHUNK_VOXELS, *array.shape[3:])))
     blocks = tuple(map(min, chunks, (*BLOCK_VOXELS, *array.shape[3:])))
     # Of the codecs and filters tried on MRI and CT the fastest to unpack; ZSTD is a tenth smaller.
-    codec = {
+    parameters = {
         "codec": blosc2.Codec.LZ4HC,
         "clevel": 5,
         "filters": [blosc2.Filter.SHUFFLE],
         "filters_meta": [0],
+        "typesize": array.dtype.itemsize,
+        "nthreads": 1,
     }
-    parameters = {**codec, "typesize": array.dtype.itemsize, "nthreads": 1}
     return [blosc2.asarray(array, chunks=chunks, blocks=blocks, cparams=parameters).to_cframe()]
 
 
