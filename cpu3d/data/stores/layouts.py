@@ -126,26 +126,26 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
         got = "a file" if folder.exists() else "none"
         raise InputError(f"data set {folder} must be a folder, found {got}; check the path")
     if (folder / NAME).is_file():
-        found = _read_decathlon(folder)
+        dataset = _read_decathlon(folder)
     else:
-        found = _read_folders(folder)
-    times = Counter(case.case_id for case in found.cases)
+        dataset = _read_folders(folder)
+    times = Counter(case.case_id for case in dataset.cases)
     rule = f"in {folder} must be used once"
     raise_if_any(
         f"case id {name} {rule}, got {n} cases; rename one" for name, n in times.items() if n > 1
     )
-    whole = [case for case in found.cases if case.case_id not in found.problems]
+    whole = [case for case in dataset.cases if case.case_id not in dataset.problems]
     whole.sort(key=lambda case: case.case_id)
     ids = [case.case_id for case in whole]
     patient_ids = {}
     rules = {}
     for case_id in ids:
-        patient_ids[case_id], rules[case_id] = patient_of(case_id, found.layout)
+        patient_ids[case_id], rules[case_id] = patient_of(case_id, dataset.layout)
     if patients is not None:
         patient_ids = read_patients(patients, ids)
         rules = dict.fromkeys(ids, TABLE)
     cases = tuple(replace(case, patient_id=patient_ids[case.case_id]) for case in whole)
-    return replace(found, cases=cases, patient_rules=rules)
+    return replace(dataset, cases=cases, patient_rules=rules)
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
@@ -227,8 +227,8 @@ def _read_folders(folder: Path) -> Dataset:
     if len(layouts) != 1:
         known = ", ".join(FOLDER_LAYOUTS)
         rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({known})"
-        found = " and ".join(layouts) or "neither"
-        raise InputError(f"{rule}, found {found}; name the folder of one data set")
+        names = " and ".join(layouts) or "neither"
+        raise InputError(f"{rule}, found {names}; name the folder of one data set")
     layout = FOLDER_LAYOUTS[layouts[0]]
     raise_if_any(_other_codes(folder, [name_of(case) for case in folders]))
     channels = tuple(name for name in layout.suffixes.values() if name != "seg")

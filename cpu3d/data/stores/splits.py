@@ -378,14 +378,14 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
 def _given(store: Store, folds: Sequence[str]) -> Split:
     """The split of a view of given folds, which were checked when the store was made. Unlabelled
     cases, which `store append` may have added, are left out."""
-    given = store.manifest.folds
+    kept = store.manifest.folds
     chosen = []
     for fold in folds:
         number, count_of_folds = parse_fold(fold)
-        if count_of_folds != len(given):
-            rule = f"fold must be one of the {len(given)} that store {store.folder} was given"
-            raise InputError(f"{rule}, got {fold}; choose I/{len(given)}")
-        chosen.append(given[number - 1])
+        if count_of_folds != len(kept):
+            rule = f"fold must be one of the {len(kept)} that store {store.folder} was given"
+            raise InputError(f"{rule}, got {fold}; choose I/{len(kept)}")
+        chosen.append(kept[number - 1])
     train = set.intersection(*(set(fold["train"]) for fold in chosen))
     held_out = {case_id for fold in chosen for case_id in fold["val"]}
     bare = set(store.manifest.unlabelled)

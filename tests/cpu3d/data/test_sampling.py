@@ -83,11 +83,11 @@ def test_a_patch_stays_in_the_extent_along_every_axis_where_it_fits(case, patch,
     for sample in draw(sampling, [case], 20):
         assert sample.region.size == patch
         for a, n, first, size in zip(sample.region.start, patch, inside.start, inside.size):
-            assert (
-                (first <= a <= first + size - n)
-                if n <= size
-                else (a <= first and a + n >= first + size)
-            )
+            if n <= size:
+                assert first <= a <= first + size - n
+            else:
+                assert a <= first
+                assert a + n >= first + size
 
 
 @given(cases(), SHAPES)
@@ -97,7 +97,8 @@ def test_a_foreground_patch_holds_a_voxel_that_was_asked_for_or_is_random_where_
     for sample in draw(
         PatchSampling(patch, "foreground", foreground=1.0, codes=((2,),)), [case], 20
     ):
-        start, stop = sample.region.start, sample.region.stop
+        start = sample.region.start
+        stop = sample.region.stop
         assert any(
             all(a <= v < b for a, v, b in zip(start, voxel, stop)) for voxel in case.centres[2]
         )
