@@ -15,7 +15,7 @@ sample k on, whatever the threads, the read mode and the store's format."""
 import collections
 import itertools
 from dataclasses import dataclass
-from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union, cast
 
 import tensorflow as tf
 
@@ -203,7 +203,7 @@ def patch_sampling(
     """The rule by which `patch_dataset` draws patches, from its arguments. `patch_at` tells the
     case and the place of each."""
     return PatchSampling(
-        patch_shape,
+        cast(Shape3, tuple(patch_shape)),  # which is checked there
         sampling,
         foreground=foreground,
         codes=_codes(store, regions),
