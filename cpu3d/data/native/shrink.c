@@ -1,7 +1,8 @@
 /* Averaging a box down to the network's grid. */
 #include "samples.h"
 
-/* The voxels that a band makes, from reach[0] up to reach[1], of those `start` up to `start + size`. */
+/* The voxels that a band makes, from reach[0] up to reach[1], of those `start` up to
+   `start + size`. */
 static void reached(const struct band *band, int start, int size, int reach[2])
 {
     reach[0] = band->size;
