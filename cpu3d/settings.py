@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
-from cpu3d.data.records import Code
+from cpu3d.data.manifest import Code
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import check, option
