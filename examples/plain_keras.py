@@ -25,7 +25,8 @@ from models.unet3d import build_unet3d
 def main(store_folder: Path, out: Path, epochs: int) -> list:
     """Loss of each epoch. `out` gets `best.keras`, by the held-out loss, and `last.keras`."""
     store = open_store(store_folder)
-    regions, cases = store.manifest.regions, len(store.cases("train"))
+    regions = store.manifest.regions
+    cases = len(store.cases("train"))
     unet = UNetConfig(
         channels=len(store.manifest.channels), outputs=len(regions), filters=8, depth=3
     )

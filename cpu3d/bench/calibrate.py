@@ -33,7 +33,8 @@ from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, UNetConfig
 from models.native.library import VARIABLE
 
-SHAPE, STEPS = (96, 96, 96), 4
+SHAPE = (96, 96, 96)
+STEPS = 4
 NETWORKS = ({"filters": 16}, {"filters": 8})
 
 
@@ -54,7 +55,10 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    host, begin, busy, measured = read_host(), time.perf_counter(), 0.0, []
+    host = read_host()
+    begin = time.perf_counter()
+    busy = 0.0
+    measured = []
     path = options.out or valid(host_file, host)
     if not computes_as_predicted():
         rule = f"own operations must be built and {VARIABLE} unset, as only these are predicted"

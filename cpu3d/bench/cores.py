@@ -27,7 +27,8 @@ from models.config import UNetConfig
 from models.native.calls import load, operation
 from models.native.library import own_operations
 
-INPUTS, OUTPUTS = "channels", "outputs"
+INPUTS = "channels"
+OUTPUTS = "outputs"
 
 
 class Maps(NamedTuple):
@@ -71,7 +72,8 @@ WITH_FILTER_GRADIENT = ("filter_gradient", "project_gradient", "project_sums", "
 
 def efficiency_tables(record: Result) -> List[Table]:
     """A table of efficiencies, by grid and kind, and one of the threads' memory."""
-    counts, rows = record["paper_threads"], record["rows"]
+    counts = record["paper_threads"]
+    rows = record["rows"]
     of_counts = [f"T = {count}" for count in counts]
     heads = ("grid", "operation", "calls", "ms, 1 thread", *of_counts)
     lines = []
@@ -113,7 +115,9 @@ def _figures(rows: Sequence[Result], counts: Sequence[int]) -> List[str]:
 def measure(request: Dict[str, Any]) -> Result:
     """Seconds on paper of each different own operation of a step; raises InputError if there are
     none that load here."""
-    own, host, dtype = own_operations(), read_host(), request["dtype"]
+    own = own_operations()
+    host = read_host()
+    dtype = request["dtype"]
     if own.kernels is None:
         rule = f"own operations must load here, got none: {own.why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
@@ -166,7 +170,8 @@ def seconds_on_paper(
 
 def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
     """An operation on noise, and the arrays that it points to, which must live as long."""
-    about, is_loss = MAPS[op.kind], op.kind.startswith("loss_")
+    about = MAPS[op.kind]
+    is_loss = op.kind.startswith("loss_")
     dtype = "float32" if op.value_bytes == 4 else "bfloat16"
 
     def map_of(channels: str, finer: int) -> np.ndarray:

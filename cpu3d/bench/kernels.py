@@ -66,7 +66,8 @@ OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    host, threads = read_host(), options.threads or ()
+    host = read_host()
+    threads = options.threads or ()
     if len(threads) > 1 or max(threads, default=0) > host.usable_cores:
         paper = {**vars(options), "dtype": options.dtype or host.best_dtype}
         result = in_fresh_process(cores.measure, paper)
@@ -83,7 +84,8 @@ def kernels_table(record: Result) -> Table:
     """GFLOP/s, a row for each dtype, grid, channels and operation."""
     rows = []
     for row in record["rows"]:
-        engine, own = row["engine_gflops"], row["own_gflops"]
+        engine = row["engine_gflops"]
+        own = row["own_gflops"]
         name = f"{by((row['edge'],) * 3)}, {row['inputs']} to {row['outputs']}"
         figures = (
             f"{engine:.0f}",
@@ -92,7 +94,8 @@ def kernels_table(record: Result) -> Table:
             f"{own / _intensity(row):.1f}",
         )
         rows.append((row["dtype"], name, row["operation"], *figures))
-    threads, limits = record["threads"].get("TF_NUM_INTRAOP_THREADS", "all"), record["limits"]
+    threads = record["threads"].get("TF_NUM_INTRAOP_THREADS", "all")
+    limits = record["limits"]
     products = ", ".join(
         f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in limits["products_gflops"].items()
     )
@@ -105,10 +108,12 @@ def kernels_table(record: Result) -> Table:
 def draw_roofline(record: Result) -> bytes:
     """GFLOP/s of every operation over its FLOPs a byte, own and the engine's, below the host's
     limits, as PNG."""
-    lines, limits = [], record["limits"]
+    lines = []
+    limits = record["limits"]
     for (dtype, products), colour in zip(limits["products_gflops"].items(), PALETTE):
         rows = [row for row in record["rows"] if row["dtype"] == dtype]
-        x, corner = [_intensity(row) for row in rows], products / limits["copy_gbytes"]
+        x = [_intensity(row) for row in rows]
+        corner = products / limits["copy_gbytes"]
         lines.append(
             Line(
                 "",
@@ -214,12 +219,15 @@ def _operations(
     """Name -> the engine's and the own operation, without arguments."""
     from models.native.operations import Gradient, Source, convolve, filter_gradient, input_gradient
 
-    raw, same = tf.raw_ops, {"strides": [1] * 5, "padding": "SAME"}
+    raw = tf.raw_ops
+    same = {"strides": [1] * 5, "padding": "SAME"}
     values, out = (
         tf.cast(tf.random.normal((*grid, channels)), dtype) for channels in (inputs, outputs)
     )
     filters = tf.random.normal((3, 3, 3, inputs, outputs))
-    cast, size, sizes = tf.cast(filters, dtype), values.shape, filters.shape
+    cast = tf.cast(filters, dtype)
+    size = values.shape
+    sizes = filters.shape
     return {
         "forward": (
             lambda: tf.nn.conv3d(values, cast, **same),

@@ -302,7 +302,10 @@ def _further_differences(baseline: Result, other: Result) -> Dict[str, Dict[str,
         first, second = (networks[network] for networks in of_both)
         if first and second:
             pairs.append((first, second))
-    shared = set.intersection(*(set(cases) for pair in pairs for cases in pair)) if pairs else set()
+    if pairs:
+        shared = set.intersection(*(set(cases) for pair in pairs for cases in pair))
+    else:
+        shared = set()
     if not shared:
         return {}
     names = sorted(shared)

@@ -165,24 +165,25 @@ def with_predictions(record: Result, constants: Optional[HostConstants] = None) 
     from cpu3d.util.progress import say  # not into the memory of a measuring process
 
     constants = constants or shipped_constants(instructions_of(record))
-    job, rows = job_of_record(record), []
+    job = job_of_record(record)
+    rows = []
     if not job:
         say(
             f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction"
         )
     for row in record["rows"]:
-        own = (
-            estimate(job.with_unet(policy=row["name"]), constants)
-            if job and row["kind"] == "policy"
-            else None
-        )
+        if job and row["kind"] == "policy":
+            own = estimate(job.with_unet(policy=row["name"]), constants)
+        else:
+            own = None
         rows.append({**row, "predicted": own and {name: getattr(own, name) for name in PREDICTED}})
     return {**record, "rows": rows}
 
 
 def step_table(record: Result) -> Table:
     """Peaks and seconds of each policy and peer, with the prediction of a policy below it."""
-    cells, died = [], []
+    cells = []
+    died = []
     for row in record["rows"]:
         for name, figures in ((row["name"], row), ("predicted", row["predicted"])):
             if figures:
@@ -201,7 +202,8 @@ def step_table(record: Result) -> Table:
 
 def title_of(record: Result) -> str:
     """The step that was measured, in one line."""
-    unet, batch = record["unet"], f"batch {record['batch']}"
+    unet = record["unet"]
+    batch = f"batch {record['batch']}"
     if record["micro_batch"] < record["batch"]:
         batch += f" ({record['micro_batch']} at a time)"
     shape = by([*record["shape"], unet["channels"]], " x ")
@@ -222,7 +224,8 @@ def draw_policies(records: Sequence[Result]) -> bytes:
         raise InputError(
             "records of policies must have live_bytes, got none; measure with `bench step --policies`"
         )
-    newest, lines = alive[-1], []
+    newest = alive[-1]
+    lines = []
     about = (title_of(newest), host_of(newest))
     of_job = [
         row
@@ -233,13 +236,12 @@ def draw_policies(records: Sequence[Result]) -> bytes:
     policies = [row for row in newest["rows"] if row.get("live_bytes")]
     peers = [row for row in of_job if row["kind"] == "peer" and row["process_peak_bytes"]]
     for row, colour in zip((*policies, *peers), itertools.cycle(PALETTE)):
-        held, marks = 2 * [row["process_peak_bytes"]], "--"
+        held = 2 * [row["process_peak_bytes"]]
+        marks = "--"
         if row.get("live_bytes"):  # in parts of a step, which begins with what is live at its end
             beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
-            held, marks = (
-                [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])],
-                "-",
-            )
+            held = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])]
+            marks = "-"
         name = f"{row['name'].partition(' --')[0]}, {max(held) / GIB:.2f} GiB"
         lines.append(
             Line(
@@ -283,7 +285,10 @@ def measure(request: Dict[str, Any]) -> Result:
         tf.config.experimental.reset_memory_stats("CPU:0")
     timed = [seconds_of(step) for _ in range(request["steps"])]
     peaks = {"allocator_peak_bytes": allocator_peak_bytes(), "process_peak_bytes": peak_rss_bytes()}
-    live = {"live_bytes": _live_bytes(tf, step, LIVE_PARTS)} if request.get("live") else {}
+    if request.get("live"):
+        live = {"live_bytes": _live_bytes(tf, step, LIVE_PARTS)}
+    else:
+        live = {}
     return {**request, **facts, "step_s": statistics.median(timed), **peaks, **live}
 
 
@@ -305,7 +310,8 @@ def _live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
         ]
     held = []
     for plane in (plane for space in spaces for plane in space.planes):
-        names, stats = plane.event_metadata, plane.stat_metadata
+        names = plane.event_metadata
+        stats = plane.stat_metadata
         for line in plane.lines:
             for event in line.events:
                 if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):

@@ -65,7 +65,8 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     writable_folder(options.record.parent, "folder")
-    host, constants = read_host(), find_constants()
+    host = read_host()
+    constants = find_constants()
     done = {measured.job for measured in _of_this_host(options.record, host)}
     engines = [
         engine for engine in ENGINES if options.engine in (None, engine) and installed(engine)
@@ -80,7 +81,8 @@ def run(options: Options) -> int:
     ]
     with bar("validate", total=len(todo)) as advance:
         for job in todo:
-            needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
+            needed = estimate(job, constants).upper_bound_bytes
+            free = read_host().free_bytes
             outcome = f"left out, needs {format_bytes(needed)}, {format_bytes(free)} are free"
             if needed <= free:
                 record = record_of(job, host)

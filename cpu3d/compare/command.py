@@ -43,7 +43,8 @@ OPTIONS = (Options, SETTINGS)
 
 def run(options: Options, settings: Json) -> int:
     refuse(_problems(options, settings))
-    console, failed = new_console(), []
+    console = new_console()
+    failed = []
     if options.split != UNTOUCHED:
         say(f"warning: {warning(options.split)}")
     if options.runs:
@@ -53,7 +54,8 @@ def run(options: Options, settings: Json) -> int:
         store = open_store(options.store)
         store.check(record for split in store.manifest.split for record in store.cases(split))
         asked, plan, chosen = planned(options, settings, store)
-        new, budget = Kept(asked, list(options.seeds), plan), chosen.words(plan[0]["name"])
+        new = Kept(asked, list(options.seeds), plan)
+        budget = chosen.words(plan[0]["name"])
     if options.dry_run:
         console.print(plan_table(resumed(new, options.out), budget))
         return 0
@@ -66,7 +68,8 @@ def run(options: Options, settings: Json) -> int:
             runs = []
             # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
             for seed, course in itertools.product(kept.seeds, kept.plan):
-                folder, own = out / "runs" / f"{course['name']}-seed{seed}", ("--seed", str(seed))
+                folder = out / "runs" / f"{course['name']}-seed{seed}"
+                own = ("--seed", str(seed))
                 runs.append(PlannedRun(course["name"], seed, folder, (*course["options"], *own)))
             failed = train_and_score(
                 runs, store.folder.resolve(), out, options.evaluation, force=options.force
@@ -123,13 +126,13 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
 
     Raises InputError, with all problems at once, for two runs of one variant and seed, and for runs
     that were not trained to their end or have no current scores."""
-    runs, problems, evaluation = {}, [], options.evaluation
+    runs = {}
+    problems = []
+    evaluation = options.evaluation
     for folder in (folder.resolve() for folder in options.runs):
         try:
-            name, config = (
-                re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name,
-                load_config(folder),
-            )
+            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
+            config = load_config(folder)
         except InputError as error:
             problems += error.problems
             continue
@@ -143,12 +146,11 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
         end = last_end(folder).get("reason", "none")
         diverged = last_event(folder).get("event") == "diverged"
         if end not in FINISHED:
-            got, todo = f"end: {end}", "continue it with `train`"
+            got = f"end: {end}"
+            todo = "continue it with `train`"
             if diverged:
-                got, todo = (
-                    "diverged",
-                    f"see `status --run {shlex.quote(str(folder))}`, or leave it out",
-                )
+                got = "diverged"
+                todo = f"see `status --run {shlex.quote(str(folder))}`, or leave it out"
             problems.append(f"run {folder} must have been trained to its end, got {got}; {todo}")
         elif outdated := outdated_scores(folder, evaluation.split, evaluation.tolerance_mm):
             words = ["evaluate", "--run", str(folder), "--split", evaluation.split]

@@ -29,7 +29,8 @@ from memory_estimator.common.schema import add_options, arguments, option, to_co
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 
-SCHEMA, FILE = 1, "compare.json"
+SCHEMA = 1
+FILE = "compare.json"
 VALIDATIONS = 4  # of every run, unless a number is chosen
 # the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
 WARMUP_SHARE = 10
@@ -153,7 +154,8 @@ def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[s
         raise InputError(
             f"--mode must be left to the variants, got {common['mode']}; leave it out to train both modes"
         )
-    whole, patch = {**_without(common, OF_PATCHES), "mode": "whole"}, {**common, "mode": "patch"}
+    whole = {**_without(common, OF_PATCHES), "mode": "whole"}
+    patch = {**common, "mode": "patch"}
     if "patch" in common:
         return {"whole": whole, "patch": patch}
     config = resolve_variants({"whole": whole}, store, force=force)["whole"][1].config
@@ -172,14 +174,18 @@ def resolve_variants(
 
     So all runs of a variant have the same settings. Raises InputError with the problems of all
     variants, each by name."""
-    host, gpus, resolved, problems = read_host(), HostGpus(), {}, []
+    host = read_host()
+    gpus = HostGpus()
+    resolved = {}
+    problems = []
     for name, chosen in variants.items():
         try:
             plan = make_plan(store, Path("/nonexistent"), host, chosen, gpus=gpus, force=force)
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
             continue
-        config, settings = plan.config, dict(chosen)
+        config = plan.config
+        settings = dict(chosen)
         settings.update(
             mode=config.mode,
             dtype=config.unet.dtype,
@@ -251,7 +257,8 @@ def courses(
     """The course of every variant's runs. All have the same number of validations, from which the
     best weights are chosen: `validations`, or as many as the variant with the fewest steps has
     steps."""
-    first, voxels = next(iter(variants.values()))[1], budget.amount
+    first = next(iter(variants.values()))[1]
+    voxels = budget.amount
     if budget.kind == "epochs":
         voxels = run_voxels(
             first.config, voxels * first.steps_per_epoch
@@ -264,7 +271,9 @@ def courses(
     validations = min([validations, *filter(None, steps.values())])
     result = []
     for name, (settings, plan) in variants.items():
-        config, predicted, own = plan.config, plan.forecast, {"validations": validations}
+        config = plan.config
+        predicted = plan.forecast
+        own = {"validations": validations}
         if is_timed:
             own["epochs"] = math.ceil(60 * budget.amount / LEAST_STEP_S / plan.steps_per_epoch)
             own["budget_minutes"] = budget.amount

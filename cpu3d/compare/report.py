@@ -58,9 +58,11 @@ NOT_SETTINGS = (
 
 def plan_table(kept: Kept, budget: str) -> Table:
     """The planned runs, a row a variant."""
-    rows, run_s = [], []
+    rows = []
+    run_s = []
     for course in kept.plan:
-        steps, step_s = course["steps"], course["step_s"]
+        steps = course["steps"]
+        step_s = course["step_s"]
         run_s.append(steps and step_s and steps * step_s)
         rows.append(
             (
@@ -74,7 +76,10 @@ def plan_table(kept: Kept, budget: str) -> Table:
                 format_bytes(course["peak_bytes"]),
             )
         )
-    all_s = format_seconds(sum(run_s) * len(kept.seeds)) if all(run_s) else "unknown"
+    if all(run_s):
+        all_s = format_seconds(sum(run_s) * len(kept.seeds))
+    else:
+        all_s = "unknown"
     return Table(
         ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
         rows,
@@ -113,7 +118,8 @@ def differences_table(record: Json, title: str = "") -> Table:
         for region, name, difference in (
             (region, *pair) for region, of in regions.items() for pair in of.items()
         ):
-            digits, bound = METRICS[name].digits, difference["seed_bound"]
+            digits = METRICS[name].digits
+            bound = difference["seed_bound"]
             text = f"{difference['mean']:+.{digits}f}"
             if difference["interval"]:
                 text += " ({:+.{digits}f} to {:+.{digits}f})".format(
@@ -173,7 +179,8 @@ def publish(
 
     A record names no folder and no case; the page is self-contained, with pictures and slices
     inside."""
-    results, manifest = comparison.to_json(), store.manifest
+    results = comparison.to_json()
+    manifest = store.manifest
     dataclasses.replace(kept, results=results).save(out)
     split = {name: len(ids) for name, ids in manifest.split.items()}
     content = {
@@ -270,10 +277,8 @@ def learning_curves(comparison: Comparison) -> Figures:
         lines = []
         for (name, runs), colour in zip(comparison.runs.items(), itertools.cycle(PALETTE)):
             for run in (run for run in runs if run.curve):
-                x, dice = (
-                    [point[column] / unit for point in run.curve],
-                    [point.mean_dice for point in run.curve],
-                )
+                x = [point[column] / unit for point in run.curve]
+                dice = [point.mean_dice for point in run.curve]
                 lines.append(Line(name if run is runs[0] else "", x, dice, colour))
         if lines:
             title = f"Validation Dice over {label}"
@@ -293,7 +298,8 @@ def comparisons_markdown(records: Sequence[Json]) -> List[str]:
     """Lines for the page of results: the tables of the newest record of each title."""
     lines: List[str] = []
     for record in newest(records, lambda record: record["title"]):
-        host, data = record["host"], record["data"]
+        host = record["host"]
+        data = record["data"]
         split = ", ".join(f"{size} {name}" for name, size in data["split"].items())
         lines += [
             f"### {record['title']}",

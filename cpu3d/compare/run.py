@@ -44,7 +44,9 @@ class PlannedRun:
         """Steps of the run; 0 while a budget of minutes has not decided them yet."""
         if "--steps" in self.options:
             return int(self.options[self.options.index("--steps") + 1])
-        return load_config(self.folder).steps if (self.folder / "config.json").is_file() else 0
+        if (self.folder / "config.json").is_file():
+            return load_config(self.folder).steps
+        return 0
 
 
 class Failed(NamedTuple):

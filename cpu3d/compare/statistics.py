@@ -49,7 +49,8 @@ def paired_difference(
     difference = values - baseline
     seeds, cases = difference.shape
     of_cases = difference.mean(0) * (1 if larger_is_better else -1)
-    better, worse = int((of_cases > EQUAL).sum()), int((of_cases < -EQUAL).sum())
+    better = int((of_cases > EQUAL).sum())
+    worse = int((of_cases < -EQUAL).sum())
     return {
         "mean": float(difference.mean()),
         "interval": bootstrap_mean(difference),
@@ -64,7 +65,8 @@ def paired_difference(
 
 def counts(difference: Mapping[str, Any]) -> bool:
     """Whether the interval of a difference leaves out 0 and its mean exceeds the "seed_bound"."""
-    bound, (low, high) = difference["seed_bound"], difference["interval"] or (0, 0)
+    bound = difference["seed_bound"]
+    (low, high) = difference["interval"] or (0, 0)
     return (low > 0 or high < 0) and bound is not None and abs(difference["mean"]) > bound
 
 
@@ -80,11 +82,9 @@ def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
     if sd is None:
         return None
     # Rounding alone makes equal differences differ by less than EQUAL, which is no deviation.
-    return (
-        float(stdtrit(len(of_seeds) - 1, 0.975) * sd / np.sqrt(len(of_seeds)))
-        if sd > EQUAL
-        else 0.0
-    )
+    if sd > EQUAL:
+        return float(stdtrit(len(of_seeds) - 1, 0.975) * sd / np.sqrt(len(of_seeds)))
+    return 0.0
 
 
 def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
@@ -184,7 +184,8 @@ def read_result(run: PlannedRun, split: str, store: Store) -> RunResult:
 
     Raises InputError if the run was not trained or scored, or its files are damaged.
     """
-    config, path = load_config(run.folder), scores_path(run.folder, split)
+    config = load_config(run.folder)
+    path = scores_path(run.folder, split)
     content = read_scores(path)
     history = History(iter_events(run.folder))
     cases = {case["case_id"]: case["regions"] for case in content["cases"]}
@@ -367,12 +368,12 @@ def _costs(
     history: History, config: RunConfig, scores: Json, cores: Optional[int], store: Store
 ) -> Dict[str, Optional[float]]:
     """A run's COSTS, from its log and the content of scores.json."""
-    costs, on_cpu = history.costs(config.coarse_steps), config.device == "cpu"
-    whole = (
-        grid_size(store, extent=config.extent, multiple=config.unet.divisor)
-        if config.is_patch
-        else config.grid
-    )
+    costs = history.costs(config.coarse_steps)
+    on_cpu = config.device == "cpu"
+    if config.is_patch:
+        whole = grid_size(store, extent=config.extent, multiple=config.unet.divisor)
+    else:
+        whole = config.grid
     values = {
         **vars(costs),
         "case_train_s": costs.step_s

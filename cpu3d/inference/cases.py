@@ -86,7 +86,8 @@ def find_cases(
             loose.append(path)
     if loose:
         search.add_3d(loose)
-    cases, problems = [], search.problems
+    cases = []
+    problems = search.problems
     for files, channels in search.images:
         try:
             cases.append(Case(files, channels, *codes_for(predictor, files, codes)))
@@ -100,7 +101,8 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str
     """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the
     store's if that is not known or lacks a region of the run. Raises InputError if codes that were
     chosen lack one."""
-    of, labels = choice, LABEL_CODES.get(choice, {})
+    of = choice
+    labels = LABEL_CODES.get(choice, {})
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, {})
     codes = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
@@ -211,7 +213,8 @@ class _Search:
         """Add a case whose channels are the volumes of one file."""
         case_id = stem_of(path)
         with self._problems():
-            about, count = describing(path), None
+            about = describing(path)
+            count = None
             with contextlib.suppress(InputError):  # a damaged file is named when it is loaded
                 count = channel_count(path)
             if about and count and count != len(about.channels):
@@ -221,7 +224,8 @@ class _Search:
                 names = about.channels
                 channels, _ = self._wanted(names, str(about.path))
             else:
-                names, channels = (), self.store
+                names = ()
+                channels = self.store
                 if count == len(self.inputs) != len(self.store):
                     channels = self.inputs
                 if count == len(channels) > 1:
@@ -338,7 +342,8 @@ class _Search:
                 where = str(about.path) if about else STORE
                 channels, places = self._wanted(order, where)
                 if not all(place in files for place in places):
-                    channels, places = self.inputs, places_of(self.inputs, order, where)
+                    channels = self.inputs
+                    places = places_of(self.inputs, order, where)
                 rule = f"case {case_id} in {folder} must have one file for each channel of {where}"
                 wrong = {number: files.get(number, []) for number in {*places, *files}}
                 todo = "repair the case or leave it out"

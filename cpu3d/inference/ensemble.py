@@ -27,8 +27,12 @@ def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference)
         check_inference(config, inference)
     # Left open it is a card only if every run slides a window: a whole volume in one pass is for a
     # CPU's memory.
-    mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
-    requested, gpus = left_open(inference.device), HostGpus()
+    if all(window_of(config, inference) for config in configs):
+        mode = "patch"
+    else:
+        mode = "whole"
+    requested = left_open(inference.device)
+    gpus = HostGpus()
     say(*why_no_card(requested, mode, gpus))
     set_up(device=pick_device(requested, mode, gpus))
     from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
@@ -40,8 +44,11 @@ class Ensemble:
     """The mean of predictors, with the interface of each. Their networks all stay in memory."""
 
     def __init__(self, predictors: Sequence[Any]):
-        first, self.predictors = predictors[0], tuple(predictors)
-        self.channels, self.labels, self.regions = first.channels, first.labels, first.regions
+        first = predictors[0]
+        self.predictors = tuple(predictors)
+        self.channels = first.channels
+        self.labels = first.labels
+        self.regions = first.regions
         # All that any of the runs needs: they may have learnt from different channels.
         self.inputs = tuple(
             name for name in first.channels if any(name in run.inputs for run in predictors)

@@ -107,7 +107,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     if out == together.folder and split != UNTOUCHED:
         rule = f"--out must name another folder than that of folds for split {split}, got {out}"
         raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
-    store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
+    store = store_of_run(configs[0], options.store)
+    folds = [config.fold for config in configs]
     if not store.manifest.split[split]:
         raise InputError(f"{_empty(store, split)}; {_instead(store, together)}")
     held_out = _held_out(store, folds, split)
@@ -177,11 +178,12 @@ def evaluate_split(
     Raises InputError when the split has no cases or one without a label, when the store's channels
     or labels are not the run's, and when the network's answer is not finite."""
     records = _cases_to_score(predictor, store, split)
-    about = origin([run_dir], [load_config(run_dir)], [predictor]) if about is None else about
-    about, cases = (
-        {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm},
-        [],
-    )
+    if about is None:
+        about = origin([run_dir], [load_config(run_dir)], [predictor])
+    else:
+        about = about
+    about = {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm}
+    cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
@@ -203,7 +205,8 @@ def _scores_json(
     cases: Sequence[Mapping[str, Any]],
 ) -> Dict[str, Any]:
     """The content of scores.json."""
-    regions, manifest = predictor.regions, store.manifest
+    regions = predictor.regions
+    manifest = store.manifest
     return {
         "schema": SCHEMA,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -279,7 +282,10 @@ def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "
     its weights and of the network applied as it was trained."""
     path = scores_path(run, split)
     saved = checkpoints(run)
-    weights_path = run / "checkpoints" / BEST if weights == "best" or not saved else saved[0]
+    if weights == "best" or not saved:
+        weights_path = run / "checkpoints" / BEST
+    else:
+        weights_path = saved[0]
     try:
         scores = read_scores(path)
         is_younger = path.stat().st_mtime >= weights_path.stat().st_mtime
@@ -302,11 +308,10 @@ def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "
 
 def warning(split: str) -> str:
     """The warning beside scores of a split that is not untouched."""
-    seen = (
-        "was trained on these cases"
-        if split == "train"
-        else "was chosen by its scores on these cases"
-    )
+    if split == "train":
+        seen = "was trained on these cases"
+    else:
+        seen = "was chosen by its scores on these cases"
     return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
 
 
@@ -347,11 +352,10 @@ def scores_table(scores: Mapping[str, Any]) -> Table:
     rows = []
     for region, summary in scores["summary"].items():
         for name, metric in METRICS.items():
-            values, digits = summary[name], metric.digits
-            mean, median = (
-                plus_minus(values["mean"], values["std"], digits),
-                f"{values['median']:.{digits}f}",
-            )
+            values = summary[name]
+            digits = metric.digits
+            mean = plus_minus(values["mean"], values["std"], digits)
+            median = f"{values['median']:.{digits}f}"
             rows.append((region, metric.heading, mean, median))
             region = ""  # in its first row
     return Table(
@@ -418,10 +422,8 @@ class _Scores(_Run):
 def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     """The content of scores.json as it was read. Raises ValueError if it is damaged."""
     typed(scores, _Scores, "scores")
-    parts, names = (
-        [scores["summary"], *(case["regions"] for case in scores["cases"])],
-        set(scores["regions"]),
-    )
+    parts = [scores["summary"], *(case["regions"] for case in scores["cases"])]
+    names = set(scores["regions"])
     if (
         scores["split"] not in SPLITS
         or len(parts) == 1
@@ -514,11 +516,9 @@ def _instead(store: Store, together: Answering) -> str:
     if folder:
         scores = scores_path(folder, "val").parent
         done = f"every case was scored out of its fold: see {folder / 'report.html'} and {scores}"
-        return (
-            done
-            if scores.is_dir()
-            else "repeat its `train --folds`, which scores every case out of its fold"
-        )
+        if scores.is_dir():
+            return done
+        return "repeat its `train --folds`, which scores every case out of its fold"
     if not all(config.fold for config in together.configs):
         return _filled(store)
     if len(together.runs) > 1:
@@ -528,7 +528,8 @@ def _instead(store: Store, together: Answering) -> str:
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
-    manifest, records = store.manifest, store.cases(split)
+    manifest = store.manifest
+    records = store.cases(split)
     own, stored = ((tuple(owner.channels), dict(owner.labels)) for owner in (predictor, manifest))
     if own != stored:
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"

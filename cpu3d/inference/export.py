@@ -101,8 +101,10 @@ def run(options: Options) -> int:
     path = weights_file(
         options.run, options.weights
     )  # once: a run that continues replaces its last checkpoint
-    (config, weights), digest = load_weights(config, path), file_sha256(path)
-    exported, onnx = exported_config(config, options.size), options.format == "onnx"
+    (config, weights) = load_weights(config, path)
+    digest = file_sha256(path)
+    exported = exported_config(config, options.size)
+    onnx = options.format == "onnx"
     own = Predictor(dataclasses.replace(config, grid=exported.grid), weights)
     # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their
     # definition.
@@ -287,11 +289,15 @@ Post-processing, as `predict` does it: {about["postprocessing"]["words"]}.
 def check_case_fits(record: CaseRecord, exact: Any) -> None:
     """Raise InputError unless the region of the case that `predict` would read is of the network's
     size."""
-    config, size = exact.config, exact.region(record).size
+    config = exact.config
+    size = exact.region(record).size
     if not config.is_patch and size != config.grid:
-        extent, needed = (
-            ("brain", record.box.size) if config.extent == "brain" else ("volume", record.shape)
-        )
+        if config.extent == "brain":
+            extent = "brain"
+            needed = record.box.size
+        else:
+            extent = "volume"
+            needed = record.shape
         rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a {extent} of {by(needed, ' x ')}"
         raise InputError(f"{rule}; export with --size {by(size, ' ')}, or name another --case")
 
@@ -310,7 +316,8 @@ def verify(
     export.json; "passed" is whether it may be used. Labels are compared after the run's
     `postprocessing`, those of `predict --raw` without it. `image` has the channels of the run.
     Raises InputError if `exact`'s answer is not finite."""
-    regions, steps_mm = exact.regions, ras_steps_mm(record.geometry)
+    regions = exact.regions
+    steps_mm = ras_steps_mm(record.geometry)
     answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     raw = painted(answer, about)
@@ -349,14 +356,17 @@ def _case_to_try(
             raise InputError(
                 f"--case must be one case, got {len(cases)}; the network is tried on one alone"
             )
-        files, channels = cases[0].files, cases[0].channels
+        files = cases[0].files
+        channels = cases[0].channels
         loaded = load_case(files, channels=channels, zero_nan=options.zero_nan)
-        record, image = loaded.record, loaded.image
+        record = loaded.record
+        image = loaded.image
         notes = [*case_notes(record, channels), *training_notes(record, [config])]
         say(*note_lines({record.case_id: notes}))
     else:
         store = store_of_run(config)
         record = next(record for split in ("test", "val", "train") for record in store.cases(split))
-        image, channels = store.image(record.case_id), store.manifest.channels
+        image = store.image(record.case_id)
+        channels = store.manifest.channels
     image = image[..., [channels.index(name) for name in config.channels]]
     return dataclasses.replace(record, **facts_of(image, None)), image

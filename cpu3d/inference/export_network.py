@@ -18,7 +18,9 @@ from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
 from models.unet3d import build_unet3d, finest
 
-OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
+# of 2022: every onnxruntime from 1.12 on reads them
+OPSET = 17
+IR_VERSION = 8
 
 
 def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.Model:
@@ -76,7 +78,8 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     of the plan."""
     import onnx
 
-    graph, (output,) = _Graph(onnx), about["outputs"]
+    graph = _Graph(onnx)
+    (output,) = about["outputs"]
     weights = {  # as Keras has them: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
         layer.name: {
             weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights
@@ -85,17 +88,22 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     }
     channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    unet, tensors = UNetConfig(**about["network"]), {}
+    unet = UNetConfig(**about["network"])
+    tensors = {}
     for op in layer_plan(unet, tuple(about["size"])):
         if op.kind == "input":
             tensors[op.name] = image
         elif op.kind != "head" or op.name == "head":  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
-    answer = tensors["head"] if output == "logits" else graph.add("Sigmoid", [tensors["head"]])
+    if output == "logits":
+        answer = tensors["head"]
+    else:
+        answer = graph.add("Sigmoid", [tensors["head"]])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
-    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
+    helper = onnx.helper
+    float32 = onnx.TensorProto.FLOAT
     ends = [
         [
             helper.make_tensor_value_info(name, float32, spec["shape"])
@@ -116,11 +124,13 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
     voxels loses digits in float32."""
     present = tf.not_equal(image, 0)
     if mean is None:
-        values, mask = tf.cast(image, tf.float64), tf.cast(present, tf.float64)
+        values = tf.cast(image, tf.float64)
+        mask = tf.cast(present, tf.float64)
         count = tf.maximum(tf.reduce_sum(mask, (0, 1, 2)), 1)
         mean = tf.reduce_sum(values, (0, 1, 2)) / count
         std = tf.sqrt(tf.reduce_sum(tf.square((values - mean) * mask), (0, 1, 2)) / count)
-    mean, std = tf.cast(mean, tf.float64), tf.cast(std, tf.float64)
+    mean = tf.cast(mean, tf.float64)
+    std = tf.cast(std, tf.float64)
     scale = tf.math.divide_no_nan(tf.ones_like(std), std)
     return tf.where(
         present, image * tf.cast(scale, tf.float32) + tf.cast(-mean * scale, tf.float32), 0.0
@@ -131,7 +141,9 @@ class _Graph:
     """The nodes and constants of an ONNX graph."""
 
     def __init__(self, onnx: Any):
-        self._onnx, self.nodes, self.constants = onnx, [], []
+        self._onnx = onnx
+        self.nodes = []
+        self.constants = []
 
     def add(self, kind: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
         """A node of one output, which is named `name`; returns that name."""
@@ -153,14 +165,17 @@ class _Graph:
 
 def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
     """The image as by `_normalised_tensor`."""
-    zero, unit = graph.constant(np.float64(0)), graph.constant(np.float64(1))
+    zero = graph.constant(np.float64(0))
+    unit = graph.constant(np.float64(1))
     background = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", background])])
     if "mean" in about["inputs"]:
-        mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
+        mean = graph.cast("mean", "DOUBLE")
+        std = graph.cast("std", "DOUBLE")
     else:
         grid = graph.constant(np.int64([0, 1, 2]))
-        values, mask = graph.cast("image", "DOUBLE"), graph.cast(present, "DOUBLE")
+        values = graph.cast("image", "DOUBLE")
+        mask = graph.cast(present, "DOUBLE")
         count = graph.add("Max", [graph.add("ReduceSum", [mask, grid], keepdims=0), unit])
         mean = graph.add("Div", [graph.add("ReduceSum", [values, grid], keepdims=0), count])
         off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
@@ -195,7 +210,9 @@ def _layer(
         convolved = graph.add(
             "Conv", [inputs[-1], kernel, *weight.values()], pads=[op.kernel // 2] * 6
         )
-        return graph.add("Add", [inputs[0], convolved]) if op.kind == "shortcut" else convolved
+        if op.kind == "shortcut":
+            return graph.add("Add", [inputs[0], convolved])
+        return convolved
     if op.kind in ("norm", "norm_act"):
         if norm == "none":
             column = graph.constant(np.int64([1, -1, 1, 1, 1]))
@@ -229,7 +246,8 @@ def _moments(graph: _Graph, tensor: str) -> Sequence[str]:
     """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few
     hundred terms: onnxruntime's InstanceNormalization adds up a whole map in float32, which put
     probabilities off by 0.03."""
-    mean, grid = tensor, graph.constant(np.int64([0, 2, 3, 4]))
+    mean = tensor
+    grid = graph.constant(np.int64([0, 2, 3, 4]))
     for axis in (4, 3, 2):
         mean = graph.add("ReduceMean", [mean], axes=[axis])
     off = graph.add("Sub", [tensor, mean])

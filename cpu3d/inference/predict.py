@@ -121,7 +121,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}
-    done, kind = [], InputError
+    done = []
+    kind = InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
             try:
@@ -160,10 +161,13 @@ def predict_case(
     they were trained on. A label among the case's files is not read. Raises InputError for an image
     that cannot be read or does not fit the run, and for a file that would be overwritten without a
     sidecar by `predict`."""
-    begin, out, files = time.monotonic(), options.out, case.files
-    names = (
-        _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
-    )
+    begin = time.monotonic()
+    out = options.out
+    files = case.files
+    if options.probabilities:
+        names = _probability_names(files.case_id, tuple(predictor.regions))
+    else:
+        names = {}
     label_file, sidecar, page_file = (
         out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html")
     )
@@ -175,7 +179,8 @@ def predict_case(
     )
     _check_replaceable(sidecar, outputs, files)
     loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
-    record, geometry = loaded.record, loaded.record.geometry
+    record = loaded.record
+    geometry = loaded.record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     label = postprocessing.paint(answers, case.regions, ras_steps_mm(geometry))
     notes = [*case_notes(record, case.channels), *training_notes(record, configs)]

@@ -38,7 +38,8 @@ class Predictor:
     def __init__(
         self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED
     ):
-        self.config, self.inference = config, inference
+        self.config = config
+        self.inference = inference
         self.channels: Tuple[str, ...] = (
             config.store_channels
         )  # of the store the run was trained on
@@ -64,7 +65,8 @@ class Predictor:
         case needs it. Windows slide over the brain's box, or with the full extent over the volume,
         and at least one window's size of it. Outside of that the probability is 0. Raises
         DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
-        region, resizing = self.region(record), self._resizing(record)
+        region = self.region(record)
+        resizing = self._resizing(record)
         present = tuple(channels or self.channels)
         picked = [present.index(name) for name in self.inputs]
         logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
@@ -86,7 +88,9 @@ class Predictor:
 
     def region(self, record: CaseRecord) -> Region:
         """The part of a case that is predicted, in the voxels of its image, padding included."""
-        config, needed, resizing = self.config, self._needed(record), self._resizing(record)
+        config = self.config
+        needed = self._needed(record)
+        resizing = self._resizing(record)
         if resizing:
             size = resizing.field
         elif self.window:
@@ -122,7 +126,8 @@ class Predictor:
 
     def _network(self, size: Shape3) -> Callable:
         """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
-        unet, batch_size = self.config.unet, self.batch_size
+        unet = self.config.unet
+        batch_size = self.batch_size
         model = build_unet3d(unet, size, batch_size=batch_size)
         model.set_weights(self.weights)
         taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)

@@ -82,7 +82,9 @@ def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
     """Voxels X, Y, Z of the window that slides over this run's volumes; None for one pass."""
     if inference.window:
         return tuple(inference.window)
-    return tuple(config.grid) if config.is_patch and not inference.one_pass else None
+    if config.is_patch and not inference.one_pass:
+        return tuple(config.grid)
+    return None
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
@@ -105,11 +107,15 @@ def config_of_weights(run: Path, weights: str) -> RunConfig:
 def check_inference(config: RunConfig, inference: Inference) -> None:
     """Raise InputError, all problems together, if a run's network cannot be applied so. `config` is
     that of the weights that are applied."""
-    problems, window = [], window_of(config, inference)
+    problems = []
+    window = window_of(config, inference)
     if window and config.resolution < 1:
         got = f"{config.resolution:g}, at which the network saw its steps"
         rule = f"--window must come with a run at full resolution, got {got}"
-        later = ", or train until the first step at full resolution" if config.is_coarse else ""
+        if config.is_coarse:
+            later = ", or train until the first step at full resolution"
+        else:
+            later = ""
         problems.append(f"{rule}; leave it out{later}")
     elif window:
         try:
@@ -221,7 +227,8 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
         problems.append(f"runs must differ, got {listed(runs)}; name each once")
     for run, config in zip(runs[1:], configs[1:]):
         for name in COMMON:
-            first, other = getattr(configs[0], name), getattr(config, name)
+            first = getattr(configs[0], name)
+            other = getattr(config, name)
             if first != other:
                 rule = f"{name} of run {run} must be {first}, as of run {runs[0]}, got {other}"
                 problems.append(f"{rule}; put runs of one store and of the same regions together")

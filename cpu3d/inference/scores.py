@@ -45,10 +45,9 @@ from cpu3d.data.region import bounding_box
 # of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by
 TOLERANCE_MM = 1.0
 
-LESION_GROWTH_MM, LESION_MM3 = (
-    3.0,
-    50.0,
-)  # how far a true lesion reaches, and the volume up to which it does not count
+# how far a true lesion reaches, and the volume up to which it does not count
+LESION_GROWTH_MM = 3.0
+LESION_MM3 = 50.0
 
 
 Spacing = Union[Sequence[float], np.ndarray]  # mm of a voxel along X, Y, Z, or its steps (3, 3)
@@ -80,13 +79,16 @@ class Matching:
     def lesions(self, kept: Optional[np.ndarray] = None) -> Lesions:
         """The scores if only the parts of `kept` (P,) are predicted, by default all."""
         kept = np.ones(len(self.part_voxels), bool) if kept is None else kept
-        pairs, count = kept[self.part], len(self.truth_voxels)
-        lesion, part = self.lesion[pairs], self.part[pairs]
+        pairs = kept[self.part]
+        count = len(self.truth_voxels)
+        lesion = self.lesion[pairs]
+        part = self.part[pairs]
         own = np.bincount(lesion, weights=self.part_voxels[part], minlength=count)
         shared = np.bincount(lesion, weights=self.shared_voxels[pairs], minlength=count)
         dice = 2 * shared[self.counted] / (self.truth_voxels + own)[self.counted]
         false_positives = int(np.count_nonzero(kept)) - len(np.unique(part))
-        judged, detected = len(dice) + false_positives, int(np.count_nonzero(own[self.counted]))
+        judged = len(dice) + false_positives
+        detected = int(np.count_nonzero(own[self.counted]))
         return Lesions(
             len(dice), detected, false_positives, float(dice.sum() / judged) if judged else 1.0
         )
@@ -94,7 +96,9 @@ class Matching:
     def dice(self, kept: np.ndarray) -> float:
         """Dice of the whole region if only the parts of `kept` (P,) are predicted."""
         total = self.truth_voxels.sum() + self.part_voxels[kept].sum()
-        return float(2 * self.shared_voxels[kept[self.part]].sum() / total) if total else 1.0
+        if total:
+            return float(2 * self.shared_voxels[kept[self.part]].sum() / total)
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,9 @@ def dice(masks: Masks) -> float:
     """Twice the voxels that both masks share over the sum of both; 1 if both are empty, 0 if one
     is."""
     total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
-    return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
+    if total:
+        return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total)
+    return 1.0
 
 
 def hausdorff95_mm(masks: Masks) -> float:
@@ -156,7 +162,9 @@ def lesion_dice(masks: Masks) -> float:
 
 def lesion_sensitivity(masks: Masks) -> float:
     """The share of true lesions above 50 mm³ that were detected; 1 if there are none."""
-    return masks.lesions.detected / masks.lesions.true if masks.lesions.true else 1.0
+    if masks.lesions.true:
+        return masks.lesions.detected / masks.lesions.true
+    return 1.0
 
 
 def false_positives(masks: Masks) -> float:
@@ -186,7 +194,9 @@ class Metric:
     @property
     def labelled(self) -> str:
         """The label, which says so if less is better."""
-        return self.label if self.larger_is_better else f"{self.label} (less is better)"
+        if self.larger_is_better:
+            return self.label
+        return f"{self.label} (less is better)"
 
 
 # By their names in scores.json.
@@ -228,11 +238,10 @@ def score_region(
         "truth": int(np.count_nonzero(truth)),
         "prediction": int(np.count_nonzero(prediction)),
     }
-    empty = (
-        "both"
-        if not any(voxels.values())
-        else "".join(name for name, count in voxels.items() if not count)
-    )
+    if not any(voxels.values()):
+        empty = "both"
+    else:
+        empty = "".join(name for name, count in voxels.items() if not count)
     box = bounding_box(truth | prediction).slices(
         truth.shape
     )  # lesions that grow together do so inside of it
@@ -285,15 +294,18 @@ def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Spacing) -> 
     near = generate_binary_structure(3, 2)
     steps_mm = steps_of(spacing_mm)
     rounds = np.round(LESION_GROWTH_MM / np.linalg.norm(steps_mm, axis=0)).astype(int)
-    stops, grown = sorted({0, *rounds}), truth
+    stops = sorted({0, *rounds})
+    grown = truth
     for done, stop in zip(stops, stops[1:]):
         neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
     lesions = connected_parts(grown)  # with the voxels around them
-    truth_voxels, part_voxels = np.bincount(lesions[truth])[1:], np.bincount(parts.ravel())[1:]
+    truth_voxels = np.bincount(lesions[truth])[1:]
+    part_voxels = np.bincount(parts.ravel())[1:]
     size_mm3 = voxel_mm3(steps_mm)
     # Every lesion and part that share a voxel, once.
-    both, base = (parts > 0) & grown, len(part_voxels) + 1
+    both = (parts > 0) & grown
+    base = len(part_voxels) + 1
     pairs, pair = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
     lesion, part = divmod(pairs, base)
     return Matching(

@@ -24,7 +24,8 @@ def load_network(folder, about):
         return lambda **inputs: session.run(None, inputs)[0]
     import tensorflow as tf
 
-    model, output = tf.saved_model.load(file), next(iter(about["outputs"]))
+    model = tf.saved_model.load(file)
+    output = next(iter(about["outputs"]))
 
     def network(**inputs):
         return model.signatures["serving_default"](
@@ -37,11 +38,15 @@ def load_network(folder, about):
 def probabilities_of(network, about, image):
     """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where
     nothing is seen."""
-    shape, size, slides = image.shape[:3], about["size"], about["mode"] == "patch"
-    low, high = (0, 0, 0), shape
+    shape = image.shape[:3]
+    size = about["size"]
+    slides = about["mode"] == "patch"
+    low = (0, 0, 0)
+    high = shape
     if about["extent"] == "brain":  # the box around all voxels that are not 0
         full = [np.flatnonzero((image != 0).any(tuple({0, 1, 2, 3} - {axis}))) for axis in range(3)]
-        low, high = [at[0] for at in full], [at[-1] + 1 for at in full]
+        low = [at[0] for at in full]
+        high = [at[-1] + 1 for at in full]
     seen = [max(b - a, w) for a, b, w in zip(low, high, size)]
     if not slides and seen != list(size):
         sys.exit(f"the image must fit into {size}, got {seen}; export with a larger --size")
@@ -53,7 +58,10 @@ def probabilities_of(network, about, image):
     place = tuple(slice(max(-s, 0), max(-s, 0) + i.stop - i.start) for s, i in zip(start, inside))
     part = np.zeros((*seen, image.shape[3]), np.float32)
     part[place] = image[inside]
-    answer = windows(network, about, image, part) if slides else network(image=part)
+    if slides:
+        answer = windows(network, about, image, part)
+    else:
+        answer = network(image=part)
     probabilities = np.zeros((*shape, answer.shape[-1]), np.float32)
     probabilities[inside] = answer[place]
     return probabilities
@@ -79,10 +87,8 @@ def windows(network, about, image, part):
     starts = [
         [i * (n - w) // max(k, 1) for i in range(k + 1)] for n, w, k in zip(part.shape, size, steps)
     ]
-    total, weight = (
-        np.zeros((*part.shape[:3], len(about["regions"])), np.float32),
-        0 * part[..., :1],
-    )
+    total = np.zeros((*part.shape[:3], len(about["regions"])), np.float32)
+    weight = 0 * part[..., :1]
     for corner in itertools.product(*starts):
         tile = tuple(slice(s, s + w) for s, w in zip(corner, size))
         total[tile] += bell * network(image=part[tile], mean=mean, std=std)
@@ -145,10 +151,13 @@ def stem_of(path):
 def channel_at_end(path, about, is_alone):
     """The channel that a 3D file's name ends in, or its number as in _0002; else None. That of a
     file alone is of a patient, unless it is 0000 or a list has several channels."""
-    stem, listed = stem_of(path), listed_channels(path)
+    stem = stem_of(path)
+    listed = listed_channels(path)
     number = re.search(r"_(\d{4})$", stem)
     if number and listed:
-        return channel_of(listed[int(number[1])], about) if int(number[1]) < len(listed) else None
+        if int(number[1]) < len(listed):
+            return channel_of(listed[int(number[1])], about)
+        return None
     if number and (not is_alone or number[1] == "0000"):
         return channel_of(number[1], about)
     starts = [0, *(mark.end() for mark in re.finditer(r"[\s_.-]", stem))]
@@ -164,7 +173,8 @@ def channel_within(path, about):
     words = re.split(r"[\s_.-]", stem)
     while words:
         length = 2 if word_of("".join(words[:2]), about, "") else 1
-        taken, words = words[:length], words[length:]
+        taken = words[:length]
+        words = words[length:]
         channels.append(word_of("".join(taken), about, stem[:start]))
         start += sum(len(word) + 1 for word in taken)
     channels = [channel for channel in channels if channel]
@@ -182,11 +192,13 @@ def channels_of_files(paths, about):
 
 def in_order(image, paths, about):
     """The network's channels of `image` (X, Y, Z, C): by name, or as given if no name tells."""
-    wanted, listed = about["channels"], listed_channels(paths[0])
+    wanted = about["channels"]
+    listed = listed_channels(paths[0])
     if len(paths) == 1 and (image.shape[3] > 1 or len(listed) == 1):
         names = [channel_of(name, about) for name in listed]
     else:
-        names, listed = channels_of_files(paths, about), []
+        names = channels_of_files(paths, about)
+        listed = []
     if not any(names) and not listed:
         names = wanted
     if len(names) != image.shape[3] or any(names.count(name) != 1 for name in wanted):
@@ -246,7 +258,8 @@ def without_residue(volume):
     `predict`."""
     size = np.abs(volume)
     largest = np.percentile(size, 99.9)
-    tiny, near = size <= 1e-4 * largest, size <= 1e-2 * largest
+    tiny = size <= 1e-4 * largest
+    near = size <= 1e-2 * largest
     few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
     apart = np.count_nonzero(tiny) >= 0.5 * np.count_nonzero(near)
     if few or not (apart or border(tiny).mean() >= 0.5) or np.array_equal(np.rint(volume), volume):
@@ -271,7 +284,8 @@ def border(volume):
 def check_grids(paths, files):
     """Stop at files that `predict` refuses: on several grids, of voxels beyond all scanners' in the
     header's unit, or sheared by more than 45 degrees."""
-    first, unit = files[0], unit_mm(files[0])
+    first = files[0]
+    unit = unit_mm(files[0])
     for path, file in zip(paths, files):
         steps = file.affine[:3, :3] * unit_mm(file)
         lengths = np.linalg.norm(steps, axis=0)
@@ -333,9 +347,11 @@ def save_label(path, label, file):
     file's own axes."""
     affine = nibabel.as_closest_canonical(file).affine
     if not is_placed(file):
-        ras, own = [[0, 1], [1, 1], [2, 1]], nibabel.io_orientation(file.affine)
+        ras = [[0, 1], [1, 1], [2, 1]]
+        own = nibabel.io_orientation(file.affine)
         turn = nibabel.orientations.ornt_transform(ras, own)
-        label, affine = nibabel.apply_orientation(label, turn), None
+        label = nibabel.apply_orientation(label, turn)
+        affine = None
     answer = nibabel.Nifti1Image(label, affine)
     answer.header.set_zooms(nibabel.affines.voxel_sizes(file.affine if affine is None else affine))
     answer.header["xyzt_units"] = file.header["xyzt_units"]

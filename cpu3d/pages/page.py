@@ -67,6 +67,6 @@ def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
 
 def percent(share: Any) -> str:
     """A share such as "12.5 %", and "-" for what is no finite number."""
-    return (
-        f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
-    )
+    if isinstance(share, (int, float)) and math.isfinite(share):
+        return f"{100 * share:.1f} %"
+    return "-"

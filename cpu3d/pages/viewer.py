@@ -24,9 +24,11 @@ from cpu3d.util.atomic import atomic_write
 
 # of the modalities and labels of a case in the page; more only if LEAST steps take more
 CASE_BYTES = 3_000_000
-STEPS, LEAST = 255, 24
+STEPS = 255
+LEAST = 24
 # Percentiles of the brain: the ends of the steps, and black and white at first.
-RANGE, WINDOW = (0.1, 99.9), (0.5, 99.5)
+RANGE = (0.1, 99.9)
+WINDOW = (0.5, 99.5)
 SCORES = "standard deviations"  # the unit of images that are stored after normalisation
 
 # Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito,
@@ -57,7 +59,8 @@ def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
 
     Takes one case after the other, so that a generator need not hold them all.
     """
-    shown, volumes = [], {}
+    shown = []
+    volumes = {}
     for number, case in enumerate(cases):
         about, packed = _case(case, f"case-{number}")
         shown.append(about)
@@ -176,14 +179,20 @@ def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], by
         np.float32
     )  # so that the window and its steps do not overflow
     brain = volume[volume != 0]
-    low, high, black, white = (
-        np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)
-    )
+    if brain.size:
+        low, high, black, white = np.percentile(brain, (*RANGE, *WINDOW)).tolist()
+    else:
+        low = 0
+        high = 1
+        black = 0
+        white = 1
     if not low < high:
         high = low + max(1.0, abs(low))
     if not black < white:
-        black, white = low, high
-    steps, packed = STEPS, pack(in_steps(volume, low, high, STEPS))
+        black = low
+        white = high
+    steps = STEPS
+    packed = pack(in_steps(volume, low, high, STEPS))
     while len(packed) > most_bytes and steps > LEAST:
         # Half as many steps spare about a bit a voxel of the brain.
         fewer = 2 ** (-8 * (len(packed) - most_bytes) / max(brain.size, 1))

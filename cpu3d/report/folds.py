@@ -172,9 +172,15 @@ def _sections(files: FoldsFiles) -> List[Section]:
         scores = [_scores_table(files), WEIGHTS_NOTE, *_score_pictures(answers)]
         cases = [_shown(files), Folded("Every case", cases_table(answers.scores))]
     decided = _postprocessing_table(files)
-    words = [f"The folds together: {files.decision.chosen.words}."] if files.decision else []
+    if files.decision:
+        words = [f"The folds together: {files.decision.chosen.words}."]
+    else:
+        words = []
     test = [scores_table(files.test)] if files.test else []
-    ids = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()] if answers else []
+    if answers:
+        ids = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()]
+    else:
+        ids = []
     settings = _settings(next(iter(files.configs.values()))) if files.configs else []
     return [
         ("The folds", [Table(("", ""), _facts(files), names=2), folds_table(files)]),

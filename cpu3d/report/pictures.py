@@ -61,9 +61,11 @@ def chart(
     figure = new_figure(5.4, 2.8)
     axes = figure.add_subplot()
     for line in lines:
-        x, y = np.asarray(line.x, float), np.asarray(line.y, float)
+        x = np.asarray(line.x, float)
+        y = np.asarray(line.y, float)
         good = np.isfinite(x) & np.isfinite(y)
-        x, y = x[good], y[good]
+        x = x[good]
+        y = y[good]
         shown = shown_points(x, y, log=log)
         style = {"color": line.colour, "label": line.name}
         if line.band:
@@ -155,7 +157,8 @@ def strips(
 
 def curves(history: History, coarse_steps: int) -> Figures:
     """A chart of every curve that has points, with a dashed line where full steps begin."""
-    steps, validations = history.steps, history.validations
+    steps = history.steps
+    validations = history.validations
     charts: Figures = []
 
     def of_steps(name: str, values: np.ndarray, colour: str) -> Line:

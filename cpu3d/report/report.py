@@ -95,11 +95,13 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     else is missing."""
     if read_folds(run_dir):
         return write_folds_report(run_dir, out)
-    files, out = gather(run_dir.resolve()), out or run_dir / "report.html"
+    files = gather(run_dir.resolve())
+    out = out or run_dir / "report.html"
     page_file(out)
     seen = files.scores and not files.scores["untouched"]
     alert = warning(files.scores["split"]) if seen else ""
-    title, command = f"Report of {files.folder.name}", "./run.sh report"
+    title = f"Report of {files.folder.name}"
+    command = "./run.sh report"
     write_page(out, title, command, page_sections(files), notes=_missing(files), alert=alert)
     return out
 
@@ -124,7 +126,9 @@ def gather(run_dir: Path) -> RunFiles:
 
 def page_sections(files: RunFiles) -> List[Section]:
     """All that the page shows, in order. An element is added here."""
-    scores, config, starts = files.scores, files.config, files.history.starts
+    scores = files.scores
+    config = files.config
+    starts = files.history.starts
     decided = _decision_table(files) or f"Post-processing is {files.postprocessing.words}."
     hosts = []
     for start in starts:
@@ -160,8 +164,10 @@ def page_sections(files: RunFiles) -> List[Section]:
 
 def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     """Name and value of the settings and facts that distinguish this run."""
-    config, manifest = files.config, files.store.manifest if files.store else None
-    history, last = files.history, starts[-1] if starts else {}
+    config = files.config
+    manifest = files.store.manifest if files.store else None
+    history = files.history
+    last = starts[-1] if starts else {}
     facts = [
         ("run", str(files.folder)),
         (
@@ -187,12 +193,15 @@ def _ended(history: History) -> str:
     """How and when the last attempt ended."""
     if history.last.get("event") == "diverged":
         return f"diverged after step {history.last['step']}: {history.last['reason']}"
-    return f"{history.end['reason']} after step {history.end['step']}" if history.end else "not yet"
+    if history.end:
+        return f"{history.end['reason']} after step {history.end['step']}"
+    return "not yet"
 
 
 def _inference(scores: Mapping[str, Any]) -> str:
     """How the network was applied to the cases that were scored."""
-    runs, ways = scores.get("runs", [scores]), {}
+    runs = scores.get("runs", [scores])
+    ways = {}
     for how in (run["inference"] for run in runs):
         way = "in one pass"
         if how["window"]:
@@ -261,9 +270,15 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
             )
             digits = METRICS[key].digits
             values.append(f"{before:.{digits}f} \u2192 {after:.{digits}f}")
-        removed = f"below {listed(rules)}" if rules else decision.chosen.without.get(name, "none")
+        if rules:
+            removed = f"below {listed(rules)}"
+        else:
+            removed = decision.chosen.without.get(name, "none")
         rows.append((name, removed, *values, str(decision.cases_with[name])))
-    nested = "; each region is cut to the larger regions" if decision.chosen.nested else ""
+    if decision.chosen.nested:
+        nested = "; each region is cut to the larger regions"
+    else:
+        nested = ""
     return Table(
         ("region", "parts removed", *(METRICS[key].label for key in SHOWN), "cases with it"),
         rows,
@@ -276,16 +291,16 @@ def _costs(files: RunFiles, starts: Events) -> Table:
     """Memory and time, a row each: name, measured value, what kind of value, the largest prediction
     of all attempts, by how much that is off. Time is predicted of a step alone, so its waiting for
     data is a row of its own."""
-    coarse_steps, device = files.config["coarse_steps"], files.config["device"]
+    coarse_steps = files.config["coarse_steps"]
+    device = files.config["device"]
     costs = files.history.costs(coarse_steps)
     coarse_s = files.history.median_step_s(coarse_steps, coarse=True, waiting=False)
     full_s = files.history.median_step_s(coarse_steps, waiting=False)
     beside_s = costs.validation_s + costs.checkpoint_s
-    scratch = (
-        "without own operations' scratch"
-        if device == "cpu"
-        else "with cuDNN's workspaces, without CUDA's context"
-    )
+    if device == "cpu":
+        scratch = "without own operations' scratch"
+    else:
+        scratch = "with cuDNN's workspaces, without CUDA's context"
     predicted = [start.get("predicted", {}) for start in starts]
     predicted += [
         {"coarse_step_s": each["coarse"].get("step_s")} for each in predicted if "coarse" in each
@@ -320,7 +335,8 @@ def _costs(files: RunFiles, starts: Events) -> Table:
         off = f"{guess / value - 1:+.1%}" if guess and value else ""
         if key != "upper_bound_bytes" or guess:
             rows.append((name, show(value), how, show(guess) if guess else "", off))
-    all_s, wait_share = costs.steps_s + beside_s, costs.wait_s / (costs.steps_s or np.nan)
+    all_s = costs.steps_s + beside_s
+    wait_share = costs.wait_s / (costs.steps_s or np.nan)
     rows.append(("waiting for data", percent(wait_share), "of the time of the steps", "", ""))
     rows.append(
         (

@@ -69,16 +69,15 @@ def shown_cases(
     `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or
     on another grid is left out, and a case without predictions or that the store no longer has."""
     notes: Dict[str, List[str]] = {}
-    ids, labels = list(scores), store.manifest.labels
+    ids = list(scores)
+    labels = store.manifest.labels
     for note, place in (("best", 0), ("median", len(ids) // 2), ("worst", len(ids) - 1)):
         notes.setdefault(ids[place], []).append(note)
     for case_id, of_case in notes.items():
         try:
-            record, image, truth = (
-                store.case(case_id),
-                store.image(case_id),
-                np.asarray(store.label(case_id)),
-            )
+            record = store.case(case_id)
+            image = store.image(case_id)
+            truth = np.asarray(store.label(case_id))
         except (InputError, KeyError):
             continue
         answers = {}
@@ -88,10 +87,8 @@ def shown_cases(
                 if answer.shape == truth.shape:
                     answers[name] = answer.astype(np.uint8)
         if answers:
-            note, unit = (
-                " and ".join(of_case) if len(ids) > 1 else "",
-                SCORES if image.dtype.kind == "f" else "",
-            )
+            note = " and ".join(of_case) if len(ids) > 1 else ""
+            unit = SCORES if image.dtype.kind == "f" else ""
             volumes = (
                 image,
                 store.manifest.channels,

@@ -197,7 +197,10 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         statuses.append(run_status(run, now) if has_begun else None)
         each.append(_fold_status(fold, run, statuses[-1], usual_s, folds.beside_s))
     workers = _workers(folder, read_heartbeats(folder), now)
-    worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
+    if workers:
+        worker = workers[0]
+    else:
+        worker = WorkerStatus(0, "unknown", "there is no heartbeat")
     is_done = all(fold.state == "scored" for fold in each)
     if is_done and worker.state in IDLE:
         worker = replace(worker, state="finished", detail="")
@@ -243,7 +246,10 @@ def describe_folds(status: FoldsStatus) -> Group:
     for fold in status.folds:
         of = f" of {fold.steps:,}" if fold.steps else ""
         dice = "-" if fold.mean_dice is None else f"{fold.mean_dice:.3f}"
-        left = "-" if fold.seconds_left is None else format_seconds(round(fold.seconds_left))
+        if fold.seconds_left is None:
+            left = "-"
+        else:
+            left = format_seconds(round(fold.seconds_left))
         rows.append((fold.fold, fold.state, f"{fold.step:,}{of}", left, dice))
     columns = ("fold", "state", "step", "left", "mean Dice")
     caption = "mean Dice: of the cases that the fold held out"
@@ -266,11 +272,16 @@ def describe_folds(status: FoldsStatus) -> Group:
 def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a
     damaged config."""
-    run, now = Path(run), time.time() if now is None else now
+    run = Path(run)
+    now = time.time() if now is None else now
     heartbeats = read_heartbeats(run)
-    config = None if heartbeats and not (run / "config.json").is_file() else load_config(run)
+    if heartbeats and not (run / "config.json").is_file():
+        config = None
+    else:
+        config = load_config(run)
     history = History(recent_events(run))
-    workers, checkpoint = _workers(run, heartbeats, now), _checkpoint(run, now)
+    workers = _workers(run, heartbeats, now)
+    checkpoint = _checkpoint(run, now)
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
     last = history.last
     step = max(last.get("step", 0), history.last_step, *(beat.step for beat in beats))
@@ -308,20 +319,21 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
 def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
     """The state of a worker by its heartbeat: its noted end, else the age of its last beat, else
     the beat's content."""
-    age, detail = beat_age_s(run, beat, now), ""
+    age = beat_age_s(run, beat, now)
+    detail = ""
     if beat.exit_code is not None:
         state = ending_of(beat.exit_code).state
         detail = "" if state == "finished" else beat.reason
     elif age > SILENT_S:
-        state, silence = (
-            "silent",
-            f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s",
-        )
+        state = "silent"
+        silence = f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
         detail = f"{silence}; look on {beat.host_name} for process {beat.pid}, and in `dmesg` whether it was killed"
     elif beat.stalled:
-        state, detail = "stalled", beat.stalled
+        state = "stalled"
+        detail = beat.stalled
     elif beat.stop:
-        state, detail = "stopping", beat.stop
+        state = "stopping"
+        detail = beat.stop
     else:
         state = "starting" if beat.phase == "starting" else "running"
     return WorkerStatus(beat.rank, state, detail, age, max(0.0, beat.beat - beat.phase_since), beat)
@@ -339,9 +351,10 @@ def describe(status: RunStatus) -> Group:
     first = Text.assemble(("run: ", "bold"), f"{status.folder}: ", (state, state.style))
     columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
     rows = [_cells(worker) for worker in status.workers]
-    table = (
-        [Table(columns, rows, caption="phase and its duration; G is GiB", names=3)] if rows else []
-    )
+    if rows:
+        table = [Table(columns, rows, caption="phase and its duration; G is GiB", names=3)]
+    else:
+        table = []
     return Group(
         first, *table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines)
     )
@@ -415,7 +428,8 @@ def _advice(
     checkpoint: Optional[Dict[str, Any]],
 ) -> str:
     """What to do next about the worker that decides the run's state, a line; "" for nothing."""
-    state, beat = worst.state, worst.heartbeat
+    state = worst.state
+    beat = worst.heartbeat
     if state in ("running", "starting", "stopping"):
         return ""
     if state == "finished":
@@ -486,12 +500,16 @@ def _styled(state: str) -> str:
 
 
 def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
-    beat, state = worker.heartbeat, _styled(worker.state)
+    beat = worker.heartbeat
+    state = _styled(worker.state)
     if beat is None:
         return (str(worker.rank), state, *["-"] * 6)
     phase = f"{beat.phase}, {format_seconds(round(worker.phase_s))}"
     phase = phase if beat.exit_code is None else f"ended, code {beat.exit_code}"
-    now = None if beat.anonymous_bytes is None else beat.anonymous_bytes + (beat.file_bytes or 0)
+    if beat.anonymous_bytes is None:
+        now = None
+    else:
+        now = beat.anonymous_bytes + (beat.file_bytes or 0)
     now, free = (now, beat.free_bytes) if worker.lives else (None, None)
     sizes = (now, beat.peak_bytes, beat.bound_bytes, free)
     return (str(worker.rank), state, phase, str(beat.step), *map(_short, sizes))
@@ -499,7 +517,10 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
 
 def _progress(status: RunStatus) -> List[Tuple[str, str]]:
     """(name, text) of each line on progress."""
-    of = f" of {status.steps:,} ({status.step / status.steps:.1%})" if status.steps else ""
+    if status.steps:
+        of = f" of {status.steps:,} ({status.step / status.steps:.1%})"
+    else:
+        of = ""
     pace = f", {format_seconds(status.step_s)} a step" if status.step_s else ""
     if status.seconds_left is not None:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
@@ -520,7 +541,8 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         text += "" if mean is None else f", mean {mean:.3f}"
         text += "" if status.best is None else f", best {status.best:.3f}"
         lines.append((f"validation after step {status.validation.get('step')}", text))
-    saved, text = status.checkpoint, "none yet"
+    saved = status.checkpoint
+    text = "none yet"
     if saved:
         age = format_seconds(round(saved["age_s"]))
         text = f"step {saved['step']:,}, {age} ago, {format_bytes(saved['size_bytes'])}"
@@ -540,9 +562,9 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
 
 def _short(size_bytes: Optional[int]) -> str:
     """Bytes for a column, as 14.00G."""
-    return (
-        "-" if size_bytes is None else format_bytes(size_bytes).replace(" ", "").replace("iB", "")
-    )
+    if size_bytes is None:
+        return "-"
+    return format_bytes(size_bytes).replace(" ", "").replace("iB", "")
 
 
 def _dice(dice: Mapping[str, float]) -> str:

@@ -93,7 +93,10 @@ def read_case(
     label = label or files.label
     labels = [*([label] if label else []), *predictions]
     answers = dict(zip(_distinct(predictions), predictions))
-    images, maps, problems, first = {}, {}, [], None
+    images = {}
+    maps = {}
+    problems = []
+    first = None
     for path, is_label in [
         *((path, False) for path in files.images),
         *((path, True) for path in labels),
@@ -154,7 +157,8 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
 
     def place(part: Tuple[str, FileName, Path]) -> Tuple[int, int]:
-        key, number = channel_key(part[0]), part[1].number
+        key = channel_key(part[0])
+        number = part[1].number
         return (order.index(key), 0) if key in order else (len(order), number or 0)
 
     parts = sorted(zip(names, file_names, images), key=place)
@@ -195,7 +199,10 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     array = array if array.ndim == 4 else array[..., None]
     most = MOST_CHANNELS if alone else 1
     if array.shape[3] > most:
-        rule = f"have at most {most} channels" if alone else "be 3D beside other images"
+        if alone:
+            rule = f"have at most {most} channels"
+        else:
+            rule = "be 3D beside other images"
         raise InputError(
             f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one alone"
         )
@@ -219,7 +226,8 @@ def _meanings(
 def _distinct(paths: Sequence[Path]) -> List[str]:
     """A name for each file: its own without the ending; if some are equal its folder's, or else
     numbered."""
-    resolved, names = [path.resolve() for path in paths], [stem_of(path) for path in paths]
+    resolved = [path.resolve() for path in paths]
+    names = [stem_of(path) for path in paths]
     twice = [path for path, place in zip(paths, resolved) if resolved.count(place) > 1]
     refuse(
         f"--prediction must name different files, got {path} twice; name it once"

@@ -81,7 +81,10 @@ def decide_from(evidences: Sequence[Evidence], regions: Regions, *, alone: bool 
             chosen, why = jury.with_rule(chosen, name, alone)
             if name not in chosen.rules:
                 without[name] = why
-    off = "" if chosen.rules or chosen.nested else f"no rule for {reasons(without)}"
+    if chosen.rules or chosen.nested:
+        off = ""
+    else:
+        off = f"no rule for {reasons(without)}"
     chosen = replace(chosen, off=off, without=without)
     before = means_of(evidences, PostProcessing(), regions)
     return Choice(chosen, before, means_of(evidences, chosen, regions), jury.cases_with)

@@ -61,7 +61,8 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
 
     def checked(content: Dict[str, Any]) -> Decision:
         decision = typed(content, Decision)
-        chosen, before = decision.chosen, set(decision.before)
+        chosen = decision.chosen
+        before = set(decision.before)
         named = {*before, *chosen.rules, *chosen.without, *(decision.cases_with or {})}
         is_whole = before == set(decision.after) and all(chosen.rules.values())
         if not is_whole or not named <= set(config.regions):
@@ -140,7 +141,9 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
                     del answers  # else they are in memory while the next case is predicted
                     advance()
             choice = decide_from(evidences, regions, alone=True)
-            chosen, before, after = choice.chosen, choice.before, choice.after
+            chosen = choice.chosen
+            before = choice.before
+            after = choice.after
         hashes = digest, config.split_hash
         decision = Decision(*hashes, len(records), chosen, before, after, cases_with)
         write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
