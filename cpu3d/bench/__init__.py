@@ -17,7 +17,8 @@ def actions() -> Dict[str, str]:
     return {
         "kernels": "time own operations (convolutions) beside the engine's",
         "learning": "measure how fast settings learn: Dice of untouched cases over training cost",
-        "step": "measure time and memory of the training step, under one policy or all, beside the prediction",
+        "step": "measure time and memory of the training step, under one policy or all, beside "
+        "the prediction",
         "tables": "make the pages of results from benchmark records",
         "validate": "measure the configurations by which the estimator is judged, on this host",
     }

@@ -84,7 +84,8 @@ def run(options: Options) -> int:
         say(f"{dtype}: {scale.scale:.2f} of the predicted seconds", stderr=False)
     if busy > QUIET_SHARE:
         say(
-            f"warning: other programs took {busy:.0%} of the CPUs, so times are too long; calibrate again later"
+            f"warning: other programs took {busy:.0%} of the CPUs, so times are too long; "
+            "calibrate again later"
         )
     say(f"written after {time.perf_counter() - begin:.0f} s: {path}", stderr=False)
     return 0

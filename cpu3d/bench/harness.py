@@ -136,7 +136,8 @@ def run_peer(command: str) -> Result:
     result = run_command(valid(shlex.split, command), f"peer {command!r}", cwd=None)
     if not isinstance(result.get("step_s"), (int, float)):
         raise InputError(
-            f"peer {command!r} must print JSON with step_s, got {sorted(result)}; have it print step_s"
+            f"peer {command!r} must print JSON with step_s, got {sorted(result)}; have it "
+            "print step_s"
         )
     return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
 

@@ -243,7 +243,8 @@ class Study:
         if meaning(begun) != meaning(content):
             problems.append(("options", as_words(begun), as_words(content)))
         refuse(
-            f"{name} of {self.folder} must be {old}, as it was begun, got {new}; choose another --name"
+            f"{name} of {self.folder} must be {old}, as it was begun, got {new}; choose "
+            "another --name"
             for name, old, new in problems
         )
         words = [word for word in begun["options"] if word != "--force"]

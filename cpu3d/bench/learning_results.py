@@ -403,7 +403,8 @@ def _folds_table(of_folds: Mapping[str, Mapping[str, float]]) -> Table:
         ("region", *folds, "mean", "by chance"),
         rows,
         title="Difference of the Dice, fold by fold",
-        caption="By chance: if the settings were equally good, the choice of the folds would make a "
+        caption="By chance: if the settings were equally good, the choice of the folds would "
+        "make a "
         "mean larger than this once in 20 times (Student's t). It is rather too small, as networks "
         "of two folds share training cases.",
     )

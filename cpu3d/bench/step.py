@@ -169,7 +169,8 @@ def with_predictions(record: Result, constants: Optional[HostConstants] = None) 
     rows = []
     if not job:
         say(
-            f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction"
+            "warning: engine must be itex or stock to be predicted, got "
+            f"{record['engine_name']}; no prediction"
         )
     for row in record["rows"]:
         if job and row["kind"] == "policy":
@@ -222,7 +223,8 @@ def draw_policies(records: Sequence[Result]) -> bytes:
     alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
     if not alive:
         raise InputError(
-            "records of policies must have live_bytes, got none; measure with `bench step --policies`"
+            "records of policies must have live_bytes, got none; measure with `bench step "
+            "--policies`"
         )
     newest = alive[-1]
     lines = []

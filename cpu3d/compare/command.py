@@ -102,9 +102,14 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
     }
     budgets = [name for name in ("epochs", "voxels", "minutes") if chosen.get(name)]
     if not (options.runs or options.store):
-        yield "--store must name a store, got none; name one, or give --runs with folders to compare"
+        yield (
+            "--store must name a store, got none; name one, or give --runs with folders to compare"
+        )
     if settings.get("validations", 1) < 1:
-        yield f"--validations must be at least 1, got {settings['validations']}; the last step is always validated"
+        yield (
+            f"--validations must be at least 1, got {settings['validations']}; the last "
+            "step is always validated"
+        )
     for option, values in (
         ("seeds", options.seeds),
         ("variant", [name for name, _ in options.variant]),
@@ -115,7 +120,10 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
         names = " and ".join(
             f"--{name.replace('_', '-')}" for name, value in chosen.items() if value
         )
-        yield f"--runs must be without options of training, got {names}; leave them out, as nothing is trained"
+        yield (
+            f"--runs must be without options of training, got {names}; leave them out, "
+            "as nothing is trained"
+        )
     elif len(budgets) > 1:
         values = " and ".join(f"{chosen[name]:g}" for name in budgets)
         yield f"--{' and --'.join(budgets)} must be one budget, got {values}; leave all but one out"

@@ -152,7 +152,8 @@ def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[s
     """
     if "mode" in common:
         raise InputError(
-            f"--mode must be left to the variants, got {common['mode']}; leave it out to train both modes"
+            f"--mode must be left to the variants, got {common['mode']}; leave it out to train "
+            "both modes"
         )
     whole = {**_without(common, OF_PATCHES), "mode": "whole"}
     patch = {**common, "mode": "patch"}
@@ -366,7 +367,8 @@ def resumed(new: Kept, out: Path) -> Kept:
         ) from None
     before, now = (_by_name(json.loads(json.dumps(asked))) for asked in (kept.asked, new.asked))
     refuse(
-        f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
+        f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for "
+        f"{before.get(name, 'none')};"
         " leave it as it was, or choose another --out"
         for name in {**before, **now}
         if before.get(name) != now.get(name)

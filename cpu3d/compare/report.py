@@ -37,8 +37,10 @@ DIFFERENCES = (
 )
 
 COSTS_OF = (
-    "Of one run: the median of the seeds for times, the largest for memory. A case trained: as many voxels as a whole "
-    "case has. Memory is the largest resident set of the process; a card's is the peak of TensorFlow's allocator there."
+    "Of one run: the median of the seeds for times, the largest for memory. A case trained: as "
+    "many voxels as a whole "
+    "case has. Memory is the largest resident set of the process; a card's is the peak of "
+    "TensorFlow's allocator there."
 )
 
 # Settings that are not those of a variant, or belong to the store.
@@ -104,8 +106,10 @@ def scores_table(record: Json) -> Table:
         ("region", "variant", *(metric.label for metric in METRICS.values())),
         rows,
         title="Scores",
-        caption=f"Mean over {count(record['cases'], 'case')}, full grids, and seeds \u00b1 standard deviation of the "
-        f"seeds\u2019 means. {metric_notes(METRICS, record['evaluation']['tolerance_mm'])}. Scored are the weights of "
+        caption=f"Mean over {count(record['cases'], 'case')}, full grids, and seeds \u00b1 "
+        "standard deviation of the "
+        f"seeds\u2019 means. {metric_notes(METRICS, record['evaluation']['tolerance_mm'])}. "
+        "Scored are the weights of "
         "the validation at full resolution with the highest mean Dice.",
         names=2,
     )
@@ -212,7 +216,8 @@ def page_sections(comparison: Comparison, record: Json, out: Path, store: Store)
         ("data", record["data"]["name"]),
         (
             "scored",
-            f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}", full original grids',
+            f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}", full '
+            "original grids",
         ),
         ("budget", record["budget"]),
         ("split hash", config.split_hash + (f", fold {config.fold}" if config.fold else "")),
@@ -304,8 +309,10 @@ def comparisons_markdown(records: Sequence[Json]) -> List[str]:
         lines += [
             f"### {record['title']}",
             "",
-            f"{record['date']}, {host['cores']} cores of {host['cpu']}; {data['name']}, {by(data['shape'], ' x ')}: "
-            f"{split}; {record['budget']}; seeds {listed(record['seeds'])}; scored on {record['cases']} cases of "
+            f"{record['date']}, {host['cores']} cores of {host['cpu']}; {data['name']}, "
+            f"{by(data['shape'], ' x ')}: "
+            f"{split}; {record['budget']}; seeds {listed(record['seeds'])}; scored on "
+            f"{record['cases']} cases of "
             f'"{record["evaluation"]["split"]}".',
             "",
             *(f"- `{name}`: `{options}`" for name, options in record["options"].items()),

@@ -321,7 +321,8 @@ def comparison_of(
     first = runs[baseline][0]
     cases = list(next(iter(first.scores.values()))["dice"])
     refuse(
-        f"run {result.folder} must be scored on the same {kind} as {first.folder}, got {', '.join(sorted(names))} for "
+        f"run {result.folder} must be scored on the same {kind} as {first.folder}, got "
+        f"{', '.join(sorted(names))} for "
         f"{', '.join(sorted(wanted))}; evaluate both on one store"
         for result in results
         for kind, names, wanted in (

@@ -112,7 +112,8 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str
         return STORE, predictor.labels, predictor.regions
     known = ", ".join(f"{code} {label}" for code, label in labels.items())
     refuse(
-        f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
+        f"region {name} of the run must have a code among those of {of} for case "
+        f"{files.case_id}, got {known}; "
         "choose other --codes"
         for name in missing
     )

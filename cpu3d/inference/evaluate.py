@@ -101,7 +101,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     configs = together.configs
     if len(runs) > 1 and not (options.out or together.folder):
         raise InputError(
-            f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it"
+            f"--out must name a folder for the scores of {len(runs)} runs together, got none; "
+            "add it"
         )
     out = options.out.resolve() if options.out else together.folder or runs[0]
     if out == together.folder and split != UNTOUCHED:
@@ -312,7 +313,10 @@ def warning(split: str) -> str:
         seen = "was trained on these cases"
     else:
         seen = "was chosen by its scores on these cases"
-    return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
+    return (
+        f'These are NOT untouched cases: split "{split}". The network {seen}; quote the '
+        'scores of "test" instead.'
+    )
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
@@ -361,7 +365,8 @@ def scores_table(scores: Mapping[str, Any]) -> Table:
     return Table(
         ("region", "score", "mean \u00b1 sd", "median"),
         rows,
-        title=f'{count(scores["cases"], f"{kind} case")} of {scores["name"]}, split "{scores["split"]}"',
+        title=f"{count(scores['cases'], f'{kind} case')} of {scores['name']}, split "
+        f'"{scores["split"]}"',
         caption=metric_notes(tuple(METRICS), scores["tolerance_mm"]),
         names=2,
     )
@@ -493,7 +498,10 @@ def _refuse_foreign(path: Path) -> None:
     except (OSError, ValueError, TypeError):
         ours = path.with_name(OLD).is_dir()  # an evaluation was cut off while it replaced its own
     if present and not ours:
-        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it, got no scores of `evaluate` in {path}"
+        rule = (
+            f"{present[0]} must not be replaced unless `evaluate` wrote it, got no "
+            f"scores of `evaluate` in {path}"
+        )
         raise InputError(f"{rule}; move it away, or choose another --out")
 
 
@@ -537,7 +545,8 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
     if not records:
         raise InputError(f"{_empty(store, split)}; {_filled(store)}")
     refuse(
-        f"case {record.case_id} must have a label to be scored, got none in store {store.folder}; `predict` needs none"
+        f"case {record.case_id} must have a label to be scored, got none in store "
+        f"{store.folder}; `predict` needs none"
         for record in records
         if not record.has_label
     )

@@ -298,7 +298,10 @@ def check_case_fits(record: CaseRecord, exact: Any) -> None:
         else:
             extent = "volume"
             needed = record.shape
-        rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a {extent} of {by(needed, ' x ')}"
+        rule = (
+            f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a "
+            f"{extent} of {by(needed, ' x ')}"
+        )
         raise InputError(f"{rule}; export with --size {by(size, ' ')}, or name another --case")
 
 

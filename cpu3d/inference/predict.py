@@ -87,7 +87,8 @@ class Options:
     )
     codes: str = option(
         AUTO,
-        help="label codes to write; auto: those of the image's own data set if known, else of the run's store",
+        help="label codes to write; auto: those of the image's own data set if known, else of "
+        "the run's store",
         choices=(AUTO, "store", *LABEL_CODES),
     )
 

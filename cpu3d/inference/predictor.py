@@ -27,7 +27,10 @@ from models.unet3d import build_unet3d, finest, weight_names
 AS_TRAINED = Inference()
 # grids whose networks are kept: the training grid, which most cases share, and the last other grid
 NETWORKS = 2
-ADVICE = "slide a smaller --window X Y Z if the run is at full resolution, or take --device cpu if a card ran out"
+ADVICE = (
+    "slide a smaller --window X Y Z if the run is at full resolution, or take "
+    "--device cpu if a card ran out"
+)
 
 
 class Predictor:

@@ -124,7 +124,8 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
             problems.append(str(error))
     if inference.flips and not config.augment.flip:
         problems.append(
-            "--flips must come with a run that was trained on mirror images, got --no-flip; leave it out"
+            "--flips must come with a run that was trained on mirror images, got --no-flip; "
+            "leave it out"
         )
     refuse(problems)
 
@@ -136,10 +137,16 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     try:
         store = open_store(folder or config.store)
     except InputError as error:
-        moved = "if the store was moved, name its folder with --store, or in `export` a case with --case"
+        moved = (
+            "if the store was moved, name its folder with --store, or in `export` a "
+            "case with --case"
+        )
         raise InputError(*error.problems, *([] if folder else [moved])) from None
     if store.manifest.split_hash != config.split_hash:
-        rule = f"store {store.folder} must have the split {config.split_hash} that the run was trained with"
+        rule = (
+            f"store {store.folder} must have the split {config.split_hash} that the run "
+            "was trained with"
+        )
         todo = "its test cases may have been trained on, so name the run's own store"
         raise InputError(f"{rule}, got {store.manifest.split_hash}; {todo}")
     return with_fold(store, config.fold)

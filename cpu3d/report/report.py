@@ -236,7 +236,10 @@ def _scores_section(files: RunFiles) -> List[Part]:
     every = " ".join(
         " ".join(f"{metric.label}: {metric.of.__doc__}".split()) for metric in METRICS.values()
     )
-    text = f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} Empty masks score as in BraTS."
+    text = (
+        f"Weights \u201c{scores['weights']}\u201d, on the full original grid. {every} "
+        "Empty masks score as in BraTS."
+    )
     every_case = Folded("Every case", cases_table(scores))
     return [scores_table(scores), text, pictures.score_pictures(scores), every_case]
 
@@ -282,7 +285,8 @@ def _decision_table(files: RunFiles) -> Optional[Table]:
     return Table(
         ("region", "parts removed", *(METRICS[key].label for key in SHOWN), "cases with it"),
         rows,
-        caption=f"Means over {count(decision.cases, 'validation case')}, before \u2192 after{nested}.",
+        caption=f"Means over {count(decision.cases, 'validation case')}, before \u2192 "
+        f"after{nested}.",
         names=2,
     )
 

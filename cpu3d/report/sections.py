@@ -114,7 +114,8 @@ def cases_table(scores: Mapping[str, Any]) -> Table:
     return Table(
         ("case", "region", *(metric.heading for metric in METRICS.values()), "ml"),
         rows,
-        caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, prediction or both are empty.",
+        caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, "
+        "prediction or both are empty.",
         names=2,
     )
 

@@ -327,7 +327,10 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
     elif age > SILENT_S:
         state = "silent"
         silence = f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
-        detail = f"{silence}; look on {beat.host_name} for process {beat.pid}, and in `dmesg` whether it was killed"
+        detail = (
+            f"{silence}; look on {beat.host_name} for process {beat.pid}, and in "
+            "`dmesg` whether it was killed"
+        )
     elif beat.stalled:
         state = "stalled"
         detail = beat.stalled

@@ -204,7 +204,8 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
         else:
             rule = "be 3D beside other images"
         raise InputError(
-            f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one alone"
+            f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or "
+            "one alone"
         )
     array = np.nan_to_num(array, posinf=0, neginf=0)
     for number in range(array.shape[3]):

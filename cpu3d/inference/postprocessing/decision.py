@@ -167,7 +167,10 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
             )
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
     except Exception as error:  # also TensorFlow's own: in any case the run is whole
-        line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
+        line = (
+            f"off: it could not be decided, {str(error) or type(error).__name__}; "
+            "repeat the same command"
+        )
     except KeyboardInterrupt:
         done = "the run is complete, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
