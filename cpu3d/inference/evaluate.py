@@ -181,8 +181,6 @@ def evaluate_split(
     records = _cases_to_score(predictor, store, split)
     if about is None:
         about = origin([run_dir], [load_config(run_dir)], [predictor])
-    else:
-        about = about
     about = {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm}
     cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
