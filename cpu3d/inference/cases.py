@@ -105,8 +105,10 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str
     labels = LABEL_CODES.get(choice, {})
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, {})
-    codes = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
-    regions = {name.casefold(): members for name, members in codes.items()}
+    # Each label by itself is a region too, unless the release has one of its name.
+    regions = {name.casefold(): (code,) for code, name in labels.items() if code}
+    for name, members in regions_of(labels).items():
+        regions[name.casefold()] = members
     missing = [name for name in predictor.regions if name.casefold() not in regions]
     if not labels or (missing and choice == AUTO):
         return STORE, predictor.labels, predictor.regions
@@ -139,9 +141,10 @@ class _Search:
         """A line for each order of channels that was assumed."""
         lines = []
         for order, ids in self.assumed.items():
-            of = listed(ids if len(ids) < 4 else [*ids[:2], f"{len(ids) - 2} other cases"])
+            if len(ids) > 3:
+                ids = [*ids[:2], f"{len(ids) - 2} other cases"]
             rule = "no dataset.json or name tells the order of the channels, which is taken to be"
-            lines.append(f"note: {of}: {rule} {', '.join(order)}")
+            lines.append(f"note: {listed(ids)}: {rule} {', '.join(order)}")
         return lines
 
     def is_4d(self, path: Path) -> bool:
@@ -166,13 +169,13 @@ class _Search:
             rule = f"--image {folder} must be a folder of cases, got a data set"
             self.problems.append(f"{rule}; name its {' or '.join(images)}")
             return
-        cases = []
+        with_volumes = []
         for path in below:
             candidates = [path] if volumes_in(path) else _folders_in(path, out)
-            cases += [candidate for candidate in candidates if volumes_in(candidate)]
-        for path in cases:
+            with_volumes += [candidate for candidate in candidates if volumes_in(candidate)]
+        for path in with_volumes:
             self._add_volumes(path)
-        if not cases:
+        if not with_volumes:
             rule = f"--image {folder} must be a case or hold cases, files in .nii.gz or .nii"
             self.problems.append(f"{rule}, found none; check the path")
 
@@ -286,15 +289,17 @@ class _Search:
         is_one_case = len({names[path].channel for path in paths}) == len(paths)
         groups = defaultdict(list)
         for path in paths:
-            groups["" if is_one_case else (path.parent, names[path].case)].append(path)
+            key = None if is_one_case else (path.parent, names[path].case)
+            groups[key].append(path)
         for files in groups.values():
             where = folder or files[0].parent
-            rest = min(names[path].case for path in files)
-            case_id = name_of(where) if not rest or (folder and len(groups) == 1) else rest
-            own = {
-                channel: [path for path in files if names[path].channel == channel_key(channel)]
-                for channel in self.store
-            }
+            case_id = min(names[path].case for path in files)
+            if not case_id or (folder and len(groups) == 1):
+                case_id = name_of(where)
+            own = {}
+            for channel in self.store:
+                key = channel_key(channel)
+                own[channel] = [path for path in files if names[path].channel == key]
             has_store = all(len(paths) == 1 for paths in own.values())
             is_alone = folder is None and len(self.inputs) == 1
             wanted = self.store if has_store and not is_alone else self.inputs

@@ -65,9 +65,7 @@ from memory_estimator.common.table import Table, new_console
 SCHEMA = 1  # version of scores.json
 PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, beside scores.json
 FILES = (PREDICTIONS, "scores.json")  # all files of an evaluation; the scores are written last
-UNTOUCHED = (
-    "test"  # the one split that neither training nor the choice of the best checkpoint has seen
-)
+UNTOUCHED = "test"  # the split that neither training nor the choice of the best checkpoint has seen
 WORST = 5  # cases that the summary names
 
 # Statistics of a metric over the cases; the deviation is of these cases, n in the denominator.
@@ -99,15 +97,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     together = answering(dataclasses.replace(chosen, run=named))
     runs = together.runs
     configs = together.configs
-    if len(runs) > 1 and not (options.out or together.folder):
-        raise InputError(
-            f"--out must name a folder for the scores of {len(runs)} runs together, got none; "
-            "add it"
-        )
-    out = options.out.resolve() if options.out else together.folder or runs[0]
-    if out == together.folder and split != UNTOUCHED:
-        rule = f"--out must name another folder than that of folds for split {split}, got {out}"
-        raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
+    out = _folder_for_scores(options, together)
     store = store_of_run(configs[0], options.store)
     folds = [config.fold for config in configs]
     if not store.manifest.split[split]:
@@ -121,29 +111,30 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(runs, together.weights, inference)
     if split != UNTOUCHED and not _is_out_of_fold(together, split):
         say(f"warning: {warning(split)}")
-    answers = predictors if held_out else [Ensemble(predictors)]
-    pairs = list(zip(answers, decided))
     for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
         say(f"post-processing: {words}")
-    scored = with_folds(store, folds) if held_out else store
-    say(*note_lines(_notes(scored, split, configs)))
     about = origin(runs, configs, predictors)
-    for run, ids in zip(about.get("runs", ()), held_out.values()):
-        run["held_out"] = ids
     answers_of = {}
-    for pair, ids in zip(pairs, held_out.values()):
-        answers_of.update(dict.fromkeys(ids, pair))
-    predictor, postprocessing = pairs[0]
+    if held_out:
+        store = with_folds(store, folds)
+        predictor = predictors[0]
+        for place, fold in enumerate(folds):
+            about["runs"][place]["held_out"] = held_out[fold]
+            for case_id in held_out[fold]:
+                answers_of[case_id] = (predictors[place], decided[place])
+    else:
+        predictor = Ensemble(predictors)
+    say(*note_lines(_notes(store, split, configs)))
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
-            scored,
+            store,
             split,
             out,
             weights=together.weights,
             tolerance_mm=options.tolerance,
             about=about,
-            postprocessing=postprocessing,
+            postprocessing=decided[0],
             held_out=answers_of,
             evidence=options.evidence,
         )
@@ -153,6 +144,25 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         _print_scores(scores, held_out)
     say(f"written: {path}")
     return 0
+
+
+def _folder_for_scores(options: Options, together: Answering) -> Path:
+    """The folder that evaluation/ is in. Raises InputError if several runs need a name for it, and
+    if it is where `train --folds` keeps its scores."""
+    if options.out:
+        out = options.out.resolve()
+    elif together.folder:
+        out = together.folder
+    elif len(together.runs) == 1:
+        out = together.runs[0]
+    else:
+        rule = f"--out must name a folder for the scores of {len(together.runs)} runs together"
+        raise InputError(f"{rule}, got none; add it")
+    if out == together.folder and options.split != UNTOUCHED:
+        split = options.split
+        rule = f"--out must name another folder than that of folds for split {split}, got {out}"
+        raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
+    return out
 
 
 def evaluate_split(
@@ -187,7 +197,9 @@ def evaluate_split(
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                answering = (held_out or {}).get(record.case_id, (predictor, postprocessing))
+                answering = (predictor, postprocessing)
+                if held_out:
+                    answering = held_out.get(record.case_id, answering)
                 painted = folder / PREDICTIONS
                 cases.append(_score(answering, store, record, tolerance_mm, painted, evidence))
                 advance()
@@ -206,6 +218,7 @@ def _scores_json(
     """The content of scores.json."""
     regions = predictor.regions
     manifest = store.manifest
+    meanings = code_meanings(regions, predictor.labels)
     return {
         "schema": SCHEMA,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -216,9 +229,7 @@ def _scores_json(
         "untouched": split == UNTOUCHED,
         "split_hash": manifest.split_hash,
         "regions": {name: list(codes) for name, codes in regions.items()},
-        "label_codes": {
-            str(code): name for code, name in code_meanings(regions, predictor.labels).items()
-        },
+        "label_codes": {str(code): name for code, name in meanings.items()},
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "peak_rss_bytes": peak_rss_bytes(),
         "summary": summarise(cases),
@@ -311,10 +322,8 @@ def warning(split: str) -> str:
         seen = "was trained on these cases"
     else:
         seen = "was chosen by its scores on these cases"
-    return (
-        f'These are NOT untouched cases: split "{split}". The network {seen}; quote the '
-        'scores of "test" instead.'
-    )
+    text = f'These are NOT untouched cases: split "{split}". The network {seen}'
+    return f'{text}; quote the scores of "test" instead.'
 
 
 def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
@@ -323,17 +332,13 @@ def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
     summary: Dict[str, Dict[str, Any]] = {}
     for region in cases[0]["regions"]:
         rows = [case["regions"][region] for case in cases]
-        columns = {metric: [row[metric] for row in rows] for metric in METRICS}
-        summary[region] = {
-            **{
-                name: {key: float(of(values)) for key, of in STATISTICS.items()}
-                for name, values in columns.items()
-            },
-            "empty": {
-                kind: sum(row["empty"] == kind for row in rows)
-                for kind in ("both", "truth", "prediction")
-            },
-        }
+        of_region: Dict[str, Any] = {}
+        for metric in METRICS:
+            values = [row[metric] for row in rows]
+            of_region[metric] = {name: float(of(values)) for name, of in STATISTICS.items()}
+        kinds = [row["empty"] for row in rows]
+        of_region["empty"] = {kind: kinds.count(kind) for kind in ("both", "truth", "prediction")}
+        summary[region] = of_region
     return summary
 
 
@@ -350,7 +355,8 @@ def worst_of(cases: Sequence[Mapping[str, Any]]) -> List[Dict[str, Any]]:
 
 def scores_table(scores: Mapping[str, Any]) -> Table:
     """Every metric of every region: mean, standard deviation and median over the cases."""
-    kind = "untouched" if scores["untouched"] else "NOT untouched"
+    kind = "untouched case" if scores["untouched"] else "NOT untouched case"
+    cases = count(scores["cases"], kind)
     rows = []
     for region, summary in scores["summary"].items():
         for name, metric in METRICS.items():
@@ -363,8 +369,7 @@ def scores_table(scores: Mapping[str, Any]) -> Table:
     return Table(
         ("region", "score", "mean \u00b1 sd", "median"),
         rows,
-        title=f"{count(scores['cases'], f'{kind} case')} of {scores['name']}, split "
-        f'"{scores["split"]}"',
+        title=f'{cases} of {scores["name"]}, split "{scores["split"]}"',
         caption=metric_notes(tuple(METRICS), scores["tolerance_mm"]),
         names=2,
     )
@@ -379,10 +384,12 @@ def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         say(f"worst by mean Dice: {worst}", stderr=False)
     if held_out:
-        means = ", ".join(
-            f"{fold} {np.mean([dice[case] for case in ids]):.3f}" for fold, ids in held_out.items()
-        )
-        say(f"mean Dice of each fold on the cases it held out: {means}", stderr=False)
+        means = []
+        for fold, ids in held_out.items():
+            mean = np.mean([dice[case_id] for case_id in ids])
+            means.append(f"{fold} {mean:.3f}")
+        text = "mean Dice of each fold on the cases it held out"
+        say(f"{text}: {', '.join(means)}", stderr=False)
 
 
 # The fields of scores.json that are read.
@@ -425,13 +432,10 @@ class _Scores(_Run):
 def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     """The content of scores.json as it was read. Raises ValueError if it is damaged."""
     typed(scores, _Scores, "scores")
-    parts = [scores["summary"], *(case["regions"] for case in scores["cases"])]
     names = set(scores["regions"])
-    if (
-        scores["split"] not in SPLITS
-        or len(parts) == 1
-        or any(set(part) != names for part in parts)
-    ):
+    scored = [scores["summary"], *(case["regions"] for case in scores["cases"])]
+    is_of_regions = all(set(regions) == names for regions in scored)
+    if scores["split"] not in SPLITS or not scores["cases"] or not is_of_regions:
         raise ValueError("another split, no cases, or cases of other regions")
     if not all("inference" in run for run in scores.get("runs", [scores])):
         raise ValueError("a run without inference")
@@ -441,10 +445,9 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
 def _is_out_of_fold(together: Answering, split: str) -> bool:
     """Whether the cases of a split are held out by folds, and have not chosen the weights: the last
     ones, of trainings that they could not end."""
-    is_chosen = together.weights != FOLD_WEIGHTS or any(
-        config.patience for config in together.configs
-    )
-    return split == "val" and all(config.fold for config in together.configs) and not is_chosen
+    configs = together.configs
+    is_chosen = together.weights != FOLD_WEIGHTS or any(config.patience for config in configs)
+    return split == "val" and all(config.fold for config in configs) and not is_chosen
 
 
 def _decided(
@@ -481,9 +484,8 @@ def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Seque
     if len(folds) == 1 or not any(folds) or split == UNTOUCHED:
         return {}
     if split == "train":
-        raise InputError(
-            f"--split must be test or val for {len(folds)} folds, got train, which differs by fold"
-        )
+        rule = f"--split must be test or val for {len(folds)} folds"
+        raise InputError(f"{rule}, got train, which differs by fold; choose one")
     return {fold: with_fold(store, fold).manifest.split["val"] for fold in folds}
 
 
@@ -496,11 +498,9 @@ def _refuse_foreign(path: Path) -> None:
     except (OSError, ValueError, TypeError):
         ours = path.with_name(OLD).is_dir()  # an evaluation was cut off while it replaced its own
     if present and not ours:
-        rule = (
-            f"{present[0]} must not be replaced unless `evaluate` wrote it, got no "
-            f"scores of `evaluate` in {path}"
-        )
-        raise InputError(f"{rule}; move it away, or choose another --out")
+        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it"
+        got = f"got no scores of `evaluate` in {path}"
+        raise InputError(f"{rule}, {got}; move it away, or choose another --out")
 
 
 def _empty(store: Store, split: str) -> str:
@@ -536,15 +536,17 @@ def _instead(store: Store, together: Answering) -> str:
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
     manifest = store.manifest
     records = store.cases(split)
-    own, stored = ((tuple(owner.channels), dict(owner.labels)) for owner in (predictor, manifest))
+    own = (tuple(predictor.channels), dict(predictor.labels))
+    stored = (tuple(manifest.channels), dict(manifest.labels))
     if own != stored:
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
         raise InputError(f"{rule}; name the run's own store")
     if not records:
         raise InputError(f"{_empty(store, split)}; {_filled(store)}")
+    where = f"store {store.folder}"
     refuse(
-        f"case {record.case_id} must have a label to be scored, got none in store "
-        f"{store.folder}; `predict` needs none"
+        f"case {record.case_id} must have a label to be scored, got none in {where}; "
+        "`predict` needs none"
         for record in records
         if not record.has_label
     )

@@ -82,7 +82,7 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
     first = dict(scores[next(iter(runs))])
     for name in ("fold", "inference"):  # of this fold alone
         first.pop(name, None)
-    peaks = [each.get("peak_rss_bytes") or 0 for each in scores.values()]
+    peaks = [of_fold.get("peak_rss_bytes") or 0 for of_fold in scores.values()]
     joined = {
         **first,
         "run": str(folder),

@@ -4,8 +4,8 @@
     json.dumps(evidence.to_json())                                # and evidence_from_json
     means_of([evidence], PostProcessing({"WT": (Rule(mm3=50),)}), regions)["WT"].lesion_dice
 
-Kept are the sizes of the predicted components and of the true lesions, and which of them touch: some
-hundred numbers a case, so that the cases of all folds can decide together.
+Kept are the sizes of the predicted components and of the true lesions, and which of them touch:
+some hundred numbers a case, so that the cases of all folds can decide together.
 """
 
 import dataclasses
