@@ -2,7 +2,7 @@
 LABEL.nii.gz"""
 
 # This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and a reader of
-# the network alone.
+# the network alone, and SciPy for post-processing.
 import itertools
 import json
 import pathlib
@@ -25,12 +25,11 @@ def load_network(folder, about):
     import tensorflow as tf
 
     model = tf.saved_model.load(file)
-    output = next(iter(about["outputs"]))
+    (output,) = about["outputs"]
 
     def network(**inputs):
-        return model.signatures["serving_default"](
-            **{n: tf.constant(a) for n, a in inputs.items()}
-        )[output].numpy()
+        tensors = {name: tf.constant(array) for name, array in inputs.items()}
+        return model.signatures["serving_default"](**tensors)[output].numpy()
 
     return network
 
@@ -44,54 +43,60 @@ def probabilities_of(network, about, image):
     low = (0, 0, 0)
     high = shape
     if about["extent"] == "brain":  # the box around all voxels that are not 0
-        full = [np.flatnonzero((image != 0).any(tuple({0, 1, 2, 3} - {axis}))) for axis in range(3)]
-        low = [at[0] for at in full]
-        high = [at[-1] + 1 for at in full]
-    seen = [max(b - a, w) for a, b, w in zip(low, high, size)]
-    if not slides and seen != list(size):
-        sys.exit(f"the image must fit into {size}, got {seen}; export with a larger --size")
-    start = [
-        min(max(a - (w - (b - a)) // 2, 0), n - w) if w < n else -((w - n) // 2)
-        for a, b, w, n in zip(low, high, seen, shape)
-    ]
-    inside = tuple(slice(max(s, 0), min(s + w, n)) for s, w, n in zip(start, seen, shape))
-    place = tuple(slice(max(-s, 0), max(-s, 0) + i.stop - i.start) for s, i in zip(start, inside))
-    part = np.zeros((*seen, image.shape[3]), np.float32)
-    part[place] = image[inside]
+        x, y, z = np.nonzero((image != 0).any(-1))
+        low = [x.min(), y.min(), z.min()]
+        high = [x.max() + 1, y.max() + 1, z.max() + 1]
+    boxed = [max(b - a, w) for a, b, w in zip(low, high, size)]
+    if not slides and boxed != list(size):
+        sys.exit(f"the image must fit into {size}, got {boxed}; export with a larger --size")
+    inside = []  # the box in the image
+    place = []  # of that in what the network sees, which has zeros around it
+    for a, b, w, n in zip(low, high, boxed, shape):
+        if w < n:  # around the middle of what is there, within the image
+            start = min(max(a - (w - (b - a)) // 2, 0), n - w)
+        else:
+            start = -((w - n) // 2)
+        first = max(start, 0)
+        stop = min(start + w, n)
+        inside.append(slice(first, stop))
+        place.append(slice(first - start, stop - start))
+    inside = tuple(inside)
+    place = tuple(place)
+    seen = np.zeros((*boxed, image.shape[3]), np.float32)
+    seen[place] = image[inside]
     if slides:
-        answer = windows(network, about, image, part)
+        answer = windows(network, about, image, seen)
     else:
-        answer = network(image=part)
+        answer = network(image=seen)
     probabilities = np.zeros((*shape, answer.shape[-1]), np.float32)
     probabilities[inside] = answer[place]
     return probabilities
 
 
-def windows(network, about, image, part):
-    """Probabilities of a part of an image, from windows that slide over it."""
-    values = [
-        image[..., channel][image[..., channel] != 0].astype(np.float64)
-        for channel in range(image.shape[3])
-    ]
-    mean, std = (
-        np.float32([getattr(channel, name)() for channel in values]) for name in ("mean", "std")
-    )
-    size = about["size"]
-    bells = [
-        np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w * about["sigma"])) ** 2) for w in size
-    ]
+def windows(network, about, image, seen):
+    """Probabilities of what is `seen` of an image, from windows that slide over it."""
+    means = []
+    deviations = []
+    for channel in range(image.shape[3]):
+        values = image[..., channel]
+        values = values[values != 0].astype(np.float64)
+        means.append(values.mean())
+        deviations.append(values.std())
+    bells = []  # along each axis
+    starts = []
+    for n, w in zip(seen.shape, about["size"]):
+        places = np.arange(w) - (w - 1) / 2
+        bells.append(np.exp(-0.5 * (places / (w * about["sigma"])) ** 2))
+        stride = max(int(w * (1 - about["overlap"])), 1)
+        steps = -(-(n - w) // stride)
+        starts.append([i * (n - w) // max(steps, 1) for i in range(steps + 1)])
     bell = np.einsum("x,y,z->xyz", *bells).astype(np.float32)[..., None]
-    steps = [
-        -(-(n - w) // max(int(w * (1 - about["overlap"])), 1)) for n, w in zip(part.shape, size)
-    ]
-    starts = [
-        [i * (n - w) // max(k, 1) for i in range(k + 1)] for n, w, k in zip(part.shape, size, steps)
-    ]
-    total = np.zeros((*part.shape[:3], len(about["regions"])), np.float32)
-    weight = 0 * part[..., :1]
+    total = np.zeros((*seen.shape[:3], len(about["regions"])), np.float32)
+    weight = np.zeros((*seen.shape[:3], 1), np.float32)
     for corner in itertools.product(*starts):
-        tile = tuple(slice(s, s + w) for s, w in zip(corner, size))
-        total[tile] += bell * network(image=part[tile], mean=mean, std=std)
+        tile = tuple(slice(start, start + w) for start, w in zip(corner, about["size"]))
+        logits = network(image=seen[tile], mean=np.float32(means), std=np.float32(deviations))
+        total[tile] += bell * logits
         weight[tile] += bell
     return 0.5 + 0.5 * np.tanh(total / weight / 2)  # logits are blended, and then the sigmoid
 
@@ -131,15 +136,14 @@ def channel_of(name, about):
 
 
 def word_of(name, about, before):
-    """The channel that a part of a file's name means, if it is no number; T1 is with contrast if it
+    """The channel that a word of a file's name means, if it is no number; T1 is with contrast if it
     says so `before`, as in x_ce-gd_T1w."""
     if re.fullmatch(r"[\s_\d-]*", name):
         return None
     agent = r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)"
+    has_agent = re.search(agent, before.rstrip(" _.-"), re.IGNORECASE)
     channel = channel_of(name, about)
-    if channel == channel_of("t1", about) and re.search(
-        agent, before.rstrip(" _.-"), re.IGNORECASE
-    ):
+    if channel == channel_of("t1", about) and has_agent:
         return channel_of("t1gd", about)
     return channel
 
@@ -161,8 +165,11 @@ def channel_at_end(path, about, is_alone):
     if number and (not is_alone or number[1] == "0000"):
         return channel_of(number[1], about)
     starts = [0, *(mark.end() for mark in re.finditer(r"[\s_.-]", stem))]
-    ends = (word_of(stem[start:], about, stem[:start]) for start in starts)
-    return next(filter(None, ends), None)
+    for start in starts:
+        channel = word_of(stem[start:], about, stem[:start])
+        if channel:
+            return channel
+    return None
 
 
 def channel_within(path, about):
@@ -217,22 +224,23 @@ def processed(probabilities, about, voxel_mm3):
         for larger in cut["to"]:
             kept[..., cut["output"]][~(probabilities[..., larger] >= about["threshold"])] = 0
     label = painted(kept, about)
-    for rule in steps["remove"]:  # parts of a region, connected by 26 neighbours
+    for rule in steps["remove"]:  # components of a region, connected by 26 neighbours
         from scipy import ndimage
 
-        parts = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
-        mm3 = np.bincount(parts.ravel())[1:] * float(voxel_mm3)
+        components = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
+        mm3 = np.bincount(components.ravel())[1:] * float(voxel_mm3)
         answer = probabilities[..., rule["output"]]
-        sure = np.asarray(ndimage.maximum(answer, parts, np.arange(1, len(mm3) + 1)), float)
+        numbers = np.arange(1, len(mm3) + 1)
+        sure = np.asarray(ndimage.maximum(answer, components, numbers), float)
         goes = np.ones(len(mm3), bool)
         for bound in rule["below"]:
             goes &= removed(bound, mm3, sure)
-        label[np.concatenate([[False], goes])[parts]] = rule["becomes"]
+        label[np.concatenate([[False], goes])[components]] = rule["becomes"]
     return label
 
 
 def removed(bound, mm3, sure):
-    """Which parts of a region a bound removes; they have these volumes and largest
+    """Which components of a region a bound removes; they have these volumes and largest
     probabilities."""
     largest = mm3.max(initial=0)
     goes = mm3 < max(bound["mm3"], bound["share"] * largest) * (1 - 1e-9)
@@ -262,17 +270,19 @@ def without_residue(volume):
     near = size <= 1e-2 * largest
     few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
     apart = np.count_nonzero(tiny) >= 0.5 * np.count_nonzero(near)
-    if few or not (apart or border(tiny).mean() >= 0.5) or np.array_equal(np.rint(volume), volume):
+    around = apart or border(tiny).mean() >= 0.5
+    if few or not around or np.array_equal(np.rint(volume), volume):
         return volume
     from scipy import ndimage
 
-    parts = ndimage.label(near)[0]
-    outside = np.zeros(parts.max() + 1, bool)
-    outside[border(parts)] = True
-    outside[0] = False
-    beside = volume[outside[parts] & ~tiny]
+    components = ndimage.label(near)[0]
+    is_outside = np.zeros(components.max() + 1, bool)  # by number
+    is_outside[border(components)] = True
+    is_outside[0] = False
+    outside = is_outside[components]
+    beside = volume[outside & ~tiny]
     swings = np.count_nonzero(beside < 0) >= 0.2 * max(beside.size, 1)
-    return np.where(tiny | (outside[parts] & swings), np.float32(0), volume)
+    return np.where(tiny | (outside & swings), np.float32(0), volume)
 
 
 def border(volume):
@@ -313,10 +323,10 @@ def read_image(paths):
         if not np.isfinite(volume).all():
             print(f"note: {path}: NaN and infinite voxels are made background", file=sys.stderr)
         volume = np.nan_to_num(volume, posinf=0, neginf=0)
-        parts = np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0)
-        if any(np.mean((part > -1100) & (part < -900)) >= 0.05 for part in parts):
-            sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
-        channels += map(without_residue, parts)
+        for channel in np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0):
+            if np.mean((channel > -1100) & (channel < -900)) >= 0.05:
+                sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
+            channels.append(without_residue(channel))
     return np.stack(channels, -1), files[0]
 
 
