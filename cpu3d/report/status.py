@@ -51,31 +51,15 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 
-WORST_FIRST = (
-    *(
-        "diverged",
-        "out of memory",
-        "too large",
-        "failed",
-        "stalled",
-        "silent",
-        "broken off",
-        "unknown",
-        "interrupted",
-    ),
-    *("stopping", "starting", "running", "finished"),
-)
+TO_MEND = ("diverged", "out of memory", "too large", "failed", "stalled")
+LOST = ("silent", "broken off", "unknown", "interrupted")
+FINE = ("stopping", "starting", "running", "finished")  # these need no attention
+WORST_FIRST = (*TO_MEND, *LOST, *FINE)
 """States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
 and those of workers that have noted no end. The run's state is that of its worst worker."""
 
-FINE = WORST_FIRST[-4:]  # these need no attention
-IDLE = (
-    "silent",
-    "broken off",
-    "unknown",
-    "interrupted",
-    "finished",
-)  # of no effect on a finished run
+IDLE = (*LOST, "finished")  # of no effect on a finished run
+ALIVE = ("running", "starting")
 
 
 @dataclass(frozen=True)
@@ -117,11 +101,8 @@ class WorkerStatus:
     @property
     def lives(self) -> bool:
         """Whether it holds memory, as far as is known."""
-        return (
-            self.heartbeat is not None
-            and self.heartbeat.exit_code is None
-            and self.state != "silent"
-        )
+        has_ended = self.heartbeat is None or self.heartbeat.exit_code is not None
+        return not has_ended and self.state != "silent"
 
 
 @dataclass(frozen=True)
@@ -137,16 +118,14 @@ class RunStatus:
     step: int
     steps: Optional[int]
     step_s: Optional[float]  # median of the recent ones
-    seconds_left: Optional[
-        float
-    ]  # at the pace of this attempt, validations and saves included; None unless it runs
+    # At the pace of this attempt, validations and saves included; None unless it runs.
+    seconds_left: Optional[float]
     recent_steps: int  # that loss and Dice are means of
     loss: Optional[float]
     dice: Dict[str, float]
     validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
-    best: Optional[
-        float
-    ]  # the mean Dice of the best weights, from their file; None without validation
+    # The mean Dice of the best weights, from their file; None without validation.
+    best: Optional[float]
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
 
 
@@ -181,7 +160,8 @@ class FoldsStatus:
 def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     """Look at a folder of folds. Raises InputError for one that is none, or is damaged."""
     folder = Path(folder)
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
     folds = read_folds(folder)
     if folds is None:
         rule = f"folder {folder} must be one of `train --folds`, got another"
@@ -189,51 +169,36 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
     ends = [last_end(run) for run in runs.values()]
     taken_s = [end.get("seconds") for end in ends if end.get("reason") in FINISHED]
-    usual_s = median([seconds for seconds in taken_s if seconds]) or folds.training_s
+    taken_s = [seconds for seconds in taken_s if seconds]
+    usual_s = median(taken_s) if taken_s else folds.training_s
     statuses = []
     each = []
     for fold, run in runs.items():
         has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
         statuses.append(run_status(run, now) if has_begun else None)
         each.append(_fold_status(fold, run, statuses[-1], usual_s, folds.beside_s))
-    workers = _workers(folder, read_heartbeats(folder), now)
-    if workers:
-        worker = workers[0]
-    else:
-        worker = WorkerStatus(0, "unknown", "there is no heartbeat")
-    is_done = all(fold.state == "scored" for fold in each)
-    if is_done and worker.state in IDLE:
-        worker = replace(worker, state="finished", detail="")
-    elif not is_done and worker.state == "finished":
-        lacking = listed(fold.fold for fold in each if fold.state != "scored")
-        worker = replace(worker, state="unknown", detail=f"folds have no current scores: {lacking}")
-    beat = worker.heartbeat
-    is_alive = worker.state in ("running", "starting")
+    lacking = [fold.fold for fold in each if fold.state != "scored"]
+    worker = _folds_worker(folder, lacking, now)
+    is_alive = worker.state in ALIVE
     left_s = [fold.seconds_left for fold in each]
-    advice = ""
     failed = [status for status in statuses if status and not status.is_fine]
     if worker.state == "finished":
-        advice = f"`predict --run {folder}` takes the folds together"
-        if _has_test_cases(folds.store):
-            advice = (
-                f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
-            )
-        else:
-            advice += f", {folder / 'report.html'} has the scores of every case"
-    elif worker.state in ("silent", "stalled"):
-        advice = "when its process has ended, the same command continues"
-    elif worker.state not in FINE:
-        advice = failed[0].advice if failed else "the same command continues"
-    if worker.state == "interrupted":  # the reason that it noted is the advice
-        lacking = listed(fold.fold for fold in each if fold.state != "scored")
-        worker = replace(worker, detail=f"it was stopped before these folds were scored: {lacking}")
+        advice = _advice_on_scored_folds(folder, folds.store)
+    elif worker.state in FINE:
+        advice = ""
+    elif failed and worker.state not in ("silent", "stalled"):
+        advice = failed[0].advice
+    else:
+        advice = "the same command continues"
+        if worker.state in ("silent", "stalled"):
+            advice = f"when its process has ended, {advice}"
     return FoldsStatus(
         folder=str(folder),
         state=worker.state,
         detail=worker.detail,
         advice=advice,
         is_fine=worker.state in FINE,
-        phase=beat.phase if beat and is_alive else "",
+        phase=worker.heartbeat.phase if worker.heartbeat and is_alive else "",
         phase_s=worker.phase_s if is_alive else None,
         folds=tuple(each),
         seconds_left=sum(left_s) if is_alive and None not in left_s else None,
@@ -261,23 +226,23 @@ def describe_folds(status: FoldsStatus) -> Group:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
         left = format_seconds(round(status.seconds_left))
         lines.append(("left", f"about {left}, until {end:%a %d %b %H:%M}"))
-    lines += [("why", status.detail)] if status.detail else []
-    lines += [("next", status.advice)] if status.advice else []
-    state = _styled(status.state)
-    first = Text.assemble(("folds: ", "bold"), f"{status.folder}: ", (state, state.style))
-    texts = [Text.assemble((f"{name}: ", "bold"), text) for name, text in lines]
-    return Group(first, table, *texts)
+    if status.detail:
+        lines.append(("why", status.detail))
+    if status.advice:
+        lines.append(("next", status.advice))
+    first = _heading("folds", status.folder, status.state)
+    return Group(first, table, *map(_named_line, lines))
 
 
 def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a
     damaged config."""
     run = Path(run)
-    now = time.time() if now is None else now
+    if now is None:
+        now = time.time()
     heartbeats = read_heartbeats(run)
-    if heartbeats and not (run / "config.json").is_file():
-        config = None
-    else:
+    config = None
+    if not heartbeats or (run / "config.json").is_file():
         config = load_config(run)
     history = History(recent_events(run))
     workers = _workers(run, heartbeats, now)
@@ -285,7 +250,9 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
     last = history.last
     step = max(last.get("step", 0), history.last_step, *(beat.step for beat in beats))
-    lengths = [beat.steps for beat in beats] + [config.steps if config else None]
+    lengths = [beat.steps for beat in beats]
+    if config:
+        lengths.append(config.steps)
     lengths += [start.get("steps") for start in reversed(history.starts)]
     steps = next(filter(None, lengths), None)
     judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
@@ -294,15 +261,15 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         judged = [WorkerStatus(0, "finished")]
     elif last.get("event") == "diverged" and all(worker.state in IDLE for worker in workers):
         judged = [WorkerStatus(0, "diverged", last["reason"])]
-    judged = judged or [WorkerStatus(0, "unknown", "there is no heartbeat")]
+    elif not workers:
+        judged = [WorkerStatus(0, "unknown", "there is no heartbeat")]
     worst = judged[0]
-    is_alive = worst.state in ("running", "starting")
+    is_alive = worst.state in ALIVE
+    details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
     return RunStatus(
         folder=str(run),
         state=worst.state,
-        details=tuple(
-            f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail
-        ),
+        details=tuple(details),
         advice=_advice(run, config, worst, checkpoint),
         is_fine=all(worker.state in FINE for worker in judged),
         workers=tuple(workers),
@@ -327,10 +294,8 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
     elif age > SILENT_S:
         state = "silent"
         silence = f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
-        detail = (
-            f"{silence}; look on {beat.host_name} for process {beat.pid}, and in "
-            "`dmesg` whether it was killed"
-        )
+        process = f"on {beat.host_name} for process {beat.pid}"
+        detail = f"{silence}; look {process}, and in `dmesg` whether it was killed"
     elif beat.stalled:
         state = "stalled"
         detail = beat.stalled
@@ -339,31 +304,53 @@ def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
         detail = beat.stop
     else:
         state = "starting" if beat.phase == "starting" else "running"
-    return WorkerStatus(beat.rank, state, detail, age, max(0.0, beat.beat - beat.phase_since), beat)
+    phase_s = max(0.0, beat.beat - beat.phase_since)
+    return WorkerStatus(beat.rank, state, detail, age, phase_s, beat)
 
 
 def describe(status: RunStatus) -> Group:
     """The text to print: the run in a line, its workers in a table, then progress and what to
     do."""
-    lines = [
-        *_progress(status),
-        *(("note" if status.is_fine else "why", detail) for detail in status.details),
-    ]
-    lines += [("next", status.advice)] if status.advice else []
-    state = _styled(status.state)
-    first = Text.assemble(("run: ", "bold"), f"{status.folder}: ", (state, state.style))
-    columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
-    rows = [_cells(worker) for worker in status.workers]
-    if rows:
-        table = [Table(columns, rows, caption="phase and its duration; G is GiB", names=3)]
-    else:
-        table = []
-    return Group(
-        first, *table, *(Text.assemble((f"{name}: ", "bold"), text) for name, text in lines)
-    )
+    lines = _progress(status)
+    name = "note" if status.is_fine else "why"
+    lines += [(name, detail) for detail in status.details]
+    if status.advice:
+        lines.append(("next", status.advice))
+    shown = [_heading("run", status.folder, status.state)]
+    if status.workers:
+        columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
+        rows = [_cells(worker) for worker in status.workers]
+        caption = "phase and its duration; G is GiB"
+        shown.append(Table(columns, rows, caption=caption, names=3))
+    return Group(*shown, *map(_named_line, lines))
 
 
 # --- Private helpers: the state ---
+
+
+def _folds_worker(folder: Path, lacking: Sequence[str], now: float) -> WorkerStatus:
+    """The state of the process that trains folds, of which some have no current scores yet."""
+    workers = _workers(folder, read_heartbeats(folder), now)
+    if workers:
+        worker = workers[0]
+    else:
+        worker = WorkerStatus(0, "unknown", "there is no heartbeat")
+    if not lacking and worker.state in IDLE:
+        return replace(worker, state="finished", detail="")
+    if lacking and worker.state == "finished":
+        detail = f"folds have no current scores: {listed(lacking)}"
+        return replace(worker, state="unknown", detail=detail)
+    if worker.state == "interrupted":  # the reason that it noted is the advice
+        detail = f"it was stopped before these folds were scored: {listed(lacking)}"
+        return replace(worker, detail=detail)
+    return worker
+
+
+def _advice_on_scored_folds(folder: Path, store: str) -> str:
+    if _has_test_cases(store):
+        return f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
+    page = folder / "report.html"
+    return f"`predict --run {folder}` takes the folds together, {page} has the scores of every case"
 
 
 def _fold_status(
@@ -387,8 +374,10 @@ def _fold_status(
     elif status and status.seconds_left is not None:
         left_s = status.seconds_left + (beside_s or 0.0)
     elif usual_s is not None:
-        share = status.step / status.steps if status and status.steps else 0.0
-        left_s = usual_s * (1 - share) + (beside_s or 0.0)
+        done_share = 0.0
+        if status and status.steps:
+            done_share = status.step / status.steps
+        left_s = usual_s * (1 - done_share) + (beside_s or 0.0)
     step = status.step if status else 0
     steps = status.steps if status else None
     return FoldStatus(fold, str(run), state, step, steps, mean_dice, left_s)
@@ -409,9 +398,8 @@ def _workers(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[Worke
         elif now - latest.started < SILENT_S:
             workers.append(WorkerStatus(rank, "starting"))
         else:
-            workers.append(
-                WorkerStatus(rank, "unknown", f"{heartbeat_path(run, rank)} was never written")
-            )
+            detail = f"{heartbeat_path(run, rank)} was never written"
+            workers.append(WorkerStatus(rank, "unknown", detail))
     return workers
 
 
@@ -438,9 +426,9 @@ def _advice(
     if state == "finished":
         words = f"evaluate --run {run}"
         if config and not _has_test_cases(config.store):
-            words += (
-                f" --split val --weights {FOLD_WEIGHTS} --raw" if config.fold else " --split val"
-            )
+            words += " --split val"
+            if config.fold:
+                words += f" --weights {FOLD_WEIGHTS} --raw"
         return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
@@ -451,7 +439,8 @@ def _advice(
     elif state == "diverged" or (beat and beat.exit_code is not None):
         code = DivergedError.exit_code if state == "diverged" else beat.exit_code
         growth = read_plan(run).get("rate_growth")
-        growth = growth if isinstance(growth, float) and growth > 0 else 1.0
+        if not isinstance(growth, float) or growth <= 0:
+            growth = 1.0
         rates = f" with {half_rates(config, growth=growth)}" if config else ""
         advice = ending_of(code).advice.format(again=again, rates=rates)
     log = run / "logs" / f"worker-{worst.rank}.log"
@@ -499,7 +488,21 @@ def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
 
 def _styled(state: str) -> str:
     """The state in its colour."""
-    return (Poor if state in ("interrupted", "stopping") else Good if state in FINE else Bad)(state)
+    if state in ("interrupted", "stopping"):
+        return Poor(state)
+    if state in FINE:
+        return Good(state)
+    return Bad(state)
+
+
+def _heading(kind: str, folder: str, state: str) -> Text:
+    styled = _styled(state)
+    return Text.assemble((f"{kind}: ", "bold"), f"{folder}: ", (styled, styled.style))
+
+
+def _named_line(line: Tuple[str, str]) -> Text:
+    name, text = line
+    return Text.assemble((f"{name}: ", "bold"), text)
 
 
 def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
@@ -507,42 +510,42 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
     state = _styled(worker.state)
     if beat is None:
         return (str(worker.rank), state, *["-"] * 6)
-    phase = f"{beat.phase}, {format_seconds(round(worker.phase_s))}"
-    phase = phase if beat.exit_code is None else f"ended, code {beat.exit_code}"
-    if beat.anonymous_bytes is None:
-        now = None
+    if beat.exit_code is None:
+        phase = f"{beat.phase}, {format_seconds(round(worker.phase_s))}"
     else:
-        now = beat.anonymous_bytes + (beat.file_bytes or 0)
-    now, free = (now, beat.free_bytes) if worker.lives else (None, None)
-    sizes = (now, beat.peak_bytes, beat.bound_bytes, free)
+        phase = f"ended, code {beat.exit_code}"
+    now_bytes = None
+    free_bytes = None
+    if worker.lives:
+        free_bytes = beat.free_bytes
+        if beat.anonymous_bytes is not None:
+            now_bytes = beat.anonymous_bytes + (beat.file_bytes or 0)
+    sizes = (now_bytes, beat.peak_bytes, beat.bound_bytes, free_bytes)
     return (str(worker.rank), state, phase, str(beat.step), *map(_short, sizes))
 
 
 def _progress(status: RunStatus) -> List[Tuple[str, str]]:
     """(name, text) of each line on progress."""
+    text = f"{status.step:,}"
     if status.steps:
-        of = f" of {status.steps:,} ({status.step / status.steps:.1%})"
-    else:
-        of = ""
-    pace = f", {format_seconds(status.step_s)} a step" if status.step_s else ""
+        text += f" of {status.steps:,} ({status.step / status.steps:.1%})"
+    if status.step_s:
+        text += f", {format_seconds(status.step_s)} a step"
     if status.seconds_left is not None:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
-        pace += (
-            f", about {format_seconds(round(status.seconds_left))} left, until {end:%a %d %b %H:%M}"
-        )
-    lines = [("step", f"{status.step:,}{of}{pace}")]
+        left = format_seconds(round(status.seconds_left))
+        text += f", about {left} left, until {end:%a %d %b %H:%M}"
+    lines = [("step", text)]
     if status.loss is not None:
-        lines.append(
-            (
-                f"mean of {status.recent_steps} steps",
-                f"loss {status.loss:.3f}, Dice {_dice(status.dice)}",
-            )
-        )
+        text = f"loss {status.loss:.3f}, Dice {_dice(status.dice)}"
+        lines.append((f"mean of {status.recent_steps} steps", text))
     if status.validation:
         mean = status.validation.get("mean_dice")
         text = f"Dice {_dice(status.validation.get('dice') or {})}"
-        text += "" if mean is None else f", mean {mean:.3f}"
-        text += "" if status.best is None else f", best {status.best:.3f}"
+        if mean is not None:
+            text += f", mean {mean:.3f}"
+        if status.best is not None:
+            text += f", best {status.best:.3f}"
         lines.append((f"validation after step {status.validation.get('step')}", text))
     saved = status.checkpoint
     text = "none yet"
@@ -550,16 +553,14 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         age = format_seconds(round(saved["age_s"]))
         text = f"step {saved['step']:,}, {age} ago, {format_bytes(saved['size_bytes'])}"
     lines.append(("checkpoint", text))
-    free = [
-        worker.heartbeat
-        for worker in status.workers
-        if worker.lives and worker.heartbeat.free_bytes is not None
-    ]
-    for beat in sorted(free, key=lambda beat: beat.free_bytes)[
-        :1
-    ]:  # the least, whose limit the table does not name
-        limit = f", {format_bytes(beat.limit_bytes)}" if beat.limit_bytes else ""
-        lines.append(("memory", f"{format_bytes(beat.free_bytes)} free of {beat.free_of}{limit}"))
+    beats = [worker.heartbeat for worker in status.workers if worker.lives]
+    beats = [beat for beat in beats if beat.free_bytes is not None]
+    if beats:  # the least, whose limit the table does not name
+        beat = min(beats, key=lambda beat: beat.free_bytes)
+        text = f"{format_bytes(beat.free_bytes)} free of {beat.free_of}"
+        if beat.limit_bytes:
+            text += f", {format_bytes(beat.limit_bytes)}"
+        lines.append(("memory", text))
     return lines
 
 
