@@ -32,9 +32,8 @@ class PlannedRun:
     variant: str
     seed: int
     folder: Path
-    options: Tuple[
-        str, ...
-    ]  # of `train`, all but --store and --run; with --seed and --steps or --budget-minutes
+    # Of `train`, all but --store and --run; with --seed and --steps or --budget-minutes.
+    options: Tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
@@ -79,7 +78,9 @@ def train_and_score(
     logs = writable_folder(out / "logs", "folder of logs")
     for number, run in enumerate(runs, 1):
         label = f"{number}/{len(runs)} {run}"
-        options = [*run.options, *["--force"] * force]
+        options = list(run.options)
+        if force:
+            options.append("--force")
         log = logs / f"{run.folder.name}-train.txt"
         try:
             train_run(run.folder, store, options, log, label, steps=run.steps)

@@ -59,7 +59,8 @@ def test_the_usual_patches_are_of_the_size_that_is_chosen_or_half_the_volume(pha
 
 
 def planned(store, variants, budget, validations):
-    return courses(resolve_variants(variants, store), budget, validations)
+    baseline = next(iter(variants))
+    return courses(resolve_variants(variants, store), baseline, budget, validations)
 
 
 def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_options(
