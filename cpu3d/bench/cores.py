@@ -3,7 +3,7 @@
     ./run.sh bench kernels --threads 28 56 --shape 240 240 160
 
 It is the CPU time of one thread over T times the time with T threads, each on a core of its own.
-The latter is the CPU time of what the caller alone does and of the busiest thread of each part of
+The latter is the CPU time of what the caller alone does and of the busiest thread of each loop of
 an operation; the threads compute one after the other. What cores do to each other by sharing
 memory and caches is left out, and so is waking threads.
 """
@@ -155,15 +155,15 @@ def seconds_on_paper(
     call, _arrays = _call_of(op, in_place)
     best = dict.fromkeys(map(str, counts), math.inf)
     for number in range(rounds + 1):
-        for count in counts[: 1 if number == 0 else None]:  # the first run touches the memory
+        is_first = number == 0  # touches the memory
+        for count in counts[:1] if is_first else counts:
             call.threads = count
             library.native_time_on_paper(1)
             if library.native_run(None, call):
-                raise InputError(
-                    "memory must suffice for an operation, got too little; end other programs"
-                )
+                rule = "memory must suffice for an operation, got too little"
+                raise InputError(f"{rule}; end other programs")
             seconds = library.native_time_on_paper(0)
-            if number:
+            if not is_first:
                 best[str(count)] = min(best[str(count)], seconds)
     return best
 
@@ -193,7 +193,12 @@ def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
         arrays["map"] = values
     elif about.made:
         arrays["map"] = map_of(*about.made)
-    taps = 27 if op.kind in CONVOLUTIONS else 8 if op.kind.startswith("up_") else 1
+    if op.kind in CONVOLUTIONS:
+        taps = 27
+    elif op.kind.startswith("up_"):
+        taps = 8
+    else:
+        taps = 1
     filters = _noise("float32", taps * op.channels * max(op.outputs, 1)) / 10
     if op.kind in WITH_FILTERS:
         arrays["filters"] = filters

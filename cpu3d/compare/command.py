@@ -23,8 +23,8 @@ import shlex
 from pathlib import Path
 from typing import Iterator, List, Tuple
 
-from cpu3d.compare.plan import Json, Kept, Options, planned, resumed
-from cpu3d.compare.report import plan_table, publish
+from cpu3d.compare.experiment import Json, Kept, Options, planned, resumed
+from cpu3d.compare.results import plan_table, publish
 from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
 from cpu3d.compare.statistics import comparison_of, read_result
 from cpu3d.data.store import Store, open_store

@@ -27,7 +27,7 @@ from typing import (
 
 import numpy as np
 
-from cpu3d.compare.plan import Json
+from cpu3d.compare.experiment import Json
 from cpu3d.compare.run import Failed, PlannedRun
 from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, refuse

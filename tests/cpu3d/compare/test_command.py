@@ -7,7 +7,7 @@ import pytest
 
 from cpu3d import processes
 from cpu3d.compare import command, report
-from cpu3d.compare.report import comparisons_markdown
+from cpu3d.compare.results import comparisons_markdown
 from cpu3d.errors import InputError
 from cpu3d.run.config import load_config
 from cpu3d.run.log import append_event

@@ -5,7 +5,13 @@ import math
 
 import pytest
 
-from cpu3d.compare.plan import Budget, courses, parse_variant, resolve_variants, usual_variants
+from cpu3d.compare.experiment import (
+    Budget,
+    courses,
+    parse_variant,
+    resolve_variants,
+    usual_variants,
+)
 from cpu3d.errors import InputError
 from cpu3d.settings import SETTINGS
 from memory_estimator.common.schema import add_options, arguments

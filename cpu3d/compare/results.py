@@ -12,7 +12,7 @@ from typing import List, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.compare.plan import Json, Kept, Options
+from cpu3d.compare.experiment import Json, Kept, Options
 from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
 from cpu3d.inference.evaluate import UNTOUCHED, warning
