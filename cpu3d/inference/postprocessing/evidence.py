@@ -34,7 +34,7 @@ from cpu3d.inference.scores import (
 )
 from memory_estimator.common.files import typed
 
-DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
+DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as components
 
 # Index of a true lesion or component, of a predicted component, voxels that they share.
 Pairs = Tuple[Tuple[int, int, int], ...]
@@ -111,13 +111,17 @@ class Evidence:
 
     @cached_property
     def _plain(self) -> Dict[str, "_Touching"]:
-        return {name: _Touching(found, self.voxel_mm3) for name, found in self.plain.items()}
+        return {
+            name: _Touching(components, self.voxel_mm3) for name, components in self.plain.items()
+        }
 
     @cached_property
     def _nested(self) -> Dict[str, "_Touching"]:
         if self.nested is None:
             return self._plain
-        return {name: _Touching(found, self.voxel_mm3) for name, found in self.nested.items()}
+        return {
+            name: _Touching(components, self.voxel_mm3) for name, components in self.nested.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -147,26 +151,26 @@ def gather(
     `(X, Y, Z)`. `spacing_mm` is as in `score_region`."""
     plain = PostProcessing().paint(answers, regions, spacing_mm)
     nested = PostProcessing(nested=True).paint(answers, regions, spacing_mm)
-    found = _components(plain, answers, truth, spacing_mm, regions)
+    components = _components(plain, answers, truth, spacing_mm, regions)
     if np.array_equal(plain, nested):
-        return Evidence(voxel_mm3(spacing_mm), found)
-    found_nested = _components(nested, answers, truth, spacing_mm, regions)
-    return Evidence(voxel_mm3(spacing_mm), found, found_nested)
+        return Evidence(voxel_mm3(spacing_mm), components)
+    nested_components = _components(nested, answers, truth, spacing_mm, regions)
+    return Evidence(voxel_mm3(spacing_mm), components, nested_components)
 
 
 def evidence_from_json(content: Any, regions: Regions) -> Evidence:
     """Parsed JSON of `Evidence.to_json`. Raises ValueError if it is damaged or of other regions."""
     evidence = typed(content, Evidence)
-    for found in (evidence.plain, evidence.nested):
-        if found is None:
+    for components in (evidence.plain, evidence.nested):
+        if components is None:
             continue
-        if set(found) != set(regions):
+        if set(components) != set(regions):
             rule = f"evidence must be of the regions {', '.join(regions)}"
-            raise ValueError(f"{rule}, got {', '.join(found) or 'none'}")
+            raise ValueError(f"{rule}, got {', '.join(components) or 'none'}")
         for name, larger in larger_regions(regions).items():
-            if set(found[name].inside) != set(larger):
+            if set(components[name].inside) != set(larger):
                 rule = f"evidence of {name} must tell where its components are in {larger}"
-                raise ValueError(f"{rule}, got {list(found[name].inside)}")
+                raise ValueError(f"{rule}, got {list(components[name].inside)}")
     return evidence
 
 
@@ -192,10 +196,10 @@ def means_of(
 class _Touching:
     """`Components` as arrays, to be scored many times."""
 
-    def __init__(self, found: Components, mm3: float):
-        lesions = np.array(found.lesion_voxels, np.int64)
-        voxels = np.array(found.voxels, np.int64)
-        lesion, predicted, shared = np.reshape(found.lesion_pairs, (-1, 3)).astype(np.int64).T
+    def __init__(self, components: Components, mm3: float):
+        lesions = np.array(components.lesion_voxels, np.int64)
+        voxels = np.array(components.voxels, np.int64)
+        lesion, predicted, shared = np.reshape(components.lesion_pairs, (-1, 3)).astype(np.int64).T
         self.matching = Matching(
             truth_voxels=lesions,
             counted=lesions * mm3 > LESION_MM3,
@@ -205,11 +209,11 @@ class _Touching:
             predicted=predicted,
             shared_voxels=shared,
         )
-        self.probability = np.array(found.probability, float)
-        self.inside = {name: np.array(index, np.int64) for name, index in found.inside.items()}
+        self.probability = np.array(components.probability, float)
+        self.inside = {name: np.array(index, np.int64) for name, index in components.inside.items()}
         # The truth's C components, and the pairs of them with predicted ones.
-        self.true_voxels = np.array(found.component_voxels, np.int64)
-        pairs = np.reshape(found.component_pairs, (-1, 3)).astype(np.int64)
+        self.true_voxels = np.array(components.component_voxels, np.int64)
+        pairs = np.reshape(components.component_pairs, (-1, 3)).astype(np.int64)
         self.true, self.predicted, self.shared_voxels = pairs.T
 
     def scores(self, kept: np.ndarray) -> Scores:
@@ -240,7 +244,7 @@ def _components(
     # Lesions grow together inside of this box.
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)
     numbered: Dict[str, np.ndarray] = {}
-    found = {}
+    components = {}
     for name, larger in larger_regions(regions).items():
         predicted = connected_components(region_mask(label[box], regions[name]))
         numbered[name] = predicted
@@ -257,7 +261,7 @@ def _components(
         pairs, shared = np.unique(touching, axis=1, return_counts=True)
         answer = answers[box][..., list(regions).index(name)]
         probability = largest_probability(answer, predicted)
-        found[name] = Components(
+        components[name] = Components(
             voxels=tuple(matching.predicted_voxels.tolist()),
             probability=tuple(probability.tolist()),
             inside=inside,
@@ -266,7 +270,7 @@ def _components(
             component_voxels=tuple(np.bincount(true.ravel())[1:].tolist()),
             component_pairs=_pairs(*(pairs - 1), shared),
         )
-    return found
+    return components
 
 
 def _pairs(true: np.ndarray, predicted: np.ndarray, shared: np.ndarray) -> Pairs:

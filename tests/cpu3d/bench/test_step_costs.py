@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import harness
+from cpu3d.bench import harness, step_costs
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.step_costs import (
     compare_policies,
@@ -163,7 +163,7 @@ def answers(monkeypatch):
         return {"step_s": seconds, **peaks, **FACTS, "host": read_host().summary(), **live}
 
     monkeypatch.setattr(harness, "in_fresh_process", ours)
-    monkeypatch.setattr(step, "run_peer", answer)
+    monkeypatch.setattr(step_costs, "run_peer", answer)
     return scripted
 
 
