@@ -34,7 +34,7 @@ from cpu3d.inference.scores import (
 )
 from memory_estimator.common.files import typed
 
-DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as components
+DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
 
 # Index of a true lesion or component, of a predicted component, voxels that they share.
 Pairs = Tuple[Tuple[int, int, int], ...]
