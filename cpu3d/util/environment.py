@@ -266,7 +266,9 @@ def _light_python() -> Optional[str]:
 def _stamp(requirements: str, version: str) -> str:
     """The content of the stamp of an environment that was made from this very file, and from the
     one that it includes, if any."""
-    files = [LATEST_FILE, GPU_FILE] if requirements == GPU_FILE else [requirements]
+    files = [requirements]
+    if requirements == GPU_FILE:
+        files.append(LATEST_FILE)
     content = b"".join((ROOT / name).read_bytes() for name in files)
     return f"{requirements} {version} {hashlib.sha256(content).hexdigest()}"
 
