@@ -18,13 +18,14 @@ At the end the files are read back and run on a case: the store's first of test,
 Voxels whose label differs, such as from a run in bfloat16, are counted there.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
@@ -124,7 +125,7 @@ def run(options: Options) -> int:
         "weights_sha256": digest,
     }
     out.mkdir(parents=True, exist_ok=True)
-    try:
+    with _empty_after_an_error(out):
         write(about, networks.exported_network(exported, weights), out / about["file"])
         (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
         verification = verify(about, out, record, image, exact, own, postprocessing)
@@ -132,13 +133,6 @@ def run(options: Options) -> int:
             about["files"] = sorted(path.name for path in out.iterdir())
             about["verification"] = verification
             write_json(out / "export.json", about)
-    except BaseException:
-        for path in out.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        raise
     rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
     title = "Against predict, and the same network in float32"
     new_console().print(Table(("", ""), rows, title=title))
@@ -148,6 +142,19 @@ def run(options: Options) -> int:
         return 1
     say(f"written: {out}", stderr=False)
     return 0
+
+
+@contextlib.contextmanager
+def _empty_after_an_error(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for path in out.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        raise
 
 
 def _check_empty(out: Path) -> None:
@@ -188,19 +195,6 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
     probabilities. A window does not see the volume: the caller passes the statistics, and gets
     logits to blend."""
     regions = config.codes_by_region  # in the order of the answer's last axis
-    image = {
-        "dtype": "float32",
-        "shape": [*config.grid, len(config.channels)],
-        "axes": "X, Y, Z towards right, anterior, superior; then the channels",
-        "values": "intensities as in the file; 0 is background",
-    }
-    statistic = {"dtype": "float32", "shape": [len(config.channels)]}
-    over = "over the non-zero voxels of the whole volume, intensities as in the file"
-    inputs = {"image": image}
-    if config.is_patch:
-        deviation = "standard deviation (division by n)"
-        inputs["mean"] = {**statistic, "values": f"mean of each channel {over}"}
-        inputs["std"] = {**statistic, "values": f"{deviation} of each channel {over}"}
     answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
     paint = []
     for group in paint_order(regions):
@@ -212,7 +206,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "schema": 1,
         "written_by": "cpu3d export",
         "file": FILES[format_],
-        "inputs": inputs,
+        "inputs": _inputs(config),
         "outputs": {"logits" if config.is_patch else "probabilities": answer},
         "channels": config.channels,
         "channel_names": _channel_names(config),
@@ -233,6 +227,24 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "trained_dtype": trained_dtype,
         "format": format_,
     }
+
+
+def _inputs(config: RunConfig) -> Dict[str, Dict[str, Any]]:
+    """What an exported network takes, by name."""
+    image = {
+        "dtype": "float32",
+        "shape": [*config.grid, len(config.channels)],
+        "axes": "X, Y, Z towards right, anterior, superior; then the channels",
+        "values": "intensities as in the file; 0 is background",
+    }
+    inputs = {"image": image}
+    if config.is_patch:
+        statistic = {"dtype": "float32", "shape": [len(config.channels)]}
+        deviation = "standard deviation (division by n)"
+        over = "over the non-zero voxels of the whole volume, intensities as in the file"
+        inputs["mean"] = {**statistic, "values": f"mean of each channel {over}"}
+        inputs["std"] = {**statistic, "values": f"{deviation} of each channel {over}"}
+    return inputs
 
 
 def _channel_names(config: RunConfig) -> Dict[str, List[str]]:

@@ -44,7 +44,7 @@ import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
-from cpu3d.data.records import CaseRecord
+from cpu3d.data.records import CaseRecord, Geometry
 from cpu3d.data.stores.case import case_notes, load_case, note_lines
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
 from cpu3d.errors import DoesNotFitError, InputError, refuse
@@ -191,20 +191,24 @@ def predict_case(
         write_volume(out / name, probability, geometry, compression=1)
     write_label(label_file, label, geometry)
     if options.page:
-        shown = ViewedCase(
-            files.case_id,
-            loaded.image,
-            case.channels,
-            geometry,
-            case.regions,
-            case.labels,
-            predictions={"prediction": label},
-            unit=SCORES if loaded.image.dtype.kind == "f" else "",
-        )
-        write_case_page(page_file, shown, "predict")
+        write_case_page(page_file, _viewed(case, loaded.image, geometry, label), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
+
+
+def _viewed(case: Case, image: np.ndarray, geometry: Geometry, label: np.ndarray) -> ViewedCase:
+    """A case with its prediction, to scroll through."""
+    return ViewedCase(
+        name=case.files.case_id,
+        image=image,
+        channels=case.channels,
+        geometry=geometry,
+        regions=case.regions,
+        labels=case.labels,
+        predictions={"prediction": label},
+        unit=SCORES if image.dtype.kind == "f" else "",
+    )
 
 
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
