@@ -27,7 +27,8 @@ from cpu3d.inference.postprocessing import decision
 from cpu3d.inference.runs import seen_notes
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
-from cpu3d.report.status import folds_status, run_status
+from cpu3d.report.run_status import run_status
+from cpu3d.report.status import folds_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config import load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events

@@ -12,7 +12,8 @@ from rich.console import Console
 
 from cpu3d.__main__ import main
 from cpu3d.errors import ENDINGS
-from cpu3d.report.status import WORST_FIRST, describe, run_status
+from cpu3d.report.run_status import WORST_FIRST, run_status
+from cpu3d.report.status import describe
 from cpu3d.run.checkpoint import write_best
 from cpu3d.run.config import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
