@@ -51,7 +51,7 @@ from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError, refuse
 from cpu3d.folds import beside_s
 from cpu3d.host.gpu import HostGpus
-from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import Plan, make_plan
 from cpu3d.processes import RunFailedError, call, evaluate_run, train_run
 from cpu3d.run.config import load_config

@@ -29,8 +29,8 @@ from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
 from cpu3d.compare.statistics import comparison_of, read_result
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, refuse
-from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores, warning
 from cpu3d.inference.runs import store_of_run
+from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
 from cpu3d.run.config import load_config
 from cpu3d.run.log import FINISHED, last_end, last_event
 from cpu3d.settings import SETTINGS

@@ -19,8 +19,8 @@ from cpu3d.data.records import SPLITS
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, refuse
 from cpu3d.host.gpu import HostGpus
-from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import Plan, make_plan
 from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json

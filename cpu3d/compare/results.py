@@ -15,8 +15,8 @@ import numpy as np
 from cpu3d.compare.experiment import Json, Kept, Options
 from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
-from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
+from cpu3d.inference.scores_file import UNTOUCHED, warning
 from cpu3d.pages.page import flat
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, NamedTuple, Sequence, Tuple
 
-from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores
 from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores
 from cpu3d.processes import RunFailedError, evaluate_run, train_run
 from cpu3d.run.config import load_config
 from cpu3d.util.atomic import writable_folder

@@ -31,8 +31,8 @@ from cpu3d.compare.experiment import Json
 from cpu3d.compare.run import Failed, PlannedRun
 from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, refuse
-from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path
 from cpu3d.run.config import load_config
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History, median, numbers

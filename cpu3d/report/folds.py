@@ -15,11 +15,11 @@ import numpy as np
 
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path, scores_table
 from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.decision import Decision, read_decision
 from cpu3d.inference.postprocessing.joint import CaseScores, cross_fitted
 from cpu3d.inference.scores import METRICS, has_region, metric_notes
+from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path, scores_table
 from cpu3d.pages.page import flat, page_file
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
 from cpu3d.report.sections import Element, Folded, Section, best_and_worst, cases_table, write_page

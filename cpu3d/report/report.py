@@ -18,7 +18,10 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import (
+from cpu3d.inference.postprocessing.decision import Decision, postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.rules import PostProcessing
+from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores_file import (
     PREDICTIONS,
     UNTOUCHED,
     read_scores,
@@ -26,9 +29,6 @@ from cpu3d.inference.evaluate import (
     scores_table,
     warning,
 )
-from cpu3d.inference.postprocessing.decision import Decision, postprocessing_of, read_decision
-from cpu3d.inference.postprocessing.rules import PostProcessing
-from cpu3d.inference.scores import METRICS
 from cpu3d.pages.page import flat, page_file, percent
 from cpu3d.report import pictures
 from cpu3d.report.folds import write_folds_report

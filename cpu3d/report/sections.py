@@ -10,8 +10,8 @@ import numpy as np
 from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import ranked
 from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores_file import ranked
 from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report.pictures import Figures

@@ -24,8 +24,8 @@ from rich.console import Group
 from rich.text import Text
 
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.out_of_fold import SPLIT, is_scored
+from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.report.run_status import (
     ALIVE,
     FINE,

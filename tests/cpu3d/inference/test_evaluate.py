@@ -14,10 +14,11 @@ from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate
-from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, summarise
+from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores_file import read_scores, scores_path, summarise
 from cpu3d.run.config import load_config, save_config
 from cpu3d.util import atomic
 from tests.cpu3d.conftest import LABELS, make_store
