@@ -15,9 +15,9 @@
   const OPAQUE = 0xff000000; // of a little-endian RGBA pixel
 
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
-  const rgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  const times = (matrix, at) =>
-    matrix.map((row) => row[3] + row[0] * at[0] + row[1] * at[1] + row[2] * at[2]);
+  const rgb = (hex) => [1, 3, 5].map((start) => parseInt(hex.slice(start, start + 2), 16));
+  const times = (matrix, voxel) =>
+    matrix.map((row) => row[3] + row[0] * voxel[0] + row[1] * voxel[1] + row[2] * voxel[2]);
   const number = (value) => Number(value.toPrecision(4)).toString();
 
   function element(tag, text, properties = {}) {
@@ -29,11 +29,12 @@
     const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
     const voxels = new Uint8Array(await new Response(stream).arrayBuffer());
     const plane = ny * nz;
-    for (let x = 0, at = 0; x < nx; x++)
+    for (let x = 0, index = 0; x < nx; x++)
       for (let y = 0; y < ny; y++)
-        for (let z = 0; z < nz; z++, at++) {
-          const before = (x && voxels[at - plane]) + (y && voxels[at - nz]) + (z && voxels[at - 1]);
-          voxels[at] += (before / 3) | 0; // modulo 256
+        for (let z = 0; z < nz; z++, index++) {
+          const before =
+            (x && voxels[index - plane]) + (y && voxels[index - nz]) + (z && voxels[index - 1]);
+          voxels[index] += (before / 3) | 0; // modulo 256
         }
     return voxels;
   }
@@ -59,7 +60,7 @@
       bitmap: document.createElement("canvas"),
     }));
     let shown = cases[0]; // the case
-    let at = shown.start.slice(); // the crosshair's voxel, in the box that the page holds
+    let crosshair = shown.start.slice(); // the crosshair's voxel, in the box that the page holds
     let windows = new Map(); // modality -> [low, high] that black and white stand for
     let image, truth, prediction; // voxels of the chosen volumes
     let opacityBefore = 0.5;
@@ -143,7 +144,7 @@
         compose(plane);
       }
       readOut();
-      root.dataset.at = at.join(" ");
+      root.dataset.at = crosshair.join(" ");
       root.dataset.firstPictureMs ||= Math.round(performance.now());
     }
 
@@ -162,7 +163,8 @@
         for (let column = 0; column < width; column++, pixel++) {
           const a = width - 1 - column;
           const b = height - 1 - row;
-          const voxel = at[through] * strides[through] + a * strides[across] + b * strides[down];
+          const voxel =
+            crosshair[through] * strides[through] + a * strides[across] + b * strides[down];
           neighbours[0] = a > 0 ? voxel - strides[across] : voxel;
           neighbours[1] = a < width - 1 ? voxel + strides[across] : voxel;
           neighbours[2] = b > 0 ? voxel - strides[down] : voxel;
@@ -189,8 +191,8 @@
       context.imageSmoothingEnabled = false; // a pixel is a voxel's, and no mixture
       context.drawImage(bitmap, 0, 0, width, height);
       const step = [width / bitmap.width, height / bitmap.height];
-      const x = (bitmap.width - 0.5 - at[across]) * step[0];
-      const y = (bitmap.height - 0.5 - at[down]) * step[1];
+      const x = (bitmap.width - 0.5 - crosshair[across]) * step[0];
+      const y = (bitmap.height - 0.5 - crosshair[down]) * step[1];
       const gap = 6 * ratio + Math.max(...step) / 2; // the voxel itself stays visible
       context.shadowColor = "#000";
       context.shadowBlur = 3 * ratio;
@@ -239,7 +241,7 @@
     }
 
     function readOut() {
-      const here = offset(...at);
+      const here = offset(...crosshair);
       const level = image[here];
       const { name: shows, unit, levels } = channel();
       let clipped = "\u2248 ";
@@ -247,10 +249,10 @@
       else if (level === levels) clipped = "\u2265 ";
       const signed = (value, plus, minus) =>
         `${value < 0 ? minus : plus} ${Math.abs(value).toFixed(1)}`;
-      const [x, y, z] = times(shown.to_mm, at);
+      const [x, y, z] = times(shown.to_mm, crosshair);
       const facts = [
         // pairs: a modality may be called "window" or "truth"
-        ["voxel", times(shown.to_voxel, at).map(Math.round).join(", ")],
+        ["voxel", times(shown.to_voxel, crosshair).map(Math.round).join(", ")],
         ["mm", `${signed(x, "R", "L")}, ${signed(y, "A", "P")}, ${signed(z, "S", "I")}`],
         [shows, level ? clipped + number(intensity(level)) + (unit && ` ${unit}`) : "0 (outside)"],
         ["window", greyWindow().map(number).join(" to ")],
@@ -265,8 +267,8 @@
         }),
       );
       for (const { name, slider, title, canvas, through } of planes) {
-        slider.value = at[through];
-        title.textContent = `${name} ${at[through] + 1} / ${shown.shape[through]}`;
+        slider.value = crosshair[through];
+        title.textContent = `${name} ${crosshair[through] + 1} / ${shown.shape[through]}`;
         canvas.setAttribute(
           "aria-label",
           `${title.textContent}, radiological: the patient's right is on the left`,
@@ -346,7 +348,7 @@
 
     function take(chosen) {
       shown = chosen;
-      at = shown.start.slice();
+      crosshair = shown.start.slice();
       [...list.children].forEach((button, place) =>
         button.setAttribute("aria-pressed", cases[place] === shown),
       );
@@ -378,7 +380,7 @@
     }
 
     function move(axis, by) {
-      at[axis] = clamp(at[axis] + by, 0, shown.shape[axis] - 1);
+      crosshair[axis] = clamp(crosshair[axis] + by, 0, shown.shape[axis] - 1);
       redraw();
     }
 
@@ -429,8 +431,8 @@
           const last = shown.shape[axis] - 1;
           return clamp(last - Math.floor(share * shown.shape[axis]), 0, last);
         };
-        at[across] = place((event.clientX - frame.left) / frame.width, across);
-        at[down] = place((event.clientY - frame.top) / frame.height, down);
+        crosshair[across] = place((event.clientX - frame.left) / frame.width, across);
+        crosshair[down] = place((event.clientY - frame.top) / frame.height, down);
         redraw();
       };
       canvas.addEventListener("pointerdown", (event) => {
@@ -479,7 +481,7 @@
         move(...steps[event.key]);
       });
       plane.slider.addEventListener("input", () => {
-        at[through] = Number(plane.slider.value);
+        crosshair[through] = Number(plane.slider.value);
         redraw();
       });
     }
@@ -498,7 +500,7 @@
       w: () => setDrag(!dragsWindow()),
       0: resetWindow,
       h: () => {
-        at = shown.start.slice();
+        crosshair = shown.start.slice();
         redraw();
       },
       c: () => {
