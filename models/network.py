@@ -47,7 +47,7 @@ class _Network:
         self.is_lean = config.policy == "lean"
         self.image = Value("image", Form.MAP, 0, config.channels)
         self._ops: List[Op] = []
-        self._names: Counter = Counter()
+        self._names: Counter[str] = Counter()
         self._kernels: Dict[Tuple[str, int], Value] = {}
         self._kernel_gradients: Dict[str, Value] = {}
         self._encoders: List[_Block] = []
@@ -101,8 +101,8 @@ class _Network:
         first convolution's raw sum, and of the image by way of the first shortcut."""
         by_level = dict(zip(self._levels_of_heads(), slopes))
         at_skips: Dict[int, Value] = {}
-        at: Optional[Value] = None
         bottom = self.config.depth - 1
+        at = self._through_head(0, by_level.pop(0), None)
         for level in range(bottom):
             if level in by_level:
                 at = self._through_head(level, by_level[level], at)
@@ -160,9 +160,10 @@ class _Network:
         sums = self._sums(name, entry, widths, again, first)
         if not self.config.residual:
             return _Block(entry, sums, sums[-1])
-        total = None
-        for index in range(len(entry)):
-            total = self._project(f"{name}_shortcut", entry, index, widths[-1], total)
+        shortcut = f"{name}_shortcut"
+        total = self._project(shortcut, entry, 0, widths[-1], None)
+        for index in range(1, len(entry)):
+            total = self._project(shortcut, entry, index, widths[-1], total)
         return _Block(entry, sums, self._residual_sum(name, sums[-1], total, again))
 
     def _sums(
@@ -228,7 +229,7 @@ class _Network:
         entry: Maps = (skip,)
         of_parts = [self._filter_gradient(convolution, entry, at_first, "/skip")]
         of_ups = []
-        at_below: Optional[Value] = None
+        at_below: List[Value] = []  # the sum over the parts so far, last
         for index in range(len(self.config.up_parts(level))):
             up = self._up(level, index, again=True)
             entry += (up,)
@@ -236,10 +237,12 @@ class _Network:
             at_up = self._at_entry(name, entry, index + 1, at_first, at_sum)
             of_up, at_part = self._up_gradients(level, index, at_up)
             of_ups.append(of_up)
-            at_below = at_part if at_below is None else self._add(at_part, at_below)
+            if at_below:
+                at_part = self._add(at_part, at_below[-1])
+            at_below.append(at_part)
         self._join_gradients(convolution, of_parts)
         self._join_gradients(self._up_layer(level), of_ups)
-        return self._at_entry(name, entry, 0, at_first, at_sum), at_below
+        return self._at_entry(name, entry, 0, at_first, at_sum), at_below[-1]
 
     def _through_encoder(
         self, level: int, at: Value, at_skips: Dict[int, Value]
@@ -260,8 +263,7 @@ class _Network:
         without."""
         at_sum = None
         if self.config.residual:
-            at_sum = self._residual_gradient(name, block, at)
-            at = at_sum
+            at = at_sum = self._residual_gradient(name, block, at)
         for number in range(len(block.sums), 1, -1):
             layer = f"{name}_conv{number}"
             source = (block.sums[number - 2],)
@@ -326,14 +328,11 @@ class _Network:
     def _up(self, level: int, index: int, again: bool) -> Value:
         layer = self._up_layer(level)
         first, past = self.config.up_parts(level)[index]
+        made = self._value(layer, Form.MAP, level, past - first)
+        maps = (self._below(level),)
+        kernel = self._up_kernel(level, index)
         return self._emit(
-            Kind.UP_CONVOLVE,
-            layer,
-            self._value(layer, Form.MAP, level, past - first),
-            maps=(self._below(level),),
-            kernel=self._up_kernel(level, index),
-            kept=not again,
-            again=again,
+            Kind.UP_CONVOLVE, layer, made, maps=maps, kernel=kernel, kept=not again, again=again
         )
 
     def _project(
@@ -366,35 +365,20 @@ class _Network:
 
     def _max_pool_gradient(self, level: int, source: Value, at: Value, add: Value) -> Value:
         layer = f"encoder{level}_pool"
+        made = self._gradient(layer, source)
         return self._emit(
-            Kind.MAX_POOL_GRADIENT,
-            layer,
-            self._value(f"{layer}/gradient", Form.GRADIENT, level, source.channels),
-            maps=(source,),
-            gradient=at,
-            add=add,
-            over=(add,),
+            Kind.MAX_POOL_GRADIENT, layer, made, maps=(source,), gradient=at, add=add, over=(add,)
         )
 
     def _up_gradients(self, level: int, index: int, at: Value) -> Tuple[Value, Value]:
         """Of the filters, and of the values of the level below."""
         layer = self._up_layer(level)
-        below = self._below(level)
-        of_up = self._emit(
-            Kind.UP_FILTER_GRADIENT,
-            layer,
-            self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT),
-            maps=(below,),
-            gradient=at,
-        )
-        at_below = self._emit(
-            Kind.UP_INPUT_GRADIENT,
-            layer,
-            self._value(f"{layer}/gradient", Form.GRADIENT, below.level, below.channels),
-            maps=(below,),
-            gradient=at,
-            kernel=self._up_kernel(level, index),
-        )
+        maps = (self._below(level),)
+        of_up = self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT)
+        self._emit(Kind.UP_FILTER_GRADIENT, layer, of_up, maps=maps, gradient=at)
+        at_below = self._gradient(layer, maps[0])
+        kernel = self._up_kernel(level, index)
+        self._emit(Kind.UP_INPUT_GRADIENT, layer, at_below, maps=maps, gradient=at, kernel=kernel)
         return of_up, at_below
 
     def _add(self, at: Value, add: Value) -> Value:
@@ -405,13 +389,11 @@ class _Network:
         self, name: str, entry: Maps, index: int, at: Value, add: Optional[Value]
     ) -> Value:
         source = entry[index]
-        made = self._value(f"{name}/gradient", Form.GRADIENT, source.level, source.channels)
-        of_kernel = self._of_kernel(name)
         return self._emit(
             Kind.PROJECT_GRADIENT,
             name,
-            made,
-            of_kernel,
+            self._gradient(name, source),
+            self._of_kernel(name),
             maps=(source,),
             gradient=at,
             add=add,
@@ -423,35 +405,22 @@ class _Network:
     def _project_to_raw(self, block: _Block, at: Value) -> Value:
         """Of the finest head: first come the sums that the norm needs."""
         source = block.output
-        sums = self._emit(
-            Kind.PROJECT_SUMS,
-            "head",
-            self._value("head/sums", Form.GRADIENT, source.level, source.channels),
-            self._of_kernel("head"),
-            maps=(source,),
-            gradient=at,
-            kernel=kernel_of("head"),
-        )
+        maps = (source,)
+        kernel = kernel_of("head")
+        sums = self._value("head/sums", Form.GRADIENT, source.level, source.channels)
+        makes = (sums, self._of_kernel("head"))
+        self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=at, kernel=kernel)
+        at = self._norm_gradient("decoder0", len(block.sums), block, sums)
+        made = self._gradient("head", source, Form.RAW_GRADIENT)
         return self._emit(
-            Kind.PROJECT_TO_RAW,
-            "head",
-            self._value("head/gradient", Form.RAW_GRADIENT, source.level, source.channels),
-            maps=(source,),
-            gradient=self._norm_gradient("decoder0", len(block.sums), block, sums),
-            kernel=kernel_of("head"),
-            over=(source,),
+            Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=at, kernel=kernel, over=maps
         )
 
     def _residual_gradient(self, name: str, block: _Block, at: Value) -> Value:
         layer = f"{name}_act{len(block.sums)}"
-        return self._emit(
-            Kind.RESIDUAL_GRADIENT,
-            layer,
-            self._value(f"{layer}/gradient", Form.GRADIENT, at.level, at.channels),
-            maps=(block.sums[-1], block.output),
-            gradient=at,
-            over=(at,),
-        )
+        made = self._gradient(layer, at)
+        maps = (block.sums[-1], block.output)
+        return self._emit(Kind.RESIDUAL_GRADIENT, layer, made, maps=maps, gradient=at, over=(at,))
 
     def _norm_gradient(self, name: str, number: int, block: _Block, at: Value) -> Value:
         """The gradient of a raw sum, to be formed on reading, from that of its values."""
@@ -459,7 +428,7 @@ class _Network:
             return at
         source = block.sums[number - 1]
         norm = self._norm_of(name, number)
-        made = self._value(f"{norm}/gradient", Form.FORMED_GRADIENT, source.level, source.channels)
+        made = self._gradient(norm, source, Form.FORMED_GRADIENT)
         return self._emit(Kind.NORM_GRADIENT, norm, made, maps=(source,), gradient=at)
 
     def _to_raw(self, name: str, block: _Block, at: Value) -> Value:
@@ -472,15 +441,11 @@ class _Network:
     def _input_gradient(
         self, name: str, at: Value, entry: Maps, index: int, sums: bool = False
     ) -> Value:
-        like = entry[index]
+        made = self._gradient(name, entry[index])
+        maps = (entry[index],) if sums else ()
+        kernel = self._kernel_rows(name, entry, index)
         return self._emit(
-            Kind.INPUT_GRADIENT,
-            name,
-            self._value(f"{name}/gradient", Form.GRADIENT, like.level, like.channels),
-            maps=(like,) if sums else (),
-            gradient=at,
-            kernel=self._kernel_rows(name, entry, index),
-            over=(at,),
+            Kind.INPUT_GRADIENT, name, made, maps=maps, gradient=at, kernel=kernel, over=(at,)
         )
 
     def _filter_gradient(self, name: str, entry: Maps, at: Value, of_part: str = "") -> Value:
@@ -538,6 +503,10 @@ class _Network:
         self._names[name] += 1
         count = self._names[name]
         return Value(name if count == 1 else f"{name}/{count}", form, level, channels)
+
+    def _gradient(self, layer: str, like: Value, form: Form = Form.GRADIENT) -> Value:
+        """That which a layer makes, of a map."""
+        return self._value(f"{layer}/gradient", form, like.level, like.channels)
 
     def _emit(self, kind: Kind, layer: str, *makes: Value, **more: Any) -> Value:
         self._ops.append(Op(kind, layer, makes, **more))
