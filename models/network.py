@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from models.config import UNetConfig
-from models.program import Form, Kind, NetworkProgram, Op, Value, head_of, kernel_of
+from models.program import Form, Kind, NetworkProgram, Op, Value, head_of, kernel_of, slope_of
 
 Maps = Tuple[Value, ...]
 
@@ -60,10 +60,7 @@ class _Network:
     def program(self) -> NetworkProgram:
         logits = self._forward()
         forward = self._taken()
-        slopes = []
-        for head in logits:
-            name = f"{head_of(head.level)}/slope"
-            slopes.append(Value(name, Form.RAW_GRADIENT, head.level, head.channels))
+        slopes = [slope_of(head) for head in logits]
         before_image = self._backward(slopes)
         backward = self._taken()
         self._image_gradient(*before_image)
@@ -111,10 +108,10 @@ class _Network:
             block, at_first, at_sum = self._through_encoder(level, at, at_skips)
             at = self._at_entry(f"encoder{level}", block.entry, 0, at_first, at_sum)
         block, at_first, at_sum = self._through_encoder(0, at, at_skips)
-        at_shortcut = None
-        if at_sum is not None:
-            at_shortcut = self._project_gradient("encoder0_shortcut", block.entry, 0, at_sum, None)
-        return at_first, at_shortcut
+        if at_sum is None:
+            return at_first, None
+        at_image = self._project_gradient("encoder0_shortcut", block.entry, 0, at_sum, None)
+        return at_first, at_image
 
     def _image_gradient(self, at_first: Value, at_shortcut: Optional[Value]) -> None:
         entry = self._encoders[0].entry
@@ -338,27 +335,21 @@ class _Network:
     def _project(
         self, name: str, entry: Maps, index: int, width: int, add: Optional[Value]
     ) -> Value:
+        made = self._value(name, Form.MAP, entry[index].level, width)
+        kernel = self._kernel_rows(name, entry, index)
+        over = () if add is None else (add,)
         return self._emit(
-            Kind.PROJECT,
-            name,
-            self._value(name, Form.MAP, entry[index].level, width),
-            maps=(entry[index],),
-            kernel=self._kernel_rows(name, entry, index),
-            add=add,
-            over=() if add is None else (add,),
+            Kind.PROJECT, name, made, maps=(entry[index],), kernel=kernel, add=add, over=over
         )
 
     def _residual_sum(self, name: str, last: Value, total: Value, again: bool) -> Value:
         layer = f"{name}_act{self.config.convolutions}"
+        made = self._value(layer, Form.MAP, last.level, last.channels)
+        maps = (last,)
+        over = (total,)
+        kept = not again
         return self._emit(
-            Kind.RESIDUAL_SUM,
-            layer,
-            self._value(layer, Form.MAP, last.level, last.channels),
-            maps=(last,),
-            add=total,
-            over=(total,),
-            kept=not again,
-            again=again,
+            Kind.RESIDUAL_SUM, layer, made, maps=maps, add=total, over=over, kept=kept, again=again
         )
 
     # --- Single operations: backward ---
