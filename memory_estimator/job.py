@@ -224,8 +224,8 @@ class Architecture:
 
     network: str = option(
         "unet3d",
-        "unet3d, the paper's, or cicek2016, the wider original",
-        choices=NETWORKS,
+        ", or ".join(f"{name}, {widths.summary}" for name, widths in NETWORKS.items()),
+        choices=tuple(NETWORKS),
         group="network",
     )
     filters: int = option(16, "feature maps of the first convolution", "F", group="network")

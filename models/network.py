@@ -121,9 +121,8 @@ class _Network:
 
     def _levels_of_heads(self) -> List[int]:
         """As the network's outputs are ordered."""
-        if not self.config.deep_supervision:
-            return [0]
-        return [0, *range(self.config.depth - 2, 0, -1)]
+        coarser = range(self.config.depth - 2, 0, -1)
+        return [0, *coarser] if self.config.deep_supervision else [0]
 
     def _below(self, level: int) -> Value:
         """The map that decoder `level` samples up."""
@@ -142,7 +141,10 @@ class _Network:
         for index in range(1 + ups):
             if index:
                 entry += (self._up(level, index - 1, again=False),)
-            total = self._convolve_one(name, entry, index, widths[0], total, index == ups)
+            layer = f"{name}_conv1"
+            kernel = self._kernel_rows(layer, entry, index)
+            norm = self._norm_of(name, 1) if index == ups else ""
+            total = self._convolve(layer, (entry[index],), widths[0], kernel, norm, total)
         return self._block(name, entry, widths, first=total)
 
     def _block(
@@ -164,20 +166,15 @@ class _Network:
         return _Block(entry, sums, self._residual_sum(name, sums[-1], total, again))
 
     def _sums(
-        self,
-        name: str,
-        entry: Maps,
-        widths: Sequence[int],
-        again: bool,
-        first: Optional[Value] = None,
+        self, name: str, entry: Maps, widths: Sequence[int], again: bool, first: Optional[Value]
     ) -> Maps:
-        sums: List[Value] = []
-        for number, width in enumerate(widths, 1):
-            if number == 1 and first is not None:
-                sums.append(first)
-                continue
+        sums = [] if first is None else [first]
+        for index in range(len(sums), len(widths)):
             maps = (sums[-1],) if sums else entry
-            sums.append(self._convolve(name, number, maps, width, again))
+            layer = f"{name}_conv{index + 1}"
+            norm = self._norm_of(name, index + 1)
+            made = self._convolve(layer, maps, widths[index], kernel_of(layer), norm, again=again)
+            sums.append(made)
         return tuple(sums)
 
     def _block_again(self, level: int) -> _Block:
@@ -189,7 +186,7 @@ class _Network:
             return block
         if level == 0:
             return self._block(name, block.entry, widths, again=True)
-        sums = self._sums(name, block.entry, widths[:-1], again=True)
+        sums = self._sums(name, block.entry, widths[:-1], True, first=None)
         return _Block(block.entry, (*sums, block.sums[-1]), block.output)
 
     def _through_head(self, level: int, slope: Value, at: Optional[Value]) -> Value:
@@ -222,8 +219,8 @@ class _Network:
         time."""
         name = f"decoder{level}"
         convolution = f"{name}_conv1"
-        skip = self._block_again(0).output if level == 0 else self._encoders[level].output
-        entry: Maps = (skip,)
+        skip = self._encoders[level] if level else self._block_again(0)
+        entry: Maps = (skip.output,)
         of_parts = [self._filter_gradient(convolution, entry, at_first, "/skip")]
         of_ups = []
         at_below: List[Value] = []  # the sum over the parts so far, last
@@ -280,41 +277,27 @@ class _Network:
 
     # --- Single operations: forward ---
 
-    def _convolve(self, block: str, number: int, maps: Maps, width: int, again: bool) -> Value:
-        name = f"{block}_conv{number}"
+    def _convolve(
+        self,
+        layer: str,
+        maps: Maps,
+        width: int,
+        kernel: Value,
+        norm: str,
+        add: Optional[Value] = None,
+        again: bool = False,
+    ) -> Value:
         return self._emit(
             Kind.CONVOLVE,
-            name,
-            self._value(name, Form.MAP, maps[0].level, width),
+            layer,
+            self._value(layer, Form.MAP, maps[0].level, width),
             maps=maps,
-            kernel=kernel_of(name),
-            norm=self._norm_of(block, number),
-            over=maps[:1],
+            kernel=kernel,
+            add=add,
+            norm=norm,
+            over=maps[:1] if add is None else (add,),
             kept=not again,
             again=again,
-        )
-
-    def _convolve_one(
-        self,
-        block: str,
-        entry: Maps,
-        index: int,
-        width: int,
-        add: Optional[Value],
-        is_last: bool,
-    ) -> Value:
-        """A block's first convolution of one map of its entry, plus `add`."""
-        name = f"{block}_conv1"
-        return self._emit(
-            Kind.CONVOLVE,
-            name,
-            self._value(name, Form.MAP, entry[0].level, width),
-            kernel=self._kernel_rows(name, entry, index),
-            maps=(entry[index],),
-            add=add,
-            norm=self._norm_of(block, 1) if is_last else "",
-            over=(entry[index] if add is None else add,),
-            kept=True,
         )
 
     def _max_pool(self, level: int, source: Value) -> Value:
@@ -345,11 +328,9 @@ class _Network:
     def _residual_sum(self, name: str, last: Value, total: Value, again: bool) -> Value:
         layer = f"{name}_act{self.config.convolutions}"
         made = self._value(layer, Form.MAP, last.level, last.channels)
-        maps = (last,)
-        over = (total,)
-        kept = not again
+        more = {"kept": not again, "again": again}
         return self._emit(
-            Kind.RESIDUAL_SUM, layer, made, maps=maps, add=total, over=over, kept=kept, again=again
+            Kind.RESIDUAL_SUM, layer, made, maps=(last,), add=total, over=(total,), **more
         )
 
     # --- Single operations: backward ---
@@ -395,14 +376,13 @@ class _Network:
 
     def _project_to_raw(self, block: _Block, at: Value) -> Value:
         """Of the finest head: first come the sums that the norm needs."""
-        source = block.output
-        maps = (source,)
+        maps = (block.output,)
         kernel = kernel_of("head")
-        sums = self._value("head/sums", Form.GRADIENT, source.level, source.channels)
+        sums = self._value("head/sums", Form.GRADIENT, maps[0].level, maps[0].channels)
         makes = (sums, self._of_kernel("head"))
         self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=at, kernel=kernel)
         at = self._norm_gradient("decoder0", len(block.sums), block, sums)
-        made = self._gradient("head", source, Form.RAW_GRADIENT)
+        made = self._gradient("head", maps[0], Form.RAW_GRADIENT)
         return self._emit(
             Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=at, kernel=kernel, over=maps
         )
@@ -418,9 +398,9 @@ class _Network:
         if at.form is Form.RAW_GRADIENT:
             return at
         source = block.sums[number - 1]
-        norm = self._norm_of(name, number)
-        made = self._gradient(norm, source, Form.FORMED_GRADIENT)
-        return self._emit(Kind.NORM_GRADIENT, norm, made, maps=(source,), gradient=at)
+        layer = self._norm_of(name, number)
+        made = self._gradient(layer, source, Form.FORMED_GRADIENT)
+        return self._emit(Kind.NORM_GRADIENT, layer, made, maps=(source,), gradient=at)
 
     def _to_raw(self, name: str, block: _Block, at: Value) -> Value:
         """A first convolution's formed gradient as a map of its own, over the raw sum."""
@@ -464,7 +444,7 @@ class _Network:
     def _up_kernel(self, level: int, index: int) -> Value:
         parts = self.config.up_parts(level)
         name = self._up_layer(level)
-        if self.config.up != "transposed":
+        if self.config.up == "upsampling":
             return self._kernel_part(Kind.KERNEL_TAPS, name, index, parts[index])
         if len(parts) == 1:
             return kernel_of(name)

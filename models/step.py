@@ -161,7 +161,9 @@ def _up_filter_gradient(run: Pass, op: Op) -> tf.Tensor:
 
 def _project(run: Pass, op: Op) -> Source:
     layer = run.layer(op.layer)
-    bias = tf.zeros(layer.filters) if layer.bias is None else run.value(layer.bias)
+    bias = tf.zeros(layer.filters)
+    if layer.bias is not None:
+        bias = run.value(layer.bias)
     add = _raw_of(run.add(op))
     (source,) = run.maps(op)
     return Source(run.in_turn(operations.project, source, run.kernel(op), bias, add))
@@ -266,24 +268,24 @@ def _norm_gradient(run: Pass, op: Op) -> Gradient:
     layer = run.layer(op.layer)
     norm = source.norm
     if norm is None:
-        raise ValueError(
-            f"the map of {op.layer} must have a norm, got none; give its convolution one"
-        )
+        rule = f"the map that {op.layer} reads must have a norm"
+        raise ValueError(f"{rule}, got none; name it at its convolution")
+    scale: tf.Tensor = norm.scale
     if layer.norm == "none":
         run.gradients[layer.bias.name] = tf.reduce_sum(at.sum1, 0)
     else:
         run.gradients[layer.gamma.name] = tf.reduce_sum(at.sum2, 0)
         run.gradients[layer.beta.name] = tf.reduce_sum(at.sum1, 0)
     if layer.norm != "instance" and not run.moves(layer):
-        return Gradient(at.map, source, norm.scale, 0 * norm.scale, 0 * norm.scale)
+        return Gradient(at.map, source, scale, 0 * scale, 0 * scale)
     mean1 = at.sum1 / _voxels(source.raw)
     mean2 = at.sum2 / _voxels(source.raw)
     if layer.norm == "batch":
         mean1 = tf.reduce_mean(mean1, 0, keepdims=True)
         mean2 = tf.reduce_mean(mean2, 0, keepdims=True)
-    of_raw = -norm.scale * norm.rstd * mean2
-    constant = -norm.scale * mean1 - of_raw * norm.mean
-    return Gradient(at.map, source, norm.scale, of_raw, constant)
+    of_raw = -scale * norm.rstd * mean2
+    constant = -scale * mean1 - of_raw * norm.mean
+    return Gradient(at.map, source, scale, of_raw, constant)
 
 
 def _voxels(raw: tf.Tensor) -> float:

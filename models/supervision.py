@@ -8,11 +8,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
-from models.losses import OfRegion, Sums
+from models.losses import Formula, Sums
 from models.native import operations
 from models.program import Form, Kind, Value, loss_program
-
-Formula = Callable[[Sums], OfRegion]
 
 
 class Supervised(NamedTuple):
