@@ -20,7 +20,7 @@ UNETS = {
     "outputs": (1, 3),
     "filters": (4, 8, 16, 24),
     "depth": (2, 3),
-    "network": NETWORKS,
+    "network": tuple(NETWORKS),
 }
 UNETS.update(
     norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES
