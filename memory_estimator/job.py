@@ -81,7 +81,7 @@ class Job:
         return micro_of(self.unet.norm, self.batch, self.micro_batch)
 
     @property
-    def parts(self) -> int:
+    def micro_batches(self) -> int:
         """Micro-batches of a step. With more than one their gradients are summed before the
         update."""
         return self.batch // self.micro
@@ -102,7 +102,7 @@ class Job:
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
             *["residual"] * unet.residual,
             *["deep supervision"] * unet.deep_supervision,
-            f"batch {self.batch}" + (f", {self.micro} at a time" if self.parts > 1 else ""),
+            f"batch {self.batch}" + (f", {self.micro} at a time" if self.micro_batches > 1 else ""),
             f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
             f"{self.threads} thread{'s' * (self.threads > 1)}",
         )

@@ -45,9 +45,10 @@ def cut_of(work: Work, threads: int) -> Cut:
     """The cut for at most so many threads; of equally good ones that of the fewest pieces, then
     with the most parts along X."""
     most = min(threads, MOST_THREADS)
-    units = parts(work.outputs, work.unit)
+    units = ceil_divide(work.outputs, work.unit)
     products = work.planes * work.rows * work.products * work.inputs * work.outputs
-    best, counts = (_cost(work, most, 1, 1, 1, 1), 1), (1, 1, 1, 1)
+    best = (_cost(work, most, 1, 1, 1, 1), 1)
+    counts = (1, 1, 1, 1)
     for x in _counts(work.planes, most):
         for y in _counts(work.rows, most // x):
             for inputs in _counts(work.inputs, most // (x * y)):
@@ -55,19 +56,21 @@ def cut_of(work: Work, threads: int) -> Cut:
                     pieces = x * y * inputs * outputs
                     if products > best[0] * pieces:  # no cost is so low; this saves time
                         continue
-                    candidate = _cost(work, most, x, y, inputs, outputs), pieces
+                    candidate = (_cost(work, most, x, y, inputs, outputs), pieces)
                     if candidate < best:
-                        best, counts = candidate, (x, y, inputs, outputs)
-    (cost, pieces), (x, y, inputs, outputs) = best, counts
+                        best = candidate
+                        counts = (x, y, inputs, outputs)
+    cost, pieces = best
+    x, y, inputs, outputs = counts
     whole = _cost(work, 1, 1, 1, 1, 1)
     return Cut(
         pieces=pieces,
         positions=x * y,
         is_along_y=y > 1,
-        planes=parts(work.planes, x),
-        rows=parts(work.rows, y),
-        inputs=parts(work.inputs, inputs),
-        outputs=min(work.outputs, work.unit * parts(units, outputs)),
+        planes=ceil_divide(work.planes, x),
+        rows=ceil_divide(work.rows, y),
+        inputs=ceil_divide(work.inputs, inputs),
+        outputs=min(work.outputs, work.unit * ceil_divide(units, outputs)),
         efficiency=whole / (threads * cost),
     )
 
@@ -77,8 +80,13 @@ def cut_of_rows(count: int, threads: int) -> Cut:
     return cut_of(Work(count), threads)
 
 
-def parts(number: int, size: int) -> int:
+def ceil_divide(number: int, size: int) -> int:
     return -(-number // size)
+
+
+def round_up(number: int, size: int) -> int:
+    """The next multiple."""
+    return size * ceil_divide(number, size)
 
 
 @functools.cache
@@ -88,23 +96,27 @@ def _counts(whole: int, most: int) -> Sequence[int]:
     count = 1
     while count <= min(whole, most):
         counts.append(count)
-        largest = parts(whole, count)
-        count = parts(whole, largest - 1) if largest > 1 else whole + 1
+        largest = ceil_divide(whole, count)
+        count = ceil_divide(whole, largest - 1) if largest > 1 else whole + 1
     return counts[::-1]
 
 
 def _cost(work: Work, threads: int, x: int, y: int, inputs: int, outputs: int) -> int:
     """What the largest piece costs."""
-    planes = parts(work.planes, x)
-    rows = parts(work.rows, y)
-    of_inputs = parts(work.inputs, inputs)
-    of_outputs = min(work.outputs, work.unit * parts(parts(work.outputs, work.unit), outputs))
+    planes = ceil_divide(work.planes, x)
+    rows = ceil_divide(work.rows, y)
+    of_inputs = ceil_divide(work.inputs, inputs)
+    of_outputs = min(
+        work.outputs, work.unit * ceil_divide(ceil_divide(work.outputs, work.unit), outputs)
+    )
     products = rows * work.products + _loads(rows, work.together) * work.load
     cost = planes * products * of_inputs * of_outputs
     cost += (planes + 2 * work.border) * (rows + 4 * work.border) * of_inputs
     cost += planes * rows * of_outputs * work.form_outputs
-    return cost + work.sums * x * y * parts(work.inputs * work.outputs, threads)
+    return cost + work.sums * x * y * ceil_divide(work.inputs * work.outputs, threads)
 
 
 def _loads(rows: int, together: int) -> int:
-    return rows // together + bin(rows % together).count("1") if together else 1
+    if not together:
+        return 1
+    return rows // together + bin(rows % together).count("1")

@@ -25,7 +25,7 @@ whose rows were divided (oneDNN 3.3 in ITEX 2.15.0.0)."""
 
 def reset_sums(writer: Writer) -> None:
     """The start of a step in micro-batches: zeros, into whose memory the sums of gradients move."""
-    for op in writer.kernels if writer.job.parts > 1 else ():
+    for op in writer.kernels if writer.job.micro_batches > 1 else ():
         zeros = writer.make(f"{op.name}/zeros", "update", [], 4 * kernel_elements(op))
         writer.move(f"{op.name}/gradient_sum", "gradient sums", [zeros])
 
@@ -36,7 +36,7 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
     the update reads those."""
     optimizer = OPTIMIZERS[writer.job.optimizer]
     writer.run("gradients/finite", "pass", list(gradients.values()))
-    if writer.job.parts > 1:
+    if writer.job.micro_batches > 1:
         for op in writer.kernels:
             total = f"{op.name}/gradient_sum"
             writer.run(f"sums/{op.name}", "pass", [gradients[op.name], total])

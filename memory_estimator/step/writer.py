@@ -121,7 +121,7 @@ class Writer:
             copies.sort(key=lambda copy: copy[1])
         if self.job.averaged:
             copies += [(op, "average", "averaged weights") for op in self.kernels]
-        if self.job.parts > 1:
+        if self.job.micro_batches > 1:
             copies += [(op, "gradient_sum", "gradient sums") for op in self.kernels]
         for op, suffix, group in copies:
             self._zeros(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
@@ -132,7 +132,7 @@ class Writer:
                 "optimizer slots",
             )
         )
-        if self.job.parts > 1:
+        if self.job.micro_batches > 1:
             self.resident.append(
                 self.tensor("sums of norms and biases", 4 * trained, "gradient sums")
             )

@@ -66,7 +66,7 @@ def test_the_largest_number_may_be_beyond_one_that_does_not_fit():
 
 def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     largest = plan(JOB, price, 5 * ONE_VOLUME + 1000)
-    assert (largest["batch"].job.batch, largest["batch"].job.parts) == (5, 1)
+    assert (largest["batch"].job.batch, largest["batch"].job.micro_batches) == (5, 1)
     assert largest["filters"] is None  # 8 filters at batch 16 are eight volumes
     # 5 / 16 of the voxels: 160 x 160 x 112 would be 0.311 of them, 176 x 176 x 112 are more than
     # 0.3125.
@@ -77,7 +77,7 @@ def test_the_plan_of_a_known_memory_is_the_one_by_hand():
     # stays the same.
     singly = plan(dataclasses.replace(JOB, micro_batch=1), price, 5 * ONE_VOLUME + 1000)
     assert (singly["batch"], singly["filters"].job.unet.filters) == (largest["batch"], 80)
-    assert singly["filters"].job.parts == 16
+    assert singly["filters"].job.micro_batches == 16
 
 
 @pytest.mark.parametrize(("network", "depth", "most"), [("unet3d", 5, 1024), ("cicek2016", 8, 64)])
