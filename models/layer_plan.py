@@ -7,13 +7,19 @@ The Keras model, the memory estimator and the exporter are made from it.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 from models.config import UNetConfig
 from models.network import network_program
 from models.program import Kind, Op, Value
 
 Shape3 = Tuple[int, int, int]
+
+
+def shape3(sides: Iterable[int]) -> Shape3:
+    """Sides X, Y, Z as a shape. Raises ValueError for another number of them."""
+    x, y, z = sides
+    return x, y, z
 
 
 @dataclass(frozen=True)
