@@ -22,20 +22,21 @@ from memory_estimator.estimate import Component, Estimate
 from memory_estimator.job import Job
 from models.layer_plan import layer_plan
 
-RING_BYTES = (
-    16 * 2**20
-)  # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
+# of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
+RING_BYTES = 16 * 2**20
 LATENCY_S = 50e-6  # of a message between two hosts, besides the cost of one inside a host
-DATA_WAIT_SHARE = (
-    0.0004  # of a step's computing, waiting for data that are read in time (docs/log.md, loading)
-)
+# of a step's computing, waiting for data that are read in time (docs/log.md, loading)
+DATA_WAIT_SHARE = 0.0004
 # of the gradients, while they are summed: sent, received, the network's buffers; not measured
 SENT_COPIES = 4
 
-HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
+HOSTS_HELP = (
+    "time on so many hosts; --batch is then of one worker, --threads its cores, "
+    "--host-memory of one host"
+)
 NOT_COUNTED = (
-    "not counted: validation, start-up, checkpoints, restarts, other traffic, slow storage; whether a larger batch "
-    "learns as much"
+    "not counted: validation, start-up, checkpoints, restarts, other traffic, slow storage; "
+    "whether a larger batch learns as much"
 )
 
 # Costs of working together, by TensorFlow's own collectives over gRPC: medians of two jobs of a
@@ -54,10 +55,8 @@ COSTS = {
     "contention": 0.0312,
 }
 ORIGIN = "measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)"
-ERRORS = (
-    0.063,
-    -0.002,
-)  # of the predicted steps of two workers in these two jobs, each by the constants of the other
+# of the predicted steps of two workers in these two jobs, each by the constants of the other
+ERRORS = (0.063, -0.002)
 
 
 # --- The formula ---
@@ -78,23 +77,25 @@ def step_parts(
     others (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The slowest link sets the
     pace: the one out of each host, if there are several."""
     workers = hosts * workers_per_host
-    compute_s = alone_s * (1 + COSTS["contention"] * (workers_per_host > 1))
-    packing_s = exchange_s = 0.0
+    compute_s = alone_s
+    if workers_per_host > 1:
+        compute_s *= 1 + COSTS["contention"]
+    packing_s = 0.0
+    exchange_s = 0.0
     if workers > 1:
-        network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
-        s_per_byte, message_s = (
-            COSTS["endpoint_s_per_byte"] + network_s,
-            COSTS["message_s"] + latency_s,
-        )
+        s_per_byte = COSTS["endpoint_s_per_byte"]
+        message_s = COSTS["message_s"]
+        if hosts > 1:
+            s_per_byte += 1 / network_bytes_per_s
+            message_s += LATENCY_S
         pieces = math.ceil(vector_bytes / RING_BYTES)
         rounds_s = 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + pieces * message_s)
         exchange_s = rounds_s + pieces * COSTS["call_s"]
         packing_s = vector_bytes * COSTS["packing_s_per_byte"]
     return {
         "compute_s": compute_s,  # of the mean worker
-        "slowest_s": compute_s
-        * COSTS["spread"]
-        * largest_of(workers),  # that the slowest takes longer
+        # that the slowest takes longer
+        "slowest_s": compute_s * COSTS["spread"] * largest_of(workers),
         "packing_s": packing_s,
         "exchange_s": exchange_s,
         "data_s": DATA_WAIT_SHARE * compute_s,
@@ -104,7 +105,9 @@ def step_parts(
 def largest_of(count: int) -> float:
     """The largest of `count` standard normal values, on average; 0 for a single one. Blom's
     approximation (1958)."""
-    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+    if count == 1:
+        return 0.0
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def worker_estimate(whole: Estimate, workers: int) -> Estimate:
@@ -120,11 +123,9 @@ def worker_estimate(whole: Estimate, workers: int) -> Estimate:
 
 def worker_share(job: Job, workers: int) -> Job:
     """The part of a job's batches that one of so many workers computes."""
-    return (
-        dataclasses.replace(job, batch=job.batch // workers, micro_batch=job.micro)
-        if workers > 1
-        else job
-    )
+    if workers == 1:
+        return job
+    return dataclasses.replace(job, batch=job.batch // workers, micro_batch=job.micro)
 
 
 def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Job], Estimate]:
@@ -140,17 +141,15 @@ def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Jo
 def parse_rate(text: str) -> float:
     """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as
     "25Gb/s"."""
-    match = re.fullmatch(
-        r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s",
-        text.strip(),
-        re.ASCII,
-    )
+    words = r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s"
+    match = re.fullmatch(words, text.strip(), re.ASCII)
     if not match or not float(match[1]):
-        raise ValueError(
-            f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s"
-        )
-    unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8
-    return float(match[1]) * unit
+        rule = "rate must be a positive number with its unit"
+        raise ValueError(f"{rule}, got {text!r}; write it like 25Gbit/s or 2GB/s")
+    if match[3]:
+        return float(match[1]) * UNITS[match[3]]
+    bits = 1000 ** ("", "k", "M", "G", "T").index(match[2])
+    return float(match[1]) * (bits / 8)
 
 
 # --- The command line ---
@@ -187,13 +186,14 @@ def check_options(args: argparse.Namespace) -> None:
         return
     if hasattr(args, "plan"):
         raise ValueError("--hosts must be given without --plan, got both; leave one of them out")
-    described = "--host-memory" if hasattr(args, "host_memory") else "--workers-per-host"
-    if ("workers_per_host" in chosen or hasattr(args, "host_memory")) and not hasattr(
-        args, "threads"
-    ):
-        raise ValueError(
-            f"--threads must be given with {described}, got none; add a worker's cores on that host"
-        )
+    described = ""
+    if "workers_per_host" in chosen:
+        described = "--workers-per-host"
+    if hasattr(args, "host_memory"):
+        described = "--host-memory"
+    if described and not hasattr(args, "threads"):
+        rule = f"--threads must be given with {described}"
+        raise ValueError(f"{rule}, got none; add a worker's cores on that host")
 
 
 def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, Any], Table]:
