@@ -155,7 +155,7 @@ def _answer(args: argparse.Namespace) -> Answer:
     )
     job, workers = _share(args, source, host)
     price, is_open = _price(options, host), policy_is_open(args)
-    if scaling.hosts is not None:
+    if scaling.hosts:
         return _several_hosts(
             scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open
         )

@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.common.schema import given_options, option
 from memory_estimator.common.table import Table
@@ -62,7 +62,7 @@ ERRORS = (0.063, -0.002)
 # --- The formula ---
 
 
-def step_parts(
+def step_costs(
     alone_s: float,
     vector_bytes: int,
     hosts: int = 1,
@@ -161,7 +161,7 @@ _option = functools.partial(option, group="several hosts, data parallel")
 class ScalingOptions:
     """--hosts and its options."""
 
-    hosts: Optional[Tuple[int, ...]] = _option(None, HOSTS_HELP, "N", at_least=1)
+    hosts: Tuple[int, ...] = _option((), HOSTS_HELP, "N", at_least=1)
     workers_per_host: int = _option(
         1, "processes of a host, such as one per socket", "W", at_least=1
     )
@@ -200,61 +200,57 @@ def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, 
     """The answer from the estimate of a worker, a row for each number of hosts, as JSON content and
     as a table. Raises ValueError for an unreadable rate, and for a batch that cannot be dealt to
     the workers evenly."""
-    job, per_host = worker.job, options.workers_per_host
+    job = worker.job
+    per_host = options.workers_per_host
     gradient_bytes = 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))  # in float32
-    link = {"network_bytes_per_s": parse_rate(options.link)}
-    rows, lines = [], []
+    network_bytes_per_s = parse_rate(options.link)
+    rows = []
     for hosts in options.hosts:
         workers = hosts * per_host
         batch = options.global_batch or workers * job.batch
         if batch % workers:
-            raise ValueError(
-                f"--global-batch must be a multiple of the {workers} workers, got {batch}; choose another"
-            )
+            rule = f"--global-batch must be a multiple of the {workers} workers"
+            raise ValueError(f"{rule}, got {batch}; choose another")
         alone_s = batch // workers * worker.volume_s
-        parts = step_parts(alone_s, gradient_bytes, hosts, per_host, **link)
-        step_s = sum(parts.values())
+        costs_s = step_costs(alone_s, gradient_bytes, hosts, per_host, network_bytes_per_s)
+        step_s = sum(costs_s.values())
+        row: Dict[str, Any] = {"hosts": hosts, "workers": workers, "batch": batch}
+        row.update(costs_s)
+        row["step_s"] = step_s
         # Whole batches only, as `train` counts them; None without cases, or with fewer than a
         # batch.
-        epoch_s = job.cases // batch * step_s if job.cases >= batch else None
-        row = {
-            "hosts": hosts,
-            "workers": workers,
-            "batch": batch,
-            **parts,
-            "step_s": step_s,
-            "epoch_s": epoch_s,
-        }
+        row["epoch_s"] = job.cases // batch * step_s if job.cases >= batch else None
         row["efficiency"] = alone_s * (1 + DATA_WAIT_SHARE) / step_s  # 1 without any losses
-        row.update(cases_per_s=batch / step_s, network_share=parts["exchange_s"] / step_s)
-        row["total_s"] = None if epoch_s is None else options.epochs * epoch_s
+        row["cases_per_s"] = batch / step_s
+        row["network_share"] = costs_s["exchange_s"] / step_s
+        row["total_s"] = None
+        if row["epoch_s"] is not None:
+            row["total_s"] = options.epochs * row["epoch_s"]
         rows.append(row)
-        times = [
-            "-" if row[name] is None else format_seconds(row[name])
-            for name in ("epoch_s", "total_s")
-        ]
-        shares = [f"{step_s:.3g}", f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}"]
-        lines.append([str(hosts), str(batch), *shares, f"{row['efficiency']:.0%}", *times])
-    worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     content = {
         "job": job.to_json(),
         "volume_s": worker.volume_s,
         "gradient_bytes": gradient_bytes,
-        **link,
+        "network_bytes_per_s": network_bytes_per_s,
+        "rows": rows,
+        "workers_per_host": per_host,
+        "latency_s": LATENCY_S,
+        "costs": COSTS,
+        "errors": list(ERRORS),
     }
-    content.update(
-        rows=rows, workers_per_host=per_host, latency_s=LATENCY_S, costs=COSTS, errors=list(ERRORS)
-    )
-    columns = (
-        "hosts",
-        "batch",
-        "s a step",
-        "summing",
-        "cases/s",
-        "efficiency",
-        "an epoch",
-        "in all",
-    )
-    title = f"{per_host} worker{'s' * (per_host > 1)} a host, {format_bytes(gradient_bytes)} of gradients summed"
+    return content, _table_of(rows, per_host, gradient_bytes)
+
+
+def _table_of(rows: Sequence[Dict[str, Any]], per_host: int, gradient_bytes: int) -> Table:
+    lines = []
+    for row in rows:
+        sizes = (str(row["hosts"]), str(row["batch"]), f"{row['step_s']:.3g}")
+        shares = (f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}")
+        times = (format_seconds(row["epoch_s"]), format_seconds(row["total_s"]))
+        lines.append([*sizes, *shares, f"{row['efficiency']:.0%}", *times])
+    columns = ("hosts", "batch", "s a step", "summing", "cases/s", "efficiency")
+    workers = "1 worker" if per_host == 1 else f"{per_host} workers"
+    title = f"{workers} a host, {format_bytes(gradient_bytes)} of gradients summed"
+    worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     caption = f"costs of summing: {ORIGIN}\nworst error: {worst}\n{NOT_COUNTED}"
-    return content, Table(columns, lines, title, caption, names=0)
+    return Table((*columns, "an epoch", "in all"), lines, title, caption, names=0)

@@ -11,7 +11,7 @@ from memory_estimator import scaling
 from memory_estimator.__main__ import main
 from memory_estimator.calibration import HostConstants
 from memory_estimator.job import Job
-from memory_estimator.scaling import largest_of, step_parts
+from memory_estimator.scaling import largest_of, step_costs
 from memory_estimator.step.program import OwnOperation, Program, StepOp
 from memory_estimator.step.timing import op_seconds
 from models.config import UNetConfig
@@ -101,15 +101,15 @@ COSTS = {
 
 def test_workers_that_lose_nothing_take_as_long_as_one(monkeypatch):
     monkeypatch.setattr(scaling, "COSTS", dict.fromkeys(COSTS, 0.0))
-    parts = step_parts(6.0, 100)
+    parts = step_costs(6.0, 100)
     assert sum(parts.values()) == pytest.approx(6 * WAIT)
-    assert step_parts(6.0, 0, hosts=8) == parts
+    assert step_costs(6.0, 0, hosts=8) == parts
 
 
 def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
     monkeypatch.setattr(scaling, "COSTS", COSTS)
     asked = (10.0, 80_000_000)
-    single, two = (step_parts(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
+    single, two = (step_costs(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
     assert (
         single["compute_s"] == two["compute_s"] == pytest.approx(10.5)
     )  # contention, as two share each host
@@ -118,7 +118,7 @@ def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
     # 80 MB are five pieces of 16 MiB, each a ring. Inside a host there is no network.
     assert single["exchange_s"] == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
     assert two["exchange_s"] == pytest.approx(6 * (20e6 * 2e-9 + 5 * 1.05e-3) + 5 * 0.01)
-    alone = step_parts(*asked)
+    alone = step_costs(*asked)
     assert (alone["slowest_s"], alone["packing_s"], alone["exchange_s"]) == (0, 0, 0)
 
 
