@@ -232,7 +232,9 @@ def _help(field: Field, spec: Option) -> str:
     has_value = isinstance(default, (int, float, str, Path)) and default != ""
     if isinstance(default, bool) or not has_value or "default:" in spec.help:
         return spec.help
-    return f"{spec.help} (default: {default})" if spec.help else f"default: {default}"
+    if not spec.help:
+        return f"default: {default}"
+    return f"{spec.help} (default: {default})"
 
 
 def _broken_rule(value: Any, spec: Option) -> str:
