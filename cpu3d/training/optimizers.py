@@ -16,7 +16,8 @@ from models.native import operations
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in
 # five times.
-ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
+ITERATION = (3.4445, -4.7750, 2.0315)
+TIMES = 5
 
 
 class InOrder(tf.keras.optimizers.Optimizer):
@@ -28,14 +29,13 @@ class InOrder(tf.keras.optimizers.Optimizer):
         super().__init__(*arguments, **{"jit_compile": False, **options})
 
     def apply_gradients(self, *arguments, **options):
-        self._before, self._shared = (
-            [],
-            {},
-        )  # the last update; tensors that the updates of a subclass share
+        self._before = []  # the last update
+        self._shared = {}  # tensors that the updates of a subclass share
         try:
             return super().apply_gradients(*arguments, **options)
-        finally:
-            self._before, self._shared = [], {}  # tensors left in them would be saved with a model
+        finally:  # tensors left in them would be saved with a model
+            self._before = []
+            self._shared = {}
 
     def update_step(self, gradient, variable) -> None:
         with tf.control_dependencies(self._before):
@@ -92,8 +92,11 @@ class Muon(InOrder):
         optimizer, such as `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, **options})
         self._learning_rate = self._build_learning_rate(learning_rate)
-        self.adam_scale, self.momentum = adam_scale, momentum
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        self.adam_scale = adam_scale
+        self.momentum = momentum
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
         self.kernel_decay = kernel_decay
 
     def build(self, var_list) -> None:
@@ -101,10 +104,12 @@ class Muon(InOrder):
         if getattr(self, "_built", False):
             return
         self._means = [self.add_variable_from_reference(v, "mean") for v in var_list]
-        self._squares = [
-            None if is_orthogonal(v.shape) else self.add_variable_from_reference(v, "square")
-            for v in var_list
-        ]
+        self._squares = []  # by the index of a variable; None for those that Adam does not update
+        for variable in var_list:
+            square = None
+            if not is_orthogonal(variable.shape):
+                square = self.add_variable_from_reference(variable, "square")
+            self._squares.append(square)
         self._built = True
 
     def change(self, gradient, variable):
@@ -114,9 +119,8 @@ class Muon(InOrder):
             return variable.assign_sub(self._adam(index, gradient))
         before = []
         if self.kernel_decay:
-            share = self._kernel_rate(gradient.dtype) * self._constant(
-                self.kernel_decay, gradient.dtype
-            )
+            decay = self._constant(self.kernel_decay, gradient.dtype)
+            share = self._kernel_rate(gradient.dtype) * decay
             before = [variable.assign_sub(share * variable)]
         with tf.control_dependencies(before):  # or both would hold a tensor of the kernel's size
             return variable.assign_sub(self._muon(index, gradient))
@@ -131,7 +135,8 @@ class Muon(InOrder):
         }
 
     def _muon(self, index: int, gradient):
-        mean, dtype = self._means[index], gradient.dtype
+        mean = self._means[index]
+        dtype = gradient.dtype
         rate = self._kernel_rate(dtype)
         # Added to in place: a new mean instead of the old one would be elsewhere after every step.
         mean = mean.assign_add(gradient - self._constant(1 - self.momentum, dtype) * mean)
@@ -139,20 +144,21 @@ class Muon(InOrder):
         if operations.in_use() and dtype == tf.float32:
             return rate * operations.orthogonal(ahead)
         side = min(matrix_shape(gradient.shape))
-        return rate * orthogonal(
-            ahead, self._once(f"terms {side}", lambda: first_terms(side, dtype))
-        )
+        terms = self._once(f"terms {side}", lambda: first_terms(side, dtype))
+        return rate * orthogonal(ahead, terms)
 
     def _kernel_rate(self, dtype):
         return self._once("kernels' rate", lambda: tf.cast(self.learning_rate, dtype))
 
     def _adam(self, index: int, gradient):
-        mean, square, dtype = self._means[index], self._squares[index], gradient.dtype
+        mean = self._means[index]
+        square = self._squares[index]
+        dtype = gradient.dtype
         rate = self._once("rate", lambda: self._adam_rate(dtype))
-        mean = mean.assign_add((gradient - mean) * self._constant(1 - self.beta_1, dtype))
-        square = square.assign_add(
-            (tf.square(gradient) - square) * self._constant(1 - self.beta_2, dtype)
-        )
+        new_share = self._constant(1 - self.beta_1, dtype)
+        mean = mean.assign_add((gradient - mean) * new_share)
+        new_share = self._constant(1 - self.beta_2, dtype)
+        square = square.assign_add((tf.square(gradient) - square) * new_share)
         return rate * mean / (tf.sqrt(square) + self._constant(self.epsilon, dtype))
 
     def _adam_rate(self, dtype):
@@ -176,11 +182,11 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     """A new optimizer with the settings of a run; its facts are in
     `memory_estimator.job.OPTIMIZERS`."""
     rate = config.peak_rate
-    return {
-        "muon": lambda: Muon(rate, config.adam_rate / rate, kernel_decay=config.weight_decay),
-        "adam": lambda: Adam(rate),
-        "sgd": lambda: Sgd(rate, momentum=0.99),
-    }[config.optimizer]()
+    if config.optimizer == "muon":
+        return Muon(rate, config.adam_rate / rate, kernel_decay=config.weight_decay)
+    if config.optimizer == "adam":
+        return Adam(rate)
+    return Sgd(rate, momentum=0.99)
 
 
 def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:
@@ -213,18 +219,20 @@ def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
     rows, is multiplied once. `operations.orthogonal` is the same, faster, where own operations run.
     """
     rows, columns = matrix_shape(kernel.shape)
-    matrix, wide = tf.reshape(kernel, (rows, columns)), rows < columns
-    gram = tf.matmul(matrix, matrix, transpose_a=not wide, transpose_b=wide)
+    is_wide = rows < columns
+    matrix = tf.reshape(kernel, (rows, columns))
+    gram = tf.matmul(matrix, matrix, transpose_a=not is_wide, transpose_b=is_wide)
     square = 2 * tf.nn.l2_loss(matrix) + 1e-30
     gram *= math.sqrt(ITERATION[2]) / square
-    first, second = terms or first_terms(min(rows, columns), matrix.dtype)
+    if terms is None:
+        terms = first_terms(min(rows, columns), matrix.dtype)
+    first, second = terms
     product = None
     for time in range(TIMES):
         factor = first + tf.matmul(gram, second + gram)
         product = factor if product is None else tf.matmul(product, factor)
         if time < TIMES - 1:
             gram = tf.matmul(tf.matmul(factor, gram), factor)
-    nearest = tf.matmul(product, matrix) if wide else tf.matmul(matrix, product)
-    return tf.reshape(
-        nearest * (tf.math.rsqrt(square) * math.sqrt(max(1.0, rows / columns))), kernel.shape
-    )
+    nearest = tf.matmul(product, matrix) if is_wide else tf.matmul(matrix, product)
+    scale = tf.math.rsqrt(square) * math.sqrt(max(1.0, rows / columns))
+    return tf.reshape(nearest * scale, kernel.shape)

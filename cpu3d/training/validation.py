@@ -20,6 +20,7 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
 from cpu3d.training.losses import TrainingLoss
+from cpu3d.training.watchdog import Stop, Wish
 from memory_estimator.step.training_step import SCORED_SLABS
 from models.supervision import supervise
 
@@ -37,22 +38,23 @@ def validate(
     learner: Learner,
     exchange: Exchange = ALONE,
     phase: Callable[[str], None] = lambda name: None,
-    wish: Callable[[], int] = lambda: 0,
-) -> Tuple[Optional[Validation], int]:
+    wish: Wish = lambda: Stop.NONE,
+) -> Tuple[Optional[Validation], Stop]:
     """Score all held-out cases, with the averaged weights if the run averages; returns the scores,
-    and why the run must stop, 0 for nothing, the same on all workers.
+    and why the run must stop, the same on all workers.
 
-    `phase` is called for each volume, `wish` returns why the run should stop. A single worker then
-    stops between two volumes, without scores; several finish. Raises WorkerLostError if another
-    worker is gone."""
-    count, regions = feeds.held_out, feeds.config.codes_by_region
-    rows = np.zeros((count, 1 + len(regions)), np.float32 if exchange.count > 1 else np.float64)
+    `phase` is called for each volume. If there is a `wish` to stop a single worker stops between
+    two volumes, without scores; several finish. Raises WorkerLostError if another worker is
+    gone."""
+    regions = feeds.config.codes_by_region
+    # A row for each case: its loss, then the Dice of each region. Workers sum them in float32.
+    dtype = np.float32 if exchange.count > 1 else np.float64
+    rows = np.zeros((feeds.held_out, 1 + len(regions)), dtype)
     learner.swap_average()
     try:
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
-            logits = _whole_logits(feeds, learner.logits, image)
-            logits = tf.convert_to_tensor(logits)
+            logits = tf.convert_to_tensor(_whole_logits(feeds, learner.logits, image))
             dice = _painted_dice(target, logits, regions, feeds.inside(case))
             rows[case] = [float(_loss(target, logits)), *dice]
             del logits  # before the next are made
@@ -61,15 +63,17 @@ def validate(
                 return None, wish()
     finally:
         learner.swap_average()
-    stop = 0
-    if exchange.count > 1:  # a case's row is 0 on all workers but one
+    stop = Stop.NONE
+    if exchange.count > 1:
         phase("waiting for the others' validation")
-        notes = np.zeros(exchange.count, np.float32)
-        notes[exchange.rank] = wish()
-        total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
-        rows, stop = total[: rows.size].reshape(rows.shape), int(max(total[rows.size :]))
+        wishes = np.zeros(exchange.count, np.float32)
+        wishes[exchange.rank] = wish()
+        # A case's row is 0 on all workers but one.
+        total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), wishes])))
+        rows = total[: rows.size].reshape(rows.shape)
+        stop = Stop(int(max(total[rows.size :])))
     mean = np.mean(rows, 0, dtype=np.float64)
-    return Validation(float(mean[0]), mean[1:]), stop
+    return Validation(loss=float(mean[0]), dice=mean[1:]), stop
 
 
 # --- Private helpers ---
@@ -101,7 +105,8 @@ def _painted_dice(
         label = label_from_regions(probabilities, regions)
         truth = np.asarray(target[slab], bool)
         for position, codes in enumerate(regions.values()):
-            true, predicted = truth[..., position], region_mask(label, codes)
+            true = truth[..., position]
+            predicted = region_mask(label, codes)
             for column, mask in enumerate((true & predicted, predicted, true)):
                 counts[position, column] += np.count_nonzero(mask)
     both, predicted, true = counts.T
