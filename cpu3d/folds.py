@@ -55,7 +55,7 @@ Settings = Mapping[str, Any]
 
 
 def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
-    """`train --folds`: takes the place of `cpu3d.training.train.run`."""
+    """`train --folds`."""
     train_folds(
         options.store,
         options.run,
@@ -328,9 +328,9 @@ def _show(planned: Sequence[PlannedFold], host: Host) -> None:
     manifest = planned[0].plan.store.manifest
     untouched = len(manifest.split["test"])
     if untouched:
-        todo = (
-            "" if manifest.folds else "; `prepare --split 1 0 0` puts all patients into the folds"
-        )
+        todo = ""
+        if not manifest.folds:
+            todo = "; `prepare --split 1 0 0` puts all patients into the folds"
         say(f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}")
 
 

@@ -225,7 +225,10 @@ class _Mlflow:
         if run is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cpu3d")
             experiment = client.get_experiment_by_name(name)
-            place = experiment.experiment_id if experiment else client.create_experiment(name)
+            if experiment:
+                place = experiment.experiment_id
+            else:
+                place = client.create_experiment(name)
             run_name = self._run.resolve().name
             run = client.create_run(place, run_name=run_name, tags={"cpu3d.version": VERSION})
             write_json(noted, {"run_id": run.info.run_id})

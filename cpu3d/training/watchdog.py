@@ -366,7 +366,9 @@ class Guard:
 
     def _stall(self, silent_s: float) -> None:
         now = self.now
-        name = f"worker {now.rank} of {now.workers}" if now.workers > 1 else "the run"
+        name = "the run"
+        if now.workers > 1:
+            name = f"worker {now.rank} of {now.workers}"
         within = format_seconds(self.allowed_s(now.phase))
         now.stalled = (
             f"{name} must make progress within {within}, got none for {format_seconds(silent_s)}, "

@@ -16,8 +16,8 @@ from cpu3d.training import watchdog
 from cpu3d.training.watchdog import (
     CGROUP,
     MACHINE,
-    Guard,
     Action,
+    Guard,
     MemoryFloor,
     Room,
     Sample,
@@ -28,6 +28,7 @@ from memory_estimator.host import read_host
 from tests.cpu3d.host.hosts import XEON, write_line, write_tree
 
 MIB, GIB = 2**20, 2**30
+CONTINUE, STOP, END = Action
 
 
 # --- What is free ---
@@ -71,20 +72,20 @@ def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
 @pytest.mark.parametrize(
     ("case", "samples", "limits", "action"),
     [
-        ("little is free but more than a save and the floor", [(5000, 170)] * 3, {"save_bytes": 100 * MIB}, Action.CONTINUE),
-        ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, Action.STOP),
-        ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, Action.STOP),
-        ("the next step fits", [(5000, 400), (1000, 4400)], {}, Action.CONTINUE),
-        ("next to nothing, steadily", [(5000, 20)] * 2, {}, Action.STOP),
-        ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, Action.END),
+        ("little is free but more than a save and the floor", [(5000, 170)] * 3, {"save_bytes": 100 * MIB}, CONTINUE),
+        ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, STOP),
+        ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, STOP),
+        ("the next step fits", [(5000, 400), (1000, 4400)], {}, CONTINUE),
+        ("next to nothing, steadily", [(5000, 20)] * 2, {}, STOP),
+        ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, END),
         # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept instead of 64 +
         # 500.
         ("let in by its plan and within it", [(1000, 5200), (6000, 200)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, Action.CONTINUE),
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, CONTINUE),
         ("others take more than half of what it leaves", [(1000, 5200), (6000, 90)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, Action.STOP),
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, STOP),
         ("two workers are let in by their plans", [(1000, 10_200), (6000, 200)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2}, Action.CONTINUE),
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2}, CONTINUE),
     ],
 )  # fmt: skip
 def test_the_run_goes_on_stops_or_ends(case, samples, limits, action):
