@@ -156,8 +156,7 @@ class PlannedFold:
     @property
     def steps(self) -> int:
         """Steps of the run; 0 while a budget of minutes has not decided them yet."""
-        config = self.plan.config
-        return 0 if config.budget_minutes and not config.steps else self.plan.steps
+        return 0 if self.plan.config.has_open_length else self.plan.steps
 
     @cached_property
     def is_trained(self) -> bool:
@@ -283,7 +282,7 @@ def _made_shorter(fold: PlannedFold) -> List[str]:
     if not fold.steps or not (fold.folder / "config.json").is_file():
         return []
     begun = load_config(fold.folder)
-    if begun.budget_minutes and not begun.steps:
+    if begun.has_open_length:
         return []  # its steps were not decided
     new = fold.plan.config
     name = "steps"

@@ -71,6 +71,7 @@ ORDER = (
         {"run"},
     ),
     *(
+        {"decisions"},
         {"plan"},
         {"distributed"},
         {"processes"},

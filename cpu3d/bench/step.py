@@ -38,9 +38,9 @@ from cpu3d.bench.harness import (
     seconds_of,
     valid,
 )
+from cpu3d.decisions import job_of
 from cpu3d.errors import InputError
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
-from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.calibration import HostConstants, find_constants, shipped_constants
@@ -271,7 +271,7 @@ def measure(request: Dict[str, Any]) -> Result:
 
     own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
     config = RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)
-    reserve(job_of(config, threads=1, cases=0))  # as `train` does
+    reserve(job_of(config, config.grid, threads=1, cases=0))  # as `train` does
     learner = Learner(config)
     # As with a store, one micro-batch is in memory.
     parts = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))

@@ -40,9 +40,8 @@ from memory_estimator.host import Host, instruction_set, memory_high
 from memory_estimator.installed import ENGINES, as_typed, how_to_install
 from models.native.library import VARIABLE
 
-FEW_BYTES = (
-    8 * GIB
-)  # free for a worker: less than a whole brain takes in the reference network at policy speed
+# Free for a worker: less than a whole brain takes in the reference network at policy speed.
+FEW_BYTES = 8 * GIB
 
 NO_SET = "no AVX2"  # of a CPU on which own operations do not run
 

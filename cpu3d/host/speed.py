@@ -34,17 +34,17 @@ from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
 from models.native.library import VARIABLE, own_operations
 
-LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
-"""The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for
-the most part."""
+# The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for
+# the most part.
+LEAST_VOXELS = 64**3
+FEWEST_STEPS = 3
 
 MOST_STEPS = 1000  # of which the median is taken, the latest ones: a run may have millions
 
 LOCK_WAIT_S = 2.0  # for others that write at the same time
 
-QUIET_SHARE = (
-    0.05  # of the CPUs' time that other programs may take before seconds count as disturbed
-)
+# Of the CPUs' time, that other programs may take before seconds count as disturbed.
+QUIET_SHARE = 0.05
 
 
 def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> Scale:

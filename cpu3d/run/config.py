@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Mapping
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError, refuse
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import RunConfig
+from cpu3d.settings import RunConfig, Settings
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
 from memory_estimator.job import OPTIMIZERS
@@ -113,7 +113,7 @@ def _with_later(augment: Dict[str, Any]) -> Dict[str, Any]:
     return {**later, **augment}
 
 
-def differences(old: RunConfig, new: RunConfig) -> List[str]:
+def differences(old: RunConfig, new: Settings) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of
     another mode nothing else, as other settings follow from it. A micro-batch that batch norm has
     to keep is compared as it is computed."""
@@ -145,7 +145,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     return lines
 
 
-def settings_by_name(config: RunConfig) -> Dict[str, Any]:
+def settings_by_name(config: Settings) -> Dict[str, Any]:
     """Settings by name, those of the network and the augmentation as in "unet.filters"."""
     nested = {
         f"{part}.{name}": value
@@ -174,7 +174,7 @@ def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: i
     return dataclasses.replace(config, coarse_steps=max(config.coarse_steps, step))
 
 
-def rate_growth(config: RunConfig, workers: int) -> float:
+def rate_growth(config: Settings, workers: int) -> float:
     """By how much the learning rates grow with the workers under --batch-per-worker."""
     return workers ** (1.0 if OPTIMIZERS[config.optimizer].rate_scaling == "linear" else 0.5)
 

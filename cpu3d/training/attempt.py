@@ -63,7 +63,7 @@ class Attempt:
             here=len(self.cluster.local_ranks),
             stall_minutes=fit.config.stall_minutes,
         )
-        if fit.has_open_length:
+        if fit.config.has_open_length:
             self._fit_budget(fit)
         guard.now.steps = fit.steps
         fit.log_start(self.host, self.engine, in_force(self.threads), self.plan.predicted)

@@ -112,11 +112,6 @@ class Fit:
         if exchange.is_chief:
             forget_after(self.folder, self.step, owes_validation=self.owes_validation)
 
-    @property
-    def has_open_length(self) -> bool:
-        """Whether a budget of minutes is still to become steps: `fit_budget` does that."""
-        return bool(self.config.budget_minutes) and not self.config.steps
-
     def fit_budget(self) -> List[float]:
         """Cut the run to the steps that its minutes hold, earlier attempts and the timing included,
         validations not; the least number of the plan is kept. The weights stay as they were.

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from cpu3d.data.records import remake
 from cpu3d.data.store import Store, grid_size
+from cpu3d.decisions import job_of
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
-from cpu3d.plan import Plan, check_fits, job_of, make_plan, save_plan
+from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.config import load_config, save_config
 from cpu3d.settings import RunConfig
 from memory_estimator.estimate import estimate
@@ -722,7 +723,11 @@ def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tm
 
 
 def test_what_whole_volumes_take_is_counted_by_hand():
-    job, shape, voxels = job_of(PATCHES, threads=2, cases=8), (240, 240, 155), 240 * 240 * 155
+    job, shape, voxels = (
+        job_of(PATCHES, PATCHES.grid, threads=2, cases=8),
+        (240, 240, 155),
+        240 * 240 * 155,
+    )
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
     assert whole_volume_bytes(job, shape, 1.0) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
     # At half the resolution a float32 copy, and what it becomes along an axis.

@@ -107,7 +107,7 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
     fit = budgeted(
         phantom_store, tmp_path / "budget", monkeypatch, step_s=10.0, budget_minutes=190 / 60
     )
-    assert fit.has_open_length
+    assert fit.config.has_open_length
     assert fit.fit_budget() == pytest.approx([10])
     assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
     fit.run()

@@ -14,11 +14,11 @@ from cpu3d.__main__ import main
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import with_fold
+from cpu3d.decisions import job_of
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
-from cpu3d.plan import job_of
 from cpu3d.run.checkpoint import newest
 from cpu3d.run.config import load_config
 from cpu3d.run.log import read_events
@@ -70,7 +70,7 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
 ):
     monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
     fit = start(phantom_store, tmp_path, **LEARNT)
-    job = job_of(fit.config, 2, 0)
+    job = job_of(fit.config, fit.config.grid, threads=2, cases=0)
     fit.run(observer=Observer(job, read_host(), warm_up=2))
     assert_same_weights(tmp_path, learnt)
     assert find_constants().scale(job.unet.dtype).threads == 2
