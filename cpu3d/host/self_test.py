@@ -204,7 +204,7 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
 
     steps = [step_in(dtype) for dtype in (tf.float32, tf.bfloat16)]
     exact, rounded = (step().numpy() for step in steps)  # traces them too
-    times = [[_seconds(step)[0] for step in steps] for _ in range(4)]
+    times = [[seconds_of(step)[0] for step in steps] for _ in range(4)]
     slow_s, fast_s = map(min, zip(*times))  # the fastest counts
     gain = slow_s / fast_s
     error = abs(rounded - exact).max() / abs(exact).max()
@@ -236,7 +236,7 @@ def large_tensor(tf: Any, host: Host, engine: Optional[str]) -> Check:
     values = tf.cast(tf.range(slices) % 7, dtype)
     image = tf.broadcast_to(tf.reshape(values, (1, slices, 1, 1, 1)), (1, slices, *SLICE))
     filters = tf.ones((1, 1, 1, SLICE[-1], 1), dtype)
-    seconds, answer = _seconds(lambda: tf.nn.conv3d(image, filters, [1] * 5, "SAME"))
+    seconds, answer = seconds_of(lambda: tf.nn.conv3d(image, filters, [1] * 5, "SAME"))
     share = elements / LIMIT_ELEMENTS
     result = f"{share:.3f} x 2^31 elements convolved in {format_seconds(seconds)}"
     places = (0, slices // 2, -2, -1)
@@ -255,7 +255,8 @@ TESTS: Tuple[Tuple[str, Callable[[Any, Host, Optional[str]], Check]], ...] = (
 """In this order; the first also shows whether TensorFlow can be imported at all."""
 
 
-def _seconds(work: Callable[[], Any]) -> Tuple[float, Any]:
+def seconds_of(work: Callable[[], Any]) -> Tuple[float, Any]:
+    """Seconds until the answer of `work` is there, and the answer."""
     begin = time.perf_counter()
     answer = work()
     answer[..., :1].numpy()  # until it is there

@@ -7,6 +7,7 @@ Each of several workers runs this loop, on its own share of every batch. Only th
 files."""
 
 import contextlib
+import dataclasses
 import gc
 import json
 import math
@@ -35,11 +36,11 @@ from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import (
-    RunState,
-    SavedState,
+    at_the_start,
     checkpoints,
     lost_best,
     newest,
+    progress_of,
     set_aside,
     write_best,
     write_next,
@@ -92,17 +93,7 @@ class Fit:
         self._make_learner = make_learner or (lambda config: Learner(config, exchange))
         self._observer: Optional[Observer] = None
 
-        # How far the run got: what a checkpoint keeps (RunState).
-        self.step = 0
-        self.stale_validations = 0
-        self.best: Optional[float] = None  # the highest mean Dice of a validation so far
-        self.best_is_coarse = False  # then the first one at full resolution replaces it at any Dice
-        # Whether the run was stopped before it could validate the step it has reached.
-        self.owes_validation = False
-        # Wall time of earlier attempts and of this one, up to the last checkpoint.
-        self.trained_s = 0.0
-        self.validated_s = 0.0  # of it, in validations, those that were broken off included
-
+        self.progress = at_the_start()
         self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
         # Made early if the time of its steps was measured.
@@ -110,14 +101,19 @@ class Fit:
         self._has_validated = False  # with this learner: it takes memory of its own the first time
         self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
-            forget_after(self.folder, self.step, owes_validation=self.owes_validation)
+            forget_after(self.folder, self.step, owes_validation=self.progress.owes_validation)
+
+    @property
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.progress.step
 
     def fit_budget(self) -> List[float]:
         """Cut the run to the steps that its minutes hold, earlier attempts and the timing included,
         validations not; the least number of the plan is kept. The weights stay as they were.
         Returns the seconds of a full step, after those of a coarse one if coarse ones are left."""
         begin = time.perf_counter()
-        spent_s = self.trained_s - self.validated_s
+        spent_s = self.progress.trained_s - self.progress.validated_s
         step_s = [self._timed(self.learner)]
         if self.learner.config.is_coarse:
             self._full_learner = self._make_learner(self.config.at(self.steps))
@@ -180,7 +176,9 @@ class Fit:
         self._observer = observer
         was_over = self.is_over
         self._saved_at = time.monotonic()
-        self._began_at = self._saved_at - self.trained_s  # as if there had been one attempt alone
+        self._began_at = (
+            self._saved_at - self.progress.trained_s
+        )  # as if there had been one attempt alone
         with noted_signals() as noted, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
                 show = shown(
@@ -214,11 +212,11 @@ class Fit:
     @property
     def is_over(self) -> bool:
         """Whether the last epoch is done or patience has run out: nothing is left to do."""
-        if self.owes_validation:
+        if self.progress.owes_validation:
             return False
         if self.step >= self.steps:
             return True
-        has_no_patience = 0 < self.config.patience <= self.stale_validations
+        has_no_patience = 0 < self.config.patience <= self.progress.stale_validations
         return has_no_patience and self.step > self.config.coarse_steps
 
     @property
@@ -232,7 +230,7 @@ class Fit:
         """Make the learner of the next step, with its first weights, and its data; if a validation
         comes before that, those of the step that is done."""
         config = self.config.at(self.step)
-        if self.owes_validation:
+        if self.progress.owes_validation:
             config = self.config.after(self.step)
         if self._full_learner and not config.is_coarse:
             self.learner = self._full_learner
@@ -285,7 +283,7 @@ class Fit:
         stop = Stop.NONE
         parts: Optional[Parts] = None
         while not (stop or self.is_over):
-            if not self.owes_validation:
+            if not self.progress.owes_validation:
                 # Only now, as a validation after the last coarse step is of coarse weights, on
                 # their grid.
                 if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
@@ -297,8 +295,8 @@ class Fit:
                     parts = self._parts()
                 stop = self._train_step(parts, wish)
                 is_due = self.step == self.steps or self._is_validation_step(self.step)
-                self.owes_validation = bool(self.feeds.held_out) and is_due
-            if self.owes_validation and not stop:  # a stop does not wait for a validation
+                self.progress.owes_validation = bool(self.feeds.held_out) and is_due
+            if self.progress.owes_validation and not stop:  # a stop does not wait for a validation
                 self._check_finite()
                 if not self._has_validated and self.step > self._saved_step:
                     self._save()  # as before building
@@ -326,7 +324,7 @@ class Fit:
         """Take a step; returns as `_loop`."""
         config = self.config
         if self.step == config.coarse_steps:  # coarse validations do not count for patience
-            self.stale_validations = 0
+            self.progress.stale_validations = 0
         rate = config.rate_at(self.step, self.steps)
         with self._saved_if_a_worker_is_lost():  # at most this step is lost
             outcome, step_s = self._compute(self.learner, parts, rate, wish)
@@ -338,7 +336,7 @@ class Fit:
         if not outcome.loss <= HIGHEST_LOSS:  # NaN is not either
             raise self._diverged(self._too_high(outcome, names), "look at these cases, or ")
         epoch = self.step // self.steps_per_epoch
-        self.step += 1
+        self.progress.step += 1
         self._log(
             "step",
             epoch=epoch,
@@ -400,21 +398,23 @@ class Fit:
         with self._saved_if_a_worker_is_lost():
             scores, stop = validate(self.feeds, self.learner, self._exchange, self._phase, wish)
         seconds = time.perf_counter() - begin
-        self.validated_s += seconds
+        self.progress.validated_s += seconds
         if scores is None:
             return stop
         mean_dice = float(scores.dice.mean())
         is_coarse = self.learner.config.is_coarse
-        is_first_in_full = self.best_is_coarse and not is_coarse
-        is_best = self.best is None or is_first_in_full or mean_dice > self.best
+        is_first_in_full = self.progress.best_is_coarse and not is_coarse
+        is_best = self.progress.best is None or is_first_in_full or mean_dice > self.progress.best
         if not is_best:
-            self.stale_validations += 1
-        elif self.best is not None:  # weights that replace lost ones do not renew the patience
-            self.stale_validations = 0
-        self.owes_validation = False
+            self.progress.stale_validations += 1
+        elif (
+            self.progress.best is not None
+        ):  # weights that replace lost ones do not renew the patience
+            self.progress.stale_validations = 0
+        self.progress.owes_validation = False
         if is_best:
-            self.best = mean_dice
-            self.best_is_coarse = is_coarse
+            self.progress.best = mean_dice
+            self.progress.best_is_coarse = is_coarse
             self._save_best()
         self._log(
             "validation",
@@ -436,7 +436,7 @@ class Fit:
         self._phase("saving")
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
-        self.trained_s = self._saved_at - self._began_at
+        self.progress.trained_s = self._saved_at - self._began_at
         self._check_finite()
         self._saved_step = self.step
         if not self._exchange.is_chief:
@@ -506,7 +506,7 @@ class Fit:
         self._log(
             "end",
             reason=reason,
-            seconds=self.trained_s,
+            seconds=self.progress.trained_s,
             peak_rss_bytes=peak_rss_bytes(),
             allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
         )
@@ -521,13 +521,12 @@ class Fit:
             listen(line)
 
     def _state(self) -> Dict[str, Any]:
-        own = {name: getattr(self, name) for name in RunState.__annotations__}
-        config = self.config
+        """What a checkpoint keeps beside the learner's arrays."""
         return {
-            **own,
-            "coarse_steps": config.coarse_steps,
-            "split_hash": config.split_hash,
-            "seed": config.seed,
+            **dataclasses.asdict(self.progress),
+            "coarse_steps": self.config.coarse_steps,
+            "split_hash": self.config.split_hash,
+            "seed": self.config.seed,
         }
 
     def _restore(self) -> List[str]:
@@ -568,18 +567,13 @@ class Fit:
         """Continue from the state of a checkpoint, in JSON; `name` is the checkpoint's in an
         error."""
         try:
-            content = json.loads(text)
-            content.setdefault("validated_s", 0.0)  # earlier versions did not count it
-            state = typed(content, SavedState, "state")
+            state = json.loads(text)
+            self.progress = progress_of(state)
+            coarse_steps = typed(state.get("coarse_steps"), int, "state.coarse_steps")
         except ValueError as error:
             raise InputError(
                 f"checkpoint {name} must hold a run's state, got {error}; delete it"
             ) from None
-        for attribute in RunState.__annotations__:
-            setattr(self, attribute, state[attribute])
         self.config = continued(
-            self.config,
-            step=self.step,
-            steps=self.steps,
-            saved_coarse_steps=state["coarse_steps"],
+            self.config, step=self.step, steps=self.steps, saved_coarse_steps=coarse_steps
         )

@@ -222,7 +222,7 @@ class Learner:
     def _packed(self, losses, dice, notes, is_own):
         """(n,) float32: gradients, moving statistics, losses, Dice, notes, and the fingerprints of
         the workers' weights, of which this one knows its own."""
-        fingerprints = _fingerprint(self.model.trainable_variables) * is_own
+        fingerprints = fingerprint(self.model.trainable_variables) * is_own
         shares = [moving / self._exchange.count for moving in self.model.non_trainable_variables]
         members = (*self._sums, *shares, losses, dice, notes, fingerprints)
         return tf.concat([tf.reshape(member, [-1]) for member in members], 0)
@@ -281,7 +281,7 @@ class Learner:
                 mean.assign(decay * mean + (1 - decay) * variable)
 
 
-def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
+def fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
     """24 bits of all the weights' bits, as a float32. They are added as integers, in which order
     does not matter."""
     total = tf.constant(0, tf.int32)

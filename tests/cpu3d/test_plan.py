@@ -73,13 +73,13 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
         assert word in text
 
 
-def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path):
+@pytest.mark.parametrize(("flip", "times"), [(True, 1), (False, 0)])
+def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path, flip, times):
     names = dict(enumerate(("background", "Kidney_L", "Kidney_R", "liver")))
     manifest = dataclasses.replace(phantom_store.manifest, labels=names)
     store = Store(phantom_store.folder, manifest)
-    for flip, times in ((True, 1), (False, 0)):
-        lines = planned(store, tmp_path, flip=flip).describe(HOST)
-        assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
+    lines = planned(store, tmp_path, flip=flip).describe(HOST)
+    assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
 
 
 def test_a_run_knows_the_voxels_of_its_training_cases_and_one_of_an_earlier_version_learns_them(
@@ -278,15 +278,13 @@ def test_settings_that_do_not_suit_are_refused(phantom_store, tmp_path, settings
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("resolution", [0.55, 0.65, 0.8])
 def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(
-    phantom_store, tmp_path
+    phantom_store, tmp_path, resolution
 ):
-    extent, seen = phantom_store.manifest.largest_box, {}
-    for resolution in (0.55, 0.65, 0.8):
-        seen[resolution] = decided(phantom_store, tmp_path, **SMALL, resolution=resolution).grid
-        assert seen[resolution] == tuple(
-            -(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent
-        )
+    extent = phantom_store.manifest.largest_box
+    seen = decided(phantom_store, tmp_path, **SMALL, resolution=resolution).grid
+    assert seen == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
 
 
 # --- Several workers ---
@@ -542,10 +540,14 @@ def test_a_run_of_an_earlier_version_that_lost_its_checkpoints_keeps_its_setting
 # --- What keeps a run from being continued ---
 
 
-def test_a_run_that_was_begun_with_any_engine_continues_with_another(phantom_store, tmp_path):
-    for before, now in (("auto", "stock"), ("itex", "stock"), ("stock", "auto")):
-        save_config(decided(phantom_store, tmp_path, **SMALL, engine=before), tmp_path)
-        assert decided(phantom_store, tmp_path, engine=now).engine == now
+@pytest.mark.parametrize(
+    ("before", "now"), [("auto", "stock"), ("itex", "stock"), ("stock", "auto")]
+)
+def test_a_run_that_was_begun_with_any_engine_continues_with_another(
+    phantom_store, tmp_path, before, now
+):
+    save_config(decided(phantom_store, tmp_path, **SMALL, engine=before), tmp_path)
+    assert decided(phantom_store, tmp_path, engine=now).engine == now
 
 
 def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(
@@ -804,16 +806,24 @@ CARD = Gpu(
 ON_CARD = dataclasses.replace(PATCHES, device="gpu:0", batch=2, micro_batch=2, engine="auto")
 
 
-def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_store):
-    for saved, smaller in (
+@pytest.mark.parametrize(
+    ("saved", "smaller"),
+    [
         (None, "a smaller --patch or --micro-batch, or --force"),
         (ON_CARD, "another --device"),
-    ):
-        with pytest.raises(
-            DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16"
-        ) as caught:
-            check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
-        assert smaller in str(caught.value)
+    ],
+)
+def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(
+    phantom_store, saved, smaller
+):
+    with pytest.raises(
+        DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16"
+    ) as caught:
+        check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
+    assert smaller in str(caught.value)
+
+
+def test_a_card_whose_free_memory_is_unknown_is_taken(phantom_store):
     check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
     assert "of the card" in " ".join(Plan(ON_CARD, phantom_store).describe(HOST))
 

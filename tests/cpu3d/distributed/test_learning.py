@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from cpu3d.errors import WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import Learner, _fingerprint
+from cpu3d.training.learner import Learner, fingerprint
 from models.config import UNetConfig
 from models.unet3d import build_unet3d
 from tests.cpu3d.distributed.threads import together
@@ -129,8 +129,6 @@ def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():
     weights = np.random.default_rng(0).normal(size=2**20).astype("f4")
     other = weights.copy()
     other.view("i4")[12345] += 1
-    prints = [
-        float(_fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)
-    ]
+    prints = [float(fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)]
     assert prints[0] == prints[1], "threads add up in an order of their own"
     assert prints[0] != prints[2]

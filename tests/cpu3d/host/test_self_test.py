@@ -88,16 +88,17 @@ def tf():
     return set_up()[2]
 
 
-def test_bfloat16_is_faster_or_warned_of_and_left_out_without_instructions(tf, monkeypatch):
+@pytest.mark.parametrize(("gain", "state"), [(1.8, "ok"), (1.1, "warn")])
+def test_bfloat16_is_faster_or_warned_of(tf, monkeypatch, gain, state):
+    seconds = iter([1.0 * gain, 1.0, 2.0 * gain, 2.0, *[9.0] * 4])
     monkeypatch.setattr(module, "STEP_SHAPE", (8, 8, 8))
-    for gain, state in ((1.8, "ok"), (1.1, "warn")):
-        seconds = iter([1.0 * gain, 1.0, 2.0 * gain, 2.0, *[9.0] * 4])
-        monkeypatch.setattr(
-            module, "_seconds", lambda step, seconds=seconds: (next(seconds), step())
-        )
-        check = module.bfloat16_gain(tf, HOST, None)
-        assert check.state == state
-        assert check.result.startswith(f"{gain:.2f} times as fast")
+    monkeypatch.setattr(module, "seconds_of", lambda step: (next(seconds), step()))
+    check = module.bfloat16_gain(tf, HOST, None)
+    assert check.state == state
+    assert check.result.startswith(f"{gain:.2f} times as fast")
+
+
+def test_bfloat16_is_left_out_without_instructions(tf):
     assert module.bfloat16_gain(tf, dataclasses.replace(HOST, isa=()), None).state == "skipped"
 
 
