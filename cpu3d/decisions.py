@@ -89,30 +89,29 @@ def decide(
     micro_batch = _micro_batch(settings, workers, start.saved)
     split = with_fold(store, settings.fold)
     facts = store_facts(split)
-    channels = settings.channels or split.manifest.channels
-    regions = settings.regions or tuple(split.manifest.regions)
-    check_names("channels", channels, split.manifest.channels)
-    check_names("regions", regions, tuple(split.manifest.regions))
+    channels = settings.channels if settings.channels else facts.store_channels
+    regions = settings.regions if settings.regions else tuple(facts.region_codes)
+    check_names("channels", channels, facts.store_channels)
+    check_names("regions", regions, tuple(facts.region_codes))
     device = _device(start, gpus, workers)
-    fast = host.best_dtype if device == "cpu" else best_dtype(card_of(device, gpus))
+    card = None if device == "cpu" else card_of(device, gpus)
+    dtype = start.wanted("dtype")
+    if dtype is None:
+        dtype = host.best_dtype if card is None else best_dtype(card)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
         outputs=len(regions),
         seed=settings.seed,
-        dtype=start.wanted("dtype") or fast,
+        dtype=dtype,
     )
-    extent = network_grid(
+    grid = network_grid(
         grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisor
     )
-    grid = extent
     patches_per_case = 1
     if settings.is_patch:
-        of_patches = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
-        card = None if device == "cpu" else card_of(device, gpus)
-        grid = _patch(start.wanted("patch"), of_patches, extent, card)
-        as_many_voxels = max(round(math.prod(extent) / math.prod(grid)), 1)
-        patches_per_case = start.wanted("patches_per_case") or as_many_voxels
+        of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
+        grid, patches_per_case = _patches(start, of_run, grid, card)
     else:
         _refuse_patches(start)
     decisions = Decisions(
@@ -251,19 +250,25 @@ def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:
     return device
 
 
-def _patch(
-    wanted: Optional[Shape3], settings: Settings, extent: Shape3, card: Optional[Gpu]
-) -> Shape3:
-    """The patch of a run: the largest that fits its card, on a CPU the usual one."""
-    divisor = settings.unet.divisor
+def _patches(
+    start: Start, of_run: Settings, extent: Shape3, card: Optional[Gpu]
+) -> Tuple[Shape3, int]:
+    """The patch, by itself the largest that fits the card, on a CPU the usual one; and the patches
+    of a case, by itself as many as have its number of voxels. `of_run` are the settings with the
+    decided network and micro-batch."""
+    divisor = of_run.unet.divisor
+    wanted = start.wanted("patch")
     if wanted is not None:
         patch = tuple(wanted)
     elif card is not None:
-        patch = largest_patch(card, job_of(settings, extent, threads=1, cases=0))
+        patch = largest_patch(card, job_of(of_run, extent, threads=1, cases=0))
     else:
         patch = planner.usual_patch(extent, divisor)
     planner.check_patch(patch, extent, divisor)
-    return patch
+    count = start.wanted("patches_per_case")
+    if count is None:
+        count = max(round(math.prod(extent) / math.prod(patch)), 1)
+    return patch, count
 
 
 def _refuse_patches(start: Start) -> None:

@@ -130,7 +130,9 @@ def beside_s(plan: Plan) -> Optional[float]:
     config = plan.config
     manifest = plan.store.manifest
     held_out = len(manifest.split["val"])
-    validations = config.validations or plan.steps // (plan.steps_per_epoch * config.validate_every)
+    validations = config.validations
+    if not validations:
+        validations = plan.steps // (plan.steps_per_epoch * config.validate_every)
     coarse_share = config.coarse_steps / plan.steps
     full_s = _answer_s(plan, plan.forecast.full.step_s, config.grid)
     coarse_s = full_s

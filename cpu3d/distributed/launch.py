@@ -143,12 +143,12 @@ def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: in
     hosts: Tuple[str, ...] = (LOOPBACK,)
     index = 0  # of this host
     origin = "this one"
-    port = options.port
-    here = options.workers or one_a_socket
+    port: Optional[int] = None  # of the first worker here; None for free ones
+    here = one_a_socket if options.workers is None else options.workers
     if options.hosts:
         hosts = tuple(host.strip() for host in options.hosts.split(","))
         origin = "--hosts"
-        port = port or PORT
+        port = PORT
         if options.host_index is not None:
             index = options.host_index
         elif len(hosts) > 1:
@@ -163,9 +163,10 @@ def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: in
             )
         return Placement(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
     elif (step := read_slurm(environ)) is not None:
-        hosts, index, port_of_job = step
+        hosts, index, port = step
         origin = "Slurm"
-        port = port or port_of_job
+    if options.port is not None:
+        port = options.port
     ports = range(port, port + here) if port else free_ports(here)
     first = index * here  # rank of the first worker that starts here
     cluster = from_hosts(hosts, here, ports, first)

@@ -186,7 +186,8 @@ class _Worker:
 
     def kill(self, hangs: str = "") -> None:
         """End it at once."""
-        self.hangs = self.hangs or hangs
+        if not self.hangs:
+            self.hangs = hangs
         self.child.kill()
 
     def kill_if_silent(self, beat: Heartbeat, run: Path, patience: Patience) -> None:

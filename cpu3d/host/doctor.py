@@ -214,8 +214,8 @@ def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Chec
     tensorflow = versions().get("tensorflow")
     if tensorflow is None:
         return [*checks, Check("TensorFlow", "fail", "not installed", how_to_install())]
-    itex = versions().get("intel-extension-for-tensorflow")
-    checks.append(_checked("ITEX", "" if itex else "not installed", well=itex or ""))
+    itex = versions().get("intel-extension-for-tensorflow", "")
+    checks.append(_checked("ITEX", "" if itex else "not installed", well=itex))
     return [*checks, Check("TensorFlow", "ok", tensorflow)]
 
 

@@ -8,6 +8,7 @@ files."""
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import math
@@ -89,8 +90,10 @@ class Fit:
         self._rate_growth = plan.rate_growth
         self._least_steps = plan.least_steps
         self._exchange = exchange
-        self._guard = guard or Guard(self.folder, say=say)
-        self._make_learner = make_learner or (lambda config: Learner(config, exchange))
+        self._guard = Guard(self.folder, say=say) if guard is None else guard
+        if make_learner is None:
+            make_learner = functools.partial(Learner, exchange=exchange)
+        self._make_learner = make_learner
         self._observer: Optional[Observer] = None
 
         self.progress = at_the_start()
@@ -367,7 +370,9 @@ class Fit:
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
         bad = [name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS]
         rule = f"loss must be finite and at most {HIGHEST_LOSS:g}"
-        cases = ", ".join(dict.fromkeys(bad or names))
+        if not bad:  # the mean of all is too high
+            bad = names
+        cases = ", ".join(dict.fromkeys(bad))
         return f"{rule}, got {outcome.loss:g} at step {self.step + 1} on {cases}"
 
     def _diverged(self, reason: str, first: str = "") -> DivergedError:
