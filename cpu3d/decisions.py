@@ -230,11 +230,9 @@ def _steps(start: Start) -> int:
     saved = start.saved
     if saved is None or not settings.budget_minutes:
         return settings.steps
-    has_same_budget = (settings.budget_minutes, settings.epochs) == (
-        saved.budget_minutes,
-        saved.epochs,
-    )
-    return saved.steps if start.is_begun and has_same_budget else 0
+    is_as_long = settings.epochs == saved.epochs
+    is_same_budget = settings.budget_minutes == saved.budget_minutes
+    return saved.steps if start.is_begun and is_as_long and is_same_budget else 0
 
 
 def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:

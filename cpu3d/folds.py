@@ -346,10 +346,8 @@ def _carry_out(
     logs = writable_folder(folder / "logs", "folder of logs")
     failed: Dict[str, RunFailedError] = {}
     guard = Guard(folder, say=say)
-    guard.plan(
-        steps=len(planned),
-        stall_minutes=0,
-    )  # a fold may take hours, and has a guard of its own
+    # A fold may take hours, and has a guard of its own.
+    guard.plan(steps=len(planned), stall_minutes=0)
     with guard:
         for number, fold in enumerate(planned):
             label = f"fold {fold.fold}"

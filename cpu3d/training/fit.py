@@ -179,9 +179,8 @@ class Fit:
         self._observer = observer
         was_over = self.is_over
         self._saved_at = time.monotonic()
-        self._began_at = (
-            self._saved_at - self.progress.trained_s
-        )  # as if there had been one attempt alone
+        # As if there had been one attempt alone.
+        self._began_at = self._saved_at - self.progress.trained_s
         with noted_signals() as noted, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
                 show = shown(
@@ -406,20 +405,19 @@ class Fit:
         self.progress.validated_s += seconds
         if scores is None:
             return stop
+        progress = self.progress
         mean_dice = float(scores.dice.mean())
         is_coarse = self.learner.config.is_coarse
-        is_first_in_full = self.progress.best_is_coarse and not is_coarse
-        is_best = self.progress.best is None or is_first_in_full or mean_dice > self.progress.best
+        is_first_in_full = progress.best_is_coarse and not is_coarse
+        is_best = progress.best is None or is_first_in_full or mean_dice > progress.best
         if not is_best:
-            self.progress.stale_validations += 1
-        elif (
-            self.progress.best is not None
-        ):  # weights that replace lost ones do not renew the patience
-            self.progress.stale_validations = 0
-        self.progress.owes_validation = False
+            progress.stale_validations += 1
+        elif progress.best is not None:  # weights that replace lost ones do not renew the patience
+            progress.stale_validations = 0
+        progress.owes_validation = False
         if is_best:
-            self.progress.best = mean_dice
-            self.progress.best_is_coarse = is_coarse
+            progress.best = mean_dice
+            progress.best_is_coarse = is_coarse
             self._save_best()
         self._log(
             "validation",

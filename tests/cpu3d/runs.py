@@ -23,9 +23,14 @@ HOST = dataclasses.replace(read_host(), available_bytes=20 * 2**30, cgroup_limit
 """This one, with memory enough: nothing is decided by what is free while tests run."""
 
 SMALL = {
-    "filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01,
+    "filters": 4,
+    "depth": 3,
+    "dtype": "float32",
+    "epochs": 3,
+    "warmup_steps": 2,
+    "learning_rate": 0.01,
     "curriculum": "off",
-}  # fmt: skip
+}
 
 
 class NumpyLearner:

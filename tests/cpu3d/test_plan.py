@@ -34,9 +34,14 @@ from tests.cpu3d.runs import SMALL, decided
 GIB = 2**30
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 RUN = RunConfig(
-    grid=(240, 240, 160), unet=UNetConfig(dtype="float32", policy="speed"), batch=4, micro_batch=4, ema=0.9,
-    extent="full", engine="itex",
-)  # fmt: skip
+    grid=(240, 240, 160),
+    unet=UNetConfig(dtype="float32", policy="speed"),
+    batch=4,
+    micro_batch=4,
+    ema=0.9,
+    extent="full",
+    engine="itex",
+)
 PATCH = {"mode": "patch", "patch": [16, 16, 16]}
 
 

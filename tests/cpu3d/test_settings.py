@@ -189,7 +189,8 @@ def chosen(*words):
 
 
 def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
-    words = "--channels FLAIR T1w --batch 2 --patch 16 16 32 --filters 8 --residual --no-flip --scaling 0.1"
+    words = "--channels FLAIR T1w --batch 2 --patch 16 16 32 --filters 8 --residual --no-flip"
+    words += " --scaling 0.1"
     settings = chosen(*words.split())
     assert settings == {
         "channels": ("FLAIR", "T1w"),

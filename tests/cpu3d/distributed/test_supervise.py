@@ -48,8 +48,8 @@ LOSES_ANOTHER = "import sys, time; time.sleep({after_s}); print('error: lost'); 
 FAILS = "import sys, time; time.sleep({after_s}); print('error: no case is left'); sys.exit({code})"
 
 DEAF = (
-    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); "
-    + WORKS
+    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print(os.getpid(), flush=True); " + WORKS
 )
 
 
@@ -219,8 +219,8 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
     job, tmp_path, changes
 ):
     def show():
-        more = {**changes, "beat": time.time()} if "beat" in changes else {"beat": 1.0, **changes}
-        beating(tmp_path, **more)()
+        beats = {"beat": time.time() if "beat" in changes else 1.0}
+        beating(tmp_path, **{**changes, **beats})()
 
     patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3)
     run_workers(

@@ -76,7 +76,8 @@ def write_tree(root, topology):
     )
     write(
         "proc/meminfo",
-        f"MemTotal: {host.memory_bytes // 1024} kB\nMemAvailable: {host.available_bytes // 1024} kB\n"
+        f"MemTotal: {host.memory_bytes // 1024} kB\n"
+        f"MemAvailable: {host.available_bytes // 1024} kB\n"
         f"SwapTotal: {topology.swap_bytes // 1024} kB",
     )
     write("proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{cpu_ranges(numbers)}")

@@ -26,8 +26,8 @@ from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import NumpyLearner, assert_same_run
 
 NO_LIMIT, KEEP = resource.RLIM_INFINITY, 3
-OPTIONS = f"--steps 8 --validations 1 --save-minutes 0 --keep {KEEP} --warmup-steps 2 --ema 0.9 --batch 2 --filters 4"
-OPTIONS = f"{OPTIONS} --depth 2 --dtype float32 --policy speed".split()
+OPTIONS = f"--steps 8 --validations 1 --save-minutes 0 --keep {KEEP} --warmup-steps 2 --ema 0.9"
+OPTIONS = f"{OPTIONS} --batch 2 --filters 4 --depth 2 --dtype float32 --policy speed".split()
 
 
 class HeavyLearner(NumpyLearner):
@@ -171,8 +171,10 @@ def cut(process, how, rng):
     if how == "disk":
         for worker in workers:
             worker.rlimit(psutil.RLIMIT_FSIZE, (1000, NO_LIMIT))
+    elif how == signal.SIGKILL:
+        workers[rng.integers(len(workers))].send_signal(how)
     else:
-        (workers[rng.integers(len(workers))] if how == signal.SIGKILL else process).send_signal(how)
+        process.send_signal(how)
 
 
 def train(words, run, how=None, rng=None, delay_s=0.0):

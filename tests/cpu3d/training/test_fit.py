@@ -33,6 +33,7 @@ from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import SETTINGS, RunConfig
 from cpu3d.training import fit as fit_module
 from cpu3d.training.fit import Fit
+from cpu3d.training.watchdog import Stop
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
@@ -147,8 +148,8 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
         now[0] += 1000
         if cut_in_a_validation:
             os.kill(os.getpid(), signal.SIGTERM)
-            return None, signal.SIGTERM
-        return SimpleNamespace(dice=np.ones(3), loss=1.0), 0
+            return None, Stop.SIGTERM
+        return SimpleNamespace(dice=np.ones(3), loss=1.0), Stop.NONE
 
     with monkeypatch.context() as patch:
         patch.setattr(fit_module, "validate", validate)
@@ -169,7 +170,7 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
 def without_gain(monkeypatch):
     """Have all validations end alike."""
     scores = SimpleNamespace(dice=np.ones(3), loss=1.0, cases=1)
-    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, 0))
+    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, Stop.NONE))
 
 
 def test_early_stopping_ends_after_patience_validations_without_gain(
@@ -331,11 +332,9 @@ def test_a_loss_that_diverges_ends_the_run(
 
     def third_diverges(*arguments):
         outcome = step(*arguments)
-        return (
-            dataclasses.replace(outcome, losses=outcome.losses * 0 + loss)
-            if fit.step == 2
-            else outcome
-        )
+        if fit.step == 2:
+            outcome = dataclasses.replace(outcome, losses=outcome.losses * 0 + loss)
+        return outcome
 
     monkeypatch.setattr(fit.learner, "step", third_diverges)
     case = fit.feeds.case_ids(2)[0]
@@ -494,7 +493,7 @@ def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_pat
     assert fit.step == 26 + 1 + 2  # the first in full has no other to compete with
 
 
-def test_a_curriculum_s_rate_decays_over_the_coarse_steps_and_from_a_lower_peak_over_those_in_full():
+def test_a_curriculum_s_rate_decays_over_coarse_steps_and_from_a_lower_peak_over_those_in_full():
     config = RunConfig(
         learning_rate=2.0,
         warmup_steps=4,

@@ -123,16 +123,19 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
 
 WAYS = {
     "lean": {
-        "policy": "lean", "batch": 2, "ema": 0.9, "depth": 2, "residual": True, "up": "upsampling", "validations": 1,
+        "policy": "lean", "batch": 2, "ema": 0.9, "depth": 2, "residual": True,
+        "up": "upsampling", "validations": 1,
     },
     "patches": {
-        "batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "scaling": 0.1, "optimizer": "sgd",
+        "batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "scaling": 0.1,
+        "optimizer": "sgd",
         "contrast": 0.25, "gamma": 0.5, "noise": 0.1, "blur": 1.0, "low_resolution": 0.5,
         "network": "cicek2016", "channels": ["T2w", "FLAIR"], "validations": 1, **PATCH,
     },
     "half the resolution": {
-        "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full", "norm": "batch",
-        "deep_supervision": True, "dtype": "bfloat16", "optimizer": "adam", "rotation_deg": 20.0, "noise": 0.1,
+        "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full",
+        "norm": "batch", "deep_supervision": True, "dtype": "bfloat16", "optimizer": "adam",
+        "rotation_deg": 20.0, "noise": 0.1,
     },
 }  # fmt: skip
 

@@ -34,9 +34,13 @@ def feeds(config):
     )
     volume = rng.normal((1, *config.grid, config.unet.channels)), tf.cast(target, tf.uint8)
     return SimpleNamespace(
-        config=config, held_out=1, held_out_share=lambda: (0,), validation=lambda: [volume], resizing=None,
+        config=config,
+        held_out=1,
+        held_out_share=lambda: (0,),
+        validation=lambda: [volume],
+        resizing=None,
         inside=lambda case: tuple(slice(2, n - 1) for n in config.grid),
-    )  # fmt: skip
+    )
 
 
 def learner(grid, **network):

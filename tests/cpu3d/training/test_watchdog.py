@@ -72,7 +72,8 @@ def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
 @pytest.mark.parametrize(
     ("case", "samples", "limits", "action"),
     [
-        ("little is free but more than a save and the floor", [(5000, 170)] * 3, {"save_bytes": 100 * MIB}, CONTINUE),
+        ("little is free but more than a save and the floor", [(5000, 170)] * 3,
+         {"save_bytes": 100 * MIB}, CONTINUE),
         ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, STOP),
         ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, STOP),
         ("the next step fits", [(5000, 400), (1000, 4400)], {}, CONTINUE),
