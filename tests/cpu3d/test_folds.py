@@ -56,7 +56,8 @@ class Commands:
     pages: bool = False  # whether pages are written, which takes seconds
 
     def seen(self):
-        calls, self.calls[:] = list(self.calls), []
+        calls = list(self.calls)
+        self.calls[:] = []
         return calls
 
 
@@ -698,7 +699,8 @@ def test_commands_of_one_run_name_the_folds_instead(
     tmp_path,
     capsys,
 ):
-    (folder, out) = (str(whole_folds), str(tmp_path / "out"))
+    folder = str(whole_folds)
+    out = str(tmp_path / "out")
     for words in (
         ["export", "--run", folder, "--format", "savedmodel", "--out", out],
         ["train", "--run", folder, "--store", str(phantom_store.folder)],

@@ -127,7 +127,8 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
 def test_without_own_operations_layers_are_planned(phantom_store, tmp_path, monkeypatch):
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     here = dataclasses.replace(HOST, is_here=True)
-    plan, own = planned(phantom_store, tmp_path, host=here), planned(phantom_store, tmp_path)
+    plan = planned(phantom_store, tmp_path, host=here)
+    own = planned(phantom_store, tmp_path)
     assert "not built" in plan.reasons["own operations"]
     assert "own operations" not in own.reasons
     assert plan.forecast.upper_bound_bytes > own.forecast.upper_bound_bytes
@@ -699,7 +700,8 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
     phantom_store, tmp_path, settings
 ):
     plan = planned(phantom_store, tmp_path, policy="speed", **settings)
-    full, resolution = plan.forecast.full, plan.config.resolution
+    full = plan.forecast.full
+    resolution = plan.config.resolution
     covered = (math.ceil(n / resolution) for n in plan.config.grid)
     volume = tuple(map(max, phantom_store.manifest.largest_box, covered))
     beside = whole_volume_bytes(full.job, volume, resolution) if settings else 0
@@ -730,11 +732,9 @@ def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tm
 
 
 def test_what_whole_volumes_take_is_counted_by_hand():
-    job, shape, voxels = (
-        job_of(PATCHES, PATCHES.grid, threads=2, cases=8),
-        (240, 240, 155),
-        240 * 240 * 155,
-    )
+    job = job_of(PATCHES, PATCHES.grid, threads=2, cases=8)
+    shape = (240, 240, 155)
+    voxels = 240 * 240 * 155
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
     assert whole_volume_bytes(job, shape, 1.0) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
     # At half the resolution a float32 copy, and what it becomes along an axis.

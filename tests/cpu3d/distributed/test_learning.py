@@ -15,7 +15,8 @@ from models.config import UNetConfig
 from models.unet3d import build_unet3d
 from tests.cpu3d.distributed.threads import together
 
-BATCH, SIDE = 4, 16
+BATCH = 4
+SIDE = 16
 UNET = UNetConfig(filters=4, depth=2, channels=2, outputs=2)
 CONFIG = RunConfig(grid=(SIDE,) * 3, unet=UNET, batch=BATCH, micro_batch=1, optimizer="sgd")
 
@@ -114,7 +115,8 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
                 np.testing.assert_array_equal(array, before[name], err_msg=name)
         return moving
 
-    model, alone = build_unet3d(config.unet, config.grid, 2), []
+    model = build_unet3d(config.unet, config.grid, 2)
+    alone = []
     initial = model.get_weights()
     for own in (0, 2):
         model.set_weights(initial)

@@ -66,7 +66,8 @@ while len(list(folder.iterdir())) < int(folder.with_name("jobs").read_text()):
 @pytest.fixture
 def job(tmp_path):
     """job(0, script): a worker."""
-    started, ranks = tmp_path / "started", set()
+    started = tmp_path / "started"
+    ranks = set()
     started.mkdir()
 
     def make(rank, script):
@@ -104,7 +105,8 @@ def failure(jobs, patience=QUICK, **more):
 
 
 def test_workers_that_finish_add_to_the_logs_of_before(job, tmp_path):
-    jobs, shown = [job(rank, f"print('hello from {rank}')") for rank in (0, 1)], []
+    jobs = [job(rank, f"print('hello from {rank}')") for rank in (0, 1)]
+    shown = []
     for _ in range(2):
         run_workers(
             jobs, tmp_path, show=lambda: shown.append(jobs[0].log.read_text()), patience=QUICK
@@ -182,7 +184,8 @@ def beating(run, **changes):
         for log in run.glob("worker-*.log"):
             pids = [word for word in log.read_text().split() if word.isdigit()]
             with contextlib.suppress(IndexError):
-                pid, rank = int(pids[-1]), int(log.stem[-1])
+                pid = int(pids[-1])
+                rank = int(log.stem[-1])
                 write_heartbeat(
                     run, beat(rank=rank, pid=pid, process_start=process_start(pid) or 0, **changes)
                 )

@@ -160,12 +160,10 @@ class FakeTensorFlow:
     __version__ = "9.9.9"
 
     def __init__(self, cards=(), with_cuda=True):
-        self.cards, self.visible, self.growing, self.computes = (
-            list(cards),
-            list(cards),
-            set(),
-            False,
-        )
+        self.cards = list(cards)
+        self.visible = list(cards)
+        self.growing = set()
+        self.computes = False
         self.config = self.experimental = self.test = self
         self.is_built_with_cuda = lambda: with_cuda
 

@@ -129,7 +129,8 @@ def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(
 
 @pytest.mark.parametrize("topology", HOSTS)
 def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_plans(topology):
-    host, core_of = topology.host, {cpu.number: cpu.core for cpu in topology.cpus}
+    host = topology.host
+    core_of = {cpu.number: cpu.core for cpu in topology.cpus}
     assert thread_plans(topology, 1)[0].environment == thread_plan(host).environment
     for workers in possible_workers(topology):
         plans = thread_plans(topology, workers)

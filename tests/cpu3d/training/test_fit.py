@@ -87,7 +87,9 @@ def test_the_rate_rises_over_the_warm_up_and_then_decays(schedule, shares):
 def budgeted(store, folder, monkeypatch, step_s, **settings):
     """A run whose length is open, and whose steps seem to take `step_s` seconds, the first one ten
     times as long."""
-    fit, now, taken = start(store, folder, **settings), [0.0], []
+    fit = start(store, folder, **settings)
+    now = [0.0]
+    taken = []
     step = fit.learner.step
 
     def timed(*arguments):
@@ -362,7 +364,8 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     phantom_store, tmp_path
 ):
     fit = start(phantom_store, tmp_path, **HALF)
-    coarse, full = math.prod(fit.config.coarse_grid), math.prod(fit.config.grid)
+    coarse = math.prod(fit.config.coarse_grid)
+    full = math.prod(fit.config.grid)
     assert coarse < full / 4
     fit.run()
     assert [event["voxels"] for event in steps_of(tmp_path)] == 13 * [coarse] + 3 * [full]
@@ -378,7 +381,8 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
 def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store, tmp_path):
     options = {**HALF, "validations": 16}
     fit = start(phantom_store, tmp_path, **options)
-    grids, validated = [], fit_module.validate
+    grids = []
+    validated = fit_module.validate
 
     def noted(feeds, learner, *arguments):
         grids.append((feeds.config.grid, learner.config.grid))
@@ -387,7 +391,8 @@ def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "validate", noted)
         fit.run()
-    coarse, full = fit.config.coarse_grid, fit.config.grid
+    coarse = fit.config.coarse_grid
+    full = fit.config.grid
     assert grids == 13 * [(coarse, coarse)] + 3 * [(full, full)]
     best = [event["step"] for event in validations_of(tmp_path) if event["best"]]
     assert 14 in best, "the first in full, however good those before it"

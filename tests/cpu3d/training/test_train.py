@@ -79,7 +79,8 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
 def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(learnt):
     losses = [step["loss"] for step in steps_of(learnt)]
     assert np.mean(losses[-4:]) < 0.95 * np.mean(losses[:4])
-    last, best = weights(learnt), weights(learnt, "best")
+    last = weights(learnt)
+    best = weights(learnt, "best")
     assert set(best) == {name for name in last if name.startswith("model/")}
     assert any(not np.array_equal(best[name], last[name]) for name in best)
 
@@ -95,7 +96,8 @@ def test_the_last_weights_predict_averaged_as_the_best_of_the_same_step_do(learn
 def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(
     phantom_store, learnt
 ):
-    predictor, record = load_predictor(learnt), phantom_store.cases("val")[0]
+    predictor = load_predictor(learnt)
+    record = phantom_store.cases("val")[0]
     assert predictor.window == (16, 16, 16)
     answers = predictor.probabilities(phantom_store.image(record.case_id), record)
     truth = np.asarray(phantom_store.label(record.case_id))
@@ -103,7 +105,8 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     assert scored["cases"] == 1
     label = label_from_regions(answers, predictor.regions)
     for name, codes in phantom_store.manifest.regions.items():
-        mask, true = np.isin(label, codes), np.isin(truth, codes)
+        mask = np.isin(label, codes)
+        true = np.isin(truth, codes)
         # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in
         # a validation.
         assert scored["dice"][name] == pytest.approx(
@@ -162,7 +165,9 @@ def test_a_run_that_is_cut_ends_with_the_same_weights(
 
 @pytest.mark.usefixtures("without_network")
 def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_path, monkeypatch):
-    fold, own, trained = "2/2", phantom_store.manifest.split["val"], []
+    fold = "2/2"
+    own = phantom_store.manifest.split["val"]
+    trained = []
     split = with_fold(phantom_store, fold).manifest.split
     assert split["val"] != own
     begin = Fit.__init__
@@ -200,7 +205,8 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
 
     small = {key: value for key, value in SMALL.items() if key != "epochs"}
     assert go(steps=2)[0] == 2
-    log, last = (tmp_path / "log.jsonl").read_bytes(), newest(tmp_path).path.read_bytes()
+    log = (tmp_path / "log.jsonl").read_bytes()
+    last = newest(tmp_path).path.read_bytes()
     (tmp_path / "log.jsonl").write_bytes(b"".join(log.splitlines(keepends=True)[:-1]))
     assert "nothing to do after step 2: finished" in go()[1]
     again = [json.loads(line) for line in log.splitlines()]
@@ -378,7 +384,8 @@ def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
 def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_every_command(
     real_cases, tmp_path
 ):
-    case, run = real_cases / "brats2018-style" / "TCGA-DU-7294", tmp_path / "run"
+    case = real_cases / "brats2018-style" / "TCGA-DU-7294"
+    run = tmp_path / "run"
     prepare(case.parent, tmp_path / "store", fractions=(1, 0, 0), workers=1)
     settings = {
         "epochs": 30,

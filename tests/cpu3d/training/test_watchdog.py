@@ -27,7 +27,8 @@ from cpu3d.training.watchdog import (
 from memory_estimator.host import read_host
 from tests.cpu3d.host.hosts import XEON, write_line, write_tree
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
 CONTINUE, STOP, END = Action
 
 
@@ -104,8 +105,11 @@ class Stage:
     """A clock and a memory that only a test moves; the guard's messages and exit codes."""
 
     def __init__(self, monkeypatch):
-        self.now, self.own, self.free = 0.0, GIB, 8 * GIB
-        self.printed, self.ended = [], []
+        self.now = 0.0
+        self.own = GIB
+        self.free = 8 * GIB
+        self.printed = []
+        self.ended = []
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(watchdog.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(
@@ -258,7 +262,8 @@ def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, 
     with Guard(tmp_path, say=print, rank=1, workers=2) as guard:
         for step in range(6):
             guard.phase("computing", step=step)
-        beat, end = None, time.monotonic() + 60
+        beat = None
+        end = time.monotonic() + 60
         while (beat is None or beat.step < 5) and time.monotonic() < end:
             time.sleep(0.02)
             beat = read_heartbeats(tmp_path).get(1)
@@ -271,7 +276,8 @@ def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, 
 
 
 def test_a_failing_watch_or_heartbeat_stops_nothing(tmp_path, monkeypatch):
-    printed, end = [], time.monotonic() + 60
+    printed = []
+    end = time.monotonic() + 60
     monkeypatch.setattr(watchdog, "SAMPLE_EVERY_S", 0.01)
     with Guard(tmp_path / "none-such", say=printed.append) as guard:
         monkeypatch.setattr(watchdog, "take_sample", lambda: 1 / 0)
