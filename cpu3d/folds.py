@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.windows import window_count
@@ -32,7 +32,7 @@ from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
-from cpu3d.settings import SETTINGS, TrainOptions, chosen_again
+from cpu3d.settings import SETTINGS, Chosen, TrainOptions, chosen_again
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import writable_folder
@@ -50,8 +50,6 @@ START_S = 15.0  # of the processes that train and score a fold, until they compu
 
 # Settings of which a command line takes one.
 EITHER = (("epochs", "steps"), ("validate_every", "validations"))
-
-Settings = Mapping[str, Any]
 
 
 def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
@@ -72,7 +70,7 @@ def train_folds(
     folder: Path,
     parts: int,
     *,
-    settings: Optional[Settings] = None,
+    settings: Optional[Chosen] = None,
     force: bool = False,
     mlflow: str = "",
 ) -> None:
@@ -190,7 +188,7 @@ class PlannedFold:
         return left_s + other_s * (1 - done / plan.steps)
 
 
-def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
+def _problems(folder: Path, parts: int, settings: Chosen) -> List[str]:
     """What keeps folds from being trained so."""
     problems = []
     if settings.get("fold"):
@@ -211,7 +209,7 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
     return problems
 
 
-def _without_replaced(before: Settings, settings: Settings) -> Dict[str, Any]:
+def _without_replaced(before: Chosen, settings: Chosen) -> Dict[str, Any]:
     """The settings of earlier calls, but for those that a command line does not take beside the new
     ones."""
     replaced = []
@@ -235,7 +233,7 @@ def _plan(
     store: Store,
     folder: Path,
     parts: int,
-    chosen: Settings,
+    chosen: Chosen,
     host: Host,
     *,
     force: bool,
@@ -396,7 +394,7 @@ def _publish(folder: Path) -> None:
     write_folds_report(folder)
 
 
-def _command_line(chosen: Settings, *, force: bool, mlflow: str) -> List[str]:
+def _command_line(chosen: Chosen, *, force: bool, mlflow: str) -> List[str]:
     """Options of `train` for each fold, besides its folders and --fold."""
     words = [word for cls in SETTINGS for word in to_command_line(cls, chosen)]
     if force:
