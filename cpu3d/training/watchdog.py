@@ -183,12 +183,11 @@ class Guard:
         run: Path,
         *,
         say: Callable[[str], None],
-        rank=0,
-        workers=1,
-        end=os._exit,
-        **known: Any,
+        rank: int = 0,
+        workers: int = 1,
+        end: Callable[[int], Any] = os._exit,
     ):
-        """`end(exit_code)` ends the process; `known` is as in `plan`."""
+        """`end(exit_code)` ends the process."""
         self._run = Path(run)
         self._say = say
         self._end = end
@@ -223,7 +222,7 @@ class Guard:
             threading.Thread(target=work, name="guard", daemon=True)
             for work in (self._watch, self._beat)
         ]
-        self.plan(**known)
+        self.plan()
 
     @property
     def why(self) -> str:
@@ -259,15 +258,22 @@ class Guard:
             now.step = step
 
     def plan(
-        self, *, step: int = 0, steps: int = 0, stall_minutes: float = 15.0, **limits: Any
+        self,
+        *,
+        step: int = 0,
+        steps: int = 0,
+        stall_minutes: float = 15.0,
+        bound_bytes: Optional[int] = None,
+        save_bytes: int = 0,
+        here: int = 1,
     ) -> None:
-        """Set the facts of the run; with 0 `stall_minutes` nothing counts as hanging. `limits` are
-        MemoryFloor's."""
+        """Set the facts of the run; with 0 `stall_minutes` nothing counts as hanging. The last
+        three are MemoryFloor's."""
         self.now.step = step
         self.now.steps = steps
-        self.now.bound_bytes = limits.get("bound_bytes")
+        self.now.bound_bytes = bound_bytes
         self._stall_s = 60 * stall_minutes
-        self._floor = MemoryFloor(**limits)
+        self._floor = MemoryFloor(bound_bytes, save_bytes, here)
         self._changed.set()
 
     def stepped(self, seconds: float) -> None:

@@ -135,13 +135,9 @@ def stage(monkeypatch):
 @pytest.fixture
 def guard(stage, tmp_path):
     """A guard that is not entered: without threads, so that the test itself looks."""
-    return Guard(
-        tmp_path,
-        say=stage.printed.append,
-        end=stage.ended.append,
-        bound_bytes=2 * GIB,
-        stall_minutes=1,
-    )
+    guard = Guard(tmp_path, say=stage.printed.append, end=stage.ended.append)
+    guard.plan(bound_bytes=2 * GIB, stall_minutes=1)
+    return guard
 
 
 def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(
@@ -247,7 +243,8 @@ def test_what_takes_longer_than_ever_is_given_ten_times_that(
 )
 def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):
     expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
-    with expected, Guard(tmp_path, say=print, step=2, steps=9) as guard:
+    with expected, Guard(tmp_path, say=print) as guard:
+        guard.plan(step=2, steps=9)
         guard.phase("computing", step=3)
         if error:
             raise error
