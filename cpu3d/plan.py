@@ -1,9 +1,9 @@
 """The plan of a training run, decided before anything is computed: settings -> plan -> run.
 
-    plan = make_plan(store, run_folder, host, settings, gpus=gpus, workers=2)
+    plan = make_plan(store, run_folder, host, chosen, gpus=gpus, workers=2)
     print(*plan.describe(host))
-    check_fits(plan, host, gpus)             # raises DoesNotFitError with the nearest settings that fit
-    save_plan(plan, run_folder)              # run/plan.json
+    check_fits(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
+    save_plan(plan, run_folder)      # run/plan.json
 
 Only here, with `cpu3d.decisions`, is a setting decided that was left open. This file decides what
 rests on the length of the run and on the estimate of a step: validations, coarse steps and the

@@ -127,7 +127,7 @@ class MemoryFloor:
         self._most_bytes = max(self._most_bytes, sample.own_bytes)
         to_come = self._most_bytes - sample.own_bytes
         before = self._free_bytes
-        self._free_bytes = {**before, **{n: room.free_bytes for n, room in sample.rooms.items()}}
+        self._free_bytes = {name: room.free_bytes for name, room in sample.rooms.items()}
         stop = ""
         for name, room in sample.rooms.items():
             keep = self._kept_bytes(name, room)
