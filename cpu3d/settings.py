@@ -1,7 +1,7 @@
 """The settings of a training run. One declaration of each makes its option, its check and its place
 in config.json.
 
-    add_options(parser, SETTINGS)                                 # every setting that a user may choose
+    add_options(parser, SETTINGS)                                 # that a user may choose
     chosen, = arguments([SETTINGS], parser.parse_args())          # those that were given
     settings = with_settings(recipe_settings(chosen), chosen)     # in their places
 

@@ -156,9 +156,9 @@ def own_index(hosts: Sequence[str]) -> int:
             raise InputError(f"{rule}, got {host}; give its network name")
     here = [index for index, host in enumerate(hosts) if is_this_host(host)]
     if len(here) != 1:
-        found = " and ".join(hosts[index] for index in here) if here else "none"
+        matching = " and ".join(hosts[index] for index in here) if here else "none"
         rule = f"--hosts must hold this host, {socket.gethostname()}, once"
-        raise InputError(f"{rule}, got {found} of {', '.join(hosts)}; give --host-index, from 0")
+        raise InputError(f"{rule}, got {matching} of {', '.join(hosts)}; give --host-index, from 0")
     return here[0]
 
 

@@ -2,10 +2,10 @@
 
     ./run.sh launch train --store store --run runs/first --batch-per-worker 1
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
-    ./run.sh launch --dry-run train --store store --run runs/first --batch 4                  (starts nothing)
-    ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on both hosts)
-    srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first
-    --batch 8
+    ./run.sh launch --dry-run train --store store --run runs/first --batch 4
+    ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8
+    srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first \\
+        --batch 8
 
 The workers share each batch: the run is that of one worker with the same --batch. The output of
 each worker is added to RUN/logs/worker-RANK.log; that of the first is also shown. If a worker

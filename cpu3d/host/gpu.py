@@ -1,9 +1,9 @@
 """The NVIDIA cards of this host, which one a run takes, and whether it holds the run; gives
 TensorFlow only that one.
 
-gpus = HostGpus()                               # asks the driver's nvidia-smi once it is read, no TensorFlow
+gpus = HostGpus()                               # asks nvidia-smi once it is read, no TensorFlow
 device = pick_device(None, "patch", gpus)       # "gpu:0", or "cpu"
-use_device(tf, device)                          # after TensorFlow is imported, before it computes: set_up does it
+use_device(tf, device)                          # after TensorFlow is imported: set_up does it
 """
 
 import contextlib

@@ -3,7 +3,7 @@ functions of it.
 
 topology = read_topology()                                   # this host, as this process may use it
 plans = thread_plans(topology, default_workers(topology))    # one worker a socket
-plan = thread_plan(host)                                     # for one process that has the host to itself
+plan = thread_plan(host)                                     # one process has the host to itself
 
 `host.apply` carries a plan out; `describe` shows the part of it that is in force. Most of the
 project needs a host's sum alone, the estimator's `Host`; to place workers on a host takes its
