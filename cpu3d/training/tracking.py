@@ -7,6 +7,7 @@ Both get the settings and the numbers of every step and validation, MLflow also 
 A step that a restart repeats is sent again only if its loss or rate has changed."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Union
 
 from cpu3d.errors import InputError
-from cpu3d.run.config import FACTS, settings_by_name
+from cpu3d.run.config import settings_by_name
 from cpu3d.run.log import FINISHED, iter_events, last_event
-from cpu3d.settings import RunConfig
+from cpu3d.settings import RunConfig, StoreFacts
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import VERSION, count, without_passwords
@@ -36,8 +37,8 @@ SCALARS = {
 SENT_BY = ("step/loss", "step/learning_rate", "validation/loss")
 # Of the run's folder, as they are when an attempt ends.
 FILES = ("config.json", "plan.json", "report.html")
-# Settings of a run that follow from the store.
-DERIVED = ("store_channels", "label_names", "region_codes", *FACTS)
+# Settings of a run that are not sent: its store's folder and the hash of its split tell them.
+DERIVED = {field.name for field in dataclasses.fields(StoreFacts)} - {"store", "split_hash"}
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
 MOST_METRICS = 1000  # the most that MLflow takes in one call
 WAITING = 1000  # the most steps that wait for a slow server, less than 2 MB; the log has the others
