@@ -89,10 +89,11 @@ def decide(
     micro_batch = _micro_batch(settings, workers, start.saved)
     split = with_fold(store, settings.fold)
     facts = store_facts(split)
+    all_regions = tuple(facts.region_codes)
     channels = settings.channels if settings.channels else facts.store_channels
-    regions = settings.regions if settings.regions else tuple(facts.region_codes)
+    regions = settings.regions if settings.regions else all_regions
     check_names("channels", channels, facts.store_channels)
-    check_names("regions", regions, tuple(facts.region_codes))
+    check_names("regions", regions, all_regions)
     device = _device(start, gpus, workers)
     card = None if device == "cpu" else card_of(device, gpus)
     dtype = start.wanted("dtype")
@@ -232,7 +233,9 @@ def _steps(start: Start) -> int:
         return settings.steps
     is_as_long = settings.epochs == saved.epochs
     is_same_budget = settings.budget_minutes == saved.budget_minutes
-    return saved.steps if start.is_begun and is_as_long and is_same_budget else 0
+    if start.is_begun and is_as_long and is_same_budget:
+        return saved.steps
+    return 0
 
 
 def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:
@@ -297,4 +300,6 @@ def _coarse_grid(start: Start, store: Store, grid: Shape3) -> Shape3:
         todo = "leave it out" if start.saved else "leave it out, or choose a smaller --depth"
         raise InputError(f"{rule} along an axis, got half, a grid of {by(coarse)}; {todo}")
     pays = math.prod(coarse) >= LEAST_COARSE_VOXELS
-    return coarse if is_possible and (pays or is_asked_for) else NO_GRID
+    if is_possible and (pays or is_asked_for):
+        return coarse
+    return NO_GRID
