@@ -21,7 +21,7 @@ from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
-from cpu3d.run.config import rate_growth
+from cpu3d.run.config_json import rate_growth
 from cpu3d.settings import OF_PATCHES, Chosen, RunConfig, Settings, StoreFacts, left_open
 from memory_estimator import planner
 from memory_estimator.common.units import by

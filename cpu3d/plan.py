@@ -21,11 +21,11 @@ from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, grid_size
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.decisions import Start, decide, job_of, joined
-from cpu3d.errors import DoesNotFitError, InputError, refuse
+from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import differences, load_config, rate_growth
+from cpu3d.run.config_json import differences, load_config, rate_growth
 from cpu3d.settings import (
     VALIDATIONS,
     Chosen,
@@ -225,7 +225,7 @@ def make_plan(
         config = joined(start.settings, facts, decisions)
     except ValueError as error:
         raise InputError(str(error)) from None
-    refuse(differences(saved, config) if saved else ())
+    raise_if_any(differences(saved, config) if saved else ())
     reasons = {}
     if config.device == "cpu":
         for line in why_no_card(start.wanted("device"), config.mode, gpus):

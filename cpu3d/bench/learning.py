@@ -48,13 +48,13 @@ from cpu3d.compare.statistics import read_result
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE
 from cpu3d.data.stores.splits import with_fold
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.folds import beside_s
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.plan import Plan, make_plan
 from cpu3d.processes import RunFailedError, call, evaluate_run, train_run
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
 from cpu3d.settings import RunConfig
@@ -116,7 +116,7 @@ def run(options: Options, output: Output) -> int:
     Runs that fail are left out and named; the exit code is then the highest of theirs. Raises
     RunFailedError if nothing is there, and Interrupted after a signal.
     """
-    refuse(_problems(options))
+    raise_if_any(_problems(options))
     if options.compare:
         return compare(options, output)
     workdir = writable_folder(options.workdir, "workdir").resolve()
@@ -186,7 +186,7 @@ class Study:
         words = tuple(word for word in options.train if word != "--")
         known = [word for word in words if word != "--force"]  # it is no setting
         settings = read_train_options(known, "what follows --")
-        refuse(
+        raise_if_any(
             f"options after -- must be without --{name}, got {settings[name]}; use --{name}s"
             for name in OWN
             if name in settings
@@ -242,7 +242,7 @@ class Study:
                 problems.append((name, begun.get(name), content[name]))
         if meaning(begun) != meaning(content):
             problems.append(("options", as_words(begun), as_words(content)))
-        refuse(
+        raise_if_any(
             f"{name} of {self.folder} must be {old}, as it was begun, got {new}; choose another --name"
             for name, old, new in problems
         )

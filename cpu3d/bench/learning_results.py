@@ -20,7 +20,7 @@ from cpu3d.bench.harness import Result
 from cpu3d.compare.plan import read_train_options
 from cpu3d.compare.report import differences_table
 from cpu3d.compare.statistics import MEAN, paired_difference, seed_bound
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.scores import METRICS, has_region
 from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.util.records import count, listed, read_records
@@ -249,7 +249,7 @@ def paired(baseline: Result, other: Result) -> Pair:
     Raises InputError unless both are of the same data, cut alike, and share a scored case and seed.
     """
     names = (baseline["name"], other["name"])
-    refuse(
+    raise_if_any(
         f"{field} of {names[1]} must be that of {names[0]}, {baseline.get(field)}, got "
         f"{other.get(field)}; measure both on one store with the same --folds"
         for field in DATA
@@ -362,7 +362,7 @@ def two_settings(files: Sequence[Path], names: Sequence[str]) -> List[Result]:
         known = ", ".join(f"{record['name']} on {record['task']}" for record in records) or "none"
         todo = "choose with --name, and keep studies of other data or steps in other files"
         problems.append(f"{path} must hold {wanted}, got {known}; {todo}")
-    refuse(problems)
+    raise_if_any(problems)
     if chosen[0]["name"] == chosen[1]["name"]:
         for path, study in zip(files, chosen):
             study["name"] = f"{path.stem}: {study['name']}"

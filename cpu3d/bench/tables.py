@@ -30,7 +30,7 @@ from cpu3d.bench.learning_results import (
 from cpu3d.bench.step import draw_policies, step_table, with_predictions
 from cpu3d.bench.validate import VALIDATION, validation
 from cpu3d.compare.report import comparisons_markdown
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import listed, newest, read_records
 from memory_estimator.accuracy import Accuracy
@@ -79,7 +79,7 @@ OPTIONS = (TableOptions,)
 
 
 def run(options: TableOptions) -> int:
-    refuse(_problems(options))
+    raise_if_any(_problems(options))
     for name, make in OF_RECORDS.items():
         if getattr(options, name):
             write_bytes(getattr(options, name), make(options.records))

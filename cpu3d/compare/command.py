@@ -27,10 +27,10 @@ from cpu3d.compare.report import plan_table, publish
 from cpu3d.compare.run import PlannedRun, train_and_score
 from cpu3d.compare.statistics import comparison_of, read_result
 from cpu3d.data.store import Store, open_store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores, warning
 from cpu3d.inference.runs import store_of_run
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import FINISHED, last_end, last_event
 from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder
@@ -42,7 +42,7 @@ OPTIONS = (Options, SETTINGS)
 
 
 def run(options: Options, settings: Json) -> int:
-    refuse(_problems(options, settings))
+    raise_if_any(_problems(options, settings))
     console, failed = new_console(), []
     if options.split != UNTOUCHED:
         say(f"warning: {warning(options.split)}")
@@ -156,7 +156,7 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
             problems.append(
                 f"run {folder} must have current scores, got {outdated}; run `{command}`"
             )
-    refuse(problems)
+    raise_if_any(problems)
     ordered = list(runs.values())
     store = store_of_run(load_config(ordered[0].folder), options.store)
     asked = {"runs": [str(run.folder) for run in ordered], "evaluation": evaluation._asdict()}

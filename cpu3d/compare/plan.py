@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.run import Evaluation
-from cpu3d.data.records import SPLITS
+from cpu3d.data.manifest import SPLITS
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
@@ -189,7 +189,7 @@ def resolve_variants(
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
         resolved[name] = settings, plan
-    refuse(problems)
+    raise_if_any(problems)
     return resolved
 
 
@@ -356,7 +356,7 @@ def resumed(new: Kept, out: Path) -> Kept:
             f"{path} must be as compare writes it, got {reason(error)}; choose another --out"
         ) from None
     before, now = (_by_name(json.loads(json.dumps(asked))) for asked in (kept.asked, new.asked))
-    refuse(
+    raise_if_any(
         f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
         " leave it as it was, or choose another --out"
         for name in {**before, **now}
@@ -393,7 +393,7 @@ def _refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
     not choose."""
     for_all = "give it outside the quotes, for all variants"
     own = "leave it out: compare has --seeds, --validations and a budget for all variants"
-    refuse(
+    raise_if_any(
         f"{source} must be without --{name.replace('_', '-')}, got {settings[name]}; "
         f"{own if name in DECIDED else for_all}"
         for name in names

@@ -13,7 +13,7 @@ from typing import List, NamedTuple, Sequence, Tuple
 from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.processes import RunFailedError, evaluate_run, train_run
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import say
 

@@ -19,10 +19,10 @@ import numpy as np
 from cpu3d.compare.plan import Json
 from cpu3d.compare.run import Failed, PlannedRun
 from cpu3d.data.store import Store, grid_size
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
 from cpu3d.inference.scores import METRICS
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History, median, numbers
 from cpu3d.settings import RunConfig
@@ -319,7 +319,7 @@ def comparison_of(
         )
     first = runs[baseline][0]
     cases = list(next(iter(first.scores.values()))["dice"])
-    refuse(
+    raise_if_any(
         f"run {result.folder} must be scored on the same {kind} as {first.folder}, got {', '.join(sorted(names))} for "
         f"{', '.join(sorted(wanted))}; evaluate both on one store"
         for result in results
@@ -331,7 +331,7 @@ def comparison_of(
     )
     seeds = {variant: {run.seed for run in own} for variant, own in runs.items()}
     lonely = [variant for variant, own in seeds.items() if not own & seeds[baseline]]
-    refuse(
+    raise_if_any(
         f"variant {variant} must share a seed with {baseline}, got {sorted(seeds[variant])} and "
         f"{sorted(seeds[baseline])}; train one of each with the same --seed"
         for variant in ([] if failed else lonely)

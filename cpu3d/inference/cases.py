@@ -25,7 +25,7 @@ from cpu3d.data.stores.layouts import (
     volumes_in,
 )
 from cpu3d.data.stores.names import FileName, channel_key, places_of, read_name, read_names, stem_of
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.settings import AUTO
 from cpu3d.util.records import listed
 
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 def check_exist(name: str, paths: Sequence[Path]) -> None:
     """Raise InputError for each of the `paths` of an option that does not exist."""
-    refuse(
+    raise_if_any(
         f"{name} {path} must exist, found none; check the path"
         for path in paths
         if not path.exists()
@@ -109,7 +109,7 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str
     if not labels or (missing and choice == AUTO):
         return STORE, predictor.labels, predictor.regions
     known = ", ".join(f"{code} {label}" for code, label in labels.items())
-    refuse(
+    raise_if_any(
         f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
         "choose other --codes"
         for name in missing
@@ -295,7 +295,7 @@ class _Search:
             wanted = self.store if has_store and not is_alone else self.inputs
             with self._problems():
                 rule = f"of case {case_id} in {where} must have one file named after it"
-                refuse(
+                raise_if_any(
                     f"{channel} {rule}, got {_names(own[channel])}; repair the case or leave it out"
                     for channel in wanted
                     if len(own[channel]) != 1
@@ -342,7 +342,7 @@ class _Search:
                 rule = f"case {case_id} in {folder} must have one file for each channel of {where}"
                 wrong = {number: files.get(number, []) for number in {*places, *files}}
                 todo = "repair the case or leave it out"
-                refuse(
+                raise_if_any(
                     f"{rule}, got {_names(got)} for {_numbered(number, order)}; {todo}"
                     for number, got in sorted(wrong.items())
                     if len(got) != 1 or number >= len(order)
@@ -374,7 +374,7 @@ class _Search:
                 raise InputError(f"{rule}, got {len(paths)} files; name them all")
             rule = f"--image must name files in the order {', '.join(channels)}"
             todo = "name every file after its channel, or put them in that order"
-            refuse(
+            raise_if_any(
                 f"{rule}, got {path} for {channel}; {todo}"
                 for path, channel in zip(paths, channels)
                 if names[path].channel not in (None, channel_key(channel))

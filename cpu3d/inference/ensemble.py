@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
-from cpu3d.data.records import CaseRecord
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
 from cpu3d.inference.runs import Inference, check_inference, config_of_weights, window_of

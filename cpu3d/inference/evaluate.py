@@ -29,12 +29,12 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDic
 import numpy as np
 
 from cpu3d.data.labels import code_meanings, region_mask
+from cpu3d.data.manifest import SPLITS, CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label
-from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.data.stores.case import case_notes, note_lines
 from cpu3d.data.stores.splits import with_fold, with_folds
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.decision import postprocessing_of
@@ -51,7 +51,7 @@ from cpu3d.inference.runs import (
 )
 from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
 from cpu3d.run.checkpoint import BEST, checkpoints
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
@@ -535,7 +535,7 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
         raise InputError(f"{rule}; name the run's own store")
     if not records:
         raise InputError(f"{_empty(store, split)}; {_filled(store)}")
-    refuse(
+    raise_if_any(
         f"case {record.case_id} must have a label to be scored, got none in store {store.folder}; `predict` needs none"
         for record in records
         if not record.has_label

@@ -30,13 +30,13 @@ import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
 from cpu3d.inference.postprocessing.decision import postprocessing_of
@@ -45,7 +45,7 @@ from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.segment import load_network, painted, probabilities_of, processed
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
@@ -343,7 +343,7 @@ def _case_to_try(
     if options.case:
         check_exist("--case", options.case)
         cases, problems, notes = find_cases(options.case, predictor)
-        refuse(problems)
+        raise_if_any(problems)
         say(*notes)
         if len(cases) != 1:
             raise InputError(

@@ -25,7 +25,7 @@ from cpu3d.inference.evaluate import (
 )
 from cpu3d.inference.postprocessing.evidence import Evidence, evidence_from_json
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.util.atomic import replace_files, write_json
 

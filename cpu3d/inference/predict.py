@@ -43,11 +43,11 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import case_notes, load_case, note_lines
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
-from cpu3d.errors import DoesNotFitError, InputError, refuse
+from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.joint import postprocessing_together
@@ -117,7 +117,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         wrong.insert(
             0, f"--out must not be a folder that is predicted on, got {options.out}; choose another"
         )
-    refuse(wrong)
+    raise_if_any(wrong)
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}
@@ -266,7 +266,7 @@ def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles)
         if path.exists() and not ours
     }
     kinds.update({path: "a source image" for path in outputs if path.resolve() in sources})
-    refuse(
+    raise_if_any(
         f"{path} must not be overwritten, got {kind}; choose another --out"
         for path, kind in kinds.items()
     )

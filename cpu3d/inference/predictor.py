@@ -10,17 +10,17 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.labels import mirrored_axes
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import DivergedError, refuse
+from cpu3d.errors import DivergedError, raise_if_any
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, config_of_state, window_of
 from cpu3d.run.checkpoint import how_to_go_on, load_checkpoint, weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from models.unet3d import build_unet3d, finest, weight_names
 
@@ -174,7 +174,7 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     ]
     rule = f"checkpoint {path} must hold the weights of its run's config.json"
     todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
-    refuse(f"{rule}, got {first}; {todo}" for first in differ[:1])
+    raise_if_any(f"{rule}, got {first}; {todo}" for first in differ[:1])
     # The best weights were averaged when they were saved; a whole checkpoint has both.
     trained = enumerate(model.trainable_variables)
     averages = {id(weight): f"average/{place:03d}" for place, weight in trained}

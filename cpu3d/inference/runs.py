@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import read_state, weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.folds import read_folds, trained_folds
 from cpu3d.settings import AUTO, RunConfig
@@ -120,7 +120,7 @@ def check_inference(config: RunConfig, inference: Inference) -> None:
         problems.append(
             "--flips must come with a run that was trained on mirror images, got --no-flip; leave it out"
         )
-    refuse(problems)
+    raise_if_any(problems)
 
 
 def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
@@ -239,5 +239,5 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
             problems.append(
                 f"runs must be {kind} folds of {parts}, each once, got {got}; name others{more}"
             )
-    refuse(problems)
+    raise_if_any(problems)
     return configs

@@ -16,8 +16,8 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import region_mask
+from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import is_placed, ras_spacing_mm, ras_to_file
-from cpu3d.data.records import Geometry
 from cpu3d.data.region import Region, bounding_box
 from cpu3d.pages.page import render_page
 from cpu3d.util.atomic import atomic_write

@@ -25,7 +25,7 @@ from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
 from cpu3d.report.sections import Folded, Part, Section, cases_table, shown_cases, write_page
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import CHANGEABLE, FACTS, FOLLOWING, load_config, settings_by_name
+from cpu3d.run.config_json import CHANGEABLE, FACTS, FOLLOWING, load_config, settings_by_name
 from cpu3d.run.folds import FILE, fold_folder, read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History

@@ -37,7 +37,7 @@ from cpu3d.pages.viewer import viewer
 from cpu3d.report import pictures
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.sections import Folded, Part, Section, cases_table, shown_cases, write_page
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import Events, History, median, numbers

@@ -32,7 +32,7 @@ from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.out_of_fold import SPLIT, is_scored
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
-from cpu3d.run.config import half_rates, load_config
+from cpu3d.run.config_json import half_rates, load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.folds import fold_folder, read_folds
 from cpu3d.run.heartbeat import (

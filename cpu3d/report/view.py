@@ -37,7 +37,7 @@ from cpu3d.data.stores.layouts import (
     volumes_in,
 )
 from cpu3d.data.stores.names import FileName, channel_key, read_name, stem_of
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
 from cpu3d.util.progress import say
@@ -69,7 +69,9 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     inputs = [*options.image, *options.prediction, *([options.label] if options.label else [])]
-    refuse(f"{path} must exist, found none; check the path" for path in inputs if not path.exists())
+    raise_if_any(
+        f"{path} must exist, found none; check the path" for path in inputs if not path.exists()
+    )
     case = read_case(options.image, options.label, options.prediction)
     out = page_file(options.out)
     for number, channel in enumerate(case.channels):
@@ -101,14 +103,14 @@ def read_case(
         try:
             array, geometry = read_volume(path)
             first = first or (path, geometry)
-            refuse(grid_problems(path, geometry, *first))
+            raise_if_any(grid_problems(path, geometry, *first))
             if is_label:
                 maps[path] = to_ras(label_codes(path, array), geometry)
             else:
                 images[path] = to_ras(_modalities(path, array, alone=len(names) == 1), geometry)
         except InputError as error:
             problems += error.problems
-    refuse(problems)
+    raise_if_any(problems)
     channels = []
     for name, (path, volume) in zip(names, images.items()):
         channels += [name] if volume.shape[3] == 1 else channels_of(path, volume.shape[3])
@@ -139,7 +141,7 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     file_names = [read_name(path) for path in images]
     names = [_channel_of(path, name) for path, name in zip(images, file_names)]
     twice = {name: count for name, count in Counter(names).items() if count > 1}
-    refuse(
+    raise_if_any(
         f"--image must name one file of {name}, got {n}; give the files of one case"
         for name, n in twice.items()
     )
@@ -221,7 +223,7 @@ def _distinct(paths: Sequence[Path]) -> List[str]:
     numbered."""
     resolved, names = [path.resolve() for path in paths], [stem_of(path) for path in paths]
     twice = [path for path, place in zip(paths, resolved) if resolved.count(place) > 1]
-    refuse(
+    raise_if_any(
         f"--prediction must name different files, got {path} twice; name it once"
         for path in twice[:1]
     )

@@ -14,7 +14,7 @@ from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, computes_as_predicted
 from cpu3d.host.thread_plan import ThreadPlan, describe
 from cpu3d.plan import Plan, save_plan
-from cpu3d.run.config import save_config
+from cpu3d.run.config_json import save_config
 from cpu3d.run.log import flush_log
 from cpu3d.settings import RunConfig
 from cpu3d.training.fit import Fit

@@ -121,7 +121,7 @@ class Feeds:
         names = []
         for position in range(step * batch, (step + 1) * batch):
             sample = sample_at(position, cases=len(cases), seed=self.config.seed)
-            names.append(cases[sample.index])
+            names.append(cases[sample.case_index])
         return names
 
 

@@ -30,7 +30,7 @@ from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import host_share
 from cpu3d.plan import Plan, check_fits, make_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open
 from cpu3d.settings import TrainOptions as Options

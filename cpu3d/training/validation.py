@@ -19,9 +19,9 @@ from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import TrainingLoss
 from cpu3d.training.watchdog import Stop, Wish
 from memory_estimator.step.training_step import SCORED_SLABS
+from models.losses import DEFAULT, LOSSES
 from models.supervision import supervise
 
 
@@ -116,4 +116,4 @@ def _painted_dice(
 
 @tf.function(autograph=False)
 def _loss(target, logits):
-    return supervise(TrainingLoss(), target, [logits]).loss
+    return supervise(LOSSES[DEFAULT], target, [logits]).loss

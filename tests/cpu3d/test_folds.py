@@ -29,7 +29,7 @@ from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.status import folds_status, run_status
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
@@ -387,7 +387,7 @@ def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
     capsys,
 ):
     folder = tmp_path / "folds"
-    with pytest.raises(InputError, match="at most as many parts"):
+    with pytest.raises(InputError, match="at most as many"):
         train_folds(phantom_store.folder, folder, 6, settings=SETTINGS)
     words = ["train", "--store", str(phantom_store.folder), "--run", str(folder)]
     assert main([*words, "--folds", "1"]) == 2

@@ -24,7 +24,7 @@ from cpu3d.inference.postprocessing.evidence import Means, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from cpu3d.training.train import Options
 from cpu3d.util.atomic import write_json

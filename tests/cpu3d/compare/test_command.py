@@ -9,7 +9,7 @@ from cpu3d import processes
 from cpu3d.compare import command, report
 from cpu3d.compare.report import comparisons_markdown
 from cpu3d.errors import InputError
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import append_event
 from cpu3d.util.records import read_records
 from tests.cpu3d.runs import run_command

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d.data.manifest import Geometry, remake
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.records import Geometry, remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
@@ -18,7 +18,7 @@ from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, s
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.util import atomic
 from tests.cpu3d.conftest import LABELS, make_store
 from tests.cpu3d.runs import run_command

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.augment import NO_AUGMENT
-from cpu3d.data.records import remake
+from cpu3d.data.manifest import remake
 from cpu3d.data.store import write_store
 from cpu3d.errors import InputError
 from cpu3d.host import gpu
@@ -16,7 +16,7 @@ from cpu3d.inference import ensemble, predictor
 from cpu3d.inference.ensemble import Ensemble, trained_predictors
 from cpu3d.inference.runs import Inference, check_inference, load_configs, store_of_run
 from cpu3d.run.checkpoint import save_checkpoint
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 

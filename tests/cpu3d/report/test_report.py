@@ -17,7 +17,7 @@ from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores import METRICS
 from cpu3d.report import report
 from cpu3d.report.report import write_report
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import read_events
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.runs import run_command, shown_cases

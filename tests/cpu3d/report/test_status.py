@@ -14,7 +14,7 @@ from cpu3d.__main__ import main
 from cpu3d.errors import ENDINGS
 from cpu3d.report.status import WORST_FIRST, describe, run_status
 from cpu3d.run.checkpoint import write_best
-from cpu3d.run.config import save_config
+from cpu3d.run.config_json import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
 from cpu3d.settings import RunConfig

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import from_ras, write_volume
-from cpu3d.data.records import Geometry
 from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import pack
