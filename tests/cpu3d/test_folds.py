@@ -22,12 +22,13 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted
 from cpu3d.folds import train_folds
 from cpu3d.inference import evaluate
-from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.postprocessing import decision
 from cpu3d.inference.runs import seen_notes
+from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
-from cpu3d.report.status import folds_status, run_status
+from cpu3d.report.run_status import run_status
+from cpu3d.report.status import folds_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events
