@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any, Sequence, Tuple, Union
 
 from models.native.library import BFLOAT16, FLOAT32
+from models.native.shared import KINDS
 
-KINDS = (
-    *("convolve", "input_gradient", "filter_gradient"),
-    *("max_pool", "max_pool_gradient", "residual_sum", "residual_gradient", "to_raw"),
-    *("project", "project_gradient", "project_sums", "project_to_raw"),
-    *("up_convolve", "up_input_gradient", "up_filter_gradient"),
-    *("loss_sums", "loss_slope", "orthogonal"),
-)  # as in native.h
 CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
@@ -58,7 +52,7 @@ def operation(
 ) -> Operation:
     """An Operation on NumPy arrays, or None in place of one; it does not keep them. `shape` is
     batch, x, y, z; `arrays` are other fields by their names."""
-    made = Operation(KINDS.index(kind), CODES[dtype], threads, *shape, outputs=outputs)
+    made = Operation(list(KINDS).index(kind), CODES[dtype], threads, *shape, outputs=outputs)
     for i, array in enumerate(maps):
         made.maps[i] = pointer(array)
         made.channels[i] = array.shape[-1]

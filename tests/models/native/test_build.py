@@ -73,7 +73,7 @@ def test_without_a_compiler_one_line_says_what_follows(tmp_path):
 
 def test_libraries_are_built_once_for_the_instruction_sets_that_the_compiler_knows(compiler, built):
     (built / "kernels-0123456789ab.so").touch()  # of other sources
-    compiler.set("REFUSED", "passes.c")
+    compiler.set("REFUSED", "pointwise.c")
     with pytest.raises(subprocess.CalledProcessError):
         build(folder=built)
     assert [path.name for path in built.iterdir()] == ["kernels-0123456789ab.so"]
