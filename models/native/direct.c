@@ -96,6 +96,7 @@ static struct job job_of(const struct operation *op)
     j.tap_bytes = (size_t)p->steps * p->depth * 64;
     j.block_bytes = 9 * j.tap_bytes + (j.voxels - 1) * j.width * 32;
 
+    j.cut = cut_for(op, &j);
     long rows = l2_budget(DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes) - 2;
     int most = rows < MOST_TILE_ROWS ? MOST_TILE_ROWS : least(rows, j.cut.rows);
     int bands = ceil_div(j.cut.rows, most);
@@ -104,8 +105,8 @@ static struct job job_of(const struct operation *op)
     j.kept = sizeof(float) * 2 * MOST_TILE_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
 
     j.weight_bytes = j.blocks * j.block_bytes;
-    j.position_totals =
-        (size_t)op->batch * 2 * j.made.width + 16; /* a cache line between threads */
+    /* A cache line between threads. */
+    j.position_totals = (size_t)op->batch * 2 * j.made.width + 16;
     j.passing = j.weight_bytes + j.cut.positions * sizeof(double) * j.position_totals;
     return j;
 }
@@ -176,7 +177,8 @@ static void ask_for_next(const struct thread *t, int x, int y, int rows, int z0,
 }
 
 /* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1.
-   What is multiplied in a turn is finished after the products of the next one: its own would have to be waited for. */
+   What is multiplied in a turn is finished after the products of the next one: its own would have
+   to be waited for. */
 static void convolve_plane(struct thread *t, int x)
 {
     const struct job *j = t->job;

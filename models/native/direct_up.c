@@ -65,8 +65,8 @@ static struct job job_of(const struct operation *op)
     j.column_bytes = (size_t)4 * p->steps * TILE_BYTES;
     j.kept = sizeof(float) * MOST_TILE_ROWS * TILE_FLOATS + j.rows * j.formed_bytes;
     j.weight_bytes = j.blocks * j.voxels * j.column_bytes;
-    j.position_totals =
-        (size_t)op->batch * 2 * j.made.width + 16; /* a cache line between threads */
+    /* A cache line between threads. */
+    j.position_totals = (size_t)op->batch * 2 * j.made.width + 16;
     j.passing = j.weight_bytes + j.cut.pieces * sizeof(double) * j.position_totals;
     return j;
 }
