@@ -61,8 +61,8 @@ ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const
             store(sums + t / n * next_sums + t % n * 16 + v * LANES, sum[t][v]);
 }
 
-static void multiply(int r, int n, float *sums, size_t next_sums, const unit *const *rows,
-                     const unit *weights, int units, size_t next_group)
+NEVER_INLINE void multiply(int r, int n, float *sums, size_t next_sums, const unit *const *rows,
+                           const unit *weights, int units, size_t next_group)
 {
     switch (r * 100 + n) {
 #define CASE(r, n) \
@@ -124,8 +124,8 @@ ALWAYS_INLINE void correlate_n(int n, float *sums, int rows, const unit *const *
         }
 }
 
-static void correlate(int channels, float *sums, int rows, const unit *const *values,
-                      const unit *const *gradients, size_t at, size_t gradients_at, int units)
+NEVER_INLINE void correlate(int channels, float *sums, int rows, const unit *const *values,
+                            const unit *const *gradients, size_t at, size_t gradients_at, int units)
 {
     for (int c = 0; c < channels;
          c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {

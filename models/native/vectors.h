@@ -14,6 +14,8 @@
 #define LANES 8
 #endif
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
+/* A loop that has all registers: inlined into a large function it is up to 6 % slower. */
+#define NEVER_INLINE static __attribute__((noinline))
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef double dvec __attribute__((vector_size(LANES * 8)));
