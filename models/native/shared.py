@@ -42,6 +42,8 @@ KINDS: Dict[str, str] = {
 grid is the map's, but for up_ kinds and pools the coarser one. Sums are [batch][2][channels]: those
 of native.h, or of `convolve` the mean and variance of its map."""
 
+KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
 # Constants. The C files say what each is of; the memory estimator computes the same sizes.
 
 MOST_THREADS = 256  # that compute an operation
