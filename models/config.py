@@ -90,16 +90,24 @@ class UNetConfig:
         """Every side of the input must be a multiple of this: 2**(depth - 1)."""
         return 2 ** (self.depth - 1)
 
-    def encoder_widths(self, level: int) -> Tuple[int, int]:
-        """Feature maps after the first and the second convolution of an encoder level (the bottom
-        is depth - 1)."""
+    def encoder_widths(self, level: int) -> Tuple[int, ...]:
+        """Feature maps after each convolution of an encoder level (the bottom is depth - 1)."""
         first = self.filters * 2**level
         return (first, first * 2) if self.network == "cicek2016" else (first, first)
+
+    def decoder_widths(self, level: int) -> Tuple[int, ...]:
+        """Feature maps after each convolution of a decoder level: as many as the skip has."""
+        return (self.encoder_widths(level)[-1],) * self.convolutions
+
+    @property
+    def convolutions(self) -> int:
+        """Convolutions of a level's block."""
+        return len(self.encoder_widths(0))
 
     def up_width(self, level: int) -> int:
         """Feature maps of the up-sampled input to decoder `level`: halved in the paper's net, kept
         in Cicek's."""
-        below = self.encoder_widths(level + 1)[1]
+        below = self.encoder_widths(level + 1)[-1]
         return below if self.network == "cicek2016" else below // 2
 
     def up_parts(self, level: int) -> List[Tuple[int, int]]:
@@ -107,7 +115,7 @@ class UNetConfig:
         memory at a time: all, but under "lean" no more than the skip has. With `residual` all stay
         until its sum."""
         width = self.up_width(level)
-        most = self.encoder_widths(level)[1] if self.policy == "lean" else width
+        most = self.encoder_widths(level)[-1] if self.policy == "lean" else width
         return [(first, min(first + most, width)) for first in range(0, width, most)]
 
     def check_shape(self, shape: Tuple[int, int, int], name: str = "shape") -> None:

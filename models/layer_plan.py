@@ -1,14 +1,17 @@
-"""The network on paper: every layer's name, shape, dtype, parameters and work, in the order it
-runs. No TensorFlow.
+"""The layers of a network: name, shape, parameters and work of each, in the order they run, as the
+forward operations of models/program.py have them. No TensorFlow.
 
 The Keras model, the memory estimator and the exporter are made from it.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import List, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 from models.config import UNetConfig
+from models.network import network_program
+from models.program import Kind, Op, Value
 
 Shape3 = Tuple[int, int, int]
 
@@ -48,26 +51,13 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
     """The layers of `build_unet3d(config, shape)` in the order they run, for an image of `shape`
     (X, Y, Z). Raises ValueError when the shape does not divide."""
     config.check_shape(shape)
-    plan = _Plan(config, shape)
-    x = plan.add("image", "input", (), 0, config.channels)
-    skips = []
-    for level in range(config.depth):
-        if level:
-            x = plan.add(f"encoder{level}_pool", "pool", (x,), level, x.shape[3])
-        x = plan.block(f"encoder{level}", x, level, config.encoder_widths(level))
-        skips.append(x)
-    deep_heads = []
-    for level in reversed(range(config.depth - 1)):
-        up = plan.up(x, level)
-        channels = skips[level].shape[3] + up.shape[3]
-        x = plan.add(f"decoder{level}_concat", "concat", (skips[level], up), level, channels)
-        x = plan.block(f"decoder{level}", x, level, (skips[level].shape[3],) * 2)
-        if config.deep_supervision and level:
-            deep_heads.append((level, x))
-    plan.convolution("head", "head", x, 0, config.outputs, kernel=1)
-    for level, source in deep_heads:
-        plan.convolution(f"head{level}", "head", source, level, config.outputs, kernel=1)
-    return tuple(plan.ops)
+    every_map = dataclasses.replace(config, policy="speed")  # whole, and computed once
+    program = network_program(every_map)
+    layers = _Layers(config, shape)
+    layers.made[program.image] = layers.add("image", "input", (), 0, config.channels)
+    for op in program.forward:
+        layers.made[op.made] = LAYERS[op.kind](layers, op)
+    return tuple(layers.ops)
 
 
 def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
@@ -82,12 +72,15 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
 # --- Private helpers ---
 
 
-class _Plan:
+class _Layers:
     """Collects the layers; knows the shape of each level."""
 
     def __init__(self, config: UNetConfig, shape: Shape3):
-        self.config, self.shape = config, shape
+        self.config = config
+        self.shape = shape
         self.ops: List[LayerOp] = []
+        self.made: Dict[Value, Optional[LayerOp]] = {}  # the layer whose output a value is
+        self._entries: Dict[Tuple[Value, ...], LayerOp] = {}
 
     def add(
         self,
@@ -107,48 +100,88 @@ class _Plan:
         self, name: str, kind: str, x: LayerOp, level: int, channels: int, kernel: int
     ) -> LayerOp:
         fan_in = x.shape[3]
-        weights = kernel**3 * fan_in * channels + (channels if kind == "head" else 0)
-        return self.add(
-            name, kind, (x,), level, channels, kernel=kernel, in_channels=fan_in, trainable=weights
-        )
+        weights = kernel**3 * fan_in * channels
+        if kind == "head":
+            weights += channels  # its bias
+        more = {"kernel": kernel, "in_channels": fan_in, "trainable": weights}
+        return self.add(name, kind, (x,), level, channels, **more)
 
-    def block(self, name: str, entry: LayerOp, level: int, widths: Tuple[int, int]) -> LayerOp:
-        """Two convolutions, each with norm and ReLU; `residual` adds the block's input before the
-        last ReLU."""
-        x = self.convolution(f"{name}_conv1", "conv", entry, level, widths[0], kernel=3)
-        x = self.norm(f"{name}_act1", "norm_act", x)
-        x = self.convolution(f"{name}_conv2", "conv", x, level, widths[1], kernel=3)
-        if not self.config.residual:
-            return self.norm(f"{name}_act2", "norm_act", x)
-        x = self.norm(f"{name}_norm2", "norm", x)
-        more = {"kernel": 1, "in_channels": entry.shape[3], "trainable": entry.shape[3] * widths[1]}
-        x = self.add(f"{name}_shortcut", "shortcut", (x, entry), level, widths[1], **more)
-        return self.add(f"{name}_act2", "act", (x,), level, widths[1])
+    def entry(self, op: Op) -> LayerOp:
+        """The layer that a convolution reads: of several maps one that puts them side by side."""
+        if len(op.maps) == 1:
+            return self.made[op.maps[0]]
+        if op.maps not in self._entries:
+            inputs = tuple(self.made[each] for each in op.maps)
+            block = op.layer.rpartition("_")[0]
+            channels = sum(layer.shape[3] for layer in inputs)
+            joined = self.add(f"{block}_concat", "concat", inputs, op.made.level, channels)
+            self._entries[op.maps] = joined
+        return self._entries[op.maps]
 
-    def norm(self, name: str, kind: str, x: LayerOp) -> LayerOp:
-        """Scale and shift train, or the shift alone; batch norm's moving mean and variance do
-        not."""
-        channels = x.shape[3]
-        trainable = channels if self.config.norm == "none" else 2 * channels
-        frozen = 2 * channels if self.config.norm == "batch" else 0
-        return self.add(name, kind, (x,), x.level, channels, trainable=trainable, frozen=frozen)
 
-    def up(self, x: LayerOp, level: int) -> LayerOp:
-        """Double the resolution on the way into decoder `level`."""
-        width, name = self.config.up_width(level), f"decoder{level}_up"
-        if self.config.up == "transposed":
-            weights = 8 * x.shape[3] * width
-            return self.add(
-                name,
-                "up_conv",
-                (x,),
-                level,
-                width,
-                kernel=2,
-                in_channels=x.shape[3],
-                trainable=weights,
-            )
-        # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs
-        # an eighth.
-        x = self.convolution(f"{name}_conv", "conv", x, level + 1, width, kernel=1)
-        return self.add(name, "upsample", (x,), level, width)
+def _convolve(layers: _Layers, op: Op) -> LayerOp:
+    """With its norm: scale and shift train, or the shift alone; batch norm's moving mean and
+    variance do not. A ReLU belongs to the norm, or follows a residual's sum."""
+    channels = op.made.channels
+    level = op.made.level
+    x = layers.convolution(op.layer, "conv", layers.entry(op), level, channels, kernel=3)
+    norm = layers.config.norm
+    trainable = channels if norm == "none" else 2 * channels
+    frozen = 2 * channels if norm == "batch" else 0
+    kind = "norm_act" if "_act" in op.norm else "norm"
+    return layers.add(op.norm, kind, (x,), level, channels, trainable=trainable, frozen=frozen)
+
+
+def _max_pool(layers: _Layers, op: Op) -> LayerOp:
+    source = layers.made[op.maps[0]]
+    return layers.add(op.layer, "pool", (source,), op.made.level, op.made.channels)
+
+
+def _up_convolve(layers: _Layers, op: Op) -> LayerOp:
+    below = layers.made[op.maps[0]]
+    level = op.made.level
+    width = op.made.channels
+    if layers.config.up == "transposed":
+        fan_in = below.shape[3]
+        more = {"kernel": 2, "in_channels": fan_in, "trainable": 8 * fan_in * width}
+        return layers.add(op.layer, "up_conv", (below,), level, width, **more)
+    # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an
+    # eighth.
+    x = layers.convolution(op.layer, "conv", below, level + 1, width, kernel=1)
+    return layers.add(f"decoder{level}_up", "upsample", (x,), level, width)
+
+
+def _project(layers: _Layers, op: Op) -> Optional[LayerOp]:
+    if not op.layer.startswith("head"):  # a shortcut, which is one layer with its sum
+        return None
+    source = layers.made[op.maps[0]]
+    return layers.convolution(op.layer, "head", source, op.made.level, op.made.channels, kernel=1)
+
+
+def _residual_sum(layers: _Layers, op: Op) -> LayerOp:
+    last = layers.made[op.maps[0]]
+    block = op.layer.rpartition("_")[0]
+    entry = _entry_of(layers, block)
+    width = last.shape[3]
+    weights = entry.shape[3] * width
+    more = {"kernel": 1, "in_channels": entry.shape[3], "trainable": weights}
+    x = layers.add(f"{block}_shortcut", "shortcut", (last, entry), last.level, width, **more)
+    return layers.add(op.layer, "act", (x,), last.level, width)
+
+
+def _entry_of(layers: _Layers, block: str) -> LayerOp:
+    """The layer that a block's first convolution reads."""
+    by_name = {layer.name: layer for layer in layers.ops}
+    return by_name[by_name[f"{block}_conv1"].inputs[0]]
+
+
+LAYERS: Dict[Kind, Callable[[_Layers, Op], Optional[LayerOp]]] = {
+    Kind.CONVOLVE: _convolve,
+    Kind.MAX_POOL: _max_pool,
+    Kind.UP_CONVOLVE: _up_convolve,
+    Kind.PROJECT: _project,
+    Kind.RESIDUAL_SUM: _residual_sum,
+    Kind.KERNEL_ROWS: lambda layers, op: None,  # no layers, but parts of a kernel
+    Kind.KERNEL_TAPS: lambda layers, op: None,
+}
+"""Kind of a forward operation -> the layers that it is; returns the one whose output it makes."""

@@ -1,8 +1,9 @@
-"""A U-Net's forward and backward pass in the order of models/order.py, by own operations
-(models/native/operations.py).
+"""A U-Net's forward and backward pass, computed operation by operation as models/program.py lists
+them, by own operations (models/native/operations.py).
 
 Each operation waits for the one before, so the maps in memory at a time are known, and a map whose
-last reader has its shape is written over."""
+last reader has its shape is written over.
+"""
 
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
@@ -11,247 +12,319 @@ import tensorflow as tf
 from models.config import EPSILON
 from models.native import operations
 from models.native.operations import AtValues, Gradient, Norm, Source
-from models.order import Block, Order
+from models.network import network_program
+from models.program import Form, Kind, Op, Value
 
 
-class Pass(Order):
+class Pass:
     """One pass over the weights of a model of `build_unet3d`, in training or not. `values` replace
-    its variables, by their names. A map is a `Source`, the gradient of its values an `AtValues`,
-    and that of a raw sum a `Gradient`."""
+    its variables, by their names.
+
+    Of the program's values a map is a `Source`, the gradient of a map's values an `AtValues`, and
+    that of a raw sum, formed or not, a `Gradient`; the others are tensors.
+    """
 
     def __init__(
-        self, model: tf.keras.Model, training: bool, values: Optional[Dict[str, tf.Tensor]] = None
+        self,
+        model: tf.keras.Model,
+        training: bool,
+        values: Optional[Dict[str, tf.Tensor]] = None,
     ):
-        super().__init__(model.unet)
-        self.layer, self.training, self.values = model.get_layer, training, values or {}
-        self._filters: Dict[Any, tf.Tensor] = {}
+        self.unet = model.unet
+        self.layer = model.get_layer
+        self.training = training
+        self.program = network_program(model.unet)
+        self.gradients: Dict[str, tf.Tensor] = {}  # of weights, by the variables' names
+        self._replaced = values or {}
+        self._made: Dict[Value, Any] = {}
         self._last: List[tf.Tensor] = []
 
     def forward(self, image: tf.Tensor) -> List[tf.Tensor]:
         """Logits of each head, the finest first, of an image (N, X, Y, Z, C)."""
-        return super().forward(Source(image))
+        self._made[self.program.image] = Source(image)
+        self._run(self.program.forward)
+        return [self._made[head].raw for head in self.program.logits]
 
     def backward(self, slopes: Sequence[tf.Tensor]) -> Dict[str, tf.Tensor]:
         """Gradients of the weights, by the variables' names, from those of the logits of each
         head."""
-        self._gradients: Dict[str, tf.Tensor] = {}  # a tape may ask twice
-        super().backward([Gradient(slope) for slope in slopes])
-        return self._gradients
+        self.gradients = {}  # a tape may ask twice
+        self._made.update(zip(self.program.slopes, map(Gradient, slopes)))
+        self._run(self.program.backward)
+        return self.gradients
 
     def image_gradient(self) -> tf.Tensor:
         """The gradient of the image, (N, X, Y, Z, C), after `backward`. Nothing waits for it: a
         graph leaves it out unless it is asked for."""
-        return super().image_gradient().map
+        self._run(self.program.to_image)
+        return self._made[self.program.to_image[-1].made].map
 
-    # --- Forward ---
+    def _run(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self._made[op.made] = COMPUTE[op.kind](self, op)
 
-    def max_pool(self, level, source):
-        return Source(self._run(operations.max_pool, source))
+    # --- What the operations below are made of ---
 
-    def convolve(self, name, entry, again):
-        raw, *moments = self._run(operations.convolve, entry, self._value(self.layer(name).kernel))
-        return Source(raw, self._norm(name, raw, *moments, again))
+    def __getitem__(self, value: Value) -> Any:
+        """What was made of a value of the program."""
+        if value.form is Form.KERNEL and value not in self._made:
+            return self.value(self.layer(value.name.rpartition("/")[0]).kernel)
+        return self._made[value]
 
-    def convolve_part(self, name, entry, part, add, last):
-        filters = self._rows(name, entry, part)
-        raw, *moments = self._run(
-            operations.convolve, entry[part:], filters, add.raw if add else None
-        )
-        return Source(raw, self._norm(name, raw, *moments, False) if last else None)
+    def maps(self, op: Op) -> List[Source]:
+        return [self[each] for each in op.maps]
 
-    def up(self, level, below, part, again):
-        return Source(self._run(operations.up_convolve, below, self._up_filters(level, part)))
-
-    def project(self, name, entry, part, add):
-        layer = self.layer(name)
-        bias = tf.zeros(layer.filters) if layer.bias is None else self._value(layer.bias)
-        return self._run(operations.project, entry[part], self._rows(name, entry, part), bias, add)
-
-    def residual_sum(self, name, second, total, again):
-        return Source(self._run(operations.residual_sum, second, total))
-
-    # --- Backward ---
-
-    def max_pool_gradient(self, level, source, at, add):
-        return self._run(operations.max_pool_gradient, source, at.map, add.map)
-
-    def up_gradients(self, level, below, part, at):
-        of_up = self._run(operations.up_filter_gradient, below, at.map)
-        return of_up, self._run(
-            operations.up_input_gradient, at.map, self._up_filters(level, part), below
-        )
-
-    def join_up_gradients(self, level, parts):
-        of_up = self._run(tf.concat, parts, 3) if len(parts) > 1 else parts[0]
-        if self.unet.up == "transposed":
-            self._gradients[self.layer(f"decoder{level}_up").kernel.name] = of_up
-        else:
-            of_taps = tf.reduce_sum(of_up, (0, 1, 2), keepdims=True)
-            self._gradients[self.layer(f"decoder{level}_up_conv").kernel.name] = tf.transpose(
-                of_taps, (0, 1, 2, 4, 3)
-            )
-
-    def add_gradients(self, at, add):
-        return AtValues(*(self._run(tf.add, *pair) for pair in zip(at, add)))
-
-    def project_gradient(self, name, entry, part, at, add):
-        layer, filters, more = (
-            self.layer(name),
-            self._rows(name, entry, part),
-            add.map if add else None,
-        )
-        at_values, of_part, of_bias = self._run(
-            operations.project_gradient, entry[part], at.map, filters, more
-        )
-        if len(entry) > 1:
-            before = sum(source.raw.shape[-1] for source in entry[:part])
-            after = layer.kernel.shape[3] - before - filters.shape[3]
-            of_part = self._run(tf.pad, of_part, ((0, 0), (0, 0), (0, 0), (before, after), (0, 0)))
-        known = self._gradients.get(layer.kernel.name)
-        self._gradients[layer.kernel.name] = (
-            of_part if known is None else self._run(tf.add, known, of_part)
-        )
-        if layer.bias is not None:
-            self._gradients[layer.bias.name] = of_bias
-        return at_values
-
-    def project_to_raw(self, source, at):
-        head = self.layer("head")
-        *sums, of_kernel, of_bias = self._run(
-            operations.project_sums, source, at.map, self._value(head.kernel)
-        )
-        self._gradients.update({head.kernel.name: of_kernel, head.bias.name: of_bias})
-        of_raw = self.of_raw("decoder0_conv2", source, AtValues(at.map, *sums))
-        return self._run(operations.to_raw, of_raw, self._value(head.kernel))
-
-    def residual_gradient(self, name, block: Block, at):
-        return self._run(operations.residual_gradient, block.second, block.output.raw, at.map)
-
-    def of_raw(self, name, source, at):
-        """The gradient to be formed on reading, from that of the norm's values (Ioffe and Szegedy
-        2015)."""
-        if isinstance(at, Gradient):
-            return at
-        layer, norm = self._norm_layer(name), source.norm
-        if layer.norm == "none":
-            self._gradients[layer.bias.name] = tf.reduce_sum(at.sum1, 0)
-        else:
-            self._gradients[layer.gamma.name] = tf.reduce_sum(at.sum2, 0)
-            self._gradients[layer.beta.name] = tf.reduce_sum(at.sum1, 0)
-        if layer.norm != "instance" and not self._moves(layer):
-            return Gradient(at.map, source, norm.scale, 0 * norm.scale, 0 * norm.scale)
-        mean1, mean2 = at.sum1 / self._elements(source.raw), at.sum2 / self._elements(source.raw)
-        if layer.norm == "batch":
-            mean1, mean2 = (tf.reduce_mean(mean, 0, keepdims=True) for mean in (mean1, mean2))
-        of_raw = -norm.scale * norm.rstd * mean2
-        return Gradient(
-            at.map, source, norm.scale, of_raw, -norm.scale * mean1 - of_raw * norm.mean
-        )
-
-    def to_raw(self, name, source, at):
-        return self._run(operations.to_raw, at)
-
-    def input_gradient(self, name, at, entry, part, sums=False):
-        return self._run(
-            operations.input_gradient,
-            at,
-            self._rows(name, entry, part),
-            entry[part] if sums else None,
-        )
-
-    def filter_gradient(self, name, entry, at, part=""):
-        gradient = self._run(operations.filter_gradient, entry, at)
-        self._gradients[self.layer(name).kernel.name] = gradient
-        return gradient
-
-    def split_kernel(self, name, entry):
-        for part in range(len(entry)):
-            self._rows(name, entry, part)
-
-    def join_gradients(self, name, parts):
-        self._gradients[self.layer(name).kernel.name] = self._run(tf.concat, parts, 3)
-
-    # --- Norms ---
-
-    def _norm_layer(self, name: str) -> tf.keras.layers.Layer:
-        """The norm after a convolution."""
-        adds = self.unet.residual and name.endswith("_conv2")
-        return self.layer(name.replace("_conv", "_norm" if adds else "_act"))
-
-    def _norm(self, name, raw, mean, variance, again: bool) -> Norm:
-        """The norm of a raw sum with these statistics of each sample, (N, C); `again` moves no
-        moving statistics."""
-        layer, ones = self._norm_layer(name), tf.ones_like(mean)
-        floor = 0 * ones if layer.activate else -float("inf") * ones
-        if layer.norm == "none":
-            return Norm(ones, self._value(layer.bias) * ones, 0 * ones, ones, floor)
-        if layer.norm == "batch":
-            if self._moves(layer):
-                of_samples, mean = mean, tf.reduce_mean(mean, 0, keepdims=True)
-                variance = tf.reduce_mean(
-                    variance + tf.math.squared_difference(of_samples, mean), 0, keepdims=True
-                )
-                if not again:
-                    elements = self._elements(raw) * tf.cast(tf.shape(raw)[0], tf.float32)
-                    layer.move(mean[0], variance[0] * (elements / (elements - 1)))
-            else:
-                mean, variance = (
-                    tf.convert_to_tensor(layer.moving_mean),
-                    tf.convert_to_tensor(layer.moving_variance),
-                )
-            mean, variance = mean * ones, variance * ones
-        rstd = tf.math.rsqrt(variance + EPSILON)
-        scale = self._value(layer.gamma) * rstd
-        return Norm(scale, self._value(layer.beta) - mean * scale, mean, rstd, floor)
-
-    def _moves(self, layer) -> bool:
-        """Whether a norm is a batch norm that takes the batch's statistics."""
-        return layer.norm == "batch" and self.training and layer.trainable
-
-    @staticmethod
-    def _elements(raw: tf.Tensor) -> float:
-        """Voxels of a sample."""
-        return float(raw.shape[1:4].num_elements())
-
-    # --- Weights ---
-
-    def _value(self, variable: tf.Variable) -> tf.Tensor:
-        return self.values.get(variable.name, variable)
-
-    def _rows(self, name: str, entry: List[Source], part: int) -> tf.Tensor:
-        """The rows of a layer's kernel for a part of its block's entry."""
-        first = sum(source.raw.shape[-1] for source in entry[:part])
-        return self._slice(name, 3, first, first + entry[part].raw.shape[-1])
-
-    def _up_filters(self, level: int, part: int) -> tf.Tensor:
-        """The filters (2, 2, 2, out, in) of a part. Nearest neighbour and a 1x1x1 kernel commute:
-        eight equal taps."""
-        channels = self.unet.up_parts(level)[part]
-        if self.unet.up == "transposed":
-            return self._slice(f"decoder{level}_up", 3, *channels)
-        kernel = self._slice(f"decoder{level}_up_conv", 4, *channels)
-        return self._once(
-            (level, part), lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1))
-        )
-
-    def _slice(self, name: str, axis: int, first: int, past: int) -> tf.Tensor:
-        """A layer's kernel from `first` to `past` along an axis."""
-        kernel = self.layer(name).kernel
-        if past - first == kernel.shape[axis]:
-            return self._value(kernel)
-        begin, size = [0] * 5, list(kernel.shape)
-        begin[axis], size[axis] = first, past - first
-        return self._once((name, first), lambda: tf.slice(self._value(kernel), begin, size))
-
-    def _once(self, key: Any, make: Callable[[], tf.Tensor]) -> tf.Tensor:
-        """Filters that several operations read: one copy of them."""
-        if key not in self._filters:
-            self._filters[key] = self._run(make)
-        return self._filters[key]
-
-    def _run(self, operation: Callable, *arguments) -> Any:
+    def in_turn(self, operation: Callable, *arguments) -> Any:
         """The outputs of an operation, computed after the one before it."""
         with tf.control_dependencies(self._last):
             outputs = operation(*arguments)
         self._last = tf.nest.flatten(outputs)[:1]
         return outputs
+
+    def value(self, variable: tf.Variable) -> tf.Tensor:
+        return self._replaced.get(variable.name, variable)
+
+    def moves(self, layer: tf.keras.layers.Layer) -> bool:
+        """Whether a norm is a batch norm that takes the batch's statistics."""
+        return layer.norm == "batch" and self.training and layer.trainable
+
+    def keep_kernel_gradient(self, op: Op, gradient: tf.Tensor) -> tf.Tensor:
+        self.gradients[self.layer(op.layer).kernel.name] = gradient
+        return gradient
+
+
+# --- 3x3x3 convolutions ---
+
+
+def _convolve(run: Pass, op: Op) -> Source:
+    add = None if op.add is None else run[op.add].raw
+    raw, mean, variance = run.in_turn(operations.convolve, run.maps(op), run[op.kernel], add)
+    if not op.norm:
+        return Source(raw)
+    return Source(raw, _norm(run, run.layer(op.norm), raw, mean, variance, op.again))
+
+
+def _input_gradient(run: Pass, op: Op) -> AtValues:
+    below = run[op.maps[0]] if op.maps else None
+    return run.in_turn(operations.input_gradient, run[op.gradient], run[op.kernel], below)
+
+
+def _filter_gradient(run: Pass, op: Op) -> tf.Tensor:
+    gradient = run.in_turn(operations.filter_gradient, run.maps(op), run[op.gradient])
+    return run.keep_kernel_gradient(op, gradient)
+
+
+# --- Between the grids of two levels ---
+
+
+def _max_pool(run: Pass, op: Op) -> Source:
+    return Source(run.in_turn(operations.max_pool, *run.maps(op)))
+
+
+def _max_pool_gradient(run: Pass, op: Op) -> AtValues:
+    (source,) = run.maps(op)
+    at, add = run[op.gradient].map, run[op.add].map
+    return run.in_turn(operations.max_pool_gradient, source, at, add)
+
+
+def _up_convolve(run: Pass, op: Op) -> Source:
+    return Source(run.in_turn(operations.up_convolve, *run.maps(op), run[op.kernel]))
+
+
+def _up_input_gradient(run: Pass, op: Op) -> AtValues:
+    at = run[op.gradient].map
+    return run.in_turn(operations.up_input_gradient, at, run[op.kernel], *run.maps(op))
+
+
+def _up_filter_gradient(run: Pass, op: Op) -> tf.Tensor:
+    return run.in_turn(operations.up_filter_gradient, *run.maps(op), run[op.gradient].map)
+
+
+# --- Voxel by voxel ---
+
+
+def _project(run: Pass, op: Op) -> Source:
+    layer = run.layer(op.layer)
+    bias = tf.zeros(layer.filters) if layer.bias is None else run.value(layer.bias)
+    add = None if op.add is None else run[op.add].raw
+    (source,) = run.maps(op)
+    return Source(run.in_turn(operations.project, source, run[op.kernel], bias, add))
+
+
+def _project_gradient(run: Pass, op: Op) -> AtValues:
+    layer = run.layer(op.layer)
+    add = None if op.add is None else run[op.add].map
+    (source,) = run.maps(op)
+    at, of_rows, of_bias = run.in_turn(
+        operations.project_gradient, source, run[op.gradient].map, run[op.kernel], add
+    )
+    first, past = op.span
+    rows = layer.kernel.shape[3]
+    if past - first < rows:
+        around = ((0, 0), (0, 0), (0, 0), (first, rows - past), (0, 0))
+        of_rows = run.in_turn(tf.pad, of_rows, around)
+    known = run.gradients.get(layer.kernel.name)
+    if known is not None:
+        of_rows = run.in_turn(tf.add, known, of_rows)
+    run.keep_kernel_gradient(op, of_rows)
+    if layer.bias is not None:
+        run.gradients[layer.bias.name] = of_bias
+    return at
+
+
+def _project_sums(run: Pass, op: Op) -> AtValues:
+    layer = run.layer(op.layer)
+    (source,) = run.maps(op)
+    slope = run[op.gradient].map
+    sum1, sum2, of_kernel, of_bias = run.in_turn(
+        operations.project_sums, source, slope, run[op.kernel]
+    )
+    run.keep_kernel_gradient(op, of_kernel)
+    run.gradients[layer.bias.name] = of_bias
+    return AtValues(slope, sum1, sum2)
+
+
+def _to_raw(run: Pass, op: Op) -> Gradient:
+    if op.kernel is None:
+        return run.in_turn(operations.to_raw, run[op.gradient])
+    return run.in_turn(operations.to_raw, run[op.gradient], run[op.kernel])
+
+
+def _residual_sum(run: Pass, op: Op) -> Source:
+    return Source(run.in_turn(operations.residual_sum, *run.maps(op), run[op.add].raw))
+
+
+def _residual_gradient(run: Pass, op: Op) -> AtValues:
+    last, output = run.maps(op)
+    at = run[op.gradient].map
+    return run.in_turn(operations.residual_gradient, last, output.raw, at)
+
+
+def _add(run: Pass, op: Op) -> AtValues:
+    pairs = zip(run[op.gradient], run[op.add])
+    return AtValues(*(run.in_turn(tf.add, *pair) for pair in pairs))
+
+
+# --- Norms ---
+
+
+def _norm(
+    run: Pass,
+    layer: tf.keras.layers.Layer,
+    raw: tf.Tensor,
+    mean: tf.Tensor,
+    variance: tf.Tensor,
+    again: bool,
+) -> Norm:
+    """The norm of a raw sum with these statistics of each sample, (N, C); `again` moves no moving
+    statistics."""
+    ones = tf.ones_like(mean)
+    floor = 0 * ones if layer.activate else -float("inf") * ones
+    if layer.norm == "none":
+        return Norm(ones, run.value(layer.bias) * ones, 0 * ones, ones, floor)
+    if run.moves(layer):
+        of_samples = mean
+        mean = tf.reduce_mean(mean, 0, keepdims=True)
+        between = tf.math.squared_difference(of_samples, mean)
+        variance = tf.reduce_mean(variance + between, 0, keepdims=True)
+        if not again:
+            elements = _voxels(raw) * tf.cast(tf.shape(raw)[0], tf.float32)
+            layer.move(mean[0], variance[0] * (elements / (elements - 1)))
+    elif layer.norm == "batch":
+        mean = tf.convert_to_tensor(layer.moving_mean)
+        variance = tf.convert_to_tensor(layer.moving_variance)
+    if layer.norm == "batch":  # one of all samples
+        mean = mean * ones
+        variance = variance * ones
+    rstd = tf.math.rsqrt(variance + EPSILON)
+    scale = run.value(layer.gamma) * rstd
+    return Norm(scale, run.value(layer.beta) - mean * scale, mean, rstd, floor)
+
+
+def _norm_gradient(run: Pass, op: Op) -> Gradient:
+    """The gradient of a raw sum, to be formed on reading, from that of the norm's values (Ioffe and
+    Szegedy 2015)."""
+    (source,) = run.maps(op)
+    at: AtValues = run[op.gradient]
+    layer = run.layer(op.layer)
+    norm = source.norm
+    if layer.norm == "none":
+        run.gradients[layer.bias.name] = tf.reduce_sum(at.sum1, 0)
+    else:
+        run.gradients[layer.gamma.name] = tf.reduce_sum(at.sum2, 0)
+        run.gradients[layer.beta.name] = tf.reduce_sum(at.sum1, 0)
+    if layer.norm != "instance" and not run.moves(layer):
+        return Gradient(at.map, source, norm.scale, 0 * norm.scale, 0 * norm.scale)
+    mean1 = at.sum1 / _voxels(source.raw)
+    mean2 = at.sum2 / _voxels(source.raw)
+    if layer.norm == "batch":
+        mean1 = tf.reduce_mean(mean1, 0, keepdims=True)
+        mean2 = tf.reduce_mean(mean2, 0, keepdims=True)
+    of_raw = -norm.scale * norm.rstd * mean2
+    constant = -norm.scale * mean1 - of_raw * norm.mean
+    return Gradient(at.map, source, norm.scale, of_raw, constant)
+
+
+def _voxels(raw: tf.Tensor) -> float:
+    """Voxels of a sample."""
+    return float(raw.shape[1:4].num_elements())
+
+
+# --- Kernels ---
+
+
+def _kernel_rows(run: Pass, op: Op) -> tf.Tensor:
+    return run.in_turn(lambda: _slice(run[op.kernel], 3, op.span))
+
+
+def _kernel_taps(run: Pass, op: Op) -> tf.Tensor:
+    """Nearest neighbour and a 1x1x1 kernel commute: eight equal taps (2, 2, 2, out, in)."""
+    kernel = run[op.kernel]
+    if op.span[1] - op.span[0] < kernel.shape[4]:
+        kernel = run.in_turn(lambda: _slice(run[op.kernel], 4, op.span))
+    return run.in_turn(lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1)))
+
+
+def _slice(kernel: tf.Tensor, axis: int, span: Sequence[int]) -> tf.Tensor:
+    begin = [0] * 5
+    size = list(kernel.shape)
+    begin[axis] = span[0]
+    size[axis] = span[1] - span[0]
+    return tf.slice(kernel, begin, size)
+
+
+def _join_gradients(run: Pass, op: Op) -> tf.Tensor:
+    """The gradient of a whole kernel, from those of its parts; of an up-sampled 1x1x1 kernel that
+    of all taps together."""
+    parts = [run[each] for each in op.parts]
+    whole = run.in_turn(tf.concat, parts, 3) if len(parts) > 1 else parts[0]
+    if run.layer(op.layer).kernel.shape[:3] == (1, 1, 1):
+        of_taps = tf.reduce_sum(whole, (0, 1, 2), keepdims=True)
+        whole = tf.transpose(of_taps, (0, 1, 2, 4, 3))
+    return run.keep_kernel_gradient(op, whole)
+
+
+COMPUTE: Dict[Kind, Callable[[Pass, Op], Any]] = {
+    Kind.CONVOLVE: _convolve,
+    Kind.INPUT_GRADIENT: _input_gradient,
+    Kind.FILTER_GRADIENT: _filter_gradient,
+    Kind.MAX_POOL: _max_pool,
+    Kind.MAX_POOL_GRADIENT: _max_pool_gradient,
+    Kind.UP_CONVOLVE: _up_convolve,
+    Kind.UP_INPUT_GRADIENT: _up_input_gradient,
+    Kind.UP_FILTER_GRADIENT: _up_filter_gradient,
+    Kind.PROJECT: _project,
+    Kind.PROJECT_GRADIENT: _project_gradient,
+    Kind.PROJECT_SUMS: _project_sums,
+    Kind.PROJECT_TO_RAW: _to_raw,
+    Kind.RESIDUAL_SUM: _residual_sum,
+    Kind.RESIDUAL_GRADIENT: _residual_gradient,
+    Kind.NORM_GRADIENT: _norm_gradient,
+    Kind.TO_RAW: _to_raw,
+    Kind.ADD: _add,
+    Kind.KERNEL_ROWS: _kernel_rows,
+    Kind.KERNEL_TAPS: _kernel_taps,
+    Kind.JOIN_GRADIENTS: _join_gradients,
+}
+"""Kind -> what the first value is that an operation makes. The loss has a table of its own, in
+models/supervision.py."""

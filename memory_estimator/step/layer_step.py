@@ -5,19 +5,16 @@ TensorFlow keeps the output of every layer for the backward pass, under each pol
 orders the operations itself: memory is known roughly, so the bound on it is wide.
 """
 
+from dataclasses import replace
 from typing import Dict, List, Sequence, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, Tensor
-from memory_estimator.step.training_step import (
-    Map,
-    PaperPass,
-    training_step,
-)
+from memory_estimator.step.training_step import Paper, training_step
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
 from models.layer_plan import LayerOp
-from models.order import head_of
+from models.program import Form, Value
 
 COPIES = {
     ("itex", "float32"): 2,
@@ -57,9 +54,9 @@ class _Layers:
     """The layers of a network, forward and backward. A layer's output has the layer's name."""
 
     def __init__(self, writer: Writer):
-        self.writer, self.paper = writer, PaperPass(writer)
+        self.writer, self.paper = writer, Paper(writer)
 
-    def forward(self) -> List[Map]:
+    def forward(self) -> List[Value]:
         """The logits of each head, the finest first."""
         for op in self.writer.plan[1:]:
             group = f"activations, level {op.level}"
@@ -74,9 +71,9 @@ class _Layers:
             more = self._counted(op, kind)
             self.writer.make(op.name, kind, reads, self._bytes(op), group, over=over, **more)
         heads = [op for op in self.writer.plan if op.kind == "head"]
-        return [Map(op.name, op.level, op.shape[3]) for op in heads]
+        return [Value(op.name, Form.MAP, op.level, op.shape[3]) for op in heads]
 
-    def loss_sums(self, head: Map) -> None:
+    def loss_sums(self, head: Value) -> None:
         """Sums over a head's logits, as `_plain_sums` in models/supervision.py has them."""
         logits, target = self._loss_inputs(head)
         sizes = self._loss_map(head, "log", [logits])
@@ -85,7 +82,7 @@ class _Layers:
         probability = self._loss_map(head, "probability", [logits], over=[logits])
         self._loss_map(head, "overlap", [probability, target], over=[target])
 
-    def loss_slope(self, head: Map) -> Map:
+    def loss_slope(self, head: Value) -> Value:
         """The gradient of a head's logits, as `_plain_slope` has it."""
         logits, target = self._loss_inputs(head)
         probability = self._loss_map(head, "probability", [logits], over=[logits])
@@ -97,9 +94,9 @@ class _Layers:
         name = self._loss_map(head, "slope", [errors, weighted], over=[weighted])
         if self.writer.value_bytes == 2:
             name = self._loss_map(head, "slope/cast", [name], self.writer.value_bytes)
-        return head._replace(name=name)
+        return replace(head, name=name)
 
-    def _loss_inputs(self, head: Map) -> Tuple[str, str]:
+    def _loss_inputs(self, head: Value) -> Tuple[str, str]:
         """Logits and target in float32."""
         target = "target"
         if head.level:
@@ -107,13 +104,16 @@ class _Layers:
         return self._loss_map(head, "logits", [head.name]), self._loss_map(head, "target", [target])
 
     def _loss_map(
-        self, head: Map, name: str, reads: List[str], value_bytes: int = 4, over: Sequence[str] = ()
+        self,
+        head: Value,
+        name: str,
+        reads: List[str],
+        value_bytes: int = 4,
+        over: Sequence[str] = (),
     ) -> str:
         """An operation of the loss that makes a map; returns its name."""
         size = self.paper.map_bytes(head, value_bytes)
-        return self.writer.make(
-            f"{head_of(head.level)}/loss/{name}", "loss", reads, size, over=over
-        )
+        return self.writer.make(f"{head.name}/loss/{name}", "loss", reads, size, over=over)
 
     def backward(self, slopes: Dict[str, str]) -> Dict[str, str]:
         """Gradients of the kernels, by their layers, from those of the logits."""

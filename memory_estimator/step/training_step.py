@@ -1,21 +1,23 @@
-"""The training step on paper: the operations of `models/step.py` in the order of `models/order.py`,
-with their tensors.
+"""The training step on paper: the operations of models/program.py, and the update, with the bytes of
+their tensors, their multiply-adds and their traffic.
 
 Forward, loss, backward, update. For a batch in micro-batches the program is one of them, and the
-update. A validation is the forward part alone, and its scores."""
+update. A validation is the forward part alone, and its scores.
+"""
 
 import math
 from dataclasses import replace
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step.program import OwnOperation, Program, StepOp
 from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
-from models.order import Block, Order, head_of
+from models.network import network_program
+from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program
 
-TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of operation; others have 27
+TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of costs; others have 27
 SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
 SLAB_MAPS = 2  # of one, in float32: logits and probabilities
 
@@ -24,341 +26,260 @@ def training_step(job: Job) -> Program:
     """The program of `job`. Raises ValueError for a shape that the network cannot take."""
     writer = Writer(job)
     reset_sums(writer)
-    paper = PaperPass(writer)
-    logits = paper.logits()
+    paper = Paper(writer)
+    network = paper.network
+    paper.write(network.forward)
     writer.phase = "loss"
-    slopes = loss_slopes(paper, logits)
+    paper.write(loss_program(network.logits, network.slopes))
     writer.phase = "backward pass"
-    gradients = paper.gradients(slopes)
+    paper.write(network.backward)
     writer.phase = "update"
-    update(writer, gradients)
+    update(writer, paper.kernel_gradients())
     return writer.program()
 
 
 def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     """The operations of `cpu3d.training.validation` on a volume or window: the network forward, and
     the scores. Besides the resident tensors, the held-out volume that comes next is ready."""
-    writer = Writer(
-        replace(job, unet=replace(job.unet, deep_supervision=False), batch=1, micro_batch=1)
-    )
+    unet = replace(job.unet, deep_supervision=False)
+    writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1))
     ready = [
         writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input")
         for tensor in writer.resident[-2:]
     ]
     writer.run("validation/next", "pass", [], ready)
-    paper = PaperPass(writer, keeps=False)
-    (logits,) = paper.logits()
-    slab = writer.tensor(
-        "validation/slab", SLAB_MAPS * 4 * writer.job.voxels * logits.channels // SCORED_SLABS
-    )
-    reads = [logits.name, "target", *(tensor.name for tensor in ready)]
+    paper = Paper(writer, keeps=False)
+    network = paper.network
+    paper.write(network.forward)
+    (logits,) = network.logits
+    values = writer.job.voxels * logits.channels
+    slab = writer.tensor("validation/slab", SLAB_MAPS * 4 * values // SCORED_SLABS)
+    reads = [*paper.tensors(logits), "target", *(tensor.name for tensor in ready)]
     writer.run("validation/paint", "pass", reads, scratch=(slab,))
-    paper.loss_sums(logits)
+    sums, _ = loss_program(network.logits, network.slopes)
+    paper.write([sums])
     return writer.program().ops
 
 
-class Map(NamedTuple):
-    """A map of a level's grid, by its tensor's name."""
-
-    name: str
-    level: int
-    channels: int
-    of_raw: bool = False  # a gradient of a raw map, not of its values
-
-
-class PaperPass(Order):
-    """One pass over the network. A map is a `Map`, the gradient of a raw sum a list of the maps
-    that form it."""
+class Paper:
+    """Writes a network's operations down."""
 
     def __init__(self, writer: Writer, keeps: bool = True):
-        """Whether it `keeps` maps for a backward pass."""
-        super().__init__(writer.job.unet)
-        self.writer, self.job, self._keeps = writer, writer.job, keeps
-        self._parts: Dict[Tuple[str, int], str] = {}
-        self._gradients: Dict[str, str] = {}
+        """Whether maps are kept for a backward pass."""
+        self.writer = writer
+        self.job = writer.job
+        self.network: NetworkProgram = network_program(writer.job.unet)
+        self._keeps = keeps
+        self._tensors: Dict[Value, Tuple[str, ...]] = {self.network.image: ("image",)}
 
-    def logits(self) -> List[Map]:
-        """Logits of each head, the finest first."""
-        return self.forward(Map("image", 0, self.unet.channels))
+    def write(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            WRITE[op.kind](self, op)
 
-    def gradients(self, slopes: Sequence[Map]) -> Dict[str, str]:
-        """Gradients of the kernels, by their layers, from those of the logits of each head."""
-        self.backward(slopes)
-        return self._gradients
+    def kernel_gradients(self) -> Dict[str, str]:
+        """Layer -> the tensor of its kernel's gradient."""
+        of_layers = self.network.kernel_gradients
+        return {layer: self.tensors(gradient)[0] for layer, gradient in of_layers}
 
-    # --- Forward ---
+    def tensors(self, value: Value) -> Tuple[str, ...]:
+        """The names of the tensors that a value is in: of a gradient that is formed on reading
+        there are two."""
+        return self._tensors.get(value, (value.name,))
 
-    def max_pool(self, level: int, source: Map) -> Map:
-        return self._map(Map(f"encoder{level}_pool", level, source.channels), "max_pool", [source])
+    def stands_in(self, value: Value, tensors: Tuple[str, ...]) -> None:
+        self._tensors[value] = tensors
 
-    def convolve(self, name: str, entry: List[Map], again: bool) -> Map:
-        op = self.writer.layers[name]
-        made = Map(name, op.level, op.shape[3])
-        return self._map(made, "convolve", entry, [f"{name}/kernel"], entry[:1], kept=not again)
+    def make(self, op: Op, value: Value, size_bytes: int, group: str, **more: Any) -> None:
+        """An operation that makes one value; `more` as of `Writer.make`."""
+        options = {
+            "kind": KINDS.get(op.kind.value, "pass"),
+            "reads": [tensor for read in op.reads for tensor in self.tensors(read)],
+            "over": [self.tensors(each)[0] for each in op.over],
+            **more,
+        }
+        made = self.writer.make(value.name, size_bytes=size_bytes, group=group, **options)
+        self.stands_in(value, (made,))
 
-    def convolve_part(
-        self, name: str, entry: List[Map], part: int, add: Optional[Map], last: bool
-    ) -> Map:
-        made, filters = (
-            Map(name, entry[0].level, self.writer.layers[name].shape[3]),
-            [self._rows(name, entry, part)],
-        )
-        reads = [*filters, *([add.name] if add else [])]
-        return self._map(made, "convolve", entry[part:], reads, [add or entry[part]])
+    def make_map(self, op: Op, own: Optional[OwnOperation]) -> None:
+        """An operation that makes a map or its gradient."""
+        kept = op.kept and self._keeps
+        group = f"activations, level {op.made.level}" if kept else "transients"
+        counts = self.counts(op, self.read_channels(op), op.made.channels)
+        self.make(op, op.made, self.map_bytes(op.made), group, own=own, **counts)
 
-    def up(self, level: int, below: Map, part: int, again: bool) -> Map:
-        first, past = self.unet.up_parts(level)[part]
-        made = Map(self._up_layer(level), level, past - first)
-        filters = [self._up_filters(level, part)]
-        return self._map(made, "up_convolve", [below], filters, kept=not again)
+    def make_kernel_gradient(self, op: Op, value: Value, **more: Any) -> None:
+        """A whole kernel's gradient without multiply-adds: the operation beside it has them, or
+        there are none."""
+        size = 4 * kernel_elements(self.writer.layers[op.layer])
+        self.make(op, value, size, "gradients", **more)
 
-    def project(self, name: str, entry: List[Map], part: int, add: Optional[Map]) -> Map:
-        source, over = entry[part], [add] if add else []
-        made = Map(name, source.level, self.writer.layers[name].shape[3])
-        return self._map(
-            made, "project", [source, *over], [self._rows(name, entry, part)], over, kept=False
-        )
+    def read_channels(self, op: Op) -> int:
+        """Channels that the filters of an operation meet: of all joined maps, else of the first
+        that it reads."""
+        if op.kind is Kind.CONVOLVE:
+            return sum(each.channels for each in op.maps)
+        return op.reads[0].channels
 
-    def residual_sum(self, name: str, second: Map, total: Map, again: bool) -> Map:
-        made = second._replace(name=f"{name}_act2")
-        return self._map(made, "residual_sum", [second, total], over=[total], kept=not again)
+    def counts(self, op: Op, inputs: int, outputs: int) -> Dict[str, int]:
+        """Of a `StepOp`: multiply-adds, as 2, on the coarser grid, and channels."""
+        taps = TAPS.get(KINDS.get(op.kind.value, "pass"), 27)
+        has_products = op.kernel is not None or op.made.form is Form.KERNEL_GRADIENT
+        products = taps * self.job.micro * math.prod(self._grid(op)) * inputs * outputs
+        flops = 2 * products if has_products else 0
+        return {"flops": flops, "in_channels": inputs, "out_channels": outputs}
 
-    # --- Backward ---
-
-    def max_pool_gradient(self, level: int, source: Map, at: Map, add: Map) -> Map:
-        made = source._replace(name=f"encoder{level}_pool/gradient")
-        return self._map(made, "max_pool_gradient", [source, at, add], over=[add])
-
-    def up_gradients(self, level: int, below: Map, part: int, at: Map) -> Tuple[str, Map]:
-        name = self._up_layer(level)
-        of_up = self._kernel_gradient(name, [below], [at], "up_filter_gradient")
-        filters = [self._up_filters(level, part)]
-        return of_up, self._gradient(name, "up_input_gradient", [at, below], below, filters)
-
-    def join_up_gradients(self, level: int, parts: List[str]) -> None:
-        if len(parts) > 1:
-            self._whole_gradient(self._up_layer(level), "pass", parts)
-
-    def add_gradients(self, at: Map, add: Map) -> Map:
-        return self._gradient(f"{at.name}/sum", "add", [at, add], at, over=[at, add])
-
-    def project_gradient(
-        self, name: str, entry: List[Map], part: int, at: Map, add: Optional[Map]
-    ) -> Map:
-        source, over = entry[part], [add] if add else []
-        maps, filters = [source, at, *over], [self._rows(name, entry, part)]
-        gradient = self._gradient(name, "project_gradient", maps, source, filters, over)
-        self._whole_gradient(name, "pass", [])  # those of two parts are padded and added up
-        return gradient
-
-    def project_to_raw(self, source: Map, at: Map) -> Map:
-        """First come the sums that the norm needs."""
-        sums = self._own("project_sums", source.level, source.channels, at.channels)
-        self._whole_gradient("head", "project", [source.name, at.name], own=sums)
-        maps, filters = [source, at], ["head/kernel"]
-        gradient = self._gradient("head", "project_to_raw", maps, source, filters, [source])
-        return gradient._replace(of_raw=True)
-
-    def residual_gradient(self, name: str, block: Block, at: Map) -> Map:
-        maps = [block.second, block.output, at]
-        return self._gradient(f"{name}_act2", "residual_gradient", maps, at, over=[at])
-
-    def of_raw(self, name: str, source: Map, at: Map) -> List[Map]:
-        return [at] if at.of_raw else [at, source]
-
-    def to_raw(self, name: str, source: Map, at: List[Map]) -> List[Map]:
-        made = Map(f"{name}/to_raw", source.level, source.channels, of_raw=True)
-        return [self._map(made, "to_raw", at, over=[source], kept=False)]
-
-    def input_gradient(
-        self, name: str, at: List[Map], entry: List[Map], part: int, sums: bool = False
-    ) -> Map:
-        like, filters = entry[part], [self._rows(name, entry, part)]
-        return self._gradient(
-            name, "input_gradient", [*at, like] if sums else at, like, filters, at[:1]
+    def own(self, op: Op, channels: int, outputs: int) -> OwnOperation:
+        return OwnOperation(
+            kind=op.kind.value,
+            batch=self.job.micro,
+            grid=self._grid(op),
+            channels=channels,
+            outputs=outputs,
+            value_bytes=self.writer.value_bytes,
         )
 
-    def filter_gradient(self, name: str, entry: List[Map], at: List[Map], part: str = "") -> str:
-        return self._kernel_gradient(name, entry, at, "filter_gradient", part)
-
-    def split_kernel(self, name: str, entry: List[Map]) -> None:
-        for part in range(len(entry)):
-            self._rows(name, entry, part)
-
-    def join_gradients(self, name: str, parts: List[str]) -> None:
-        self._whole_gradient(name, "pass", parts)
-
-    # --- The loss ---
-
-    def loss_sums(self, head: Map) -> None:
-        """Sums over a head's logits, which are a few numbers."""
-        own, moved = self._own("loss_sums", head.level, head.channels, 0), self._read_by_loss(head)
-        reads = [head.name, "target"]
-        self.writer.run(
-            f"{head_of(head.level)}/loss_sums",
-            KINDS["loss_sums"],
-            reads,
-            own=own,
-            traffic_bytes=moved,
-        )
-
-    def loss_slope(self, head: Map) -> Map:
-        """The gradient of a head's logits, written over them."""
-        size = self.map_bytes(head)
-        name = self.writer.make(
-            f"{head_of(head.level)}/slope",
-            KINDS["loss_slope"],
-            [head.name, "target"],
-            size,
-            over=[head.name],
-            own=self._own("loss_slope", head.level, head.channels, 0),
-            traffic_bytes=self._read_by_loss(head) + size,
-        )
-        return head._replace(name=name)
-
-    def _read_by_loss(self, head: Map) -> int:
-        """Bytes of the logits, and of the target's rows along Z that count for them."""
-        return self.map_bytes(head) + (self.map_bytes(head, 1) << head.level)
-
-    # --- Kernels ---
-
-    def _rows(self, name: str, entry: List[Map], part: int) -> str:
-        """A layer's kernel, or the rows for a part of its block's input: a copy, made when it is
-        first read."""
-        return self._part_of(name, part, entry[part].channels, self.writer.layers[name].in_channels)
-
-    def _up_filters(self, level: int, part: int) -> str:
-        """The filters of a part's channels; a 1x1x1 kernel is copied for each of its eight taps."""
-        (first, past), name = self.unet.up_parts(level)[part], self._up_layer(level)
-        taps = 1 if self.unet.up == "transposed" else 8
-        return self._part_of(name, part, taps * (past - first), self.writer.layers[name].shape[3])
-
-    def _part_of(self, name: str, part: int, width: int, whole: int) -> str:
-        kernel = f"{name}/kernel"
-        if width == whole:
-            return kernel
-        if (name, part) not in self._parts:
-            size = 4 * kernel_elements(self.writer.layers[name]) * width // whole
-            self._parts[name, part] = self.writer.make(
-                f"{kernel}{part}", "update", [kernel], size, "weights, parts"
-            )
-        return self._parts[name, part]
-
-    def _up_layer(self, level: int) -> str:
-        return f"decoder{level}_up" + "_conv" * (self.unet.up != "transposed")
-
-    # --- Writing ---
-
-    def _gradient(
-        self, name: str, kind: str, maps: Sequence[Map], like: Map, filters=(), over=()
-    ) -> Map:
-        return self._map(
-            Map(f"{name}/gradient", like.level, like.channels),
-            kind,
-            maps,
-            filters,
-            over,
-            kept=False,
-        )
-
-    def _map(
-        self, made: Map, kind: str, maps: Sequence[Map], filters=(), over=(), kept: bool = True
-    ) -> Map:
-        """An operation that makes a map, from maps and filters, under the name that it gets.
-        `kind` is of own ones, or "add", TensorFlow's."""
-        # Both of two joined maps are counted; other maps go with the first.
-        inputs = sum(read.channels for read in maps) if kind == "convolve" else maps[0].channels
-        name = self.writer.make(
-            made.name,
-            KINDS.get(kind, "pass"),
-            [*(read.name for read in maps), *filters],
-            self.map_bytes(made),
-            f"activations, level {made.level}" if kept and self._keeps else "transients",
-            over=[read.name for read in over],
-            own=self._own_of(kind, maps, made, inputs),
-            **self._counted(kind, maps[0], made, inputs, bool(filters)),
-        )
-        return made._replace(name=name)
-
-    def _kernel_gradient(
-        self, name: str, sources: List[Map], at: List[Map], kind: str, part: str = ""
-    ) -> str:
-        """An operation that makes a kernel's gradient, or that of the part that `sources` are
-        multiplied by."""
-        op, inputs = self.writer.layers[name], sum(source.channels for source in sources)
-        self._gradients[name] = self.writer.make(
-            f"{name}/filter_gradient{part}",
-            KINDS[kind],
-            [read.name for read in (*sources, *at)],
-            4 * kernel_elements(op) * inputs * at[0].channels // (op.in_channels * op.shape[3]),
-            "gradients",
-            own=self._own(kind, sources[0].level, inputs, at[0].channels),
-            **self._counted(kind, sources[0], at[0], inputs),
-        )
-        return self._gradients[name]
-
-    def _whole_gradient(
-        self,
-        name: str,
-        kind: str,
-        reads: Sequence[str],
-        own: Optional[OwnOperation] = None,
-    ) -> None:
-        """A kernel's gradient without multiply-adds: the operation beside it has them, or there
-        are none."""
-        size, made = 4 * kernel_elements(self.writer.layers[name]), f"{name}/filter_gradient"
-        self._gradients[name] = self.writer.make(made, kind, reads, size, "gradients", own=own)
-
-    def map_bytes(self, made: Map, value_bytes: int = 0) -> int:
-        voxels = self.job.micro * math.prod(self._grid(made.level))
+    def map_bytes(self, made: Value, value_bytes: int = 0) -> int:
+        voxels = self.job.micro * math.prod(self._level_grid(made.level))
         return voxels * made.channels * (value_bytes or self.writer.value_bytes)
 
-    def _grid(self, level: int) -> Tuple[int, int, int]:
-        return tuple(side >> level for side in self.job.shape)
+    def _grid(self, op: Op) -> Tuple[int, int, int]:
+        """The grid of what it computes with and of what it makes; of two the coarser."""
+        made = op.gradient if op.made.form is Form.KERNEL_GRADIENT else op.made
+        return self._level_grid(max(op.reads[0].level, made.level))
 
-    def _counted(
-        self,
-        kind: str,
-        read: Map,
-        made: Map,
-        inputs: int,
-        multiplies: bool = True,
-    ) -> Dict[str, int]:
-        """Counts of a `StepOp` besides tensors: multiply-adds, as 2, on the coarser grid. A
-        projection's gradient is two."""
-        coarse = self._grid(max(read.level, made.level))
-        taps = TAPS.get(KINDS.get(kind, "pass"), 27)
-        products = taps * self.job.micro * math.prod(coarse) * inputs * made.channels
-        channels = {"in_channels": inputs, "out_channels": made.channels}
-        return {"flops": 2 * products * multiplies, **channels}
-
-    def _own_of(
-        self,
-        kind: str,
-        maps: Sequence[Map],
-        made: Map,
-        inputs: int,
-    ) -> Optional[OwnOperation]:
-        """The own operation that makes a map from maps; None if it is TensorFlow's."""
-        if kind not in KINDS:
-            return None
-        coarse = max(maps[0].level, made.level)
-        if kind == "up_input_gradient":
-            return self._own(kind, coarse, made.channels, maps[0].channels)
-        if kind in ("project_gradient", "project_to_raw"):
-            return self._own(kind, coarse, made.channels, maps[1].channels)
-        return self._own(kind, coarse, inputs, made.channels)
-
-    def _own(self, kind: str, level: int, channels: int, outputs: int) -> OwnOperation:
-        batch, value_bytes = self.job.micro, self.writer.value_bytes
-        return OwnOperation(kind, batch, self._grid(level), channels, outputs, value_bytes)
+    def _level_grid(self, level: int) -> Tuple[int, int, int]:
+        x, y, z = self.job.shape
+        return x >> level, y >> level, z >> level
 
 
-# --- The loss, as models/supervision.py has it ---
+# --- Operations: forward and backward ---
 
 
-def loss_slopes(paper: PaperPass, logits: List[Map]) -> List[Map]:
-    """Gradients of each head's logits. All heads' sums come first, then slopes."""
-    for head in logits:
-        paper.loss_sums(head)
-    return [paper.loss_slope(head) for head in logits]
+def _write_map(paper: Paper, op: Op) -> None:
+    paper.make_map(op, paper.own(op, paper.read_channels(op), op.made.channels))
+
+
+def _write_up_input_gradient(paper: Paper, op: Op) -> None:
+    paper.make_map(op, paper.own(op, op.made.channels, op.gradient.channels))
+
+
+def _write_project_gradient(paper: Paper, op: Op) -> None:
+    paper.make_map(op, paper.own(op, op.made.channels, op.gradient.channels))
+    # The gradients of a kernel's parts are padded and added up.
+    of_kernel = op.makes[1]
+    size = 4 * kernel_elements(paper.writer.layers[op.layer])
+    name = paper.writer.make(of_kernel.name, "pass", [], size, "gradients")
+    paper.stands_in(of_kernel, (name,))
+
+
+def _write_project_to_raw(paper: Paper, op: Op) -> None:
+    slope, _ = paper.tensors(op.gradient)  # from which the raw gradient is formed, and the map
+    own = paper.own(op, op.made.channels, paper.network.logits[0].channels)
+    counts = paper.counts(op, op.made.channels, op.made.channels)
+    reads = [*paper.tensors(op.maps[0]), slope, *paper.tensors(op.kernel)]
+    paper.make(op, op.made, paper.map_bytes(op.made), "transients", reads=reads, own=own, **counts)
+
+
+def _write_project_sums(paper: Paper, op: Op) -> None:
+    sums, of_kernel = op.makes
+    paper.stands_in(sums, paper.tensors(op.gradient))
+    (source,) = op.maps
+    own = paper.own(op, source.channels, op.gradient.channels)
+    reads = [*paper.tensors(source), *paper.tensors(op.gradient)]
+    paper.make_kernel_gradient(op, of_kernel, reads=reads, own=own)
+
+
+def _write_norm_gradient(paper: Paper, op: Op) -> None:
+    (source,) = op.maps
+    paper.stands_in(op.made, (*paper.tensors(op.gradient), *paper.tensors(source)))
+
+
+def _write_add(paper: Paper, op: Op) -> None:
+    paper.make_map(op, own=None)
+
+
+def _write_filter_gradient(paper: Paper, op: Op) -> None:
+    layer = paper.writer.layers[op.layer]
+    inputs = sum(each.channels for each in op.maps)
+    outputs = op.gradient.channels
+    whole = layer.in_channels * layer.shape[3]
+    size = 4 * kernel_elements(layer) * inputs * outputs // whole
+    counts = paper.counts(op, inputs, outputs)
+    paper.make(op, op.made, size, "gradients", own=paper.own(op, inputs, outputs), **counts)
+
+
+# --- Operations: kernels ---
+
+
+def _write_kernel_rows(paper: Paper, op: Op) -> None:
+    layer = paper.writer.layers[op.layer]
+    whole = layer.shape[3] if layer.kind == "up_conv" else layer.in_channels
+    size = 4 * kernel_elements(layer) * op.made.channels // whole
+    paper.make(op, op.made, size, "weights, parts", kind="update")
+
+
+def _write_kernel_taps(paper: Paper, op: Op) -> None:
+    layer = paper.writer.layers[op.layer]
+    size = 4 * kernel_elements(layer) * 8 * op.made.channels // layer.shape[3]
+    paper.make(op, op.made, size, "weights, parts", kind="update")
+
+
+def _write_join_gradients(paper: Paper, op: Op) -> None:
+    if len(op.parts) == 1:
+        paper.stands_in(op.made, paper.tensors(op.parts[0]))
+    else:
+        paper.make_kernel_gradient(op, op.made)
+
+
+# --- Operations: the loss ---
+
+
+def _write_loss_sums(paper: Paper, op: Op) -> None:
+    logits, target = op.maps
+    paper.writer.run(
+        op.made.name,
+        KINDS[op.kind.value],
+        [*paper.tensors(logits), target.name],
+        own=paper.own(op, logits.channels, 0),
+        traffic_bytes=_read_by_loss(paper, logits),
+    )
+
+
+def _write_loss_slope(paper: Paper, op: Op) -> None:
+    logits, _ = op.maps
+    size = paper.map_bytes(logits)
+    own = paper.own(op, logits.channels, 0)
+    traffic = _read_by_loss(paper, logits) + size
+    paper.make(op, op.made, size, "transients", own=own, traffic_bytes=traffic)
+
+
+def _read_by_loss(paper: Paper, logits: Value) -> int:
+    """Bytes of the logits, and of the target's rows along Z that count for them."""
+    return paper.map_bytes(logits) + (paper.map_bytes(logits, 1) << logits.level)
+
+
+WRITE: Dict[Kind, Callable[[Paper, Op], None]] = {
+    Kind.CONVOLVE: _write_map,
+    Kind.INPUT_GRADIENT: _write_map,
+    Kind.FILTER_GRADIENT: _write_filter_gradient,
+    Kind.MAX_POOL: _write_map,
+    Kind.MAX_POOL_GRADIENT: _write_map,
+    Kind.UP_CONVOLVE: _write_map,
+    Kind.UP_INPUT_GRADIENT: _write_up_input_gradient,
+    Kind.UP_FILTER_GRADIENT: _write_filter_gradient,
+    Kind.PROJECT: _write_map,
+    Kind.PROJECT_GRADIENT: _write_project_gradient,
+    Kind.PROJECT_SUMS: _write_project_sums,
+    Kind.PROJECT_TO_RAW: _write_project_to_raw,
+    Kind.RESIDUAL_SUM: _write_map,
+    Kind.RESIDUAL_GRADIENT: _write_map,
+    Kind.NORM_GRADIENT: _write_norm_gradient,
+    Kind.TO_RAW: _write_map,
+    Kind.ADD: _write_add,
+    Kind.KERNEL_ROWS: _write_kernel_rows,
+    Kind.KERNEL_TAPS: _write_kernel_taps,
+    Kind.JOIN_GRADIENTS: _write_join_gradients,
+    Kind.LOSS_SUMS: _write_loss_sums,
+    Kind.LOSS_SLOPE: _write_loss_slope,
+}
+"""Kind -> the tensors and counts of an operation."""

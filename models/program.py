@@ -1,0 +1,137 @@
+"""What a training step does, as data: lists of operations, in the order in which they run. No
+TensorFlow.
+
+models/network.py writes those of a network's forward and backward pass, `loss_program` those of a
+loss. Whoever needs the step reads the lists through a table from kind to function: models/step.py
+computes them, models/layer_plan.py makes Keras' layers of them, and the memory estimator adds up
+bytes, scratch, multiply-adds and seconds (memory_estimator/step/training_step.py).
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Optional, Sequence, Tuple
+
+
+class Kind(Enum):
+    """What an operation does. Those of own operations are named as in models/native/native.h."""
+
+    # 3x3x3 convolutions of maps side by side, plus `add`
+    CONVOLVE = "convolve"
+    INPUT_GRADIENT = "input_gradient"  # with `maps`, those sums that the norm of the map needs too
+    FILTER_GRADIENT = "filter_gradient"
+    # between the grids of two levels
+    MAX_POOL = "max_pool"
+    MAX_POOL_GRADIENT = "max_pool_gradient"  # plus `add`, the gradient that comes from the skip
+    UP_CONVOLVE = "up_convolve"
+    UP_INPUT_GRADIENT = "up_input_gradient"
+    UP_FILTER_GRADIENT = "up_filter_gradient"
+    # voxel by voxel: a head, or a block's shortcut
+    PROJECT = "project"  # plus `add`
+    PROJECT_GRADIENT = "project_gradient"  # of the map, plus `add`, and of the kernel
+    PROJECT_SUMS = "project_sums"  # of the kernel, and the sums that the norm of the map needs
+    PROJECT_TO_RAW = "project_to_raw"  # of the raw sum of the map
+    RESIDUAL_SUM = "residual_sum"
+    RESIDUAL_GRADIENT = "residual_gradient"  # of both terms, from that of `maps[1]`, their sum
+    NORM_GRADIENT = "norm_gradient"  # through norm and ReLU, to be formed on reading: no memory
+    TO_RAW = "to_raw"  # that, as a map of its own
+    ADD = "add"  # two gradients of one map
+    # kernels
+    KERNEL_ROWS = "kernel_rows"  # those channels of a kernel that one of several maps meets
+    KERNEL_TAPS = "kernel_taps"  # those of a 1x1x1 kernel, for each voxel of an up-sampled one
+    JOIN_GRADIENTS = "join_gradients"  # of the parts of a kernel
+    # the loss
+    LOSS_SUMS = "loss_sums"  # a few numbers
+    LOSS_SLOPE = "loss_slope"  # the gradient of the logits
+
+
+class Form(Enum):
+    """What a value is."""
+
+    MAP = "map"  # of a layer: its raw sum, with its norm if it has one
+    GRADIENT = "gradient"  # of a map's values
+    FORMED_GRADIENT = "formed gradient"  # of a raw sum: what it is formed of on reading
+    RAW_GRADIENT = "raw gradient"  # of a raw sum
+    KERNEL = "kernel"
+    KERNEL_GRADIENT = "kernel gradient"
+    NUMBERS = "numbers"
+
+
+@dataclass(frozen=True)
+class Value:
+    """What an operation reads or makes."""
+
+    name: str  # unique in its program, such as "decoder0_conv1" or "decoder0_conv1/gradient"
+    form: Form
+    level: int = 0  # of the grid of a map or gradient; 0 is the finest
+    channels: int = 0  # of a map or gradient; of a kernel's part those that it has of `span`
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation. Gradients of norms and biases are made beside the others, and not listed."""
+
+    kind: Kind
+    layer: str  # of models/layer_plan.py, whose weights it reads or whose gradient it makes
+    makes: Tuple[Value, ...]
+    maps: Tuple[Value, ...] = ()
+    gradient: Optional[Value] = None
+    add: Optional[Value] = None
+    kernel: Optional[Value] = None
+    over: Tuple[Value, ...] = ()
+    """Values that it reads: the result takes the memory of the first that no later operation
+    reads and that is as large."""
+    kept: bool = False  # whether the result is kept for the backward pass
+    again: bool = False  # whether it was made before: batch norm's statistics do not move twice
+    norm: str = ""  # of a convolution, the layer that follows it
+    parts: Tuple[Value, ...] = ()  # of JOIN_GRADIENTS
+    span: Tuple[int, int] = (0, 0)
+    """Of a kernel's part, or of its gradient: the first of its channels, and the one past them."""
+
+    @property
+    def made(self) -> Value:
+        return self.makes[0]
+
+    @property
+    def reads(self) -> Tuple[Value, ...]:
+        """All values that it reads; first the map, or the gradient, that is computed with."""
+        gradient = () if self.gradient is None else (self.gradient,)
+        is_backward = self.kind in (Kind.INPUT_GRADIENT, Kind.UP_INPUT_GRADIENT)
+        inputs = gradient + self.maps if is_backward else self.maps + gradient
+        others = (self.add, self.kernel)
+        return (*inputs, *self.parts, *(value for value in others if value is not None))
+
+
+@dataclass(frozen=True)
+class NetworkProgram:
+    """A network's operations."""
+
+    image: Value
+    logits: Tuple[Value, ...]  # of each head, the finest first
+    slopes: Tuple[Value, ...]  # the gradients of the loss by them
+    forward: Tuple[Op, ...]
+    backward: Tuple[Op, ...]
+    to_image: Tuple[Op, ...]  # the image's gradient, last; training does not ask for it
+    kernel_gradients: Tuple[Tuple[str, Value], ...]  # of each layer with a kernel
+
+
+def loss_program(logits: Sequence[Value], slopes: Sequence[Value]) -> Tuple[Op, ...]:
+    """A loss: the sums of all heads, one after the other, and then their logits' gradients, each
+    over the logits themselves."""
+    target = Value("target", Form.NUMBERS)
+    sums = [Value(f"{head_of(head.level)}/loss_sums", Form.NUMBERS, head.level) for head in logits]
+    ops = [
+        Op(Kind.LOSS_SUMS, head_of(head.level), (made,), (head, target))
+        for head, made in zip(logits, sums)
+    ]
+    for head, made in zip(logits, slopes):
+        ops.append(Op(Kind.LOSS_SLOPE, head_of(head.level), (made,), (head, target), over=(head,)))
+    return tuple(ops)
+
+
+def kernel_of(layer: str) -> Value:
+    return Value(f"{layer}/kernel", Form.KERNEL)
+
+
+def head_of(level: int) -> str:
+    """The layer that makes the logits of a level."""
+    return f"head{level}" if level else "head"
