@@ -24,6 +24,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from models.native.instruction_sets import INSTRUCTION_SETS
 from models.native.library import does_not_load, load, own_operations
 from models.native.shared import KIND_CODES
 
@@ -253,6 +254,40 @@ def products_per_s(dtype: str, threads: int) -> float:
         done = library.native_products(None, code, threads, ctypes.c_long(10_000))
         best = max(best, done / (time.perf_counter() - begin))
     return best
+
+
+class Speed(NamedTuple):
+    """Multiplications and additions a second, of a transformed convolution those that it does."""
+
+    convolution: float
+    limit: float  # `products_per_s`
+
+    @property
+    def share(self) -> float:
+        return self.convolution / self.limit
+
+
+SPEED_EDGE = 48  # voxels along each axis of the convolution that is timed
+SPEED_CHANNELS = 32  # of its map and of its outputs
+
+
+def speed(dtype: str) -> Speed:
+    """How fast a convolution is here, with the instruction set and the threads that a training
+    would have: the fastest of a few runs, beside the limit measured just before."""
+    own = own_operations()
+    name = own.float32 if dtype == "float32" else own.bfloat16
+    limit = products_per_s(dtype, load(own.kernels).thread_count())
+    shape = (1, SPEED_EDGE, SPEED_EDGE, SPEED_EDGE, SPEED_CHANNELS)
+    source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
+    filters = tf.random.stateless_uniform((3, 3, 3, SPEED_CHANNELS, SPEED_CHANNELS), (3, 4), -1.0)
+    fastest_s = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        raw, _, _ = convolve([source], filters)
+        raw[0, 0, 0, 0].numpy()  # until it is there
+        fastest_s = min(fastest_s, time.perf_counter() - begin)
+    plain = 2 * 27 * SPEED_CHANNELS**2 * SPEED_EDGE**3
+    return Speed(plain * INSTRUCTION_SETS[name].products_share / fastest_s, limit)
 
 
 # --- The library ---

@@ -131,6 +131,24 @@ def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, monkeypatch):
     assert module.own_operations(tf, slow, None).state == "ok"
 
 
+@pytest.mark.parametrize(("share", "state"), [(0.7, "ok"), (0.1, "warn")])
+def test_speed_is_named_with_the_instruction_set_and_the_share_of_the_limit(
+    tf, monkeypatch, share, state
+):
+    if not operations.available():
+        pytest.skip("needs built operations, and a CPU with AVX2")
+    monkeypatch.setattr(operations, "speed", lambda dtype: operations.Speed(share * 2e11, 2e11))
+    check = module.own_speed(tf, HOST, None)
+    assert check.state == state
+    for words in ("avx512 in float32", "avx512_bf16 in bfloat16", f"{share:.0%}", "200 GFLOP/s"):
+        assert words in check.result
+
+
+def test_speed_is_left_out_without_own_operations(tf, monkeypatch):
+    monkeypatch.setattr(operations, "available", lambda: False)
+    assert module.own_speed(tf, HOST, None).state == "skipped"
+
+
 def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):
     """As with a count of 32 bits: elements beyond it, here beyond 64 slices, are left as they
     were."""
