@@ -218,8 +218,8 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
     return cut_of(&work, op->threads);
 }
 
-/* A thread keeps a ring of rows, two formed rows, and sums of the streams of a row, or of as many as
-   are multiplied at once: at most 64 tiles. What else an operation takes passes on.
+/* A thread keeps a ring of rows, two formed rows, and sums of the streams of a row, or of as many
+   as are multiplied at once: at most 64 tiles. What else an operation takes passes on.
    memory_estimator/step/scratch.py has all as a formula. */
 static struct job job_of(const struct operation *op)
 {

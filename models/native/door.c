@@ -169,56 +169,49 @@ static void *output_of(struct call *call, int index, TF_DataType type, struct sh
 
 /* --- The kernel --- */
 
-/* What a kind takes and makes: more maps than one; the least others, and optional ones; the
-   filters' edge, whether they come in, and whether their order is [outputs][channels]; the grid of
-   the other map; like which map the one is that is made, and over which it may be written:
-   OVER_OTHER and OVER_OTHER + 1 are the others. */
-enum { FINER = 1, COARSER, LIKE_MAP = 1, LIKE_OTHER, OVER_MAP = 1, OVER_OTHER };
+/* What a kind takes and makes. */
+enum grid { SAME_GRID, FINER, COARSER };
+enum makes { NO_MAP, LIKE_MAP, LIKE_OTHER };
+enum over { NOWHERE, OVER_MAP, OVER_OTHER, OVER_SECOND_OTHER };
 struct about {
-    char more, others, optional, edge, filters, swapped, grid, makes, over, sums, filter_gradient,
-        bias_gradient;
+    char more;                                 /* maps than one that may be joined */
+    char others;                               /* at least */
+    char optional;                             /* others */
+    char edge;                                 /* of the filters */
+    char filters;                              /* whether they come in */
+    char swapped;                              /* whether their order is [outputs][channels] */
+    char grid;                                 /* of the other map */
+    char makes;                                /* a map like which one */
+    char over;                                 /* which map it may be written over */
+    char sums, filter_gradient, bias_gradient; /* whether they are made */
 };
+/* clang-format off */
 static const struct about ABOUT[LOSS_SUMS] = {
-    [CONVOLVE] = {.more = 1,
-                  .optional = 1,
-                  .edge = 3,
-                  .filters = 1,
-                  .makes = LIKE_OTHER,
-                  .over = OVER_MAP,
-                  .sums = 1},
-    [INPUT_GRADIENT] =
-        {.edge = 3, .filters = 1, .swapped = 1, .makes = LIKE_OTHER, .over = OVER_MAP, .sums = 1},
+    [CONVOLVE] = {.more = 1, .optional = 1, .edge = 3, .filters = 1,
+                  .makes = LIKE_OTHER, .over = OVER_MAP, .sums = 1},
+    [INPUT_GRADIENT] = {.edge = 3, .filters = 1, .swapped = 1,
+                        .makes = LIKE_OTHER, .over = OVER_MAP, .sums = 1},
     [FILTER_GRADIENT] = {.more = 1, .others = 1, .edge = 3, .filter_gradient = 1},
     [MAX_POOL] = {.grid = COARSER, .makes = LIKE_OTHER},
-    [MAX_POOL_GRADIENT] =
-        {.others = 2, .grid = COARSER, .makes = LIKE_MAP, .over = OVER_OTHER + 1, .sums = 1},
+    [MAX_POOL_GRADIENT] = {.others = 2, .grid = COARSER,
+                           .makes = LIKE_MAP, .over = OVER_SECOND_OTHER, .sums = 1},
     [RESIDUAL_SUM] = {.others = 1, .makes = LIKE_MAP, .over = OVER_OTHER},
-    [RESIDUAL_GRADIENT] = {.others = 2, .makes = LIKE_MAP, .over = OVER_OTHER + 1, .sums = 1},
+    [RESIDUAL_GRADIENT] = {.others = 2, .makes = LIKE_MAP, .over = OVER_SECOND_OTHER, .sums = 1},
     [TO_RAW] = {.others = 1, .makes = LIKE_MAP, .over = OVER_MAP},
     [PROJECT] = {.optional = 1, .edge = 1, .filters = 1, .makes = LIKE_OTHER, .over = OVER_OTHER},
-    [PROJECT_GRADIENT] = {.others = 1,
-                          .optional = 1,
-                          .edge = 1,
-                          .filters = 1,
-                          .makes = LIKE_MAP,
-                          .over = OVER_OTHER + 1,
-                          .sums = 1,
-                          .filter_gradient = 1,
-                          .bias_gradient = 1},
-    [PROJECT_SUMS] =
-        {.others = 1, .edge = 1, .filters = 1, .sums = 1, .filter_gradient = 1, .bias_gradient = 1},
+    [PROJECT_GRADIENT] = {.others = 1, .optional = 1, .edge = 1, .filters = 1,
+                          .makes = LIKE_MAP, .over = OVER_SECOND_OTHER, .sums = 1,
+                          .filter_gradient = 1, .bias_gradient = 1},
+    [PROJECT_SUMS] = {.others = 1, .edge = 1, .filters = 1, .sums = 1,
+                      .filter_gradient = 1, .bias_gradient = 1},
     [PROJECT_TO_RAW] = {.others = 1, .edge = 1, .filters = 1, .makes = LIKE_MAP, .over = OVER_MAP},
     [UP_CONVOLVE] = {.edge = 2, .filters = 1, .swapped = 1, .grid = FINER, .makes = LIKE_OTHER},
-    [UP_INPUT_GRADIENT] = {.others = 1,
-                           .edge = 2,
-                           .filters = 1,
-                           .swapped = 1,
-                           .grid = FINER,
-                           .makes = LIKE_MAP,
-                           .sums = 1},
-    [UP_FILTER_GRADIENT] =
-        {.others = 1, .edge = 2, .swapped = 1, .grid = FINER, .filter_gradient = 1},
+    [UP_INPUT_GRADIENT] = {.others = 1, .edge = 2, .filters = 1, .swapped = 1, .grid = FINER,
+                           .makes = LIKE_MAP, .sums = 1},
+    [UP_FILTER_GRADIENT] = {.others = 1, .edge = 2, .swapped = 1, .grid = FINER,
+                            .filter_gradient = 1},
 };
+/* clang-format on */
 
 struct attributes {
     int kind, maps, others;
@@ -237,93 +230,173 @@ static void run(struct call *call, const struct operation *op)
         TF_SetStatus(call->status, TF_UNIMPLEMENTED, "the CPU must have AVX2 and FMA");
 }
 
-static void compute_kind(struct call *call, const struct attributes *given)
+static void set_grid(struct operation *op, const struct shape *map)
 {
-    REQUIRE(call, given->kind < LOSS_SUMS, "kind must be below %d, got %d", LOSS_SUMS, given->kind);
-    if (!fine(call))
-        return;
+    op->batch = (int)map->size[0];
+    op->x = (int)map->size[1];
+    op->y = (int)map->size[2];
+    op->z = (int)map->size[3];
+}
+
+/* Raw maps of norms, that come before or after the others of a kind. */
+static int raw_maps_of(int kind, bool normed, bool other_normed)
+{
+    if (kind == INPUT_GRADIENT)
+        return normed + other_normed;
+    return kind == FILTER_GRADIENT ? other_normed : 0;
+}
+
+static void require_counts(struct call *call, const struct attributes *given, int raw_maps)
+{
     const struct about *about = &ABOUT[given->kind];
-    TF_Tensor **inputs = call->inputs;
-    TF_Tensor *first_other = inputs[MAPS + given->maps];
-    int kind = given->kind;
-    int dtype = TF_TensorType(inputs[MAPS]);
-    bool normed = TF_TensorElementCount(inputs[NORMS]);
-    bool other_normed = TF_TensorElementCount(inputs[OTHER_NORMS]);
-    int above = kind == INPUT_GRADIENT ? normed + other_normed
-        : kind == FILTER_GRADIENT      ? other_normed
-                                       : 0;
-    int fewest = about->others + above;
+    int fewest = about->others + raw_maps;
     int most = fewest + about->optional;
     REQUIRE(call, given->maps <= 1 + about->more, "maps must be at most %d, got %d",
             1 + about->more, given->maps);
     REQUIRE(call, fewest <= given->others && given->others <= most,
             "others must be %d to %d, got %d", fewest, most, given->others);
-    struct shape map = shape_of(inputs[MAPS]);
-    REQUIRE(call, map.rank == 5 && TF_TensorElementCount(inputs[MAPS]) > 0,
+}
+
+static void require_map(struct call *call, const struct about *about, struct shape map)
+{
+    REQUIRE(call, map.rank == 5 && TF_TensorElementCount(call->inputs[MAPS]) > 0,
             "map must hold voxels in 5 dimensions, got (%s) in %d", text_of(map).of, (int)map.rank);
-    for (int i = 0; i < 4; i++)
-        REQUIRE(call,
-                map.size[i] < 1 << 24 && (about->grid != COARSER || i == 0 || map.size[i] % 2 == 0),
+    for (int i = 0; i < 4; i++) {
+        bool is_pooled = about->grid == COARSER && i > 0;
+        bool fits = map.size[i] < 1 << 24 && !(is_pooled && map.size[i] % 2);
+        REQUIRE(call, fits,
                 "sizes of a map must be below 2^24, and even where it is pooled, got (%s)",
                 text_of(map).of);
-    if (!fine(call))
-        return;
+    }
+}
 
-    struct operation op = {
-        .kind = kind, .dtype = dtype == TF_FLOAT ? FLOAT32 : BFLOAT16, .threads = thread_count()};
+/* Takes the maps; returns the channels of all. */
+static int64_t take_maps(struct call *call, struct operation *op, int count, struct shape map)
+{
     int64_t channels = 0;
-    int64_t wide;
-    for (int i = 0; i < given->maps; i++) {
+    for (int i = 0; i < count; i++) {
         struct shape part = map;
-        part.size[4] = shape_of(inputs[MAPS + i]).size[4];
-        op.maps[i] = values_of(call, MAPS + i, true, "map", part);
-        op.channels[i] = (int)part.size[4];
+        part.size[4] = shape_of(call->inputs[MAPS + i]).size[4];
+        op->maps[i] = values_of(call, MAPS + i, true, "map", part);
+        op->channels[i] = (int)part.size[4];
         channels += part.size[4];
         REQUIRE(call, part.size[4] > 0 && part.size[4] <= MOST_CHANNELS,
                 "channels must be 1 to %d, got %lld", MOST_CHANNELS, (long long)part.size[4]);
     }
-    if (about->filters)
-        wide = shape_of(inputs[FILTERS]).size[about->swapped ? 3 : 4];
-    else
-        wide = about->filter_gradient ? shape_of(first_other).size[4] : channels;
-    REQUIRE(call, wide > 0 && wide <= MOST_CHANNELS, "outputs must be 1 to %d, got %lld",
-            MOST_CHANNELS, (long long)wide);
-    op.outputs = (int)wide;
+    return channels;
+}
 
-    struct shape other = map;
-    struct shape filters = {5, {about->edge, about->edge, about->edge, channels, wide}};
+/* Channels of the filters' output, or of what has the size of it. */
+static int64_t outputs_of(struct call *call, const struct attributes *given, int64_t channels)
+{
+    const struct about *about = &ABOUT[given->kind];
+    int64_t outputs = channels;
+    if (about->filters)
+        outputs = shape_of(call->inputs[FILTERS]).size[about->swapped ? 3 : 4];
+    else if (about->filter_gradient)
+        outputs = shape_of(call->inputs[MAPS + given->maps]).size[4];
+    REQUIRE(call, outputs > 0 && outputs <= MOST_CHANNELS, "outputs must be 1 to %d, got %lld",
+            MOST_CHANNELS, (long long)outputs);
+    return outputs;
+}
+
+static struct shape filters_of(const struct about *about, int64_t channels, int64_t outputs)
+{
+    int edge = about->edge;
     if (about->swapped)
-        filters.size[3] = wide, filters.size[4] = channels;
-    for (int i = 1; i < 4; i++)
-        other.size[i] = about->grid == FINER ? 2 * map.size[i]
-            : about->grid == COARSER         ? map.size[i] / 2
-                                             : map.size[i];
-    other.size[4] = wide;
+        return (struct shape){5, {edge, edge, edge, outputs, channels}};
+    return (struct shape){5, {edge, edge, edge, channels, outputs}};
+}
+
+/* The shape of the other map. */
+static struct shape other_of(const struct about *about, struct shape map, int64_t outputs)
+{
+    struct shape other = map;
+    for (int i = 1; i < 4; i++) {
+        if (about->grid == FINER)
+            other.size[i] = 2 * map.size[i];
+        if (about->grid == COARSER)
+            other.size[i] = map.size[i] / 2;
+    }
+    other.size[4] = outputs;
+    return other;
+}
+
+/* The input over which the map may be written; -1 if there is none of its shape. */
+static int input_over(struct call *call, const struct attributes *given, struct shape made)
+{
+    int first_other = MAPS + given->maps;
+    int input = -1;
+    switch (ABOUT[given->kind].over) {
+    case OVER_MAP:
+        input = MAPS;
+        break;
+    case OVER_OTHER:
+        input = first_other;
+        break;
+    case OVER_SECOND_OTHER:
+        input = first_other + 1;
+        break;
+    }
+    if (given->kind == CONVOLVE && given->others) /* over what is added */
+        input = first_other;
+    if (input < 0 || input >= call->count || !same(shape_of(call->inputs[input]), made))
+        return -1;
+    return input;
+}
+
+static void compute_kind(struct call *call, const struct attributes *given)
+{
+    int kind = given->kind;
+    REQUIRE(call, kind < LOSS_SUMS, "kind must be below %d, got %d", LOSS_SUMS, kind);
+    if (!fine(call))
+        return;
+    const struct about *about = &ABOUT[kind];
+    TF_Tensor **inputs = call->inputs;
+    int dtype = TF_TensorType(inputs[MAPS]);
+    bool normed = TF_TensorElementCount(inputs[NORMS]);
+    bool other_normed = TF_TensorElementCount(inputs[OTHER_NORMS]);
+    int raw_maps = raw_maps_of(kind, normed, other_normed);
+    struct shape map = shape_of(inputs[MAPS]);
+    require_counts(call, given, raw_maps);
+    require_map(call, about, map);
+    if (!fine(call))
+        return;
+
+    struct operation op = {.kind = kind, .threads = thread_count()};
+    op.dtype = dtype == TF_FLOAT ? FLOAT32 : BFLOAT16;
+    int64_t channels = take_maps(call, &op, given->maps, map);
+    int64_t outputs = outputs_of(call, given, channels);
+    op.outputs = (int)outputs;
+    struct shape other = other_of(about, map, outputs);
+    struct shape filters = filters_of(about, channels, outputs);
     for (int i = 0; i < given->others; i++) {
-        int place = i + (kind == INPUT_GRADIENT && !other_normed);
+        int place = i;
+        if (kind == INPUT_GRADIENT && !other_normed)
+            place++; /* no raw map below */
         bool like_map = place == 1 && kind != FILTER_GRADIENT;
         op.others[place] =
             values_of(call, MAPS + given->maps + i, true, "other map", like_map ? map : other);
     }
-    const struct shape *grid = about->grid == COARSER ? &other : &map;
-    op.batch = (int)map.size[0], op.x = (int)grid->size[1], op.y = (int)grid->size[2],
-    op.z = (int)grid->size[3];
+    set_grid(&op, about->grid == COARSER ? &other : &map);
     struct shape norms = {3, {map.size[0], COEFFICIENTS, channels}};
-    struct shape other_norms = {3, {map.size[0], COEFFICIENTS, wide}};
-    struct shape bias = {1, {wide}};
+    struct shape other_norms = {3, {map.size[0], COEFFICIENTS, outputs}};
+    struct shape bias = {1, {outputs}};
     op.coefficients = values_of(call, NORMS, normed, "coefficients", norms);
     op.other_coefficients =
-        values_of(call, OTHER_NORMS, other_normed && above, "other coefficients", other_norms);
+        values_of(call, OTHER_NORMS, other_normed && raw_maps, "other coefficients", other_norms);
     op.filters = values_of(call, FILTERS, about->filters, "filters", filters);
     op.bias = values_of(call, BIAS, kind == PROJECT, "bias", bias);
 
-    struct shape made = about->makes == LIKE_MAP ? map : about->makes == LIKE_OTHER ? other : EMPTY;
-    struct shape sums = {3, {map.size[0], 2, about->makes == LIKE_OTHER ? wide : channels}};
-    int first = MAPS + given->maps;
-    int adds = kind == CONVOLVE && given->others;
-    int over = adds ? first : about->over == OVER_MAP ? MAPS : first + about->over - OVER_OTHER;
-    bool in_place = about->over && over < call->count && same(shape_of(inputs[over]), made);
-    op.map = output_of(call, 0, dtype, made, in_place ? over : -1);
+    struct shape made = EMPTY;
+    struct shape sums = {3, {map.size[0], 2, channels}};
+    if (about->makes == LIKE_MAP)
+        made = map;
+    if (about->makes == LIKE_OTHER) {
+        made = other;
+        sums.size[2] = outputs;
+    }
+    op.map = output_of(call, 0, dtype, made, input_over(call, given, made));
     op.sums_to = output_of(call, 1, TF_FLOAT, about->sums ? sums : EMPTY, -1);
     op.filter_gradient = output_of(call, 2, TF_FLOAT, about->filter_gradient ? filters : EMPTY, -1);
     op.bias_gradient = output_of(call, 3, TF_FLOAT, about->bias_gradient ? bias : EMPTY, -1);
@@ -359,8 +432,7 @@ static void compute_loss(struct call *call, int kind)
     op.coefficients = values_of(call, LOSS_FACTORS, kind == LOSS_SLOPE, "factors", factors);
     if (!fine(call))
         return;
-    op.batch = (int)map.size[0], op.x = (int)map.size[1], op.y = (int)map.size[2],
-    op.z = (int)map.size[3];
+    set_grid(&op, &map);
     op.channels[0] = (int)map.size[4];
     op.maps[0] = TF_TensorData(inputs[LOGITS]);
     op.others[0] = TF_TensorData(inputs[TARGET]);
@@ -443,10 +515,16 @@ static void *create(TF_OpKernelConstruction *construction)
 {
     struct attributes *given = calloc(1, sizeof *given);
     TF_Status *status = TF_NewStatus();
-    int *const to[] = {&given->kind, &given->maps, &given->others};
+    const struct {
+        const char *name;
+        int *to;
+    } each[] = {
+        {"kind", &given->kind},
+        {"n_maps", &given->maps},
+        {"n_others", &given->others},
+    };
     for (int i = 0; i < 3 && TF_GetCode(status) == TF_OK; i++)
-        TF_OpKernelConstruction_GetAttrInt32(
-            construction, (const char *[]){"kind", "n_maps", "n_others"}[i], to[i], status);
+        TF_OpKernelConstruction_GetAttrInt32(construction, each[i].name, each[i].to, status);
     if (TF_GetCode(status) != TF_OK)
         TF_OpKernelConstruction_Failure(construction, status);
     TF_DeleteStatus(status);
@@ -470,35 +548,37 @@ struct definition {
 };
 
 static const struct definition DEFINITIONS[] = {
-    {"CpuOperation",
-     create,
-     compute,
-     free,
-     {"T: {float, bfloat16}", "kind: int >= 0", "n_maps: int >= 1", "n_others: int >= 0"},
-     {"filters: float", "bias: float", "coefficients: float", "other_coefficients: float",
-      "maps: n_maps * T", "others: n_others * T"},
-     {"map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"}},
-    {"CpuLossSums",
-     NULL,
-     compute_sums,
-     NULL,
-     {"T: {float, bfloat16}"},
-     {"logits: T", "target: uint8"},
-     {"sums: float"}},
-    {"CpuLossSlope",
-     NULL,
-     compute_slope,
-     NULL,
-     {"T: {float, bfloat16}"},
-     {"logits: T", "target: uint8", "factors: float"},
-     {"slope: T"}},
-    {"CpuOrthogonal",
-     NULL,
-     compute_orthogonal,
-     NULL,
-     {NULL},
-     {"kernel: float"},
-     {"orthogonal: float"}},
+    {
+        .name = "CpuOperation",
+        .create = create,
+        .compute = compute,
+        .destroy = free,
+        .attributes = {"T: {float, bfloat16}", "kind: int >= 0", "n_maps: int >= 1",
+                       "n_others: int >= 0"},
+        .inputs = {"filters: float", "bias: float", "coefficients: float",
+                   "other_coefficients: float", "maps: n_maps * T", "others: n_others * T"},
+        .outputs = {"map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"},
+    },
+    {
+        .name = "CpuLossSums",
+        .compute = compute_sums,
+        .attributes = {"T: {float, bfloat16}"},
+        .inputs = {"logits: T", "target: uint8"},
+        .outputs = {"sums: float"},
+    },
+    {
+        .name = "CpuLossSlope",
+        .compute = compute_slope,
+        .attributes = {"T: {float, bfloat16}"},
+        .inputs = {"logits: T", "target: uint8", "factors: float"},
+        .outputs = {"slope: T"},
+    },
+    {
+        .name = "CpuOrthogonal",
+        .compute = compute_orthogonal,
+        .inputs = {"kernel: float"},
+        .outputs = {"orthogonal: float"},
+    },
 };
 
 static void register_definition(const struct definition *about, TF_Status *status)

@@ -6,8 +6,8 @@
    made of. Sums are of float32 within a row, and of float64 over rows. */
 #include "pieces.h"
 
-/* Voxels, or outputs of a filter gradient, whose sums are in registers at a time: whole vectors have
-   as many. */
+/* Voxels, or outputs of a filter gradient, whose sums are in registers at a time: whole vectors
+   have as many. */
 enum { AT_ONCE = 8 };
 
 struct job {

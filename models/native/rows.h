@@ -308,8 +308,8 @@ ALWAYS_INLINE void store_units(unit *to, vec first, vec second)
 #endif
 }
 
-/* A formed row as streams; formed[-width] is the border before z = 0, and what follows the last z is 0
-   as well. */
+/* A formed row as streams; formed[-width] is the border before z = 0, and what follows the last z
+   is 0 as well. */
 ALWAYS_INLINE void store_row(unit *row, const float *formed, int width, int tiles, int purpose)
 {
     int step = purpose == CHANNELS_SUMMED ? 1 : UNIT;
