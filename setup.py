@@ -15,4 +15,7 @@ from models.native import build
 build.main()
 with contextlib.suppress(OSError, subprocess.CalledProcessError):  # without it NumPy makes samples
     build.build_library(Path(__file__).resolve().parent / "cpu3d/data/native", "samples")
-setup(options={"bdist_wheel": {"plat_name": "linux_x86_64"}} if build.door_library() else {})
+options = {}
+if build.door_library():
+    options["bdist_wheel"] = {"plat_name": "linux_x86_64"}
+setup(options=options)

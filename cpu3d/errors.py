@@ -114,12 +114,15 @@ def exit_code_of(error: Optional[BaseException]) -> int:
         return 0
     if isinstance(error, (NotRegularError, InstructionSetError, ModuleNotFoundError)):
         return InputError.exit_code
-    return getattr(
-        error, "exit_code", 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    )
+    if hasattr(error, "exit_code"):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return 1
 
 
-def refuse(problems: Iterable[str]) -> None:
+def raise_if_any(problems: Iterable[str]) -> None:
     """Raise an InputError with all the problems, if there are any."""
-    if problems := tuple(problems):
-        raise InputError(*problems)
+    lines = tuple(problems)
+    if lines:
+        raise InputError(*lines)

@@ -19,7 +19,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.windows import window_count
 from cpu3d.distributed.cluster import read_cluster
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
@@ -29,7 +29,7 @@ from cpu3d.plan import Plan, check_fits, make_plan, read_plan, volume_shape
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
-from cpu3d.run.config import differences, load_config
+from cpu3d.run.config_json import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.settings import SETTINGS, TrainOptions, chosen_again
@@ -88,7 +88,7 @@ def train_folds(
     settings = dict(settings or {})
     if mlflow:
         require_mlflow()
-    refuse(_problems(folder, parts, settings))
+    raise_if_any(_problems(folder, parts, settings))
     with contextlib.ExitStack() as stack:
         if folder.is_dir():  # else nothing may be written yet
             stack.enter_context(locked(folder, "folder of folds"))
@@ -252,13 +252,13 @@ def _plan(
         except InputError as error:
             raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
         planned.append(PlannedFold(fold, run, plan))
-    refuse(problem for fold in planned for problem in _stopped_by_scores(fold))
-    refuse(problem for fold in planned for problem in _made_shorter(fold))
+    raise_if_any(problem for fold in planned for problem in _stopped_by_scores(fold))
+    raise_if_any(problem for fold in planned for problem in _made_shorter(fold))
     first = planned[0].plan.config
     for other in planned[1:]:
         alike = replace(first, fold=other.fold)
         problems = differences(alike, other.plan.config)
-        refuse(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
+        raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
         if not (force or fold.is_trained):
             check_fits(fold.plan, host, gpus)

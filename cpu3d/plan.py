@@ -23,7 +23,7 @@ from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.data.stores.splits import with_fold
-from cpu3d.errors import DoesNotFitError, InputError, refuse
+from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.host.gpu import (
     Gpu,
     best_dtype,
@@ -35,7 +35,7 @@ from cpu3d.host.gpu import (
 )
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import differences, load_config, rate_growth
+from cpu3d.run.config_json import differences, load_config, rate_growth
 from cpu3d.settings import (
     AUTO,
     VALIDATIONS,
@@ -400,7 +400,7 @@ def _decided(start: RunConfig, inputs: Inputs) -> RunConfig:
         config = _with_curriculum(_with_grid(_for_host(config, inputs), inputs), inputs)
     except ValueError as error:
         raise InputError(str(error)) from None
-    refuse(differences(saved, config) if saved else ())
+    raise_if_any(differences(saved, config) if saved else ())
     return config
 
 

@@ -18,7 +18,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
-from cpu3d.data.records import Code
+from cpu3d.data.manifest import Code
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import check, option
@@ -26,13 +26,13 @@ from memory_estimator.installed import ENGINES
 from memory_estimator.job import (
     AUTO,
     DEFAULT_RECIPE,
-    OPTIMIZERS,
     RECIPES,
     Architecture,
     check_micro_batch,
     micro_of,
 )
 from models.config import DTYPES, POLICIES, UNetConfig
+from models.optimizers import OPTIMIZERS
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),

@@ -2,7 +2,7 @@
 made-up brains.
 
 PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras                    # makes six brains
-PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras --store STORE      # or a store that `prepare` made
+PYTHONPATH=. python examples/plain_keras.py --out /tmp/keras --store STORE      # of `prepare`
 """
 
 import argparse
@@ -25,10 +25,10 @@ from models.unet3d import build_unet3d
 def main(store_folder: Path, out: Path, epochs: int) -> list:
     """Loss of each epoch. `out` gets `best.keras`, by the held-out loss, and `last.keras`."""
     store = open_store(store_folder)
-    regions, cases = store.manifest.regions, len(store.cases("train"))
-    unet = UNetConfig(
-        channels=len(store.manifest.channels), outputs=len(regions), filters=8, depth=3
-    )
+    regions = store.manifest.regions
+    cases = len(store.cases("train"))
+    channels = len(store.manifest.channels)
+    unet = UNetConfig(channels=channels, outputs=len(regions), filters=8, depth=3)
     grid = grid_size(store, extent="brain", multiple=unet.divisor)
 
     model = build_unet3d(unet, grid, batch_size=1)
@@ -38,19 +38,17 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
         metrics=[RegionDice(index, name) for index, name in enumerate(regions)],
     )
     held_out = volume_dataset(store, split="val", shuffle=False, grid=grid)
+    keep_best = tf.keras.callbacks.ModelCheckpoint(str(out / "best.keras"), save_best_only=True)
     fit = {
         "steps_per_epoch": cases,
         "validation_data": held_out,
-        "callbacks": [
-            tf.keras.callbacks.ModelCheckpoint(str(out / "best.keras"), save_best_only=True)
-        ],
+        "callbacks": [keep_best],
         "verbose": 2,
     }
     # One dataset for all epochs: a dataset of one epoch would give each the same order.
     half = epochs // 2
-    history = model.fit(
-        volume_dataset(store, stop=half * cases, grid=grid), epochs=half, **fit
-    ).history
+    volumes = volume_dataset(store, stop=half * cases, grid=grid)
+    history = model.fit(volumes, epochs=half, **fit).history
     model.save(str(out / "last.keras"))
 
     # Later, in another process: the same weights, optimizer, loss and metrics, and the next
@@ -62,9 +60,8 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
 
     probabilities = tf.sigmoid(model.predict(held_out, verbose=0))  # (cases, X, Y, Z, regions)
     for index, name in enumerate(regions):
-        print(
-            f"{name}: {100 * float(tf.reduce_mean(probabilities[..., index])):.2f} % of the voxels"
-        )
+        share = float(tf.reduce_mean(probabilities[..., index]))
+        print(f"{name}: {100 * share:.2f} % of the voxels")
     return history["loss"] + again["loss"]
 
 

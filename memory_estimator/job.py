@@ -13,37 +13,7 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.units import by
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """An optimizer as everything but TensorFlow knows it. A new one is a record in OPTIMIZERS, a
-    Keras object in `cpu3d.training.optimizers.optimizer_of` and, if they are new, its operations in
-    `step.update.UPDATES`."""
-
-    learning_rate: float  # if none is chosen: the best of several on untouched cases (docs/log.md)
-    rate_scaling: str  # of the rate if the batch grows with the workers: "linear" or "sqrt"
-    slots: int  # float32 copies that it keeps of a weight: mean and variance, or the momentum
-    update: str  # the cost of a weight's update: the operations of `step.update.UPDATES`
-    # whether kernels of several voxels have orthogonal updates, one slot and their own rate
-    orthogonal: bool = False
-
-
-OPTIMIZERS = {
-    # The square root is a guess.
-    "muon": Optimizer(0.02, "sqrt", slots=2, update="adam", orthogonal=True),
-    # Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms".
-    "adam": Optimizer(0.01, "sqrt", slots=2, update="adam"),
-    # With momentum. Goyal et al. 2017, "Accurate, Large Minibatch SGD".
-    "sgd": Optimizer(0.1, "linear", slots=1, update="momentum"),
-}
-
-
-def is_orthogonal(shape: Sequence[int]) -> bool:
-    """Whether a variable of this shape is a kernel of more than one voxel, whose updates Muon makes
-    orthogonal."""
-    return len(shape) > 2 and math.prod(shape[:-2]) > 1
-
+from models.optimizers import OPTIMIZERS
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 

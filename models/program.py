@@ -114,18 +114,20 @@ class NetworkProgram:
     kernel_gradients: Tuple[Tuple[str, Value], ...]  # of each layer with a kernel
 
 
-def loss_program(logits: Sequence[Value], slopes: Sequence[Value]) -> Tuple[Op, ...]:
-    """A loss: the sums of all heads, one after the other, and then their logits' gradients, each
-    over the logits themselves."""
+def loss_program(
+    logits: Sequence[Value], slopes: Sequence[Value]
+) -> Tuple[Tuple[Op, ...], Tuple[Op, ...]]:
+    """A loss of the logits of each head: the sums of all heads, one after the other; and then
+    their gradients, each over the logits themselves."""
     target = Value("target", Form.NUMBERS)
-    sums = [Value(f"{head_of(head.level)}/loss_sums", Form.NUMBERS, head.level) for head in logits]
-    ops = [
-        Op(Kind.LOSS_SUMS, head_of(head.level), (made,), (head, target))
-        for head, made in zip(logits, sums)
-    ]
-    for head, made in zip(logits, slopes):
-        ops.append(Op(Kind.LOSS_SLOPE, head_of(head.level), (made,), (head, target), over=(head,)))
-    return tuple(ops)
+    of_sums = []
+    of_slopes = []
+    for head, slope in zip(logits, slopes):
+        name = head_of(head.level)
+        sums = Value(f"{name}/loss_sums", Form.NUMBERS, head.level)
+        of_sums.append(Op(Kind.LOSS_SUMS, name, (sums,), (head, target)))
+        of_slopes.append(Op(Kind.LOSS_SLOPE, name, (slope,), (head, target), over=(head,)))
+    return tuple(of_sums), tuple(of_slopes)
 
 
 def kernel_of(layer: str) -> Value:

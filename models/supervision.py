@@ -1,19 +1,18 @@
-"""A network's loss over one head or several, from sums over the voxels of each region.
+"""A network's loss over one head or several: a formula of models/losses.py, of sums over the voxels
+of each region.
 
-A loss is an object with one pure function of sums (N, 4, R), of whole samples with R regions:
+The sums, and the logits' gradient from the formula's derivatives, are the two operations of
+`models.program.loss_program`: of models/native, or of TensorFlow where those do not run."""
 
-    value(sums)  the loss, a score (N, R), and d loss / d sums of the first three, (N, 3, R)
-
-The sums are, with p the sigmoid of the logits and t the target, those of the cross-entropy, of p *
-t, of p, and of t. `cpu3d.training.losses.DiceCrossEntropy` is one. The sums, and the logits'
-gradient from such derivatives, are two operations: of models/native, or of TensorFlow where those
-do not run."""
-
-from typing import Any, Callable, List, NamedTuple, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
+from models.losses import OfRegion, Sums
 from models.native import operations
+from models.program import Form, Kind, Value, loss_program
+
+Formula = Callable[[Sums], OfRegion]
 
 
 class Supervised(NamedTuple):
@@ -21,41 +20,67 @@ class Supervised(NamedTuple):
 
     loss: tf.Tensor  # of the batch
     score: tf.Tensor  # (N, R) of the finest head
-    slopes: Callable[
-        [Any], List[tf.Tensor]
-    ]  # gradient of the loss -> gradients of each head's logits, in their dtype
+    # gradient of the loss -> gradients of each head's logits, in their dtype
+    slopes: Callable[[Any], List[tf.Tensor]]
 
 
-def supervise(loss, target, logits: Sequence) -> Supervised:
-    """The loss of one head's logits or several', the finest first. `target` is (N, X, Y, Z, R), 0
-    or 1; the first head has its grid, the others every 2nd, 4th ... voxel of it, and their losses
-    are weighted as `head_weights`. First come the sums of all heads, one after the other, and then,
-    with `slopes`, the gradients.
+class OfBatch(NamedTuple):
+    """A formula's loss of a batch."""
+
+    loss: tf.Tensor  # a number, or (N, 1) of each sample
+    score: tf.Tensor  # (N, R)
+    derivatives: tf.Tensor  # of the loss, by the first three sums, (N, 3, R)
+
+
+def supervise(
+    formula: Formula, target: tf.Tensor, logits: Sequence[tf.Tensor], by_sample: bool = False
+) -> Supervised:
+    """The loss of one head's logits or several', the finest first; of the batch, or (N, 1) of each
+    sample. `target` is (N, X, Y, Z, R), 0 or 1; the first head has its grid, the others every 2nd,
+    4th ... voxel of it, and their losses are weighted as `head_weights`.
 
     A target of a floating dtype may have values in between; TensorFlow's operations then
     compute."""
-    sums_of, slope_of = _plain_sums, _plain_slope
+    compute = BY_TENSORFLOW
     if operations.in_use() and not target.dtype.is_floating:
         target = tf.cast(target, tf.uint8)
-        sums_of, slope_of = operations.loss_sums, operations.loss_slope
-    values = []
-    before = list(logits)  # when all are there
-    for head in logits:
-        with tf.control_dependencies(before):
-            sums = sums_of(head, target)
-        before = [sums]
-        values.append(loss.value(sums))
+        compute = BY_OWN_OPERATIONS
+    heads = [Value(f"logits {index}", Form.MAP, index) for index in range(len(logits))]
+    gradients = [Value(f"slope {index}", Form.RAW_GRADIENT, index) for index in range(len(logits))]
+    of_sums, of_slopes = loss_program(heads, gradients)
     weights = head_weights(logits)
+    tensors = dict(zip(heads, logits))
+    losses: List[OfBatch] = []
+    before = list(logits)  # when all are there
+    for op in of_sums:
+        with tf.control_dependencies(before):
+            sums = compute[op.kind](tensors[op.maps[0]], target)
+        before = [sums]
+        losses.append(of_batch(formula, sums, by_sample))
 
-    def slopes(upstream):
-        gradients: List[tf.Tensor] = []
-        for head, weight, (_, _, factors) in zip(logits, weights, values):
-            with tf.control_dependencies(gradients[-1:]):
-                gradients.append(slope_of(head, target, weight * upstream * factors))
-        return gradients
+    def slopes(upstream: Any) -> List[tf.Tensor]:
+        made: List[tf.Tensor] = []
+        for op, loss, weight in zip(of_slopes, losses, weights):
+            factors = weight * upstream * loss.derivatives
+            with tf.control_dependencies(made[-1:]):
+                made.append(compute[op.kind](tensors[op.maps[0]], target, factors))
+        return made
 
-    total = tf.add_n([each * weight for (each, _, _), weight in zip(values, weights)])
-    return Supervised(total, values[0][1], slopes)
+    total = tf.add_n([each.loss * weight for each, weight in zip(losses, weights)])
+    return Supervised(total, losses[0].score, slopes)
+
+
+def of_batch(formula: Formula, sums: tf.Tensor, by_sample: bool = False) -> OfBatch:
+    """The mean of a formula over the regions and samples of sums (N, 4, R), or (N, 1) over the
+    regions of each sample. All is taken per sample and region and then averaged, so an accumulated
+    batch equals a full one."""
+    of_region = formula(Sums(*tf.unstack(sums, axis=1)))
+    counted = of_region.loss[0] if by_sample else of_region.loss
+    count = tf.cast(tf.size(counted), tf.float32)
+    derivatives = tf.stack(of_region.derivatives, 1) / count
+    axis = 1 if by_sample else None
+    loss = tf.reduce_mean(of_region.loss, axis, keepdims=by_sample)
+    return OfBatch(loss, of_region.score, derivatives)
 
 
 def head_weights(heads: Sequence) -> List[float]:
@@ -68,11 +93,9 @@ def head_weights(heads: Sequence) -> List[float]:
 def thinned(target, logits):
     """Every 2nd, 4th ... voxel of a target (N, X, Y, Z, R), on the grid of the logits."""
     steps = [fine // coarse for fine, coarse in zip(target.shape[1:4], logits.shape[1:4])]
-    return (
-        target[(slice(None), *(slice(None, None, step) for step in steps))]
-        if max(steps) > 1
-        else target
-    )
+    if max(steps) == 1:
+        return target
+    return target[(slice(None), *(slice(None, None, step) for step in steps))]
 
 
 # --- By TensorFlow's operations, on float32 maps ---
@@ -105,3 +128,14 @@ def _rows(map_: tf.Tensor) -> tf.Tensor:
     slow."""
     _, size_x, size_y, size_z, regions = map_.shape
     return tf.reshape(tf.cast(map_, tf.float32), (-1, size_x, size_y, size_z * regions))
+
+
+BY_TENSORFLOW: Dict[Kind, Callable[..., tf.Tensor]] = {
+    Kind.LOSS_SUMS: _plain_sums,
+    Kind.LOSS_SLOPE: _plain_slope,
+}
+BY_OWN_OPERATIONS: Dict[Kind, Callable[..., tf.Tensor]] = {
+    Kind.LOSS_SUMS: operations.loss_sums,
+    Kind.LOSS_SLOPE: operations.loss_slope,
+}
+"""Kind -> how an operation of a loss is computed, from logits, target and, of a slope, factors."""

@@ -10,6 +10,7 @@ from tensorflow.python.saved_model.save_context import in_save_context
 from models.config import UNetConfig
 from models.layer_plan import LayerOp, layer_plan
 from models.layers import NormActivation, ShortcutSum, keras_layers, plain_layer
+from models.losses import LOSSES
 from models.native import operations
 from models.step import Pass
 from models.supervision import supervise
@@ -97,11 +98,12 @@ class UNet3D(tf.keras.Model):
         self, loss, image, target, share=1.0
     ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the
-        gradients of `share` times the loss by `trainable_weights`. `loss` is an object as
-        models/supervision.py has it."""
+        gradients of `share` times the loss by `trainable_weights`. `loss` is a name or a formula
+        of models/losses.py."""
+        formula = LOSSES[loss] if isinstance(loss, str) else loss
         if operations.in_use():
             network = Pass(self, True)
-            supervised = supervise(loss, target, network.forward(image))
+            supervised = supervise(formula, target, network.forward(image))
             gradients = network.backward(supervised.slopes(share))
             return (
                 supervised.loss,
@@ -110,7 +112,7 @@ class UNet3D(tf.keras.Model):
             )
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
-        supervised = supervise(loss, target, logits)
+        supervised = supervise(formula, target, logits)
         gradients = tape.gradient(logits, self.trainable_weights, supervised.slopes(share))
         return supervised.loss, supervised.score, gradients
 

@@ -42,7 +42,8 @@ SEED = int(os.environ.get("CPU3D_DAMAGED_SEED", "0"))
 CODES = (0, 1, 2, 3, 4)
 """What a command may end with; the other codes are of signals, lost workers and memory that runs
 out on the way."""
-MOST_S, MOST_BYTES = 120, 2 << 30
+MOST_S = 120
+MOST_BYTES = 2 << 30
 
 # --- Damage to the bytes of any file, and to what is in JSON, NIfTI, npy and zip files that stay
 # well-formed ---
@@ -62,7 +63,8 @@ def cut(content, rng):
 
 
 def zero_block(content, rng):
-    start, length = rng.randrange(len(content)), rng.choice([1, 16, 512, 1 << 20])
+    start = rng.randrange(len(content))
+    length = rng.choice([1, 16, 512, 1 << 20])
     return content[:start] + bytes(len(content[start : start + length])) + content[start + length :]
 
 
@@ -71,7 +73,8 @@ def not_utf8(content, rng):
     return content[:place] + rng.choice([b"\xff\xfe", b"\0", b"\xed\xa0\x80"]) + content[place:]
 
 
-HUGE, DEEP = "@a number of 5,000 digits@", "@100,000 brackets@"
+HUGE = "@a number of 5,000 digits@"
+DEEP = "@100,000 brackets@"
 INVALID = (
     None,
     True,
@@ -168,7 +171,8 @@ def change_npy(content, rng):
             "(24, 24, 24)",
         ]
     )
-    text = f"{{'descr': {descr}, 'fortran_order': {rng.choice(['False', 'True', '2'])}, 'shape': {shape}, }}"
+    order = rng.choice(["False", "True", "2"])
+    text = f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}"
     header = rng.choice([text, text, "(" * 100, "{}"]).encode()
     return content[:10] + header[: end - 11].ljust(end - 11) + b"\n" + content[end:]
 
@@ -255,7 +259,10 @@ def damage(path, rng):
 # --- What reads them ---
 
 
-NET = "--filters 2 --depth 2 --batch 1 --dtype float32 --policy speed --keep 2 --save-minutes 0 --validations 1"
+NET = (
+    "--filters 2 --depth 2 --batch 1 --dtype float32 --policy speed --keep 2 --save-minutes 0"
+    " --validations 1"
+)
 TRAIN = f"train --store store --run run --steps 3 {NET}"
 PREDICT = "predict --run run --image data/imagesTr/BRATS_001.nii.gz --out out"
 COMPARE = f"compare --store store --out comparison --seeds 0 1 --epochs 1 {NET}"
@@ -368,7 +375,8 @@ def limits():
     def ring(*_):
         raise TooLongError(f"{MOST_S} s")
 
-    handler, memory = signal.signal(signal.SIGALRM, ring), resource.getrlimit(resource.RLIMIT_AS)
+    handler = signal.signal(signal.SIGALRM, ring)
+    memory = resource.getrlimit(resource.RLIMIT_AS)
     in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     signal.setitimer(signal.ITIMER_REAL, MOST_S)
     resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_BYTES, memory[1]))
@@ -382,14 +390,15 @@ def limits():
 
 def content_of(root):
     """Path -> what lies there; only regular files are opened."""
-    modes = {path: path.lstat().st_mode for path in root.rglob("*")}
-    return {
-        path.relative_to(root).as_posix(): path.read_bytes()
-        if stat.S_ISREG(mode)
-        else stat.S_IFMT(mode)
-        for path, mode in modes.items()
-        if not stat.S_ISDIR(mode)
-    }
+    content = {}
+    for path in root.rglob("*"):
+        mode = path.lstat().st_mode
+        name = path.relative_to(root).as_posix()
+        if stat.S_ISREG(mode):
+            content[name] = path.read_bytes()
+        elif not stat.S_ISDIR(mode):
+            content[name] = stat.S_IFMT(mode)
+    return content
 
 
 @pytest.mark.parametrize(
@@ -403,11 +412,13 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
     shutil.copytree(root.with_name("whole"), root)
     monkeypatch.chdir(root)
     monkeypatch.setattr(processes, "call", no_process)
-    rng, (_, files, commands) = random.Random(f"{SEED} {name} {number}"), TARGETS[name]
+    rng = random.Random(f"{SEED} {name} {number}")
+    _, files, commands = TARGETS[name]
     path = rng.choice(sorted(path for path in root.glob(rng.choice(files)) if path.is_file()))
     file = path.relative_to(root)
     command = rng.choice(commands).format(file=file, parent=file.parent, top=file.parts[0])
-    way, before = damage(path, rng), content_of(root)
+    way = damage(path, rng)
+    before = content_of(root)
     capsys.readouterr()
     try:
         with limits():
@@ -416,7 +427,8 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
         pytest.fail(
             f"{way} of {file}, then {command}:\n{traceback.format_exc()[-3000:]}", pytrace=False
         )
-    printed, after = "".join(capsys.readouterr()), content_of(root)
+    printed = "".join(capsys.readouterr())
+    after = content_of(root)
     about = f"{way} of {file}, then {command}: {code}\n{printed[-2000:]}"
     assert code in CODES, about
     assert "Traceback" not in printed, about
@@ -432,7 +444,8 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
     if (
         code == 0 and command.startswith(PREPARE) and way != "reseal"
     ):  # the other cases are what they were
-        new, old = open_store(command.split()[6]), open_store(root.with_name("whole") / "store")
+        new = open_store(command.split()[6])
+        old = open_store(root.with_name("whole") / "store")
         assert "Nothing to do" in printed or call(f"store verify {new.folder} --workers 1") == 0, (
             about
         )

@@ -57,6 +57,28 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
+EXPORTS = """
+import sys
+import cpu3d
+assert not {"numpy", "tensorflow"} & set(sys.modules)
+from cpu3d import open_store
+assert "tensorflow" not in sys.modules
+from cpu3d import patch_dataset, volume_dataset
+from cpu3d.data import source
+same = [source.open_store, source.patch_dataset, source.volume_dataset]
+assert [open_store, patch_dataset, volume_dataset] == same
+assert {"open_store", "patch_dataset", "volume_dataset"} <= set(dir(cpu3d))
+assert not hasattr(cpu3d, "no_such_name")
+"""
+
+
+def test_the_package_has_the_source_and_imports_it_when_it_is_asked_for():
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", EXPORTS]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # --- The order of rooms ---
 
 ORDER = (

@@ -1,7 +1,5 @@
-"""The commands, files and links in the README and the pages exist; names and all that users read
-are in plain words."""
+"""The commands, files and links in the README and the pages exist."""
 
-import ast
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cpu3d.__main__ import COMMANDS, parse
-from cpu3d.compare.plan import parse_variant
+from cpu3d.compare.experiment import parse_variant
 from memory_estimator import __main__ as estimator
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,73 +61,6 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
             if ended.code:
                 refused.append(f"{line}: {capsys.readouterr().err}")
     assert not refused
-
-
-NOT_PLAIN = re.compile(
-    r"\b(?:mend|anew\b|signs? of life|free some|goes on\b|said so|end(?:s|ed)? well|luck|what anybody|for ever\b)"
-    r"|\b(?:told|foresee|patiently|odd)\b"
-)
-
-
-TEXTS = (
-    "CHANGELOG.md",
-    "docs/*/*.md",
-    "run.sh",
-    ".ci/*",
-    "examples/*.py",
-    "cpu3d/*/*.j[2s]",
-    "models/native/*.[ch]",
-)
-
-
-def test_users_read_plain_words():
-    """In pages, scripts, and the strings of modules, of which --help and errors are made."""
-    paths = [*PAGES, *(path for pattern in TEXTS for path in sorted(ROOT.glob(pattern)))]
-    texts = [(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")) for path in paths]
-    for path in MODULES:
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        literals = (
-            node.value
-            for node in nodes
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
-        texts += [(str(path.relative_to(ROOT)), text) for text in literals]
-    not_plain = [
-        (name, words)
-        for name, text in texts
-        for words in NOT_PLAIN.findall(" ".join(text.lower().split()))
-    ]
-    assert not_plain == []
-
-
-PRONOUNS = {"found", "told", "those", "one", "given", "there"}
-
-
-def test_no_name_is_a_pronoun():
-    """Variables, parameters, attributes, functions and classes are named for the thing."""
-    bad = []
-    for path in MODULES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = {
-                getattr(node, field, None) for field in ("id", "arg", "attr", "name")
-            } & PRONOUNS
-            bad += [f"{path.relative_to(ROOT)}:{node.lineno} {name}" for name in names]
-    assert bad == []
-
-
-def test_the_tree_has_every_room():
-    named = re.findall(
-        r"^ *([a-z_0-9]+)/", README.split("## Where things are")[1].split("```")[1], re.MULTILINE
-    )
-    rooms = [
-        path.name
-        for path in (ROOT / "cpu3d").iterdir()
-        if path.is_dir() and path.name != "__pycache__"
-    ]
-    assert set(rooms) <= set(named)
-    assert [
-        name for name in named if not (ROOT / name).is_dir() and not any(ROOT.glob(f"*/{name}"))
-    ] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

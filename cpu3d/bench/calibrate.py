@@ -18,7 +18,7 @@ from typing import Optional
 import psutil
 
 from cpu3d.bench.harness import in_fresh_process, valid
-from cpu3d.bench.step import measure
+from cpu3d.bench.step_costs import measure
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.speed import QUIET_SHARE, computes_as_predicted, keep_calibration
@@ -33,7 +33,8 @@ from memory_estimator.validation import job_of_record, request_for
 from models.config import DTYPES, UNetConfig
 from models.native.library import VARIABLE
 
-SHAPE, STEPS = (96, 96, 96), 4
+SHAPE = (96, 96, 96)
+STEPS = 4
 NETWORKS = ({"filters": 16}, {"filters": 8})
 
 
@@ -54,33 +55,34 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    host, begin, busy, measured = read_host(), time.perf_counter(), 0.0, []
-    path = options.out or valid(host_file, host)
+    host = read_host()
+    begin = time.perf_counter()
+    busy = 0.0
+    measured = []
+    path = options.out if options.out else valid(host_file, host)
     if not computes_as_predicted():
         rule = f"own operations must be built and {VARIABLE} unset, as only these are predicted"
         got = host.own.why or os.environ.get(VARIABLE)
         todo = "run python -m models.native.build, or unset the variable"
         raise InputError(f"{rule}, got {got}; {todo}")
     writable_folder(path.parent, "folder")
-    every = [engine for engine in ENGINES if installed(engine)]
-    engines = every if options.all else [options.engine or installed_engine()]
+    if options.all:
+        engines = [engine for engine in ENGINES if installed(engine)]
+    else:
+        engines = [options.engine or installed_engine()]
     jobs = [Job(UNetConfig(**unet, dtype=dtype), SHAPE) for dtype in DTYPES for unet in NETWORKS]
     with bar("calibrate", total=len(engines) * len(jobs)) as advance:
         for engine, job in itertools.product(engines, jobs):
-            busy = max(
-                busy, psutil.cpu_percent(0.5) / 100
-            )  # of other programs: nothing of ours runs
-            record = in_fresh_process(
-                measure, request_for(job, engine=engine, threads=None, steps=STEPS)
-            )
+            busy = max(busy, psutil.cpu_percent(0.5) / 100)  # by others: nothing of ours runs
+            request = request_for(job, engine=engine, threads=None, steps=STEPS)
+            record = in_fresh_process(measure, request)
             measured.append((job_of_record(record), record["step_s"], record["process_peak_bytes"]))
             advance()
     keep_calibration(path, measured, host, quiet=busy <= QUIET_SHARE)
     for dtype, scale in load_constants(path).scales.items():
         say(f"{dtype}: {scale.scale:.2f} of the predicted seconds", stderr=False)
     if busy > QUIET_SHARE:
-        say(
-            f"warning: other programs took {busy:.0%} of the CPUs, so times are too long; calibrate again later"
-        )
+        got = f"other programs took {busy:.0%} of the CPUs"
+        say(f"warning: {got}, so times are too long; calibrate again later")
     say(f"written after {time.perf_counter() - begin:.0f} s: {path}", stderr=False)
     return 0

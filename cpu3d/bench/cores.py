@@ -3,7 +3,7 @@
     ./run.sh bench kernels --threads 28 56 --shape 240 240 160
 
 It is the CPU time of one thread over T times the time with T threads, each on a core of its own.
-The latter is the CPU time of what the caller alone does and of the busiest thread of each part of
+The latter is the CPU time of what the caller alone does and of the busiest thread of each loop of
 an operation; the threads compute one after the other. What cores do to each other by sharing
 memory and caches is left out, and so is waking threads.
 """
@@ -27,7 +27,8 @@ from models.config import UNetConfig
 from models.native.calls import load, operation
 from models.native.library import own_operations
 
-INPUTS, OUTPUTS = "channels", "outputs"
+INPUTS = "channels"
+OUTPUTS = "outputs"
 
 
 class Maps(NamedTuple):
@@ -71,7 +72,8 @@ WITH_FILTER_GRADIENT = ("filter_gradient", "project_gradient", "project_sums", "
 
 def efficiency_tables(record: Result) -> List[Table]:
     """A table of efficiencies, by grid and kind, and one of the threads' memory."""
-    counts, rows = record["paper_threads"], record["rows"]
+    counts = record["paper_threads"]
+    rows = record["rows"]
     of_counts = [f"T = {count}" for count in counts]
     heads = ("grid", "operation", "calls", "ms, 1 thread", *of_counts)
     lines = []
@@ -113,7 +115,9 @@ def _figures(rows: Sequence[Result], counts: Sequence[int]) -> List[str]:
 def measure(request: Dict[str, Any]) -> Result:
     """Seconds on paper of each different own operation of a step; raises InputError if there are
     none that load here."""
-    own, host, dtype = own_operations(), read_host(), request["dtype"]
+    own = own_operations()
+    host = read_host()
+    dtype = request["dtype"]
     if own.kernels is None:
         rule = f"own operations must load here, got none: {own.why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
@@ -151,22 +155,23 @@ def seconds_on_paper(
     call, _arrays = _call_of(op, in_place)
     best = dict.fromkeys(map(str, counts), math.inf)
     for number in range(rounds + 1):
-        for count in counts[: 1 if number == 0 else None]:  # the first run touches the memory
+        is_first = number == 0  # touches the memory
+        for count in counts[:1] if is_first else counts:
             call.threads = count
             library.native_time_on_paper(1)
             if library.native_run(None, call):
-                raise InputError(
-                    "memory must suffice for an operation, got too little; end other programs"
-                )
+                rule = "memory must suffice for an operation, got too little"
+                raise InputError(f"{rule}; end other programs")
             seconds = library.native_time_on_paper(0)
-            if number:
+            if not is_first:
                 best[str(count)] = min(best[str(count)], seconds)
     return best
 
 
 def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
     """An operation on noise, and the arrays that it points to, which must live as long."""
-    about, is_loss = MAPS[op.kind], op.kind.startswith("loss_")
+    about = MAPS[op.kind]
+    is_loss = op.kind.startswith("loss_")
     dtype = "float32" if op.value_bytes == 4 else "bfloat16"
 
     def map_of(channels: str, finer: int) -> np.ndarray:
@@ -188,7 +193,12 @@ def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
         arrays["map"] = values
     elif about.made:
         arrays["map"] = map_of(*about.made)
-    taps = 27 if op.kind in CONVOLUTIONS else 8 if op.kind.startswith("up_") else 1
+    if op.kind in CONVOLUTIONS:
+        taps = 27
+    elif op.kind.startswith("up_"):
+        taps = 8
+    else:
+        taps = 1
     filters = _noise("float32", taps * op.channels * max(op.outputs, 1)) / 10
     if op.kind in WITH_FILTERS:
         arrays["filters"] = filters

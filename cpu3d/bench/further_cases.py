@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
 from cpu3d.data.labels import region_mask
+from cpu3d.data.manifest import case_list
 from cpu3d.data.nifti import ras_steps_mm
-from cpu3d.data.records import case_list
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.scores import score_region
 from cpu3d.report.view import read_case, viewed_files
 from cpu3d.util.records import listed
@@ -37,7 +37,7 @@ def further_cases(folders: Sequence[Path], store: Store) -> Dict[str, Path]:
         elif files.case_id in cases:
             problems.append(f"{rule}, got {files.case_id} twice; name it once")
         cases[files.case_id] = folder.resolve()
-    refuse(problems)
+    raise_if_any(problems)
     return cases
 
 

@@ -87,13 +87,15 @@ def set_up_for(request: Dict[str, Any]) -> Tuple[Any, Result]:
     measuring process. Without "engine" or "threads" they are those of the host or the
     environment."""
     if request.get("threads"):
-        os.environ.update(
-            dict.fromkeys(("TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"), str(request["threads"]))
-        )
+        os.environ["TF_NUM_INTRAOP_THREADS"] = str(request["threads"])
+        os.environ["OMP_NUM_THREADS"] = str(request["threads"])
     host, plan, tf = apply.set_up(request.get("engine"))
-    return tf, dict(
-        zip(FACTS, (apply.engine_name(tf), apply.in_force(plan), host.summary(), versions()))
-    )
+    return tf, {
+        "engine_name": apply.engine_name(tf),
+        "threads": apply.in_force(plan),
+        "host": host.summary(),
+        "versions": versions(),
+    }
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
@@ -119,31 +121,28 @@ def run_command(command: Sequence[str], name: str, cwd: Optional[Path] = ROOT) -
             processes[0].kill()
         code = processes[0].wait()
         log.seek(0)
-        lines = log.read().decode("utf-8", errors="replace").strip().splitlines() or ["nothing"]
+        lines = log.read().decode("utf-8", errors="replace").strip().splitlines()
     if signals:
         raise KeyboardInterrupt
-    for line in reversed(lines if code == 0 else []):  # a library may print after it
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                return json.loads(line)
-    raise ProcessFailedError(
-        f"{name} must end with a line of JSON, got {how_ended(code)}: {lines[-1]}"
-    )
+    if code == 0:
+        for line in reversed(lines):  # a library may print after it
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):
+                    return json.loads(line)
+    last = lines[-1] if lines else "nothing"
+    raise ProcessFailedError(f"{name} must end with a line of JSON, got {how_ended(code)}: {last}")
 
 
 def run_peer(command: str) -> Result:
     """The JSON and the peak of a peer. Raises InputError without step_s, and as `run_command`."""
     result = run_command(valid(shlex.split, command), f"peer {command!r}", cwd=None)
     if not isinstance(result.get("step_s"), (int, float)):
-        raise InputError(
-            f"peer {command!r} must print JSON with step_s, got {sorted(result)}; have it print step_s"
-        )
+        rule = f"peer {command!r} must print JSON with step_s, got {sorted(result)}"
+        raise InputError(f"{rule}; have it print step_s")
     return {**result, "process_peak_bytes": result.get("peak_rss_bytes")}
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            getattr(importlib.import_module(sys.argv[1]), sys.argv[2])(json.loads(sys.argv[3]))
-        )
-    )
+    _, module, function, request = sys.argv
+    work = getattr(importlib.import_module(module), function)
+    print(json.dumps(work(json.loads(request))))

@@ -2,7 +2,7 @@
 
     ./run.sh bench kernels
     ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
-    ./run.sh bench kernels --threads 2 8 28 56              # how well that many cores are filled, on paper
+    ./run.sh bench kernels --threads 2 8 28 56      # how well that many cores are filled, on paper
     ./run.sh bench tables --records records --roofline docs/pictures/roofline.png
 
 GFLOP/s count the multiplications and additions of a plain convolution, however an operation
@@ -15,7 +15,7 @@ import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
@@ -66,14 +66,21 @@ OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    host, threads = read_host(), options.threads or ()
+    host = read_host()
+    request = dict(vars(options))
+    threads = options.threads or ()
     if len(threads) > 1 or max(threads, default=0) > host.usable_cores:
-        paper = {**vars(options), "dtype": options.dtype or host.best_dtype}
-        result = in_fresh_process(cores.measure, paper)
+        request["dtype"] = options.dtype or host.best_dtype
+        result = in_fresh_process(cores.measure, request)
         output.publish("cores", result, *cores.efficiency_tables(result))
         return 0
-    dtypes = [options.dtype] if options.dtype else DTYPES[: 1 + host.fast_bfloat16]
-    request = {**vars(options), "threads": next(iter(threads), None), "dtypes": dtypes}
+    request["threads"] = threads[0] if threads else None
+    if options.dtype:
+        request["dtypes"] = [options.dtype]
+    elif host.fast_bfloat16:
+        request["dtypes"] = DTYPES
+    else:
+        request["dtypes"] = ("float32",)
     result = in_fresh_process(measure, request)
     output.publish("kernels", result, kernels_table(result))
     return 0
@@ -83,19 +90,16 @@ def kernels_table(record: Result) -> Table:
     """GFLOP/s, a row for each dtype, grid, channels and operation."""
     rows = []
     for row in record["rows"]:
-        engine, own = row["engine_gflops"], row["own_gflops"]
+        engine = row["engine_gflops"]
+        own = row["own_gflops"]
         name = f"{by((row['edge'],) * 3)}, {row['inputs']} to {row['outputs']}"
-        figures = (
-            f"{engine:.0f}",
-            f"{own:.0f}",
-            f"{own / engine:.2f}",
-            f"{own / _intensity(row):.1f}",
-        )
+        figures = [f"{engine:.0f}", f"{own:.0f}", f"{own / engine:.2f}"]
+        figures.append(f"{own / _intensity(row):.1f}")
         rows.append((row["dtype"], name, row["operation"], *figures))
-    threads, limits = record["threads"].get("TF_NUM_INTRAOP_THREADS", "all"), record["limits"]
-    products = ", ".join(
-        f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in limits["products_gflops"].items()
-    )
+    threads = record["threads"].get("TF_NUM_INTRAOP_THREADS", "all")
+    limits = record["limits"]
+    rates = limits["products_gflops"].items()
+    products = ", ".join(f"{dtype} {rate:.0f} GFLOP/s" for dtype, rate in rates)
     title = f"GFLOP/s on {host_of(record)}, {threads} threads, {record['engine_name']}"
     title += f"; products alone: {products}; a copy: {limits['copy_gbytes']:.1f} GB/s"
     heads = ("dtype", "grid, channels", "operation", "engine", "own", "own / engine", "own, GB/s")
@@ -105,43 +109,28 @@ def kernels_table(record: Result) -> Table:
 def draw_roofline(record: Result) -> bytes:
     """GFLOP/s of every operation over its FLOPs a byte, own and the engine's, below the host's
     limits, as PNG."""
-    lines, limits = [], record["limits"]
+    lines = []
+    limits = record["limits"]
     for (dtype, products), colour in zip(limits["products_gflops"].items(), PALETTE):
         rows = [row for row in record["rows"] if row["dtype"] == dtype]
-        x, corner = [_intensity(row) for row in rows], products / limits["copy_gbytes"]
-        lines.append(
-            Line(
-                "",
-                (corner / 4, corner, 2 * max(x)),
-                (products / 4, products, products),
-                colour,
-                marks="-",
-            )
-        )
+        x = [_intensity(row) for row in rows]
+        corner = products / limits["copy_gbytes"]  # where both limits are equal
+        limit_x = (corner / 4, corner, 2 * max(x))
+        limit_y = (products / 4, products, products)
+        lines.append(Line("", limit_x, limit_y, colour, marks="-"))
         for name, marks in (("own", "o"), ("engine", "x")):
-            lines.append(
-                Line(
-                    f"{dtype}, {name}",
-                    x,
-                    [row[f"{name}_gflops"] for row in rows],
-                    colour,
-                    marks=marks,
-                )
-            )
+            y = [row[f"{name}_gflops"] for row in rows]
+            lines.append(Line(f"{dtype}, {name}", x, y, colour, marks=marks))
     title = f"3x3x3 convolutions below the limits of {host_of(record)}"
-    return chart(
-        lines, title=title, x_label="FLOPs a byte of the maps", y_label="GFLOP/s", log=True
-    )
+    axes = {"x_label": "FLOPs a byte of the maps", "y_label": "GFLOP/s"}
+    return chart(lines, title=title, log=True, **axes)
 
 
 def _intensity(row: Result) -> float:
     """FLOPs a byte of the maps."""
-    return (
-        54
-        * row["inputs"]
-        * row["outputs"]
-        / ((row["inputs"] + row["outputs"]) * DTYPE_BYTES[row["dtype"]])
-    )
+    flops = 2 * 27 * row["inputs"] * row["outputs"]  # a voxel
+    values = row["inputs"] + row["outputs"]
+    return flops / (values * DTYPE_BYTES[row["dtype"]])
 
 
 # --- In the measuring process ---
@@ -156,12 +145,9 @@ def measure(request: Dict[str, Any]) -> Result:
     if not available():
         rule = f"own operations must load here, got none: {own_operations().why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
-    cases = itertools.product(request["dtypes"], CASES)
-    rows = [
-        row
-        for dtype, case in cases
-        for row in timed_operations(tf, dtype, *case, request["rounds"])
-    ]
+    rows: List[Result] = []
+    for dtype, (edge, inputs, outputs) in itertools.product(request["dtypes"], CASES):
+        rows += timed_operations(tf, dtype, edge, inputs, outputs, request["rounds"])
     return {"rows": rows, "limits": limits(request), **facts}
 
 
@@ -171,18 +157,21 @@ def limits(request: Dict[str, Any]) -> Result:
     from models.native.operations import products_per_s
 
     threads = int(os.environ["TF_NUM_INTRAOP_THREADS"])
-    products = {
-        dtype: round(products_per_s(dtype, threads) / 1e9, 1) for dtype in request["dtypes"]
-    }
-    blocks = [[np.full(COPIED_BYTES, n, np.uint8) for n in range(2)] for _ in range(threads)]
-    with ThreadPoolExecutor(len(blocks)) as pool:
-        seconds = min(
-            seconds_of(lambda: list(pool.map(np.copyto, *zip(*blocks))))
-            for _ in range(request["rounds"])
-        )
+    products = {}
+    for dtype in request["dtypes"]:
+        products[dtype] = round(products_per_s(dtype, threads) / 1e9, 1)
+    targets = [np.full(COPIED_BYTES, 0, np.uint8) for _ in range(threads)]
+    sources = [np.full(COPIED_BYTES, 1, np.uint8) for _ in range(threads)]
+    with ThreadPoolExecutor(threads) as pool:
+
+        def copy() -> None:
+            list(pool.map(np.copyto, targets, sources))
+
+        seconds = min(seconds_of(copy) for _ in range(request["rounds"]))
+    copied_bytes = 2 * COPIED_BYTES * threads  # read and written
     return {
         "products_gflops": products,
-        "copy_gbytes": round(2 * COPIED_BYTES * len(blocks) / seconds / 1e9, 1),
+        "copy_gbytes": round(copied_bytes / seconds / 1e9, 1),
     }
 
 
@@ -196,16 +185,20 @@ def timed_operations(
         functions = [tf.function(work, autograph=False, jit_compile=False) for work in pair]
         for function in functions:
             function()  # traces, and touches its memory
-        seconds = zip(*([seconds_of(function) for function in functions] for _ in range(rounds)))
-        engine, own = (round(gflop / min(times), 1) for times in seconds)
-        case = {
+        engine_s = []
+        own_s = []
+        for _ in range(rounds):
+            engine_s.append(seconds_of(functions[0]))
+            own_s.append(seconds_of(functions[1]))
+        yield {
             "dtype": dtype,
             "edge": edge,
             "inputs": inputs,
             "outputs": outputs,
             "operation": operation,
+            "engine_gflops": round(gflop / min(engine_s), 1),
+            "own_gflops": round(gflop / min(own_s), 1),
         }
-        yield {**case, "engine_gflops": engine, "own_gflops": own}
 
 
 def _operations(
@@ -214,27 +207,30 @@ def _operations(
     """Name -> the engine's and the own operation, without arguments."""
     from models.native.operations import Gradient, Source, convolve, filter_gradient, input_gradient
 
-    raw, same = tf.raw_ops, {"strides": [1] * 5, "padding": "SAME"}
-    values, out = (
-        tf.cast(tf.random.normal((*grid, channels)), dtype) for channels in (inputs, outputs)
-    )
+    same = {"strides": [1] * 5, "padding": "SAME"}
+    values = tf.cast(tf.random.normal((*grid, inputs)), dtype)
+    out = tf.cast(tf.random.normal((*grid, outputs)), dtype)
     filters = tf.random.normal((3, 3, 3, inputs, outputs))
-    cast, size, sizes = tf.cast(filters, dtype), values.shape, filters.shape
+    cast = tf.cast(filters, dtype)
+
+    def engine_forward():
+        return tf.nn.conv3d(values, cast, **same)
+
+    def engine_input_gradient():
+        return tf.raw_ops.Conv3DBackpropInputV2(
+            input_sizes=values.shape, filter=cast, out_backprop=out, **same
+        )
+
+    def engine_filter_gradient():
+        return tf.raw_ops.Conv3DBackpropFilterV2(
+            input=values, filter_sizes=filters.shape, out_backprop=out, **same
+        )
+
     return {
-        "forward": (
-            lambda: tf.nn.conv3d(values, cast, **same),
-            lambda: convolve([Source(values)], filters),
-        ),
-        "input gradient": (
-            lambda: raw.Conv3DBackpropInputV2(
-                input_sizes=size, filter=cast, out_backprop=out, **same
-            ),
-            lambda: input_gradient(Gradient(out), filters),
-        ),
+        "forward": (engine_forward, lambda: convolve([Source(values)], filters)),
+        "input gradient": (engine_input_gradient, lambda: input_gradient(Gradient(out), filters)),
         "filter gradient": (
-            lambda: raw.Conv3DBackpropFilterV2(
-                input=values, filter_sizes=sizes, out_backprop=out, **same
-            ),
+            engine_filter_gradient,
             lambda: filter_gradient([Source(values)], Gradient(out)),
         ),
     }

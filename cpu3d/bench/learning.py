@@ -42,19 +42,19 @@ from cpu3d.bench.learning_results import (
     study_tables,
     two_settings,
 )
-from cpu3d.compare.plan import read_train_options
+from cpu3d.compare.experiment import read_train_options
 from cpu3d.compare.run import PlannedRun
 from cpu3d.compare.statistics import read_result
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import USUAL_SHAPE
 from cpu3d.data.stores.splits import with_fold
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.folds import beside_s
 from cpu3d.host.gpu import HostGpus
-from cpu3d.inference.evaluate import read_scores, scores_path
+from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import Plan, make_plan
 from cpu3d.processes import RunFailedError, call, evaluate_run, train_run
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
 from cpu3d.settings import RunConfig
@@ -85,7 +85,7 @@ class Options:
         (), help="compare two settings in these records by case", metavar="FILE", one_of="data"
     )
     folds: Optional[int] = option(
-        None, "hold out each of K parts once (default: the store's given folds)", "K", at_least=2
+        None, "cross-validate in K folds (default: the store's given folds)", "K", at_least=2
     )
     only: Tuple[int, ...] = option((), "train these folds alone", metavar="I", at_least=1)
     seeds: Tuple[int, ...] = option((0, 1, 2), "seeds of the runs", metavar="S", at_least=0)
@@ -116,7 +116,7 @@ def run(options: Options, output: Output) -> int:
     Runs that fail are left out and named; the exit code is then the highest of theirs. Raises
     RunFailedError if nothing is there, and Interrupted after a signal.
     """
-    refuse(_problems(options))
+    raise_if_any(_problems(options))
     if options.compare:
         return compare(options, output)
     workdir = writable_folder(options.workdir, "workdir").resolve()
@@ -153,7 +153,9 @@ class Network(NamedTuple):
     fold: str  # such as "2/5"; "" for no fold
 
     def __str__(self) -> str:
-        return f"seed {self.seed}" + (f", fold {self.fold}" if self.fold else "")
+        if self.fold:
+            return f"seed {self.seed}, fold {self.fold}"
+        return f"seed {self.seed}"
 
     def place(self) -> Tuple[int, int, str]:
         """By which networks are sorted: fold 2 is before fold 10."""
@@ -161,7 +163,9 @@ class Network(NamedTuple):
 
     @property
     def folder(self) -> str:
-        return f"seed{self.seed}" + (f"-fold{self.fold.replace('/', 'of')}" if self.fold else "")
+        if self.fold:
+            return f"seed{self.seed}-fold{self.fold.replace('/', 'of')}"
+        return f"seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ class Study:
         words = tuple(word for word in options.train if word != "--")
         known = [word for word in words if word != "--force"]  # it is no setting
         settings = read_train_options(known, "what follows --")
-        refuse(
+        raise_if_any(
             f"options after -- must be without --{name}, got {settings[name]}; use --{name}s"
             for name in OWN
             if name in settings
@@ -202,22 +206,30 @@ class Study:
         else:
             store = made_store(workdir, options, log)
             task = Path(options.task).resolve().name
-            steps = steps or settings.get("steps") or TASK_STEPS
-        folds = _folds_of(store, options)
-        parts = [f"{part}/{folds}" for part in range(1, folds + 1)] if folds else [""]
-        if options.only:
-            parts = [parts[number - 1] for number in options.only]
-        name = options.name[0] if options.name else shlex.join(words) or "defaults"
+            if steps is None:
+                steps = settings.get("steps", TASK_STEPS)
+        if steps:
+            settings["steps"] = steps
+        count_of_folds = _folds_of(store, options)
+        folds = [""]
+        if count_of_folds:
+            numbers_of_folds = options.only or range(1, count_of_folds + 1)
+            folds = [f"{number}/{count_of_folds}" for number in numbers_of_folds]
+        if options.name:
+            name = options.name[0]
+        else:
+            name = shlex.join(words) if words else "defaults"
+        folder_name = name if options.store else f"{task}-{name}"
         return cls(
             task=task,
             name=name,
             store=store,
-            folder=workdir / _folder_name(name if options.store else f"{task}-{name}"),
-            folds=folds,
-            networks=tuple(itertools.starmap(Network, itertools.product(options.seeds, parts))),
+            folder=workdir / _folder_name(folder_name),
+            folds=count_of_folds,
+            networks=tuple(itertools.starmap(Network, itertools.product(options.seeds, folds))),
             steps=steps,
             options=words,
-            settings={**settings, "steps": steps} if steps else settings,
+            settings=settings,
             log=log,
         )
 
@@ -236,16 +248,17 @@ class Study:
             write_json(path, content)
             return self
         begun = read_json(path)
-        problems = []
+        differing = []
         for name in ("split_hash", "folds"):
             if begun.get(name) != content[name]:
-                problems.append((name, begun.get(name), content[name]))
+                differing.append((name, begun.get(name), content[name]))
         if meaning(begun) != meaning(content):
-            problems.append(("options", as_words(begun), as_words(content)))
-        refuse(
-            f"{name} of {self.folder} must be {old}, as it was begun, got {new}; choose another --name"
-            for name, old, new in problems
-        )
+            differing.append(("options", as_words(begun), as_words(content)))
+        problems = []
+        for name, old, new in differing:
+            rule = f"{name} of {self.folder} must be {old}, as it was begun, got {new}"
+            problems.append(f"{rule}; choose another --name")
+        raise_if_any(problems)
         words = [word for word in begun["options"] if word != "--force"]
         if "--force" in self.options:  # it is no setting, and holds for this call
             words.append("--force")

@@ -1,8 +1,7 @@
 """What records of `bench learning` say: tables, paired differences between settings, pictures.
 
-A record has a curve for each trained network: of a seed and, with folds, of a part that was held
-out. Later records of the same settings add networks, or take the place of those of the same seed
-and fold.
+A record has a curve for each trained network: of a seed and, with folds, of a fold. Later records
+of the same settings add networks, or take the place of those of the same seed and fold.
 """
 
 import dataclasses
@@ -12,15 +11,15 @@ import shlex
 from collections import defaultdict
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.bench.harness import Result
-from cpu3d.compare.plan import read_train_options
-from cpu3d.compare.report import differences_table
+from cpu3d.compare.experiment import read_train_options
+from cpu3d.compare.results import differences_table
 from cpu3d.compare.statistics import MEAN, paired_difference, seed_bound
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.scores import METRICS, has_region
 from cpu3d.report.pictures import Line, chart, strips
 from cpu3d.util.records import count, listed, read_records
@@ -126,8 +125,8 @@ def learning_table(records: Sequence[Result]) -> Table:
         for name, show in (("train_s", _minutes), ("train_peak_bytes", format_bytes)):
             known = [curve["costs"][name] for curve in curves if curve.get("costs", {}).get(name)]
             row.append(show(max(known)) if known else "-")
-        seeds = _grouped(curves, 0)
-        folds = _grouped(curves, 1)
+        seeds = _means_by(curves, lambda curve: curve["seed"])
+        folds = _means_by(curves, lambda curve: curve.get("fold", ""))
         mean = fmean(dice for curve in curves for dice in end_dice(curve))
         row += [f"{mean:.3f}", _range(seeds), _range(folds)]
         rows.append(row)
@@ -182,11 +181,11 @@ def _minutes(seconds: float) -> str:
     return f"{seconds / 60:.1f}"
 
 
-def _grouped(curves: Sequence[Result], part: int) -> List[float]:
-    """The mean Dice of the curves of each seed (`part` 0) or fold (`part` 1)."""
+def _means_by(curves: Sequence[Result], group_of: Callable[[Result], Any]) -> List[float]:
+    """The mean Dice of each group of curves, such as those of a seed."""
     groups: Dict[Any, List[float]] = defaultdict(list)
     for curve in curves:
-        groups[network_of(curve)[part]] += end_dice(curve)
+        groups[group_of(curve)] += end_dice(curve)
     return list(map(fmean, groups.values()))
 
 
@@ -249,7 +248,7 @@ def paired(baseline: Result, other: Result) -> Pair:
     Raises InputError unless both are of the same data, cut alike, and share a scored case and seed.
     """
     names = (baseline["name"], other["name"])
-    refuse(
+    raise_if_any(
         f"{field} of {names[1]} must be that of {names[0]}, {baseline.get(field)}, got "
         f"{other.get(field)}; measure both on one store with the same --folds"
         for field in DATA
@@ -302,18 +301,21 @@ def _further_differences(baseline: Result, other: Result) -> Dict[str, Dict[str,
         first, second = (networks[network] for networks in of_both)
         if first and second:
             pairs.append((first, second))
-    shared = set.intersection(*(set(cases) for pair in pairs for cases in pair)) if pairs else set()
-    if not shared:
+    if not pairs:
         return {}
-    names = sorted(shared)
+    names = sorted(set.intersection(*(set(cases) for pair in pairs for cases in pair)))
+    if not names:
+        return {}
     differences: Dict[str, Dict[str, Any]] = {}
     for region in pairs[0][0][names[0]]:
         differences[region] = {}
         for metric in COMPARED:
-            scores = [[[of[n][region][metric] for n in names] for of in pair] for pair in pairs]
-            values = np.array(scores, float)  # (networks, settings, cases)
+            values = np.empty((2, len(pairs), len(names)))  # settings, networks, cases
+            for network, pair in enumerate(pairs):
+                for setting, cases in enumerate(pair):
+                    values[setting, network] = [cases[name][region][metric] for name in names]
             better = METRICS[metric].larger_is_better
-            own = paired_difference(values[:, 1], values[:, 0], larger_is_better=better)
+            own = paired_difference(values[1], values[0], larger_is_better=better)
             differences[region][metric] = own
     return differences
 
@@ -362,7 +364,7 @@ def two_settings(files: Sequence[Path], names: Sequence[str]) -> List[Result]:
         known = ", ".join(f"{record['name']} on {record['task']}" for record in records) or "none"
         todo = "choose with --name, and keep studies of other data or steps in other files"
         problems.append(f"{path} must hold {wanted}, got {known}; {todo}")
-    refuse(problems)
+    raise_if_any(problems)
     if chosen[0]["name"] == chosen[1]["name"]:
         for path, study in zip(files, chosen):
             study["name"] = f"{path.stem}: {study['name']}"
@@ -373,7 +375,8 @@ def pair_tables(result: Result) -> List[Table]:
     """The tables of a pair's JSON: over all cases, over those that have a region if some lack it,
     and fold by fold."""
     (name,) = result["differences"]
-    seeds = f"{'seed' if len(result['seeds']) == 1 else 'seeds'} {listed(result['seeds'])}"
+    noun = "seed" if len(result["seeds"]) == 1 else "seeds"
+    seeds = f"{noun} {listed(result['seeds'])}"
     scored = f"{count(result['cases'], 'untouched case')}, {seeds}"
     tables = [differences_table(result, f"{name} against {result['baseline']}: {scored}")]
     if any(result["where_present"][name].values()):
@@ -400,9 +403,9 @@ def _folds_table(of_folds: Mapping[str, Mapping[str, float]]) -> Table:
         ("region", *folds, "mean", "by chance"),
         rows,
         title="Difference of the Dice, fold by fold",
-        caption="By chance: if the settings were equally good, the choice of the folds would make a "
-        "mean larger than this once in 20 times (Student's t). It is rather too small, as networks "
-        "of two folds share training cases.",
+        caption="By chance: if the settings were equally good, the choice of the folds would make "
+        "a mean larger than this once in 20 times (Student's t). It is rather too small, as "
+        "networks of two folds share training cases.",
     )
 
 

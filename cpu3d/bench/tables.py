@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+from cpu3d.bench.estimator_errors import VALIDATION, validation
 from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.learning_results import (
     draw_learning,
@@ -27,10 +28,9 @@ from cpu3d.bench.learning_results import (
     pairs_of,
     study_tables,
 )
-from cpu3d.bench.step import draw_policies, step_table, with_predictions
-from cpu3d.bench.validate import VALIDATION, validation
-from cpu3d.compare.report import comparisons_markdown
-from cpu3d.errors import InputError, refuse
+from cpu3d.bench.step_costs import draw_policies, step_table, with_predictions
+from cpu3d.compare.results import comparisons_markdown
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_bytes
 from cpu3d.util.records import listed, newest, read_records
 from memory_estimator.accuracy import Accuracy
@@ -38,11 +38,12 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
 from memory_estimator.validation import accuracy_json, digest, error_table, page
 
-HEAD = """\
-# Results
-
-Made from `records/` by `./run.sh bench tables --records records`. The help of each command describes how it measures.
-"""
+HEAD = [
+    "# Results",
+    "",
+    "Made from `records/` by `./run.sh bench tables --records records`. The help of each command "
+    "describes how it measures.",
+]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ OPTIONS = (TableOptions,)
 
 
 def run(options: TableOptions) -> int:
-    refuse(_problems(options))
+    raise_if_any(_problems(options))
     for name, make in OF_RECORDS.items():
         if getattr(options, name):
             write_bytes(getattr(options, name), make(options.records))
@@ -108,7 +109,7 @@ def _problems(options: TableOptions) -> List[str]:
 def tables(folder: Optional[Path], studies: Sequence[Path] = ()) -> List[str]:
     """The lines of the page of results: of a folder of records, with `studies` in place of its
     files of `bench learning`, or of these alone. A kind without records has no section."""
-    lines = HEAD.splitlines()
+    lines = list(HEAD)
     sections = []
     for name, (heading, section) in SECTIONS.items():
         if folder and (folder / name).exists():
@@ -134,18 +135,22 @@ def study_files(folder: Path) -> List[Path]:
 
 def _newest(path: Path, names: Sequence[str]) -> List[Dict[str, Any]]:
     """The newest record of each job; jobs differ in these fields or the CPU."""
-    records = read_records(path, path.stem)
-    return newest(
-        records,
-        lambda record: json.dumps([*map(record.get, names), record["host"]["cpu"]], sort_keys=True),
-    )
+
+    def job_of(record: Dict[str, Any]) -> str:
+        fields = [record.get(name) for name in names]
+        return json.dumps([*fields, record["host"]["cpu"]], sort_keys=True)
+
+    return newest(read_records(path, path.stem), job_of)
 
 
 def _tables(
     path: Path, names: Sequence[str], table: Callable[[Dict[str, Any]], Table]
 ) -> List[str]:
     """A table for the newest record of each job."""
-    return [line for record in _newest(path, names) for line in (*table(record).markdown(), "")]
+    lines = []
+    for record in _newest(path, names):
+        lines += [*table(record).markdown(), ""]
+    return lines
 
 
 def _estimator(path: Path) -> List[str]:

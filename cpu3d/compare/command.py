@@ -4,7 +4,7 @@
     ./run.sh compare --store store --out comparison --epochs 30 --filters 8 --dry-run
     ./run.sh compare --store store --out sizes --voxels 2e9 --variant whole "--mode whole" \\
         --variant patch-64 "--mode patch --patch 64 64 64" --variant half "--resolution 0.5"
-    ./run.sh compare --runs runs/first-seed0 runs/first-seed1 runs/other-seed0 runs/other-seed1 --out seen
+    ./run.sh compare --runs runs/a-seed0 runs/a-seed1 runs/b-seed0 runs/b-seed1 --out seen
 
 Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N
 times). The first variant is the baseline: every other variant is compared with it, case by case and
@@ -20,17 +20,18 @@ before "-seed" and the number are one variant, of that name. """
 import itertools
 import re
 import shlex
+from pathlib import Path
 from typing import Iterator, List, Tuple
 
-from cpu3d.compare.plan import Json, Kept, Options, planned, resumed
-from cpu3d.compare.report import plan_table, publish
-from cpu3d.compare.run import PlannedRun, train_and_score
+from cpu3d.compare.experiment import Json, Kept, Options, planned, resumed
+from cpu3d.compare.results import plan_table, publish
+from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
 from cpu3d.compare.statistics import comparison_of, read_result
 from cpu3d.data.store import Store, open_store
-from cpu3d.errors import InputError, refuse
-from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores, warning
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.runs import store_of_run
-from cpu3d.run.config import load_config
+from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import FINISHED, last_end, last_event
 from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder
@@ -42,8 +43,9 @@ OPTIONS = (Options, SETTINGS)
 
 
 def run(options: Options, settings: Json) -> int:
-    refuse(_problems(options, settings))
-    console, failed = new_console(), []
+    raise_if_any(_problems(options, settings))
+    console = new_console()
+    failed = []
     if options.split != UNTOUCHED:
         say(f"warning: {warning(options.split)}")
     if options.runs:
@@ -53,7 +55,8 @@ def run(options: Options, settings: Json) -> int:
         store = open_store(options.store)
         store.check(record for split in store.manifest.split for record in store.cases(split))
         asked, plan, chosen = planned(options, settings, store)
-        new, budget = Kept(asked, list(options.seeds), plan), chosen.words(plan[0]["name"])
+        new = Kept(asked, list(options.seeds), plan)
+        budget = chosen.words(plan[0]["name"])
     if options.dry_run:
         console.print(plan_table(resumed(new, options.out), budget))
         return 0
@@ -66,25 +69,16 @@ def run(options: Options, settings: Json) -> int:
             runs = []
             # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
             for seed, course in itertools.product(kept.seeds, kept.plan):
-                folder, own = out / "runs" / f"{course['name']}-seed{seed}", ("--seed", str(seed))
-                runs.append(PlannedRun(course["name"], seed, folder, (*course["options"], *own)))
-            failed = train_and_score(
-                runs, store.folder.resolve(), out, options.evaluation, force=options.force
-            )
-        lost = [failure[:2] for failure in failed]
-        results = [
-            read_result(run, options.split, store)
-            for run in runs
-            if (run.variant, run.seed) not in lost
-        ]
-        publish(
-            comparison_of(results, runs[0].variant, failed),
-            kept,
-            store,
-            out,
-            options,
-            budget=budget,
-        )
+                folder = out / "runs" / f"{course['name']}-seed{seed}"
+                words = (*course["options"], "--seed", str(seed))
+                runs.append(PlannedRun(course["name"], seed, folder, words))
+            folder = store.folder.resolve()
+            failed = train_and_score(runs, folder, out, options.evaluation, force=options.force)
+        lost = [(failure.variant, failure.seed) for failure in failed]
+        done = [run for run in runs if (run.variant, run.seed) not in lost]
+        results = [read_result(run, options.split, store) for run in done]
+        comparison = comparison_of(results, runs[0].variant, failed)
+        publish(comparison, kept, store, out, options, budget=budget)
     return 1 if failed else 0
 
 
@@ -93,26 +87,24 @@ def run(options: Options, settings: Json) -> int:
 
 def _problems(options: Options, settings: Json) -> Iterator[str]:
     """Options that are missing, equal or do not go together."""
-    chosen = {
-        **settings,
-        **{name: getattr(options, name) for name in ("voxels", "minutes", "variant", "dry_run")},
-    }
+    chosen = dict(settings)
+    for name in ("voxels", "minutes", "variant", "dry_run"):
+        chosen[name] = getattr(options, name)
     budgets = [name for name in ("epochs", "voxels", "minutes") if chosen.get(name)]
     if not (options.runs or options.store):
-        yield "--store must name a store, got none; name one, or give --runs with folders to compare"
+        todo = "name one, or give --runs with folders to compare"
+        yield f"--store must name a store, got none; {todo}"
     if settings.get("validations", 1) < 1:
-        yield f"--validations must be at least 1, got {settings['validations']}; the last step is always validated"
-    for option, values in (
-        ("seeds", options.seeds),
-        ("variant", [name for name, _ in options.variant]),
-    ):
+        rule = f"--validations must be at least 1, got {settings['validations']}"
+        yield f"{rule}; the last step is always validated"
+    names = [name for name, _ in options.variant]
+    for option, values in (("seeds", options.seeds), ("variant", names)):
         if len(set(values)) < len(values):
             yield f"--{option} must differ, got {', '.join(map(str, values))}; leave one out"
     if options.runs and any(chosen.values()):
-        names = " and ".join(
-            f"--{name.replace('_', '-')}" for name, value in chosen.items() if value
-        )
-        yield f"--runs must be without options of training, got {names}; leave them out, as nothing is trained"
+        given = [f"--{name.replace('_', '-')}" for name, value in chosen.items() if value]
+        rule = f"--runs must be without options of training, got {' and '.join(given)}"
+        yield f"{rule}; leave them out, as nothing is trained"
     elif len(budgets) > 1:
         values = " and ".join(f"{chosen[name]:g}" for name in budgets)
         yield f"--{' and --'.join(budgets)} must be one budget, got {values}; leave all but one out"
@@ -123,41 +115,43 @@ def _finished(options: Options) -> Tuple[Store, Kept, List[PlannedRun]]:
 
     Raises InputError, with all problems at once, for two runs of one variant and seed, and for runs
     that were not trained to their end or have no current scores."""
-    runs, problems, evaluation = {}, [], options.evaluation
+    runs = {}
+    problems = []
+    evaluation = options.evaluation
     for folder in (folder.resolve() for folder in options.runs):
         try:
-            name, config = (
-                re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name,
-                load_config(folder),
-            )
+            name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.name) or folder.name
+            config = load_config(folder)
         except InputError as error:
             problems += error.problems
             continue
         run = PlannedRun(name, config.seed, folder, ())
         if str(run) in runs:
             both = f"{runs[str(run)].folder} and {folder}"
-            problems.append(
-                f"runs must differ in their name or seed, got {run} for {both}; leave one out"
-            )
+            rule = f"runs must differ in their name or seed, got {run} for {both}"
+            problems.append(f"{rule}; leave one out")
         runs[str(run)] = run
-        end = last_end(folder).get("reason", "none")
-        diverged = last_event(folder).get("event") == "diverged"
-        if end not in FINISHED:
-            got, todo = f"end: {end}", "continue it with `train`"
-            if diverged:
-                got, todo = (
-                    "diverged",
-                    f"see `status --run {shlex.quote(str(folder))}`, or leave it out",
-                )
-            problems.append(f"run {folder} must have been trained to its end, got {got}; {todo}")
-        elif outdated := outdated_scores(folder, evaluation.split, evaluation.tolerance_mm):
-            words = ["evaluate", "--run", str(folder), "--split", evaluation.split]
-            command = shlex.join([*words, "--tolerance", f"{evaluation.tolerance_mm!r}"])
-            problems.append(
-                f"run {folder} must have current scores, got {outdated}; run `{command}`"
-            )
-    refuse(problems)
+        problems += _problems_of_run(folder, evaluation)
+    raise_if_any(problems)
     ordered = list(runs.values())
     store = store_of_run(load_config(ordered[0].folder), options.store)
     asked = {"runs": [str(run.folder) for run in ordered], "evaluation": evaluation._asdict()}
     return store, Kept(asked, sorted({run.seed for run in ordered}), []), ordered
+
+
+def _problems_of_run(folder: Path, evaluation: Evaluation) -> Iterator[str]:
+    """Why a run cannot be compared: it was not trained to its end, or has no current scores."""
+    end = last_end(folder).get("reason", "none")
+    if end not in FINISHED:
+        got = f"end: {end}"
+        todo = "continue it with `train`"
+        if last_event(folder).get("event") == "diverged":
+            got = "diverged"
+            todo = f"see `status --run {shlex.quote(str(folder))}`, or leave it out"
+        yield f"run {folder} must have been trained to its end, got {got}; {todo}"
+        return
+    outdated = outdated_scores(folder, evaluation.split, evaluation.tolerance_mm)
+    if outdated:
+        words = ["evaluate", "--run", str(folder), "--split", evaluation.split]
+        command = shlex.join([*words, "--tolerance", f"{evaluation.tolerance_mm!r}"])
+        yield f"run {folder} must have current scores, got {outdated}; run `{command}`"

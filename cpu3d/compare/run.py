@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, NamedTuple, Sequence, Tuple
 
-from cpu3d.inference.evaluate import UNTOUCHED, outdated_scores
 from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores
 from cpu3d.processes import RunFailedError, evaluate_run, train_run
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import say
 
@@ -32,9 +32,8 @@ class PlannedRun:
     variant: str
     seed: int
     folder: Path
-    options: Tuple[
-        str, ...
-    ]  # of `train`, all but --store and --run; with --seed and --steps or --budget-minutes
+    # Of `train`, all but --store and --run; with --seed and --steps or --budget-minutes.
+    options: Tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.variant}, seed {self.seed}"
@@ -44,7 +43,9 @@ class PlannedRun:
         """Steps of the run; 0 while a budget of minutes has not decided them yet."""
         if "--steps" in self.options:
             return int(self.options[self.options.index("--steps") + 1])
-        return load_config(self.folder).steps if (self.folder / "config.json").is_file() else 0
+        if (self.folder / "config.json").is_file():
+            return load_config(self.folder).steps
+        return 0
 
 
 class Failed(NamedTuple):
@@ -77,7 +78,9 @@ def train_and_score(
     logs = writable_folder(out / "logs", "folder of logs")
     for number, run in enumerate(runs, 1):
         label = f"{number}/{len(runs)} {run}"
-        options = [*run.options, *["--force"] * force]
+        options = list(run.options)
+        if force:
+            options.append("--force")
         log = logs / f"{run.folder.name}-train.txt"
         try:
             train_run(run.folder, store, options, log, label, steps=run.steps)

@@ -12,17 +12,28 @@ import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 import numpy as np
 
-from cpu3d.compare.plan import Json
+from cpu3d.compare.experiment import Json
 from cpu3d.compare.run import Failed, PlannedRun
 from cpu3d.data.store import Store, grid_size
-from cpu3d.errors import InputError, refuse
-from cpu3d.inference.evaluate import PREDICTIONS, read_scores, scores_path
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.scores import METRICS
-from cpu3d.run.config import load_config
+from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History, median, numbers
 from cpu3d.settings import RunConfig
@@ -48,8 +59,11 @@ def paired_difference(
     seed."""
     difference = values - baseline
     seeds, cases = difference.shape
-    of_cases = difference.mean(0) * (1 if larger_is_better else -1)
-    better, worse = int((of_cases > EQUAL).sum()), int((of_cases < -EQUAL).sum())
+    of_cases = difference.mean(0)
+    if not larger_is_better:
+        of_cases = -of_cases
+    better = int((of_cases > EQUAL).sum())
+    worse = int((of_cases < -EQUAL).sum())
     return {
         "mean": float(difference.mean()),
         "interval": bootstrap_mean(difference),
@@ -64,8 +78,11 @@ def paired_difference(
 
 def counts(difference: Mapping[str, Any]) -> bool:
     """Whether the interval of a difference leaves out 0 and its mean exceeds the "seed_bound"."""
-    bound, (low, high) = difference["seed_bound"], difference["interval"] or (0, 0)
-    return (low > 0 or high < 0) and bound is not None and abs(difference["mean"]) > bound
+    bound = difference["seed_bound"]
+    if difference["interval"] is None or bound is None:
+        return False
+    low, high = difference["interval"]
+    return (low > 0 or high < 0) and abs(difference["mean"]) > bound
 
 
 def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
@@ -80,11 +97,9 @@ def seed_bound(of_seeds: Sequence[float]) -> Optional[float]:
     if sd is None:
         return None
     # Rounding alone makes equal differences differ by less than EQUAL, which is no deviation.
-    return (
-        float(stdtrit(len(of_seeds) - 1, 0.975) * sd / np.sqrt(len(of_seeds)))
-        if sd > EQUAL
-        else 0.0
-    )
+    if sd > EQUAL:
+        return float(stdtrit(len(of_seeds) - 1, 0.975) * sd / np.sqrt(len(of_seeds)))
+    return 0.0
 
 
 def bootstrap_mean(values: np.ndarray) -> Optional[Tuple[float, float]]:
@@ -108,7 +123,10 @@ def mean_and_sd(of_seeds: Sequence[float]) -> Tuple[float, Optional[float]]:
     """The mean of a value for each seed, and their standard deviation (n - 1); None for a single
     seed."""
     of_seeds = np.asarray(of_seeds, float)
-    return float(of_seeds.mean()), float(of_seeds.std(ddof=1)) if len(of_seeds) > 1 else None
+    sd = None
+    if len(of_seeds) > 1:
+        sd = float(of_seeds.std(ddof=1))
+    return float(of_seeds.mean()), sd
 
 
 # --- The result of a run ---
@@ -119,37 +137,32 @@ class Cost(NamedTuple):
 
     label: str
     show: Callable[[float], str]
-    of: Callable[[Sequence[float]], float] = (
-        statistics.median
-    )  # of the seeds; memory by the largest
+    of: Callable[[Sequence[float]], float] = statistics.median  # of the seeds
 
 
 def millions(voxels: float) -> str:
     """ "12.3 M"."""
-    return f"{voxels / 1e6:,.{0 if voxels >= 1e8 else 1}f} M"
+    digits = 0 if voxels >= 1e8 else 1
+    return f"{voxels / 1e6:,.{digits}f} M"
 
 
 COSTS = {
     "steps": Cost("steps", "{:,.0f}".format),
     "voxels": Cost("voxels seen", millions),
     "step_s": Cost("a step in full", format_seconds),
-    "case_train_s": Cost(
-        "a case trained once", format_seconds
-    ),  # of a whole case's voxels; unknown without a store
-    "steps_s": Cost(
-        "all steps", format_seconds
-    ),  # with the compilation in the first, and the waiting for data
+    # Of a whole case's voxels.
+    "case_train_s": Cost("a case trained once", format_seconds),
+    # With the compilation in the first, and the waiting for data.
+    "steps_s": Cost("all steps", format_seconds),
     "validation_s": Cost("validation", format_seconds),
-    "train_s": Cost(
-        "training in all", format_seconds
-    ),  # of all attempts; not known where the last one did not end
+    # Of all attempts; not known where the last one did not end.
+    "train_s": Cost("training in all", format_seconds),
     "core_hours": Cost("core-hours", number),  # of all cores that the process had; None on a card
     "train_peak_bytes": Cost("peak memory, training", format_bytes, max),
     "allocator_peak_bytes": Cost("of it TensorFlow's allocator", format_bytes, max),
     "card_peak_bytes": Cost("card's memory, training", format_bytes, max),
-    "case_predict_s": Cost(
-        "a case predicted", format_seconds
-    ),  # the median over the cases: the first one compiles
+    # The median over the cases: the first one compiles.
+    "case_predict_s": Cost("a case predicted", format_seconds),
     "predict_peak_bytes": Cost("peak memory, prediction", format_bytes, max),
 }
 """Name in compare.json and the records -> cost. Seconds are of the wall clock, memory is the
@@ -184,20 +197,30 @@ def read_result(run: PlannedRun, split: str, store: Store) -> RunResult:
 
     Raises InputError if the run was not trained or scored, or its files are damaged.
     """
-    config, path = load_config(run.folder), scores_path(run.folder, split)
+    config = load_config(run.folder)
+    path = scores_path(run.folder, split)
     content = read_scores(path)
     history = History(iter_events(run.folder))
-    cases = {case["case_id"]: case["regions"] for case in content["cases"]}
-    regions = {
-        region: {
-            name: {case: float(of[region][name]) for case, of in cases.items()} for name in METRICS
-        }
-        for region in content["regions"]
-    }
+    scores: Scores = {}
+    for region in content["regions"]:
+        scores[region] = {}
+        for name in METRICS:
+            of_cases = {}
+            for case in content["cases"]:
+                of_cases[case["case_id"]] = float(case["regions"][region][name])
+            scores[region][name] = of_cases
     host = history.starts[-1].get("host", {}) if history.starts else {}
-    costs = _costs(history, config, content, host.get("cores"), store)
-    about = (run.variant, run.seed, run.folder, with_mean(regions), costs, config)
-    return RunResult(*about, _curve(history), host, path.parent / PREDICTIONS)
+    return RunResult(
+        variant=run.variant,
+        seed=run.seed,
+        folder=run.folder,
+        scores=with_mean(scores),
+        costs=_costs(history, config, content, host.get("cores"), store),
+        config=config,
+        curve=_curve(history),
+        host=host,
+        predictions=path.parent / PREDICTIONS,
+    )
 
 
 def with_mean(scores: Scores) -> Scores:
@@ -205,12 +228,13 @@ def with_mean(scores: Scores) -> Scores:
     are."""
     if len(scores) < 2:
         return scores
-    mean = {
-        metric: {
-            case: statistics.fmean(of[metric][case] for of in scores.values()) for case in values
-        }
-        for metric, values in next(iter(scores.values())).items()
-    }
+    mean: Dict[str, Dict[str, float]] = {}
+    first, *_ = scores.values()
+    for metric, of_cases in first.items():
+        mean[metric] = {}
+        for case in of_cases:
+            values = [regions[metric][case] for regions in scores.values()]
+            mean[metric][case] = statistics.fmean(values)
     return {**scores, MEAN: mean}
 
 
@@ -221,70 +245,70 @@ def with_mean(scores: Scores) -> Scores:
 class Comparison:
     """Runs grouped by variant."""
 
-    runs: Dict[
-        str, List[RunResult]
-    ]  # variant -> its runs by seed; the first variant is the baseline
+    baseline: str  # a variant
+    runs: Dict[str, List[RunResult]]  # variant -> its runs by seed; in the order of tables
     cases: List[str]
     regions: List[str]  # if there are several, with the mean over them last
     failed: Tuple[Failed, ...] = ()  # runs that are not among `runs`, and why
-
-    @property
-    def baseline(self) -> str:
-        return next(iter(self.runs))
 
     def values(
         self, variant: str, region: str, metric: str, like: Optional[str] = None
     ) -> np.ndarray:
         """Scores (seeds, cases) of a variant: of all its seeds, or of those that the variant `like`
         has too."""
-        shared = {run.seed for run in self.runs[like or variant]}
-        chosen = [run for run in self.runs[variant] if run.seed in shared]
-        return np.array(
-            [[run.scores[region][metric][case] for case in self.cases] for run in chosen]
-        )
+        runs = self.runs[variant]
+        if like is not None:
+            seeds = {run.seed for run in self.runs[like]}
+            runs = [run for run in runs if run.seed in seeds]
+        rows = []
+        for run in runs:
+            of_cases = run.scores[region][metric]
+            rows.append([of_cases[case] for case in self.cases])
+        return np.array(rows)
 
     def to_json(self) -> Dict[str, Any]:
         """The scores, differences and costs, as in compare.json and the records."""
-
-        def of_all(
-            value_of: Callable[[str, str, str], Any], variant: str
-        ) -> Dict[str, Dict[str, Any]]:
-            return {
-                name: {metric: value_of(variant, name, metric) for metric in METRICS}
-                for name in self.regions
+        variants = {}
+        differences = {}
+        runs = []
+        for variant, own in self.runs.items():
+            variants[variant] = {
+                "seeds": [run.seed for run in own],
+                "scores": self._of_all(self._score, variant),
+                "costs": {name: self._cost(variant, name) for name in COSTS},
             }
-
-        return {
-            "baseline": self.baseline,
-            "cases": len(self.cases),
-            "regions": self.regions,
-            "variants": {
-                variant: {
-                    "seeds": [run.seed for run in runs],
-                    "scores": of_all(self._score, variant),
-                    "costs": {name: self._cost(variant, name) for name in COSTS},
-                }
-                for variant, runs in self.runs.items()
-            },
-            "differences": {
-                variant: of_all(self._difference, variant) for variant in list(self.runs)[1:]
-            },
-            "runs": [
-                {
+            if variant != self.baseline:
+                differences[variant] = self._of_all(self._difference, variant)
+            for run in own:
+                about = {
                     "variant": run.variant,
                     "seed": run.seed,
                     "folder": run.folder.name,
                     "learning_rate": run.config.peak_rate,
-                    **run.costs,
                 }
-                for runs in self.runs.values()
-                for run in runs
-            ],
+                runs.append({**about, **run.costs})
+        return {
+            "baseline": self.baseline,
+            "cases": len(self.cases),
+            "regions": self.regions,
+            "variants": variants,
+            "differences": differences,
+            "runs": runs,
             "failed": [str(failure) for failure in self.failed],
         }
 
-    def _score(self, *key: str) -> Dict[str, Optional[float]]:
-        return dict(zip(("mean", "sd"), mean_and_sd(self.values(*key).mean(1))))
+    def _of_all(
+        self, value_of: Callable[[str, str, str], Any], variant: str
+    ) -> Dict[str, Dict[str, Any]]:
+        """Region -> metric -> the value of a variant."""
+        values: Dict[str, Dict[str, Any]] = {}
+        for region in self.regions:
+            values[region] = {metric: value_of(variant, region, metric) for metric in METRICS}
+        return values
+
+    def _score(self, variant: str, region: str, metric: str) -> Dict[str, Optional[float]]:
+        mean, sd = mean_and_sd(self.values(variant, region, metric).mean(1))
+        return {"mean": mean, "sd": sd}
 
     def _difference(self, variant: str, region: str, metric: str) -> Dict[str, Any]:
         own = self.values(variant, region, metric, like=self.baseline)
@@ -292,11 +316,8 @@ class Comparison:
         return paired_difference(own, baseline, larger_is_better=METRICS[metric].larger_is_better)
 
     def _cost(self, variant: str, name: str) -> Optional[float]:
-        known = [
-            value
-            for value in (run.costs.get(name) for run in self.runs[variant])
-            if value is not None
-        ]
+        costs = [run.costs.get(name) for run in self.runs[variant]]
+        known = [cost for cost in costs if cost is not None]
         return COSTS[name].of(known) if known else None
 
 
@@ -308,82 +329,107 @@ def comparison_of(
     Raises InputError for runs that were not scored on the same cases and regions, and for a variant
     that shares no seed with the baseline, as nothing can be paired then; a variant whose shared
     seeds failed is left out instead."""
-    runs: Dict[str, List[RunResult]] = {
-        name: [] for name in (baseline, *(result.variant for result in results))
-    }
-    for result in sorted(results, key=lambda run: run.seed):
-        runs[result.variant].append(result)
+    runs: Dict[str, List[RunResult]] = {baseline: []}
+    for result in results:
+        runs.setdefault(result.variant, []).append(result)
+    for own in runs.values():
+        own.sort(key=lambda run: run.seed)
     if not runs[baseline]:
-        raise InputError(
-            f"the baseline {baseline} must have a run that succeeded, got none", *map(str, failed)
-        )
+        rule = f"the baseline {baseline} must have a run that succeeded, got none"
+        raise InputError(rule, *map(str, failed))
     first = runs[baseline][0]
-    cases = list(next(iter(first.scores.values()))["dice"])
-    refuse(
-        f"run {result.folder} must be scored on the same {kind} as {first.folder}, got {', '.join(sorted(names))} for "
-        f"{', '.join(sorted(wanted))}; evaluate both on one store"
-        for result in results
-        for kind, names, wanted in (
-            ("regions", result.scores, first.scores),
-            ("cases", next(iter(result.scores.values()))["dice"], cases),
-        )
-        if set(names) != set(wanted)
-    )
+    problems = []
+    for result in results:
+        problems += _differences_in_scope(result, first)
+    raise_if_any(problems)
     seeds = {variant: {run.seed for run in own} for variant, own in runs.items()}
     lonely = [variant for variant, own in seeds.items() if not own & seeds[baseline]]
-    refuse(
-        f"variant {variant} must share a seed with {baseline}, got {sorted(seeds[variant])} and "
-        f"{sorted(seeds[baseline])}; train one of each with the same --seed"
-        for variant in ([] if failed else lonely)
+    left_out = list(failed)
+    for variant in lonely:
+        if not failed:
+            got = f"{sorted(seeds[variant])} and {sorted(seeds[baseline])}"
+            rule = f"variant {variant} must share a seed with {baseline}, got {got}"
+            problems.append(f"{rule}; train one of each with the same --seed")
+        for run in runs.pop(variant):
+            left_out.append(Failed(variant, run.seed, f"{baseline} has no such seed"))
+    raise_if_any(problems)
+    return Comparison(
+        baseline=baseline,
+        runs=runs,
+        cases=_cases_of(first),
+        regions=list(first.scores),
+        failed=tuple(left_out),
     )
-    left_out = [
-        Failed(variant, run.seed, f"{baseline} has no such seed")
-        for variant in lonely
-        for run in runs.pop(variant)
-    ]
-    return Comparison(runs, cases, list(first.scores), (*failed, *left_out))
 
 
 # --- Private helpers ---
+
+
+def _cases_of(result: RunResult) -> List[str]:
+    region, *_ = result.scores
+    return list(result.scores[region]["dice"])
+
+
+def _differences_in_scope(result: RunResult, first: RunResult) -> Iterator[str]:
+    """Why a run cannot be compared with the first: other regions, or other cases."""
+    for kind, names, wanted in (
+        ("regions", sorted(result.scores), sorted(first.scores)),
+        ("cases", sorted(_cases_of(result)), sorted(_cases_of(first))),
+    ):
+        if names != wanted:
+            rule = f"run {result.folder} must be scored on the same {kind} as {first.folder}"
+            got = f"got {', '.join(names)} for {', '.join(wanted)}"
+            yield f"{rule}, {got}; evaluate both on one store"
 
 
 def _curve(history: History) -> List[Point]:
     """A run's validations, each with what the steps up to it have cost."""
     order = np.argsort(history.steps["step"], kind="stable")
     done = history.steps["step"][order]
-    voxels, seconds = (
-        np.concatenate([[0], np.cumsum(np.nan_to_num(history.steps[name][order]))])
-        for name in ("voxels", "step_s")
-    )
+
+    def until_now(name: str) -> np.ndarray:
+        """The sums of a column over no step, one, two and so on."""
+        return np.concatenate([[0], np.cumsum(np.nan_to_num(history.steps[name][order]))])
+
     validations = history.validations
-    until = np.searchsorted(done, validations["step"], side="right")  # how many steps
-    return [
-        Point(int(seen), float(took), float(dice))
-        for seen, took, dice in zip(voxels[until], seconds[until], validations["mean_dice"])
-    ]
+    steps = np.searchsorted(done, validations["step"], side="right")  # before each validation
+    voxels = until_now("voxels")[steps]
+    seconds = until_now("step_s")[steps]
+    points = []
+    for seen, took_s, dice in zip(voxels, seconds, validations["mean_dice"]):
+        points.append(Point(int(seen), float(took_s), float(dice)))
+    return points
 
 
 def _costs(
     history: History, config: RunConfig, scores: Json, cores: Optional[int], store: Store
 ) -> Dict[str, Optional[float]]:
     """A run's COSTS, from its log and the content of scores.json."""
-    costs, on_cpu = history.costs(config.coarse_steps), config.device == "cpu"
-    whole = (
-        grid_size(store, extent=config.extent, multiple=config.unet.divisor)
-        if config.is_patch
-        else config.grid
+    costs = history.costs(config.coarse_steps)
+    on_cpu = config.device == "cpu"
+    if config.is_patch:
+        whole = grid_size(store, extent=config.extent, multiple=config.unet.divisor)
+    else:
+        whole = config.grid
+    values: Dict[str, Optional[float]] = dict.fromkeys(COSTS)
+    values.update(
+        steps=costs.steps,
+        voxels=costs.voxels,
+        step_s=costs.step_s,
+        steps_s=costs.steps_s,
+        validation_s=costs.validation_s,
+        train_s=costs.train_s,
+        train_peak_bytes=costs.peak_rss_bytes,
+        case_predict_s=median(numbers(scores["cases"], "predict_s")),
+        predict_peak_bytes=scores.get("peak_rss_bytes"),
     )
-    values = {
-        **vars(costs),
-        "case_train_s": costs.step_s
-        and costs.step_s / (config.batch * math.prod(config.grid)) * math.prod(whole),
-        "core_hours": costs.train_s * cores / 3600
-        if costs.train_s is not None and cores and on_cpu
-        else None,
-        "train_peak_bytes": costs.peak_rss_bytes,
-        "allocator_peak_bytes": costs.allocator_peak_bytes if on_cpu else None,
-        "card_peak_bytes": None if on_cpu else costs.allocator_peak_bytes,
-        "case_predict_s": median(numbers(scores["cases"], "predict_s")),
-        "predict_peak_bytes": scores.get("peak_rss_bytes"),
-    }
-    return {name: values[name] for name in COSTS}
+    if costs.step_s is not None:
+        voxel_s = costs.step_s / (config.batch * math.prod(config.grid))
+        values["case_train_s"] = voxel_s * math.prod(whole)
+    if on_cpu:
+        values["allocator_peak_bytes"] = costs.allocator_peak_bytes
+    else:
+        values["card_peak_bytes"] = costs.allocator_peak_bytes
+    if on_cpu and cores and costs.train_s is not None:
+        values["core_hours"] = costs.train_s * cores / 3600
+    return values

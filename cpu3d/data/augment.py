@@ -12,11 +12,14 @@ from typing import Iterator, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.region import Array, xyz
 from cpu3d.data.resolution import growing
 from cpu3d.data.sampling import random_units, random_words
 from memory_estimator.common.schema import option
 
-_KEY, _NOISE_KEY = 0x61756721, 0x6E6F697365  # of the random streams of a sample
+# Keys of the random streams of a sample: its numbers, and its noise.
+_KEY = 0x61756721
+_NOISE_KEY = 0x6E6F697365
 
 # The share of samples that have each change, and of their channels: nnU-Net's (Isensee et al. 2021;
 # nnUNetTrainer and batchgeneratorsv2 of its version 2). There gamma comes in two transforms, of 0.1
@@ -51,7 +54,8 @@ class AugmentConfig:
     scaling: float = _augmentation(0.0, "zoom by 1 / (1 + S) to 1 + S; below 1; nnU-Net: 0.4", "S")
     contrast: float = _augmentation(
         0.0,
-        "in 15 of 100 samples deviations from a channel's mean times up to 1 +- C; below 1; nnU-Net: 0.25",
+        "in 15 of 100 samples deviations from a channel's mean times up to 1 +- C; below 1;"
+        " nnU-Net: 0.25",
         "C",
     )
     gamma: float = _augmentation(
@@ -66,12 +70,14 @@ class AugmentConfig:
     )
     blur: float = _augmentation(
         0.0,
-        "in 20 of 100 samples half of the channels blurred by B / 2 to B voxels; below 10; nnU-Net: 1",
+        "in 20 of 100 samples half of the channels blurred by B / 2 to B voxels; below 10;"
+        " nnU-Net: 1",
         "B",
     )
     low_resolution: float = _augmentation(
         0.0,
-        "in 25 of 100 samples half of the channels at 1 - L to 1 of their resolution; below 1; nnU-Net: 0.5",
+        "in 25 of 100 samples half of the channels at 1 - L to 1 of their resolution; below 1;"
+        " nnU-Net: 0.5",
         "L",
     )
 
@@ -79,12 +85,12 @@ class AugmentConfig:
     """Whether volumes are turned about Z and X alone, and zoomed along Z by a factor of its own, as
     by versions before contrast and the settings below it. No sample is made so any more."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
-            if not 0 <= getattr(self, name) < limit:
-                raise ValueError(
-                    f"augment {name} must be in [0, {limit}), got {getattr(self, name)}; 0 turns it off"
-                )
+            strength = getattr(self, name)
+            if not 0 <= strength < limit:
+                rule = f"augment {name} must be in [0, {limit})"
+                raise ValueError(f"{rule}, got {strength}; 0 turns it off")
 
     @property
     def needs_volume(self) -> bool:
@@ -116,17 +122,17 @@ class Drawn:
     """The numbers of one sample. Those of intensity are (C,), one for each channel, or None for no
     change."""
 
-    scale: np.ndarray  # normalisation with gain and offset in it: value * scale + shift
-    shift: np.ndarray
+    scale: Array  # normalisation with gain and offset in it: value * scale + shift
+    shift: Array
     flips: Tuple[bool, bool, bool]  # mirror X, Y, Z, last of all
-    matrix: Optional[np.ndarray] = None
+    matrix: Optional[Array] = None
     """(3, 3), voxels from the centre: those of the sample -> where they come from."""
-    noise: Optional[np.ndarray] = None  # standard deviation
-    noise_keys: Optional[np.ndarray] = None  # (C, 2) uint32
-    blur: Optional[np.ndarray] = None  # standard deviation, voxels; 0 for none
-    low_resolution: Optional[np.ndarray] = None  # share of the voxels along each axis; 1 for all
-    contrast: Optional[np.ndarray] = None  # factor; 1 for none
-    gamma: Optional[np.ndarray] = None  # exponent; 1 for none
+    noise: Optional[Array] = None  # standard deviation
+    noise_keys: Optional[Array] = None  # (C, 2) uint32
+    blur: Optional[Array] = None  # standard deviation, voxels; 0 for none
+    low_resolution: Optional[Array] = None  # share of the voxels along each axis; 1 for all
+    contrast: Optional[Array] = None  # factor; 1 for none
+    gamma: Optional[Array] = None  # exponent; 1 for none
     negative: bool = False  # whether gamma is that of the negative image
 
     def of_channels(self, picked: Sequence[int]) -> "Drawn":
@@ -140,8 +146,8 @@ class Drawn:
 
 def draw(
     config: AugmentConfig,
-    scale: np.ndarray,
-    shift: np.ndarray,
+    scale: Array,
+    shift: Array,
     spacing_mm: Sequence[float],
     *,
     seed: int,
@@ -153,19 +159,20 @@ def draw(
     `scale` and `shift` (C,) are the normalisation of the case's channels, `mirrored` the axes that
     may be mirrored.
     """
-    units, channels = random_units(seed, position, _KEY), len(scale)
+    units = random_units(seed, position, _KEY)
+    channels = len(scale)
 
-    def within(limit: float, count: int = channels) -> np.ndarray:
+    def within(limit: float, count: int = channels) -> Array:
         return np.array([(2 * next(units) - 1) * limit for _ in range(count)])
 
     def is_drawn(name: str) -> bool:
         return next(units) < PROBABILITY[name] and getattr(config, name) > 0
 
-    def in_some_channels(name: str, values: np.ndarray, otherwise: float) -> Optional[np.ndarray]:
+    def in_some_channels(name: str, values: Array, otherwise: float) -> Optional[Array]:
         among = np.array([next(units) < CHANNEL_PROBABILITY[name] for _ in range(channels)])
         if not is_drawn(name) or not among.any():
             return None
-        return np.float32(np.where(among, values, otherwise))
+        return np.where(among, values, otherwise).astype(np.float32)
 
     # Every number is always drawn, so that one option does not shift the others.
     flips = [next(units) < 0.5 and config.flip and axis in mirrored for axis in range(3)]
@@ -176,16 +183,16 @@ def draw(
         matrix = _inverse(angles_deg, zoom, spacing_mm)
     gain = 1 + within(config.gain)
     offset = within(config.offset)
-    noise = np.float32(np.abs(within(config.noise)))
-    contrast = np.float32(1 + within(config.contrast))
-    gamma = np.float32((1 + config.gamma) ** within(1))
+    noise = np.abs(within(config.noise)).astype(np.float32)
+    contrast = (1 + within(config.contrast)).astype(np.float32)
+    gamma = ((1 + config.gamma) ** within(1)).astype(np.float32)
     blur = config.blur * (0.75 + within(0.25))
     low_resolution = 1 - np.abs(within(config.low_resolution))
     words = random_words(seed, position, _NOISE_KEY)
     return Drawn(
-        scale=np.float32(scale * gain),
-        shift=np.float32(shift * gain + offset),
-        flips=tuple(flips),
+        scale=(scale * gain).astype(np.float32),
+        shift=(shift * gain + offset).astype(np.float32),
+        flips=xyz(flips),
         matrix=matrix,
         noise=noise if is_drawn("noise") else None,
         noise_keys=_halves(words, channels),
@@ -197,7 +204,7 @@ def draw(
     )
 
 
-def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
+def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:
     """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows
     sum to 1.
 
@@ -214,10 +221,10 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> np.ndarray:
     if fewer < voxels:
         nearest = ((np.arange(fewer) + 0.5) * voxels / fewer).astype(int)
         made = growing(voxels, fewer, fewer / voxels) @ made[nearest]
-    return np.float32(made)
+    return made.astype(np.float32)
 
 
-def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -> np.ndarray:
+def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Array:
     """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and
     Z, and a zoom.
 
@@ -233,10 +240,10 @@ def _inverse(angles_deg: np.ndarray, zoom: float, spacing_mm: Sequence[float]) -
         about[high, low] = math.sin(angle)
         turn = about @ turn
     ratio = [[float(f"{made / read:.6g}") for made in spacing_mm] for read in spacing_mm]
-    return np.float32(turn.T / zoom * ratio)
+    return (turn.T / zoom * np.array(ratio)).astype(np.float32)
 
 
-def _halves(words: Iterator[int], channels: int) -> np.ndarray:
+def _halves(words: Iterator[int], channels: int) -> Array:
     """(channels, 2) uint32, the halves of a word for each channel."""
     halves = []
     for _ in range(channels):

@@ -6,6 +6,8 @@ Everything else takes 0 as background: statistics, the brain's box, normalisatio
 import numpy as np
 from scipy.ndimage import label
 
+from cpu3d.data.region import Array
+
 # Shares of the robust maximum. Residue is less than one step of a scanner's 12 bits (2.4e-4), so
 # nothing that was measured is as small, and a hundred times what resampling in float32 leaves
 # (1e-6).
@@ -27,7 +29,7 @@ RESIDUE_SHARE = 0.01
 APART_SHARE = 0.5
 
 
-def without_residue(volume: np.ndarray) -> np.ndarray:
+def without_residue(volume: Array) -> Array:
     """A finite volume `(X, Y, Z)` with exact 0 for what is almost 0, as splines leave it around a
     head, and for what they let swing beside its edge: all below 1 % that hangs together with the
     border, if it has both signs.
@@ -48,18 +50,18 @@ def without_residue(volume: np.ndarray) -> np.ndarray:
     is_apart = tiny_voxels >= APART_SHARE * np.count_nonzero(near)
     if not is_apart and _border(tiny).mean() < BORDER_SHARE:
         return volume
-    parts = label(near)[0]
-    is_outside = np.zeros(parts.max() + 1, bool)  # of each part: whether it reaches the border
-    is_outside[_border(parts)] = True
-    is_outside[0] = False  # in no part
-    outside = is_outside[parts]
+    components = label(near)[0]  # (X, Y, Z): the number of each voxel's component; 0 for none
+    is_outside = np.zeros(components.max() + 1, bool)  # of each: whether it reaches the border
+    is_outside[_border(components)] = True
+    is_outside[0] = False
+    outside = is_outside[components]
     beside = volume[outside & ~tiny]
     if np.count_nonzero(beside < 0) >= SWINGS_SHARE * max(beside.size, 1):
         tiny |= outside
     return np.where(tiny, volume.dtype.type(0), volume)
 
 
-def border_value(volume: np.ndarray) -> float:
+def border_value(volume: Array) -> float:
     """What most of the outermost voxels of a finite volume `(X, Y, Z)` are if it should perhaps be
     0: one value, or about so near to 0 as nothing in a head. 0 if it is 0, if they vary, or for the
     noise of a scanner, which is of whole numbers."""
@@ -77,11 +79,11 @@ def border_value(volume: np.ndarray) -> float:
     return float(np.median(size[near]))
 
 
-def _tolerance(volume: np.ndarray) -> float:
+def _tolerance(volume: Array) -> float:
     return TOLERANCE * float(np.percentile(np.abs(volume.astype(np.float32)), ROBUST))
 
 
-def _border(volume: np.ndarray) -> np.ndarray:
+def _border(volume: Array) -> Array:
     """The voxels of the six faces."""
     faces = []
     for axis in range(3):

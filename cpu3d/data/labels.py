@@ -20,24 +20,26 @@ from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.region import Array
+
 THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
 SIDES = (
-    *(("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh")),
-    *(("sinister", "dexter"), ("sin", "dex"), ("sin", "dx"), ("sx", "dx")),
-    *(("links", "rechts"), ("linke", "rechte"), ("linker", "rechter"), ("linkes", "rechtes")),
-    *(("li", "re"), ("izq", "der"), ("esq", "dir")),
-    *(("gauche", "droit"), ("gauche", "droite")),
-    *(("izquierdo", "derecho"), ("izquierda", "derecha")),
-    *(("esquerdo", "direito"), ("esquerda", "direita")),
-    *(("sinistro", "destro"), ("sinistra", "destra")),
-    *(("левый", "правый"), ("левая", "правая"), ("левое", "правое")),
+    ("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh"),
+    ("sinister", "dexter"), ("sin", "dex"), ("sin", "dx"), ("sx", "dx"),
+    ("links", "rechts"), ("linke", "rechte"), ("linker", "rechter"), ("linkes", "rechtes"),
+    ("li", "re"), ("izq", "der"), ("esq", "dir"),
+    ("gauche", "droit"), ("gauche", "droite"),
+    ("izquierdo", "derecho"), ("izquierda", "derecha"),
+    ("esquerdo", "direito"), ("esquerda", "direita"),
+    ("sinistro", "destro"), ("sinistra", "destra"),
+    ("левый", "правый"), ("левая", "правая"), ("левое", "правое"),
     ("左", "右"),
-)
+)  # fmt: skip
 """Words for left and right in the names of labels."""
 
 
-def region_mask(label: np.ndarray, codes: Sequence[int]) -> np.ndarray:
+def region_mask(label: Array, codes: Sequence[int]) -> Array:
     """The voxels of `label` that hold one of `codes`: a boolean array of the same shape."""
     table = np.zeros(256, bool)
     table[list(codes)] = True
@@ -50,14 +52,13 @@ def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]
     """Region -> the codes that no smaller region contains, ascending; it may have none."""
     own = {}
     for name, codes in regions.items():
-        smaller = [
-            set(members) for members in regions.values() if len(set(members)) < len(set(codes))
-        ]
+        others = map(set, regions.values())
+        smaller = [members for members in others if len(members) < len(set(codes))]
         own[name] = tuple(sorted(set(codes).difference(*smaller)))
     return own
 
 
-def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]) -> np.ndarray:
+def label_from_regions(answers: Array, regions: Mapping[str, Sequence[int]]) -> Array:
     """Paint regions `(X, Y, Z, R)`, probabilities or masks, into one label `(X, Y, Z)` uint8; 0 is
     background.
 
@@ -65,7 +66,9 @@ def label_from_regions(answers: np.ndarray, regions: Mapping[str, Sequence[int]]
     file. A NaN is in no region."""
     label = np.zeros(answers.shape[:-1], np.uint8)
     for rivals in paint_order(regions):
-        best = np.full(label.shape, -np.inf, np.float32) if len(rivals) > 1 else None
+        best = None  # the highest probability so far, if regions compete
+        if len(rivals) > 1:
+            best = np.full(label.shape, -np.inf, np.float32)
         for position, code in rivals:
             answer = answers[..., position]
             mask = answer if answer.dtype == bool else answer >= THRESHOLD
@@ -97,8 +100,10 @@ def code_meanings(
     meanings = {0: labels.get(0, "background")}
     for name, codes in own_codes(regions).items():
         names = [labels.get(code, f"label {code}") for code in codes]
-        if codes:
-            meanings[codes[0]] = names[0] if len(names) == 1 else f"{name} ({', '.join(names)})"
+        if len(codes) == 1:
+            meanings[codes[0]] = names[0]
+        elif codes:
+            meanings[codes[0]] = f"{name} ({', '.join(names)})"
     return dict(sorted(meanings.items()))
 
 

@@ -12,24 +12,32 @@ import io
 import math
 import zlib
 from pathlib import Path
-from typing import Sequence, Tuple, Union
+from typing import Any, NamedTuple, Sequence, Tuple, TypeVar, Union
 
-import nibabel
 import numpy as np
 from nibabel import orientations
+from nibabel.loadsave import load
+from nibabel.nifti1 import Nifti1Header
+from nibabel.nifti2 import Nifti2Header
 
-from cpu3d.data.records import Geometry
-from cpu3d.errors import InputError, refuse
+from cpu3d.data.manifest import AffineRow, Geometry, Unit
+from cpu3d.data.region import Array, xyz
+from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_regular
 
+T = TypeVar("T")
+Header = Any  # nibabel's Nifti1Header or Nifti2Header
+NIFTI_2 = (b"\x1c\x02\0\0", b"\0\0\x02\x1c")  # the size of its header, in both byte orders
+
 # The spatial units of xyzt_units, by their codes in the header, and how many of each are a mm. A
 # code of 0, and those that the format leaves open, are taken as mm.
-UNITS = ("unknown", "meter", "mm", "micron")
+UNITS: Tuple[Unit, ...] = ("unknown", "meter", "mm", "micron")
 PER_MM = {"unknown": 1.0, "meter": 0.001, "mm": 1.0, "micron": 1000.0}
 # Voxels of another size are in another unit than the header says. Every rule for lesions is in mm,
 # so nothing that is computed from such a file would be right.
-LEAST_MM, MOST_MM = 0.01, 100.0
+LEAST_MM = 0.01
+MOST_MM = 100.0
 # A gantry is tilted by 30 degrees at most. Beyond 45 a sheared axis is nearer to another direction
 # than to its own, so that R, A and S mean nothing.
 MOST_SHEAR_DEG = 45.0
@@ -39,20 +47,13 @@ SHEAR_DEG = 0.01  # up to here axes count as perpendicular: headers round their 
 QUATERNION_TOLERANCE = 1e-5
 
 # Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`.
-_FORMS = [
-    "quatern_b",
-    "quatern_c",
-    "quatern_d",
-    "qoffset_x",
-    "qoffset_y",
-    "qoffset_z",
-    "srow_x",
-    "srow_y",
-    "srow_z",
-]
+_FORMS = (
+    "quatern_b", "quatern_c", "quatern_d", "qoffset_x", "qoffset_y", "qoffset_z",
+    "srow_x", "srow_y", "srow_z",
+)  # fmt: skip
 
 
-def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
+def read_volume(path: Union[str, Path]) -> Tuple[Array, Geometry]:
     """Read the volume in `path`: `(X, Y, Z)` or `(X, Y, Z, C)` along the file's own axes, and its
     grid. Axes of length 1 behind the third are left out: `(X, Y, Z, 1, C)`, as ITK writes C
     channels, is the latter.
@@ -65,12 +66,11 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
     """
     path = Path(path)
     content = _read_bytes(path)
-    header, shape, dtype, offset, (slope, inter) = _parse_header(path, content)
+    header, (shape, dtype, offset, slope, inter) = _parse_header(path, content)
     needed = offset + math.prod(shape) * dtype.itemsize
     if len(content) < needed:
-        raise InputError(
-            f"{path} must hold {needed} bytes for shape {shape}, got {len(content)}; fetch the file again"
-        )
+        rule = f"{path} must hold {needed} bytes for shape {shape}"
+        raise InputError(f"{rule}, got {len(content)}; fetch the file again")
     voxels = np.frombuffer(content, dtype, count=math.prod(shape), offset=offset)
     if not dtype.isnative:
         voxels = voxels.astype(dtype.newbyteorder("="))
@@ -78,40 +78,41 @@ def read_volume(path: Union[str, Path]) -> Tuple[np.ndarray, Geometry]:
         voxels = voxels.astype(np.float64) * slope + inter
     voxels = voxels.reshape(shape, order="F")
     voxels.flags.writeable = False
-    return voxels, _geometry(path, header, shape[:3])
+    return voxels, _geometry(path, header, xyz(shape[:3]))
 
 
 def channel_count(path: Path) -> int:
     """Channels of a file by its header. Raises InputError as `read_volume`."""
     try:
-        shape = _axes(nibabel.load(path).shape)
-    except (
-        Exception
-    ):  # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image
+        image: Any = load(path)
+        shape = _axes(image.shape)
+    # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image.
+    except Exception:
         shape = ()
     if len(shape) not in (3, 4):
         shape = read_volume(path)[0].shape  # raises it
     return shape[3] if len(shape) == 4 else 1
 
 
-def to_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
+def to_ras(array: Array, geometry: Geometry) -> Array:
     """Turn `array`, on the grid of `geometry`, to axes R A S by flips and transposes of the first
     three. A view."""
     return orientations.apply_orientation(array, orientations.axcodes2ornt(geometry.axes))
 
 
-def from_ras(array: np.ndarray, geometry: Geometry) -> np.ndarray:
+def from_ras(array: Array, geometry: Geometry) -> Array:
     """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A
     view."""
-    if tuple(array.shape[:3]) != ras_shape(geometry):
-        raise ValueError(
-            f"array must have shape {ras_shape(geometry)} in axes R A S, got {array.shape}; use `to_ras`"
-        )
-    ras, own = map(orientations.axcodes2ornt, ("RAS", geometry.axes))
+    wanted = ras_shape(geometry)
+    if tuple(array.shape[:3]) != wanted:
+        rule = f"array must have shape {wanted} in axes R A S"
+        raise ValueError(f"{rule}, got {array.shape}; use `to_ras`")
+    ras = orientations.axcodes2ornt("RAS")
+    own = orientations.axcodes2ornt(geometry.axes)
     return orientations.apply_orientation(array, orientations.ornt_transform(ras, own))
 
 
-def ras_to_file(geometry: Geometry) -> np.ndarray:
+def ras_to_file(geometry: Geometry) -> Array:
     """The 4 x 4 matrix from a voxel in axes R A S to that of the file."""
     return orientations.inv_ornt_aff(orientations.axcodes2ornt(geometry.axes), geometry.shape)
 
@@ -148,7 +149,7 @@ def ras_spacing_mm(geometry: Geometry) -> Tuple[float, float, float]:
     return _in_ras_order(geometry, lengths.tolist())
 
 
-def ras_steps_mm(geometry: Geometry) -> np.ndarray:
+def ras_steps_mm(geometry: Geometry) -> Array:
     """The steps from a voxel to the next along R, A, S: the columns of a matrix (3, 3), in mm.
 
     It is upper triangular, in a frame turned so that R is its first axis: the product of its
@@ -162,19 +163,18 @@ def ras_steps_mm(geometry: Geometry) -> np.ndarray:
     return triangular * np.sign(np.diagonal(triangular))[:, None]
 
 
-def write_label(path: Union[str, Path], label_ras: np.ndarray, geometry: Geometry) -> None:
+def write_label(path: Union[str, Path], label_ras: Array, geometry: Geometry) -> None:
     """Write a label map `(X, Y, Z)` in axes R A S as uint8 NIfTI on the grid of `geometry`, with
     its sform and qform. Codes must be integers from 0 to 255."""
     label = label_ras.astype(np.uint8)
     if label.ndim != 3 or not np.array_equal(label, label_ras):
-        raise ValueError(
-            f"label must be 3D integers 0..255, got {label_ras.ndim}D of {label_ras.dtype}; convert it"
-        )
+        got = f"{label_ras.ndim}D of {label_ras.dtype}"
+        raise ValueError(f"label must be 3D integers 0..255, got {got}; convert it")
     write_volume(path, label, geometry)
 
 
 def write_volume(
-    path: Union[str, Path], volume_ras: np.ndarray, geometry: Geometry, *, compression: int = 6
+    path: Union[str, Path], volume_ras: Array, geometry: Geometry, *, compression: int = 6
 ) -> None:
     """Write `(X, Y, Z)` or `(X, Y, Z, C)` in axes R A S, in its own dtype, on the grid of
     `geometry`, atomically.
@@ -183,22 +183,19 @@ def write_volume(
     another ending than .nii.gz or .nii."""
     path = Path(path)
     if not path.name.lower().endswith((".nii.gz", ".nii")):
-        raise InputError(
-            f"file to write must end in .nii.gz or .nii, got {path}; choose such a name"
-        )
-    voxels, header = from_ras(volume_ras, geometry), _placed_header(geometry)
+        rule = "file to write must end in .nii.gz or .nii"
+        raise InputError(f"{rule}, got {path}; choose such a name")
+    voxels = from_ras(volume_ras, geometry)
+    header = _placed_header(geometry)
     header.set_data_shape(voxels.shape)
     header.set_data_dtype(voxels.dtype.newbyteorder("<"))
     header.set_xyzt_units(geometry.unit)
-    header["magic"], header["vox_offset"], header["scl_slope"], header["scl_inter"] = (
-        b"n+1",
-        352,
-        1,
-        0,
-    )
-    content = (
-        header.binaryblock + b"\0\0\0\0" + voxels.tobytes(order="F")
-    )  # the zeros say "no extension"
+    header["magic"] = b"n+1"
+    header["vox_offset"] = 352
+    header["scl_slope"] = 1
+    header["scl_inter"] = 0
+    no_extension = b"\0\0\0\0"
+    content = header.binaryblock + no_extension + voxels.tobytes(order="F")
     if path.name.lower().endswith(".gz"):
         packer = zlib.compressobj(compression, wbits=31)  # 31: gzip framing, with a zero time stamp
         content = packer.compress(content) + packer.flush()
@@ -212,52 +209,56 @@ def _read_bytes(path: Path) -> bytes:
         content = read_regular(path)
         return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(
-            f"{path} must be whole gzip data, got {error}; it is damaged or cut, fetch it again"
-        ) from None
+        rule = f"{path} must be whole gzip data"
+        raise InputError(f"{rule}, got {error}; it is damaged or cut, fetch it again") from None
     except OSError as error:
-        raise InputError(
-            f"{path} must be a file that can be read, got {error.strerror}; check the path"
-        ) from None
+        rule = f"{path} must be a file that can be read"
+        raise InputError(f"{rule}, got {error.strerror}; check the path") from None
 
 
-def _parse_header(path: Path, content: bytes):
-    """The NIfTI-1 or -2 header, and shape, dtype, offset and (slope, intercept) of the voxels,
-    checked."""
-    kind = (
-        nibabel.Nifti2Header
-        if content[:4] in (b"\x1c\x02\0\0", b"\0\0\x02\x1c")
-        else nibabel.Nifti1Header
-    )
+class _Voxels(NamedTuple):
+    """What a header says of the voxels behind it."""
+
+    shape: Tuple[int, ...]
+    dtype: "np.dtype[Any]"
+    offset: int  # byte of the file
+    slope: float
+    inter: float  # a voxel is its stored value times slope plus inter
+
+
+def _parse_header(path: Path, content: bytes) -> Tuple[Header, _Voxels]:
+    """The NIfTI-1 or -2 header, and what it says of the voxels, checked."""
+    kind = Nifti1Header
+    if content[:4] in NIFTI_2:
+        kind = Nifti2Header
     try:
         header = kind.from_fileobj(io.BytesIO(content), check=True)
         magic = bytes(header["magic"])[:3]
         shape = _axes(header.get_data_shape())
-        dtype, offset = header.get_data_dtype(), int(header.get_data_offset())
+        dtype = header.get_data_dtype()
+        offset = int(header.get_data_offset())
         slope, inter = header.get_slope_inter()
     except Exception as error:  # nibabel's own, numpy's and struct's, for bytes that are no header
         reason = str(error).strip() or type(error).__name__
-        raise InputError(
-            f"{path} must be a NIfTI file, got {reason}; convert it to .nii.gz"
-        ) from None
-    rules = (
-        (
-            magic in (b"n+1", b"n+2"),
-            f"hold header and voxels in one file, got magic {magic!r}; convert it to .nii.gz",
-        ),
-        (
-            len(shape) in (3, 4),
-            f"have 3 axes, or 4 with the channels last, got shape {shape}; convert it",
-        ),
-        (min(shape, default=1) > 0, f"have voxels, got shape {shape}; convert it"),
-        (dtype.kind in "iuf", f"hold real numbers, got {dtype}; convert it to int16 or float32"),
-        (
-            offset >= header.sizeof_hdr,
-            f"have its voxels after its header, got offset {offset}; fetch it again",
-        ),
-    )
-    refuse([f"{path} must {rule}" for holds, rule in rules if not holds][:1])
-    return header, shape, dtype, offset, (1.0 if slope is None else float(slope), float(inter or 0))
+        rule = f"{path} must be a NIfTI file"
+        raise InputError(f"{rule}, got {reason}; convert it to .nii.gz") from None
+    if magic not in (b"n+1", b"n+2"):
+        rule = f"{path} must hold header and voxels in one file"
+        raise InputError(f"{rule}, got magic {magic!r}; convert it to .nii.gz")
+    if len(shape) not in (3, 4):
+        rule = f"{path} must have 3 axes, or 4 with the channels last"
+        raise InputError(f"{rule}, got shape {shape}; convert it")
+    if min(shape) <= 0:
+        raise InputError(f"{path} must have voxels, got shape {shape}; convert it")
+    if dtype.kind not in "iuf":
+        rule = f"{path} must hold real numbers"
+        raise InputError(f"{rule}, got {dtype}; convert it to int16 or float32")
+    if offset < header.sizeof_hdr:
+        rule = f"{path} must have its voxels after its header"
+        raise InputError(f"{rule}, got offset {offset}; fetch it again")
+    slope = 1.0 if slope is None else float(slope)
+    inter = 0.0 if inter is None else float(inter)
+    return header, _Voxels(shape, dtype, offset, slope, inter)
 
 
 def _axes(shape: Sequence[int]) -> Tuple[int, ...]:
@@ -265,31 +266,43 @@ def _axes(shape: Sequence[int]) -> Tuple[int, ...]:
     return tuple(int(n) for axis, n in enumerate(shape) if axis < 3 or n != 1)
 
 
-def _geometry(path: Path, header: nibabel.Nifti1Header, shape: Tuple[int, int, int]) -> Geometry:
+def _geometry(path: Path, header: Header, shape: Tuple[int, int, int]) -> Geometry:
     _shorten_quaternion(header)
     code = int(header["xyzt_units"]) & 7  # the other bits are of time
-    unit = UNITS[code] if code < len(UNITS) else "unknown"
+    unit: Unit = UNITS[code] if code < len(UNITS) else "unknown"
     try:
         affine = np.array(header.get_best_affine(), np.float64)
     except Exception as error:  # as in `_parse_header`
-        raise InputError(
-            f"{path} must have a valid qform, got {error}; correct its header"
-        ) from None
+        rule = f"{path} must have a valid qform"
+        raise InputError(f"{rule}, got {error}; correct its header") from None
     affine[:3] /= PER_MM[unit]
     axes = _checked_axes(path, affine, unit)
-    codes = int(header["sform_code"]), int(header["qform_code"])
-    geometry = Geometry(shape, tuple(map(tuple, affine.tolist())), axes, *codes, unit=unit)
+    geometry = Geometry(
+        shape,
+        affine_rows(affine),
+        axes,
+        sform_code=int(header["sform_code"]),
+        qform_code=int(header["qform_code"]),
+        unit=unit,
+    )
     forms = _forms(header)
-    if (
-        forms == _forms(_placed_header(geometry)) or not np.isfinite(forms).all()
-    ):  # NaN, if a form is not used
-        return geometry
-    return dataclasses.replace(geometry, forms=forms)
+    is_finite = np.isfinite(forms).all()  # not, with the NaN of a form that is not used
+    if is_finite and forms != _forms(_placed_header(geometry)):
+        return dataclasses.replace(geometry, forms=forms)
+    return geometry
 
 
-def _checked_axes(path: Path, affine: np.ndarray, unit: str) -> str:
+def affine_rows(affine: Array) -> Tuple[AffineRow, AffineRow, AffineRow, AffineRow]:
+    """A 4 x 4 matrix as `Geometry.affine`."""
+    first, second, third, last = (tuple(row) for row in affine.tolist())
+    return first, second, third, last
+
+
+def _checked_axes(path: Path, affine: Array, unit: str) -> str:
     """The directions of an affine's axes, such as "LPS". Raises InputError as `read_volume`."""
-    axes = orientations.aff2axcodes(affine) if np.isfinite(affine).all() else (None,)
+    axes: Tuple[Any, ...] = (None,)
+    if np.isfinite(affine).all():
+        axes = orientations.aff2axcodes(affine)
     steps = affine[:3, :3]
     lengths = np.linalg.norm(steps, axis=0)
     if None in axes or abs(np.linalg.det(steps)) <= 1e-6 * np.prod(lengths):
@@ -308,14 +321,14 @@ def _checked_axes(path: Path, affine: np.ndarray, unit: str) -> str:
     return "".join(axes)
 
 
-def _shear_deg(steps: np.ndarray) -> float:
+def _shear_deg(steps: Array) -> float:
     """The most by which two columns of (3, 3) are not perpendicular, in degrees."""
     directions = steps / np.linalg.norm(steps, axis=0)
     cosines = np.abs(directions.T @ directions)[np.triu_indices(3, 1)]
     return math.degrees(math.asin(min(float(cosines.max()), 1.0)))
 
 
-def _shorten_quaternion(header: nibabel.Nifti1Header) -> None:
+def _shorten_quaternion(header: Header) -> None:
     """Bring a quaternion that is too long by rounding to length 1: nibabel refuses it, also in what
     we write."""
     names = ("quatern_b", "quatern_c", "quatern_d")
@@ -326,31 +339,30 @@ def _shorten_quaternion(header: nibabel.Nifti1Header) -> None:
             header[name] = value
 
 
-def _in_ras_order(geometry: Geometry, values) -> tuple:
+def _in_ras_order(geometry: Geometry, values: Sequence[T]) -> Tuple[T, T, T]:
     """Values along the source's axes in the order R, A, S."""
-    return tuple(
-        values[axis] for axis in np.argsort(orientations.axcodes2ornt(geometry.axes)[:, 0])
-    )
+    order = np.argsort(orientations.axcodes2ornt(geometry.axes)[:, 0])
+    return xyz(values[axis] for axis in order)
 
 
-def _forms(header: nibabel.Nifti1Header) -> Tuple[float, ...]:
+def _forms(header: Header) -> Tuple[float, ...]:
     """The numbers of `Geometry.forms`, in the float32 of NIfTI-1."""
-    parts = [header["pixdim"][:4], *(np.ravel(header[name]) for name in _FORMS)]
+    numbers = [header["pixdim"][:4], *(np.ravel(header[name]) for name in _FORMS)]
     with np.errstate(all="ignore"):  # beyond float32 is infinite, which the caller looks for
-        return tuple(np.concatenate(parts).astype(np.float32).tolist())
+        return tuple(np.concatenate(numbers).astype(np.float32).tolist())
 
 
-def _placed_header(geometry: Geometry) -> nibabel.Nifti1Header:
+def _placed_header(geometry: Geometry) -> Header:
     """A little-endian NIfTI-1 header with the sform and qform of a grid, in its source's unit."""
-    header = nibabel.Nifti1Header(endianness="<")
+    header = Nifti1Header(endianness="<")
     affine = np.array(geometry.affine, np.float64)
     affine[:3] *= PER_MM[geometry.unit]
     header.set_qform(affine, geometry.qform_code)
     header.set_sform(affine, geometry.sform_code)
     if geometry.forms:
         header["pixdim"][:4] = geometry.forms[:4]
-        for name, value in zip(
-            _FORMS, (*geometry.forms[4:10], *np.reshape(geometry.forms[10:], (3, 4)))
-        ):
+        scalars = geometry.forms[4:10]
+        rows = np.reshape(geometry.forms[10:], (3, 4))
+        for name, value in zip(_FORMS, (*scalars, *rows)):
             header[name] = value
     return header

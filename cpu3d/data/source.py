@@ -1,7 +1,7 @@
 """A store as a tf.data.Dataset of whole volumes or of patches: lazy, normalised, the same for a
 seed anywhere.
 
-    from cpu3d.data.source import open_store, volume_dataset
+    from cpu3d import open_store, volume_dataset
 
     store = open_store("store")
     for image, target in volume_dataset(store, split="train", stop=100):
@@ -15,18 +15,17 @@ sample k on, whatever the threads, the read mode and the store's format."""
 import collections
 import itertools
 from dataclasses import dataclass
-from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Union, cast
 
-import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import mirrored_axes
-from cpu3d.data.native.samples import Form
+from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import Shape3, is_integer, require
+from cpu3d.data.region import Array, Shape3, is_integer, require, xyz
 from cpu3d.data.resolution import field_of, network_grid, shrinking
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
@@ -34,98 +33,94 @@ from cpu3d.errors import InputError
 from memory_estimator.common.units import by
 
 __all__ = [
-    "Batches", "PatchSampling", "Stream", "case_region", "grid_size", "normalise",
-    "open_reading", "open_store", "patch_at", "patch_dataset", "patch_sampling", "volume_dataset",
+    "Batches", "PatchSampling", "case_region", "grid_size", "normalise", "open_reading",
+    "open_store", "patch_at", "patch_dataset", "patch_sampling", "volume_dataset",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The arguments that `volume_dataset` and `patch_dataset` have in common."""
-
-    split: str = "train"
-    start: int = 0  # position of the first sample in the endless stream of epochs
-    stop: Optional[int] = None
-    """Position after the last sample; by default the end of the first epoch, or of its last whole
-    step of `share`."""
-    seed: int = 0
-    batch: int = 1
-    """Samples of a batch; an incomplete last batch is dropped. It divides the worker's samples of a
-    step."""
-    share: Share = (
-        ALL  # this worker's samples. `start` and `stop` are positions in the stream of all workers
-    )
-    channels: Optional[Sequence[str]] = None
-    regions: Optional[Sequence[str]] = (
-        None  # names, in the order of the target; None for all of the store's
-    )
-    augment: AugmentConfig = NO_AUGMENT
-    dtype: str = "float32"  # of images, "float32" or "bfloat16"
-    read_mode: Union[str, Reader, None] = None
-    """One of READ_MODES, or a reader of the store, from `open_reading`, that several datasets
-    share."""
-    threads: int = 1  # samples prepared at a time
-
-    def __post_init__(self):
-        stop, step, part = (
-            0 if self.stop is None else self.stop,
-            self.share.batch or 1,
-            self.share.part,
-        )
-        least = (
-            ("start", 0, self.start),
-            ("stop", 0, stop),
-            ("batch", 1, self.batch),
-            ("threads", 1, self.threads),
-        )
-        require(
-            *(
-                (name, f"an integer of at least {low}", n, is_integer(n, low))
-                for name, low, n in least
-            )
-        )
-        steps, divides = (
-            f"a multiple of the {step} samples of a step",
-            not self.share.batch or part % self.batch == 0,
-        )
-        require(
-            ("start", steps, self.start, self.start % step == 0),
-            ("stop", steps, stop, stop % step == 0),
-            ("batch", f"a divisor of a worker's {part} samples of a step", self.batch, divides),
-        )
 
 
 def volume_dataset(
     store: Store,
     *,
+    split: str = "train",
+    start: int = 0,
+    stop: Optional[int] = None,
+    seed: int = 0,
     shuffle: bool = True,
+    batch: int = 1,
     extent: str = "brain",
     grid: Optional[Shape3] = None,
     multiple: int = 16,
     resolution: float = 1.0,
-    **stream: Any,
+    channels: Optional[Sequence[str]] = None,
+    regions: Optional[Sequence[str]] = None,
+    augment: AugmentConfig = NO_AUGMENT,
+    dtype: str = "float32",
+    share: Share = ALL,
+    read_mode: Union[str, Reader, None] = None,
+    threads: int = 1,
 ) -> tf.data.Dataset:
     """Whole volumes of a split as batches `(image, target)`, in an order that is a pure function of
     the seed.
 
+        for image, target in volume_dataset(open_store("store"), seed=1, stop=100, batch=2):
+            ...  # image (2, X, Y, Z, C) float32, target (2, X, Y, Z, R) uint8
+
     image: (batch, X, Y, Z, C) in `dtype`: per channel (value - mean) / std over the whole volume's
     non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region.
-    `stream` are the fields of `Stream`.
 
-    `extent` "brain" cuts a box of the same size out of every case, around its brain, large enough
-    to lose no voxel; "full" keeps the whole grid. Both are averaged down to a share `resolution` of
-    the store's voxels along each axis, a region staying where it fills half of a voxel, and padded
-    with zeros to a multiple of `multiple`, or to `grid` (X, Y, Z), which must hold as much. Raises
-    InputError for arguments out of range, unknown names, an empty split, cases without labels, and
-    damaged files."""
+    Args:
+        store: an open store, of `open_store`.
+        split: "train", "val" or "test".
+        start: position of the first sample in the endless stream of epochs; an epoch has each case
+            of the split once.
+        stop: position after the last sample; None for the end of the first epoch, or of its last
+            whole step of `share`.
+        seed: of the order and of the augmentation.
+        shuffle: whether cases come in another order every epoch; else in that of their ids.
+        batch: samples of a batch; an incomplete last batch is dropped. It divides the worker's
+            samples of a step.
+        extent: "brain" cuts a box of the same size out of every case, around its brain, large
+            enough to lose no voxel; "full" keeps the whole grid.
+        grid: voxels X, Y, Z of all volumes, padded with zeros, at least those of the largest case;
+            None for the least that are a multiple of `multiple`.
+        multiple: of voxels along each axis, for a network that halves them several times.
+        resolution: share of the store's voxels along each axis, above 0 and at most 1, to which
+            volumes are averaged down, before they are padded. A region stays where it fills half of
+            a voxel.
+        channels: names, in the order of the image; None for all of the store's.
+        regions: names, in the order of the target; None for all of the store's.
+        augment: how samples are changed by chance; not at all by default.
+        dtype: of images, "float32" or "bfloat16".
+        share: this worker's samples. `start` and `stop` are positions in the stream of all workers.
+        read_mode: "mmap" or "pread"; a reader of the store, from `open_reading`, that several
+            datasets share; None for what fits the disk.
+        threads: samples prepared at a time. Samples are the same with any number.
+
+    Raises InputError for arguments out of range, unknown names, an empty split, cases without
+    labels, and damaged files. Those that are damaged later end the dataset with an error of
+    TensorFlow, from which `Batches` makes an InputError again."""
     require(("resolution", "above 0 and at most 1", resolution, 0 < resolution <= 1))
-    chosen, size = Stream(**stream), _volume_size(store, grid, extent, multiple, resolution)
-    field, weights = size, None
+    stream = _Stream(
+        split=split,
+        start=start,
+        stop=stop,
+        batch=batch,
+        channels=channels,
+        regions=regions,
+        augment=augment,
+        dtype=dtype,
+        share=share,
+        read_mode=read_mode,
+        threads=threads,
+    )
+    size = _volume_size(store, grid, extent, multiple, resolution)
+    field = size  # voxels of the store that make up a volume
+    weights = None
     if resolution < 1:
         field = field_of(size, resolution, at_least=grid_size(store, extent=extent, multiple=1))
-        weights = tuple(shrinking(seen, voxels, resolution) for seen, voxels in zip(size, field))
-    sampling = PatchSampling(field, "centre", extent=extent, seed=chosen.seed, shuffle=shuffle)
-    return _dataset(store, chosen, sampling, size, weights)
+        weights = xyz(shrinking(seen, read, resolution) for seen, read in zip(size, field))
+    sampling = PatchSampling(field, "centre", extent=extent, seed=seed, shuffle=shuffle)
+    return _dataset(store, stream, sampling, size, weights)
 
 
 def patch_dataset(
@@ -134,34 +129,141 @@ def patch_dataset(
     *,
     sampling: str = "random",
     foreground: float = PatchSampling.foreground,
+    split: str = "train",
+    start: int = 0,
+    stop: Optional[int] = None,
+    seed: int = 0,
     shuffle: bool = True,
+    batch: int = 1,
     extent: str = "brain",
-    **stream: Any,
+    channels: Optional[Sequence[str]] = None,
+    regions: Optional[Sequence[str]] = None,
+    augment: AugmentConfig = NO_AUGMENT,
+    dtype: str = "float32",
+    share: Share = ALL,
+    read_mode: Union[str, Reader, None] = None,
+    threads: int = 1,
 ) -> tf.data.Dataset:
     """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own
     bytes are read.
 
+        patches = patch_dataset(open_store("store"), (128, 128, 128), sampling="foreground")
+        for image, target in patches:
+            ...  # image (1, 128, 128, 128, C) float32, target (1, 128, 128, 128, R) uint8
+
     A patch is the crop of its normalised volume, 0 outside of it; of a volume that is turned and
     zoomed about the patch's centre, if that is drawn. An epoch is one patch of each case.
-    `PatchSampling` describes `sampling` and `foreground`; the rest is as for `volume_dataset`."""
-    chosen = Stream(**stream)
-    drawn = {
-        "sampling": sampling,
-        "foreground": foreground,
-        "shuffle": shuffle,
-        "seed": chosen.seed,
-        "extent": extent,
-    }
-    wanted = patch_sampling(store, patch_shape, regions=chosen.regions, **drawn)
-    return _dataset(store, chosen, wanted, wanted.shape)
+
+    Args:
+        patch_shape: voxels X, Y, Z of a patch.
+        sampling: "random": anywhere in the case's extent. "foreground": a share of the patches
+            around labelled voxels, the others random. "centre": the one around the extent's middle.
+        foreground: with "foreground" the share of patches around labelled voxels, 0 to 1. Any
+            number of successive patches has its share, to the nearest one.
+        extent: where patches are: "brain" for the brain's box, "full" for the whole grid.
+
+    The other arguments, the batches and the errors are as for `volume_dataset`."""
+    stream = _Stream(
+        split=split,
+        start=start,
+        stop=stop,
+        batch=batch,
+        channels=channels,
+        regions=regions,
+        augment=augment,
+        dtype=dtype,
+        share=share,
+        read_mode=read_mode,
+        threads=threads,
+    )
+    drawn = patch_sampling(
+        store,
+        patch_shape,
+        sampling=sampling,
+        foreground=foreground,
+        regions=regions,
+        extent=extent,
+        seed=seed,
+        shuffle=shuffle,
+    )
+    return _dataset(store, stream, drawn, drawn.shape)
 
 
 def patch_sampling(
-    store: Store, patch_shape: Shape3, *, regions: Optional[Sequence[str]] = None, **drawn: Any
+    store: Store,
+    patch_shape: Shape3,
+    *,
+    sampling: str = "random",
+    foreground: float = PatchSampling.foreground,
+    regions: Optional[Sequence[str]] = None,
+    extent: str = "brain",
+    seed: int = 0,
+    shuffle: bool = True,
 ) -> PatchSampling:
-    """The rule by which `patch_dataset` draws patches, from its arguments; `drawn` are those of
-    PatchSampling."""
-    return PatchSampling(tuple(patch_shape), codes=_codes(store, regions), **drawn)
+    """The rule by which `patch_dataset` draws patches, from its arguments. `patch_at` tells the
+    case and the place of each."""
+    return PatchSampling(
+        cast(Shape3, tuple(patch_shape)),  # which is checked there
+        sampling,
+        foreground=foreground,
+        codes=_codes(store, regions),
+        extent=extent,
+        seed=seed,
+        shuffle=shuffle,
+    )
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Arguments that `volume_dataset` and `patch_dataset` have in common, checked as far as they
+    do not depend on the store."""
+
+    split: str
+    start: int
+    stop: Optional[int]
+    batch: int
+    channels: Optional[Sequence[str]]
+    regions: Optional[Sequence[str]]
+    augment: AugmentConfig
+    dtype: str
+    share: Share
+    read_mode: Union[str, Reader, None]
+    threads: int
+
+    def __post_init__(self) -> None:
+        stop = 0 if self.stop is None else self.stop
+        smallest = (
+            ("start", self.start, 0),
+            ("stop", stop, 0),
+            ("batch", self.batch, 1),
+            ("threads", self.threads, 1),
+        )
+        require(
+            *(
+                (name, f"an integer of at least {least}", n, is_integer(n, least))
+                for name, n, least in smallest
+            )
+        )
+        if not self.share.batch:
+            return
+        step = self.share.batch
+        own = self.share.per_step
+        whole_steps = f"a multiple of the {step} samples of a step"
+        divisor = f"a divisor of a worker's {own} samples of a step"
+        require(
+            ("start", whole_steps, self.start, self.start % step == 0),
+            ("stop", whole_steps, stop, stop % step == 0),
+            ("batch", divisor, self.batch, own % self.batch == 0),
+        )
+
+    def indices(self, cases: int) -> range:
+        """The indices of this worker's samples, of a split of `cases`."""
+        stop = self.stop
+        if stop is None:
+            stop = cases
+            if self.share.batch:
+                stop -= cases % self.share.batch
+        return self.share.indices(self.start, max(stop, self.start))
 
 
 def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, ...], ...]:
@@ -172,57 +274,67 @@ def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, .
 
 def _dataset(
     store: Store,
-    chosen: Stream,
+    stream: _Stream,
     sampling: PatchSampling,
     grid: Shape3,
-    weights: Optional[Tuple[np.ndarray, ...]] = None,
+    weights: Optional[Tuple[Array, ...]] = None,
 ) -> tf.data.Dataset:
-    """The samples at `start` to `stop`, averaged down to the network's `grid` by `weights`, as
-    `Form` has them."""
-    records = labelled(store, chosen.split)
-    picked = _pick("channels", chosen.channels, store.manifest.channels)
-    form = Form(grid, picked, _codes(store, chosen.regions), chosen.dtype, weights)
-    share, reader = chosen.share, chosen.read_mode
-    stop = len(records) - len(records) % (share.batch or 1) if chosen.stop is None else chosen.stop
-    own = share.indices(chosen.start, max(stop, chosen.start))
+    """The samples of a stream, averaged down to the network's `grid` by `weights`, as `Form` has
+    them."""
+    records = labelled(store, stream.split)
+    channels = _pick("channels", stream.channels, store.manifest.channels)
+    form = Form(grid, channels, _codes(store, stream.regions), stream.dtype, weights)
+    indices = stream.indices(len(records))
+    reader = stream.read_mode
     if not isinstance(reader, Reader):
-        reader = open_reading(store, (chosen.split,), read_mode=reader, share=share)
-    mirrored = mirrored_axes(store.manifest.labels.values())
-    load = _keeping_errors(
-        loader(reader, records, sampling, chosen.augment, form, share=share, mirrored=mirrored)
+        reader = open_reading(store, (stream.split,), read_mode=reader, share=stream.share)
+    load = loader(
+        reader,
+        records,
+        sampling,
+        stream.augment,
+        form,
+        share=stream.share,
+        mirrored=mirrored_axes(store.manifest.labels.values()),
     )
-    stored_as = tf.uint16 if chosen.dtype == "bfloat16" else tf.float32
+    return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
+
+
+def _pipeline(
+    load: Callable[[int], ImageAndTarget], indices: range, form: Form, batch: int, threads: int
+) -> tf.data.Dataset:
+    """What `load` makes of the indices, in their order, in batches."""
+    is_bfloat16 = form.dtype == "bfloat16"
+    stored_as = tf.uint16 if is_bfloat16 else tf.float32  # NumPy has no bfloat16
 
     # nothing in it branches on a tensor, and it is traced sooner
-    @tf.autograph.experimental.do_not_convert
-    def sample(index):
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def sample(index: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         # A stateful op would make a deterministic pipeline serial.
         image, target = tf.numpy_function(load, [index], [stored_as, tf.uint8], stateful=False)
-        if chosen.dtype == "bfloat16":
+        if is_bfloat16:
             image = tf.bitcast(image, tf.bfloat16)
-        return tf.ensure_shape(image, (*grid, len(picked))), tf.ensure_shape(
-            target, (*grid, len(form.codes))
-        )
+        image = tf.ensure_shape(image, (*form.grid, len(form.channels)))
+        target = tf.ensure_shape(target, (*form.grid, len(form.codes)))
+        return image, target
 
     options = tf.data.Options()
     options.autotune.enabled = False  # its memory budget is half of the host's RAM
     options.deterministic = True
     options.experimental_optimization.inject_prefetch = False
-    options.threading.private_threadpool_size = int(chosen.threads)
+    options.threading.private_threadpool_size = threads
     options.threading.max_intra_op_parallelism = 1
-    dataset = tf.data.Dataset.range(own.start, own.stop)
-    dataset = dataset.map(
-        sample, num_parallel_calls=int(chosen.threads) if chosen.threads > 1 else None
-    )
-    if chosen.batch > 1:
-        dataset = dataset.batch(chosen.batch, drop_remainder=True)
+    dataset = tf.data.Dataset.range(indices.start, indices.stop)
+    dataset = dataset.map(sample, num_parallel_calls=threads if threads > 1 else None)
+    if batch > 1:
+        dataset = dataset.batch(batch, drop_remainder=True)
     else:  # batching copies into TensorFlow's allocator; a batch of one needs only another axis
         dataset = dataset.map(lambda image, target: (image[None], target[None]))
     return dataset.prefetch(1).with_options(options)
 
 
 def _volume_size(
-    store: Store, grid: Optional[Sequence[int]], extent: str, multiple: int, resolution: float
+    store: Store, grid: Optional[Shape3], extent: str, multiple: int, resolution: float
 ) -> Shape3:
     """The size of every volume: `grid`, or the least for all cases. InputError for a grid that
     would lose voxels."""
@@ -230,14 +342,14 @@ def _volume_size(
     fitting = network_grid(largest, resolution, multiple)
     if grid is None:
         return fitting
-    least, size = network_grid(largest, resolution, 1), tuple(grid)
+    least = network_grid(largest, resolution, 1)
+    size = tuple(grid)
     if len(size) != 3 or not all(map(is_integer, size, least)):
         rule = (
             f"grid must be three integers of at least {by(least)}, the largest extent in the store"
         )
-        raise InputError(
-            f"{rule}, got {by(size)}; give {by(fitting)}, or take patches (patch_dataset)"
-        )
+        todo = f"give {by(fitting)}, or take patches (patch_dataset)"
+        raise InputError(f"{rule}, got {by(size)}; {todo}")
     return size
 
 
@@ -256,12 +368,12 @@ _failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
 """(mark in the text of TensorFlow's error, the error as it was raised)."""
 
 
-def _keeping_errors(load: Callable) -> Callable[[np.ndarray], Tuple[np.ndarray, ...]]:
+def _keeping_errors(load: Callable[[int], ImageAndTarget]) -> Callable[[int], ImageAndTarget]:
     """The loader, whose InputError and OSError `Batches` raises as they were: TensorFlow keeps
     their text alone."""
 
-    @tf.autograph.experimental.do_not_convert
-    def call(index: np.ndarray) -> Tuple[np.ndarray, ...]:
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    def call(index: int) -> ImageAndTarget:
         try:
             return load(index)
         except (InputError, OSError) as error:
@@ -286,9 +398,7 @@ class Batches:
         try:
             return next(self._elements)
         except tf.errors.OpError as error:
-            own = next(
-                (failure for mark, failure in list(_failures) if mark in str(error.message)), None
-            )
-            if own is None:
-                raise
-            raise own.with_traceback(None) from None
+            for mark, own in list(_failures):
+                if mark in str(error.message):
+                    raise own.with_traceback(None) from None
+            raise

@@ -18,10 +18,8 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
-import numpy as np
-
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import (
+from cpu3d.data.manifest import (
     SCHEMA,
     SPLITS,
     CaseList,
@@ -35,8 +33,8 @@ from cpu3d.data.records import (
     split_problems,
     to_json,
 )
-from cpu3d.data.region import Region, Shape3, centred, paste, round_up, whole
-from cpu3d.errors import InputError, refuse
+from cpu3d.data.region import Array, Region, Shape3, centred, paste, round_up, whole
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import (
     NotRegularError,
@@ -47,7 +45,10 @@ from memory_estimator.common.files import (
     typed,
 )
 
-ADVICE = "restore it, or delete manifest.json and run `prepare` again, then each `store append` in its order"
+ADVICE = (
+    "restore it, or delete manifest.json and run `prepare` again, then each `store append` in its"
+    " order"
+)
 MADE_AGAIN = "run `prepare` again, or `store append`: it comes back from the records in cases/"
 
 _RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
@@ -74,19 +75,19 @@ class Store:
         """The records of "train", "val" or "test", sorted by case id."""
         return self._cases.chosen(self.manifest.split[split])
 
-    def image(self, case_id: str) -> np.ndarray:
+    def image(self, case_id: str) -> Array:
         """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the
         whole grid, else a copy in memory. Raises InputError for a damaged file."""
         return self._on_grid(case_id, "x")
 
-    def label(self, case_id: str) -> np.ndarray:
+    def label(self, case_id: str) -> Array:
         """The label `(X, Y, Z)` uint8, as `image`. Raises InputError for a case without one."""
         return self._on_grid(case_id, "y")
 
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Check the arrays' files of `records` without reading voxels. Raises InputError naming all
         damaged files."""
-        refuse(problem for record in records for problem in self._reader.problems(record))
+        raise_if_any(problem for record in records for problem in self._reader.problems(record))
 
     def with_split(self, split: Dict[str, Tuple[str, ...]]) -> "Store":
         """A view of the store with another split of its cases."""
@@ -94,9 +95,9 @@ class Store:
         view.manifest = dataclasses.replace(self.manifest, split=split)
         return view
 
-    def _on_grid(self, case_id: str, part: str) -> np.ndarray:
+    def _on_grid(self, case_id: str, kind: str) -> Array:
         record = self.case(case_id)
-        array = self._reader.array(record, part)
+        array = self._reader.array(record, kind)
         if record.stored != whole(record.shape):
             array = paste(array, record.stored, record.shape)
         array.flags.writeable = False
@@ -135,7 +136,7 @@ def restore_records(folder: Path) -> Store:
                 lost.append(f"{rule}, got {reason(error)}; {ADVICE}")
 
     cases = CaseList.collected(own(), folder)
-    refuse(lost)
+    raise_if_any(lost)
     manifest = _checked(folder, content, cases)
     write_store(folder, manifest)
     return Store(folder, manifest)
@@ -152,19 +153,18 @@ def _read_manifest(folder: Path) -> Dict[str, Any]:
         return read_record(folder / "manifest.json", SCHEMA, checked, ADVICE, InputError)
     except (FileNotFoundError, NotADirectoryError):
         rule = f"store {folder} must hold a finished manifest.json"
-        raise InputError(
-            f"{rule}, found none; run `prepare`, again if it was interrupted"
-        ) from None
+        todo = "run `prepare`, again if it was interrupted"
+        raise InputError(f"{rule}, found none; {todo}") from None
 
 
 def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
     """The content of a manifest.json with the SHA-256 of its other fields, in their order, but for
     "schema"."""
-    bare = {name: value for name, value in content.items() if name != "sha256"}
-    text = json.dumps(
-        {name: value for name, value in bare.items() if name != "schema"}, separators=(",", ":")
-    )
-    return {**bare, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    fields = {name: value for name, value in content.items() if name != "sha256"}
+    covered = {name: value for name, value in fields.items() if name != "schema"}
+    text = json.dumps(covered, separators=(",", ":"))
+    fields["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    return fields
 
 
 def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
@@ -173,7 +173,8 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     The arrays must have been written. The records of an earlier manifest are removed.
     """
     folder = Path(folder)
-    digest, size_bytes = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size_bytes = 0
     unnamed = folder / f".cases{PARTIAL}"  # its name follows from its content
     with atomic_write(unnamed) as file:
         for line in case_list(manifest.cases).lines:
@@ -192,11 +193,8 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
 def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
     """Raise InputError unless `wanted` has some of `names`, each once."""
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(names):
-        rule, got = (
-            f"{kind} must be among {', '.join(names)}, each once",
-            ", ".join(wanted) or "none",
-        )
-        raise InputError(f"{rule}, got {got}; choose from these")
+        rule = f"{kind} must be among {', '.join(names)}, each once"
+        raise InputError(f"{rule}, got {', '.join(wanted) or 'none'}; choose from these")
 
 
 def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
@@ -219,19 +217,16 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
     """The manifest with its cases. Raises InputError unless they are those of its split."""
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
-        manifest = dataclasses.replace(
-            typed({**fields, "cases": []}, Manifest, "manifest"), cases=cases
-        )
+        bare: Manifest = typed({**fields, "cases": []}, Manifest, "manifest")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{folder / 'manifest.json'} must be complete, got {reason(error)}; {ADVICE}"
-        ) from None
-    refuse(split_problems(manifest.split, cases.known))
+        rule = f"{folder / 'manifest.json'} must be complete"
+        raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
+    manifest = dataclasses.replace(bare, cases=cases)
+    raise_if_any(split_problems(manifest.split, cases.known))
     got = split_hash(manifest.split, cases.known, manifest.folds)
     if got != manifest.split_hash:
-        raise InputError(
-            f"split of store {folder} must have hash {manifest.split_hash}, got {got}; {ADVICE}"
-        )
+        rule = f"split of store {folder} must have hash {manifest.split_hash}"
+        raise InputError(f"{rule}, got {got}; {ADVICE}")
     return manifest
 
 
@@ -239,11 +234,14 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
     """The records in a file, each of which is checked here and forgotten again."""
     try:
         handle = open_regular(path)
-    except (FileNotFoundError, NotRegularError) as error:
-        got = "none" if isinstance(error, FileNotFoundError) else error.strerror
-        raise RecordsLostError(f"store file {path} must exist, got {got}; {MADE_AGAIN}") from None
+    except FileNotFoundError:
+        raise RecordsLostError(f"store file {path} must exist, got none; {MADE_AGAIN}") from None
+    except NotRegularError as error:
+        rule = f"store file {path} must be a file"
+        raise RecordsLostError(f"{rule}, got {error.strerror}; {MADE_AGAIN}") from None
     lines = RecordLines(handle, path)
-    digest, problem = hashlib.sha256(), ""
+    digest = hashlib.sha256()
+    problem = ""
     with os.fdopen(os.dup(handle), "rb") as file:
         for number, line in enumerate(file, 1):
             digest.update(line)
@@ -267,11 +265,12 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
 def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
     """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the
     store, rounded up."""
-    return round_up(
-        store.manifest.largest_box if extent == "brain" else store.manifest.largest_shape, multiple
-    )
+    if extent == "brain":
+        return round_up(store.manifest.largest_box, multiple)
+    return round_up(store.manifest.largest_shape, multiple)
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:
     """The region of `size` around a case's brain, or around its whole grid."""
-    return centred(record.box if extent == "brain" else whole(record.shape), size, record.shape)
+    inner = record.box if extent == "brain" else whole(record.shape)
+    return centred(inner, size, record.shape)

@@ -3,11 +3,11 @@ Gaussian weights."""
 
 import itertools
 import math
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, List
 
 import numpy as np
 
-from cpu3d.data.region import Region, Shape3
+from cpu3d.data.region import Array, Region, Shape3, xyz
 
 OVERLAP = 0.5  # least share of a window that its neighbour covers too: nnU-Net's
 SIGMA_SHARE = 1 / 8  # deviation of a tile's weights in sizes of the window, as in nnU-Net and MONAI
@@ -15,7 +15,7 @@ SIGMA_SHARE = 1 / 8  # deviation of a tile's weights in sizes of the window, as 
 
 def sliding_window(
     network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP
-) -> np.ndarray:
+) -> Array:
     """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than
     `patch` on any axis.
 
@@ -24,18 +24,21 @@ def sliding_window(
     Their logits are averaged by Gaussian weights, as a voxel at a tile's border has the fewest
     neighbours. It is a running mean: where all tiles agree, the result is their logits to the bit.
     Raises ValueError for an image smaller than the patch."""
-    shape = tuple(int(n) for n in image.shape[1:4])
-    if any(n < want for n, want in zip(shape, patch)):
-        raise ValueError(
-            f"image must be at least as large as the patch {tuple(patch)}, got {shape}; pad it"
-        )
-    axes = [np.exp(-0.5 * ((np.arange(n) - (n - 1) / 2) / (n * SIGMA_SHARE)) ** 2) for n in patch]
-    weight = np.einsum("x,y,z->xyz", *axes).astype(np.float32)
-    weights, mean = np.zeros(shape, np.float32), None
-    for start in itertools.product(*(_starts(n, want, overlap) for n, want in zip(shape, patch))):
-        tile = Region(start, patch).slices(shape)
+    shape = xyz(int(n) for n in image.shape[1:4])
+    if any(n < wanted for n, wanted in zip(shape, patch)):
+        got = f"{tuple(patch)}, got {shape}"
+        raise ValueError(f"image must be at least as large as the patch {got}; pad it")
+    gaussians = [
+        np.exp(-0.5 * ((np.arange(n) - (n - 1) / 2) / (n * SIGMA_SHARE)) ** 2) for n in patch
+    ]
+    weight = np.einsum("x,y,z->xyz", *gaussians).astype(np.float32)
+    weights = np.zeros(shape, np.float32)
+    mean = np.empty(0)  # made with the first tile, whose regions it has
+    starts = [_starts(n, wanted, overlap) for n, wanted in zip(shape, patch)]
+    for start in itertools.product(*starts):
+        tile = Region(xyz(start), patch).slices(shape)
         logits = np.array(network(image[(slice(None), *tile)]), np.float32)[0]
-        if mean is None:
+        if not mean.size:
             mean = np.zeros((*shape, logits.shape[-1]), np.float32)
         weights[tile] += weight
         logits -= mean[tile]
@@ -46,12 +49,15 @@ def sliding_window(
 
 def window_count(shape: Shape3, patch: Shape3, overlap: float = OVERLAP) -> int:
     """The number of tiles of a volume of `shape`, padded to the patch where it is smaller."""
-    axes = [len(list(_starts(max(n, want), want, overlap))) for n, want in zip(shape, patch)]
-    return math.prod(axes)
+    return math.prod(
+        len(_starts(max(n, wanted), wanted, overlap)) for n, wanted in zip(shape, patch)
+    )
 
 
-def _starts(n: int, want: int, overlap: float) -> Iterator[int]:
-    """First voxels of the fewest evenly spread patches of `want` voxels that cover `n` with at
+def _starts(n: int, wanted: int, overlap: float) -> List[int]:
+    """First voxels of the fewest evenly spread patches of `wanted` voxels that cover `n` with at
     least `overlap`."""
-    steps = -(-(n - want) // max(int(want * (1 - overlap)), 1))
-    return (step * (n - want) // max(steps, 1) for step in range(steps + 1))
+    room = n - wanted
+    step = max(int(wanted * (1 - overlap)), 1)  # the most between two of them
+    steps = math.ceil(room / step)
+    return [i * room // max(steps, 1) for i in range(steps + 1)]

@@ -22,7 +22,7 @@ from cpu3d.data.stores.splits import with_fold
 from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.errors import InputError, WorkerLostError
 from cpu3d.plan import Plan, with_forecast
-from cpu3d.run.config import config_from_json
+from cpu3d.run.config_json import config_from_json
 from memory_estimator.common.files import parse_json
 from memory_estimator.host import Host
 

@@ -25,7 +25,7 @@ from cpu3d.data.stores.layouts import (
     volumes_in,
 )
 from cpu3d.data.stores.names import FileName, channel_key, places_of, read_name, read_names, stem_of
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.settings import AUTO
 from cpu3d.util.records import listed
 
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 
 def check_exist(name: str, paths: Sequence[Path]) -> None:
     """Raise InputError for each of the `paths` of an option that does not exist."""
-    refuse(
+    raise_if_any(
         f"{name} {path} must exist, found none; check the path"
         for path in paths
         if not path.exists()
@@ -86,7 +86,8 @@ def find_cases(
             loose.append(path)
     if loose:
         search.add_3d(loose)
-    cases, problems = [], search.problems
+    cases = []
+    problems = search.problems
     for files, channels in search.images:
         try:
             cases.append(Case(files, channels, *codes_for(predictor, files, codes)))
@@ -100,17 +101,21 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str
     """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the
     store's if that is not known or lacks a region of the run. Raises InputError if codes that were
     chosen lack one."""
-    of, labels = choice, LABEL_CODES.get(choice, {})
+    of = choice
+    labels = LABEL_CODES.get(choice, {})
     if choice == AUTO:
         of, labels = label_codes_of(files) or (STORE, {})
-    codes = {**{name: (code,) for code, name in labels.items() if code}, **regions_of(labels)}
-    regions = {name.casefold(): members for name, members in codes.items()}
+    # Each label by itself is a region too, unless the release has one of its name.
+    regions = {name.casefold(): (code,) for code, name in labels.items() if code}
+    for name, members in regions_of(labels).items():
+        regions[name.casefold()] = members
     missing = [name for name in predictor.regions if name.casefold() not in regions]
     if not labels or (missing and choice == AUTO):
         return STORE, predictor.labels, predictor.regions
     known = ", ".join(f"{code} {label}" for code, label in labels.items())
-    refuse(
-        f"region {name} of the run must have a code among those of {of} for case {files.case_id}, got {known}; "
+    raise_if_any(
+        f"region {name} of the run must have a code among those of {of} for case "
+        f"{files.case_id}, got {known}; "
         "choose other --codes"
         for name in missing
     )
@@ -136,9 +141,10 @@ class _Search:
         """A line for each order of channels that was assumed."""
         lines = []
         for order, ids in self.assumed.items():
-            of = listed(ids if len(ids) < 4 else [*ids[:2], f"{len(ids) - 2} other cases"])
+            if len(ids) > 3:
+                ids = [*ids[:2], f"{len(ids) - 2} other cases"]
             rule = "no dataset.json or name tells the order of the channels, which is taken to be"
-            lines.append(f"note: {of}: {rule} {', '.join(order)}")
+            lines.append(f"note: {listed(ids)}: {rule} {', '.join(order)}")
         return lines
 
     def is_4d(self, path: Path) -> bool:
@@ -163,13 +169,13 @@ class _Search:
             rule = f"--image {folder} must be a folder of cases, got a data set"
             self.problems.append(f"{rule}; name its {' or '.join(images)}")
             return
-        cases = []
+        with_volumes = []
         for path in below:
             candidates = [path] if volumes_in(path) else _folders_in(path, out)
-            cases += [candidate for candidate in candidates if volumes_in(candidate)]
-        for path in cases:
+            with_volumes += [candidate for candidate in candidates if volumes_in(candidate)]
+        for path in with_volumes:
             self._add_volumes(path)
-        if not cases:
+        if not with_volumes:
             rule = f"--image {folder} must be a case or hold cases, files in .nii.gz or .nii"
             self.problems.append(f"{rule}, found none; check the path")
 
@@ -211,7 +217,8 @@ class _Search:
         """Add a case whose channels are the volumes of one file."""
         case_id = stem_of(path)
         with self._problems():
-            about, count = describing(path), None
+            about = describing(path)
+            count = None
             with contextlib.suppress(InputError):  # a damaged file is named when it is loaded
                 count = channel_count(path)
             if about and count and count != len(about.channels):
@@ -221,7 +228,8 @@ class _Search:
                 names = about.channels
                 channels, _ = self._wanted(names, str(about.path))
             else:
-                names, channels = (), self.store
+                names = ()
+                channels = self.store
                 if count == len(self.inputs) != len(self.store):
                     channels = self.inputs
                 if count == len(channels) > 1:
@@ -281,21 +289,23 @@ class _Search:
         is_one_case = len({names[path].channel for path in paths}) == len(paths)
         groups = defaultdict(list)
         for path in paths:
-            groups["" if is_one_case else (path.parent, names[path].case)].append(path)
+            key = None if is_one_case else (path.parent, names[path].case)
+            groups[key].append(path)
         for files in groups.values():
             where = folder or files[0].parent
-            rest = min(names[path].case for path in files)
-            case_id = name_of(where) if not rest or (folder and len(groups) == 1) else rest
-            own = {
-                channel: [path for path in files if names[path].channel == channel_key(channel)]
-                for channel in self.store
-            }
+            case_id = min(names[path].case for path in files)
+            if not case_id or (folder and len(groups) == 1):
+                case_id = name_of(where)
+            own = {}
+            for channel in self.store:
+                key = channel_key(channel)
+                own[channel] = [path for path in files if names[path].channel == key]
             has_store = all(len(paths) == 1 for paths in own.values())
             is_alone = folder is None and len(self.inputs) == 1
             wanted = self.store if has_store and not is_alone else self.inputs
             with self._problems():
                 rule = f"of case {case_id} in {where} must have one file named after it"
-                refuse(
+                raise_if_any(
                     f"{channel} {rule}, got {_names(own[channel])}; repair the case or leave it out"
                     for channel in wanted
                     if len(own[channel]) != 1
@@ -338,11 +348,12 @@ class _Search:
                 where = str(about.path) if about else STORE
                 channels, places = self._wanted(order, where)
                 if not all(place in files for place in places):
-                    channels, places = self.inputs, places_of(self.inputs, order, where)
+                    channels = self.inputs
+                    places = places_of(self.inputs, order, where)
                 rule = f"case {case_id} in {folder} must have one file for each channel of {where}"
                 wrong = {number: files.get(number, []) for number in {*places, *files}}
                 todo = "repair the case or leave it out"
-                refuse(
+                raise_if_any(
                     f"{rule}, got {_names(got)} for {_numbered(number, order)}; {todo}"
                     for number, got in sorted(wrong.items())
                     if len(got) != 1 or number >= len(order)
@@ -374,7 +385,7 @@ class _Search:
                 raise InputError(f"{rule}, got {len(paths)} files; name them all")
             rule = f"--image must name files in the order {', '.join(channels)}"
             todo = "name every file after its channel, or put them in that order"
-            refuse(
+            raise_if_any(
                 f"{rule}, got {path} for {channel}; {todo}"
                 for path, channel in zip(paths, channels)
                 if names[path].channel not in (None, channel_key(channel))

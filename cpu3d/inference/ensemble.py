@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
-from cpu3d.data.records import CaseRecord
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.host.apply import set_up
 from cpu3d.host.gpu import HostGpus, pick_device, why_no_card
 from cpu3d.inference.runs import Inference, check_inference, config_of_weights, window_of
@@ -25,10 +25,12 @@ def trained_predictors(runs: Sequence[Path], weights: str, inference: Inference)
     configs = [config_of_weights(run, weights) for run in runs]
     for config in configs:
         check_inference(config, inference)
-    # Left open it is a card only if every run slides a window: a whole volume in one pass is for a
-    # CPU's memory.
-    mode = "patch" if all(window_of(config, inference) for config in configs) else "whole"
-    requested, gpus = left_open(inference.device), HostGpus()
+    # A device left open is a card only if every run slides a window: a whole volume in one pass is
+    # for a CPU's memory.
+    slides = all(window_of(config, inference) for config in configs)
+    mode = "patch" if slides else "whole"
+    requested = left_open(inference.device)
+    gpus = HostGpus()
     say(*why_no_card(requested, mode, gpus))
     set_up(device=pick_device(requested, mode, gpus))
     from cpu3d.inference.predictor import load_predictor  # imports TensorFlow, so not before
@@ -40,12 +42,14 @@ class Ensemble:
     """The mean of predictors, with the interface of each. Their networks all stay in memory."""
 
     def __init__(self, predictors: Sequence[Any]):
-        first, self.predictors = predictors[0], tuple(predictors)
-        self.channels, self.labels, self.regions = first.channels, first.labels, first.regions
+        first = predictors[0]
+        self.predictors = tuple(predictors)
+        self.channels = first.channels
+        self.labels = first.labels
+        self.regions = first.regions
         # All that any of the runs needs: they may have learnt from different channels.
-        self.inputs = tuple(
-            name for name in first.channels if any(name in run.inputs for run in predictors)
-        )
+        needed = {name for predictor in predictors for name in predictor.inputs}
+        self.inputs = tuple(name for name in first.channels if name in needed)
 
     def probabilities(
         self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
@@ -54,9 +58,8 @@ class Ensemble:
         stay as they are."""
         mean = self.predictors[0].probabilities(image, record, channels)
         for count, predictor in enumerate(self.predictors[1:], start=2):
-            mean = mean + (predictor.probabilities(image, record, channels) - mean) / np.float32(
-                count
-            )
+            answer = predictor.probabilities(image, record, channels)
+            mean = mean + (answer - mean) / np.float32(count)
         return mean
 
 
@@ -67,10 +70,8 @@ def origin(
     network was applied; for several runs a list of these, "runs"."""
     origins = []
     for run, config, predictor in zip(runs, configs, predictors):
-        how = {
-            **predictor.inference.to_json(),
-            "window": predictor.window,
-            "one_pass": not predictor.window,
-        }
+        how = predictor.inference.to_json()
+        how["window"] = predictor.window
+        how["one_pass"] = not predictor.window
         origins.append({"run": str(Path(run).resolve()), "fold": config.fold, "inference": how})
     return origins[0] if len(origins) == 1 else {"runs": origins}

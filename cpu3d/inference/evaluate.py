@@ -24,17 +24,17 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypedDict
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.labels import code_meanings, region_mask
+from cpu3d.data.manifest import SPLITS, CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label
-from cpu3d.data.records import SPLITS, CaseRecord
 from cpu3d.data.store import Store
 from cpu3d.data.stores.case import case_notes, note_lines
 from cpu3d.data.stores.splits import with_fold, with_folds
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.decision import postprocessing_of
@@ -49,29 +49,27 @@ from cpu3d.inference.runs import (
     store_of_run,
     training_notes,
 )
-from cpu3d.inference.scores import METRICS, TOLERANCE_MM, metric_notes, score_region
-from cpu3d.run.checkpoint import BEST, checkpoints
-from cpu3d.run.config import load_config
+from cpu3d.inference.scores import TOLERANCE_MM, score_region
+from cpu3d.inference.scores_file import (
+    FILES,
+    PREDICTIONS,
+    SCHEMA,
+    UNTOUCHED,
+    scores_path,
+    scores_table,
+    summarise,
+    warning,
+    worst_of,
+)
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import count, plus_minus
-from memory_estimator.common.files import read_json, read_record, typed
+from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
-from memory_estimator.common.table import Table, new_console
-
-SCHEMA = 1  # version of scores.json
-PREDICTIONS = "predictions"  # folder of the label maps, <case_id>.nii.gz, beside scores.json
-FILES = (PREDICTIONS, "scores.json")  # all files of an evaluation; the scores are written last
-UNTOUCHED = (
-    "test"  # the one split that neither training nor the choice of the best checkpoint has seen
-)
-WORST = 5  # cases that the summary names
-
-# Statistics of a metric over the cases; the deviation is of these cases, n in the denominator.
-STATISTICS = {"mean": np.mean, "median": np.median, "std": np.std, "min": np.min, "max": np.max}
+from memory_estimator.common.table import new_console
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,9 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     together = answering(dataclasses.replace(chosen, run=named))
     runs = together.runs
     configs = together.configs
-    if len(runs) > 1 and not (options.out or together.folder):
-        raise InputError(
-            f"--out must name a folder for the scores of {len(runs)} runs together, got none; add it"
-        )
-    out = options.out.resolve() if options.out else together.folder or runs[0]
-    if out == together.folder and split != UNTOUCHED:
-        rule = f"--out must name another folder than that of folds for split {split}, got {out}"
-        raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
-    store, folds = store_of_run(configs[0], options.store), [config.fold for config in configs]
+    out = _folder_for_scores(options, together)
+    store = store_of_run(configs[0], options.store)
+    folds = [config.fold for config in configs]
     if not store.manifest.split[split]:
         raise InputError(f"{_empty(store, split)}; {_instead(store, together)}")
     held_out = _held_out(store, folds, split)
@@ -119,29 +111,30 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(runs, together.weights, inference)
     if split != UNTOUCHED and not _is_out_of_fold(together, split):
         say(f"warning: {warning(split)}")
-    answers = predictors if held_out else [Ensemble(predictors)]
-    pairs = list(zip(answers, decided))
     for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
         say(f"post-processing: {words}")
-    scored = with_folds(store, folds) if held_out else store
-    say(*note_lines(_notes(scored, split, configs)))
     about = origin(runs, configs, predictors)
-    for run, ids in zip(about.get("runs", ()), held_out.values()):
-        run["held_out"] = ids
     answers_of = {}
-    for pair, ids in zip(pairs, held_out.values()):
-        answers_of.update(dict.fromkeys(ids, pair))
-    predictor, postprocessing = pairs[0]
+    if held_out:
+        store = with_folds(store, folds)
+        predictor = predictors[0]
+        for place, fold in enumerate(folds):
+            about["runs"][place]["held_out"] = held_out[fold]
+            for case_id in held_out[fold]:
+                answers_of[case_id] = (predictors[place], decided[place])
+    else:
+        predictor = Ensemble(predictors)
+    say(*note_lines(_notes(store, split, configs)))
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
-            scored,
+            store,
             split,
             out,
             weights=together.weights,
             tolerance_mm=options.tolerance,
             about=about,
-            postprocessing=postprocessing,
+            postprocessing=decided[0],
             held_out=answers_of,
             evidence=options.evidence,
         )
@@ -151,6 +144,25 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         _print_scores(scores, held_out)
     say(f"written: {path}")
     return 0
+
+
+def _folder_for_scores(options: Options, together: Answering) -> Path:
+    """The folder that evaluation/ is in. Raises InputError if several runs need a name for it, and
+    if it is where `train --folds` keeps its scores."""
+    if options.out:
+        out = options.out.resolve()
+    elif together.folder:
+        out = together.folder
+    elif len(together.runs) == 1:
+        out = together.runs[0]
+    else:
+        rule = f"--out must name a folder for the scores of {len(together.runs)} runs together"
+        raise InputError(f"{rule}, got none; add it")
+    if out == together.folder and options.split != UNTOUCHED:
+        split = options.split
+        rule = f"--out must name another folder than that of folds for split {split}, got {out}"
+        raise InputError(f"{rule}, where `train --folds` keeps its scores; choose one")
+    return out
 
 
 def evaluate_split(
@@ -177,16 +189,17 @@ def evaluate_split(
     Raises InputError when the split has no cases or one without a label, when the store's channels
     or labels are not the run's, and when the network's answer is not finite."""
     records = _cases_to_score(predictor, store, split)
-    about = origin([run_dir], [load_config(run_dir)], [predictor]) if about is None else about
-    about, cases = (
-        {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm},
-        [],
-    )
+    if about is None:
+        about = origin([run_dir], [load_config(run_dir)], [predictor])
+    about = {"run": str(run_dir), **about, "weights": weights, "tolerance_mm": tolerance_mm}
+    cases = []
     with replace_files(scores_path(run_dir, split).parent, FILES) as folder:
         (folder / PREDICTIONS).mkdir()
         with bar(f"evaluate {split}", total=len(records)) as advance:
             for record in records:
-                answering = (held_out or {}).get(record.case_id, (predictor, postprocessing))
+                answering = (predictor, postprocessing)
+                if held_out:
+                    answering = held_out.get(record.case_id, answering)
                 painted = folder / PREDICTIONS
                 cases.append(_score(answering, store, record, tolerance_mm, painted, evidence))
                 advance()
@@ -203,7 +216,9 @@ def _scores_json(
     cases: Sequence[Mapping[str, Any]],
 ) -> Dict[str, Any]:
     """The content of scores.json."""
-    regions, manifest = predictor.regions, store.manifest
+    regions = predictor.regions
+    manifest = store.manifest
+    meanings = code_meanings(regions, predictor.labels)
     return {
         "schema": SCHEMA,
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -214,9 +229,7 @@ def _scores_json(
         "untouched": split == UNTOUCHED,
         "split_hash": manifest.split_hash,
         "regions": {name: list(codes) for name, codes in regions.items()},
-        "label_codes": {
-            str(code): name for code, name in code_meanings(regions, predictor.labels).items()
-        },
+        "label_codes": {str(code): name for code, name in meanings.items()},
         "mean_dice": float(np.mean([case["mean_dice"] for case in cases])),
         "peak_rss_bytes": peak_rss_bytes(),
         "summary": summarise(cases),
@@ -260,109 +273,6 @@ def _score(
     }
 
 
-def scores_path(run_dir: Path, split: str = UNTOUCHED) -> Path:
-    """The file of the scores of `split`; "predictions" is beside it."""
-    folder = Path(run_dir) / "evaluation"
-    return (folder if split == UNTOUCHED else folder / split) / "scores.json"
-
-
-def read_scores(path: Path) -> Dict[str, Any]:
-    """The content of a scores.json. Raises InputError if it is missing, damaged, or of another
-    version."""
-    if not path.is_file():
-        raise InputError(f"run must have scores in {path}, found none; run `evaluate`")
-    return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
-
-
-def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "best") -> str:
-    """The reason why a run must be scored again, empty if its scores are of this kind, younger than
-    its weights and of the network applied as it was trained."""
-    path = scores_path(run, split)
-    saved = checkpoints(run)
-    weights_path = run / "checkpoints" / BEST if weights == "best" or not saved else saved[0]
-    try:
-        scores = read_scores(path)
-        is_younger = path.stat().st_mtime >= weights_path.stat().st_mtime
-    except (InputError, FileNotFoundError):
-        return "none that can be read"
-    config = load_config(run)
-    window = list(config.grid) if config.is_patch else None
-    wanted = {
-        "split_hash": config.split_hash,
-        "tolerance_mm": tolerance_mm,
-        "weights": weights,
-        "inference": {**Inference().to_json(), "window": window, "one_pass": not window},
-    }
-    differing = [name for name, value in wanted.items() if scores.get(name) != value]
-    reasons = [f"{name} {scores.get(name)}" for name in differing]
-    if not is_younger:
-        reasons.append("scores older than the weights")
-    return ", ".join(reasons)
-
-
-def warning(split: str) -> str:
-    """The warning beside scores of a split that is not untouched."""
-    seen = (
-        "was trained on these cases"
-        if split == "train"
-        else "was chosen by its scores on these cases"
-    )
-    return f'These are NOT untouched cases: split "{split}". The network {seen}; quote the scores of "test" instead.'
-
-
-def summarise(cases: Sequence[Mapping[str, Any]]) -> Dict[str, Dict[str, Any]]:
-    """The STATISTICS per region and metric over the "cases" of scores.json, empty masks too;
-    "empty" counts these."""
-    summary: Dict[str, Dict[str, Any]] = {}
-    for region in cases[0]["regions"]:
-        rows = [case["regions"][region] for case in cases]
-        columns = {metric: [row[metric] for row in rows] for metric in METRICS}
-        summary[region] = {
-            **{
-                name: {key: float(of(values)) for key, of in STATISTICS.items()}
-                for name, values in columns.items()
-            },
-            "empty": {
-                kind: sum(row["empty"] == kind for row in rows)
-                for kind in ("both", "truth", "prediction")
-            },
-        }
-    return summary
-
-
-def ranked(cases: Sequence[Mapping[str, Any]]) -> List[Mapping[str, Any]]:
-    """The "cases" of scores.json from the worst to the best by mean Dice over the regions; ties by
-    case id."""
-    return sorted(cases, key=lambda case: (case["mean_dice"], case["case_id"]))
-
-
-def worst_of(cases: Sequence[Mapping[str, Any]]) -> List[Dict[str, Any]]:
-    """The names and scores of the worst of the "cases" of scores.json."""
-    return [{key: case[key] for key in ("case_id", "mean_dice")} for case in ranked(cases)[:WORST]]
-
-
-def scores_table(scores: Mapping[str, Any]) -> Table:
-    """Every metric of every region: mean, standard deviation and median over the cases."""
-    kind = "untouched" if scores["untouched"] else "NOT untouched"
-    rows = []
-    for region, summary in scores["summary"].items():
-        for name, metric in METRICS.items():
-            values, digits = summary[name], metric.digits
-            mean, median = (
-                plus_minus(values["mean"], values["std"], digits),
-                f"{values['median']:.{digits}f}",
-            )
-            rows.append((region, metric.heading, mean, median))
-            region = ""  # in its first row
-    return Table(
-        ("region", "score", "mean \u00b1 sd", "median"),
-        rows,
-        title=f'{count(scores["cases"], f"{kind} case")} of {scores["name"]}, split "{scores["split"]}"',
-        caption=metric_notes(tuple(METRICS), scores["tolerance_mm"]),
-        names=2,
-    )
-
-
 def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str]]) -> None:
     """The summary as a table, the worst cases, and the mean Dice of each fold on the cases that it
     has held out."""
@@ -372,74 +282,20 @@ def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str
         worst = ", ".join(f"{case['case_id']} {case['mean_dice']:.3f}" for case in scores["worst"])
         say(f"worst by mean Dice: {worst}", stderr=False)
     if held_out:
-        means = ", ".join(
-            f"{fold} {np.mean([dice[case] for case in ids]):.3f}" for fold, ids in held_out.items()
-        )
-        say(f"mean Dice of each fold on the cases it held out: {means}", stderr=False)
-
-
-# The fields of scores.json that are read.
-_Statistics = TypedDict("_Statistics", dict.fromkeys(STATISTICS, float))
-_Summary = TypedDict("_Summary", dict.fromkeys(METRICS, _Statistics))
-_Region = TypedDict(
-    "_Region", {**dict.fromkeys((*METRICS, "truth_ml", "prediction_ml"), float), "empty": str}
-)
-_CASE = {
-    "case_id": str,
-    "mean_dice": float,
-    "predict_s": float,
-    "score_s": float,
-    "postprocessing": str,
-}
-
-
-class _Run(TypedDict, total=False):
-    inference: TypedDict(
-        "_Inference", {"window": Optional[List[int]], "overlap": float, "flips": bool}
-    )
-    held_out: List[str]
-    runs: List["_Run"]
-
-
-class _Scores(_Run):
-    name: str
-    weights: str
-    store: str
-    split: str
-    untouched: bool
-    split_hash: str
-    tolerance_mm: float
-    peak_rss_bytes: Optional[int]
-    regions: Dict[str, List[int]]
-    summary: Dict[str, _Summary]
-    cases: List[TypedDict("_Case", {**_CASE, "regions": Dict[str, _Region]})]
-
-
-def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
-    """The content of scores.json as it was read. Raises ValueError if it is damaged."""
-    typed(scores, _Scores, "scores")
-    parts, names = (
-        [scores["summary"], *(case["regions"] for case in scores["cases"])],
-        set(scores["regions"]),
-    )
-    if (
-        scores["split"] not in SPLITS
-        or len(parts) == 1
-        or any(set(part) != names for part in parts)
-    ):
-        raise ValueError("another split, no cases, or cases of other regions")
-    if not all("inference" in run for run in scores.get("runs", [scores])):
-        raise ValueError("a run without inference")
-    return scores
+        means = []
+        for fold, ids in held_out.items():
+            mean = np.mean([dice[case_id] for case_id in ids])
+            means.append(f"{fold} {mean:.3f}")
+        text = "mean Dice of each fold on the cases it held out"
+        say(f"{text}: {', '.join(means)}", stderr=False)
 
 
 def _is_out_of_fold(together: Answering, split: str) -> bool:
     """Whether the cases of a split are held out by folds, and have not chosen the weights: the last
     ones, of trainings that they could not end."""
-    is_chosen = together.weights != FOLD_WEIGHTS or any(
-        config.patience for config in together.configs
-    )
-    return split == "val" and all(config.fold for config in together.configs) and not is_chosen
+    configs = together.configs
+    is_chosen = together.weights != FOLD_WEIGHTS or any(config.patience for config in configs)
+    return split == "val" and all(config.fold for config in configs) and not is_chosen
 
 
 def _decided(
@@ -476,9 +332,8 @@ def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Seque
     if len(folds) == 1 or not any(folds) or split == UNTOUCHED:
         return {}
     if split == "train":
-        raise InputError(
-            f"--split must be test or val for {len(folds)} folds, got train, which differs by fold"
-        )
+        rule = f"--split must be test or val for {len(folds)} folds"
+        raise InputError(f"{rule}, got train, which differs by fold; choose one")
     return {fold: with_fold(store, fold).manifest.split["val"] for fold in folds}
 
 
@@ -491,8 +346,9 @@ def _refuse_foreign(path: Path) -> None:
     except (OSError, ValueError, TypeError):
         ours = path.with_name(OLD).is_dir()  # an evaluation was cut off while it replaced its own
     if present and not ours:
-        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it, got no scores of `evaluate` in {path}"
-        raise InputError(f"{rule}; move it away, or choose another --out")
+        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it"
+        got = f"got no scores of `evaluate` in {path}"
+        raise InputError(f"{rule}, {got}; move it away, or choose another --out")
 
 
 def _empty(store: Store, split: str) -> str:
@@ -514,11 +370,9 @@ def _instead(store: Store, together: Answering) -> str:
     if folder:
         scores = scores_path(folder, "val").parent
         done = f"every case was scored out of its fold: see {folder / 'report.html'} and {scores}"
-        return (
-            done
-            if scores.is_dir()
-            else "repeat its `train --folds`, which scores every case out of its fold"
-        )
+        if scores.is_dir():
+            return done
+        return "repeat its `train --folds`, which scores every case out of its fold"
     if not all(config.fold for config in together.configs):
         return _filled(store)
     if len(together.runs) > 1:
@@ -528,15 +382,19 @@ def _instead(store: Store, together: Answering) -> str:
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
-    manifest, records = store.manifest, store.cases(split)
-    own, stored = ((tuple(owner.channels), dict(owner.labels)) for owner in (predictor, manifest))
+    manifest = store.manifest
+    records = store.cases(split)
+    own = (tuple(predictor.channels), dict(predictor.labels))
+    stored = (tuple(manifest.channels), dict(manifest.labels))
     if own != stored:
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
         raise InputError(f"{rule}; name the run's own store")
     if not records:
         raise InputError(f"{_empty(store, split)}; {_filled(store)}")
-    refuse(
-        f"case {record.case_id} must have a label to be scored, got none in store {store.folder}; `predict` needs none"
+    where = f"store {store.folder}"
+    raise_if_any(
+        f"case {record.case_id} must have a label to be scored, got none in {where}; "
+        "`predict` needs none"
         for record in records
         if not record.has_label
     )

@@ -2,7 +2,7 @@
 case.
 
     ./run.sh export --run runs/first --format savedmodel --out exported
-    ./run.sh export --run runs/first --format onnx --out exported-onnx --case data/BraTS-GLI-00001-000
+    ./run.sh export --run runs/first --format onnx --out exported --case data/BraTS-GLI-00001-000
 
 The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside,
 and everything is float32. OUT/export.json describes it: channels, how to crop and pad, what the
@@ -18,25 +18,26 @@ At the end the files are read back and run on a case: the store's first of test,
 Voxels whose label differs, such as from a run in bfloat16, are counted there.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
 from cpu3d.inference.postprocessing.decision import postprocessing_of
@@ -45,7 +46,7 @@ from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.segment import load_network, painted, probabilities_of, processed
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
@@ -55,10 +56,8 @@ from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import by
 from memory_estimator.installed import how_to_install
 
-FILES = {
-    "savedmodel": "saved_model",
-    "onnx": "model.onnx",
-}  # format -> file or folder of the network
+FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
+"""Format -> file or folder of the network."""
 
 # Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x
 # 128 voxels it is 2e-6 in ONNX and 0 as a SavedModel.
@@ -87,9 +86,7 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     out = options.out
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        got = "a folder with files" if out.is_dir() else "a file"
-        raise InputError(f"--out {out} must be a new or an empty folder, got {got}; choose another")
+    _check_empty(out)
     config = load_config(options.run)
     exported_config(config, options.size)  # before TensorFlow is loaded
     if options.format == "onnx":
@@ -98,15 +95,22 @@ def run(options: Options) -> int:
     from cpu3d.inference import export_network as networks  # imports TensorFlow, so not before
     from cpu3d.inference.predictor import Predictor, load_weights
 
-    path = weights_file(
-        options.run, options.weights
-    )  # once: a run that continues replaces its last checkpoint
-    (config, weights), digest = load_weights(config, path), file_sha256(path)
-    exported, onnx = exported_config(config, options.size), options.format == "onnx"
+    # Once, as a run that continues replaces its last checkpoint.
+    path = weights_file(options.run, options.weights)
+    config, weights = load_weights(config, path)
+    digest = file_sha256(path)
+    exported = exported_config(config, options.size)
     own = Predictor(dataclasses.replace(config, grid=exported.grid), weights)
-    # A SavedModel has predict's own operations; a program that reads ONNX computes norms by their
-    # definition.
-    exact = (networks.ExactPredictor if onnx else Predictor)(exported, weights)
+    packages = versions()
+    if options.format == "onnx":
+        # A program that reads ONNX computes norms by their definition.
+        exact = networks.ExactPredictor(exported, weights)
+        write = networks.write_onnx
+        packages |= {name: metadata.version(name) for name in ("onnx", "onnxruntime")}
+    else:
+        # A SavedModel has predict's own operations.
+        exact = Predictor(exported, weights)
+        write = networks.write_saved_model
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
     postprocessing = postprocessing_of(options.run, config, options.weights)
@@ -115,43 +119,55 @@ def run(options: Options) -> int:
         "postprocessing": postprocessing.steps(exact.regions),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "run": str(options.run.resolve()),
-        "versions": {
-            **versions(),
-            **{name: metadata.version(name) for name in ("onnx", "onnxruntime") if onnx},
-        },
+        "versions": packages,
         "weights": options.weights,
         "checkpoint": path.name,
         "weights_sha256": digest,
     }
     out.mkdir(parents=True, exist_ok=True)
-    try:
-        write = networks.write_onnx if onnx else networks.write_saved_model
+    with _empty_after_an_error(out):
         write(about, networks.exported_network(exported, weights), out / about["file"])
         (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
         verification = verify(about, out, record, image, exact, own, postprocessing)
         if verification["passed"]:
-            about |= {
-                "files": sorted(path.name for path in out.iterdir()),
-                "verification": verification,
-            }
+            about["files"] = sorted(path.name for path in out.iterdir())
+            about["verification"] = verification
             write_json(out / "export.json", about)
+    rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
+    title = "Against predict, and the same network in float32"
+    new_console().print(Table(("", ""), rows, title=title))
+    say(f"post-processing: {postprocessing.words}", stderr=False)
+    if not verification["passed"]:
+        say(f"failed: {out} has no export.json; do not use the network", stderr=False)
+        return 1
+    say(f"written: {out}", stderr=False)
+    return 0
+
+
+@contextlib.contextmanager
+def _empty_after_an_error(out: Path) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
         for path in out.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         raise
-    rows = [(name.replace("_", " "), str(value)) for name, value in verification.items()]
-    new_console().print(
-        Table(("", ""), rows, title="Against predict, and the same network in float32")
-    )
-    say(f"post-processing: {postprocessing.words}", stderr=False)
-    passed = verification["passed"]
-    say(
-        f"written: {out}"
-        if passed
-        else f"failed: {out} has no export.json; do not use the network",
-        stderr=False,
-    )
-    return 0 if passed else 1
+
+
+def _check_empty(out: Path) -> None:
+    """Raise InputError unless the folder is new or empty."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        got = "a file"
+    elif any(out.iterdir()):
+        got = "a folder with files"
+    else:
+        return
+    raise InputError(f"--out {out} must be a new or an empty folder, got {got}; choose another")
 
 
 def exported_config(config: RunConfig, size: Optional[Shape3] = None) -> RunConfig:
@@ -179,36 +195,26 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
     probabilities. A window does not see the volume: the caller passes the statistics, and gets
     logits to blend."""
     regions = config.codes_by_region  # in the order of the answer's last axis
-    image = {
-        "dtype": "float32",
-        "shape": [*config.grid, len(config.channels)],
-        "axes": "X, Y, Z towards right, anterior, superior; then the channels",
-        "values": "intensities as in the file; 0 is background",
-    }
-    statistic = {"dtype": "float32", "shape": [len(config.channels)]}
-    rest = (
-        "of each channel over the non-zero voxels of the whole volume, intensities as in the file"
-    )
-    mean = {**statistic, "values": f"mean {rest}"}
-    std = {**statistic, "values": f"standard deviation (division by n) {rest}"}
     answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
+    paint = []
+    for group in paint_order(regions):
+        paint.append([{"output": output, "code": code} for output, code in group])
+    meanings = code_meanings(regions, config.label_names)
+    network = dataclasses.asdict(config.unet)
+    del network["policy"]
     return {
         "schema": 1,
         "written_by": "cpu3d export",
         "file": FILES[format_],
-        "inputs": {"image": image, **({"mean": mean, "std": std} if config.is_patch else {})},
+        "inputs": _inputs(config),
         "outputs": {"logits" if config.is_patch else "probabilities": answer},
         "channels": config.channels,
         "channel_names": _channel_names(config),
         "regions": regions,
         "threshold": THRESHOLD,
         "label_names": {str(code): name for code, name in config.label_names.items()},
-        "label_codes": {
-            str(c): name for c, name in code_meanings(regions, config.label_names).items()
-        },
-        "paint": [
-            [{"output": at, "code": code} for at, code in group] for group in paint_order(regions)
-        ],
+        "label_codes": {str(code): name for code, name in meanings.items()},
+        "paint": paint,
         "axes": "RAS",
         "trained_spacing_mm": config.spacing_mm,
         "trained_with_orientation": config.oriented,
@@ -217,14 +223,28 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "size": config.grid,
         "overlap": OVERLAP if config.is_patch else None,
         "sigma": SIGMA_SHARE if config.is_patch else None,
-        "network": {
-            name: value
-            for name, value in dataclasses.asdict(config.unet).items()
-            if name != "policy"
-        },
+        "network": network,
         "trained_dtype": trained_dtype,
         "format": format_,
     }
+
+
+def _inputs(config: RunConfig) -> Dict[str, Dict[str, Any]]:
+    """What an exported network takes, by name."""
+    image = {
+        "dtype": "float32",
+        "shape": [*config.grid, len(config.channels)],
+        "axes": "X, Y, Z towards right, anterior, superior; then the channels",
+        "values": "intensities as in the file; 0 is background",
+    }
+    inputs = {"image": image}
+    if config.is_patch:
+        statistic = {"dtype": "float32", "shape": [len(config.channels)]}
+        deviation = "standard deviation (division by n)"
+        over = "over the non-zero voxels of the whole volume, intensities as in the file"
+        inputs["mean"] = {**statistic, "values": f"mean of each channel {over}"}
+        inputs["std"] = {**statistic, "values": f"{deviation} of each channel {over}"}
+    return inputs
 
 
 def _channel_names(config: RunConfig) -> Dict[str, List[str]]:
@@ -251,9 +271,8 @@ def require_onnx() -> None:
         import onnxruntime  # noqa: F401
     except ImportError as error:
         rule = f"onnx and onnxruntime must be installed for --format onnx, got {error}"
-        raise InputError(
-            f"{rule}; {how_to_install('onnx')}, or choose --format savedmodel"
-        ) from None
+        todo = f"{how_to_install('onnx')}, or choose --format savedmodel"
+        raise InputError(f"{rule}; {todo}") from None
 
 
 def usage(about: Dict[str, Any]) -> str:
@@ -264,8 +283,8 @@ def usage(about: Dict[str, Any]) -> str:
     program = Path(__file__).with_name("segment.py").read_text(encoding="utf-8")
     return f"""# How to use this network
 
-`{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes, its origin and how well it
-agrees with `predict`. Keep the files of this folder together.
+`{about["file"]}` holds the network, `export.json` its inputs, outputs, size and label codes,
+its origin and how well it agrees with `predict`. Keep the files of this folder together.
 
 It takes {", ".join(about["channels"])}, each a 3D file, or together a 4D file.
 Channels are found by the names in a dataset.json above imagesTr or imagesTs, or at the end of 3D
@@ -287,13 +306,18 @@ Post-processing, as `predict` does it: {about["postprocessing"]["words"]}.
 def check_case_fits(record: CaseRecord, exact: Any) -> None:
     """Raise InputError unless the region of the case that `predict` would read is of the network's
     size."""
-    config, size = exact.config, exact.region(record).size
+    config = exact.config
+    size = exact.region(record).size
     if not config.is_patch and size != config.grid:
-        extent, needed = (
-            ("brain", record.box.size) if config.extent == "brain" else ("volume", record.shape)
-        )
-        rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}, got a {extent} of {by(needed, ' x ')}"
-        raise InputError(f"{rule}; export with --size {by(size, ' ')}, or name another --case")
+        if config.extent == "brain":
+            extent = "brain"
+            needed = record.box.size
+        else:
+            extent = "volume"
+            needed = record.shape
+        rule = f"case {record.case_id} must fit into {by(config.grid, ' x ')}"
+        todo = f"export with --size {by(size, ' ')}, or name another --case"
+        raise InputError(f"{rule}, got a {extent} of {by(needed, ' x ')}; {todo}")
 
 
 def verify(
@@ -310,7 +334,8 @@ def verify(
     export.json; "passed" is whether it may be used. Labels are compared after the run's
     `postprocessing`, those of `predict --raw` without it. `image` has the channels of the run.
     Raises InputError if `exact`'s answer is not finite."""
-    regions, steps_mm = exact.regions, ras_steps_mm(record.geometry)
+    regions = exact.regions
+    steps_mm = ras_steps_mm(record.geometry)
     answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     raw = painted(answer, about)
@@ -343,20 +368,23 @@ def _case_to_try(
     if options.case:
         check_exist("--case", options.case)
         cases, problems, notes = find_cases(options.case, predictor)
-        refuse(problems)
+        raise_if_any(problems)
         say(*notes)
         if len(cases) != 1:
             raise InputError(
                 f"--case must be one case, got {len(cases)}; the network is tried on one alone"
             )
-        files, channels = cases[0].files, cases[0].channels
+        files = cases[0].files
+        channels = cases[0].channels
         loaded = load_case(files, channels=channels, zero_nan=options.zero_nan)
-        record, image = loaded.record, loaded.image
+        record = loaded.record
+        image = loaded.image
         notes = [*case_notes(record, channels), *training_notes(record, [config])]
         say(*note_lines({record.case_id: notes}))
     else:
         store = store_of_run(config)
         record = next(record for split in ("test", "val", "train") for record in store.cases(split))
-        image, channels = store.image(record.case_id), store.manifest.channels
+        image = store.image(record.case_id)
+        channels = store.manifest.channels
     image = image[..., [channels.index(name) for name in config.channels]]
     return dataclasses.replace(record, **facts_of(image, None)), image

@@ -7,7 +7,7 @@ training mode, which is what instance norm is here. ONNX has channels first, so 
 transposed on the way in and the answer on the way out."""
 
 from pathlib import Path
-from typing import Any, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -18,7 +18,9 @@ from models.config import EPSILON, UNetConfig
 from models.layer_plan import LayerOp, layer_plan
 from models.unet3d import build_unet3d, finest
 
-OPSET, IR_VERSION = 17, 8  # of 2022: every onnxruntime from 1.12 on reads them
+# Of 2022: every onnxruntime from 1.12 on reads them.
+OPSET = 17
+IR_VERSION = 8
 
 
 def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.Model:
@@ -47,9 +49,8 @@ def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder:
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
-    tf.saved_model.save(
-        module, str(folder), signatures={"serving_default": module.answer}, options=options
-    )
+    signatures = {"serving_default": module.answer}
+    tf.saved_model.save(module, str(folder), signatures=signatures, options=options)
 
 
 class ExactPredictor(Predictor):
@@ -76,37 +77,44 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     of the plan."""
     import onnx
 
-    graph, (output,) = _Graph(onnx), about["outputs"]
-    weights = {  # as Keras has them: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
-        layer.name: {
-            weight.name.split("/")[-1].split(":")[0]: weight.numpy() for weight in layer.weights
-        }
-        for layer in network.layers
-    }
+    graph = _Graph(onnx)
+    (output,) = about["outputs"]
+    # As Keras has them: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
+    weights: Dict[str, Dict[str, np.ndarray]] = {}
+    for layer in network.layers:
+        weights[layer.name] = {}
+        for weight in layer.weights:
+            name = weight.name.split("/")[-1].split(":")[0]
+            weights[layer.name][name] = weight.numpy()
     channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    unet, tensors = UNetConfig(**about["network"]), {}
+    unet = UNetConfig(**about["network"])
+    tensors = {}
     for op in layer_plan(unet, tuple(about["size"])):
         if op.kind == "input":
             tensors[op.name] = image
         elif op.kind != "head" or op.name == "head":  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
-    answer = tensors["head"] if output == "logits" else graph.add("Sigmoid", [tensors["head"]])
+    if output == "logits":
+        answer = tensors["head"]
+    else:
+        answer = graph.add("Sigmoid", [tensors["head"]])
     turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
-    helper, float32 = onnx.helper, onnx.TensorProto.FLOAT
-    ends = [
-        [
-            helper.make_tensor_value_info(name, float32, spec["shape"])
-            for name, spec in about[end].items()
-        ]
-        for end in ("inputs", "outputs")
-    ]
+    helper = onnx.helper
+    ends = []
+    for end in ("inputs", "outputs"):
+        infos = []
+        for name, spec in about[end].items():
+            infos.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, spec["shape"]))
+        ends.append(infos)
     whole = helper.make_graph(graph.nodes, "cpu3d", *ends, graph.constants)
-    opsets = [helper.make_opsetid("", OPSET)]
     return helper.make_model(
-        whole, producer_name="cpu3d", ir_version=IR_VERSION, opset_imports=opsets
+        whole,
+        producer_name="cpu3d",
+        ir_version=IR_VERSION,
+        opset_imports=[helper.make_opsetid("", OPSET)],
     )
 
 
@@ -116,29 +124,31 @@ def _normalised_tensor(image, mean: Any = None, std: Any = None):
     voxels loses digits in float32."""
     present = tf.not_equal(image, 0)
     if mean is None:
-        values, mask = tf.cast(image, tf.float64), tf.cast(present, tf.float64)
+        values = tf.cast(image, tf.float64)
+        mask = tf.cast(present, tf.float64)
         count = tf.maximum(tf.reduce_sum(mask, (0, 1, 2)), 1)
         mean = tf.reduce_sum(values, (0, 1, 2)) / count
         std = tf.sqrt(tf.reduce_sum(tf.square((values - mean) * mask), (0, 1, 2)) / count)
-    mean, std = tf.cast(mean, tf.float64), tf.cast(std, tf.float64)
+    mean = tf.cast(mean, tf.float64)
+    std = tf.cast(std, tf.float64)
     scale = tf.math.divide_no_nan(tf.ones_like(std), std)
-    return tf.where(
-        present, image * tf.cast(scale, tf.float32) + tf.cast(-mean * scale, tf.float32), 0.0
-    )
+    shift = tf.cast(-mean * scale, tf.float32)
+    return tf.where(present, image * tf.cast(scale, tf.float32) + shift, 0.0)
 
 
 class _Graph:
     """The nodes and constants of an ONNX graph."""
 
     def __init__(self, onnx: Any):
-        self._onnx, self.nodes, self.constants = onnx, [], []
+        self._onnx = onnx
+        self.nodes = []
+        self.constants = []
 
     def add(self, kind: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
         """A node of one output, which is named `name`; returns that name."""
         name = name or f"{kind.lower()}_{len(self.nodes)}"
-        self.nodes.append(
-            self._onnx.helper.make_node(kind, list(inputs), [name], name=name, **attributes)
-        )
+        make_node = self._onnx.helper.make_node
+        self.nodes.append(make_node(kind, list(inputs), [name], name=name, **attributes))
         return name
 
     def constant(self, array: np.ndarray, name: str = "") -> str:
@@ -153,26 +163,27 @@ class _Graph:
 
 def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
     """The image as by `_normalised_tensor`."""
-    zero, unit = graph.constant(np.float64(0)), graph.constant(np.float64(1))
+    zero = graph.constant(np.float64(0))
+    unit = graph.constant(np.float64(1))
     background = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", background])])
     if "mean" in about["inputs"]:
-        mean, std = graph.cast("mean", "DOUBLE"), graph.cast("std", "DOUBLE")
+        mean = graph.cast("mean", "DOUBLE")
+        std = graph.cast("std", "DOUBLE")
     else:
         grid = graph.constant(np.int64([0, 1, 2]))
-        values, mask = graph.cast("image", "DOUBLE"), graph.cast(present, "DOUBLE")
+        values = graph.cast("image", "DOUBLE")
+        mask = graph.cast(present, "DOUBLE")
         count = graph.add("Max", [graph.add("ReduceSum", [mask, grid], keepdims=0), unit])
         mean = graph.add("Div", [graph.add("ReduceSum", [values, grid], keepdims=0), count])
         off = graph.add("Mul", [graph.add("Sub", [values, mean]), mask])
         squares = graph.add("ReduceSum", [graph.add("Mul", [off, off]), grid], keepdims=0)
         std = graph.add("Sqrt", [graph.add("Div", [squares, count])])
-    scale = graph.add(
-        "Where", [graph.add("Greater", [std, zero]), graph.add("Div", [unit, std]), zero]
-    )
+    has_contrast = graph.add("Greater", [std, zero])
+    scale = graph.add("Where", [has_contrast, graph.add("Div", [unit, std]), zero])
     shift = graph.add("Neg", [graph.add("Mul", [mean, scale])])
-    scores = graph.add(
-        "Add", [graph.add("Mul", ["image", graph.cast(scale, "FLOAT")]), graph.cast(shift, "FLOAT")]
-    )
+    scaled = graph.add("Mul", ["image", graph.cast(scale, "FLOAT")])
+    scores = graph.add("Add", [scaled, graph.cast(shift, "FLOAT")])
     return graph.add("Where", [present, scores, background])
 
 
@@ -187,27 +198,26 @@ def _layer(
     }
     if "kernel" in weights:
         # (x, y, z, in, out) -> (out, in, x, y, z); a transposed one has (..., out, in) in Keras
-        kernel = graph.constant(
-            np.transpose(weights["kernel"], (4, 3, 0, 1, 2)), f"{op.name}/kernel"
-        )
+        turned = np.transpose(weights["kernel"], (4, 3, 0, 1, 2))
+        kernel = graph.constant(turned, f"{op.name}/kernel")
         if op.kind == "up_conv":
             return graph.add("ConvTranspose", [inputs[0], kernel], strides=[2, 2, 2])
-        convolved = graph.add(
-            "Conv", [inputs[-1], kernel, *weight.values()], pads=[op.kernel // 2] * 6
-        )
-        return graph.add("Add", [inputs[0], convolved]) if op.kind == "shortcut" else convolved
+        pads = [op.kernel // 2] * 6
+        convolved = graph.add("Conv", [inputs[-1], kernel, *weight.values()], pads=pads)
+        if op.kind == "shortcut":
+            return graph.add("Add", [inputs[0], convolved])
+        return convolved
     if op.kind in ("norm", "norm_act"):
         if norm == "none":
             column = graph.constant(np.int64([1, -1, 1, 1, 1]))
             y = graph.add("Add", [inputs[0], graph.add("Reshape", [weight["bias"], column])])
         else:
-            batch = [weight[name] for name in ("moving_mean", "moving_variance") if norm == "batch"]
-            moments = batch or _moments(graph, inputs[0])
-            y = graph.add(
-                "BatchNormalization",
-                [*inputs, weight["gamma"], weight["beta"], *moments],
-                epsilon=EPSILON,
-            )
+            if norm == "batch":
+                moments = [weight["moving_mean"], weight["moving_variance"]]
+            else:
+                moments = _moments(graph, inputs[0])
+            tensors = [*inputs, weight["gamma"], weight["beta"], *moments]
+            y = graph.add("BatchNormalization", tensors, epsilon=EPSILON)
         return y if op.kind == "norm" else graph.add("Relu", [y])
     if op.kind == "upsample":
         scales = graph.constant(np.float32([1, 1, 2, 2, 2]))
@@ -217,19 +227,21 @@ def _layer(
             "coordinate_transformation_mode": "asymmetric",
         }
         return graph.add("Resize", [inputs[0], "", scales], **nearest)
-    kind, attributes = {
-        "act": ("Relu", {}),
-        "pool": ("MaxPool", {"kernel_shape": [2, 2, 2], "strides": [2, 2, 2]}),
-        "concat": ("Concat", {"axis": 1}),
-    }[op.kind]
-    return graph.add(kind, inputs, **attributes)
+    if op.kind == "pool":
+        return graph.add("MaxPool", inputs, kernel_shape=[2, 2, 2], strides=[2, 2, 2])
+    if op.kind == "concat":
+        return graph.add("Concat", inputs, axis=1)
+    if op.kind == "act":
+        return graph.add("Relu", inputs)
+    raise ValueError(f"a layer's kind must be one that ONNX has nodes for, got {op.kind}")
 
 
 def _moments(graph: _Graph, tensor: str) -> Sequence[str]:
     """Mean and variance (C,) of one sample's maps, axis by axis, so that no sum has more than a few
     hundred terms: onnxruntime's InstanceNormalization adds up a whole map in float32, which put
     probabilities off by 0.03."""
-    mean, grid = tensor, graph.constant(np.int64([0, 2, 3, 4]))
+    mean = tensor
+    grid = graph.constant(np.int64([0, 2, 3, 4]))
     for axis in (4, 3, 2):
         mean = graph.add("ReduceMean", [mean], axes=[axis])
     off = graph.add("Sub", [tensor, mean])

@@ -13,7 +13,9 @@ from typing import Any, Dict, List, Optional
 import numpy as np
 
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import (
+from cpu3d.inference.postprocessing.evidence import Evidence, evidence_from_json
+from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.inference.scores_file import (
     FILES,
     PREDICTIONS,
     SCHEMA,
@@ -23,9 +25,7 @@ from cpu3d.inference.evaluate import (
     summarise,
     worst_of,
 )
-from cpu3d.inference.postprocessing.evidence import Evidence, evidence_from_json
-from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.util.atomic import replace_files, write_json
 
@@ -82,7 +82,7 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
     first = dict(scores[next(iter(runs))])
     for name in ("fold", "inference"):  # of this fold alone
         first.pop(name, None)
-    peaks = [each.get("peak_rss_bytes") or 0 for each in scores.values()]
+    peaks = [of_fold.get("peak_rss_bytes") or 0 for of_fold in scores.values()]
     joined = {
         **first,
         "run": str(folder),

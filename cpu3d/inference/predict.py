@@ -2,8 +2,8 @@
 label codes.
 
     ./run.sh predict --run runs/first --image data/BraTS-GLI-00001-000 --out predictions
-    ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out predictions
-    ./run.sh predict --run runs/fold-1 runs/fold-2 runs/fold-3 --image data/BraTS-GLI-00001-000 --out predictions
+    ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out p
+    ./run.sh predict --run runs/fold-1 runs/fold-2 --image data/BraTS-GLI-00001-000 --out p
     ./run.sh predict --run runs/folds --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
@@ -43,11 +43,11 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
+from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.stores.case import case_notes, load_case, note_lines
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
-from cpu3d.errors import DoesNotFitError, InputError, refuse
+from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.joint import postprocessing_together
@@ -64,8 +64,7 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 
 SCHEMA = 1  # version of the sidecar
-# the writer in a sidecar: the label beside it was made here and may be replaced
-WRITER = "cpu3d predict"
+WRITER = "cpu3d predict"  # in a sidecar: the label beside it was made here and may be replaced
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,8 @@ class Options:
     )
     codes: str = option(
         AUTO,
-        help="label codes to write; auto: those of the image's own data set if known, else of the run's store",
+        help="label codes to write; auto: those of the image's own data set if known, else of the "
+        "run's store",
         choices=(AUTO, "store", *LABEL_CODES),
     )
 
@@ -104,47 +104,48 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(together.runs, together.weights, inference)
     predictor = Ensemble(predictors)
     cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
-    twice = [
-        case_id
-        for case_id, times in Counter(case.files.case_id for case in cases).items()
-        if times > 1
-    ]
-    wrong = [
-        f"case ids must differ, got {case_id} twice; predict them into separate folders"
-        for case_id in twice
-    ]
+    ids = [case.files.case_id for case in cases]
+    wrong = []
     if options.out.resolve() in (path.resolve() for path in options.image):
-        wrong.insert(
-            0, f"--out must not be a folder that is predicted on, got {options.out}; choose another"
-        )
-    refuse(wrong)
-    notes += seen_notes([case.files.case_id for case in cases], configs)
+        rule = "--out must not be a folder that is predicted on"
+        wrong.append(f"{rule}, got {options.out}; choose another")
+    for case_id, times in Counter(ids).items():
+        if times > 1:
+            rule = f"case ids must differ, got {case_id} twice"
+            wrong.append(f"{rule}; predict them into separate folders")
+    raise_if_any(wrong)
+    notes += seen_notes(ids, configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}
-    done, kind = [], InputError
+    sidecars = []
+    kind = InputError
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
             try:
-                done.append(predict_case(predictor, case, options, about, postprocessing, configs))
+                sidecar = predict_case(predictor, case, options, about, postprocessing, configs)
+                sidecars.append(sidecar)
             except InputError as error:
                 problems += error.problems
-                kind = DoesNotFitError if isinstance(error, DoesNotFitError) else kind
+                if isinstance(error, DoesNotFitError):
+                    kind = DoesNotFitError
             advance()
-    say(*note_lines({case["case_id"]: case["notes"] for case in done}))
-    if done:
-        head = ("file", *(f"{name} ml" for name in done[0]["volumes_ml"]), "seconds")
-        rows = [
-            (
-                case["label"],
-                *(f"{ml:.2f}" for ml in case["volumes_ml"].values()),
-                f"{case['seconds']:.1f}",
-            )
-            for case in done
-        ]
-        new_console().print(Table(head, rows, title="predictions"))
+    say(*note_lines({sidecar["case_id"]: sidecar["notes"] for sidecar in sidecars}))
+    if sidecars:
+        new_console().print(_volumes_table(sidecars))
     if problems:
         raise kind(*problems)
     return 0
+
+
+def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
+    """The volume of each region in each predicted case."""
+    regions = list(sidecars[0]["volumes_ml"])
+    rows = []
+    for sidecar in sidecars:
+        volumes = [f"{ml:.2f}" for ml in sidecar["volumes_ml"].values()]
+        rows.append((sidecar["label"], *volumes, f"{sidecar['seconds']:.1f}"))
+    head = ("file", *(f"{name} ml" for name in regions), "seconds")
+    return Table(head, rows, title="predictions")
 
 
 def predict_case(
@@ -160,52 +161,64 @@ def predict_case(
     they were trained on. A label among the case's files is not read. Raises InputError for an image
     that cannot be read or does not fit the run, and for a file that would be overwritten without a
     sidecar by `predict`."""
-    begin, out, files = time.monotonic(), options.out, case.files
-    names = (
-        _probability_names(files.case_id, tuple(predictor.regions)) if options.probabilities else {}
-    )
-    label_file, sidecar, page_file = (
-        out / f"{files.case_id}.{end}" for end in ("nii.gz", "json", "html")
-    )
-    outputs = (
-        sidecar,
-        label_file,
-        *(out / name for name in names.values()),
-        *([page_file] if options.page else []),
-    )
+    begin = time.monotonic()
+    out = options.out
+    files = case.files
+    sidecar = out / f"{files.case_id}.json"
+    label_file = out / f"{files.case_id}.nii.gz"
+    page_file = out / f"{files.case_id}.html"
+    names = {}
+    if options.probabilities:
+        names = _probability_names(files.case_id, tuple(predictor.regions))
+    outputs = [sidecar, label_file, *(out / name for name in names.values())]
+    if options.page:
+        outputs.append(page_file)
     _check_replaceable(sidecar, outputs, files)
     loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
-    record, geometry = loaded.record, loaded.record.geometry
+    record = loaded.record
+    geometry = record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     label = postprocessing.paint(answers, case.regions, ras_steps_mm(geometry))
     notes = [*case_notes(record, case.channels), *training_notes(record, configs)]
     more = {"postprocessing": postprocessing.words, "probabilities": names, "notes": notes}
     content = _sidecar(case, record, label, **more) | about
-    write_json(
-        sidecar, content
-    )  # first, so that a label cut off by a crash is known as ours and can be redone
-    for position, name in enumerate(names):
+    # First, so that a label cut off by a crash is known as ours and can be redone.
+    write_json(sidecar, content)
+    for position, name in enumerate(names.values()):
+        probability = answers[..., position].astype(np.float32)
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
         # for little.
-        write_volume(
-            out / names[name], answers[..., position].astype(np.float32), geometry, compression=1
-        )
+        write_volume(out / name, probability, geometry, compression=1)
     write_label(label_file, label, geometry)
     if options.page:
-        shown = ViewedCase(
-            files.case_id, loaded.image, case.channels, geometry, case.regions, case.labels,
-            predictions={"prediction": label}, unit=SCORES if loaded.image.dtype.kind == "f" else "",
-        )  # fmt: skip
-        write_case_page(page_file, shown, "predict")
+        write_case_page(page_file, _viewed(case, loaded.image, geometry, label), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
 
 
+def _viewed(case: Case, image: np.ndarray, geometry: Geometry, label: np.ndarray) -> ViewedCase:
+    """A case with its prediction, to scroll through."""
+    return ViewedCase(
+        name=case.files.case_id,
+        image=image,
+        channels=case.channels,
+        geometry=geometry,
+        regions=case.regions,
+        labels=case.labels,
+        predictions={"prediction": label},
+        unit=SCORES if image.dtype.kind == "f" else "",
+    )
+
+
 def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
     """The content of a case's sidecar before it is complete: label, grid, sources."""
     voxel_ml = voxel_mm3(ras_steps_mm(record.geometry)) / 1000.0
-    masks = {name: region_mask(label, codes) for name, codes in case.regions.items()}
+    volumes_ml = {}
+    for name, codes in case.regions.items():
+        voxels = int(np.count_nonzero(region_mask(label, codes)))
+        volumes_ml[name] = round(voxels * voxel_ml, 4)
+    meanings = code_meanings(case.regions, case.labels)
     return {
         "schema": SCHEMA,
         "written_by": WRITER,
@@ -213,13 +226,9 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         "case_id": case.files.case_id,
         "label": f"{case.files.case_id}.nii.gz",
         "codes_of": case.codes_of,
-        "label_codes": {
-            str(code): name for code, name in code_meanings(case.regions, case.labels).items()
-        },
+        "label_codes": {str(code): name for code, name in meanings.items()},
         "regions": {name: list(codes) for name, codes in case.regions.items()},
-        "volumes_ml": {
-            name: round(int(np.count_nonzero(mask)) * voxel_ml, 4) for name, mask in masks.items()
-        },
+        "volumes_ml": volumes_ml,
         "threshold": THRESHOLD,
         **about,
         "axes": record.geometry.axes,
@@ -231,15 +240,16 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
 
 def _mapping(cases: Sequence[Case]) -> List[str]:
     """The codes that are written, a line for all cases with the same codes."""
+    together: Dict[str, List[Case]] = {}
+    for case in cases:
+        together.setdefault(case.codes_of, []).append(case)
     lines = []
-    for of, last in {case.codes_of: case for case in cases}.items():
-        ids = listed(case.files.case_id for case in cases if case.codes_of == of)
-        meanings = ", ".join(
-            f"{code} {name}" for code, name in code_meanings(last.regions, last.labels).items()
-        )
-        lines.append(
-            f"{ids}: label codes of {of}: {meanings}{'; --codes chooses others' * (of == STORE)}"
-        )
+    for codes_of, alike in together.items():
+        ids = listed(case.files.case_id for case in alike)
+        meanings = code_meanings(alike[-1].regions, alike[-1].labels)
+        codes = ", ".join(f"{code} {name}" for code, name in meanings.items())
+        todo = "; --codes chooses others" if codes_of == STORE else ""
+        lines.append(f"{ids}: label codes of {codes_of}: {codes}{todo}")
     return lines
 
 
@@ -260,13 +270,13 @@ def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles)
         ours = read_json(sidecar).get("written_by") == WRITER
     except (OSError, ValueError, AttributeError):
         ours = False
-    kinds = {
-        path: "a file that was not written by predict"
-        for path in outputs
-        if path.exists() and not ours
-    }
-    kinds.update({path: "a source image" for path in outputs if path.resolve() in sources})
-    refuse(
-        f"{path} must not be overwritten, got {kind}; choose another --out"
-        for path, kind in kinds.items()
-    )
+    problems = []
+    for path in outputs:
+        if path.resolve() in sources:
+            kind = "a source image"
+        elif path.exists() and not ours:
+            kind = "a file that was not written by predict"
+        else:
+            continue
+        problems.append(f"{path} must not be overwritten, got {kind}; choose another --out")
+    raise_if_any(problems)

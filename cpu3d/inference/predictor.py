@@ -10,24 +10,27 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.labels import mirrored_axes
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import DivergedError, refuse
+from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, config_of_state, window_of
 from cpu3d.run.checkpoint import how_to_go_on, load_checkpoint, weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from models.unet3d import build_unet3d, finest, weight_names
 
 AS_TRAINED = Inference()
-# grids whose networks are kept: the training grid, which most cases share, and the last other grid
+# Grids whose networks are kept: the training grid, which most cases share, and the last other grid.
 NETWORKS = 2
-ADVICE = "slide a smaller --window X Y Z if the run is at full resolution, or take --device cpu if a card ran out"
+ADVICE = (
+    "slide a smaller --window X Y Z if the run is at full resolution, "
+    "or take --device cpu if a card ran out"
+)
 
 
 class Predictor:
@@ -38,18 +41,14 @@ class Predictor:
     def __init__(
         self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED
     ):
-        self.config, self.inference = config, inference
-        self.channels: Tuple[str, ...] = (
-            config.store_channels
-        )  # of the store the run was trained on
-        self.inputs: Tuple[str, ...] = (
-            config.channels
-        )  # the run's own among them: what an image must have
+        self.config = config
+        self.inference = inference
+        # Those of the store the run was trained on, and the run's own: what an image must have.
+        self.channels: Tuple[str, ...] = config.store_channels
+        self.inputs: Tuple[str, ...] = config.channels
         self.labels: Dict[int, str] = config.label_names
         self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
-        self.window = window_of(
-            config, self.inference
-        )  # voxels X, Y, Z of what slides; None is one pass
+        self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
 
@@ -64,19 +63,18 @@ class Predictor:
         case needs it. Windows slide over the brain's box, or with the full extent over the volume,
         and at least one window's size of it. Outside of that the probability is 0. Raises
         DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
-        region, resizing = self.region(record), self._resizing(record)
+        region = self.region(record)
+        logits_of = functools.partial(self._logits, resizing=self._resizing(record))
         present = tuple(channels or self.channels)
         picked = [present.index(name) for name in self.inputs]
-        logits_of = lambda image: self._logits(image, resizing)  # noqa: E731
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
-            part = tf.cast(
-                normalise(image, record, region)[None, ..., picked], self.config.unet.dtype
-            )
+            scores = normalise(image, record, region)[None, ..., picked]  # (1, x, y, z, inputs)
+            seen = tf.cast(scores, self.config.unet.dtype)
             if self.inference.flips:
                 axes = mirrored_axes(self.config.label_names.values())
-                logits = over_mirror_images(logits_of, part, axes)
+                logits = over_mirror_images(logits_of, seen, axes)
             else:
-                logits = logits_of(part)
+                logits = logits_of(seen)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
         if not np.isfinite(answers).all():
             rule = f"probabilities for case {record.case_id} must be finite, got NaN or infinity"
@@ -85,15 +83,18 @@ class Predictor:
         return answers
 
     def region(self, record: CaseRecord) -> Region:
-        """The part of a case that is predicted, in the voxels of its image, padding included."""
-        config, needed, resizing = self.config, self._needed(record), self._resizing(record)
+        """The box of a case that is predicted, in the voxels of its image, padding included."""
+        config = self.config
+        needed = self._needed(record)
+        resizing = self._resizing(record)
         if resizing:
             size = resizing.field
         elif self.window:
-            size = tuple(max(pair) for pair in zip(self.window, needed))
+            size = tuple(map(max, self.window, needed))
+        elif config.is_patch:
+            size = round_up(needed, config.unet.divisor)
         else:
-            at_least = needed if config.is_patch else config.grid
-            size = round_up(tuple(max(pair) for pair in zip(at_least, needed)), config.unet.divisor)
+            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisor)
         return case_region(record, size, config.extent)
 
     def _needed(self, record: CaseRecord) -> Shape3:
@@ -111,18 +112,18 @@ class Predictor:
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
         """Logits float32 (X, Y, Z, R) of one image (1, X, Y, Z, C)."""
         if self.window:
-            return sliding_window(
-                self._kept_network(self.window), image, self.window, self.inference.overlap
-            )
+            network = self._kept_network(self.window)
+            return sliding_window(network, image, self.window, self.inference.overlap)
         if resizing:
-            return resizing.grow(self._kept_network(resizing.seen)(resizing.shrink(image))).numpy()[
-                0
-            ]
-        return self._kept_network(tuple(image.shape[1:4]))(image).numpy()[0]
+            network = self._kept_network(resizing.seen)
+            return resizing.grow(network(resizing.shrink(image))).numpy()[0]
+        network = self._kept_network(tuple(image.shape[1:4]))
+        return network(image).numpy()[0]
 
     def _network(self, size: Shape3) -> Callable:
         """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
-        unet, batch_size = self.config.unet, self.batch_size
+        unet = self.config.unet
+        batch_size = self.batch_size
         model = build_unet3d(unet, size, batch_size=batch_size)
         model.set_weights(self.weights)
         taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
@@ -167,14 +168,12 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     shapes = {name: tuple(weight.shape) for name, weight in zip(names, model.weights)}
     needed = {**shapes, "channels and regions": (len(config.channels), len(config.regions))}
     saved = {**arrays.shapes, "channels and regions": (config.unet.channels, config.unet.outputs)}
-    differ = [
-        f"{name} {saved.get(name)} for {size}"
-        for name, size in needed.items()
-        if saved.get(name) != size
-    ]
-    rule = f"checkpoint {path} must hold the weights of its run's config.json"
-    todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
-    refuse(f"{rule}, got {first}; {todo}" for first in differ[:1])
+    for name, size in needed.items():
+        if saved.get(name) != size:
+            rule = f"checkpoint {path} must hold the weights of its run's config.json"
+            got = f"{name} {saved.get(name)} for {size}"
+            todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
+            raise InputError(f"{rule}, got {got}; {todo}")
     # The best weights were averaged when they were saved; a whole checkpoint has both.
     trained = enumerate(model.trainable_variables)
     averages = {id(weight): f"average/{place:03d}" for place, weight in trained}

@@ -8,17 +8,17 @@ store = store_of_run(configs[0])
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
-from cpu3d.data.records import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import read_state, weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.folds import read_folds, trained_folds
 from cpu3d.settings import AUTO, RunConfig
@@ -82,7 +82,9 @@ def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
     """Voxels X, Y, Z of the window that slides over this run's volumes; None for one pass."""
     if inference.window:
         return tuple(inference.window)
-    return tuple(config.grid) if config.is_patch and not inference.one_pass else None
+    if config.is_patch and not inference.one_pass:
+        return tuple(config.grid)
+    return None
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
@@ -105,22 +107,24 @@ def config_of_weights(run: Path, weights: str) -> RunConfig:
 def check_inference(config: RunConfig, inference: Inference) -> None:
     """Raise InputError, all problems together, if a run's network cannot be applied so. `config` is
     that of the weights that are applied."""
-    problems, window = [], window_of(config, inference)
+    problems = []
+    window = window_of(config, inference)
     if window and config.resolution < 1:
         got = f"{config.resolution:g}, at which the network saw its steps"
         rule = f"--window must come with a run at full resolution, got {got}"
-        later = ", or train until the first step at full resolution" if config.is_coarse else ""
-        problems.append(f"{rule}; leave it out{later}")
+        todo = "leave it out"
+        if config.is_coarse:
+            todo += ", or train until the first step at full resolution"
+        problems.append(f"{rule}; {todo}")
     elif window:
         try:
             config.unet.check_shape(window, "--window")
         except ValueError as error:
             problems.append(str(error))
     if inference.flips and not config.augment.flip:
-        problems.append(
-            "--flips must come with a run that was trained on mirror images, got --no-flip; leave it out"
-        )
-    refuse(problems)
+        rule = "--flips must come with a run that was trained on mirror images"
+        problems.append(f"{rule}, got --no-flip; leave it out")
+    raise_if_any(problems)
 
 
 def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
@@ -130,12 +134,16 @@ def store_of_run(config: RunConfig, folder: Optional[Path] = None) -> Store:
     try:
         store = open_store(folder or config.store)
     except InputError as error:
-        moved = "if the store was moved, name its folder with --store, or in `export` a case with --case"
-        raise InputError(*error.problems, *([] if folder else [moved])) from None
+        problems = list(error.problems)
+        if not folder:
+            todo = "name its folder with --store, or in `export` a case with --case"
+            problems.append(f"if the store was moved, {todo}")
+        raise InputError(*problems) from None
     if store.manifest.split_hash != config.split_hash:
-        rule = f"store {store.folder} must have the split {config.split_hash} that the run was trained with"
+        rule = f"store {store.folder} must have the split that the run was trained with"
+        got = f"{config.split_hash}, got {store.manifest.split_hash}"
         todo = "its test cases may have been trained on, so name the run's own store"
-        raise InputError(f"{rule}, got {store.manifest.split_hash}; {todo}")
+        raise InputError(f"{rule}, {got}; {todo}")
     return with_fold(store, config.fold)
 
 
@@ -221,23 +229,30 @@ def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunC
         problems.append(f"runs must differ, got {listed(runs)}; name each once")
     for run, config in zip(runs[1:], configs[1:]):
         for name in COMMON:
-            first, other = getattr(configs[0], name), getattr(config, name)
+            first = getattr(configs[0], name)
+            other = getattr(config, name)
             if first != other:
                 rule = f"{name} of run {run} must be {first}, as of run {runs[0]}, got {other}"
                 problems.append(f"{rule}; put runs of one store and of the same regions together")
     folds = [config.fold for config in configs]
     if any(folds):
-        parts = max(parse_fold(fold)[1] for fold in folds if fold)
-        wanted = {f"{part}/{parts}" for part in range(1, parts + 1)}
-        if (
-            len(set(folds)) < len(folds)
-            or not set(folds) <= wanted
-            or not (some_folds or set(folds) == wanted)
-        ):
-            kind, more = ("different", "") if some_folds else ("all", ", or add --some-folds")
-            got = listed(fold or "a run of no fold" for fold in folds)
-            problems.append(
-                f"runs must be {kind} folds of {parts}, each once, got {got}; name others{more}"
-            )
-    refuse(problems)
+        problems += _problems_of_folds(folds, some_folds)
+    raise_if_any(problems)
     return configs
+
+
+def _problems_of_folds(folds: Sequence[str], some_folds: bool) -> Iterator[str]:
+    """What is wrong with the folds of runs that answer together; "" is a run of no fold."""
+    total = max(parse_fold(fold)[1] for fold in folds if fold)
+    all_folds = {f"{number}/{total}" for number in range(1, total + 1)}
+    if some_folds:
+        kind = "different"
+        todo = "name others"
+        is_right = set(folds) <= all_folds
+    else:
+        kind = "all"
+        todo = "name others, or add --some-folds"
+        is_right = set(folds) == all_folds
+    if not is_right or len(set(folds)) < len(folds):
+        got = listed(fold or "a run of no fold" for fold in folds)
+        yield f"runs must be {kind} folds of {total}, each once, got {got}; {todo}"

@@ -11,11 +11,11 @@ Definitions are MONAI's, comparable with published tables:
 Lesions are those of BraTS 2023 for adult glioma (github.com/rachitsaluja/BraTS-2023-Metrics,
 BraTS-GLI):
 
-- *Lesions* are the parts of the truth that are connected, by 26 neighbours, once it is grown by 3
-  mm: near parts are one lesion. Those of at most 50 mm3 count neither as missed nor as false
-  positives.
-- A lesion is *detected* if, grown, it shares a voxel with a connected part of the prediction. All
-  such parts are its own, also those that are another lesion's too. A part of any size that no
+- *Components* of a mask are connected by 26 neighbours.
+- *Lesions* are the components of the truth once it is grown by 3 mm: near components are one
+  lesion. Those of at most 50 mm3 count neither as missed nor as false positives.
+- A lesion is *detected* if, grown, it shares a voxel with a component of the prediction. All such
+  components are its own, also those that are another lesion's too. A component of any size that no
   lesion has is a false positive.
 
 Growing is in rounds of a voxel to 18 neighbours. The challenge, all of 1 mm, takes 3 rounds; here
@@ -42,14 +42,10 @@ from scipy.spatial import cKDTree
 
 from cpu3d.data.region import bounding_box
 
-# of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by
+# Of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by.
 TOLERANCE_MM = 1.0
-
-LESION_GROWTH_MM, LESION_MM3 = (
-    3.0,
-    50.0,
-)  # how far a true lesion reaches, and the volume up to which it does not count
-
+LESION_GROWTH_MM = 3.0  # how far a true lesion reaches
+LESION_MM3 = 50.0  # volume up to which a lesion does not count
 
 Spacing = Union[Sequence[float], np.ndarray]  # mm of a voxel along X, Y, Z, or its steps (3, 3)
 
@@ -66,35 +62,43 @@ class Lesions(NamedTuple):
 
 @dataclass(frozen=True)
 class Matching:
-    """The L true lesions and P predicted parts of a region, and the N pairs of them that touch: all
-    that the scores of any choice among the parts need."""
+    """The L true lesions and P predicted components of a region, and the N pairs of them that
+    touch: all that the scores of any choice among the components need."""
 
     truth_voxels: np.ndarray  # (L,)
     counted: np.ndarray  # (L,) whether the lesion is large enough to count
-    part_voxels: np.ndarray  # (P,)
-    part_mm3: np.ndarray  # (P,)
+    predicted_voxels: np.ndarray  # (P,)
+    predicted_mm3: np.ndarray  # (P,)
     lesion: np.ndarray  # (N,) index of a pair's lesion
-    part: np.ndarray  # (N,) index of its part
-    shared_voxels: np.ndarray  # (N,) voxels of the part in the lesion before it was grown
+    predicted: np.ndarray  # (N,) index of its predicted component
+    shared_voxels: np.ndarray  # (N,) voxels of the component in the lesion before it was grown
 
     def lesions(self, kept: Optional[np.ndarray] = None) -> Lesions:
-        """The scores if only the parts of `kept` (P,) are predicted, by default all."""
-        kept = np.ones(len(self.part_voxels), bool) if kept is None else kept
-        pairs, count = kept[self.part], len(self.truth_voxels)
-        lesion, part = self.lesion[pairs], self.part[pairs]
-        own = np.bincount(lesion, weights=self.part_voxels[part], minlength=count)
+        """The scores if only the components of `kept` (P,) are predicted, by default all."""
+        if kept is None:
+            kept = np.ones(len(self.predicted_voxels), bool)
+        pairs = kept[self.predicted]
+        count = len(self.truth_voxels)
+        lesion = self.lesion[pairs]
+        predicted = self.predicted[pairs]
+        own = np.bincount(lesion, weights=self.predicted_voxels[predicted], minlength=count)
         shared = np.bincount(lesion, weights=self.shared_voxels[pairs], minlength=count)
         dice = 2 * shared[self.counted] / (self.truth_voxels + own)[self.counted]
-        false_positives = int(np.count_nonzero(kept)) - len(np.unique(part))
-        judged, detected = len(dice) + false_positives, int(np.count_nonzero(own[self.counted]))
+        false_positives = int(np.count_nonzero(kept)) - len(np.unique(predicted))
+        judged = len(dice) + false_positives
         return Lesions(
-            len(dice), detected, false_positives, float(dice.sum() / judged) if judged else 1.0
+            true=len(dice),
+            detected=int(np.count_nonzero(own[self.counted])),
+            false_positives=false_positives,
+            dice=float(dice.sum() / judged) if judged else 1.0,
         )
 
     def dice(self, kept: np.ndarray) -> float:
-        """Dice of the whole region if only the parts of `kept` (P,) are predicted."""
-        total = self.truth_voxels.sum() + self.part_voxels[kept].sum()
-        return float(2 * self.shared_voxels[kept[self.part]].sum() / total) if total else 1.0
+        """Dice of the whole region if only the components of `kept` (P,) are predicted."""
+        total = self.truth_voxels.sum() + self.predicted_voxels[kept].sum()
+        if total:
+            return float(2 * self.shared_voxels[kept[self.predicted]].sum() / total)
+        return 1.0
 
 
 @dataclass(frozen=True)
@@ -119,14 +123,17 @@ class Masks:
 
     @cached_property
     def lesions(self) -> Lesions:
-        return match_lesions(self.truth, connected_parts(self.prediction), self.steps_mm).lesions()
+        predicted = connected_components(self.prediction)
+        return match_lesions(self.truth, predicted, self.steps_mm).lesions()
 
 
 def dice(masks: Masks) -> float:
     """Twice the voxels that both masks share over the sum of both; 1 if both are empty, 0 if one
     is."""
     total = np.count_nonzero(masks.truth) + np.count_nonzero(masks.prediction)
-    return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total) if total else 1.0
+    if total:
+        return float(2 * np.count_nonzero(masks.truth & masks.prediction) / total)
+    return 1.0
 
 
 def hausdorff95_mm(masks: Masks) -> float:
@@ -156,11 +163,13 @@ def lesion_dice(masks: Masks) -> float:
 
 def lesion_sensitivity(masks: Masks) -> float:
     """The share of true lesions above 50 mm³ that were detected; 1 if there are none."""
-    return masks.lesions.detected / masks.lesions.true if masks.lesions.true else 1.0
+    if masks.lesions.true:
+        return masks.lesions.detected / masks.lesions.true
+    return 1.0
 
 
 def false_positives(masks: Masks) -> float:
-    """The number of connected parts of the prediction in a case that no true lesion, grown by 3 mm,
+    """The number of components of the prediction in a case that no true lesion, grown by 3 mm,
     touches."""
     return float(masks.lesions.false_positives)
 
@@ -170,9 +179,8 @@ class Metric:
     """A number that says how well a region was segmented. Cases are aggregated by their mean."""
 
     label: str  # for people
-    of: Callable[
-        [Masks], float
-    ]  # its docstring says what the metric measures, also for empty masks, in a sentence
+    # Its docstring says in a sentence what the metric measures, also for empty masks.
+    of: Callable[[Masks], float]
     larger_is_better: bool = True  # then it is a share, from 0 to 1
     unit: str = ""
     digits: int = 3  # after the point, in tables
@@ -186,7 +194,9 @@ class Metric:
     @property
     def labelled(self) -> str:
         """The label, which says so if less is better."""
-        return self.label if self.larger_is_better else f"{self.label} (less is better)"
+        if self.larger_is_better:
+            return self.label
+        return f"{self.label} (less is better)"
 
 
 # By their names in scores.json.
@@ -228,14 +238,10 @@ def score_region(
         "truth": int(np.count_nonzero(truth)),
         "prediction": int(np.count_nonzero(prediction)),
     }
-    empty = (
-        "both"
-        if not any(voxels.values())
-        else "".join(name for name, count in voxels.items() if not count)
-    )
-    box = bounding_box(truth | prediction).slices(
-        truth.shape
-    )  # lesions that grow together do so inside of it
+    without = [name for name, count in voxels.items() if not count]
+    empty = "both" if len(without) == 2 else "".join(without)
+    # Lesions that grow together do so inside of this box.
+    box = bounding_box(truth | prediction).slices(truth.shape)
     steps_mm = steps_of(spacing_mm)
     diagonal_mm = _diagonal_mm(truth.shape, steps_mm)
     masks = Masks(truth[box], prediction[box], steps_mm, tolerance_mm, diagonal_mm, empty)
@@ -273,35 +279,39 @@ def _diagonal_mm(shape: Sequence[int], steps_mm: np.ndarray) -> float:
     return float(max(np.linalg.norm(steps_mm @ corner) for corner in corners))
 
 
-def connected_parts(mask: np.ndarray) -> np.ndarray:
-    """The parts of a mask `(X, Y, Z)` that are connected by 26 neighbours, numbered from 1 on; 0 is
-    none."""
+def connected_components(mask: np.ndarray) -> np.ndarray:
+    """The components of a mask `(X, Y, Z)`, numbered from 1 on; 0 is none."""
     return label(mask, generate_binary_structure(3, 3))[0]
 
 
-def match_lesions(truth: np.ndarray, parts: np.ndarray, spacing_mm: Spacing) -> Matching:
-    """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_parts` by the rule at the top
-    of this file."""
+def match_lesions(truth: np.ndarray, predicted: np.ndarray, spacing_mm: Spacing) -> Matching:
+    """Match a boolean truth `(X, Y, Z)` and a prediction's `connected_components` by the rule at
+    the top of this file."""
     near = generate_binary_structure(3, 2)
     steps_mm = steps_of(spacing_mm)
     rounds = np.round(LESION_GROWTH_MM / np.linalg.norm(steps_mm, axis=0)).astype(int)
-    stops, grown = sorted({0, *rounds}), truth
+    stops = sorted({0, *rounds})
+    grown = truth
     for done, stop in zip(stops, stops[1:]):
-        neighbours = near[tuple(slice(None) if done < n else slice(1, 2) for n in rounds)]
+        # An axis whose rounds are done keeps the middle of `near` alone, and does not grow.
+        grows = [slice(None) if done < of_axis else slice(1, 2) for of_axis in rounds]
+        neighbours = near[tuple(grows)]
         grown = binary_dilation(grown, neighbours, iterations=int(stop - done))
-    lesions = connected_parts(grown)  # with the voxels around them
-    truth_voxels, part_voxels = np.bincount(lesions[truth])[1:], np.bincount(parts.ravel())[1:]
+    lesions = connected_components(grown)  # with the voxels around them
+    truth_voxels = np.bincount(lesions[truth])[1:]
+    predicted_voxels = np.bincount(predicted.ravel())[1:]
     size_mm3 = voxel_mm3(steps_mm)
-    # Every lesion and part that share a voxel, once.
-    both, base = (parts > 0) & grown, len(part_voxels) + 1
-    pairs, pair = np.unique(lesions[both] * np.int64(base) + parts[both], return_inverse=True)
-    lesion, part = divmod(pairs, base)
+    # Every lesion and predicted component that share a voxel, once: as one number of both.
+    both = (predicted > 0) & grown
+    base = np.int64(len(predicted_voxels) + 1)
+    pairs, pair = np.unique(lesions[both] * base + predicted[both], return_inverse=True)
+    lesion_numbers, predicted_numbers = divmod(pairs, base)
     return Matching(
-        truth_voxels,
-        truth_voxels * size_mm3 > LESION_MM3,
-        part_voxels,
-        part_voxels * size_mm3,
-        lesion - 1,
-        part - 1,
-        np.bincount(pair, weights=truth[both]),
+        truth_voxels=truth_voxels,
+        counted=truth_voxels * size_mm3 > LESION_MM3,
+        predicted_voxels=predicted_voxels,
+        predicted_mm3=predicted_voxels * size_mm3,
+        lesion=lesion_numbers - 1,
+        predicted=predicted_numbers - 1,
+        shared_voxels=np.bincount(pair, weights=truth[both]),
     )

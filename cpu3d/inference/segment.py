@@ -2,7 +2,7 @@
 LABEL.nii.gz"""
 
 # This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and a reader of
-# the network alone.
+# the network alone, and SciPy for post-processing.
 import itertools
 import json
 import pathlib
@@ -24,12 +24,12 @@ def load_network(folder, about):
         return lambda **inputs: session.run(None, inputs)[0]
     import tensorflow as tf
 
-    model, output = tf.saved_model.load(file), next(iter(about["outputs"]))
+    model = tf.saved_model.load(file)
+    (output,) = about["outputs"]
 
     def network(**inputs):
-        return model.signatures["serving_default"](
-            **{n: tf.constant(a) for n, a in inputs.items()}
-        )[output].numpy()
+        tensors = {name: tf.constant(array) for name, array in inputs.items()}
+        return model.signatures["serving_default"](**tensors)[output].numpy()
 
     return network
 
@@ -37,55 +37,66 @@ def load_network(folder, about):
 def probabilities_of(network, about, image):
     """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where
     nothing is seen."""
-    shape, size, slides = image.shape[:3], about["size"], about["mode"] == "patch"
-    low, high = (0, 0, 0), shape
+    shape = image.shape[:3]
+    size = about["size"]
+    slides = about["mode"] == "patch"
+    low = (0, 0, 0)
+    high = shape
     if about["extent"] == "brain":  # the box around all voxels that are not 0
-        full = [np.flatnonzero((image != 0).any(tuple({0, 1, 2, 3} - {axis}))) for axis in range(3)]
-        low, high = [at[0] for at in full], [at[-1] + 1 for at in full]
-    seen = [max(b - a, w) for a, b, w in zip(low, high, size)]
-    if not slides and seen != list(size):
-        sys.exit(f"the image must fit into {size}, got {seen}; export with a larger --size")
-    start = [
-        min(max(a - (w - (b - a)) // 2, 0), n - w) if w < n else -((w - n) // 2)
-        for a, b, w, n in zip(low, high, seen, shape)
-    ]
-    inside = tuple(slice(max(s, 0), min(s + w, n)) for s, w, n in zip(start, seen, shape))
-    place = tuple(slice(max(-s, 0), max(-s, 0) + i.stop - i.start) for s, i in zip(start, inside))
-    part = np.zeros((*seen, image.shape[3]), np.float32)
-    part[place] = image[inside]
-    answer = windows(network, about, image, part) if slides else network(image=part)
+        x, y, z = np.nonzero((image != 0).any(-1))
+        low = [x.min(), y.min(), z.min()]
+        high = [x.max() + 1, y.max() + 1, z.max() + 1]
+    boxed = [max(b - a, w) for a, b, w in zip(low, high, size)]
+    if not slides and boxed != list(size):
+        sys.exit(f"the image must fit into {size}, got {boxed}; export with a larger --size")
+    inside = []  # the box in the image
+    place = []  # of that in what the network sees, which has zeros around it
+    for a, b, w, n in zip(low, high, boxed, shape):
+        if w < n:  # around the middle of what is there, within the image
+            start = min(max(a - (w - (b - a)) // 2, 0), n - w)
+        else:
+            start = -((w - n) // 2)
+        first = max(start, 0)
+        stop = min(start + w, n)
+        inside.append(slice(first, stop))
+        place.append(slice(first - start, stop - start))
+    inside = tuple(inside)
+    place = tuple(place)
+    seen = np.zeros((*boxed, image.shape[3]), np.float32)
+    seen[place] = image[inside]
+    if slides:
+        answer = windows(network, about, image, seen)
+    else:
+        answer = network(image=seen)
     probabilities = np.zeros((*shape, answer.shape[-1]), np.float32)
     probabilities[inside] = answer[place]
     return probabilities
 
 
-def windows(network, about, image, part):
-    """Probabilities of a part of an image, from windows that slide over it."""
-    values = [
-        image[..., channel][image[..., channel] != 0].astype(np.float64)
-        for channel in range(image.shape[3])
-    ]
-    mean, std = (
-        np.float32([getattr(channel, name)() for channel in values]) for name in ("mean", "std")
-    )
-    size = about["size"]
-    bells = [
-        np.exp(-0.5 * ((np.arange(w) - (w - 1) / 2) / (w * about["sigma"])) ** 2) for w in size
-    ]
+def windows(network, about, image, seen):
+    """Probabilities of what is `seen` of an image, from windows that slide over it."""
+    means = []
+    deviations = []
+    for channel in range(image.shape[3]):
+        values = image[..., channel]
+        values = values[values != 0].astype(np.float64)
+        means.append(values.mean())
+        deviations.append(values.std())
+    bells = []  # along each axis
+    starts = []
+    for n, w in zip(seen.shape, about["size"]):
+        places = np.arange(w) - (w - 1) / 2
+        bells.append(np.exp(-0.5 * (places / (w * about["sigma"])) ** 2))
+        stride = max(int(w * (1 - about["overlap"])), 1)
+        steps = -(-(n - w) // stride)
+        starts.append([i * (n - w) // max(steps, 1) for i in range(steps + 1)])
     bell = np.einsum("x,y,z->xyz", *bells).astype(np.float32)[..., None]
-    steps = [
-        -(-(n - w) // max(int(w * (1 - about["overlap"])), 1)) for n, w in zip(part.shape, size)
-    ]
-    starts = [
-        [i * (n - w) // max(k, 1) for i in range(k + 1)] for n, w, k in zip(part.shape, size, steps)
-    ]
-    total, weight = (
-        np.zeros((*part.shape[:3], len(about["regions"])), np.float32),
-        0 * part[..., :1],
-    )
+    total = np.zeros((*seen.shape[:3], len(about["regions"])), np.float32)
+    weight = np.zeros((*seen.shape[:3], 1), np.float32)
     for corner in itertools.product(*starts):
-        tile = tuple(slice(s, s + w) for s, w in zip(corner, size))
-        total[tile] += bell * network(image=part[tile], mean=mean, std=std)
+        tile = tuple(slice(start, start + w) for start, w in zip(corner, about["size"]))
+        logits = network(image=seen[tile], mean=np.float32(means), std=np.float32(deviations))
+        total[tile] += bell * logits
         weight[tile] += bell
     return 0.5 + 0.5 * np.tanh(total / weight / 2)  # logits are blended, and then the sigmoid
 
@@ -125,15 +136,14 @@ def channel_of(name, about):
 
 
 def word_of(name, about, before):
-    """The channel that a part of a file's name means, if it is no number; T1 is with contrast if it
+    """The channel that a word of a file's name means, if it is no number; T1 is with contrast if it
     says so `before`, as in x_ce-gd_T1w."""
     if re.fullmatch(r"[\s_\d-]*", name):
         return None
     agent = r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)"
+    has_agent = re.search(agent, before.rstrip(" _.-"), re.IGNORECASE)
     channel = channel_of(name, about)
-    if channel == channel_of("t1", about) and re.search(
-        agent, before.rstrip(" _.-"), re.IGNORECASE
-    ):
+    if channel == channel_of("t1", about) and has_agent:
         return channel_of("t1gd", about)
     return channel
 
@@ -145,15 +155,21 @@ def stem_of(path):
 def channel_at_end(path, about, is_alone):
     """The channel that a 3D file's name ends in, or its number as in _0002; else None. That of a
     file alone is of a patient, unless it is 0000 or a list has several channels."""
-    stem, listed = stem_of(path), listed_channels(path)
+    stem = stem_of(path)
+    listed = listed_channels(path)
     number = re.search(r"_(\d{4})$", stem)
     if number and listed:
-        return channel_of(listed[int(number[1])], about) if int(number[1]) < len(listed) else None
+        if int(number[1]) < len(listed):
+            return channel_of(listed[int(number[1])], about)
+        return None
     if number and (not is_alone or number[1] == "0000"):
         return channel_of(number[1], about)
     starts = [0, *(mark.end() for mark in re.finditer(r"[\s_.-]", stem))]
-    ends = (word_of(stem[start:], about, stem[:start]) for start in starts)
-    return next(filter(None, ends), None)
+    for start in starts:
+        channel = word_of(stem[start:], about, stem[:start])
+        if channel:
+            return channel
+    return None
 
 
 def channel_within(path, about):
@@ -164,7 +180,8 @@ def channel_within(path, about):
     words = re.split(r"[\s_.-]", stem)
     while words:
         length = 2 if word_of("".join(words[:2]), about, "") else 1
-        taken, words = words[:length], words[length:]
+        taken = words[:length]
+        words = words[length:]
         channels.append(word_of("".join(taken), about, stem[:start]))
         start += sum(len(word) + 1 for word in taken)
     channels = [channel for channel in channels if channel]
@@ -182,11 +199,13 @@ def channels_of_files(paths, about):
 
 def in_order(image, paths, about):
     """The network's channels of `image` (X, Y, Z, C): by name, or as given if no name tells."""
-    wanted, listed = about["channels"], listed_channels(paths[0])
+    wanted = about["channels"]
+    listed = listed_channels(paths[0])
     if len(paths) == 1 and (image.shape[3] > 1 or len(listed) == 1):
         names = [channel_of(name, about) for name in listed]
     else:
-        names, listed = channels_of_files(paths, about), []
+        names = channels_of_files(paths, about)
+        listed = []
     if not any(names) and not listed:
         names = wanted
     if len(names) != image.shape[3] or any(names.count(name) != 1 for name in wanted):
@@ -205,22 +224,23 @@ def processed(probabilities, about, voxel_mm3):
         for larger in cut["to"]:
             kept[..., cut["output"]][~(probabilities[..., larger] >= about["threshold"])] = 0
     label = painted(kept, about)
-    for rule in steps["remove"]:  # parts of a region, connected by 26 neighbours
+    for rule in steps["remove"]:  # components of a region, connected by 26 neighbours
         from scipy import ndimage
 
-        parts = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
-        mm3 = np.bincount(parts.ravel())[1:] * float(voxel_mm3)
+        components = ndimage.label(np.isin(label, rule["codes"]), np.ones((3, 3, 3)))[0]
+        mm3 = np.bincount(components.ravel())[1:] * float(voxel_mm3)
         answer = probabilities[..., rule["output"]]
-        sure = np.asarray(ndimage.maximum(answer, parts, np.arange(1, len(mm3) + 1)), float)
+        numbers = np.arange(1, len(mm3) + 1)
+        sure = np.asarray(ndimage.maximum(answer, components, numbers), float)
         goes = np.ones(len(mm3), bool)
         for bound in rule["below"]:
             goes &= removed(bound, mm3, sure)
-        label[np.concatenate([[False], goes])[parts]] = rule["becomes"]
+        label[np.concatenate([[False], goes])[components]] = rule["becomes"]
     return label
 
 
 def removed(bound, mm3, sure):
-    """Which parts of a region a bound removes; they have these volumes and largest
+    """Which components of a region a bound removes; they have these volumes and largest
     probabilities."""
     largest = mm3.max(initial=0)
     goes = mm3 < max(bound["mm3"], bound["share"] * largest) * (1 - 1e-9)
@@ -246,20 +266,23 @@ def without_residue(volume):
     `predict`."""
     size = np.abs(volume)
     largest = np.percentile(size, 99.9)
-    tiny, near = size <= 1e-4 * largest, size <= 1e-2 * largest
+    tiny = size <= 1e-4 * largest
+    near = size <= 1e-2 * largest
     few = np.count_nonzero(volume[tiny]) <= 0.01 * np.count_nonzero(tiny)
     apart = np.count_nonzero(tiny) >= 0.5 * np.count_nonzero(near)
-    if few or not (apart or border(tiny).mean() >= 0.5) or np.array_equal(np.rint(volume), volume):
+    around = apart or border(tiny).mean() >= 0.5
+    if few or not around or np.array_equal(np.rint(volume), volume):
         return volume
     from scipy import ndimage
 
-    parts = ndimage.label(near)[0]
-    outside = np.zeros(parts.max() + 1, bool)
-    outside[border(parts)] = True
-    outside[0] = False
-    beside = volume[outside[parts] & ~tiny]
+    components = ndimage.label(near)[0]
+    is_outside = np.zeros(components.max() + 1, bool)  # by number
+    is_outside[border(components)] = True
+    is_outside[0] = False
+    outside = is_outside[components]
+    beside = volume[outside & ~tiny]
     swings = np.count_nonzero(beside < 0) >= 0.2 * max(beside.size, 1)
-    return np.where(tiny | (outside[parts] & swings), np.float32(0), volume)
+    return np.where(tiny | (outside & swings), np.float32(0), volume)
 
 
 def border(volume):
@@ -271,7 +294,8 @@ def border(volume):
 def check_grids(paths, files):
     """Stop at files that `predict` refuses: on several grids, of voxels beyond all scanners' in the
     header's unit, or sheared by more than 45 degrees."""
-    first, unit = files[0], unit_mm(files[0])
+    first = files[0]
+    unit = unit_mm(files[0])
     for path, file in zip(paths, files):
         steps = file.affine[:3, :3] * unit_mm(file)
         lengths = np.linalg.norm(steps, axis=0)
@@ -299,10 +323,10 @@ def read_image(paths):
         if not np.isfinite(volume).all():
             print(f"note: {path}: NaN and infinite voxels are made background", file=sys.stderr)
         volume = np.nan_to_num(volume, posinf=0, neginf=0)
-        parts = np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0)
-        if any(np.mean((part > -1100) & (part < -900)) >= 0.05 for part in parts):
-            sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
-        channels += map(without_residue, parts)
+        for channel in np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0):
+            if np.mean((channel > -1100) & (channel < -900)) >= 0.05:
+                sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
+            channels.append(without_residue(channel))
     return np.stack(channels, -1), files[0]
 
 
@@ -333,9 +357,11 @@ def save_label(path, label, file):
     file's own axes."""
     affine = nibabel.as_closest_canonical(file).affine
     if not is_placed(file):
-        ras, own = [[0, 1], [1, 1], [2, 1]], nibabel.io_orientation(file.affine)
+        ras = [[0, 1], [1, 1], [2, 1]]
+        own = nibabel.io_orientation(file.affine)
         turn = nibabel.orientations.ornt_transform(ras, own)
-        label, affine = nibabel.apply_orientation(label, turn), None
+        label = nibabel.apply_orientation(label, turn)
+        affine = None
     answer = nibabel.Nifti1Image(label, affine)
     answer.header.set_zooms(nibabel.affines.voxel_sizes(file.affine if affine is None else affine))
     answer.header["xyzt_units"] = file.header["xyzt_units"]

@@ -17,9 +17,8 @@ def page_file(out: Path) -> Path:
     """`out`, in a folder that is made if it is missing. Raises InputError unless a page can be
     written there."""
     if out.is_dir():
-        raise InputError(
-            f"--out {out} must be a file, found a folder; add a name such as page.html"
-        )
+        todo = "add a name such as page.html"
+        raise InputError(f"--out {out} must be a file, found a folder; {todo}")
     if out.suffix.lower() not in (".html", ".htm"):  # an image named by mistake would be lost
         raise InputError(f"--out must end in .html, got {out.name}; give a name such as page.html")
     writable_folder(out.parent, "folder of --out")
@@ -39,34 +38,45 @@ def render_page(template: Path, **content: Any) -> str:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    helpers = {
-        "now": now,
-        "as_typed": as_typed,
-        "picture": lambda png: "data:image/png;base64," + base64.b64encode(png).decode("ascii"),
-    }
-    return environment.get_template(template.name).render(**helpers, **content)
+    return environment.get_template(template.name).render(
+        now=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
+        as_typed=as_typed,
+        picture=_picture_url,
+        **content,
+    )
 
 
 def flat(content: Any, prefix: str = "") -> List[Tuple[str, str]]:
     """Nested JSON as (dotted name, value) pairs; lists of plain values stay one value."""
     if isinstance(content, dict) and content:
-        return [
-            pair
-            for key, value in content.items()
-            for pair in flat(value, f"{prefix}.{key}" if prefix else str(key))
-        ]
-    if isinstance(content, (list, tuple)) and not any(
-        isinstance(value, (dict, list, tuple)) for value in content
-    ):
-        return [(prefix, ", ".join(map(str, content)) or "-")]
-    if prefix.endswith("_bytes") and isinstance(content, int):
-        return [(prefix[: -len("_bytes")], format_bytes(content))]
-    return [(prefix, content if isinstance(content, str) else json.dumps(content))]
+        pairs = []
+        for key, value in content.items():
+            name = f"{prefix}.{key}" if prefix else str(key)
+            pairs += flat(value, name)
+        return pairs
+    if isinstance(content, str):
+        text = content
+    elif prefix.endswith("_bytes") and isinstance(content, int):
+        prefix = prefix[: -len("_bytes")]
+        text = format_bytes(content)
+    elif isinstance(content, (list, tuple)) and not any(map(_is_nested, content)):
+        text = ", ".join(map(str, content)) or "-"
+    else:
+        text = json.dumps(content)
+    return [(prefix, text)]
 
 
 def percent(share: Any) -> str:
     """A share such as "12.5 %", and "-" for what is no finite number."""
-    return (
-        f"{100 * share:.1f} %" if isinstance(share, (int, float)) and math.isfinite(share) else "-"
-    )
+    if isinstance(share, (int, float)) and math.isfinite(share):
+        return f"{100 * share:.1f} %"
+    return "-"
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple))
+
+
+def _picture_url(png: bytes) -> str:
+    """PNG bytes as the address of a picture."""
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

@@ -16,17 +16,19 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import region_mask
+from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import is_placed, ras_spacing_mm, ras_to_file
-from cpu3d.data.records import Geometry
 from cpu3d.data.region import Region, bounding_box
 from cpu3d.pages.page import render_page
 from cpu3d.util.atomic import atomic_write
 
-# of the modalities and labels of a case in the page; more only if LEAST steps take more
+# Of the modalities and labels of a case in the page; more only if LEAST steps take more.
 CASE_BYTES = 3_000_000
-STEPS, LEAST = 255, 24
+STEPS = 255  # most grey values
+LEAST = 24  # fewest
 # Percentiles of the brain: the ends of the steps, and black and white at first.
-RANGE, WINDOW = (0.1, 99.9), (0.5, 99.5)
+RANGE = (0.1, 99.9)
+WINDOW = (0.5, 99.5)
 SCORES = "standard deviations"  # the unit of images that are stored after normalisation
 
 # Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito,
@@ -57,13 +59,13 @@ def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
 
     Takes one case after the other, so that a generator need not hold them all.
     """
-    shown, volumes = [], {}
+    shown = []
+    volumes = {}
     for number, case in enumerate(cases):
         about, packed = _case(case, f"case-{number}")
         shown.append(about)
-        volumes.update(
-            {name: base64.b64encode(content).decode("ascii") for name, content in packed.items()}
-        )
+        for name, content in packed.items():
+            volumes[name] = base64.b64encode(content).decode("ascii")
     return {"cases": shown, "volumes": volumes}
 
 
@@ -81,10 +83,11 @@ def pack(voxels: np.ndarray) -> bytes:
     before[1:] += voxels[:-1]
     before[:, 1:] += voxels[:, :-1]
     before[:, :, 1:] += voxels[:, :, :-1]
+    differences = (voxels - before // 3).astype(np.uint8)
     # 31: gzip framing, with a zero time stamp. Noise does not repeat: a search for more than runs
     # takes five times as long, and the result is larger.
     packer = zlib.compressobj(6, zlib.DEFLATED, 31, 9, zlib.Z_RLE)
-    return packer.compress((voxels - before // 3).astype(np.uint8).tobytes()) + packer.flush()
+    return packer.compress(differences.tobytes()) + packer.flush()
 
 
 def in_steps(volume: np.ndarray, low: float, high: float, steps: int) -> np.ndarray:
@@ -100,16 +103,20 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     """The page's JSON about a case, and its volumes, packed."""
     box = _box(case)
     inside = box.slices(case.image.shape[:3])
-    truth = {} if case.truth is None else {f"{name}-truth": case.truth}
-    answers = {
-        f"{name}-prediction-{number}": label
-        for number, label in enumerate(case.predictions.values())
-    }
-    volumes = {
-        key: np.ascontiguousarray(label[inside]) for key, label in {**truth, **answers}.items()
-    }
-    start = _start(next(iter(volumes.values()), None), case.regions, box.size)
-    packed = {key: pack(label) for key, label in volumes.items()}
+    truth_key = None
+    predictions = []
+    shown = []  # labels, the truth first
+    packed = {}
+    if case.truth is not None:
+        truth_key = f"{name}-truth"
+        shown.append(np.ascontiguousarray(case.truth[inside]))
+        packed[truth_key] = pack(shown[-1])
+    for number, (answer, label) in enumerate(case.predictions.items()):
+        key = f"{name}-prediction-{number}"
+        shown.append(np.ascontiguousarray(label[inside]))
+        packed[key] = pack(shown[-1])
+        predictions.append({"name": answer, "id": key})
+    start = _start(shown[0] if shown else None, case.regions, box.size)
     spare = CASE_BYTES * 3 / 4 - sum(map(len, packed.values()))  # base64 makes four bytes of three
     modalities = []
     for number, channel in enumerate(case.channels):
@@ -119,7 +126,11 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     to_voxel = ras_to_file(case.geometry)
     to_voxel[:3, 3] += to_voxel[:3, :3] @ box.start
     to_mm = np.asarray(case.geometry.affine) @ to_voxel
-    colours = itertools.cycle(MORE_COLOURS)
+    more_colours = itertools.cycle(MORE_COLOURS)
+    regions = []
+    for region, codes in case.regions.items():
+        colour = COLOURS[region] if region in COLOURS else next(more_colours)
+        regions.append({"name": region, "codes": [int(code) for code in codes], "colour": colour})
     return {
         "name": case.name,
         "note": case.note,
@@ -132,29 +143,21 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         "placed": is_placed(case.geometry),
         "modalities": modalities,
         "labels": {int(code): label for code, label in case.labels.items()},
-        "regions": [
-            {
-                "name": region,
-                "codes": [int(code) for code in codes],
-                "colour": COLOURS.get(region) or next(colours),
-            }
-            for region, codes in case.regions.items()
-        ],
-        "truth": next(iter(truth), None),
-        "predictions": [
-            {"name": answer, "id": key} for answer, key in zip(case.predictions, answers)
-        ],
+        "regions": regions,
+        "truth": truth_key,
+        "predictions": predictions,
     }, packed
 
 
 def _box(case: ViewedCase) -> Region:
     """The box around all voxels that are not zero in any modality or label."""
     mask = np.zeros(case.image.shape[:3], bool)
-    channels = (case.image[..., number] for number in range(len(case.channels)))
-    for volume in itertools.chain(
-        channels, [] if case.truth is None else [case.truth], case.predictions.values()
-    ):
-        mask |= volume != 0
+    for number in range(len(case.channels)):
+        mask |= case.image[..., number] != 0
+    if case.truth is not None:
+        mask |= case.truth != 0
+    for prediction in case.predictions.values():
+        mask |= prediction != 0
     return bounding_box(mask)
 
 
@@ -162,28 +165,35 @@ def _start(
     label: Optional[np.ndarray], regions: Mapping[str, Sequence[int]], size: Sequence[int]
 ) -> List[int]:
     """The slice of each axis with most voxels of all regions; the middle one without any."""
+    middle = [n // 2 for n in size]
+    if label is None:
+        return middle
     codes = sorted({code for region in regions.values() for code in region})
-    mask = None if label is None else region_mask(label, codes)
-    if mask is None or not mask.any():
-        return [n // 2 for n in size]
+    mask = region_mask(label, codes)
+    if not mask.any():
+        return middle
     return [int(mask.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
 
 
 def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], bytes]:
     """The page's JSON about a modality, and its voxels, packed into `most_bytes` if LEAST steps
     fit."""
-    volume = np.clip(volume, -1e30, 1e30).astype(
-        np.float32
-    )  # so that the window and its steps do not overflow
+    # So that the window and its steps do not overflow.
+    volume = np.clip(volume, -1e30, 1e30).astype(np.float32)
     brain = volume[volume != 0]
-    low, high, black, white = (
-        np.percentile(brain, (*RANGE, *WINDOW)).tolist() if brain.size else (0, 1, 0, 1)
-    )
+    low = 0
+    high = 1
+    black = 0
+    white = 1
+    if brain.size:
+        low, high, black, white = np.percentile(brain, (*RANGE, *WINDOW)).tolist()
     if not low < high:
         high = low + max(1.0, abs(low))
     if not black < white:
-        black, white = low, high
-    steps, packed = STEPS, pack(in_steps(volume, low, high, STEPS))
+        black = low
+        white = high
+    steps = STEPS
+    packed = pack(in_steps(volume, low, high, STEPS))
     while len(packed) > most_bytes and steps > LEAST:
         # Half as many steps spare about a bit a voxel of the brain.
         fewer = 2 ** (-8 * (len(packed) - most_bytes) / max(brain.size, 1))

@@ -15,17 +15,16 @@ import numpy as np
 
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import PREDICTIONS, ranked, read_scores, scores_path, scores_table
 from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.decision import Decision, read_decision
 from cpu3d.inference.postprocessing.joint import CaseScores, cross_fitted
 from cpu3d.inference.scores import METRICS, has_region, metric_notes
+from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path, scores_table
 from cpu3d.pages.page import flat, page_file
-from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
-from cpu3d.report.sections import Folded, Part, Section, cases_table, shown_cases, write_page
+from cpu3d.report.sections import Element, Folded, Section, best_and_worst, cases_table, write_page
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import CHANGEABLE, FACTS, FOLLOWING, load_config, settings_by_name
+from cpu3d.run.config_json import CHANGEABLE, FACTS, FOLLOWING, load_config, settings_by_name
 from cpu3d.run.folds import FILE, fold_folder, read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History
@@ -69,7 +68,8 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
     returns its path. Raises InputError as `gather_folds`, and when the page cannot be written
     there."""
     files = gather_folds(folder)
-    out = out or files.folder / "report.html"
+    if out is None:
+        out = files.folder / "report.html"
     page_file(out)
     title = f"Report of {files.folder.name}: {len(files.names)} folds"
     write_page(out, title, "./run.sh report", _sections(files), notes=_missing(files))
@@ -93,6 +93,10 @@ def gather_folds(folder: Path) -> FoldsFiles:
         if store is None:
             with contextlib.suppress(InputError):  # moved or deleted since: the page says so
                 store = open_store(place)
+    decision = None
+    if configs:
+        first = next(iter(configs))
+        decision = read_decision(folder, configs[first])
     test, without_test = _test_scores(folder, list(runs.values()))
     return FoldsFiles(
         folder=folder,
@@ -101,7 +105,7 @@ def gather_folds(folder: Path) -> FoldsFiles:
         histories={fold: History(iter_events(run)) for fold, run in begun.items()},
         store=store,
         answers=read_out_of_fold(folder),
-        decision=read_decision(folder, next(iter(configs.values()))) if configs else None,
+        decision=decision,
         test=test,
         without_test=without_test,
     )
@@ -111,8 +115,11 @@ def results_tables(files: FoldsFiles) -> List[Table]:
     """The tables of the terminal."""
     if files.answers is None:
         return [folds_table(files)]
+    tables = [folds_table(files), _scores_table(files)]
     decided = _postprocessing_table(files)
-    return [folds_table(files), _scores_table(files), *([decided] if decided else [])]
+    if decided:
+        tables.append(decided)
+    return tables
 
 
 def folds_table(files: FoldsFiles) -> Table:
@@ -129,12 +136,16 @@ def folds_table(files: FoldsFiles) -> Table:
         ids = held_out.get(fold, ())
         mean = f"{np.mean([dice[case_id] for case_id in ids]):.3f}" if ids else "-"
         train_s = costs.train_s or costs.steps_s + costs.validation_s + costs.checkpoint_s
-        cells = (
+        row = (
+            fold,
+            _state(history),
+            str(len(ids) or "-"),
             f"{costs.steps:,}",
             format_seconds(train_s or None),
             format_bytes(costs.peak_rss_bytes),
+            mean,
         )
-        rows.append((fold, _state(history), str(len(ids) or "-"), *cells, mean))
+        rows.append(row)
     return Table(
         ("fold", "training", "cases scored", "steps", "time", "peak memory", "mean Dice"),
         rows,
@@ -166,31 +177,35 @@ def _test_scores(folder: Path, runs: Sequence[Path]) -> Tuple[Optional[Dict[str,
 def _sections(files: FoldsFiles) -> List[Section]:
     """All that the page shows, in order. An element is added here."""
     answers = files.answers
-    scores: List[Part] = []
-    cases: List[Part] = []
+    scores: List[Element] = []
+    cases: List[Element] = []
+    postprocessing: List[Element] = []
+    settings: List[Element] = []
     if answers:
         scores = [_scores_table(files), WEIGHTS_NOTE, *_score_pictures(answers)]
         cases = [_shown(files), Folded("Every case", cases_table(answers.scores))]
     decided = _postprocessing_table(files)
-    words = [f"The folds together: {files.decision.chosen.words}."] if files.decision else []
+    if decided:
+        postprocessing.append(decided)
+    if files.decision:
+        postprocessing.append(f"The folds together: {files.decision.chosen.words}.")
     test = [scores_table(files.test)] if files.test else []
-    ids = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()] if answers else []
-    settings = _settings(next(iter(files.configs.values()))) if files.configs else []
+    if files.configs:
+        first = next(iter(files.configs))
+        settings.append(
+            Folded("settings", Table(("", ""), _settings(files.configs[first]), names=2))
+        )
+    if answers:
+        settings.append(Folded("held out", _held_out_table(answers)))
     return [
         ("The folds", [Table(("", ""), _facts(files), names=2), folds_table(files)]),
         ("Scores of each case by the fold that held it out", scores),
         ("Untouched cases, by the folds together", test),
-        ("Post-processing", [*([decided] if decided else []), *words]),
+        ("Post-processing", postprocessing),
         ("Cases", cases),
         ("Training, a line a fold", [_curves(files)]),
         ("Host and software", _hosts(files)),
-        (
-            "Settings",
-            [
-                Folded("settings", Table(("", ""), settings, names=2)),
-                Folded("held out", _held_out(ids)),
-            ],
-        ),
+        ("Settings", settings),
     ]
 
 
@@ -199,22 +214,19 @@ def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
     facts = [("folder", str(files.folder))]
     if files.store:
         manifest = files.store.manifest
-        facts.append(
-            ("data", f"{manifest.name} ({manifest.layout}), {count(manifest.cases, 'case')}"),
-        )
+        cases = count(manifest.cases, "case")
+        facts.append(("data", f"{manifest.name} ({manifest.layout}), {cases}"))
     if files.answers:
-        facts.append(
-            (
-                "scored",
-                f"{count(files.answers.scores['cases'], 'case')}, each once, full original grids",
-            )
-        )
-    for config in list(files.configs.values())[:1]:
+        cases = count(files.answers.scores["cases"], "case")
+        facts.append(("scored", f"{cases}, each once, full original grids"))
+    if files.configs:
+        first = next(iter(files.configs))
+        config = files.configs[first]
         sees = f"{by(config.grid, ' x ')}, {config.mode}, resolution {config.resolution:g}"
         facts += [("sees", sees), ("split hash", config.split_hash)]
-    train_s = [history.costs().train_s for history in files.histories.values()]
-    peaks = [history.costs().peak_rss_bytes or 0 for history in files.histories.values()]
-    known_s = [seconds for seconds in train_s if seconds]
+    costs = [history.costs() for history in files.histories.values()]
+    known_s = [each.train_s for each in costs if each.train_s]
+    peaks = [each.peak_rss_bytes or 0 for each in costs]
     if known_s:
         facts.append(("training of all folds", format_seconds(sum(known_s))))
         facts.append(("peak memory", format_bytes(max(peaks) or None)))
@@ -303,16 +315,9 @@ def _scores_table(files: FoldsFiles) -> Table:
             rows.append((name, metric.heading, mean, median, where_present, spread, deviation))
             name = ""  # in its first row
     notes = metric_notes(tuple(METRICS), answers.scores["tolerance_mm"])
+    over_cases = ("mean \u00b1 sd", "median", "where present")
     return Table(
-        (
-            "region",
-            "score",
-            "mean \u00b1 sd",
-            "median",
-            "where present",
-            "means of folds",
-            "sd of folds",
-        ),
+        ("region", "score", *over_cases, "means of folds", "sd of folds"),
         rows,
         title=f"{count(of_case, 'case')} of {answers.scores['name']}, without post-processing",
         caption=f"{notes}. mean \u00b1 sd and median: over the cases. Where present: the mean over "
@@ -352,12 +357,9 @@ def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
                 means.append(np.mean(values))
             cells.append(f"{means[0]:.{digits}f} \u2192 {means[1]:.{digits}f}")
         rows.append((region, *cells, removed))
+    labels = [METRICS[key].label for key in POSTPROCESSED]
     return Table(
-        (
-            "region",
-            *(METRICS[key].label for key in POSTPROCESSED),
-            "parts removed by the folds together",
-        ),
+        ("region", *labels, "parts removed by the folds together"),
         rows,
         title="Post-processing, each case by rules that the other folds decided",
         caption=f"Means over {count(before, 'case')}, before \u2192 after. "
@@ -375,19 +377,12 @@ def _score_pictures(answers: OutOfFold) -> List[Figures]:
     return [[(title, picture), *score_pictures(answers.scores)]]
 
 
-def _shown(files: FoldsFiles) -> Part:
+def _shown(files: FoldsFiles) -> Element:
     """The best, median and worst case by mean Dice, with the truth."""
     if files.store is None:
         return ""
-    scores = {}
-    for case in reversed(ranked(files.answers.scores["cases"])):
-        each = [f"{name} {region['dice']:.3f}" for name, region in case["regions"].items()]
-        scores[case["case_id"]] = f"Dice {', '.join(each)}"
-    predictions = scores_path(files.folder, SPLIT).parent / PREDICTIONS
-    regions = files.answers.scores["regions"]
-    return viewer(
-        shown_cases(files.store, scores, regions, {"prediction out of fold": predictions}),
-    )
+    folder = scores_path(files.folder, SPLIT).parent / PREDICTIONS
+    return best_and_worst(files.store, files.answers.scores, "prediction out of fold", folder)
 
 
 def _curves(files: FoldsFiles) -> Figures:
@@ -399,9 +394,8 @@ def _curves(files: FoldsFiles) -> Figures:
             held_out = history.validations
             validations.append(Line(fold, held_out["step"], held_out["mean_dice"], colour))
         if len(history.steps):
-            losses.append(
-                Line(fold, history.steps["step"], history.steps["loss"], colour, measured=False),
-            )
+            steps = history.steps
+            losses.append(Line(fold, steps["step"], steps["loss"], colour, is_dense=True))
     figures: Figures = []
     for title, lines, label, y_range in (
         ("Mean Dice of the held-out cases", validations, "Dice", (0, 1)),
@@ -412,7 +406,7 @@ def _curves(files: FoldsFiles) -> Figures:
     return figures
 
 
-def _hosts(files: FoldsFiles) -> List[Part]:
+def _hosts(files: FoldsFiles) -> List[Element]:
     """The hosts and versions of the attempts, each once, with the folds that they trained."""
     seen: Dict[Tuple[Tuple[str, str], ...], Dict[str, None]] = {}
     for fold, history in files.histories.items():
@@ -420,7 +414,7 @@ def _hosts(files: FoldsFiles) -> List[Part]:
             groups = ("host", "versions", "threads")
             about = {group: start[group] for group in groups if start.get(group)}
             seen.setdefault(tuple(flat(about)), {})[fold] = None
-    tables: List[Part] = []
+    tables: List[Element] = []
     for about, folds in seen.items():
         tables.append(Table(("", ""), list(about), title=f"Folds {listed(folds)}", names=2))
     return tables
@@ -432,5 +426,6 @@ def _settings(config: RunConfig) -> List[Tuple[str, str]]:
     return sorted(pair for pair in flat(content) if pair[0] != "fold")
 
 
-def _held_out(ids: List[Tuple[str, str]]) -> Table:
-    return Table(("fold", "cases that it held out"), ids, names=2)
+def _held_out_table(answers: OutOfFold) -> Table:
+    rows = [(fold, ", ".join(ids)) for fold, ids in answers.held_out.items()]
+    return Table(("fold", "cases that it held out"), rows, names=2)

@@ -16,13 +16,11 @@ from memory_estimator.common.table import PALETTE, new_figure, plain, png
 from memory_estimator.common.units import GIB
 
 Figures = List[Tuple[str, bytes]]  # (title, PNG) each
-YRange = Optional[
-    Tuple[float, Optional[float]]
-]  # (bottom, top) of an axis; a top of None leaves room above the data
+# (bottom, top) of an axis; a top of None leaves room above the data.
+YRange = Optional[Tuple[float, Optional[float]]]
 
-COLUMNS = (
-    2000  # of a chart, several in a dot: more points than four in each would show nothing more
-)
+# Of a chart, several in a dot: more points than four in each would show nothing more.
+COLUMNS = 2000
 
 
 @dataclass(frozen=True)
@@ -33,12 +31,8 @@ class Line:
     x: Sequence[float]
     y: Sequence[float]
     colour: str
-    measured: bool = (
-        True  # drawn as it is; False for a dense noisy series: faint, with a running median over it
-    )
-    marks: str = (
-        "o-"  # of a measured line, in matplotlib's notation: "-" without dots, "o" dots alone
-    )
+    is_dense: bool = False  # a dense noisy series: faint, with a running median over it
+    marks: str = "o-"  # of other lines, in matplotlib's notation: "-" no dots, "o" dots alone
     band: Optional[Tuple[Sequence[float], Sequence[float]]] = None  # lowest and highest, at each x
 
 
@@ -61,21 +55,23 @@ def chart(
     figure = new_figure(5.4, 2.8)
     axes = figure.add_subplot()
     for line in lines:
-        x, y = np.asarray(line.x, float), np.asarray(line.y, float)
+        x = np.asarray(line.x, float)
+        y = np.asarray(line.y, float)
         good = np.isfinite(x) & np.isfinite(y)
-        x, y = x[good], y[good]
+        x = x[good]
+        y = y[good]
         shown = shown_points(x, y, log=log)
         style = {"color": line.colour, "label": line.name}
         if line.band:
             low, high = (np.asarray(edge, float)[good] for edge in line.band)
             axes.fill_between(x, low, high, color=line.colour, alpha=0.15, linewidth=0)
-        if line.measured or x.size < 8:
-            axes.plot(x[shown], y[shown], line.marks, markersize=3.2, linewidth=1.6, **style)
-        else:
+        if line.is_dense and x.size >= 8:
             axes.plot(x[shown], y[shown], color=line.colour, alpha=0.22, linewidth=0.8)
             few = np.unique(np.linspace(0, y.size - 1, min(y.size, COLUMNS)).astype(int))
             middle = running_median(y, y.size // 20 + 5, few)
             axes.plot(x[few], middle, linewidth=1.4, **style)
+        else:
+            axes.plot(x[shown], y[shown], line.marks, markersize=3.2, linewidth=1.6, **style)
     if switch:
         axes.axvline(switch, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xlabel(x_label)
@@ -97,24 +93,29 @@ def shown_points(x: np.ndarray, y: np.ndarray, *, log: bool = False) -> np.ndarr
     if x.size <= 4 * COLUMNS:
         return np.arange(x.size)
     place = np.log(x.clip(np.finfo(float).tiny)) if log else x
-    column = np.floor((place - place.min()) * (COLUMNS / (np.ptp(place) or 1)))
+    extent = np.ptp(place)
+    if extent == 0:
+        extent = 1
+    column = np.floor((place - place.min()) * (COLUMNS / extent))
     group = np.cumsum(np.diff(column, prepend=column[0]) != 0)
     last = np.append(np.diff(group) != 0, True)
     first = np.roll(last, 1)
     by_height = np.lexsort((y, group))  # within each group, which has the same places there
-    return np.unique(
-        np.concatenate([np.flatnonzero(first | last), by_height[first], by_height[last]])
-    )
+    ends = np.flatnonzero(first | last)
+    return np.unique(np.concatenate([ends, by_height[first], by_height[last]]))
 
 
-def running_median(y: np.ndarray, size: int, at: np.ndarray) -> np.ndarray:
-    """The medians of the `size` values around those with the indices `at`, mirrored at both ends:
-    as scipy.ndimage.median_filter has them, in a time that grows with the values alone and not with
+def running_median(y: np.ndarray, size: int, indices: np.ndarray) -> np.ndarray:
+    """The medians of the `size` values around those with the `indices`, mirrored at both ends: as
+    scipy.ndimage.median_filter has them, in a time that grows with the values alone and not with
     their square."""
     mirrored = np.pad(y, size // 2, mode="symmetric")
-    windows = (mirrored[index : index + size] for index in at)
     middle = size // 2  # the upper one of two
-    return np.array([np.partition(window, middle)[middle] for window in windows])
+    medians = []
+    for index in indices:
+        window = mirrored[index : index + size]
+        medians.append(np.partition(window, middle)[middle])
+    return np.array(medians)
 
 
 def strips(
@@ -129,19 +130,25 @@ def strips(
     y = `level`. PNG bytes."""
     figure = new_figure(3.3, 2.6)
     axes = figure.add_subplot()
+    grey = {"color": "#555555"}
+    box_style = {
+        "widths": 0.55,
+        "showfliers": False,
+        "medianprops": {"color": "#222222", "linewidth": 1.6},
+        "boxprops": grey,
+        "whiskerprops": grey,
+        "capprops": grey,
+    }
+    dot_style = {"alpha": 0.75, "markersize": 4.5, "markeredgewidth": 0}
     for position, (name, column) in enumerate(values.items()):
         y = np.asarray(column, float)
         colour = PALETTE[position % len(PALETTE)]
-        # Golden-ratio offsets: dots stay apart and the picture is the same every time.
-        x = position + 0.34 * ((np.arange(y.size) * 0.618034) % 1.0 - 0.5) * (y.size > 1)
-        axes.plot(
-            x, y, "o", color=colour, alpha=0.75, markersize=4.5, markeredgewidth=0, label=name
-        )
-        axes.boxplot(
-            [y], positions=[position], widths=0.55, showfliers=False,
-            medianprops={"color": "#222222", "linewidth": 1.6}, boxprops={"color": "#555555"},
-            whiskerprops={"color": "#555555"}, capprops={"color": "#555555"},
-        )  # fmt: skip
+        x = np.full(y.size, float(position))
+        if y.size > 1:
+            # Golden-ratio offsets: dots stay apart and the picture is the same every time.
+            x += 0.34 * ((np.arange(y.size) * 0.618034) % 1.0 - 0.5)
+        axes.plot(x, y, "o", color=colour, label=name, **dot_style)
+        axes.boxplot([y], positions=[position], **box_style)
     if level is not None:
         axes.axhline(level, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(values)), list(values))
@@ -155,12 +162,13 @@ def strips(
 
 def curves(history: History, coarse_steps: int) -> Figures:
     """A chart of every curve that has points, with a dashed line where full steps begin."""
-    steps, validations = history.steps, history.validations
+    steps = history.steps
+    validations = history.validations
     charts: Figures = []
 
     def of_steps(name: str, values: np.ndarray, colour: str) -> Line:
         """A curve of steps; with a name it is noisy."""
-        return Line(name, steps["step"], values, colour, measured=not name, marks="-")
+        return Line(name, steps["step"], values, colour, is_dense=bool(name), marks="-")
 
     def of_validations(name: str, values: np.ndarray, colour: str) -> Line:
         return Line(name, validations["step"], values, colour)
@@ -206,10 +214,6 @@ def score_pictures(scores: Mapping[str, Any]) -> Figures:
         }
         y_range = (-0.02, 1.02) if metric.larger_is_better else (0, None)
         title = metric.labelled
-        figures.append(
-            (
-                f"{title} of every case",
-                strips(values, title=title, y_label=metric.unit, y_range=y_range),
-            )
-        )
+        picture = strips(values, title=title, y_label=metric.unit, y_range=y_range)
+        figures.append((f"{title} of every case", picture))
     return figures

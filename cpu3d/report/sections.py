@@ -1,4 +1,4 @@
-"""Parts of a page, and the page: what reports of a run, folds and a comparison have in common."""
+"""The elements of a page, and the page: what reports of a run, folds and a comparison share."""
 
 import contextlib
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ import numpy as np
 from cpu3d.data.nifti import read_volume, to_ras
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
-from cpu3d.inference.evaluate import ranked
 from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores_file import ranked
 from cpu3d.pages.page import render_page
-from cpu3d.pages.viewer import SCORES, ViewedCase
+from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report.pictures import Figures
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.table import Table
@@ -27,10 +27,10 @@ class Folded:
     table: Table
 
 
-# A part of a section: a table, pictures beside each other, a paragraph, or the cases of `viewer`.
-# Empty parts are left out, and so is a section, a heading and its parts, without any.
-Part = Union[Table, Folded, Figures, str, Mapping[str, Any]]
-Section = Tuple[str, Sequence[Part]]
+# An element of a section: a table, pictures beside each other, a paragraph, or the cases of
+# `viewer`. Empty ones are left out, and so is a section, a heading and its elements, without any.
+Element = Union[Table, Folded, Figures, str, Mapping[str, Any]]
+Section = Tuple[str, Sequence[Element]]
 
 
 def write_page(
@@ -43,16 +43,18 @@ def write_page(
     alert: str = "",
 ) -> None:
     """Write a self-contained page of sections, atomically; `alert` and `notes` are above them."""
-    filled = [
-        (heading, [part for part in parts if _is_filled(part)]) for heading, parts in sections
-    ]
-    content = {
-        "sections": [section for section in filled if section[1]],
-        "notes": notes,
-        "alert": alert,
-    }
+    filled = []
+    for heading, elements in sections:
+        shown = [element for element in elements if _is_filled(element)]
+        if shown:
+            filled.append((heading, shown))
     page = render_page(
-        Path(__file__).with_name("report.html.j2"), title=title, command=command, **content
+        Path(__file__).with_name("report.html.j2"),
+        title=title,
+        command=command,
+        sections=filled,
+        notes=notes,
+        alert=alert,
     )
     with atomic_write(out, "w") as file:
         file.write(page)
@@ -69,16 +71,14 @@ def shown_cases(
     `scores` is case id -> its scores in words, the best case first. A prediction that is damaged or
     on another grid is left out, and a case without predictions or that the store no longer has."""
     notes: Dict[str, List[str]] = {}
-    ids, labels = list(scores), store.manifest.labels
+    ids = list(scores)
     for note, place in (("best", 0), ("median", len(ids) // 2), ("worst", len(ids) - 1)):
         notes.setdefault(ids[place], []).append(note)
     for case_id, of_case in notes.items():
         try:
-            record, image, truth = (
-                store.case(case_id),
-                store.image(case_id),
-                np.asarray(store.label(case_id)),
-            )
+            record = store.case(case_id)
+            image = store.image(case_id)
+            truth = np.asarray(store.label(case_id))
         except (InputError, KeyError):
             continue
         answers = {}
@@ -88,20 +88,31 @@ def shown_cases(
                 if answer.shape == truth.shape:
                     answers[name] = answer.astype(np.uint8)
         if answers:
-            note, unit = (
-                " and ".join(of_case) if len(ids) > 1 else "",
-                SCORES if image.dtype.kind == "f" else "",
+            yield ViewedCase(
+                name=case_id,
+                image=image,
+                channels=store.manifest.channels,
+                geometry=record.geometry,
+                regions=regions,
+                labels=store.manifest.labels,
+                truth=truth,
+                predictions=answers,
+                note=" and ".join(of_case) if len(ids) > 1 else "",
+                scores=scores[case_id],
+                unit=SCORES if image.dtype.kind == "f" else "",
             )
-            volumes = (
-                image,
-                store.manifest.channels,
-                record.geometry,
-                regions,
-                labels,
-                truth,
-                answers,
-            )
-            yield ViewedCase(case_id, *volumes, note=note, scores=scores[case_id], unit=unit)
+
+
+def best_and_worst(
+    store: Store, scores: Mapping[str, Any], prediction: str, folder: Path
+) -> Mapping[str, Any]:
+    """The `viewer` of the best, median and worst case of scores.json by mean Dice, with the truth
+    and the predictions in a folder, under the name `prediction`."""
+    words = {}
+    for case in reversed(ranked(scores["cases"])):
+        dice = [f"{name} {region['dice']:.3f}" for name, region in case["regions"].items()]
+        words[case["case_id"]] = f"Dice {', '.join(dice)}"
+    return viewer(shown_cases(store, words, scores["regions"], {prediction: folder}))
 
 
 def cases_table(scores: Mapping[str, Any]) -> Table:
@@ -112,12 +123,14 @@ def cases_table(scores: Mapping[str, Any]) -> Table:
         for region, scored in case["regions"].items():
             values = [f"{scored[name]:.{metric.digits}f}" for name, metric in METRICS.items()]
             ml = f"{scored['truth_ml']:.1f} \u2192 {scored['prediction_ml']:.1f}"
-            rows.append((case_id, region + "*" * bool(scored["empty"]), *values, ml))
+            name = f"{region}*" if scored["empty"] else region
+            rows.append((case_id, name, *values, ml))
             case_id = ""
     return Table(
         ("case", "region", *(metric.heading for metric in METRICS.values()), "ml"),
         rows,
-        caption="Worst first. ml: volume of the truth \u2192 of the prediction. * truth, prediction or both are empty.",
+        caption="Worst first. ml: volume of the truth \u2192 of the prediction. "
+        "* truth, prediction or both are empty.",
         names=2,
     )
 
@@ -125,9 +138,12 @@ def cases_table(scores: Mapping[str, Any]) -> Table:
 # --- Private helpers ---
 
 
-def _is_filled(part: Part) -> bool:
-    """Whether a part has anything to show."""
-    table = part.table if isinstance(part, Folded) else part
-    if isinstance(table, Table):
-        return bool(table.rows)
-    return bool(part["cases"] if isinstance(part, dict) else part)
+def _is_filled(element: Element) -> bool:
+    """Whether an element has anything to show."""
+    if isinstance(element, Folded):
+        return bool(element.table.rows)
+    if isinstance(element, Table):
+        return bool(element.rows)
+    if isinstance(element, dict):
+        return bool(element["cases"])
+    return bool(element)

@@ -2,8 +2,8 @@
 predictions over it.
 
     ./run.sh view --image data/BraTS-GLI-00001-000 --out page.html
-    ./run.sh view --image flair.nii.gz t1ce.nii.gz --label truth.nii.gz --prediction ours.nii.gz theirs.nii.gz \\
-        --out page.html
+    ./run.sh view --image flair.nii.gz t1ce.nii.gz --label truth.nii.gz \\
+        --prediction ours.nii.gz theirs.nii.gz --out page.html
 
 A case is a folder of NIfTI files on one grid, one 3D or 4D file, or several 3D files. A file named
 as a segmentation (_seg, -seg) is the label unless --label names another. Predictions are label maps
@@ -37,7 +37,7 @@ from cpu3d.data.stores.layouts import (
     volumes_in,
 )
 from cpu3d.data.stores.names import FileName, channel_key, read_name, stem_of
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
 from cpu3d.util.progress import say
@@ -68,8 +68,12 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    inputs = [*options.image, *options.prediction, *([options.label] if options.label else [])]
-    refuse(f"{path} must exist, found none; check the path" for path in inputs if not path.exists())
+    inputs = [*options.image, *options.prediction]
+    if options.label:
+        inputs.append(options.label)
+    raise_if_any(
+        f"{path} must exist, found none; check the path" for path in inputs if not path.exists()
+    )
     case = read_case(options.image, options.label, options.prediction)
     out = page_file(options.out)
     for number, channel in enumerate(case.channels):
@@ -90,28 +94,36 @@ def read_case(
     Raises InputError for files that cannot be read, are on different grids, or are no label map but
     must be."""
     files, names = viewed_files(image)
-    label = label or files.label
-    labels = [*([label] if label else []), *predictions]
+    if label is None:
+        label = files.label
+    labels = list(predictions)
+    if label:
+        labels.insert(0, label)
     answers = dict(zip(_distinct(predictions), predictions))
-    images, maps, problems, first = {}, {}, [], None
-    for path, is_label in [
-        *((path, False) for path in files.images),
-        *((path, True) for path in labels),
-    ]:
+    images = {}
+    maps = {}
+    problems = []
+    first = None
+    to_read = [(path, False) for path in files.images] + [(path, True) for path in labels]
+    for path, is_label in to_read:
         try:
             array, geometry = read_volume(path)
-            first = first or (path, geometry)
-            refuse(grid_problems(path, geometry, *first))
+            if first is None:
+                first = (path, geometry)
+            raise_if_any(grid_problems(path, geometry, *first))
             if is_label:
                 maps[path] = to_ras(label_codes(path, array), geometry)
             else:
                 images[path] = to_ras(_modalities(path, array, alone=len(names) == 1), geometry)
         except InputError as error:
             problems += error.problems
-    refuse(problems)
+    raise_if_any(problems)
     channels = []
     for name, (path, volume) in zip(names, images.items()):
-        channels += [name] if volume.shape[3] == 1 else channels_of(path, volume.shape[3])
+        if volume.shape[3] == 1:
+            channels.append(name)
+        else:
+            channels += channels_of(path, volume.shape[3])
     meanings, regions = _meanings(label_codes_of(files), list(maps.values()))
     volumes = list(images.values())
     return ViewedCase(
@@ -132,35 +144,40 @@ def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
     none, and for images of one name."""
     first = paths[0]
     if len(paths) > 1 and any(path.is_dir() for path in paths):
-        raise InputError(
-            f"--image must be one case, got {listed(paths)}; give one folder or its files"
-        )
+        todo = "give one folder or its files"
+        raise InputError(f"--image must be one case, got {listed(paths)}; {todo}")
     images, labels = _images_and_labels(paths)
     file_names = [read_name(path) for path in images]
     names = [_channel_of(path, name) for path, name in zip(images, file_names)]
     twice = {name: count for name, count in Counter(names).items() if count > 1}
-    refuse(
+    raise_if_any(
         f"--image must name one file of {name}, got {n}; give the files of one case"
         for name, n in twice.items()
     )
     if len(labels) > 1:
-        raise InputError(
-            f"--image must have one segmentation, got {len(labels)}; give the files of one case"
-        )
+        todo = "give the files of one case"
+        raise InputError(f"--image must have one segmentation, got {len(labels)}; {todo}")
     stems = {name.case for name in file_names}
-    is_of_channel = all(name.channel for name in file_names) or len(stems) < len(images)
-    named = file_names[0].case if is_of_channel else stem_of(images[0])
-    case_id = name_of(first) if first.is_dir() else named
-    order = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
+    if first.is_dir():
+        case_id = name_of(first)
+    elif all(name.channel for name in file_names) or len(stems) < len(images):
+        case_id = file_names[0].case
+    else:
+        case_id = stem_of(images[0])
+    usual = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
 
-    def place(part: Tuple[str, FileName, Path]) -> Tuple[int, int]:
-        key, number = channel_key(part[0]), part[1].number
-        return (order.index(key), 0) if key in order else (len(order), number or 0)
+    def place(image: Tuple[str, FileName, Path]) -> Tuple[int, int]:
+        """Known channels in their usual order, then the others by number."""
+        name, file_name, _ = image
+        key = channel_key(name)
+        if key in usual:
+            return (usual.index(key), 0)
+        return (len(usual), file_name.number or 0)
 
-    parts = sorted(zip(names, file_names, images), key=place)
-    files = tuple(path for *_, path in parts)
+    in_order = sorted(zip(names, file_names, images), key=place)
+    files = tuple(path for _, _, path in in_order)
     case = CaseFiles(case_id or first.name, case_id, files, labels[0] if labels else None)
-    return case, tuple(name for name, *_ in parts)
+    return case, tuple(name for name, _, _ in in_order)
 
 
 # --- Private helpers ---
@@ -192,13 +209,17 @@ def _images_and_labels(paths: Sequence[Path]) -> Tuple[List[Path], List[Path]]:
 
 def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     """An image as `(X, Y, Z, C)` of finite numbers."""
-    array = array if array.ndim == 4 else array[..., None]
-    most = MOST_CHANNELS if alone else 1
+    if array.ndim != 4:
+        array = array[..., None]
+    if alone:
+        most = MOST_CHANNELS
+        rule = f"have at most {most} channels"
+    else:
+        most = 1
+        rule = "be 3D beside other images"
     if array.shape[3] > most:
-        rule = f"have at most {most} channels" if alone else "be 3D beside other images"
-        raise InputError(
-            f"--image {path} must {rule}, got {array.shape[3]} channels; give other images or one alone"
-        )
+        got = f"{array.shape[3]} channels"
+        raise InputError(f"--image {path} must {rule}, got {got}; give other images or one alone")
     array = np.nan_to_num(array, posinf=0, neginf=0)
     for number in range(array.shape[3]):
         array[..., number] = without_residue(array[..., number])
@@ -211,17 +232,24 @@ def _meanings(
     """Code -> name and region -> codes; codes that the files' names do not explain are regions of
     their own."""
     codes = sorted({int(code) for label in maps for code in np.unique(label)} - {0})
-    labels = labels_in_use(*known, codes) if known else {0: "background"}
-    unnamed = {f"label {code}": (code,) for code in codes if code not in labels}
-    return labels, {**(regions_of(labels) if known else {}), **unnamed}
+    labels: Mapping[int, str] = {0: "background"}
+    regions: Dict[str, Sequence[int]] = {}
+    if known:
+        labels = labels_in_use(*known, codes)
+        regions.update(regions_of(labels))
+    for code in codes:
+        if code not in labels:
+            regions[f"label {code}"] = (code,)
+    return labels, regions
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:
     """A name for each file: its own without the ending; if some are equal its folder's, or else
     numbered."""
-    resolved, names = [path.resolve() for path in paths], [stem_of(path) for path in paths]
+    resolved = [path.resolve() for path in paths]
+    names = [stem_of(path) for path in paths]
     twice = [path for path, place in zip(paths, resolved) if resolved.count(place) > 1]
-    refuse(
+    raise_if_any(
         f"--prediction must name different files, got {path} twice; name it once"
         for path in twice[:1]
     )

@@ -11,7 +11,6 @@ than the largest array. Instead of a damaged one the one before is taken."""
 
 import contextlib
 import io
-import itertools
 import json
 import math
 import os
@@ -23,6 +22,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, TypedDic
 
 import numpy as np
 
+from cpu3d.data.region import Array
 from cpu3d.errors import InputError
 from cpu3d.run.log import FINISHED, flush_log, last_end
 from cpu3d.util.atomic import atomic_write
@@ -38,7 +38,7 @@ class DamagedCheckpointError(InputError):
     """A checkpoint file whose content is not the one that was written."""
 
 
-class SavedArrays(Mapping[str, np.ndarray]):
+class SavedArrays(Mapping[str, Array]):
     """The arrays of a checkpoint by name, each read when it is asked for and not kept.
 
     The constructor checks all of the file and keeps it open, so that it may be removed or replaced
@@ -46,29 +46,29 @@ class SavedArrays(Mapping[str, np.ndarray]):
 
     def __init__(self, path: Path):
         """Raises as `load_checkpoint`."""
-        self._path, self._raw = path, _File(path)
+        self._path = path
+        self._raw = _File(path)
         self._buffered = io.BufferedReader(self._raw)
         with self._damage():
             self._file = file = zipfile.ZipFile(self._buffered)
-            members, size_bytes = file.infolist(), os.fstat(self._raw.fileno()).st_size
-            if (
-                any(m.compress_type for m in members)
-                or sum(m.compress_size for m in members) > size_bytes
-            ):
+            members = file.infolist()
+            are_packed = any(member.compress_type for member in members)
+            content_bytes = sum(member.compress_size for member in members)
+            if are_packed or content_bytes > os.fstat(self._raw.fileno()).st_size:
                 raise ValueError("a directory of another file")
             bad = file.testzip()  # every byte against its CRC, a piece at a time
             if bad:
                 raise ValueError(f"{bad} has another CRC than was written")
             self.shapes = {name[: -len(".npy")]: self._shape_of(name) for name in file.namelist()}
             self.state = json.loads(self[_STATE].tobytes())
-            self.schema, names = self.state.pop("schema"), self.state.pop("names")
+            self.schema = self.state.pop("schema")
+            names = self.state.pop("names")
             del self.shapes[_STATE]
             if sorted(self) != names:
-                raise ValueError(
-                    f"{len(self)} arrays instead of the {len(names)} that were written"
-                )
+                got = f"{len(self)} arrays"
+                raise ValueError(f"{got} instead of the {len(names)} that were written")
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Array:
         if name not in self.shapes:
             raise KeyError(name)
         with self._damage(), self._file.open(f"{name}.npy") as member:
@@ -80,7 +80,7 @@ class SavedArrays(Mapping[str, np.ndarray]):
     def __len__(self) -> int:
         return len(self.shapes)
 
-    def __del__(self):
+    def __del__(self) -> None:
         if hasattr(self, "_buffered"):
             self._buffered.close()
 
@@ -218,7 +218,8 @@ def lost_best(run: Path, checkpoint: Checkpoint) -> str:
     file is missing, damaged, or of other weights. Raises OSError if it could not be read, which
     does not show what it holds."""
     path = _folder(run) / BEST
-    known, shapes = checkpoint.state, checkpoint.arrays.shapes
+    known = checkpoint.state
+    shapes = checkpoint.arrays.shapes
     network = {name: shape for name, shape in shapes.items() if name.startswith("model/")}
     got = ""
     try:
@@ -270,7 +271,8 @@ def newest(run: Path) -> Optional[Checkpoint]:
 
     Raises InputError if there are some and none is whole, or one is of another version, and as
     `load_checkpoint` if one could not be read: an older one is not taken for that."""
-    paths, damaged = checkpoints(run), {}
+    paths = checkpoints(run)
+    damaged: Dict[Path, str] = {}
     for path in paths:
         try:
             arrays, state = load_checkpoint(path)
@@ -305,11 +307,14 @@ def set_aside(checkpoint: Checkpoint) -> List[str]:
     print."""
     lines = []
     for path, problem in checkpoint.damaged.items():
-        names = (path.with_suffix(f".damaged{number or ''}") for number in itertools.count())
-        path.rename(next(name for name in names if not name.exists()))
-        lines.append(
-            f"warning: {problem}; renamed to .damaged, continuing from {checkpoint.path.name}"
-        )
+        aside = path.with_suffix(".damaged")
+        number = 0
+        while aside.exists():
+            number += 1
+            aside = path.with_suffix(f".damaged{number}")
+        path.rename(aside)
+        done = f"renamed to .damaged, continuing from {checkpoint.path.name}"
+        lines.append(f"warning: {problem}; {done}")
     return lines
 
 
@@ -319,11 +324,12 @@ def weights_file(run: Path, weights: str) -> Path:
     path = _folder(run) / BEST
     if weights == "last":
         last = newest(run)
-        path = last and last.path
-    if path is None or not path.is_file():
-        todo = how_to_go_on(path or _folder(run) / BEST)
-        raise InputError(f"run {run} must hold its {weights} weights, found none; {todo}")
-    return path
+        if last is not None:
+            return last.path
+    elif path.is_file():
+        return path
+    rule = f"run {run} must hold its {weights} weights"
+    raise InputError(f"{rule}, found none; {how_to_go_on(path)}")
 
 
 # --- Private helpers ---
@@ -336,12 +342,18 @@ class _File(io.RawIOBase):
 
     def __init__(self, path: Path):
         self._file = io.FileIO(str(path))
-        self.fileno, self.seek, self.seekable = (
-            self._file.fileno,
-            self._file.seek,
-            self._file.seekable,
-        )
-        self.readable = self._file.readable
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def readable(self) -> bool:
+        return self._file.readable()
+
+    def seekable(self) -> bool:
+        return self._file.seekable()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
 
     def readinto(self, buffer: Any) -> Optional[int]:
         try:

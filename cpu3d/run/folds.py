@@ -34,7 +34,7 @@ class Folds:
     @property
     def names(self) -> List[str]:
         """The folds, as "1/5"."""
-        return [f"{part}/{self.count}" for part in range(1, self.count + 1)]
+        return [f"{number}/{self.count}" for number in range(1, self.count + 1)]
 
 
 def save_folds(folder: Path, folds: Folds) -> None:
@@ -55,13 +55,8 @@ def read_folds(folder: Path) -> Optional[Folds]:
             raise ValueError(f"{folds.count} folds")
         return folds
 
-    return read_record(
-        path,
-        SCHEMA,
-        checked,
-        "delete it and repeat `train --folds` with all its options",
-        InputError,
-    )
+    todo = "delete it and repeat `train --folds` with all its options"
+    return read_record(path, SCHEMA, checked, todo, InputError)
 
 
 def fold_folder(folder: Path, fold: str) -> Path:
@@ -74,9 +69,8 @@ def trained_folds(folder: Path) -> Dict[str, Path]:
     is none of folds."""
     folds = read_folds(folder)
     if folds is None:
-        raise InputError(
-            f"folder {folder} must hold a {FILE}, found none; name one of `train --folds`",
-        )
+        rule = f"folder {folder} must hold a {FILE}"
+        raise InputError(f"{rule}, found none; name one of `train --folds`")
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
     return {fold: run for fold, run in runs.items() if is_over(run)}
 
@@ -85,6 +79,7 @@ def refuse_folds(folder: Path) -> None:
     """Raise InputError for a folder of folds, where one run must be named."""
     folds = read_folds(folder)
     if folds is not None:
-        first, last = (fold_folder(folder, fold) for fold in (folds.names[0], folds.names[-1]))
+        first = fold_folder(folder, folds.names[0])
+        last = fold_folder(folder, folds.names[-1])
         rule = f"run {folder} must be one run, got a folder of {folds.count} folds"
         raise InputError(f"{rule}; name one of them, {first} to {last}")

@@ -29,12 +29,11 @@ WAITING_PHASES = (
     "waiting for the last checkpoint",
 )
 BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
-# a worker that has sent another host nothing for so long, as one that a signal has stopped, is lost
+# A worker that has sent another host nothing for so long, as one that a signal has stopped, is lost.
 LOST_S = 20.0
-SILENT_S = (
-    60.0  # a worker whose last beat is older is not alive; network file systems lag by seconds
-)
-# without a beat, until `launch` kills it: importing a library from a slow disk may take long
+# A worker whose last beat is older is not alive; network file systems lag by seconds.
+SILENT_S = 60.0
+# Without a beat, until `launch` kills it: importing a library from a slow disk may take long.
 HANGING_S = 300.0
 
 
@@ -56,9 +55,8 @@ class Heartbeat:
     step: int  # steps done
     steps: int  # of the run; 0 if that is not known
     longest_step_s: Optional[float] = None  # of this attempt; the first compiles the step
-    anonymous_bytes: Optional[int] = (
-        None  # the process's own data; None if the system does not show it
-    )
+    # The process's own data; None if the system does not show it.
+    anonymous_bytes: Optional[int] = None
     file_bytes: Optional[int] = None  # mapped files
     swapped_bytes: Optional[int] = None
     peak_bytes: Optional[int] = None  # the most that was in memory, files included
@@ -131,10 +129,11 @@ def process_start(pid: int) -> Optional[int]:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[
-        2
-    ].split()  # "123 (a name) S ...": the name may hold anything, so count from its end
-    return None if len(fields) < 20 or fields[0] in "ZX" else int(fields[19])
+    # "123 (a name) S ...": the name may hold anything, so count from its end.
+    fields = text.rpartition(")")[2].split()
+    if len(fields) < 20 or fields[0] in "ZX":
+        return None
+    return int(fields[19])
 
 
 def is_suspended(pid: int) -> bool:
@@ -149,7 +148,8 @@ def _read(path: Path) -> Any:
         content = read_json(path)
         schema = content.pop("schema")
         if schema != SCHEMA:
-            return f"{path} must have schema {SCHEMA}, got {schema}; use `status` of the version that runs"
+            rule = f"{path} must have schema {SCHEMA}"
+            return f"{rule}, got {schema}; use `status` of the version that runs"
         return typed(content, Heartbeat, "heartbeat")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         return f"{path} must be a whole heartbeat, got {error!r}; a running worker soon replaces it"

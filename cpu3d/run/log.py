@@ -34,10 +34,8 @@ from cpu3d.util.records import count
 from memory_estimator.common.files import open_regular
 from memory_estimator.common.units import format_bytes, format_seconds
 
-FINISHED = (
-    "finished",
-    "early stop",
-)  # the reasons in the last line of a run that is over; others were stopped
+# The reasons in the last line of a run that is over; others were stopped.
+FINISHED = ("finished", "early stop")
 
 # --- What events hold ---
 
@@ -53,7 +51,7 @@ PREDICTED = {
     ),
 }
 
-KINDS = {
+KINDS: Dict[str, Dict[str, Any]] = {
     "start": {  # of an attempt: where and with what it runs
         **dict.fromkeys(("time", "engine", "store", "split_hash", "read_mode"), str),
         **dict.fromkeys(("mode", "device", "precision", "policy"), str),
@@ -70,9 +68,8 @@ KINDS = {
         **dict.fromkeys(("loss", "learning_rate"), Number),
         "dice": Dict[str, Number],  # soft, by region
         "voxels": Count,
-        **dict.fromkeys(
-            ("step_s", "wait_s", "exchange_s"), Seconds
-        ),  # of a step, and of it waiting for data, workers
+        # Of a step, and of it waiting for data, and for workers.
+        **dict.fromkeys(("step_s", "wait_s", "exchange_s"), Seconds),
         "rss_bytes": Bytes,
     },
     "validation": {
@@ -155,7 +152,9 @@ def last_event(run: Path, *kinds: str) -> Event:
 def last_end(run: Path) -> Event:
     """The event that ended the last attempt; {} if it has not ended, or was killed."""
     last = last_event(run, *COURSE)
-    return last if last.get("event") == "end" else {}
+    if last.get("event") != "end":
+        return {}
+    return last
 
 
 def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
@@ -194,37 +193,40 @@ def shown(
     run: Path, *, steps: int, done: int, steps_per_epoch: int, batch: int
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yields a function that shows an event of the log on stderr, as a bar on a terminal."""
-    console, pace = Console(stderr=True), Pace(recent_events(run))
-    shows = columns(
-        TextColumn("{task.fields[state]}", markup=False), left=TextColumn("{task.fields[left]}")
-    )
+    console = Console(stderr=True)
+    pace = Pace(recent_events(run))
+    state_column = TextColumn("{task.fields[state]}", markup=False)
+    shows = columns(state_column, left=TextColumn("{task.fields[left]}"))
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
     left = format_seconds(pace.seconds_left(done, steps))
     task = bar.add_task("train", total=steps, completed=done, state="", left=left)
 
     def show(event: Mapping[str, Any]) -> None:
-        group, step, line = event["event"], event["step"], ""
+        kind = event["event"]
+        step = event["step"]
+        line = ""
         pace.note(event)
         dice = "  ".join(f"{name} {value:.3f}" for name, value in event.get("dice", {}).items())
-        if group == "step":
+        if kind == "step":
             speed = f"{event['step_s'] / batch:.2f} s/volume  {format_bytes(event['rss_bytes'])}"
             state = f"loss {event['loss']:.3f}  {dice}  {speed}"
             left = format_seconds(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
             if not console.is_terminal and step % steps_per_epoch == 0:
-                line = f"epoch {event['epoch'] + 1}, step {step}: {state}" + f"  {left} left" * (
-                    step < steps
-                )
-        elif group == "validation":
-            took = f"{event['seconds']:.1f} s{', best so far' if event['best'] else ''}"
-            line = f"validation after step {step}: Dice {dice} on {event['cases']} whole volumes, {took}"
-        elif group == "diverged":
+                line = f"epoch {event['epoch'] + 1}, step {step}: {state}"
+                if step < steps:
+                    line += f"  {left} left"
+        elif kind == "validation":
+            scores = f"Dice {dice} on {event['cases']} whole volumes"
+            line = f"validation after step {step}: {scores}, {event['seconds']:.1f} s"
+            if event["best"]:
+                line += ", best so far"
+        elif kind == "diverged":
             line = event["reason"]
-        elif group == "end":
+        elif kind == "end":
+            took = f"{event['seconds']:.0f} s in all"
             peak = format_bytes(event["peak_rss_bytes"])
-            line = (
-                f"{event['reason']} after step {step}: {event['seconds']:.0f} s in all, peak {peak}"
-            )
+            line = f"{event['reason']} after step {step}: {took}, peak {peak}"
         if line:
             bar.console.print(line, emoji=False, highlight=False, markup=False, soft_wrap=True)
 
@@ -237,19 +239,23 @@ def shown(
 
 def _struct(name: str, content: Mapping[str, Any]) -> type:
     """A type of msgspec that holds such content."""
-    fields = []
+    fields: List[Any] = []
     for key, kind in content.items():
-        kind = _struct(key, kind) if isinstance(kind, dict) else kind
-        fields.append((key, kind) if key in NEEDED else (key, kind, None))
+        if isinstance(kind, dict):
+            kind = _struct(key, kind)
+        if key in NEEDED:
+            fields.append((key, kind))
+        else:
+            fields.append((key, kind, None))
     return msgspec.defstruct(name, fields, kw_only=True)
 
 
-_COMMON = {"event": str, "step": Count}
-_DECODERS = {
+_COMMON: Dict[str, Any] = {"event": str, "step": Count}
+_DECODERS: Dict[Any, Any] = {
     kind: msgspec.json.Decoder(_struct(kind, {**_COMMON, **content}))
     for kind, content in KINDS.items()
 }
-_OTHER = msgspec.json.Decoder(_struct("event", _COMMON))
+_OTHER: Any = msgspec.json.Decoder(_struct("event", _COMMON))
 
 
 NO_EVENT = (msgspec.MsgspecError, ValueError, RecursionError)  # what `_event` raises
@@ -259,8 +265,9 @@ def _event(line: bytes) -> Event:
     """The event of a line, undeclared fields included. Raises NO_EVENT."""
     line = line.removeprefix(codecs.BOM_UTF8)  # as an editor on Windows puts before the first one
     event = msgspec.json.decode(line)
-    kind = event.get("event") if isinstance(event, dict) else None
-    decoder = _DECODERS.get(kind, _OTHER) if isinstance(kind, str) else _OTHER
+    decoder = _OTHER
+    if isinstance(event, dict) and isinstance(event.get("event"), str):
+        decoder = _DECODERS.get(event["event"], _OTHER)
     decoder.decode(line)
     return event
 
@@ -281,7 +288,8 @@ def _opened(path: Path) -> Iterator[Tuple[BinaryIO, int]]:
 
 def _checked(path: Path, steps: Optional[int] = None) -> Iterator[Tuple[int, bytes, Event]]:
     """The events of a log, each with where its line begins and the line; else as `iter_events`."""
-    wrong, example = 0, ""
+    wrong = 0  # lines
+    example = ""
     with _opened(path) as (file, size):
         steps_from = 0 if steps is None else _begin_of_last_steps(file, size, steps)
         file.seek(0)
@@ -333,8 +341,8 @@ def _lines_from_end(file: BinaryIO, size: int) -> Iterator[Tuple[int, bytes]]:
             block *= 2  # so that a line of any length is joined a few times, not thousands
             continue
         rest, *lines = rest.split(b"\n")
-        at = begin + len(rest) + 1 + sum(len(line) + 1 for line in lines)
+        start = begin + len(rest) + 1 + sum(len(line) + 1 for line in lines)
         for line in reversed(lines):
-            at -= len(line) + 1
-            yield at, line
+            start -= len(line) + 1
+            yield start, line
     yield 0, rest

@@ -12,18 +12,17 @@ import math
 import statistics
 from array import array
 from dataclasses import dataclass
-from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
+
+from cpu3d.data.region import Array
 
 Event = Mapping[str, Any]
 Events = Sequence[Event]
 
-COURSE = (
-    "start",
-    "step",
-    "end",
-)  # the kinds of event of which the last one shows whether a run has ended
+# The kinds of event of which the last one shows whether a run has ended.
+COURSE = ("start", "step", "end")
 RECENT = 50  # steps that a run's present loss and pace are of
 LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
 
@@ -38,9 +37,11 @@ def numbers(events: Events, key: str) -> List[float]:
     return [event[key] for event in events if event.get(key) is not None]
 
 
-def median(values: Sequence[float]) -> Optional[float]:
+def median(values: Union[Sequence[float], Array]) -> Optional[float]:
     """The median; None for no values."""
-    return float(np.median(values)) if len(values) else None
+    if not len(values):
+        return None
+    return float(np.median(values))
 
 
 class Columns:
@@ -51,7 +52,7 @@ class Columns:
 
     def __init__(self, *names: str):
         self._numbers = {name: array("d") for name in names}
-        self._dice: Dict[str, array] = {}
+        self._dice: Dict[str, array[float]] = {}
         self._rows = 0
 
     def add(self, event: Event) -> None:
@@ -69,16 +70,16 @@ class Columns:
     def __len__(self) -> int:
         return self._rows
 
-    def __getitem__(self, name: str) -> np.ndarray:
+    def __getitem__(self, name: str) -> Array:
         return np.asarray(self._numbers[name])
 
     @property
-    def dice(self) -> Dict[str, np.ndarray]:
+    def dice(self) -> Dict[str, Array]:
         """Region -> its Dice, in the order in which the regions came."""
         return {region: np.asarray(column) for region, column in self._dice.items()}
 
 
-def known(values: np.ndarray) -> np.ndarray:
+def known(values: Array) -> Array:
     """The numbers of a column that were logged."""
     return values[~np.isnan(values)]
 
@@ -107,9 +108,9 @@ class History:
     def __init__(self, events: Iterable[Event]):
         self.starts: List[Event] = []  # one an attempt
         self.steps = Columns(
-            *("step", "loss", "learning_rate", "voxels", "step_s", "wait_s", "rss_bytes")
+            "step", "loss", "learning_rate", "voxels", "step_s", "wait_s", "rss_bytes"
         )
-        self.validations = Columns(*("step", "loss", "mean_dice", "seconds"))
+        self.validations = Columns("step", "loss", "mean_dice", "seconds")
         self.last: Event = {}  # of all events
         self.last_validation: Event = {}
         self.pace = Pace()
@@ -122,12 +123,16 @@ class History:
     @property
     def last_step(self) -> int:
         """The steps that are done by the log."""
-        return int(self.steps["step"].max()) if len(self.steps) else 0
+        if not len(self.steps):
+            return 0
+        return int(self.steps["step"].max())
 
     @property
     def end(self) -> Event:
         """The event that ended the last attempt; {} if it has not ended, or was killed."""
-        return self._last_of_course if self._last_of_course.get("event") == "end" else {}
+        if self._last_of_course.get("event") != "end":
+            return {}
+        return self._last_of_course
 
     def costs(self, coarse_steps: int = 0) -> Costs:
         """The costs of a run whose first `coarse_steps` steps were at half its resolution."""
@@ -182,34 +187,59 @@ class History:
             self._peaks[name] = max(size_bytes, self._peaks.get(name, 0))
 
 
+class _Steps:
+    """The steps of a run at one resolution."""
+
+    def __init__(self, predicted_s: Optional[float] = None):
+        self.predicted_s = predicted_s  # of a step
+        self.recent_s: Deque[float] = collections.deque(maxlen=RECENT)
+
+    def error(self) -> Optional[float]:
+        """By how much the recent steps took longer than was predicted, as a factor; None if either
+        is not known."""
+        if not self.recent_s or not self.predicted_s:
+            return None
+        return statistics.median(self.recent_s) / self.predicted_s
+
+    def step_s(self, other: "_Steps") -> Optional[float]:
+        """The seconds of a step: the median of the recent ones, else what was predicted, times the
+        `error` of the steps at the other resolution; None if neither is known."""
+        if self.recent_s:
+            return statistics.median(self.recent_s)
+        error = other.error()
+        if self.predicted_s is None or error is None:
+            return self.predicted_s
+        return self.predicted_s * error
+
+
 class Pace:
     """The pace of a run's last attempt: coarse steps and full ones apart."""
 
     def __init__(self, events: Iterable[Event] = ()):
-        self._begin = self._step = self._coarse_steps = 0
-        self._beside_s = 0.0
-        self._predicted_s: Dict[bool, Optional[float]] = {}
-        self._steps_s: Dict[bool, Deque[float]] = {
-            coarse: collections.deque(maxlen=RECENT) for coarse in (True, False)
-        }
+        self._begin_attempt({"step": 0})
         for event in events:
             self.note(event)
 
+    def _begin_attempt(self, start: Event) -> None:
+        """Forget the attempt before; `start` is the first event of the new one."""
+        predicted = start.get("predicted", {})
+        self._begin: int = start["step"]
+        self._step = start["step"]
+        self._coarse_steps: int = start.get("coarse_steps", 0)
+        self._beside_s = 0.0  # of validations and saves
+        self._full = _Steps(predicted.get("step_s"))
+        self._coarse = _Steps(predicted.get("coarse", {}).get("step_s"))
+
     def note(self, event: Event) -> None:
         """Count an event."""
-        kind, step = event["event"], event["step"]
+        kind = event["event"]
+        step = event["step"]
         if kind == "start":
-            self.__init__()
-            self._begin = self._step = step
-            self._coarse_steps = event.get("coarse_steps", 0)
-            full = event.get("predicted", {})
-            self._predicted_s = {
-                False: full.get("step_s"),
-                True: full.get("coarse", {}).get("step_s"),
-            }
+            self._begin_attempt(event)
         elif kind == "step" and "step_s" in event:
             if step - 1 not in (self._begin, self._coarse_steps):  # these compile
-                self._steps_s[step <= self._coarse_steps].append(event["step_s"])
+                steps = self._coarse if step <= self._coarse_steps else self._full
+                steps.recent_s.append(event["step_s"])
             self._step = step
         elif kind in ("validation", "checkpoint"):
             self._beside_s += event.get("seconds", 0.0)
@@ -221,20 +251,18 @@ class Pace:
         if neither is known, and above LONGEST_S."""
         if not steps or step > steps:
             return None
-        seen = {coarse: statistics.median(each) for coarse, each in self._steps_s.items() if each}
-        off = [
-            seen[coarse] / self._predicted_s[coarse]
-            for coarse in seen
-            if self._predicted_s.get(coarse)
-        ]
-        left, left_s = {True: max(min(self._coarse_steps, steps) - step, 0)}, 0.0
-        left[False] = steps - step - left[True]
-        for coarse, count in left.items():
-            predicted_s = self._predicted_s.get(coarse)
-            step_s = seen.get(coarse, predicted_s and predicted_s * (off[0] if off else 1.0))
+        coarse_left = max(min(self._coarse_steps, steps) - step, 0)
+        full_left = steps - step - coarse_left
+        left_s = 0.0
+        for count, kind, other in (
+            (coarse_left, self._coarse, self._full),
+            (full_left, self._full, self._coarse),
+        ):
+            step_s = kind.step_s(other)
             if count and step_s is None:
                 return None
             left_s += count * (step_s or 0.0)
         done = self._step - self._begin
-        left_s += (steps - step) * (self._beside_s / done if done > 0 else 0.0)
+        if done > 0:
+            left_s += (steps - step) * (self._beside_s / done)
         return left_s if left_s <= LONGEST_S else None

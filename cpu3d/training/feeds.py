@@ -110,7 +110,9 @@ class Feeds:
         """The cases of a step, a name for each volume or patch."""
         positions = range(step * self.config.batch, (step + 1) * self.config.batch)
         count, seed = len(self._train_cases), self.config.seed
-        return [self._train_cases[sample_at(p, cases=count, seed=seed).index] for p in positions]
+        return [
+            self._train_cases[sample_at(p, cases=count, seed=seed).case_index] for p in positions
+        ]
 
 
 class Parts:

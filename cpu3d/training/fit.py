@@ -44,7 +44,7 @@ from cpu3d.run.checkpoint import (
     write_best,
     write_next,
 )
-from cpu3d.run.config import continued, half_rates
+from cpu3d.run.config_json import continued, half_rates
 from cpu3d.run.log import append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
 from cpu3d.training.budget import cut, steps_within

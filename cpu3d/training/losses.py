@@ -3,84 +3,62 @@ and hard Dice.
 
     model.compile("adam", loss=DiceCrossEntropy(), metrics=[RegionDice(0, name="WT")])
 
-Another loss is another such class, with the `value` that models/supervision.py asks for; `train`
-and its validations take the one that TrainingLoss names.
+Another loss is another formula of models/losses.py, by its name: `RegionLoss(name)`.
 
 Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is
 compared with every 2nd, 4th ... voxel of the same target;
 `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their losses the one
 that `train` minimises."""
 
-import functools
-from types import SimpleNamespace
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Optional
 
 import tensorflow as tf
 
+from models.losses import DEFAULT, LOSSES
 from models.supervision import supervise, thinned
-
-# Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel
-# that is predicted.
-SMOOTH = 1.0
-HARD = 0.1  # weight of the cross-entropy beside Dice: the best of those tried (docs/log.md)
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class DiceCrossEntropy(tf.keras.losses.Loss):
-    """1 - mean soft Dice + HARD times a cross-entropy of hard voxels.
+class RegionLoss(tf.keras.losses.Loss):
+    """A loss of models/losses.py, by its name there, as one of Keras."""
 
-    Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region
-    that is predicted nowhere nor takes away an island that is predicted with certainty; and a mean
-    of the cross-entropy over all voxels gives both the weight of their share of the volume. Here
-    each voxel of a region counts by its error |p - t|, divided by the sum of these errors: d loss /
-    d z is HARD |p - t| (p - t) / sum |p - t|, for any size of the region.
-
-    As |p - t| (p - t) is the slope of a voxel's cross-entropy less its error, the term is (sum of
-    cross-entropies - sum of errors) / sum of errors, the divisor taken as constant, and needs no
-    map of its own.
-
-    The score is the soft Dice (N, R). All is taken per sample and region and then averaged, so an
-    accumulated batch equals a full one."""
-
-    def __init__(self, reduction: str = "auto", name: str = "dice_cross_entropy"):
+    def __init__(self, formula: str = DEFAULT, reduction: str = "auto", name: str = "region_loss"):
         super().__init__(reduction, name)
+        self.formula = formula
 
     @tf.autograph.experimental.do_not_convert
     def call(self, y_true, y_pred):
         """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple
         of the logits'."""
-        by_sample = SimpleNamespace(value=functools.partial(self.value, by_sample=True))
         y_pred = tf.convert_to_tensor(y_pred)
         target = tf.stop_gradient(_on_grid_or_finer(y_pred, y_true))
 
         @tf.custom_gradient
         def of_samples(logits):
-            supervised = supervise(by_sample, target, [logits])
+            supervised = supervise(LOSSES[self.formula], target, [logits], by_sample=True)
             return supervised.loss, lambda upstream: supervised.slopes(upstream[:, None])[0]
 
         return of_samples(y_pred)[:, 0]
 
-    def value(self, sums, by_sample: bool = False) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The loss of the batch, or (N, 1) of each sample, from sums (N, 4, R); the soft Dice; and
-        the loss's derivatives by the first three sums, (N, 3, R)."""
-        cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=1)
-        size = predicted + true + SMOOTH
-        errors = tf.maximum(predicted + true - 2 * overlap, 0.0)
-        dice = (2 * overlap + SMOOTH) / size
-        weight = HARD / (errors + SMOOTH)
-        count = tf.cast(tf.size(dice[0] if by_sample else dice), tf.float32)
-        mean = functools.partial(tf.reduce_mean, axis=1 if by_sample else None, keepdims=by_sample)
-        loss = 1 - mean(dice) + mean(weight * (cross_entropy - errors))
-        # d errors is d predicted - 2 d overlap.
-        factors = tf.stack([weight, 2 * weight - 2 / size, dice / size - weight], 1) / count
-        return loss, dice, factors
+    def get_config(self) -> Dict[str, Any]:
+        return {**super().get_config(), "formula": self.formula}
 
 
-tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = (
-    DiceCrossEntropy  # compile(loss="dice_cross_entropy")
-)
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class DiceCrossEntropy(RegionLoss):
+    """Soft Dice and a cross-entropy of hard voxels (`models.losses.dice_cross_entropy`)."""
 
-TrainingLoss = DiceCrossEntropy  # which `train` minimises and its validations report
+    def __init__(self, reduction: str = "auto", name: str = "dice_cross_entropy"):
+        super().__init__(DEFAULT, reduction, name)
+
+    def get_config(self) -> Dict[str, Any]:
+        config = super().get_config()
+        del config["formula"]
+        return config
+
+
+# compile(loss="dice_cross_entropy")
+tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")

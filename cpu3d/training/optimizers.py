@@ -1,186 +1,205 @@
-"""Muon, whose update of a kernel is its momentum made orthogonal (Jordan 2024, "Muon: an optimizer
-for hidden layers in neural networks"); Adam and Nesterov's SGD. Each updates one variable after
-another.
+"""The optimizers of models/optimizers.py on TensorFlow's tensors, as optimizers of Keras.
 
-All singular values become equal, so directions that few voxels support, such as a small lesion's,
-move as far as those that all voxels support. docs/log.md has the steps that this saves."""
+Muon makes all singular values of an update equal, so directions that few voxels support, such as a
+small lesion's, move as far as those that all voxels support. docs/log.md has the steps that this
+saves."""
 
 import math
-from typing import Any, Callable, Optional, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
 from cpu3d.settings import RunConfig
-from memory_estimator.job import is_orthogonal
 from models.native import operations
+from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Rule, Weight
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in
 # five times.
 ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
 
 
-class InOrder(tf.keras.optimizers.Optimizer):
-    """A Keras optimizer whose updates each wait for the one before. In any other order the places
-    of small tensors, and whether a large one fits between them, would depend on timing. On a card
-    Keras would compile each update as a graph of its own, which could not wait."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **{"jit_compile": False, **options})
-
-    def apply_gradients(self, *arguments, **options):
-        self._before, self._shared = (
-            [],
-            {},
-        )  # the last update; tensors that the updates of a subclass share
-        try:
-            return super().apply_gradients(*arguments, **options)
-        finally:
-            self._before, self._shared = [], {}  # tensors left in them would be saved with a model
-
-    def update_step(self, gradient, variable) -> None:
-        with tf.control_dependencies(self._before):
-            self._before = [self.change(gradient, variable)]
-
-    def change(self, gradient, variable):
-        """Update a variable; returns the tensor that the next update waits for."""
-        super().update_step(gradient, variable)
-        return variable.read_value()
-
-
-class Adam(InOrder, tf.keras.optimizers.Adam):
-    """Keras' own Adam, in order."""
-
-
-class Sgd(InOrder, tf.keras.optimizers.SGD):
-    """Nesterov's momentum, in place: a new one, as Keras makes it, would be elsewhere after every
-    step."""
-
-    def change(self, gradient, variable):
-        mean = self.momentums[self._index_dict[self._var_key(variable)]]
-        step = tf.cast(self.learning_rate, variable.dtype) * gradient
-        mean.assign_sub((1 - self.momentum) * mean + step)
-        return variable.assign_add(self.momentum * mean - step)
-
-
 @tf.keras.utils.register_keras_serializable("cpu3d")
-class Muon(InOrder):
-    """Muon for kernels of more than one voxel, Adam (Kingma 2015) for norms, biases and 1x1x1
-    kernels.
+class RuleOptimizer(tf.keras.optimizers.Optimizer):
+    """An optimizer of models/optimizers.py as one of Keras, by its name there.
 
-    One float32 slot a kernel, two for each variable of Adam's.
-
-    An update's length does not depend on that of the gradient, so one fixed rate serves every loss
-    and data set. Adam's part has a rate of its own: at a third of it the head and the norms learn
-    too slowly, at any rate of the kernels."""
+    Each update waits for the one before: in any other order the places of small tensors, and
+    whether a large one fits between them, would depend on timing. On a card Keras would compile
+    each update as a graph of its own, which could not wait."""
 
     def __init__(
         self,
-        learning_rate=0.02,
-        adam_scale: float = 1.5,
-        momentum: float = 0.95,
-        beta_1: float = 0.9,
-        beta_2: float = 0.999,
-        epsilon: float = 1e-7,
+        rules: str = "muon",
+        learning_rate: Optional[float] = None,
+        other_scale: float = 1.0,
+        momentum: Optional[float] = None,
+        beta_1: float = BETA_1,
+        beta_2: float = BETA_2,
+        epsilon: float = EPSILON,
         kernel_decay: float = 0.0,
-        name: str = "Muon",
-        **options,
+        name: str = "RuleOptimizer",
+        **options: Any,
     ):
-        """`learning_rate` is of kernels; Adam's is `adam_scale` times that. `momentum` is of
-        kernels, with Nesterov's look-ahead. Each step takes `learning_rate` times `kernel_decay` of
-        a kernel away, as in AdamW (Loshchilov and Hutter 2019): a norm follows each, so only its
-        direction counts, and one that grows learns more slowly. `options` are those of every Keras
-        optimizer, such as `clipnorm`."""
-        super().__init__(name=name, **{"weight_decay": None, **options})
-        self._learning_rate = self._build_learning_rate(learning_rate)
-        self.adam_scale, self.momentum = adam_scale, momentum
-        self.beta_1, self.beta_2, self.epsilon = beta_1, beta_2, epsilon
+        """`learning_rate` is of kernels, by default the optimizer's own; if other variables have a
+        rule of their own, their rate is `other_scale` times that. `beta_1` to `epsilon` are
+        Adam's. Each step takes `learning_rate` times `kernel_decay` of a kernel away, as in AdamW
+        (Loshchilov and Hutter 2019): a norm follows each, so only its direction counts, and one
+        that grows learns more slowly. `options` are those of every Keras optimizer, such as
+        `clipnorm`."""
+        super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
+        self.rules = rules
+        self.optimizer = OPTIMIZERS[rules]
+        rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
+        self._learning_rate = self._build_learning_rate(rate)
+        self.other_scale = other_scale
+        self.momentum = self.optimizer.momentum if momentum is None else momentum
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
         self.kernel_decay = kernel_decay
 
     def build(self, var_list) -> None:
         super().build(var_list)
         if getattr(self, "_built", False):
             return
-        self._means = [self.add_variable_from_reference(v, "mean") for v in var_list]
-        self._squares = [
-            None if is_orthogonal(v.shape) else self.add_variable_from_reference(v, "square")
-            for v in var_list
+        rules = [self.optimizer.rule_of(variable.shape) for variable in var_list]
+        places = [
+            (number, index) for index, rule in enumerate(rules) for number in range(len(rule.slots))
         ]
+        if self.optimizer.slots_in_turn:
+            places.sort()
+        self._slots: List[List[tf.Variable]] = [[] for _ in var_list]
+        for number, index in places:
+            name = rules[index].slots[number]
+            slot = self.add_variable_from_reference(var_list[index], name)
+            self._slots[index].append(slot)
         self._built = True
 
-    def change(self, gradient, variable):
+    def apply_gradients(self, *arguments, **options):
+        self._before = []  # the last update
+        self._shared = {}  # tensors that the updates share
+        try:
+            return super().apply_gradients(*arguments, **options)
+        finally:  # tensors left in them would be saved with a model
+            self._before = []
+            self._shared = {}
+
+    def update_step(self, gradient, variable) -> None:
         index = self._index_dict[self._var_key(variable)]
-        gradient = tf.convert_to_tensor(gradient)
-        if not is_orthogonal(variable.shape):
-            return variable.assign_sub(self._adam(index, gradient))
-        before = []
-        if self.kernel_decay:
-            share = self._kernel_rate(gradient.dtype) * self._constant(
-                self.kernel_decay, gradient.dtype
-            )
-            before = [variable.assign_sub(share * variable)]
-        with tf.control_dependencies(before):  # or both would hold a tensor of the kernel's size
-            return variable.assign_sub(self._muon(index, gradient))
+        rule = self.optimizer.rule_of(variable.shape)
+        with tf.control_dependencies(self._before):
+            weight = _Tensors(self, variable, tf.convert_to_tensor(gradient), self._slots[index])
+            before = self._decayed(variable, weight, rule)
+            with tf.control_dependencies(before):  # or both would hold a tensor of its size
+                self._before = [rule.update(weight)]
 
     def get_config(self):
-        names = ("adam_scale", "momentum", "beta_1", "beta_2", "epsilon", "kernel_decay")
+        names = ("rules", "other_scale", "momentum", "beta_1", "beta_2", "epsilon", "kernel_decay")
         own = {name: getattr(self, name) for name in names}
-        return {
-            **super().get_config(),
-            "learning_rate": self._serialize_hyperparameter(self._learning_rate),
-            **own,
-        }
+        rate = self._serialize_hyperparameter(self._learning_rate)
+        return {**super().get_config(), "learning_rate": rate, **own}
 
-    def _muon(self, index: int, gradient):
-        mean, dtype = self._means[index], gradient.dtype
-        rate = self._kernel_rate(dtype)
-        # Added to in place: a new mean instead of the old one would be elsewhere after every step.
-        mean = mean.assign_add(gradient - self._constant(1 - self.momentum, dtype) * mean)
-        ahead = gradient + self._constant(self.momentum, dtype) * mean
-        if operations.in_use() and dtype == tf.float32:
-            return rate * operations.orthogonal(ahead)
-        side = min(matrix_shape(gradient.shape))
-        return rate * orthogonal(
-            ahead, self._once(f"terms {side}", lambda: first_terms(side, dtype))
-        )
+    def rate_of(self, variable: tf.Variable):
+        """The learning rate of a variable."""
+        rule = self.optimizer.rule_of(variable.shape)
+        is_other = self.optimizer.has_two_rates and rule is self.optimizer.others
+        scale = self.other_scale if is_other else 1.0
+        name = f"rate, {scale}, {rule.is_corrected}"
+        return self.once(name, lambda: self._rate(variable.dtype, scale, rule.is_corrected))
 
-    def _kernel_rate(self, dtype):
-        return self._once("kernels' rate", lambda: tf.cast(self.learning_rate, dtype))
-
-    def _adam(self, index: int, gradient):
-        mean, square, dtype = self._means[index], self._squares[index], gradient.dtype
-        rate = self._once("rate", lambda: self._adam_rate(dtype))
-        mean = mean.assign_add((gradient - mean) * self._constant(1 - self.beta_1, dtype))
-        square = square.assign_add(
-            (tf.square(gradient) - square) * self._constant(1 - self.beta_2, dtype)
-        )
-        return rate * mean / (tf.sqrt(square) + self._constant(self.epsilon, dtype))
-
-    def _adam_rate(self, dtype):
-        """Adam's rate, corrected for means that begin at 0."""
-        step = tf.cast(self.iterations + 1, dtype)
-        corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
-        return tf.cast(self.learning_rate, dtype) * self.adam_scale * corrected
-
-    def _constant(self, value: float, dtype):
-        return self._once(f"{value}", lambda: tf.constant(value, dtype))
-
-    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+    def once(self, name: str, make: Callable[[], Any]) -> Any:
         """A tensor that the updates of a step share, made once. It waits for none of them."""
         if name not in self._shared:
             with tf.control_dependencies(None):
                 self._shared[name] = make()
         return self._shared[name]
 
+    def _rate(self, dtype, scale: float, is_corrected: bool):
+        rate = tf.cast(self.learning_rate, dtype)
+        if not is_corrected:
+            return rate
+        step = tf.cast(self.iterations + 1, dtype)
+        corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
+        return rate * scale * corrected
+
+    def _decayed(self, variable: tf.Variable, weight: "_Tensors", rule: Rule) -> List[tf.Tensor]:
+        """What the update waits for: the decay of a kernel, if there is one."""
+        if not self.kernel_decay or rule is not self.optimizer.kernels:
+            return []
+        share = weight.rate * weight.number(self.kernel_decay)
+        return [variable.assign_sub(share * variable)]
+
+
+class _Tensors(Weight):
+    """A variable and its tensors, as a rule takes them."""
+
+    def __init__(
+        self,
+        optimizer: RuleOptimizer,
+        variable: tf.Variable,
+        gradient: tf.Tensor,
+        slots: Sequence[tf.Variable],
+    ):
+        self._optimizer = optimizer
+        self.value = variable
+        self.gradient = gradient
+        self.slots = slots
+        self.rate = optimizer.rate_of(variable)
+        self.momentum = self.number(optimizer.momentum)
+        self.one_less_momentum = self.number(1 - optimizer.momentum)
+        self.one_less_beta_1 = self.number(1 - optimizer.beta_1)
+        self.one_less_beta_2 = self.number(1 - optimizer.beta_2)
+        self.epsilon = self.number(optimizer.epsilon)
+
+    def number(self, value: float) -> tf.Tensor:
+        dtype = self.gradient.dtype
+        return self._optimizer.once(f"{value}", lambda: tf.constant(value, dtype))
+
+    def square(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tf.square(tensor)
+
+    def root(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tf.sqrt(tensor)
+
+    def orthogonal(self, tensor: tf.Tensor) -> tf.Tensor:
+        if operations.in_use() and tensor.dtype == tf.float32:
+            return operations.orthogonal(tensor)
+        side = min(matrix_shape(tensor.shape))
+        terms = self._optimizer.once(f"terms {side}", lambda: first_terms(side, tensor.dtype))
+        return orthogonal(tensor, terms)
+
+
+@tf.keras.utils.register_keras_serializable("cpu3d")
+class Muon(RuleOptimizer):
+    """Muon for kernels of more than one voxel, Adam for norms, biases and 1x1x1 kernels.
+
+    One float32 slot a kernel, two for each variable of Adam's. An update's length does not depend
+    on that of the gradient, so one fixed rate serves every loss and data set. Adam's part has a
+    rate of its own: at a third of it the head and the norms learn too slowly, at any rate of the
+    kernels."""
+
+    def __init__(
+        self,
+        learning_rate: float = 0.02,
+        adam_scale: float = 1.5,
+        name: str = "Muon",
+        **options: Any,
+    ):
+        """`adam_scale` times `learning_rate` is Adam's; `options` as of `RuleOptimizer`."""
+        super().__init__("muon", learning_rate, adam_scale, name=name, **options)
+
+    def get_config(self):
+        config = super().get_config()
+        del config["rules"]
+        config["adam_scale"] = config.pop("other_scale")
+        return config
+
 
 def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
-    """A new optimizer with the settings of a run; its facts are in
-    `memory_estimator.job.OPTIMIZERS`."""
+    """A new optimizer with the settings of a run."""
     rate = config.peak_rate
-    return {
-        "muon": lambda: Muon(rate, config.adam_rate / rate, kernel_decay=config.weight_decay),
-        "adam": lambda: Adam(rate),
-        "sgd": lambda: Sgd(rate, momentum=0.99),
-    }[config.optimizer]()
+    optimizer = OPTIMIZERS[config.optimizer]
+    scale = config.adam_rate / rate if optimizer.has_two_rates else 1.0
+    return RuleOptimizer(config.optimizer, rate, scale, kernel_decay=config.weight_decay)
 
 
 def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:

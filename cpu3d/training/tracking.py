@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Union
 
 from cpu3d.errors import InputError
-from cpu3d.run.config import FACTS, settings_by_name
+from cpu3d.run.config_json import FACTS, settings_by_name
 from cpu3d.run.log import FINISHED, iter_events, last_event
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json

@@ -33,7 +33,7 @@ from cpu3d.host.speed import Observer, computes_as_predicted
 from cpu3d.host.thread_plan import describe, host_share
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.folds import refuse_folds
 from cpu3d.run.log import flush_log
 from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open

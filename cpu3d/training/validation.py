@@ -19,8 +19,8 @@ from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
-from cpu3d.training.losses import TrainingLoss
 from memory_estimator.step.training_step import SCORED_SLABS
+from models.losses import DEFAULT, LOSSES
 from models.supervision import supervise
 
 
@@ -111,4 +111,4 @@ def _painted_dice(
 
 @tf.function(autograph=False)
 def _loss(target, logits):
-    return supervise(TrainingLoss(), target, [logits]).loss
+    return supervise(LOSSES[DEFAULT], target, [logits]).loss

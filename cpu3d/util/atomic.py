@@ -16,7 +16,9 @@ from cpu3d.errors import InputError
 # The end of the name of every unfinished file and folder; a dot begins it. Only such names are ever
 # removed.
 PARTIAL = ".cpu3d.partial"
-NEW, OLD = f".new{PARTIAL}", f".old{PARTIAL}"  # folders of `replace_files`
+# Folders of `replace_files`.
+NEW = f".new{PARTIAL}"
+OLD = f".old{PARTIAL}"
 
 
 @contextlib.contextmanager
@@ -29,11 +31,13 @@ def atomic_write(
     one writer, it is always the same, so that the next write replaces what a killed process
     left."""
     path = Path(path)
-    partial = path.with_name(f".{path.name}.{token or secrets.token_hex(4)}{PARTIAL}")
+    if not token:
+        token = secrets.token_hex(4)
+        mode = mode.replace("w", "x")  # a file of this name would be another writer's
+    partial = path.with_name(f".{path.name}.{token}{PARTIAL}")
+    encoding = None if "b" in mode else "utf-8"
     try:
-        with partial.open(
-            mode if token else mode.replace("w", "x"), encoding=None if "b" in mode else "utf-8"
-        ) as file:
+        with partial.open(mode, encoding=encoding) as file:
             yield file
             file.flush()
             if flush:
@@ -41,10 +45,9 @@ def atomic_write(
         partial.replace(path)
     except BaseException as error:
         partial.unlink(missing_ok=True)
+        # A failed write knows only its handle; its reader wants the name.
         if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(
-                path
-            )  # a failed write knows only its handle; its reader wants the name
+            error.filename = str(path)
         raise
     if flush:
         sync_folder(path.parent)
@@ -70,7 +73,8 @@ def replace_files(folder: Path, names: Sequence[str]) -> Iterator[Path]:
     `names` are files and folders, all of which must be there at the end. The last of them leaves
     first and arrives last: whenever it is there, the files beside it belong to it. After a killed
     process the next call restores the old."""
-    new, old = folder / NEW, folder / OLD
+    new = folder / NEW
+    old = folder / OLD
     shutil.rmtree(new, ignore_errors=True)
     _bring_back(old, folder, names)
     new.mkdir(parents=True)
@@ -128,10 +132,10 @@ def writable_folder(path: Union[str, Path], kind: str) -> Path:
         with tempfile.TemporaryFile(dir=path):
             return path
     except OSError as error:
-        reason = "a file" if path.is_file() else error.strerror
-        raise InputError(
-            f"{kind} {path} must be a folder to write to, got {reason}; choose another, or change its permissions"
-        ) from None
+        got = "a file" if path.is_file() else error.strerror
+        rule = f"{kind} {path} must be a folder to write to"
+        todo = "choose another, or change its permissions"
+        raise InputError(f"{rule}, got {got}; {todo}") from None
 
 
 # --- Private helpers ---

@@ -19,12 +19,14 @@ import threading
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from types import FrameType
 from typing import (
     IO,
     Any,
     Callable,
     Deque,
     Dict,
+    Generator,
     Iterator,
     List,
     Mapping,
@@ -33,11 +35,9 @@ from typing import (
     Tuple,
 )
 
-ROOT = (
-    Path(__file__).resolve().parents[2]
-)  # the folder that holds the package, where PROGRAM is started
+ROOT = Path(__file__).resolve().parents[2]  # holds the package; PROGRAM is started there
 PROGRAM = (sys.executable, "-m", "cpu3d")  # the command line, before its subcommand
-# the result of a job whose process was killed though it ran alone, most likely for lack of memory
+# The result of a job whose process was killed though it ran alone, most likely for lack of memory
 KILLED = object()
 
 _WITH_PARENT = """
@@ -56,7 +56,7 @@ def start(
     output: IO[Any],
     environ: Optional[Mapping[str, str]] = None,
     cwd: Optional[Path] = None,
-) -> subprocess.Popen:
+) -> "subprocess.Popen[bytes]":
     """Start `command`, its stdout and stderr going to `output`, with our environment or `environ`.
 
     It is in a session of its own, as Ctrl-C of a terminal would reach it twice. If this process is
@@ -77,7 +77,7 @@ def start(
 
 @contextlib.contextmanager
 def forward_signals(
-    children: List[subprocess.Popen], as_signal: Callable[[int], int]
+    children: List["subprocess.Popen[bytes]"], as_signal: Callable[[int], int]
 ) -> Iterator[List[int]]:
     """Send SIGINT, SIGTERM and SIGHUP on to `children`, each as `as_signal` of its number; yields
     those received.
@@ -86,7 +86,7 @@ def forward_signals(
     signal that this process ignores, as under `nohup`, stays ignored."""
     received: List[int] = []
 
-    def forward(number, frame):
+    def forward(number: int, frame: Optional[FrameType]) -> None:
         received.append(number)
         for child in list(children):
             child.send_signal(as_signal(number))
@@ -127,7 +127,7 @@ def worker_count(requested: Optional[int]) -> int:
 
 def run_jobs(
     function: Callable[[Any], Any], jobs: Sequence[Any], workers: int
-) -> Iterator[Tuple[Any, Any]]:
+) -> Generator[Tuple[Any, Any], None, None]:
     """Call `function(job)` for all jobs and yield (job, result) as they end: in `workers`
     processes, or here for one.
 
@@ -151,7 +151,9 @@ def run_jobs(
 # --- Private helpers ---
 
 
-def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: int):
+def _through_pool(
+    function: Callable[[Any], Any], waiting: Deque[Any], workers: int
+) -> Generator[Tuple[Any, Any], None, List[Any]]:
     """Take jobs from `waiting` through a pool and yield (job, result). Returns the jobs in flight
     when a process died.
 
@@ -161,7 +163,7 @@ def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: 
     pool = ProcessPoolExecutor(
         workers, mp_context=multiprocessing.get_context("spawn"), initializer=_end_with_parent
     )
-    running: Dict[Future, Any] = {}
+    running: Dict[Future[Any], Any] = {}
     try:
         while waiting or running:
             while waiting and len(running) < workers:
@@ -180,7 +182,7 @@ def _through_pool(function: Callable[[Any], Any], waiting: Deque[Any], workers: 
             child.join()
 
 
-def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any) -> Future:
+def _submit(pool: ProcessPoolExecutor, function: Callable[[Any], Any], job: Any) -> "Future[Any]":
     """Submit with SIGINT blocked: processes start here and inherit that, so Ctrl-C reaches the
     parent alone."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -194,8 +196,10 @@ def _end_with_parent() -> None:
     """End this worker when its parent ends. It would wait without end for the work of a killed
     parent."""
     parent = multiprocessing.parent_process()
+    if parent is None:  # not a worker
+        return
 
-    def watch():
+    def watch() -> None:
         parent.join()
         os._exit(1)
 

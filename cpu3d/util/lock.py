@@ -17,20 +17,26 @@ def locked(folder: Path, kind: str, wait_s: float = 0.0) -> Iterator[None]:
     `kind` is the folder's name in the message, such as "run". Raises InputError if another process
     holds the folder for longer than `wait_s`, and OSError if it cannot be opened. On a file system
     without locks, as some networks have, nothing is held."""
-    handle, end, held = os.open(folder, os.O_RDONLY), time.monotonic() + wait_s, False
+    end = time.monotonic() + wait_s
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        while not held:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
-            except BlockingIOError:
-                if time.monotonic() >= end:
-                    rule = f"{kind} {folder} must be written by one process at a time, got a second one"
-                    todo = "wait for the first, or end it if it is left over from a killed command"
-                    raise InputError(f"{rule}; {todo}") from None
-                time.sleep(0.1)
-            except OSError:
-                break
+        while not _try_to_lock(handle):
+            if time.monotonic() >= end:
+                rule = f"{kind} {folder} must be written by one process at a time"
+                todo = "wait for the first, or end it if it is left over from a killed command"
+                raise InputError(f"{rule}, got a second one; {todo}")
+            time.sleep(0.1)
         yield
     finally:
         os.close(handle)
+
+
+def _try_to_lock(handle: int) -> bool:
+    """Lock an open folder, unless its file system has no locks; False if another process has it."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # no locks
+        pass
+    return True

@@ -29,14 +29,9 @@ T = TypeVar("T")
 VERSION = "0.1.0"  # of this project
 SCHEMA = 1  # of records
 LIBRARIES = (
-    "tensorflow",
-    "intel-extension-for-tensorflow",
-    "tf_keras",
-    "numpy",
-    "nibabel",
-    "blosc2",
+    "tensorflow", "intel-extension-for-tensorflow", "tf_keras", "numpy", "nibabel", "blosc2",
     "scipy",
-)
+)  # fmt: skip
 
 
 def versions() -> Dict[str, str]:
@@ -53,39 +48,30 @@ def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def read_records(
-    path: Path, kind: str, use: Callable[[Dict[str, Any]], Optional[T]] = dict
-) -> List[T]:
+def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Any] = dict) -> List[Any]:
     """The results of `use` for the records of a kind, None left out. Raises InputError for a
     missing file, and for a line that is damaged, of another schema or refused by `use`."""
-    path, results = Path(path), []
+    path = Path(path)
     if not path.is_file():
-        raise InputError(
-            f"record file {path} must exist, found none; make it with `bench` and --record {path}"
-        )
+        rule = f"record file {path} must exist"
+        raise InputError(f"{rule}, found none; make it with `bench` and --record {path}")
     try:
         lines = read_text(path).splitlines()
     except ValueError as error:
         rule = f"record file {path} must be text in UTF-8"
         raise InputError(f"{rule}, got {error}; restore it") from None
-    for number, line in enumerate(lines, 1):
+    results = []
+    for row, line in enumerate(lines, 1):
         try:
             record = parse_json(line)
             if record["schema"] != SCHEMA:
                 raise ValueError(f"schema {record['schema']}")
-            results.append(use(record) if record["kind"] == kind else None)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-            ArithmeticError,
-        ) as error:
-            raise InputError(
-                f"record {path}:{number} must be JSON of schema {SCHEMA} as `bench` writes it, got {reason(error)}; "
-                "remove the line, or measure again"
-            ) from None
+            if record["kind"] == kind:
+                results.append(use(record))
+        except (ValueError, TypeError, AttributeError, ArithmeticError, LookupError) as error:
+            rule = f"record {path}:{row} must be JSON of schema {SCHEMA} as `bench` writes it"
+            todo = "remove the line, or measure again"
+            raise InputError(f"{rule}, got {reason(error)}; {todo}") from None
     return [result for result in results if result is not None]
 
 
@@ -97,7 +83,9 @@ def newest(records: Sequence[T], key: Callable[[T], Hashable]) -> List[T]:
 def listed(items: Iterable[Any]) -> str:
     """ "a, b and c"; one item alone as it is."""
     words = list(map(str, items))
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def without_passwords(text: str) -> str:
@@ -112,10 +100,13 @@ def number(value: float) -> str:
 
 def plus_minus(mean: float, sd: Optional[float], digits: int) -> str:
     """ "0.912 ± 0.004", or the mean alone if there is no deviation."""
-    return f"{mean:.{digits}f}" + ("" if sd is None else f" \u00b1 {sd:.{digits}f}")
+    text = f"{mean:.{digits}f}"
+    if sd is None:
+        return text
+    return f"{text} \u00b1 {sd:.{digits}f}"
 
 
 def count(items: Union[int, Sized], noun: str) -> str:
     """A number of things, or of a collection's items, as "3 cases" or "1 case"."""
-    number = items if isinstance(items, int) else len(items)
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    n = items if isinstance(items, int) else len(items)
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"

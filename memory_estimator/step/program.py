@@ -159,7 +159,7 @@ def kernel_made(kernel: Tensor) -> List[StepOp]:
 
 
 def inputs_made(image: Tensor, target: Tensor, values: int) -> List[StepOp]:
-    """The operations of `cpu3d.bench.step.made_up`: an image of so many values is noise scaled and
+    """The operations of `cpu3d.bench.step_costs.made_up`: an image of so many values is noise scaled and
     shifted, in float32 the image already; a target is numbers compared with one of them. Both are
     drawn, in four bytes a value, then both are cast, and the drawn ones go when that is done."""
     wide = [

@@ -30,7 +30,8 @@ def training_step(job: Job) -> Program:
     network = paper.network
     paper.write(network.forward)
     writer.phase = "loss"
-    paper.write(loss_program(network.logits, network.slopes))
+    for ops in loss_program(network.logits, network.slopes):
+        paper.write(ops)
     writer.phase = "backward pass"
     paper.write(network.backward)
     writer.phase = "update"
@@ -57,7 +58,7 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     reads = [*paper.tensors(logits), "target", *(tensor.name for tensor in ready)]
     writer.run("validation/paint", "pass", reads, scratch=(slab,))
     sums, _ = loss_program(network.logits, network.slopes)
-    paper.write([sums])
+    paper.write(sums)
     return writer.program().ops
 
 

@@ -1,18 +1,16 @@
 """The end of a step: the gradients' sums over its micro-batches, and the optimizer's update, kernel
 by kernel."""
 
-from typing import Dict
+from typing import Any, Dict, Optional, Sequence
 
-from memory_estimator.job import OPTIMIZERS, is_orthogonal
 from memory_estimator.step.program import OwnOperation, Tensor
 from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.writer import Writer, kernel_elements, kernel_shape, kernel_sides
 from models.layer_plan import LayerOp
+from models.optimizers import OPTIMIZERS, Weight
 
-SQUARES, SQUARE_PRODUCTS = (
-    7,
-    19,
-)  # of Muon's iteration: square matrices at once, and products of two of them
+SQUARES = 7  # of Muon's iteration by TensorFlow: matrices at once
+SQUARE_PRODUCTS = 19  # and products of two of them
 OWN_SQUARE_PRODUCTS = 17  # of the own operation
 
 
@@ -44,53 +42,108 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
             writer.run(f"sums/{op.name}", "pass", [gradients[op.name], total])
             gradients = {**gradients, op.name: total}
     for op in writer.kernels:
-        orthogonal = optimizer.orthogonal and is_orthogonal(kernel_shape(op))
-        change = _orthogonalise if orthogonal else UPDATES[optimizer.update]
-        change(writer, op, gradients[op.name])
+        rule = optimizer.rule_of(kernel_shape(op))
+        rule.update(_Paper(writer, op, gradients[op.name], len(rule.slots)))
 
 
-def _descend(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """SGD with Nesterov's momentum, which changes in place: m -= (1 - d) m + r g, w += d m - r
-    g."""
-    size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
-    scaled = writer.make(f"{op.name}/scaled", "update", [gradient], size, over=[gradient])
-    change = writer.make(f"{op.name}/change", "update", [slot], size)
-    writer.run(f"{op.name}/momentum", "update", [change, scaled, slot])
-    decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
-    writer.run(f"{op.name}/update", "update", [decayed, scaled, f"{op.name}/kernel"])
+class _Expression:
+    """What a rule has computed of a weight's tensors. A sum or product that reads a tensor made for
+    it alone is written over that; it is no operation of its own, but goes with the one that takes
+    it."""
+
+    def __init__(self, paper: "_Paper", reads: Sequence[str], made: Optional[str] = None):
+        self.paper = paper
+        self.reads = list(reads)
+        self.made = made  # the tensor among `reads` that it is written over
+
+    def __add__(self, other: Any) -> "_Expression":
+        if not isinstance(other, _Expression):
+            return self
+        reads = list(dict.fromkeys([*self.reads, *other.reads]))
+        made = self.made or other.made
+        return _Expression(self.paper, reads, made) if made else self.paper.tensor("change", reads)
+
+    __sub__ = __add__
+    __truediv__ = __add__
+
+    def __mul__(self, number: Any) -> "_Expression":
+        if self.made:
+            return self
+        return self.paper.tensor("scaled", self.reads, over=self.reads)
+
+    __rmul__ = __mul__
+
+    def assign_add(self, change: "_Expression") -> "_Expression":
+        (name,) = self.reads
+        self.paper.assign(name, change)
+        return self
+
+    assign_sub = assign_add
 
 
-def _orthogonalise(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """Muon of a kernel of more than one voxel: its momentum changes in place; the look-ahead is
-    written over the gradient if that is no sum, and the orthogonal matrix over the look-ahead.
-    TensorFlow makes that with matrices of the kernel's smaller side, and a last product."""
-    size, slot = 4 * kernel_elements(op), f"{op.name}/slot0"
-    rows, columns = kernel_sides(op)
-    few = min(rows, columns)
-    change = writer.make(f"{op.name}/change", "update", [slot], size)
-    writer.run(f"{op.name}/momentum", "update", [change, gradient, slot])
-    decayed = writer.make(f"{op.name}/decayed", "update", [slot], size)
-    ahead = writer.make(
-        f"{op.name}/ahead", "update", [gradient, decayed], size, over=[gradient, decayed]
-    )
-    if writer.own:
+class _Paper(Weight):
+    """A kernel as a rule takes it: its operations are written down."""
+
+    def __init__(self, writer: Writer, op: LayerOp, gradient: str, slots: int):
+        self._writer = writer
+        self._op = op
+        self.value = _Expression(self, [f"{op.name}/kernel"])
+        self.gradient = _Expression(self, [gradient])
+        self.slots = [_Expression(self, [f"{op.name}/slot{number}"]) for number in range(slots)]
+        self.rate = 1
+        self.momentum = 1
+        self.one_less_momentum = 1
+        self.one_less_beta_1 = 1
+        self.one_less_beta_2 = 1
+        self.epsilon = 1
+
+    def square(self, tensor: _Expression) -> _Expression:
+        return self.tensor("square", tensor.reads)
+
+    def root(self, tensor: _Expression) -> _Expression:
+        return self.tensor("root", tensor.reads)
+
+    def orthogonal(self, tensor: _Expression) -> _Expression:
+        """TensorFlow makes it with matrices of the kernel's smaller side, and a last product."""
+        ahead = self.tensor("ahead", tensor.reads, over=tensor.reads)
+        make = self._orthogonal_by_own if self._writer.own else self._orthogonal_by_tensorflow
+        made = make(ahead.made)
+        return _Expression(self, [made], made)
+
+    def tensor(self, name: str, reads: Sequence[str], over: Sequence[str] = ()) -> _Expression:
+        """An operation that makes a tensor of the kernel's size."""
+        size = 4 * kernel_elements(self._op)
+        made = self._writer.make(f"{self._op.name}/{name}", "update", reads, size, over=over)
+        return _Expression(self, [made], made)
+
+    def assign(self, tensor: str, change: _Expression) -> None:
+        self._writer.run(f"{tensor}/assigned", "update", [*change.reads, tensor])
+
+    def _orthogonal_by_own(self, ahead: str) -> str:
+        op = self._op
+        size = 4 * kernel_elements(op)
+        rows, columns = kernel_sides(op)
+        few = min(rows, columns)
         own = OwnOperation("orthogonal", 1, (rows, 1, 1), 0, columns, 4)
-        flops = (
-            3 * kernel_elements(op) * few + OWN_SQUARE_PRODUCTS * few**3
-        )  # symmetric: half of each
+        # Symmetric: half of each product.
+        flops = 3 * kernel_elements(op) * few + OWN_SQUARE_PRODUCTS * few**3
         more = {"over": [ahead], "own": own, "flops": flops}
-        step = writer.make(f"{op.name}/orthogonal", KINDS[own.kind], [ahead], size, **more)
-        writer.run(f"{op.name}/update", "update", [step, f"{op.name}/kernel"])
-        return
-    squares = tuple(
-        Tensor(f"{op.name}/square{n}", 4 * few**2, "scratch") for n in range(1, SQUARES)
-    )
-    flops = 2 * kernel_elements(op) * few
-    threads = Tensor(f"{op.name}/threads", _of_threads(writer, few), "scratch")
-    more = {"scratch": (*squares, threads), "flops": flops + 2 * SQUARE_PRODUCTS * few**3}
-    product = writer.make(f"{op.name}/product", "update", [ahead], 4 * few**2, **more)
-    step = writer.make(f"{op.name}/orthogonal", "update", [ahead, product], size, flops=flops)
-    writer.run(f"{op.name}/update", "update", [step, f"{op.name}/kernel"])
+        return self._writer.make(f"{op.name}/orthogonal", KINDS[own.kind], [ahead], size, **more)
+
+    def _orthogonal_by_tensorflow(self, ahead: str) -> str:
+        op = self._op
+        few = min(kernel_sides(op))
+        square = 4 * few**2
+        squares = [
+            Tensor(f"{op.name}/square{number}", square, "scratch") for number in range(1, SQUARES)
+        ]
+        threads = Tensor(f"{op.name}/threads", _of_threads(self._writer, few), "scratch")
+        flops = 2 * kernel_elements(op) * few
+        more = {"scratch": (*squares, threads), "flops": flops + 2 * SQUARE_PRODUCTS * few**3}
+        product = self._writer.make(f"{op.name}/product", "update", [ahead], square, **more)
+        size = 4 * kernel_elements(op)
+        reads = [ahead, product]
+        return self._writer.make(f"{op.name}/orthogonal", "update", reads, size, flops=flops)
 
 
 def _of_threads(writer: Writer, side: int) -> int:
@@ -99,17 +152,3 @@ def _of_threads(writer: Writer, side: int) -> int:
         return 0
     sums = 4 * side**2 if writer.job.threads > FEW_THREADS else 0
     return writer.job.threads * (COPIED_BYTES * side + sums)
-
-
-def _adapt(writer: Writer, op: LayerOp, gradient: str) -> None:
-    """Adam: mean and square change in place, one after the other."""
-    size, slots = 4 * kernel_elements(op), [f"{op.name}/slot{slot}" for slot in range(2)]
-    for slot in reversed(slots):
-        change = writer.make(f"{slot}/change", "update", [gradient, slot], size)
-        writer.run(f"{slot}/changed", "update", [change, slot])
-    parts = [writer.make(f"{slot}/scaled", "update", [slot], size) for slot in slots]
-    writer.run(f"{op.name}/update", "update", [*parts, f"{op.name}/kernel"])
-
-
-UPDATES = {"momentum": _descend, "adam": _adapt}
-"""`Optimizer.update` -> the operations of a weight's update."""

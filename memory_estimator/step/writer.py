@@ -5,9 +5,10 @@ import dataclasses
 from collections import Counter
 from typing import Dict, List, Sequence, Tuple
 
-from memory_estimator.job import DTYPE_BYTES, OPTIMIZERS, Job, Optimizer, is_orthogonal
+from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made, kernel_made
 from models.layer_plan import LayerOp, layer_plan
+from models.optimizers import MUON, OPTIMIZERS, Optimizer
 
 CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
 
@@ -114,9 +115,9 @@ class Writer:
         copies = [
             (op, f"slot{n}", "optimizer slots")
             for op in self.kernels
-            for n in range(slots_of(optimizer, op))
+            for n in range(len(optimizer.rule_of(kernel_shape(op)).slots))
         ]
-        if optimizer.orthogonal:  # Muon makes all its means first
+        if optimizer.slots_in_turn:
             copies.sort(key=lambda copy: copy[1])
         if self.job.averaged:
             copies += [(op, "average", "averaged weights") for op in self.kernels]
@@ -126,19 +127,25 @@ class Writer:
             self._zeros(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
         self.resident.append(
             self.tensor(
-                "slots of norms and biases", 4 * optimizer.slots * trained, "optimizer slots"
+                "slots of norms and biases",
+                4 * len(optimizer.others.slots) * trained,
+                "optimizer slots",
             )
         )
         if self.job.parts > 1:
             self.resident.append(
                 self.tensor("sums of norms and biases", 4 * trained, "gradient sums")
             )
-        if optimizer.orthogonal and not self.own:
-            for side in sorted(
-                {min(kernel_sides(op)) for op in self.kernels if is_orthogonal(kernel_shape(op))}
-            ):
-                for _ in range(2):
-                    self._zeros(f"diagonal{side}", 4 * side**2, "optimizer slots")
+        if not self.own:
+            self._make_diagonals(optimizer)
+
+    def _make_diagonals(self, optimizer: Optimizer) -> None:
+        """The terms of Muon's iteration by TensorFlow, for each side of a kernel."""
+        rules = {op: optimizer.rule_of(kernel_shape(op)) for op in self.kernels}
+        sides = {min(kernel_sides(op)) for op, rule in rules.items() if rule is MUON}
+        for side in sorted(sides):
+            for _ in range(2):
+                self._zeros(f"diagonal{side}", 4 * side**2, "optimizer slots")
 
     def _zeros(self, name: str, size_bytes: int, group: str) -> None:
         made = self.tensor(name, size_bytes, group)
@@ -149,11 +156,6 @@ class Writer:
 def kernel_elements(op: LayerOp) -> int:
     """Weights of a layer without its bias, which only the head has."""
     return op.trainable - (op.shape[3] if op.kind == "head" else 0)
-
-
-def slots_of(optimizer: Optimizer, op: LayerOp) -> int:
-    """Float32 copies that the optimizer keeps of a layer's kernel."""
-    return 1 if optimizer.orthogonal and is_orthogonal(kernel_shape(op)) else optimizer.slots
 
 
 def kernel_shape(op: LayerOp) -> Tuple[int, ...]:

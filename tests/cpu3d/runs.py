@@ -12,7 +12,7 @@ import pytest
 from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
 from cpu3d.run.checkpoint import checkpoints, load_checkpoint, newest, weights_file
-from cpu3d.run.config import save_config
+from cpu3d.run.config_json import save_config
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner, Outcome

@@ -22,14 +22,15 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted
 from cpu3d.folds import train_folds
 from cpu3d.inference import evaluate
-from cpu3d.inference.evaluate import read_scores, scores_path
 from cpu3d.inference.postprocessing import decision
 from cpu3d.inference.runs import seen_notes
+from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
-from cpu3d.report.status import folds_status, run_status
+from cpu3d.report.run_status import run_status
+from cpu3d.report.status import folds_status
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
@@ -380,7 +381,7 @@ def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
     capsys,
 ):
     folder = tmp_path / "folds"
-    with pytest.raises(InputError, match="at most as many parts"):
+    with pytest.raises(InputError, match="at most as many"):
         train_folds(phantom_store.folder, folder, 6, settings=SETTINGS)
     words = ["train", "--store", str(phantom_store.folder), "--run", str(folder)]
     assert main([*words, "--folds", "1"]) == 2

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.data.records import remake
+from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, check_fits, job_of, make_plan, save_plan
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host

@@ -9,10 +9,10 @@ import re
 
 import pytest
 
-from cpu3d.compare.plan import as_options
+from cpu3d.compare.experiment import as_options
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError
-from cpu3d.run.config import config_from_json, differences, load_config, save_config
+from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
 from cpu3d.settings import SETTINGS, RunConfig, recipe_config, with_settings
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpu3d.bench.validate import VALIDATION, validation
+from cpu3d.bench.estimator_errors import VALIDATION, validation
 from memory_estimator.accuracy import SHIPPED, Accuracy, load_accuracy
 from memory_estimator.job import Job
 from memory_estimator.validation import (

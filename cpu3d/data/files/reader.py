@@ -13,13 +13,14 @@ import math
 import mmap
 import os
 from pathlib import Path
-from typing import Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import psutil
 
 from cpu3d.data.files.arrays import aligned_empty, bring_in, decode_b2nd, file_sha256, npy_header
-from cpu3d.data.records import CaseRecord, array_path
+from cpu3d.data.manifest import CaseRecord, array_path
+from cpu3d.data.region import Array
 from cpu3d.errors import InputError
 from memory_estimator.common.files import NotRegularError, open_regular
 
@@ -29,41 +30,31 @@ READ_MODES = ("mmap", "pread")
 # Types of file systems whose reads can fail for reasons outside this host; so are nfs*, smb* and
 # fuse*.
 NETWORK = (
-    "9p",
-    "afs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "glusterfs",
-    "gpfs",
-    "lustre",
-    "orangefs",
-    "panfs",
+    "9p", "afs", "beegfs", "ceph", "cifs", "glusterfs", "gpfs", "lustre", "orangefs", "panfs",
     "wekafs",
-)
+)  # fmt: skip
 
 
 def choose_read_mode(file_system: str) -> str:
     """The mode for a file system of this type: pread from a network, because a failing map ends the
     process."""
-    return (
-        "pread"
-        if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse"))
-        else "mmap"
-    )
+    if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")):
+        return "pread"
+    return "mmap"
 
 
 def file_system(path: Union[str, Path]) -> str:
     """The type of the file system of `path`, such as "ext4" or "nfs4"; "" if it is not known."""
-    path, kind, longest = os.path.realpath(path), "", 0
+    path = os.path.realpath(path)
+    kind = ""
+    longest = 0
     with contextlib.suppress(OSError):
         for mount in psutil.disk_partitions(all=True):
             point = mount.mountpoint
-            # A later mount on the same point hides the earlier.
-            if len(point) >= longest and (
-                path == point or path.startswith(point.rstrip("/") + "/")
-            ):
-                kind, longest = mount.fstype, len(point)
+            is_above = path == point or path.startswith(point.rstrip("/") + "/")
+            if is_above and len(point) >= longest:  # a later one on the same point hides an earlier
+                kind = mount.fstype
+                longest = len(point)
     return kind
 
 
@@ -76,30 +67,32 @@ class Reader:
     fails."""
 
     def __init__(self, folder: Union[str, Path], mode: str = "mmap"):
-        self.folder, self.mode = Path(folder), mode
+        self.folder = Path(folder)
+        self.mode = mode
 
-    def array(self, record: CaseRecord, part: str, slices: Optional[Slices] = None) -> np.ndarray:
-        """The stored image `(X, Y, Z, C)`, `part` "x", or label `(X, Y, Z)` uint8, "y", or a box; C
+    def array(self, record: CaseRecord, kind: str, slices: Optional[Slices] = None) -> Array:
+        """The stored image `(X, Y, Z, C)`, `kind` "x", or label `(X, Y, Z)` uint8, "y", or a box; C
         order, aligned.
 
         A whole .npy file in mode "mmap" is the read-only map itself: its voxels are read when they
         are touched. For a box of one only the box's rows are read."""
-        with self._open(record, part) as file:
+        with self._open(record, kind) as file:
+            box = None
             if slices:
-                slices = (*slices, *(slice(0, n) for n in file.shape[3:]))
+                box = (*slices, *(slice(0, n) for n in file.shape[3:]))
             if record.format == "b2nd":
-                return file.unpack(slices)
-            if slices:
-                return file.read_box(slices)
+                return file.unpack(box)
+            if box:
+                return file.read_box(box)
             return file.map() if self.mode == "mmap" else file.read()
 
     def problems(self, record: CaseRecord, contents: bool = False) -> List[str]:
         """A line for each of a case's files that is missing, changed or of another length or
         header; with `contents` also of other bytes."""
         problems: List[str] = []
-        for part in parts_of(record):
+        for kind in kinds_of(record):
             try:
-                with self._open(record, part) as file:
+                with self._open(record, kind) as file:
                     if contents and file_sha256(file.path) != file.sha256:
                         raise file.damaged("other bytes than were written")
             except InputError as error:
@@ -107,27 +100,26 @@ class Reader:
         return problems
 
     @contextlib.contextmanager
-    def _open(self, record: CaseRecord, part: str) -> Iterator["_ArrayFile"]:
+    def _open(self, record: CaseRecord, kind: str) -> Iterator["_ArrayFile"]:
         """A case's file, open, after every check that needs no voxels."""
-        if part == "y" and not record.has_label:
-            raise InputError(
-                f"case {record.case_id} must have a label, got none in the store; choose a labelled case"
-            )
-        path = array_path(self.folder, record, part)
+        if kind == "y" and not record.has_label:
+            rule = f"case {record.case_id} must have a label"
+            raise InputError(f"{rule}, got none in the store; choose a labelled case")
+        path = array_path(self.folder, record, kind)
+        todo = "run `prepare` again"
         try:
             handle = open_regular(path)
-        except (FileNotFoundError, NotRegularError) as error:
-            rule = (
-                "exist, found none"
-                if isinstance(error, FileNotFoundError)
-                else f"be a file, got {error.strerror}"
-            )
-            raise InputError(f"store file {path} must {rule}; run `prepare` again") from None
+        except FileNotFoundError:
+            raise InputError(f"store file {path} must exist, found none; {todo}") from None
+        except NotRegularError as error:
+            rule = f"store file {path} must be a file"
+            raise InputError(f"{rule}, got {error.strerror}; {todo}") from None
         try:
-            file, size_bytes = _ArrayFile(record, part, path, handle), os.fstat(handle).st_size
+            file = _ArrayFile(record, kind, path, handle)
+            size_bytes = os.fstat(handle).st_size
             if size_bytes != file.size_bytes:
                 rule = f"store file {path} must be {file.size_bytes} bytes long, got {size_bytes}"
-                raise InputError(f"{rule}; delete it and run `prepare` again")
+                raise InputError(f"{rule}; delete it and {todo}")
             file.check_header()
             yield file
         except OSError as error:  # an operation on a handle does not know the file's name
@@ -138,17 +130,21 @@ class Reader:
 
 
 class _ArrayFile:
-    """The open file of a case's image, `part` "x", or label, "y", with the facts in its record."""
+    """The open file of a case's image, `kind` "x", or label, "y", with the facts in its record."""
 
-    def __init__(self, record: CaseRecord, part: str, path: Path, handle: int):
-        self.path, self.handle = path, handle
-        if part == "x":
-            self.shape = (*record.stored.size, record.channels)
-            self.dtype = np.dtype(record.image_dtype).newbyteorder("<")
-            self.size_bytes, self.sha256 = record.image_bytes, record.image_sha256
+    def __init__(self, record: CaseRecord, kind: str, path: Path, handle: int):
+        self.path = path
+        self.handle = handle
+        self.shape: Tuple[int, ...] = record.stored.size
+        if kind == "x":
+            self.shape += (record.channels,)
+            self.dtype: np.dtype[Any] = np.dtype(record.image_dtype).newbyteorder("<")
+            self.size_bytes = record.image_bytes
+            self.sha256 = record.image_sha256
         else:
-            self.shape, self.dtype = tuple(record.stored.size), np.dtype("u1")
-            self.size_bytes, self.sha256 = record.label_bytes, record.label_sha256
+            self.dtype = np.dtype("u1")
+            self.size_bytes = record.label_bytes
+            self.sha256 = record.label_sha256
         self.header = npy_header(self.dtype, self.shape) if record.format == "npy" else b""
 
     def check_header(self) -> None:
@@ -159,73 +155,70 @@ class _ArrayFile:
         if self.header and (start.tobytes(), self.size_bytes) != (self.header, size_bytes):
             raise self.damaged("another header")
 
-    def map(self) -> np.ndarray:
+    def map(self) -> Array:
         """The array of a .npy file as a read-only map, which is closed with the last of its
         views."""
         pages = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
         return np.frombuffer(pages, self.dtype, offset=len(self.header)).reshape(self.shape)
 
-    def read(self) -> np.ndarray:
+    def read(self) -> Array:
         """The array of a .npy file, aligned."""
         array = aligned_empty(self.shape, self.dtype)
         self._fill(array, len(self.header))
         return array
 
-    def read_box(self, slices: Sequence[slice]) -> np.ndarray:
+    def read_box(self, slices: Sequence[slice]) -> Array:
         """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for
         its page faults."""
-        out = aligned_empty([part.stop - part.start for part in slices], self.dtype)
-        rows = np.empty((out.shape[1], *self.shape[2:]), self.dtype)
-        (x, y, z), voxel_bytes = slices[:3], self.dtype.itemsize * math.prod(self.shape[3:])
-        row = self.shape[2] * voxel_bytes
-        plane, corner = (
-            self.shape[1] * row,
-            len(self.header) + y.start * row + z.start * voxel_bytes,
-        )
-        length = (y.stop - y.start - 1) * row + (z.stop - z.start) * voxel_bytes
-        starts = range(corner + x.start * plane, corner + x.stop * plane, plane)
-        for start in (
-            starts
-        ):  # without it one plane after another takes 5 times as long for a 96^3 patch of a CT
+        x, y, z = slices[:3]
+        out = aligned_empty([cut.stop - cut.start for cut in slices], self.dtype)
+        rows = np.empty((out.shape[1], *self.shape[2:]), self.dtype)  # of a plane
+        voxel_bytes = self.dtype.itemsize * math.prod(self.shape[3:])
+        row_bytes = self.shape[2] * voxel_bytes
+        plane_bytes = self.shape[1] * row_bytes
+        corner = len(self.header) + y.start * row_bytes + z.start * voxel_bytes
+        starts = range(corner + x.start * plane_bytes, corner + x.stop * plane_bytes, plane_bytes)
+        # From the box's first voxel of a plane to its last.
+        length = (y.stop - y.start - 1) * row_bytes + (z.stop - z.start) * voxel_bytes
+        for start in starts:  # else a 96^3 patch of a CT takes 5 times as long
             bring_in(self.handle, start, length)
         for plane, start in zip(out, starts):
             self._fill(rows, start, length)
             plane[...] = rows[:, : out.shape[2]]
         return out
 
-    def unpack(self, slices: Optional[Sequence[slice]] = None) -> np.ndarray:
+    def unpack(self, slices: Optional[Sequence[slice]] = None) -> Array:
         """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash: a
         flipped bit gives wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
-        if hashlib.sha256(content).hexdigest() != self.sha256:
+        if hashlib.sha256(content.data).hexdigest() != self.sha256:
             raise self.damaged("other bytes than were written")
         try:
             return decode_b2nd(content.tobytes(), slices, (self.shape, self.dtype))
         except ValueError as error:
             raise self.damaged(error) from None
 
-    def _fill(self, array: np.ndarray, offset: int, length: Optional[int] = None) -> None:
+    def _fill(self, array: Array, offset: int, length: Optional[int] = None) -> None:
         """Fill an array, or its first `length` bytes, from `offset` of the file on."""
-        into, done = memoryview(array.reshape(-1).view(np.uint8))[:length], 0
-        while done < len(
-            into
-        ):  # one call reads 2 GiB at most, and a network may give less than was asked for
+        into = array.reshape(-1).view(np.uint8).data[:length]
+        done = 0
+        # One call reads 2 GiB at most, and a network may give less than was asked for.
+        while done < len(into):
             count = os.preadv(self.handle, [into[done:]], offset + done)
             if count == 0:
-                rule = f"store file {self.path} must be {self.size_bytes} bytes long, got its end at byte"
-                raise InputError(
-                    f"{rule} {offset + done} while it was read; restore it, or run `prepare` again"
-                )
+                rule = f"store file {self.path} must be {self.size_bytes} bytes long"
+                got = f"its end at byte {offset + done} while it was read"
+                raise InputError(f"{rule}, got {got}; restore it, or run `prepare` again")
             done += count
 
-    def damaged(self, got) -> InputError:
-        kind = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
-        return InputError(
-            f"store file {self.path} must be {kind}, got {got}; delete it and run `prepare` again"
-        )
+    def damaged(self, got: Any) -> InputError:
+        """The error of a file that does not hold the array of its record."""
+        rule = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
+        todo = "delete it and run `prepare` again"
+        return InputError(f"store file {self.path} must be {rule}, got {got}; {todo}")
 
 
-def parts_of(record: CaseRecord) -> Tuple[str, ...]:
-    """The arrays that a case has."""
+def kinds_of(record: CaseRecord) -> Tuple[str, ...]:
+    """The arrays that a case has: image, and label if there is one."""
     return ("x", "y") if record.has_label else ("x",)

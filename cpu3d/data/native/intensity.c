@@ -333,13 +333,18 @@ static int change_gamma(const struct sample *sample, const struct volume *volume
         return -1;
     for (int c = 0; c < channels; c++) {
         float range = before[c].high - before[c].low;
-        int is_changed = before[c].count > 0 && range > 0;
-        if (sample->is_negative)
+        float centre = before[c].low;
+        numbers[EXPONENT][c] = 1; /* leaves a channel as it is, one of a single value too */
+        if (!(before[c].count > 0 && range > 0))
+            continue;
+        if (sample->is_negative) {
             range = -range;
-        numbers[EXPONENT][c] = is_changed ? sample->gamma[c] : 1;
-        numbers[CENTRE][c] = is_changed ? (range > 0 ? before[c].low : before[c].high) : 0;
-        numbers[FACTOR][c] = is_changed ? range : 0;
-        numbers[HIGH][c] = is_changed ? 1 / range : 0;
+            centre = before[c].high;
+        }
+        numbers[EXPONENT][c] = sample->gamma[c];
+        numbers[CENTRE][c] = centre;
+        numbers[FACTOR][c] = range;
+        numbers[HIGH][c] = 1 / range;
     }
     repeat_numbers(volume, channels, numbers);
     raise_to_power(volume);
@@ -347,10 +352,14 @@ static int change_gamma(const struct sample *sample, const struct volume *volume
         return -1;
     for (int c = 0; c < channels; c++) {
         float deviation = deviation_of(&after[c]);
-        int is_changed = numbers[EXPONENT][c] != 1 && deviation > 0;
-        numbers[CENTRE][c] = is_changed ? (float)mean_of(&after[c]) : 0;
-        numbers[FACTOR][c] = is_changed ? deviation_of(&before[c]) / deviation : 1;
-        numbers[LOW][c] = is_changed ? (float)mean_of(&before[c]) : 0;
+        numbers[CENTRE][c] = 0; /* these three leave a channel as it is */
+        numbers[FACTOR][c] = 1;
+        numbers[LOW][c] = 0;
+        if (numbers[EXPONENT][c] == 1 || deviation <= 0)
+            continue;
+        numbers[CENTRE][c] = (float)mean_of(&after[c]);
+        numbers[FACTOR][c] = deviation_of(&before[c]) / deviation;
+        numbers[LOW][c] = (float)mean_of(&before[c]);
     }
     repeat_numbers(volume, channels, numbers);
     shift(volume);

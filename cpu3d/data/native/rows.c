@@ -71,17 +71,17 @@ static int plain_row(const struct rows *rows, const struct sample *sample, int x
     const struct box *box = &rows->box;
     int channels = box->channels;
     int voxels = sample->grid[Z];
-    int from_x = x - box->at[X];
-    int from_y = y - box->at[Y];
+    int from_x = x - box->start[X];
+    int from_y = y - box->start[Y];
     memset(to, 0, (size_t)voxels * channels * sizeof(float));
     if (from_x < 0 || from_x >= box->size[X] || from_y < 0 || from_y >= box->size[Y])
         return 0;
     if (!sample->flips[Z]) {
-        stored_row(rows, from_x, from_y, to + box->at[Z] * channels);
+        stored_row(rows, from_x, from_y, to + box->start[Z] * channels);
         return 1;
     }
     stored_row(rows, from_x, from_y, rows->spare);
-    float *last = to + (voxels - 1 - box->at[Z]) * channels;
+    float *last = to + (voxels - 1 - box->start[Z]) * channels;
     for (int z = 0; z < box->size[Z]; z++)
         for (int c = 0; c < channels; c++)
             last[c - z * channels] = rows->spare[z * channels + c];

@@ -85,7 +85,7 @@ static int cut_to_regions(struct box *box)
         return 0;
     for (int axis = 0; axis < AXES; axis++) {
         values += low[axis] * box->strides[axis];
-        box->at[axis] += low[axis];
+        box->start[axis] += low[axis];
         box->size[axis] = high[axis] - low[axis];
     }
     box->values = values;

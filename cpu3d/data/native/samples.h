@@ -20,7 +20,7 @@ struct box {
     int kind;
     int64_t strides[AXES]; /* in values */
     int size[AXES];
-    int at[AXES]; /* place of its first voxel in the grid */
+    int start[AXES]; /* place of its first voxel in the grid */
     int channels;
     const int *picked; /* [channels]: the stored channel of each */
     const float *scale, *shift; /* [channels] */
@@ -79,13 +79,13 @@ ALWAYS_INLINE float from_float16(uint16_t half)
 }
 
 /* A stored value, not yet scaled. */
-ALWAYS_INLINE float value_at(const struct box *box, int kind, int64_t at)
+ALWAYS_INLINE float value_at(const struct box *box, int kind, int64_t offset)
 {
     if (kind == INT16)
-        return ((const int16_t *)box->values)[at];
+        return ((const int16_t *)box->values)[offset];
     if (kind == FLOAT16)
-        return from_float16(((const uint16_t *)box->values)[at]);
-    return ((const float *)box->values)[at];
+        return from_float16(((const uint16_t *)box->values)[offset]);
+    return ((const float *)box->values)[offset];
 }
 
 /* Without a branch, which would keep a loop from being computed in vectors. */
@@ -136,7 +136,7 @@ int begin_rows(struct rows *rows, const struct box *box);
 void end_rows(struct rows *rows);
 /* The box's row at x, y, as float32 [size[Z]][channels]. */
 void stored_row(const struct rows *rows, int x, int y, float *restrict to);
-/* The row at x, y of the sample's grid. Returns whether the box has a part in it; else it is 0. */
+/* The row at x, y of the sample's grid. Returns whether the box reaches it; else it is 0. */
 int sample_row(const struct rows *rows, const struct sample *sample, int x, int y, float *to);
 
 /* turn.c: the same of the grid before it is mirrored along X and Y, turned about its centre. */

@@ -13,61 +13,25 @@ import ctypes
 import functools
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.augment import Drawn
 from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.data.native import plain
-from cpu3d.data.region import Shape3
-from cpu3d.errors import InputError
+from cpu3d.data.native.form import Form, ImageAndTarget, Stored
+from cpu3d.data.region import Array, Shape3
 from memory_estimator.host import read_host
-from models.config import DTYPES
 from models.native.build import build_library
 from models.native.instruction_sets import INSTRUCTION_SETS
 
 SOURCES = Path(__file__).resolve().parent
 KINDS = {"int16": 0, "float16": 1, "label": 3}  # as in samples.h
-Sample = Tuple[np.ndarray, np.ndarray]  # image (X, Y, Z, C), target (X, Y, Z, R) uint8
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A box of a case's stored voxels; what is around it is background."""
-
-    image: np.ndarray  # (X, Y, Z, channels of the store) int16 or float16
-    label: np.ndarray  # (X, Y, Z) uint8, codes
-    at: Shape3
-    """Place of its first voxel among the store voxels of the sample; outside of them for a turn."""
-
-
-@dataclass(frozen=True)
-class Form:
-    """What all samples of a stream have in common."""
-
-    grid: Shape3  # the network's voxels X, Y, Z
-    channels: Tuple[int, ...]  # those of the store, in the order of the image's last axis
-    codes: Tuple[Tuple[int, ...], ...]  # of each region, in the order of the target's last axis
-    dtype: str = "float32"  # of the image; "bfloat16" is given as its bits, uint16
-    shrinking: Optional[Tuple[np.ndarray, ...]] = None
-    """Weights (grid, store voxels) of each axis, of `resolution.shrinking`; None at full
-    resolution."""
-
-    def __post_init__(self):
-        if self.dtype not in DTYPES:
-            names = ", ".join(DTYPES)
-            raise InputError(f"dtype must be one of {names}, got {self.dtype!r}; pick one")
-
-    @property
-    def table(self) -> np.ndarray:
-        """(256, R) uint8: 1 where a code belongs to a region."""
-        return np.array([[code in codes for codes in self.codes] for code in range(256)], np.uint8)
-
-
-def make_sample(stored: Stored, drawn: Drawn, form: Form) -> Sample:
+def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
     """The sample of the numbers that were drawn for it. Threads may call it; while C computes,
     others run.
 
@@ -96,7 +60,7 @@ class _Box(ctypes.Structure):
         ("kind", ctypes.c_int),
         ("strides", ctypes.c_int64 * 3),
         ("size", ctypes.c_int * 3),
-        ("at", ctypes.c_int * 3),
+        ("start", ctypes.c_int * 3),
         ("channels", ctypes.c_int),
         ("picked", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
@@ -137,9 +101,9 @@ class _Sample(ctypes.Structure):
 class _Call:
     """A sample as C takes it, with the arrays that its pointers lead to."""
 
-    def __init__(self, stored: Stored, drawn: Drawn, form: Form, image, target):
+    def __init__(self, stored: Stored, drawn: Drawn, form: Form, image: Array, target: Array):
         self._kept: List[Any] = [stored, image, target]
-        picked = np.int32(form.channels)
+        picked = np.array(form.channels, np.int32)
         shrinking = None
         if form.shrinking is not None:
             shrinking = self._bands(form.shrinking)
@@ -150,13 +114,13 @@ class _Call:
                 picked=self._pointer(picked),
                 scale=self._pointer(drawn.scale),
                 shift=self._pointer(drawn.shift),
-                **self._place(stored.image, stored.at),
+                **self._place(stored.image, stored.start),
             ),
             label=_Box(
                 kind=KINDS["label"],
                 channels=len(form.codes),
                 table=self._pointer(form.table),
-                **self._place(stored.label, stored.at),
+                **self._place(stored.label, stored.start),
             ),
             grid=(ctypes.c_int * 3)(*form.grid),
             shrinking=shrinking,
@@ -173,47 +137,49 @@ class _Call:
             to_target=target.ctypes.data,
         )
 
-    def _pointer(self, array: Optional[np.ndarray]) -> Optional[int]:
+    def _pointer(self, array: Optional[Array]) -> Optional[int]:
         if array is None:
             return None
         array = np.ascontiguousarray(array)
         self._kept.append(array)
         return array.ctypes.data
 
-    def _place(self, array: np.ndarray, at: Shape3) -> dict:
+    def _place(self, array: Array, start: Shape3) -> Dict[str, Any]:
         strides = [step // array.itemsize for step in array.strides[:3]]
         return {
             "values": array.ctypes.data,
             "strides": (ctypes.c_int64 * 3)(*strides),
             "size": (ctypes.c_int * 3)(*array.shape[:3]),
-            "at": (ctypes.c_int * 3)(*at),
+            "start": (ctypes.c_int * 3)(*start),
         }
 
-    def _bands(self, matrices: Sequence[Optional[np.ndarray]]) -> int:
+    def _bands(self, matrices: Sequence[Optional[Array]]) -> int:
         """Bands of the matrices (to, from), of 0 taps for None."""
         bands = (_Band * len(matrices))()
         for band, matrix in zip(bands, matrices):
             if matrix is not None:
                 first, weights = _narrowed(matrix)
                 band.taps, band.size = weights.shape
-                band.first, band.weights = self._pointer(first), self._pointer(weights)
+                band.first = self._pointer(first)
+                band.weights = self._pointer(weights)
         self._kept.append(bands)
         return ctypes.addressof(bands)
 
     def _smoothing(self, drawn: Drawn, form: Form) -> Optional[int]:
-        matrices: List[Optional[np.ndarray]] = []
-        for each in plain.smoothings(drawn, form.grid):
-            if each is None:
+        matrices: List[Optional[Array]] = []
+        for of_channel in plain.smoothings(drawn, form.grid):
+            if of_channel is None:
                 matrices += [None] * 3
                 continue
-            for matrix, is_flipped in zip(each, drawn.flips):  # the volume is mirrored already
+            # The volume is mirrored already.
+            for matrix, is_flipped in zip(of_channel, drawn.flips):
                 matrices.append(matrix[::-1, ::-1] if is_flipped else matrix)
         if all(matrix is None for matrix in matrices):
             return None
         return self._bands(matrices)
 
 
-def _narrowed(matrix: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+def _narrowed(matrix: Array) -> Tuple[Array, Array]:
     """Of weights (to, from): where those of each row begin, int32 (to,), and from there on (taps,
     to)."""
     used = matrix != 0
@@ -222,14 +188,14 @@ def _narrowed(matrix: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
     taps = int((stop - first).max())
     first = np.minimum(first, matrix.shape[1] - taps)
     weights = np.take_along_axis(matrix, first[:, None] + np.arange(taps), 1).T
-    return np.int32(first), np.ascontiguousarray(weights, np.float32)
+    return first.astype(np.int32), np.ascontiguousarray(weights, np.float32)
 
 
 # --- The library ---
 
 
 @functools.cache
-def function_in_c() -> Optional[Callable]:
+def function_in_c() -> Optional[Callable[[Any], int]]:
     """`make_sample` of samples.c; None, after a note, if there is none and it cannot be built."""
     try:
         lacking = sorted(set(INSTRUCTION_SETS["avx2"].needs) - set(read_host().isa))

@@ -1,13 +1,14 @@
 /* Averaging a box down to the network's grid. */
 #include "samples.h"
 
-/* The voxels that a band makes, from reach[0] up to reach[1], of those `at` up to `at + size`. */
-static void reached(const struct band *band, int at, int size, int reach[2])
+/* The voxels that a band makes, from reach[0] up to reach[1], of those `start` up to
+   `start + size`. */
+static void reached(const struct band *band, int start, int size, int reach[2])
 {
     reach[0] = band->size;
     reach[1] = 0;
     for (int i = 0; i < band->size; i++)
-        if (band->first[i] < at + size && band->first[i] + band->taps > at) {
+        if (band->first[i] < start + size && band->first[i] + band->taps > start) {
             reach[0] = i < reach[0] ? i : reach[0];
             reach[1] = i + 1;
         }
@@ -24,7 +25,7 @@ static void shrink_row(const struct box *box, const struct band *band, const int
         float *voxel = to + (size_t)(i - reach[0]) * channels;
         memset(voxel, 0, channels * sizeof *voxel);
         for (int tap = 0; tap < band->taps; tap++) {
-            int from = band->first[i] + tap - box->at[Z];
+            int from = band->first[i] + tap - box->start[Z];
             float weight = band->weights[tap * band->size + i];
             if (weight == 0 || from < 0 || from >= box->size[Z])
                 continue;
@@ -46,8 +47,8 @@ static void weigh_rows(const struct rows *rows, const struct band *bands, int x,
     for (int tap = 0; tap < along_x->taps * along_y->taps; tap++) {
         int tap_x = tap / along_y->taps;
         int tap_y = tap % along_y->taps;
-        int from_x = along_x->first[x] + tap_x - box->at[X];
-        int from_y = along_y->first[y] + tap_y - box->at[Y];
+        int from_x = along_x->first[x] + tap_x - box->start[X];
+        int from_y = along_y->first[y] + tap_y - box->start[Y];
         float weight = along_x->weights[tap_x * along_x->size + x];
         weight *= along_y->weights[tap_y * along_y->size + y];
         if (weight == 0 || from_x < 0 || from_x >= box->size[X])
@@ -66,8 +67,8 @@ int shrink(const struct box *box, const struct band *bands, struct box *to)
     *to = *box;
     to->kind = FLOAT32;
     for (int axis = 0; axis < AXES; axis++) {
-        reached(&bands[axis], box->at[axis], box->size[axis], reach[axis]);
-        to->at[axis] = reach[axis][0];
+        reached(&bands[axis], box->start[axis], box->size[axis], reach[axis]);
+        to->start[axis] = reach[axis][0];
         to->size[axis] = reach[axis][1] - reach[axis][0];
     }
     to->strides[Z] = box->channels;
@@ -81,7 +82,7 @@ int shrink(const struct box *box, const struct band *bands, struct box *to)
     for (int x = 0; x < to->size[X] && !failed; x++)
         for (int y = 0; y < to->size[Y]; y++) {
             float *made = values + x * to->strides[X] + y * to->strides[Y];
-            weigh_rows(&rows, bands, x + to->at[X], y + to->at[Y], row, row + count);
+            weigh_rows(&rows, bands, x + to->start[X], y + to->start[Y], row, row + count);
             shrink_row(box, &bands[Z], reach[Z], row + count, made);
         }
     end_rows(&rows);

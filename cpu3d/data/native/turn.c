@@ -41,10 +41,10 @@ ALWAYS_INLINE void corners_of(const struct line *line, int z, int first[AXES], f
 {
     float share[AXES][2];
     for (int axis = 0; axis < AXES; axis++) {
-        float at = line->start[axis] + (float)z * line->step[axis];
-        int below = (int)(at + 1) - 1; /* of a place above -1 the floor */
+        float place = line->start[axis] + (float)z * line->step[axis];
+        int below = (int)(place + 1) - 1; /* of a place above -1 the floor */
         first[axis] = below;
-        share[axis][1] = at - (float)below;
+        share[axis][1] = place - (float)below;
         share[axis][0] = 1 - share[axis][1];
     }
     for (int i = 0; i < CORNERS; i++)
@@ -75,15 +75,15 @@ typedef int32_t four_bits __attribute__((vector_size(16)));
 typedef int16_t four_shorts __attribute__((vector_size(8)));
 
 /* The values of four stored channels from the first picked one on. */
-ALWAYS_INLINE four four_at(const struct box *box, int kind, int64_t at)
+ALWAYS_INLINE four four_at(const struct box *box, int kind, int64_t offset)
 {
     four values;
     if (kind == FLOAT32) {
-        memcpy(&values, (const float *)box->values + at, sizeof values);
+        memcpy(&values, (const float *)box->values + offset, sizeof values);
         return values;
     }
     four_shorts stored;
-    memcpy(&stored, (const int16_t *)box->values + at + box->picked[0], sizeof stored);
+    memcpy(&stored, (const int16_t *)box->values + offset + box->picked[0], sizeof stored);
     if (kind == INT16)
         return __builtin_convertvector(__builtin_convertvector(stored, four_bits), four);
     for (int c = 0; c < SIDE_BY_SIDE; c++)
@@ -124,9 +124,10 @@ ALWAYS_INLINE void turn_each(const struct box *box, int kind, int channels, int 
     for (int i = 0; i < CORNERS; i++) {
         if (is_checked && !is_in(box, first, i))
             continue;
-        int64_t at = offset_of(box, first, i);
+        int64_t offset = offset_of(box, first, i);
         for (int c = 0; c < channels; c++) {
-            float value = value_at(box, kind, at + (kind == FLOAT32 ? c : box->picked[c]));
+            int stored_channel = kind == FLOAT32 ? c : box->picked[c];
+            float value = value_at(box, kind, offset + stored_channel);
             values[c] += share[i] * value;
             weights[c] += value == 0 ? 0 : share[i];
         }
@@ -236,7 +237,7 @@ static struct line line_of(const struct sample *sample, const struct box *box, i
         centre[axis] = (sample->grid[axis] - 1) * 0.5;
     for (int axis = 0; axis < AXES; axis++) {
         const float *m = sample->matrix + AXES * axis;
-        double start = centre[axis] - box->at[axis];
+        double start = centre[axis] - box->start[axis];
         start += m[X] * (x - centre[X]) + m[Y] * (y - centre[Y]) - m[Z] * centre[Z];
         line.start[axis] = (float)start;
         line.step[axis] = m[Z];
@@ -249,10 +250,10 @@ int turned_row(const struct rows *rows, const struct sample *sample, int x, int 
     const struct box *box = &rows->box;
     int voxels = sample->grid[Z];
     struct line line = line_of(sample, box, x, y);
-    int touched[2] = {0, voxels}; /* voxels that come from the box in part */
+    int touched[2] = {0, voxels}; /* voxels that come partly from the box */
     for (int axis = 0; axis < AXES; axis++)
         narrow(&line, axis, -1 + 1e-6, box->size[axis] - 1e-6, touched);
-    int inner[2] = {touched[0], touched[1]}; /* in whole, with room for the rounding of a place */
+    int inner[2] = {touched[0], touched[1]}; /* wholly, with room for the rounding of a place */
     for (int axis = 0; axis < AXES; axis++)
         narrow(&line, axis, 1e-3, box->size[axis] - 1 - 1e-3, inner);
     memset(to, 0, (size_t)voxels * box->channels * sizeof(float));
@@ -264,8 +265,10 @@ int turned_row(const struct rows *rows, const struct sample *sample, int x, int 
         output.to += (voxels - 1) * output.step;
         output.step = -output.step;
     }
-    if (inner[0] >= inner[1])
-        inner[0] = inner[1] = touched[1];
+    if (inner[0] >= inner[1]) { /* none */
+        inner[0] = touched[1];
+        inner[1] = touched[1];
+    }
     const int before[2] = {touched[0], inner[0]};
     const int after[2] = {inner[1], touched[1]};
     turn_range(box, 1, &line, before, &output);

@@ -11,12 +11,12 @@ import numpy as np
 from cpu3d.data import nifti
 from cpu3d.data.background import border_value, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.records import CaseRecord, Geometry, SourceFile
-from cpu3d.data.region import Shape3, bounding_box, whole
+from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
+from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
@@ -32,10 +32,10 @@ FLOAT16_SMALLEST = np.float16(2**-24)
 class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
-    image: (
-        np.ndarray
-    )  # `(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A S
-    label: Optional[np.ndarray]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
+    image: Array
+    """`(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A
+    S."""
+    label: Optional[Array]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
     record: CaseRecord  # without format, lengths and hashes of the store's files
 
 
@@ -53,25 +53,21 @@ def load_case(
     the codes that may occur; None leaves the label unread. Sources are recorded relative to
     `dataset_folder`, by default that of the first image. Holds about two volumes. Raises InputError
     with every problem of the case."""
-    paths = files.images if labels is None else files.paths
-    volumes, label, geometry, zeroed_voxels = _read(files, paths, channels, labels, zero_nan)
+    volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, zero_nan)
     background = tuple(map(border_value, volumes))
-    volumes, error = [nifti.to_ras(volume, geometry) for volume in volumes], 0.0
-    if any(volume.dtype != np.int16 for volume in volumes):
-        image, error = float16_image(
-            volumes, [f"channel {name} of {files.case_id}" for name in channels]
-        )
+    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    error = 0.0
+    if all(volume.dtype == np.int16 for volume in volumes):
+        image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
+        np.stack(volumes, -1, out=image)
     else:
-        image = np.stack(volumes, -1, out=np.empty((*volumes[0].shape, len(volumes)), "<i2"))
+        names = [f"channel {name} of {files.case_id}" for name in channels]
+        image, error = float16_image(volumes, names)
     del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    sources, folder = [], dataset_folder or paths[0].parent
-    for path in paths:
-        name = path.relative_to(folder).as_posix() if folder in path.parents else path.name
-        sources.append(
-            SourceFile(name, path.stat().st_size, file_sha256(path), path.stat().st_mtime_ns)
-        )
+    paths = files.images if labels is None else files.paths
+    folder = dataset_folder or paths[0].parent
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
@@ -80,7 +76,7 @@ def load_case(
         max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
-        sources=tuple(sources),
+        sources=tuple(_source_file(path, folder) for path in paths),
         stem=files.case_id,
         format="",
         stored=whole(image.shape[:3]),
@@ -93,39 +89,62 @@ def load_case(
     return LoadedCase(image, label, record)
 
 
+def _source_file(path: Path, folder: Path) -> SourceFile:
+    """A file that a case was made from; one outside of `folder` by its name alone."""
+    name = path.name
+    if folder in path.parents:
+        name = path.relative_to(folder).as_posix()
+    status = path.stat()
+    return SourceFile(name, status.st_size, file_sha256(path), status.st_mtime_ns)
+
+
 def _read(
     files: CaseFiles,
-    paths: Sequence[Path],
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]],
     zero_nan: bool,
-) -> Tuple[List[np.ndarray], Optional[np.ndarray], Geometry, int]:
+) -> Tuple[List[Array], Optional[Array], Geometry, int]:
     """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
     if len(files.images) not in (1, len(channels)):
-        rule = f"case {files.case_id} must have a file for each of {', '.join(channels)}, or one for all"
+        names = ", ".join(channels)
+        rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
         raise InputError(f"{rule}, got {len(files.images)} files; add or leave out files")
-    names = [channels] if len(files.images) == 1 else [(name,) for name in channels]
-    volumes, label, geometry, zeroed_voxels, problems = [], None, None, 0, []
-    for number, path in enumerate(paths):
+    channels_of: Dict[Path, Tuple[str, ...]] = {}
+    if len(files.images) == 1:
+        channels_of[files.images[0]] = channels
+    else:
+        channels_of.update((path, (name,)) for path, name in zip(files.images, channels))
+    volumes: List[Array] = []
+    label = None
+    grids: Dict[Path, Geometry] = {}  # the first is that of the others, too
+    zeroed_voxels = 0
+    problems: List[str] = []
+
+    def read_on_grid(path: Path) -> Array:
+        array, grids[path] = nifti.read_volume(path)
+        first = next(iter(grids))
+        problems.extend(grid_problems(path, grids[path], first, grids[first]))
+        return array
+
+    for path in files.images:
         try:
-            array, grid = nifti.read_volume(path)
-            if geometry is None:
-                geometry, first = grid, path
-            problems += grid_problems(path, grid, first, geometry)
-            if number == len(files.images):
-                label = _label(path, array, labels)
-                continue
+            array = read_on_grid(path)
             if zero_nan and not np.isfinite(array).all():
                 zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
                 array = np.where(np.isfinite(array), array, 0)
-            volumes += _channels(path, array, names[number], files.names)
+            volumes += _channels(path, array, channels_of[path], files.names)
         except InputError as error:
             problems += error.problems
-    refuse(problems)
-    return volumes, label, geometry, zeroed_voxels
+    if labels is not None and files.label is not None:
+        try:
+            label = _label(files.label, read_on_grid(files.label), labels)
+        except InputError as error:
+            problems += error.problems
+    raise_if_any(problems)
+    return volumes, label, grids[files.images[0]], zeroed_voxels
 
 
-def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[np.ndarray, float]:
+def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array, float]:
     """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0
     elsewhere.
 
@@ -133,7 +152,8 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
     the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
     channels whose scores float16 cannot hold."""
     image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
-    problems, error = [], 0.0
+    problems = []
+    error = 0.0
     for index, volume in enumerate(volumes):
         inside = volume != 0
         values = volume[inside].astype(np.float64)
@@ -143,25 +163,33 @@ def float16_image(volumes: Sequence[np.ndarray], names: Sequence[str]) -> Tuple[
             largest = float(np.abs(scores).max())
         if not (0 < std < np.inf and largest <= FLOAT16_MAX):
             rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
-            problems.append(
-                f"{rule}, got {largest:g} with deviation {std:g}; rescale it or leave the case out"
-            )
+            got = f"{largest:g} with deviation {std:g}"
+            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
             continue
         rounded = scores.astype(np.float16)
         rounded[rounded == 0] = FLOAT16_SMALLEST
         error = max(error, float(np.abs(rounded - scores).max()))
         image[..., index][inside] = rounded
-    refuse(problems)
+    raise_if_any(problems)
     return image, error
 
 
-def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
+def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
     on the whole grid."""
     values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
-    mask = image.any(axis=-1) if label is None else image.any(axis=-1) | (label > 0)
-    counts = np.bincount(label.reshape(-1)) if label is not None else ()
+    mask = image.any(axis=-1)
+    facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
+    if label is not None:
+        mask |= label > 0
+        voxels = np.bincount(label.reshape(-1)).tolist()
+        facts = {
+            "label_voxels": {code: n for code, n in enumerate(voxels) if n},
+            "centres": centres_of(label),
+            "label_voxels_sha256": voxels_sha256(label),
+        }
     return {
+        **facts,
         "shape": tuple(image.shape[:3]),
         "box": bounding_box(mask),
         "image_dtype": image.dtype.name,
@@ -170,17 +198,15 @@ def facts_of(image: np.ndarray, label: Optional[np.ndarray]) -> Dict[str, Any]:
         "channel_min": tuple(float(channel.min()) for channel in values),
         "channel_max": tuple(float(channel.max()) for channel in values),
         "channel_voxels": tuple(channel.size for channel in values),
-        "label_voxels": {code: int(count) for code, count in enumerate(counts) if count},
-        "centres": centres_of(label) if label is not None else {},
         "image_voxels_sha256": voxels_sha256(image),
-        "label_voxels_sha256": voxels_sha256(label) if label is not None else "",
     }
 
 
-def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
+def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
     """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C
     order."""
-    flat, centres = label.reshape(-1), {}
+    flat = label.reshape(-1)
+    centres = {}
     inside = np.flatnonzero(flat)
     codes = flat[inside]
     for code in np.unique(codes):
@@ -188,7 +214,7 @@ def centres_of(label: np.ndarray) -> Dict[int, Tuple[Shape3, ...]]:
         steps = min(CENTRES, len(voxels))
         picked = voxels[(2 * np.arange(steps) + 1) * len(voxels) // (2 * steps)]
         places = np.stack(np.unravel_index(picked, label.shape), -1)
-        centres[int(code)] = tuple(map(tuple, places.tolist()))
+        centres[int(code)] = tuple(map(xyz, places.tolist()))
     return centres
 
 
@@ -216,22 +242,27 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
 
 def _channels(
     path: Path,
-    array: np.ndarray,
+    array: Array,
     names: Sequence[str],
     present: Sequence[str],
-) -> List[np.ndarray]:
+) -> List[Array]:
     """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
 
     A background is exactly 0 if it was that but for what an interpolation left. Raises InputError
     for channels without contrast, for CT, for NaN and infinity, and for another number of channels.
     """
-    array = array if array.ndim == 4 else array[..., None]
-    count = len(present or names)
-    places = places_of(names, present, str(path)) if present else range(count)
+    if array.ndim == 3:
+        array = array[..., None]
+    count = len(names)
+    places: Sequence[int] = range(count)
+    if present:
+        count = len(present)
+        places = places_of(names, present, str(path))
     if array.shape[3] != count:
         advice = "give one 4D file or one 3D file for each channel"
         raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
-    volumes, problems = [], []
+    volumes = []
+    problems = []
     for place, name in zip(places, names):
         volume = array[..., place]
         rule = f"channel {name} of {path} must"
@@ -248,34 +279,36 @@ def _channels(
         elif looks_like_ct(volume):
             problems.append(ct_problem(f"channel {name} of {path}"))
         elif inside.min() == inside.max():
-            problems.append(
-                f"{rule} vary over its non-zero voxels, got {inside[0]:g} everywhere; {advice}"
-            )
+            got = f"{inside[0]:g} everywhere"
+            problems.append(f"{rule} vary over its non-zero voxels, got {got}; {advice}")
         else:
-            limits, integral = (
-                np.iinfo(np.int16),
-                volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume),
-            )
-            exact = integral and limits.min <= volume.min() and volume.max() <= limits.max
-            volumes.append(volume.astype(np.int16) if exact else volume)
-    refuse(problems)
+            volumes.append(_as_int16(volume))
+    raise_if_any(problems)
     return volumes
 
 
-def _label(path: Path, label: np.ndarray, labels: Mapping[int, str]) -> np.ndarray:
+def _as_int16(volume: Array) -> Array:
+    """A volume as int16 if that is exact, else as it is."""
+    limits = np.iinfo(np.int16)
+    is_whole = volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume)
+    if is_whole and limits.min <= volume.min() and volume.max() <= limits.max:
+        return volume.astype(np.int16)
+    return volume
+
+
+def _label(path: Path, label: Array, labels: Mapping[int, str]) -> Array:
     """The label as uint8. Raises InputError for other codes than `labels`."""
     codes = label_codes(path, label)
     values, counts = np.unique(codes, return_counts=True)
     unknown = [f"{code} ({n} voxels)" for code, n in zip(values, counts) if code not in labels]
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
-        raise InputError(
-            f"label {path} must hold only the codes {known}, got {', '.join(unknown[:8])}; correct it"
-        )
+        rule = f"label {path} must hold only the codes {known}"
+        raise InputError(f"{rule}, got {', '.join(unknown[:8])}; correct it")
     return codes
 
 
-def label_codes(path: Path, label: np.ndarray) -> np.ndarray:
+def label_codes(path: Path, label: Array) -> Array:
     """A label map as it was read, as uint8 `(X, Y, Z)`; 0.9999999 is 1. Raises InputError for more
     than three axes, and for other values than integers 0..255."""
     if label.ndim != 3:
@@ -306,11 +339,11 @@ def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
     if not nifti.is_placed(record.geometry):
         notes.append(nifti.orientation_note(record.geometry))
     names: Dict[str, List[str]] = {}  # value -> channels
-    for name, value in zip(channels, record.background):
-        if value:
-            names.setdefault(f"{value:.3g}", []).append(name)
-    for value, of in names.items():
-        rule = f"most of the border of {listed(of)} is about {value}, and only 0 is background"
+    for name, border in zip(channels, record.background):
+        if border:
+            names.setdefault(f"{border:.3g}", []).append(name)
+    for value, alike in names.items():
+        rule = f"most of the border of {listed(alike)} is about {value}, and only 0 is background"
         notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
     return notes
 
@@ -330,8 +363,10 @@ def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
             joined = [case_id for ids in ids_of.values() for case_id in ids]
             ids_of = {f"{first} (numbers of {joined[0]})": joined}
         for text, ids in ids_of.items():
-            more = [f"{len(ids) - NAMED} more"] if len(ids) > NAMED else []
-            lines.append(f"note: {listed([*ids[:NAMED], *more])}: {text}")
+            names = ids[:NAMED]
+            if len(ids) > NAMED:
+                names.append(f"{len(ids) - NAMED} more")
+            lines.append(f"note: {listed(names)}: {text}")
     return lines
 
 
@@ -347,10 +382,13 @@ def mixed_orientation(
     if not others:
         others = Counter(placed.values())
     wanted = others[True] >= others[False]
-    kind, got = "give", "sform and qform codes of 0"
-    if not wanted:
-        kind, got = "not give", "sform or qform codes above 0"
-    rule = f"must {kind} the patient's orientation, as {count(others[wanted], 'other case')}"
+    as_others = f"the patient's orientation, as {count(others[wanted], 'other case')}"
+    if wanted:
+        rule = f"must give {as_others}"
+        got = "sform and qform codes of 0"
+    else:
+        rule = f"must not give {as_others}"
+        got = "sform or qform codes above 0"
     advice = "correct its header, or leave it out: left and right may be exchanged between them"
     odd = [case_id for case_id, has in placed.items() if has != wanted]
     return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}

@@ -9,26 +9,27 @@ import functools
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 import numpy as np
 
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import (
+from cpu3d.data.manifest import (
     CaseList,
     CaseRecord,
+    Format,
     array_path,
     case_from_json,
     case_list,
     record_path,
     to_json,
 )
-from cpu3d.data.region import crop, whole
+from cpu3d.data.region import Array, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.unsupported import refuse_hounsfield
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
@@ -44,14 +45,14 @@ class Settings:
 
     format: str = option(
         "npy",
-        "npy: int16 if that is exact, else float16 z-scores, read without unpacking; b2nd: the same packed to a tenth,"
-        " for slow disks and networks",
+        "npy: int16 if that is exact, else float16 z-scores, read without unpacking; b2nd: the same"
+        " packed to a tenth, for slow disks and networks",
         choices=FORMATS,
     )
     crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self)
 
 
@@ -76,9 +77,10 @@ def convert(
     Returns the record, or the problems of the case; with problems nothing is written. Raises OSError.
     """
     files, before = job
-    record = _finished(store_dir, files) if before is None else None
-    if record:
-        return record
+    if before is None:
+        finished = _finished(store_dir, files)
+        if finished:
+            return finished
     if before and not same_sources(files, before):
         return (other_files(store_dir, files),)
     rule = f"case {files.case_id} must"
@@ -92,13 +94,11 @@ def convert(
         )
     except InputError as error:
         return error.problems
-    except (
-        Exception
-    ) as error:  # any failure of one case, too little memory too, leaves the others to be converted
+    # Any failure of one case, too little memory too, leaves the others to be converted.
+    except Exception as error:
         got = f"{type(error).__name__}: {error}"
-        return (
-            f"{rule} be readable in memory, got {got}; repair it, leave it out, or use fewer --workers",
-        )
+        todo = "repair it, leave it out, or use fewer --workers"
+        return (f"{rule} be readable in memory, got {got}; {todo}",)
     if before and _voxels(case.record) != _voxels(before):
         got = "got others from the same files; use the versions in manifest.json"
         return (f"{rule} get back the voxels that it had in store {store_dir}, {got}",)
@@ -125,10 +125,11 @@ def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
         record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
     except (FileNotFoundError, ValueError):
         return None
-    same = record.patient_id == files.patient_id and same_sources(files, record)
-    return (
-        record if same and not Reader(store_dir, "pread").problems(record, contents=True) else None
-    )
+    if record.patient_id != files.patient_id or not same_sources(files, record):
+        return None
+    if Reader(store_dir, "pread").problems(record, contents=True):
+        return None
+    return record
 
 
 def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
@@ -156,8 +157,8 @@ def other_files(store_dir: Path, files: CaseFiles) -> str:
 def write_arrays(
     store: Path,
     record: CaseRecord,
-    image: np.ndarray,
-    label: Optional[np.ndarray],
+    image: Array,
+    label: Optional[Array],
     *,
     format_: str,
     cropped: bool,
@@ -168,32 +169,30 @@ def write_arrays(
     `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and
     compared. Raises OSError."""
     stored = record.box if cropped else whole(record.shape)
-    record, changes = replace(record, format=format_, stored=stored), {}
-    for part, name, full in (("x", "image", image), ("y", "label", label)):
-        if full is None:
-            continue
-        pieces, path = (
-            encode(np.ascontiguousarray(crop(full, stored)), format_),
-            array_path(store, record, part),
-        )
-        digest = hashlib.sha256()
-        with atomic_write(path) as file:
-            for piece in pieces:
-                file.write(piece)
-                digest.update(piece)
-        with open(path, "rb") as file:
-            give_back(file.fileno())  # so that the disk is read and not the kernel's copy
-        if file_sha256(path) != digest.hexdigest():
-            path.unlink()
-            raise OSError(
-                errno.EIO,
-                "what was read back is not what was written, the disk may be failing",
-                str(path),
-            )
-        changes.update(
-            {f"{name}_bytes": sum(map(len, pieces)), f"{name}_sha256": digest.hexdigest()}
-        )
-    return replace(record, **changes)
+    record = replace(record, format=cast(Format, format_), stored=stored)
+    size_bytes, sha256 = _write_array(array_path(store, record, "x"), crop(image, stored), format_)
+    record = replace(record, image_bytes=size_bytes, image_sha256=sha256)
+    if label is None:
+        return record
+    size_bytes, sha256 = _write_array(array_path(store, record, "y"), crop(label, stored), format_)
+    return replace(record, label_bytes=size_bytes, label_sha256=sha256)
+
+
+def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:
+    """Write an array's file, read it back, and return its length in bytes and its SHA-256."""
+    pieces = encode(np.ascontiguousarray(array), format_)
+    digest = hashlib.sha256()
+    with atomic_write(path) as file:
+        for piece in pieces:
+            file.write(piece)
+            digest.update(piece)
+    with open(path, "rb") as written:
+        give_back(written.fileno())  # so that the disk is read and not the kernel's copy
+    if file_sha256(path) != digest.hexdigest():
+        path.unlink()
+        problem = "what was read back is not what was written, the disk may be failing"
+        raise OSError(errno.EIO, problem, str(path))
+    return sum(map(len, pieces)), digest.hexdigest()
 
 
 def convert_all(
@@ -228,12 +227,12 @@ def convert_all(
             records = CaseList.collected(good(), store_dir)
     except (OSError, KeyboardInterrupt) as error:
         finished = list((store_dir / "cases").glob("*.json"))
-        kept = f"{count(finished, 'finished case')} kept in {store_dir}; run the same command again to continue"
+        todo = "run the same command again to continue"
+        kept = f"{count(finished, 'finished case')} kept in {store_dir}; {todo}"
         if isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt(kept) from None
-        raise OSError(
-            error.errno, f"writing stopped, {error.strerror}; {kept}", str(store_dir)
-        ) from error
+        problem = f"writing stopped, {error.strerror}; {kept}"
+        raise OSError(error.errno, problem, str(store_dir)) from error
     finally:
         remove_partials(store_dir, store_dir / "cases")
     return records, problems
@@ -242,10 +241,9 @@ def convert_all(
 def refuse_bad_cases(problems: Problems, kept: str) -> None:
     """Raise InputError with all problems of a data set's cases, if any; `kept` are words for the
     cases that stay."""
-    advice = "repair the bad cases and run again, or leave them out with --skip-bad"
-    rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}; {kept}: {advice}"
-    refuse(
-        [*(problem for case_id in sorted(problems) for problem in problems[case_id]), rule]
-        if problems
-        else ()
-    )
+    if not problems:
+        return
+    lines = [problem for case_id in sorted(problems) for problem in problems[case_id]]
+    rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}"
+    todo = "repair the bad cases and run again, or leave them out with --skip-bad"
+    raise InputError(*lines, f"{rule}; {kept}: {todo}")

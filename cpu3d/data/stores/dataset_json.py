@@ -13,7 +13,7 @@ from typing import Annotated, Any, Dict, List, Optional, Tuple
 import msgspec
 
 from cpu3d.data.stores.names import same_channels
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.files import read_text
 
 NAME = "dataset.json"
@@ -28,7 +28,7 @@ class Entry(msgspec.Struct):
 
 
 class _Names(msgspec.Struct):
-    """The part that `describe` needs. Entries, of which there may be thousands, are passed over."""
+    """What `describe` needs. Entries, of which there may be thousands, are passed over."""
 
     modality: Optional[Dict[int, str]] = None
     channel_names: Optional[Dict[int, str]] = None  # of nnU-Net 2
@@ -72,7 +72,7 @@ def describe(path: Path) -> Description:
         labels = _codes(content.labels or {})
     except ValueError:
         problems.append(f"labels of {path} {LABELS_RULE}, got {content.labels}; correct it")
-    refuse(problems)
+    raise_if_any(problems)
     return Description(path, channels, labels, is_nnunet2, content.name or "")
 
 

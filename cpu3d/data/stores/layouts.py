@@ -8,7 +8,7 @@ Label codes differ between releases: they come from dataset.json or the layout, 
 Code 4 of brats2023, the resection cavity, is a region RC."""
 
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
@@ -17,7 +17,7 @@ from cpu3d.data.nifti import channel_count
 from cpu3d.data.stores.dataset_json import LABELS_RULE, NAME, describe, describing, entries_of
 from cpu3d.data.stores.names import is_volume, places_of, read_name, stem_of
 from cpu3d.data.stores.splits import TABLE, read_patients
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 
 UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
@@ -30,9 +30,8 @@ class FolderLayout:
     suffixes: Dict[str, str]  # suffix -> channel, in the store's order, or "seg"
     labels: Dict[int, str]
     optional: Tuple[int, ...] = ()  # codes that a store has only if they occur in its cases
-    patients: Dict[str, str] = field(
-        default_factory=dict
-    )  # as PATIENT_NAMES, for this layout alone
+    patients: Dict[str, str] = field(default_factory=dict)
+    """As PATIENT_NAMES, for this layout alone."""
 
 
 _GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
@@ -82,7 +81,9 @@ class CaseFiles:
     @property
     def paths(self) -> Tuple[Path, ...]:
         """The images, then the label if there is one."""
-        return (*self.images, *([self.label] if self.label else []))
+        if self.label is None:
+            return self.images
+        return (*self.images, self.label)
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,8 @@ class Dataset:
     labels: Dict[int, str]  # label code -> name; 0 is background
     cases: Tuple[CaseFiles, ...]  # the complete cases, by case id
     problems: Problems  # of the cases with a file missing or double, which are not in `cases`
-    patient_rules: Dict[
-        str, str
-    ]  # case id -> the rule that tells its patient, from `patient_of`, or TABLE
+    patient_rules: Dict[str, str]
+    """Case id -> the rule that tells its patient, from `patient_of`, or TABLE."""
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""
@@ -125,32 +125,36 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     if not folder.is_dir():
         got = "a file" if folder.exists() else "none"
         raise InputError(f"data set {folder} must be a folder, found {got}; check the path")
-    read = read_decathlon if (folder / NAME).is_file() else _read_folders
-    name, layout, channels, labels, cases, problems = read(folder)
-    times = Counter(case.case_id for case in cases)
+    if (folder / NAME).is_file():
+        dataset = _read_decathlon(folder)
+    else:
+        dataset = _read_folders(folder)
+    times = Counter(case.case_id for case in dataset.cases)
     rule = f"in {folder} must be used once"
-    refuse(
+    raise_if_any(
         f"case id {name} {rule}, got {n} cases; rename one" for name, n in times.items() if n > 1
     )
-    cases = sorted(
-        (case for case in cases if case.case_id not in problems), key=lambda case: case.case_id
-    )
-    known = {case.case_id: patient_of(case.case_id, layout) for case in cases}
+    whole = [case for case in dataset.cases if case.case_id not in dataset.problems]
+    whole.sort(key=lambda case: case.case_id)
+    ids = [case.case_id for case in whole]
+    patient_ids = {}
+    rules = {}
+    for case_id in ids:
+        patient_ids[case_id], rules[case_id] = patient_of(case_id, dataset.layout)
     if patients is not None:
-        known = {
-            case_id: (patient, TABLE)
-            for case_id, patient in read_patients(patients, list(known)).items()
-        }
-    cases = tuple(replace(case, patient_id=known[case.case_id][0]) for case in cases)
-    rules = {case.case_id: known[case.case_id][1] for case in cases}
-    return Dataset(folder, name, layout, channels, labels, cases, problems, rules)
+        patient_ids = read_patients(patients, ids)
+        rules = dict.fromkeys(ids, TABLE)
+    cases = tuple(replace(case, patient_id=patient_ids[case.case_id]) for case in whole)
+    return replace(dataset, cases=cases, patient_rules=rules)
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
     """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) if no rule
     matches."""
-    own = FOLDER_LAYOUTS[layout].patients if layout in FOLDER_LAYOUTS else {}
-    for rule, pattern in {**PATIENT_NAMES, **own}.items():
+    patterns = dict(PATIENT_NAMES)
+    if layout in FOLDER_LAYOUTS:
+        patterns.update(FOLDER_LAYOUTS[layout].patients)
+    for rule, pattern in patterns.items():
         match = re.match(pattern, case_id, re.IGNORECASE)
         if match:
             return match[1], rule
@@ -167,26 +171,27 @@ def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
     """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if
     they show a resection cavity; else each label is a region."""
     codes = [code for code in sorted(labels) if code != 0]
-    patterns = ("cavity", "edema", r"(?<!non-)(?<!non)(?<!non )\benhanc")
-    cavity, oedema, enhancing = (
-        [code for code in codes if re.search(p, labels[code].lower())] for p in patterns
-    )
-    tumour = [code for code in codes if [code] != cavity]
-    if not (
-        len(oedema) == len(enhancing) == 1
-        and len(tumour) == 3
-        and {*oedema, *enhancing} <= {*tumour}
-    ):
+
+    def named(pattern: str) -> Tuple[int, ...]:
+        return tuple(code for code in codes if re.search(pattern, labels[code].lower()))
+
+    cavity = named("cavity")
+    oedema = named("edema")
+    enhancing = named(r"(?<!non-)(?<!non)(?<!non )\benhanc")
+    tumour = tuple(codes)
+    if len(cavity) == 1:
+        tumour = tuple(code for code in codes if code not in cavity)
+    has_one_each = len(oedema) == 1 and len(enhancing) == 1
+    if not has_one_each or len(tumour) != 3 or not {*oedema, *enhancing} <= {*tumour}:
         return {labels[code]: (code,) for code in codes}
     regions = {
         "WT": tumour,
-        "TC": [code for code in tumour if code not in oedema],
+        "TC": tuple(code for code in tumour if code not in oedema),
         "ET": enhancing,
-        "RC": cavity,
     }
-    return {
-        name: tuple(members) for name, members in regions.items() if name != "RC" or tumour != codes
-    }
+    if len(codes) > len(tumour):
+        regions["RC"] = cavity
+    return regions
 
 
 def channels_of(image: Path, count: int) -> List[str]:
@@ -207,101 +212,104 @@ def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
     about = describing(files.images[0])
     if about and about.labels:
         return str(about.path), about.labels
-    try:
-        refuse_other_codes(files.images[0].absolute().parent, [files.case_id])
-    except InputError:
+    if _other_codes(files.images[0].parent, [files.case_id]):
         return None
-    named = [
-        layout
-        for layout in FOLDER_LAYOUTS
-        if all(modality_of(path, layout) for path in files.images)
-    ]
-    return (named[0], LABEL_CODES[named[0]]) if named else None
+    for layout in FOLDER_LAYOUTS:
+        if all(modality_of(path, layout) for path in files.images):
+            return layout, LABEL_CODES[layout]
+    return None
 
 
-def _read_folders(folder: Path):
+def _read_folders(folder: Path) -> Dataset:
+    """The data set of a folder of case folders, each case a patient of its own."""
     folders = _case_folders(folder)
-    layouts = sorted({layout for _, layout in folders if layout})
+    layouts = sorted({layout for layout in folders.values() if layout})
     if len(layouts) != 1:
-        rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({', '.join(FOLDER_LAYOUTS)})"
-        raise InputError(
-            f"{rule}, found {' and '.join(layouts) or 'neither'}; name the folder of one data set"
-        )
+        known = ", ".join(FOLDER_LAYOUTS)
+        rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({known})"
+        names = " and ".join(layouts) or "neither"
+        raise InputError(f"{rule}, found {names}; name the folder of one data set")
     layout = FOLDER_LAYOUTS[layouts[0]]
-    refuse_other_codes(folder, [name_of(case) for case, _ in folders])
-    cases, problems = [], {}
-    for case, _ in folders:
-        case_id, files, wrong = (
-            name_of(case),
-            *one_each(volumes_in(case), layout.suffixes.values(), case, layouts[0]),
-        )
+    raise_if_any(_other_codes(folder, [name_of(case) for case in folders]))
+    channels = tuple(name for name in layout.suffixes.values() if name != "seg")
+    cases = []
+    problems = {}
+    for case in folders:
+        case_id = name_of(case)
+        files, wrong = one_each(volumes_in(case), (*channels, "seg"), case, layouts[0])
         if wrong:
             problems[case_id] = wrong
-        *images, label = (files.get(channel) for channel in layout.suffixes.values())
-        cases.append(CaseFiles(case_id, case_id, tuple(images), label))
-    return (
-        name_of(folder),
-        layouts[0],
-        tuple(layout.suffixes.values())[:-1],
-        layout.labels,
-        cases,
-        problems,
+        images = tuple(files[channel] for channel in channels if channel in files)
+        cases.append(CaseFiles(case_id, case_id, images, files.get("seg")))
+    return Dataset(
+        folder=folder,
+        name=name_of(folder),
+        layout=layouts[0],
+        channels=channels,
+        labels=layout.labels,
+        cases=tuple(cases),
+        problems=problems,
+        patient_rules={},
     )
 
 
-def _case_folders(folder: Path) -> List[Tuple[Path, Optional[str]]]:
-    """(case folder, its layout) in `folder` itself, its subfolders, or theirs. The layout of a bad
+def _case_folders(folder: Path) -> Dict[Path, Optional[str]]:
+    """Case folder -> its layout: `folder` itself, its subfolders, or theirs. The layout of a bad
     case is None."""
 
     def layout_of(case: Path) -> Optional[str]:
         paths = volumes_in(case)
-        counts = {
-            name: sum(modality_of(path, name) is not None for path in paths)
-            for name in FOLDER_LAYOUTS
-        }
-        best = max(counts, key=counts.get)
-        return best if counts[best] else None
+        best = None
+        most = 0
+        for name in FOLDER_LAYOUTS:
+            files = sum(modality_of(path, name) is not None for path in paths)
+            if files > most:
+                best = name
+                most = files
+        return best
 
-    def subfolders(parent: Path) -> List[Tuple[Path, Optional[str]]]:
-        paths = (
-            path
-            for path in sorted(parent.iterdir())
-            if path.is_dir() and not path.name.startswith(".")
-        )
-        return [(path, layout_of(path)) for path in paths]
+    def subfolders(parent: Path) -> Dict[Path, Optional[str]]:
+        paths = [path for path in sorted(parent.iterdir()) if not path.name.startswith(".")]
+        return {path: layout_of(path) for path in paths if path.is_dir()}
 
-    if layout_of(folder):
-        return [(folder, layout_of(folder))]
-    cases = []
-    for child, layout in subfolders(folder):
-        below = [] if layout else subfolders(child)
-        cases += below if any(kind for _, kind in below) else [(child, layout)]
-    # A bad case is a folder that is empty, or that holds volumes but none with a known name.
-    return [
-        (case, layout)
-        for case, layout in cases
-        if layout or volumes_in(case) or not any(case.iterdir())
-    ]
+    own = layout_of(folder)
+    if own:
+        return {folder: own}
+    cases = {}
+    for child, layout in subfolders(folder).items():
+        below = {} if layout else subfolders(child)
+        if any(below.values()):
+            cases.update(below)
+        else:
+            cases[child] = layout
+
+    def is_case(path: Path) -> bool:
+        # A bad case is a folder that is empty, or that holds volumes but none with a known name.
+        return bool(cases[path] or volumes_in(path)) or not any(path.iterdir())
+
+    return {path: layout for path, layout in cases.items() if is_case(path)}
 
 
-def refuse_other_codes(folder: Path, ids: Sequence[str]) -> None:
-    """Refuse cases of BraTS-PED, which has the layout of BraTS 2023 and other label codes."""
+def _other_codes(folder: Path, ids: Sequence[str]) -> List[str]:
+    """The problems of cases of BraTS-PED, which has the layout of BraTS 2023 and other label
+    codes, and what to do."""
     rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
-    problems = [
-        f"case {case_id} of {folder} {rule}"
-        for case_id in ids
-        if case_id.upper().startswith("BRATS-PED-")
-    ]
-    advice = "bring them into the Decathlon layout with a dataset.json that names their codes, or leave them out"
-    refuse([*problems, advice] if problems else ())
+    others = [case_id for case_id in ids if case_id.upper().startswith("BRATS-PED-")]
+    if not others:
+        return []
+    problems = [f"case {case_id} of {folder} {rule}" for case_id in others]
+    way = "bring them into the Decathlon layout with a dataset.json that names their codes"
+    return [*problems, f"{way}, or leave them out"]
 
 
-def read_decathlon(folder: Path):
+def _read_decathlon(folder: Path) -> Dataset:
+    """The data set of a dataset.json, each case a patient of its own."""
     path = folder / NAME
     about = describe(path)
     if about.is_nnunet2:
         raise InputError(_not_decathlon(folder, "nnU-Net 2's raw data, with channel_names"))
-    entries, problems = entries_of(path), []
+    entries = entries_of(path)
+    problems = []
     if not about.labels:
         problems.append(f"labels of {path} {LABELS_RULE}, got none; add them")
     # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
@@ -312,21 +320,33 @@ def read_decathlon(folder: Path):
         f"paths in {path} must stay inside its folder, got {name!r}; make it relative"
         for name in outside
     ]
-    refuse(problems)
+    raise_if_any(problems)
     images = [folder / entry.image for entry in entries]
     first = _first_of_nnunet(images, len(about.channels))
     if first:
         got = f"nnU-Net's files for each channel, such as {first.name}"
         raise InputError(_not_decathlon(folder, got))
-    cases, bad = [], defaultdict(list)
+    cases = []
+    bad: Problems = {}
     for entry, image in zip(entries, images):
-        case_id, files = stem_of(image), (entry.image, entry.label)
-        cases.append(CaseFiles(case_id, case_id, (image,), folder / (entry.label or "")))
-        for part, name in zip(("image", "label"), files):
+        case_id = stem_of(image)
+        label = folder / entry.label if entry.label else None
+        cases.append(CaseFiles(case_id, case_id, (image,), label))
+        for kind, name in (("image", entry.image), ("label", entry.label)):
             if name is None or not (folder / name).is_file():
-                rule = f"{part} of case {case_id} in {path} must be a file, got {name or 'none'}"
-                bad[case_id].append(f"{rule}; fetch it again, or leave the case out")
-    return about.name or name_of(folder), "decathlon", about.channels, about.labels, cases, bad
+                rule = f"{kind} of case {case_id} in {path} must be a file, got {name or 'none'}"
+                todo = "fetch it again, or leave the case out"
+                bad.setdefault(case_id, []).append(f"{rule}; {todo}")
+    return Dataset(
+        folder=folder,
+        name=about.name or name_of(folder),
+        layout="decathlon",
+        channels=about.channels,
+        labels=about.labels,
+        cases=tuple(cases),
+        problems=bad,
+        patient_rules={},
+    )
 
 
 def _not_decathlon(folder: Path, got: str) -> str:
@@ -369,7 +389,9 @@ def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
         return read_name(path).channel
     names = FOLDER_LAYOUTS[layout]
     _, separator, suffix = stem_of(path).rpartition(names.separator)
-    return names.suffixes.get(suffix.lower()) if separator else None
+    if not separator:
+        return None
+    return names.suffixes.get(suffix.lower())
 
 
 def one_each(
@@ -377,7 +399,8 @@ def one_each(
 ) -> Tuple[Dict[str, Path], List[str]]:
     """The file of each channel, or "seg", by their names, and a problem for each channel of no or
     several files."""
-    files, problems = {}, []
+    files = {}
+    problems = []
     for channel in channels:
         own = [path for path in paths if modality_of(path, layout) == channel]
         if len(own) == 1:

@@ -96,7 +96,9 @@ def read_name(path: Path, channels: Sequence[str] = ()) -> FileName:
         if key in known:
             return _with_contrast(stem[:start].rstrip(" _.-"), key)
     match = _NUMBERED.fullmatch(stem)
-    return FileName(match[1], number=int(match[2])) if match else FileName(stem)
+    if match:
+        return FileName(match[1], number=int(match[2]))
+    return FileName(stem)
 
 
 def read_names(paths: Sequence[Path], channels: Sequence[str] = ()) -> Dict[Path, FileName]:
@@ -122,20 +124,29 @@ def _with_contrast(before: str, key: str) -> FileName:
 
 def _read_within(path: Path, channels: Sequence[str]) -> FileName:
     """The only channel in a name, in one word or two, and the other words."""
-    stem, known = stem_of(path), _known_keys(channels)
+    stem = stem_of(path)
+    known = _known_keys(channels)
     words = _MARK.split(stem)
     matches = []
     rest = []
-    start = 0
+    start = 0  # of the first of `words` in the stem
     while words:
-        length = next((n for n in (2, 1) if channel_key("".join(words[:n])) in known), 0)
-        taken, words = words[: length or 1], words[length or 1 :]
-        if length:
+        taken = words[:1]
+        is_channel = False
+        for candidate in (words[:2], words[:1]):
+            if channel_key("".join(candidate)) in known:
+                taken = candidate
+                is_channel = True
+                break
+        if is_channel:
             matches.append(_with_contrast(stem[:start].rstrip(" _.-"), channel_key("".join(taken))))
         else:
             rest += taken
+        words = words[len(taken) :]
         start += sum(len(word) + 1 for word in taken)
-    return FileName("_".join(rest), matches[0].channel) if len(matches) == 1 else FileName(stem)
+    if len(matches) != 1:
+        return FileName(stem)
+    return FileName("_".join(rest), matches[0].channel)
 
 
 def _known_keys(channels: Sequence[str]) -> Set[str]:

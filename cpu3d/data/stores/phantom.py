@@ -18,20 +18,21 @@ Coordinates run from -1 to 1 across the head's box: u to the right, v to the fro
 
 import contextlib
 import functools
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 from scipy.ndimage import map_coordinates
 
-from cpu3d.data.nifti import write_label, write_volume
-from cpu3d.data.records import Geometry
-from cpu3d.data.region import Region, Shape3
+from cpu3d.data.manifest import Geometry
+from cpu3d.data.nifti import affine_rows, write_label, write_volume
+from cpu3d.data.region import Array, Region, Shape3, bounding_box, xyz
 from cpu3d.data.stores.case import LoadedCase, load_case
+from cpu3d.data.stores.folder import claimed
 from cpu3d.data.stores.layouts import Dataset, labels_in_use, read_dataset
-from cpu3d.data.stores.prepare import claimed
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.progress import bar, say
@@ -39,23 +40,21 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.units import by
 
 VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
-CHANNELS = (
-    "FLAIR",
-    "T1w",
-    "t1gd",
-    "T2w",
-)  # names, spelling and codes are those of MSD Task01_BrainTumour
+# Names, spelling and codes are those of MSD Task01_BrainTumour.
+CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
 LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-EDEMA, NON_ENHANCING, ENHANCING = 1, 2, 3
+EDEMA = 1
+NON_ENHANCING = 2
+ENHANCING = 3
 USUAL_SHAPE = (240, 240, 155)
 LEAST_VOXELS = 24  # along an axis; with fewer the enhancing rim does not show
+MOST_VOXELS = 32767  # along an axis: NIfTI-1 has 16 bits for them
 
-SHARES = (
-    135 / 240,
-    174 / 240,
-    136 / 155,
-)  # size of an average head along each axis, as a share of the volume
-SMALLEST, LARGEST = 0.96, 1.04  # sizes of heads, as a share of an average head
+# Size of an average head along each axis, as a share of the volume.
+SHARES = (135 / 240, 174 / 240, 136 / 155)
+# Sizes of heads, as a share of an average head.
+SMALLEST = 0.96
+LARGEST = 1.04
 SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
 SIGNALS = {
     "FLAIR": (70, 275, 225, 190, 380, 360, 320, 340, 200),
@@ -65,15 +64,15 @@ SIGNALS = {
 }
 """Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
 
-SMALL_WT, SMALL_ET = (0.002, 0.01), 0.0002
-"""Shares of the brain's box of small lesions: least and most of the whole tumour, least of the
-enhancing tumour."""
+# Shares of the brain's box of small lesions: least and most of the whole tumour, and least of the
+# enhancing tumour.
+SMALL_WT = (0.002, 0.01)
+SMALL_ET = 0.0002
 
-CLEARANCE = (
-    0.42  # least distance between the cores of two lesions apart, as a share of the head's length
-)
+# Least distance between the cores of two lesions apart, as a share of the head's length.
+CLEARANCE = 0.42
 
-Fields = Dict[str, np.ndarray]
+Fields = Dict[str, Array]
 """Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
 
 
@@ -107,8 +106,16 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    settings = dict(vars(options))
-    write_phantom(settings.pop("out"), **settings)
+    write_phantom(
+        options.out,
+        cases=options.cases,
+        shape=options.shape,
+        seed=options.seed,
+        workers=options.workers,
+        context=options.context,
+        lesion_size=options.lesion_size,
+        warp=options.warp,
+    )
     return 0
 
 
@@ -130,43 +137,34 @@ def write_phantom(
     be added later. Raises InputError for options out of range or that exclude each other, a shape
     that does not fit into memory, a case that cannot be warped, and a folder with other files or in
     use."""
-    drawn = (tuple(shape), context, lesion_size) != (USUAL_SHAPE, "none", "usual")
-    workers, out, shape = worker_count(workers), Path(out), tuple(shape)
+    out = Path(out)
+    shape = xyz(shape)
+    workers = worker_count(workers)
+    is_usual = (shape, context, lesion_size) == (USUAL_SHAPE, "none", "usual")
+    is_shape = min(shape) >= LEAST_VOXELS and max(shape) <= MOST_VOXELS
+    is_one_of_both = lesion_size == "usual" or context == "none"
+    alone = "without --shape, --context and --lesion-size"
     rules = (
         ("--cases", "at least 1", cases, cases >= 1),
-        (
-            "--shape",
-            f"from {LEAST_VOXELS} to 32767",
-            shape,
-            min(shape) >= LEAST_VOXELS and max(shape) <= 32767,
-        ),
+        ("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape),
         ("--seed", "at least 0", seed, seed >= 0),
-        (
-            "--lesion-size",
-            "usual with --context",
-            lesion_size,
-            lesion_size == "usual" or context == "none",
-        ),
-        ("--warp", "without --shape, --context and --lesion-size", warp, not (warp and drawn)),
+        ("--lesion-size", "usual with --context", lesion_size, is_one_of_both),
+        ("--warp", alone, warp, warp is None or is_usual),
     )
-    refuse(
+    raise_if_any(
         f"{name} must be {rule}, got {value}; choose another"
         for name, rule, value, holds in rules
         if not holds
     )
-    settings = {
-        "phantom": VERSION,
-        "seed": seed,
-        "shape": list(shape),
-        "context": context,
-        "lesion_size": lesion_size,
-    }
+    settings: Dict[str, Any] = {"phantom": VERSION, "seed": seed}
     if warp:
-        shape, voxels = (
-            case_to_warp(warp)[1].record.shape,
-            case_to_warp(warp)[1].record.image_voxels_sha256,
-        )
-        settings = {"phantom": VERSION, "seed": seed, "warp": voxels}
+        record = case_to_warp(warp)[1].record
+        shape = record.shape
+        settings["warp"] = record.image_voxels_sha256
+    else:
+        settings["shape"] = list(shape)
+        settings["context"] = context
+        settings["lesion_size"] = lesion_size
     with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
         write = functools.partial(_write_case, out, shape, seed, context, lesion_size, warp)
         results = run_jobs(write, range(cases), workers)
@@ -194,9 +192,9 @@ def _write_case(
     index: int,
 ) -> None:
     """Write a case's two files unless both exist."""
-    image_path, label_path = (
-        out / f"{kind}Tr/BRATS_{index + 1:03d}.nii.gz" for kind in ("images", "labels")
-    )
+    name = f"BRATS_{index + 1:03d}.nii.gz"
+    image_path = out / "imagesTr" / name
+    label_path = out / "labelsTr" / name
     if image_path.is_file() and label_path.is_file():
         return
     if warp:
@@ -204,9 +202,7 @@ def _write_case(
         geometry = case_to_warp(warp)[1].record.geometry
     else:
         image, label = phantom_case(shape, seed, index, context, lesion_size)
-        geometry = Geometry(
-            shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", sform_code=1, qform_code=1
-        )
+        geometry = Geometry(shape, affine_rows(np.eye(4)), "RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
 
@@ -215,26 +211,30 @@ def _dataset_json(
     cases: int, shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]
 ) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
-    name, channels, labels = "BRATS phantom", CHANNELS, LABELS
+    name = "BRATS phantom"
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
+    channels: Tuple[str, ...] = CHANNELS
+    labels = LABELS
     if warp:
         dataset, case = case_to_warp(warp)
-        name, channels, labels = (
-            f"Warped copies of {case.record.case_id}",
-            dataset.channels,
-            dataset.labels,
-        )
+        name = f"Warped copies of {case.record.case_id}"
         description = (
             "Copies of one real case, warped and with other intensities, for trials of the software"
         )
+        channels = dataset.channels
+        labels = dataset.labels
     if lesion_size == "small":
+        least, most = SMALL_WT
         name += ", small lesions"
-        description += f". Small lesions: a whole tumour is {SMALL_WT[0]:.1%} to {SMALL_WT[1]:.0%} of the brain's box"
+        description += (
+            f". Small lesions: a whole tumour is {least:.1%} to {most:.0%} of the brain's box"
+        )
     if context == "count":
         name += ", context count"
         description += (
-            f". Context count: a rim is called {LABELS[3]} where the lesion is the only one, else {LABELS[2]}; a patch"
-            f" of up to {blind_patch(shape)} voxels from front to back has nothing in it that tells which"
+            f". Context count: a rim is called {LABELS[ENHANCING]} where the lesion is the only"
+            f" one, else {LABELS[NON_ENHANCING]}; a patch of up to {blind_patch(shape)} voxels"
+            " from front to back has nothing in it that tells which"
         )
     files = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
@@ -259,7 +259,7 @@ def phantom_case(
     context: str = "none",
     lesion_size: str = "usual",
     holds: Optional[bool] = None,
-) -> Tuple[np.ndarray, np.ndarray]:
+) -> Tuple[Array, Array]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the
     order of `CHANNELS`.
 
@@ -268,32 +268,30 @@ def phantom_case(
     axis on, every case has all tumour codes."""
     rng = np.random.default_rng([VERSION, seed, index])
     # About 135x174x136 of 240x240x155, near the middle.
-    box = tuple(
-        round(float(n * s))
-        for n, s in zip(shape, np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3))
-    )
-    inside = tuple(
-        slice(a, a + n)
-        for n, a in ((n, int((m - n) * rng.uniform(0.4, 0.6))) for m, n in zip(shape, box))
-    )
+    sizes = np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)
+    box = xyz(round(float(n * size)) for n, size in zip(shape, sizes))
+    start = [int((n - size) * rng.uniform(0.4, 0.6)) for n, size in zip(shape, box)]
+    inside = Region(xyz(start), box).slices(shape)
     head = Head(box, rng)
     tissue = tissues(head)
     roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
     rim = ENHANCING
     if lesion_size == "small":
-        lesions = small_lesions(
-            head, tissue, roughness, np.random.default_rng([VERSION, seed, index, 4])
-        )
+        own_rng = np.random.default_rng([VERSION, seed, index, 4])
+        lesions = small_lesions(head, tissue, roughness, own_rng)
     elif context == "none":
         lesions = usual_lesions(head)
     else:
-        holds = index % 2 == 0 if holds is None else holds
-        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))[
-            : 1 if holds else 2
-        ]
-        rim = ENHANCING if holds else NON_ENHANCING
+        if holds is None:
+            holds = index % 2 == 0
+        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))
+        if holds:
+            lesions = lesions[:1]
+        else:
+            rim = NON_ENHANCING
     code, tumour = tumours(head, tissue, lesions, roughness, rim)
-    image, label = np.zeros((*shape, len(CHANNELS)), np.int16), np.zeros(shape, np.uint8)
+    image = np.zeros((*shape, len(CHANNELS)), np.int16)
+    label = np.zeros(shape, np.uint8)
     for number, name in enumerate(CHANNELS):
         image[(*inside, number)] = signal_of(name, head, {**tissue, **tumour})
     label[inside] = code
@@ -301,8 +299,8 @@ def phantom_case(
 
 
 def blind_patch(shape: Shape3) -> int:
-    """Voxels from front to back of the longest patch that never holds parts of two lesions apart:
-    70 of 240."""
+    """Voxels from front to back of the longest patch that never reaches two lesions apart: 70 of
+    240."""
     return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1])
 
 
@@ -310,7 +308,8 @@ class Head:
     """The grid of a head, its brain and the generator that it is drawn with."""
 
     def __init__(self, box: Shape3, rng: np.random.Generator):
-        self.box, self.rng = box, rng
+        self.box = box
+        self.rng = rng
         axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in box]
         self.u, self.v, self.w = np.ix_(*axes)
         """Right, front and up: each -1..1 along its own axis, length 1 along the others."""
@@ -318,23 +317,22 @@ class Head:
         # Narrower in front and flatter below, as a brain is.
         narrow = 1 + 0.10 * self.v + 0.05 * self.v**2
         lower = np.where(self.w < 0, 1.0 + 0.10 * self.w, 1.0).astype(np.float32)
-        self.radius = (
-            np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2) + 0.035 * wobble
-        )
+        distance = np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2)
+        self.radius = distance + 0.035 * wobble
         self.brain = self.radius < 0.97
         self.voxel = 2 / min(box)
 
-    def field(self, cells: int) -> np.ndarray:
+    def field(self, cells: int) -> Array:
         """A `smooth_field` in the head's box."""
         return smooth_field(self.rng, self.box, cells)
 
-    def ball(self, centre: Sequence[float], radii: Sequence[float]) -> np.ndarray:
+    def ball(self, centre: Iterable[float], radii: Iterable[float]) -> Array:
         """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
         u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
         return (u + v + w).astype(np.float32)
 
 
-def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndarray:
+def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> Array:
     """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along
     every axis."""
     values = rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
@@ -343,7 +341,7 @@ def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> np.ndar
     return values * np.float32(2.6)  # the spline averages: 2.6 restores the spread
 
 
-def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.ndarray:
+def _interpolate(values: Array, axis: int, size: int, cells: int) -> Array:
     """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of
     `size` voxels.
 
@@ -355,46 +353,46 @@ def _interpolate(values: np.ndarray, axis: int, size: int, cells: int) -> np.nda
     weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
     along = [1, 1, 1]
     along[axis] = size
-    result = np.float32(0)
+    total: Any = 0
     for offset, weight in enumerate(weights):
-        part = values.take(cell + offset, axis)
-        part *= (weight / 6).astype(np.float32).reshape(along)
-        part += result
-        result = part
-    return result
+        term = values.take(cell + offset, axis)
+        term *= (weight / 6).astype(np.float32).reshape(along)
+        term += total
+        total = term
+    return total
 
 
 def tissues(head: Head) -> Fields:
     """Fluid, grey and white matter, vessels and bright caps, with the ventricles and a texture."""
-    u, v, w = head.u, head.v, head.w
+    u = head.u
+    v = head.v
+    w = head.w
     depth = np.clip(0.97 - head.radius, 0, None)
     # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides,
     # fading with depth.
     bend = head.field(15)
     cerebellum = soft(0.10, np.maximum(w + 0.42 + 0.25 * v, 0) + np.maximum(v + 0.15, 0), 0.03)
     bend = np.abs(bend * (1 - cerebellum) + head.field(26) * cerebellum)
-    fissure = (
-        np.abs(u)
-        + 0.02 * np.abs(head.field(6))
-        + 0.6 * np.maximum(0.05 - np.maximum(w, 0.6 * v), 0)
-    )
+    below = np.maximum(0.05 - np.maximum(w, 0.6 * v), 0)
+    fissure = np.abs(u) + 0.02 * np.abs(head.field(6)) + 0.6 * below
     fluid = np.maximum(soft(0.17, bend + 0.7 * depth, 0.09), soft(0.022, fissure, 0.010))
     fluid = np.maximum(fluid, soft(0.02, depth, 0.012))
     grey = np.maximum(soft(0.80, bend + 1.9 * depth, 0.12), soft(0.07, depth, 0.02))
     grey = np.maximum(grey, soft(0.055, fissure, 0.02))
     for side in (-1, 1):  # two nuclei a side
-        grey = np.maximum(
-            grey, soft(1, head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13)), 0.15)
-        )
-        grey = np.maximum(
-            grey, soft(1, head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16)), 0.15)
-        )
-    warp, size = 0.25 * head.field(6), head.rng.uniform(0.85, 1.25)
+        inner = head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13))
+        outer = head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16))
+        grey = np.maximum(grey, soft(1, inner, 0.15))
+        grey = np.maximum(grey, soft(1, outer, 0.15))
+    warp = 0.25 * head.field(6)
+    size = head.rng.uniform(0.85, 1.25)
     ventricle = np.full(head.box, 9.0, np.float32)
     for side in (-1, 1):
         lean = 0.10 + 0.05 * np.abs(v - 0.1) - 0.06 * (v > 0.2) * (v - 0.2)
-        across, along = ((u - side * lean) / (0.075 * size)) ** 2, ((v - 0.02) / 0.42) ** 2
-        body = across + along + ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
+        across = ((u - side * lean) / (0.075 * size)) ** 2
+        along = ((v - 0.02) / 0.42) ** 2
+        up = ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
+        body = across + along + up
         horn = head.ball((side * 0.26, -0.36, 0.02), (0.065 * size, 0.16, 0.14))
         ventricle = np.minimum(ventricle, np.minimum(body, horn))
     ventricle = np.minimum(ventricle, head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16))) + warp
@@ -403,9 +401,8 @@ def tissues(head: Head) -> Fields:
     fluid = np.maximum(fluid, inside)
     grey = grey * (1 - fluid)
     vessel = soft(0.10, np.hypot(head.field(9), head.field(9)), 0.05) * (head.radius > 0.45)
-    sinus = soft(
-        1, (u / 0.035) ** 2 + ((head.radius - 0.93) / 0.05) ** 2 + 8 * np.maximum(0.1 - w, 0), 0.3
-    )
+    from_midline = (u / 0.035) ** 2 + ((head.radius - 0.93) / 0.05) ** 2
+    sinus = soft(1, from_midline + 8 * np.maximum(0.1 - w, 0), 0.3)
     spots = soft(-1.9, -head.field(12), 0.15) * (1 - fluid)
     return {
         "fluid": fluid,
@@ -418,7 +415,7 @@ def tissues(head: Head) -> Fields:
     }
 
 
-def soft(limit: float, values: np.ndarray, width: float) -> np.ndarray:
+def soft(limit: float, values: Array, width: float) -> Array:
     """1 well below `limit`, 0 well above, a linear ramp over `width` on both sides."""
     return np.clip((limit - values) * np.float32(0.5 / width) + np.float32(0.5), 0, 1)
 
@@ -429,9 +426,8 @@ class Lesion:
     coordinates."""
 
     centre: Sequence[float]
-    radii: Sequence[
-        float
-    ]  # of the oedema, along the axes; the radii below, except `reach`, are shares of them
+    radii: Array
+    """(3,), of the oedema, along the axes; the radii below, except `reach`, are shares of them."""
     reach: float  # a middling radius, which the width of soft edges follows
     core_edge: float
     rim: float  # thickness
@@ -443,62 +439,59 @@ class Lesion:
 def usual_lesions(head: Head) -> List[Lesion]:
     """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres, off
     the midline."""
-    lesions, rng = [], head.rng
-    for number in range(1 + (rng.random() < 0.3)):
-        reach, centre = rng.uniform(0.34, 0.50) if number == 0 else rng.uniform(0.16, 0.24), None
+    rng = head.rng
+    reaches = [(0.34, 0.50)]  # least and most of each
+    if rng.random() < 0.3:
+        reaches.append((0.16, 0.24))
+    lesions = []
+    for least, most in reaches:
+        reach = rng.uniform(least, most)
+        centre = None
         while centre is None:
             centre = _in_a_hemisphere(rng)
         radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)
-        lesions.append(
-            Lesion(centre, radii, reach, rng.uniform(0.55, 0.72), _rim_thickness(head, reach, rng))
-        )
+        core_edge = rng.uniform(0.55, 0.72)
+        lesions.append(Lesion(centre, radii, reach, core_edge, _rim_thickness(head, reach, rng)))
     return lesions
 
 
 def _in_a_hemisphere(rng: np.random.Generator) -> Optional[Tuple[float, float, float]]:
     """A place off the midline, or None for one too close to the brain's surface."""
     u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
-    return (
-        (float(u) * rng.choice((-1, 1)), float(v), float(w))
-        if u * u + v * v + w * w < 0.42
-        else None
-    )
+    if u * u + v * v + w * w >= 0.42:
+        return None
+    return float(u) * rng.choice((-1, 1)), float(v), float(w)
 
 
 def small_lesions(
-    head: Head, tissue: Fields, roughness: Sequence[np.ndarray], rng: np.random.Generator
+    head: Head, tissue: Fields, roughness: Sequence[Array], rng: np.random.Generator
 ) -> List[Lesion]:
     """One to three lesions of different sizes, which together are within SMALL_WT and SMALL_ET.
 
     Their shares of the box depend on the tissue around them, so they are drawn until the shares are
     right."""
     least, most = SMALL_WT
-    box = np.prod(
-        [np.count_nonzero(head.brain.any(axis=axes)) for axes in ((1, 2), (0, 2), (0, 1))]
-    )
+    box_voxels = math.prod(bounding_box(head.brain).size)
     while True:
         wanted = least * (most / least) ** rng.uniform(0.1, 0.9)
         sizes = (1, 0.75, 0.6)[: rng.integers(1, 4)]
-        centres = [_in_a_hemisphere(rng) for _ in sizes]
-        shapes, edges = (
-            rng.uniform(0.85, 1.2, (3, 3)) * (1.1, 0.85, 1.1),
-            rng.uniform(0.45, 0.72, 3),
-        )
+        drawn = [_in_a_hemisphere(rng) for _ in sizes]
+        shapes = rng.uniform(0.85, 1.2, (3, 3)) * (1.1, 0.85, 1.1)
+        edges = rng.uniform(0.45, 0.72, 3)
+        centres = [centre for centre in drawn if centre is not None]
+        if len(centres) < len(sizes):
+            continue
         reach = wanted ** (1 / 3)
-        for _ in range(0 if None in centres else 3):
+        for _ in range(3):
             rim = max(0.13, 2 * head.voxel / reach)
-            each = zip(centres, (reach * size for size in sizes), shapes, edges)
-            lesions = [
-                Lesion(centre, r * shape, r, edge, rim * reach / r)
-                for centre, r, shape, edge in each
-            ]
-            shares = (
-                np.bincount(
-                    tumours(head, tissue, lesions, roughness, ENHANCING)[0].ravel(), minlength=4
-                )[1:]
-                / box
-            )
-            if least <= shares.sum() <= most and shares.all() and shares[ENHANCING - 1] >= SMALL_ET:
+            lesions = []
+            for centre, size, radii, edge in zip(centres, sizes, shapes, edges):
+                own = reach * size
+                lesions.append(Lesion(centre, own * radii, own, edge, rim * reach / own))
+            label, _ = tumours(head, tissue, lesions, roughness, ENHANCING)
+            shares = np.bincount(label.ravel(), minlength=len(LABELS))[1:] / box_voxels
+            is_small = least <= shares.sum() <= most
+            if is_small and shares.all() and shares[ENHANCING - 1] >= SMALL_ET:
                 return lesions
             reach *= (wanted / max(shares.sum(), wanted / 8)) ** (1 / 3)
 
@@ -506,51 +499,46 @@ def small_lesions(
 def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
     """One lesion near the front or the back, and another at the other end, both flat from front to
     back."""
-    lesions, (pole, side), _ = (
-        [],
-        rng.choice((-1.0, 1.0), 2),
-        rng.random(2),
-    )  # two unused numbers, part of VERSION 1
+    pole, side = rng.choice((-1.0, 1.0), 2)
+    rng.random(2)  # no longer used; without them VERSION 1 would give other volumes
+    lesions = []
     for sign in (1, -1):
         u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
+        centre = (sign * side * u, sign * pole * v, w)
         reach = rng.uniform(0.28, 0.32)
         radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
-        core_edge, thick = rng.uniform(0.64, 0.72), _rim_thickness(head, reach, rng)
-        lesions.append(
-            Lesion(
-                (sign * side * u, sign * pole * v, w), radii, reach, core_edge, thick, kernel=0.27
-            )
-        )
+        core_edge = rng.uniform(0.64, 0.72)
+        rim = _rim_thickness(head, reach, rng)
+        lesions.append(Lesion(centre, radii, reach, core_edge, rim, kernel=0.27))
     return lesions
 
 
 def tumours(
-    head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[np.ndarray], rim: int
-) -> Tuple[np.ndarray, Fields]:
+    head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[Array], rim: int
+) -> Tuple[Array, Fields]:
     """Labels, with code `rim` for the rims, and the fields oedema, core, necrosis, rim and kernel.
     `roughness` is a coarse and a fine field that the borders follow."""
     rough, fine = roughness
-    share = {
-        name: np.zeros(head.box, np.float32)
-        for name in ("oedema", "core", "necrosis", "rim", "kernel")
-    }
+    names = ("oedema", "core", "necrosis", "rim", "kernel")
+    share = {name: np.zeros(head.box, np.float32) for name in names}
     allowed = head.brain & (tissue["ventricle"] < 0.5)
     for lesion in lesions:
         distance = np.sqrt(head.ball(lesion.centre, lesion.radii))
         outer = distance + 0.20 * rough + 0.10 * fine + 0.25 * tissue["grey"]
         inner = distance + 0.07 * rough + 0.05 * fine
-        edge, shell = head.voxel / lesion.reach * 0.5 + 0.02, lesion.core_edge - 0.06
+        edge = head.voxel / lesion.reach * 0.5 + 0.02
+        shell = lesion.core_edge - 0.06
         core = soft(lesion.core_edge, inner, edge) * allowed
-        parts = {
+        own = {
             "oedema": np.maximum(soft(1, outer, edge * 1.5) * allowed, core),
             "core": core,
             "necrosis": soft(max(shell - lesion.rim, 0.12), inner, edge) * allowed,
             "rim": soft(shell, inner, edge) * allowed,
         }
         if lesion.kernel:
-            parts["kernel"] = soft(lesion.kernel, distance, edge) * allowed
-        for name, part in parts.items():
-            share[name] = np.maximum(share[name], part)
+            own["kernel"] = soft(lesion.kernel, distance, edge) * allowed
+        for name, field in own.items():
+            share[name] = np.maximum(share[name], field)
     label = np.zeros(head.box, np.uint8)
     codes = {
         "oedema": EDEMA,
@@ -569,25 +557,23 @@ def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
     return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
 
 
-def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
+def signal_of(name: str, head: Head, fields: Fields) -> Array:
     """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician
     noise, no skull."""
     rng = head.rng
-    level = {
-        substance: value * rng.uniform(0.94, 1.06)
-        for substance, value in zip(SUBSTANCES, SIGNALS[name])
-    }
+    brain = head.brain
+    level = {}
+    for substance, value in zip(SUBSTANCES, SIGNALS[name]):
+        level[substance] = value * rng.uniform(0.94, 1.06)
     level["kernel"] = level["rim"]
-    signal = (
-        parts["fluid"] * level["fluid"]
-        + parts["grey"] * level["grey"]
-        + parts["white"] * level["white"]
-    )
+    signal = fields["fluid"] * level["fluid"]
+    signal = signal + fields["grey"] * level["grey"]
+    signal = signal + fields["white"] * level["white"]
     for substance in (*SUBSTANCES[3:], "kernel"):
-        signal += parts[substance] * (level[substance] - signal)
-    signal *= 1 + 0.06 * parts["texture"]
+        signal += fields[substance] * (level[substance] - signal)
+    signal *= 1 + 0.06 * fields["texture"]
     signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
-    brain, sigma = head.brain, np.float32(0.045 * level["white"])
+    sigma = np.float32(0.045 * level["white"])
     noise = rng.standard_normal((2, int(np.count_nonzero(brain))), dtype=np.float32) * sigma
     out = np.zeros(head.box, np.int16)
     out[brain] = np.clip(np.rint(np.hypot(signal[brain] + noise[0], noise[1])), 1, 32767)
@@ -596,15 +582,17 @@ def signal_of(name: str, head: Head, parts: Fields) -> np.ndarray:
 
 # --- Warped copies of a real case ---
 
-# Largest, either way: radians around each axis, share of the size along each axis, share of the
-# brain's box.
-ANGLE, SCALE, SHIFT = 0.15, 0.08, 0.03
-BEND, BENDS = (
-    0.018,
-    6,
-)  # deviation of the deformation as a share of the brain's box, cells of its field along an axis
-# Of a channel: largest logarithm of gamma, spread of the field's logarithm, noise in deviations.
-GAMMA, UNEVEN, NOISE = 0.25, 0.16, (0.05, 0.2)
+# Largest, either way.
+ANGLE = 0.15  # radians around each axis
+SCALE = 0.08  # share of the size along each axis
+SHIFT = 0.03  # share of the brain's box
+# Of the deformation.
+BEND = 0.018  # its deviation, as a share of the brain's box
+BENDS = 6  # cells of its field along an axis
+# Of a channel.
+GAMMA = 0.25  # largest logarithm, either way
+UNEVEN = 0.16  # spread of the field's logarithm
+NOISE = (0.05, 0.2)  # least and most, in deviations
 MARGIN = 0.15  # share of the brain's box that is added to each of its sides: no copy is larger
 
 
@@ -613,31 +601,34 @@ def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
     """A data set of one case and that case. Raises InputError for another number of cases, a case
     without a label or with an empty one, and as `load_case`."""
     dataset = read_dataset(folder)
-    refuse(problem for problems in dataset.problems.values() for problem in problems)
+    raise_if_any(problem for problems in dataset.problems.values() for problem in problems)
     if len(dataset.cases) != 1:
         rule = f"--warp {folder} must be the folder of one case with a label"
         raise InputError(f"{rule}, got {len(dataset.cases)} cases; name another")
     case = load_case(dataset.cases[0], channels=dataset.channels, labels=dataset.labels)
-    if not case.label.any():
-        raise InputError(
-            f"--warp {folder} must have a label with voxels, got background alone; name another case"
-        )
-    return replace(
-        dataset, labels=labels_in_use(dataset.layout, dataset.labels, case.record.label_voxels)
-    ), case
+    label_voxels = case.record.label_voxels
+    if set(label_voxels) <= {0}:
+        rule = f"--warp {folder} must have a label with voxels"
+        raise InputError(f"{rule}, got background alone; name another case")
+    labels = labels_in_use(dataset.layout, dataset.labels, label_voxels)
+    return replace(dataset, labels=labels), case
 
 
-def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.ndarray]:
+def warped_case(folder: Path, seed: int, index: int) -> Tuple[Array, Array]:
     """Copy `index` of the case in `folder`: image `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, on
     its grid, R A S.
 
     Turned, scaled, shifted and bent; every channel with a gain, gamma, uneven field and noise of
     its own. Brain voxels are at least 1, the background stays 0."""
-    case, rng = case_to_warp(folder)[1], np.random.default_rng([seed, index])
-    image, label = np.zeros(case.image.shape, np.int16), np.zeros(case.label.shape, np.uint8)
-    start, size = np.array(case.record.box.start), np.array(case.record.box.size)
+    rng = np.random.default_rng([seed, index])
+    case = case_to_warp(folder)[1]
+    image = np.zeros(case.image.shape, np.int16)
+    label = np.zeros(case.record.shape, np.uint8)
+    start = np.array(case.record.box.start)
+    size = np.array(case.record.box.size)
     margin = np.ceil(MARGIN * size).astype(int)
-    around = Region(tuple(start - margin), tuple(size + 2 * margin)).slices(label.shape)
+    enlarged = Region(xyz((start - margin).tolist()), xyz((size + 2 * margin).tolist()))
+    around = enlarged.slices(case.record.shape)
     places = _places(around, start + (size - 1) / 2, size, rng)
     label[around] = map_coordinates(case.label, places, order=0)
     for channel in range(image.shape[-1]):
@@ -646,40 +637,34 @@ def warped_case(folder: Path, seed: int, index: int) -> Tuple[np.ndarray, np.nda
         source[inside] = (source[inside] - source[inside].mean()) / source[inside].std()
         share = map_coordinates(inside.astype(np.float32), places, order=1)
         brain = share >= 0.5
-        level = (
-            1 + 0.2 * map_coordinates(source, places, order=1)[brain] / share[brain]
-        )  # of the brain's voxels alone
+        # Of the brain's voxels alone.
+        level = 1 + 0.2 * map_coordinates(source, places, order=1)[brain] / share[brain]
         level = np.maximum(level, 0.01) ** np.exp(rng.uniform(-GAMMA, GAMMA))
-        level *= np.exp(UNEVEN * smooth_field(rng, brain.shape, 3)[brain]) * rng.uniform(0.7, 1.4)
+        uneven = np.exp(UNEVEN * smooth_field(rng, xyz(brain.shape), 3)[brain])
+        level *= uneven * rng.uniform(0.7, 1.4)
         level += 0.2 * rng.uniform(*NOISE) * rng.standard_normal(level.size, np.float32)
         image[(*around, channel)][brain] = np.clip(np.rint(1000 * level), 1, 32767)
     return image, label
 
 
-def _places(
-    box: Tuple[slice, ...], centre: np.ndarray, size: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
+def _places(box: Tuple[slice, ...], centre: Array, size: Array, rng: np.random.Generator) -> Array:
     """(3, x, y, z): the voxel of the source from which each voxel of the copy's `box` comes."""
     turn = np.eye(3)
     for (a, b), angle in zip(((0, 1), (0, 2), (1, 2)), rng.uniform(-ANGLE, ANGLE, 3)):
         plane = np.eye(3)
-        plane[[a, a, b, b], [a, b, a, b]] = (
-            np.cos(angle),
-            -np.sin(angle),
-            np.sin(angle),
-            np.cos(angle),
-        )
+        plane[a, a] = np.cos(angle)
+        plane[a, b] = -np.sin(angle)
+        plane[b, a] = np.sin(angle)
+        plane[b, b] = np.cos(angle)
         turn = turn @ plane
-    affine = turn * rng.uniform(1 - SCALE, 1 + SCALE, 3)
-    offset = centre + rng.uniform(-SHIFT, SHIFT, 3) * size
-    axes = np.ix_(
-        *((np.arange(edge.start, edge.stop) - c).astype(np.float32) for edge, c in zip(box, centre))
-    )
-    places = np.empty((3, *(along.size for along in axes)), np.float32)
-    for axis, (row, start, extent) in enumerate(
-        zip(affine.astype(np.float32), offset.astype(np.float32), size)
-    ):
-        u, v, w = (weight * along for weight, along in zip(row, axes))
-        bend = smooth_field(rng, places.shape[1:], BENDS) * np.float32(BEND * extent)
-        places[axis] = start + u + v + w + bend
+    affine = (turn * rng.uniform(1 - SCALE, 1 + SCALE, 3)).astype(np.float32)
+    offset = (centre + rng.uniform(-SHIFT, SHIFT, 3) * size).astype(np.float32)
+    from_centre = [np.arange(cut.start, cut.stop) - c for cut, c in zip(box, centre)]
+    axes = np.ix_(*(along.astype(np.float32) for along in from_centre))
+    shape = xyz(along.size for along in axes)
+    places = np.empty((3, *shape), np.float32)
+    for axis in range(3):
+        u, v, w = (weight * along for weight, along in zip(affine[axis], axes))
+        bend = smooth_field(rng, shape, BENDS) * np.float32(BEND * size[axis])
+        places[axis] = offset[axis] + u + v + w + bend
     return places

@@ -11,18 +11,13 @@ files give the patient's orientation, or cases whose files do not: those of the 
 bad cases.
 """
 
-import contextlib
-import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Container, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
-
-import msgspec
+from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.records import SCHEMA, SPLITS, CaseList, Manifest, case_list, make_manifest
-from cpu3d.data.region import whole
+from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, make_manifest
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import (
@@ -33,10 +28,20 @@ from cpu3d.data.stores.convert import (
     refuse_bad_cases,
     same_sources,
 )
+from cpu3d.data.stores.folder import (
+    QUARANTINE,
+    SOURCE,
+    claimed,
+    has_grown,
+    has_settings,
+    identity,
+    read_quarantine,
+    restore_source,
+    write_quarantine,
+)
 from cpu3d.data.stores.layouts import (
     UNKNOWN,
     Dataset,
-    Problems,
     labels_in_use,
     read_dataset,
     regions_of,
@@ -51,31 +56,25 @@ from cpu3d.data.stores.splits import (
     read_folds,
 )
 from cpu3d.data.stores.unsupported import refuse_unsupported
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
-    atomic_write,
-    is_untouched,
-    remove_partials,
-    writable_folder,
     write_json,
 )
 from cpu3d.util.child import worker_count
-from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, versions
-from memory_estimator.common.files import read_json, read_record, read_text, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, format_bytes
 
 PATIENTS_HELP = (
-    "table of two columns, case and patient (CSV, or with semicolons or tabs), for cases whose names do not show the"
-    " patient as BraTS-GLI-00001-000 does; a patient's cases stay in one split"
+    "table of two columns, case and patient (CSV, or with semicolons or tabs), for cases whose"
+    " names do not show the patient as BraTS-GLI-00001-000 does; a patient's cases stay in one"
+    " split"
 )
 SPLITS_HELP = (
     "folds as nnU-Net's splits_final.json has them, kept in the store for `train --fold I/K`; cases"
     " that no fold names are the split test"
 )
-GROWN = "grown"  # field of source.json that is true once cases were appended
 WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 
@@ -88,8 +87,8 @@ class Options:
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option(
         (0.8, 0.1, 0.1),
-        "shares of the patients: fractions that sum to 1, or a ratio in whole numbers; for `train --folds` "
-        "1 0 0 puts all of them into the folds, and leaves none for a test split",
+        "shares of the patients: fractions that sum to 1, or a ratio in whole numbers; for"
+        " `train --folds` 1 0 0 puts all of them into the folds, and leaves none for a test split",
         metavar=("TRAIN", "VAL", "TEST"),
         one_of="split",
     )
@@ -104,13 +103,16 @@ OPTIONS = (Options, Settings)
 
 
 def run(options: Options, settings: Settings) -> int:
-    named = dict(vars(options))
     prepare(
-        named.pop("dataset"),
-        named.pop("store"),
-        fractions=named.pop("split"),
+        options.dataset,
+        options.store,
+        fractions=options.split,
+        splits=options.splits,
+        seed=options.seed,
+        patients=options.patients,
+        workers=options.workers,
+        skip_bad=options.skip_bad,
         settings=settings,
-        **named,
     )
     return 0
 
@@ -139,7 +141,8 @@ def prepare(
     data set or split, and a store of other content or settings; OSError when writing fails,
     KeyboardInterrupt on Ctrl-C. Finished cases are kept then.
     """
-    workers, store_dir = worker_count(workers), Path(store_dir)
+    workers = worker_count(workers)
+    store_dir = Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     refuse_unsupported(dataset)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed))
@@ -148,17 +151,16 @@ def prepare(
         splitting.split({case.case_id: case.patient_id for case in dataset.cases})
     _announce(dataset)
     if store_dir.resolve() == dataset.folder.resolve():
-        raise InputError(
-            f"store {store_dir} must be another folder than the data set, got the same; choose one"
-        )
+        rule = f"store {store_dir} must be another folder than the data set"
+        raise InputError(f"{rule}, got the same; choose one")
     content = identity(dataset, settings)
-    if finished and not _has_settings(store_dir):
-        _restore_source(store_dir, content, dataset)
+    if finished and not has_settings(store_dir):
+        restore_source(store_dir, content, dataset)
     claim = dict(content)
     if finished and has_grown(store_dir):  # from data sets of other names and orders, perhaps
         for name in ("name", "layout", "channels"):
             del claim[name]
-    with claimed(store_dir, "store", "source.json", claim):
+    with claimed(store_dir, "store", SOURCE, claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, splitting)
         jobs = [Job(files) for files in dataset.cases]
@@ -171,7 +173,7 @@ def prepare(
         manifest = _manifest_of(dataset, records, splitting)
         write_quarantine(store_dir, problems)
         if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
-            write_json(store_dir / "source.json", content)
+            write_json(store_dir / SOURCE, content)
         write_store(store_dir, manifest)
     print_summary(store_dir)
     return manifest
@@ -226,7 +228,7 @@ def _finished_before(
     if differences:
         todo = "give another --store for the new content, or add new cases with `store append`"
         differences.append(f"{todo}; its content is untouched")
-    refuse([*problems, *differences])
+    raise_if_any([*problems, *differences])
     if mended.case_ids:
         print_summary(store_dir)
     else:
@@ -252,24 +254,29 @@ def split_sizes(manifest: Manifest) -> str:
 
 def _announce(dataset: Dataset) -> None:
     """Print the data set's cases, channels, patients and label codes."""
-    channels, regions = ", ".join(dataset.channels), regions_of(dataset.labels)
+    regions = regions_of(dataset.labels)
     always = labels_in_use(dataset.layout, dataset.labels, ())
-    head = f"{dataset.name}: {count(dataset.cases, 'case')}, layout {dataset.layout}, channels {channels}"
-    lines = [head, "Labels and regions:"]
+    facts = f"{count(dataset.cases, 'case')}, layout {dataset.layout}"
+    lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
+    lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
-        within = (
-            ", ".join(region for region, codes in regions.items() if code in codes) or "no region"
-        )
-        lines.append(
-            f"  {code} {name} -> {within}{'' if code in always else ', if a label holds it'}"
-        )
+        line = f"  {code} {name} -> {_regions_with(code, regions)}"
+        if code not in always:
+            line += ", if a label holds it"
+        lines.append(line)
     lines.append(f"Patients: {len({case.patient_id for case in dataset.cases})}")
     lines += [f"  {rule}" for rule in describe_patients(Counter(dataset.patient_rules.values()))]
     if UNKNOWN in dataset.patient_rules.values():
         lines.append(
-            "  if a patient has several cases, name them with --patients FILE, or test scores may be too good"
+            "  if a patient has several cases, name them with --patients FILE, or test scores may"
+            " be too good"
         )
     say(*lines, stderr=False)
+
+
+def _regions_with(code: int, regions: Mapping[str, Sequence[int]]) -> str:
+    """The names of the regions that a label code belongs to."""
+    return ", ".join(name for name, codes in regions.items() if code in codes) or "no region"
 
 
 def _differences(
@@ -311,7 +318,9 @@ def _differences(
     if old.folds or splitting.folds:
         asked = (splitting.split(patients), splitting.folds_of(patients))
         if asked != (old.split, old.folds):
-            wanted = f"the {len(old.folds)} folds of its --splits" if old.folds else kept
+            wanted = kept
+            if old.folds:
+                wanted = f"the {len(old.folds)} folds of its --splits"
             differences.append(f"{rule} --splits or --split asks for others than {wanted}")
     elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
         differences.append(f"{rule} --split and --seed ask for another split than {kept}")
@@ -329,226 +338,69 @@ def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting)
     everyone = {case.case_id: case.patient_id for case in case_list(old.cases).known}
     if splitting.split(everyone) == old.split:
         return False
-    held = {name: tuple(filter(own.__contains__, old.split[name])) for name in SPLITS}
+    held = {}
+    for name in SPLITS:
+        held[name] = tuple(case_id for case_id in old.split[name] if case_id in own)
     try:
         return splitting.split(own) == held
     except InputError:  # fewer patients than splits
         return False
 
 
-# --- The store's folder ---
-
-
-@contextlib.contextmanager
-def claimed(
-    folder: Path,
-    kind: str,
-    name: str,
-    content: Mapping[str, Any],
-    parts: Sequence[str] = ("cases",),
-) -> Iterator[None]:
-    """Lock a folder, made if absent, for the work that `content` describes; remove what killed
-    processes left.
-
-    An empty folder gets `content` as its file `name`; a folder with the same content is continued.
-    `parts` are folders in it. Raises InputError, and changes nothing, if it holds other files,
-    cannot be written, or is in use."""
-    path = folder / name
-    if not (folder / "manifest.json").exists():  # a finished store may be read-only
-        writable_folder(folder, kind)
-    with locked(folder, kind):
-        if path.is_file():
-            begun = _read_object(path)
-            differences = [
-                f"{field} of {kind} {folder} must be {begun.get(field)!r}, as it was begun, got {value!r}"
-                for field, value in content.items()
-                if begun.get(field) != value
-            ]
-            refuse(
-                [*differences, f"choose another {kind}; nothing was touched"] if differences else ()
-            )
-        elif not is_untouched(folder, name):
-            names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:3])
-            raise InputError(
-                f"{kind} {folder} must be empty or hold {name}, got {names}; choose another"
-            )
-        else:
-            write_json(path, content)
-        for part in parts:
-            (folder / part).mkdir(exist_ok=True)
-        remove_partials(folder, *(folder / part for part in parts))
-        yield
-
-
-def identity(content: Dataset, settings: Settings) -> Dict[str, Any]:
-    """The content of source.json: the data set and the settings of a store."""
-    labels = labels_in_use(content.layout, content.labels, ())
-    return {
-        "schema": SCHEMA,
-        "name": content.name,
-        "layout": content.layout,
-        "channels": list(content.channels),
-        "labels": {str(code): name for code, name in labels.items()},
-        **asdict(settings),
-    }
-
-
-def has_grown(store_dir: Path) -> bool:
-    """Whether `store append` has added cases to a store, as its source.json says."""
-    path = store_dir / "source.json"
-    return path.is_file() and _read_object(path).get(GROWN, False) is True
-
-
-def note_growth(store_dir: Path) -> None:
-    """Write into source.json that the store has cases of several data sets."""
-    path = store_dir / "source.json"
-    content = _read_object(path)
-    if content.get(GROWN) is not True:
-        write_json(path, {**content, GROWN: True})
-
-
-def _restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
-    """Write the lost or damaged source.json of a finished store again. Raises InputError if it
-    would not be the store's own."""
-    manifest = open_store(store_dir).manifest
-    labels = labels_in_use(manifest.layout, manifest.labels, ())
-    own: Dict[str, Any] = {
-        "name": manifest.name,
-        "layout": manifest.layout,
-        "channels": list(manifest.channels),
-        "labels": {str(code): name for code, name in labels.items()},
-    }
-    for record in manifest.cases:
-        own["format"] = record.format
-        if record.stored != whole(record.shape):
-            own["crop"] = True
-        elif record.box != record.stored:
-            own["crop"] = False
-        if record.zeroed_voxels:
-            own["zero_nan"] = True
-    lost = f"store {store_dir}, whose source.json is lost or damaged,"
-    refuse(
-        f"{name} of {lost} must be {value!r}, got {content[name]!r}; give that"
-        for name, value in own.items()
-        if content[name] != value
-    )
-    own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
-    grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)
-    write_json(store_dir / "source.json", {**content, GROWN: True} if grown else content)
-
-
-def settings_of(store_dir: Path) -> Settings:
-    """The settings in a store's source.json. Raises InputError if there is none, or one that is
-    damaged."""
-
-    def made(content: Dict[str, Any]) -> Settings:
-        return typed({name: content[name] for name in vars(USUAL)}, Settings, "source")
-
-    first = "`prepare` of its first data set with the same settings"
-    todo = f"restore it, or run {first}, which writes it again"
-    try:
-        return read_record(store_dir / "source.json", SCHEMA, made, todo, InputError)
-    except FileNotFoundError:
-        raise InputError(
-            f"store {store_dir} must hold source.json with its settings, found none; {todo}"
-        ) from None
-
-
-def _has_settings(store_dir: Path) -> bool:
-    """Whether a store's source.json is there and whole."""
-    with contextlib.suppress(InputError):
-        settings_of(store_dir)
-        return True
-    return False
-
-
-class _BadCase(msgspec.Struct):
-    """A line of quarantine.jsonl."""
-
-    case_id: str
-    reasons: List[str]
-
-
-def read_quarantine(store_dir: Path) -> Problems:
-    """The cases that were left out of the store, with the reasons. Raises InputError if the list is
-    damaged."""
-    path = store_dir / "quarantine.jsonl"
-    try:
-        text = read_text(path) if path.is_file() else ""
-        bad = msgspec.json.Decoder(_BadCase).decode_lines(text)
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        rule = f"{path} must be JSON lines of a case_id and its reasons, got {error}"
-        raise InputError(f"{rule}; restore or delete the file") from None
-    return {case.case_id: case.reasons for case in bad}
-
-
-def write_quarantine(store_dir: Path, problems: Problems) -> None:
-    """Write a JSON line for each bad case; without bad cases, remove the file."""
-    path = store_dir / "quarantine.jsonl"
-    if not problems:
-        path.unlink(missing_ok=True)
-        return
-    with atomic_write(path, "w") as file:
-        lines = (
-            json.dumps({"case_id": case_id, "reasons": problems[case_id]})
-            for case_id in sorted(problems)
-        )
-        file.writelines(f"{line}\n" for line in lines)
-
-
-def _read_object(path: Path) -> Dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        content = read_json(path)
-        if isinstance(content, dict):
-            return content
-    raise InputError(f"{path} must be as it was written, got no JSON object; choose another folder")
-
-
-# --- Its summary ---
+# --- The summary of a store ---
 
 
 def summary_lines(store: Store) -> List[str]:
     """A summary of a store's records, as lines."""
-    manifest, patients, error, zeroed, size_bytes = store.manifest, set(), 0.0, 0, 0
+    manifest = store.manifest
+    patients = set()
     notes = {}
-    formats, shapes, cases, voxels = Counter(), Counter(), Counter(), Counter()
+    size_bytes = 0
+    error = 0.0
+    zeroed = 0
+    images: Counter[str] = Counter()  # kind of image -> cases
+    shapes: Counter[str] = Counter()
+    cases: Counter[int] = Counter()  # label code -> cases
+    voxels: Counter[int] = Counter()  # label code -> voxels
     for record in manifest.cases:
         patients.add(record.patient_id)
-        if of_case := case_notes(record, manifest.channels):
-            notes[record.case_id] = of_case
+        case = case_notes(record, manifest.channels)
+        if case:
+            notes[record.case_id] = case
         size_bytes += record.image_bytes + record.label_bytes
-        formats[
-            f"{record.image_dtype} .{record.format}{' cropped' * (record.stored.size != record.shape)}"
-        ] += 1
+        image = f"{record.image_dtype} .{record.format}"
+        if record.stored.size != record.shape:
+            image += " cropped"
+        images[image] += 1
         shapes[by(record.shape)] += 1
         cases.update(list(record.label_voxels))
         voxels.update(record.label_voxels)
-        error, zeroed = max(error, record.max_abs_error), zeroed + record.zeroed_voxels
+        error = max(error, record.max_abs_error)
+        zeroed += record.zeroed_voxels
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
     exact = f"rounded by up to {error:.1g} std" if error else "exact"
-    kind = file_system(store.folder)
+    kinds = ", ".join(f"{n} {image}" for image, n in images.most_common())
+    bare = f"{len(manifest.unlabelled)} unlabelled"
+    file_system_type = file_system(store.folder)
     lines = {
-        "cases": f"{len(manifest.cases)} of {count(patients, 'patient')}, {len(manifest.unlabelled)} unlabelled",
+        "cases": f"{len(manifest.cases)} of {count(patients, 'patient')}, {bare}",
         "patients": "; ".join(describe_patients(manifest.patient_rules)),
         "split": f"{split_sizes(manifest)}{drawn}, hash {manifest.split_hash}",
         "folds": "; ".join(describe_folds(manifest.folds, manifest.split)),
         "channels": ", ".join(manifest.channels),
-        "images": f"{', '.join(f'{n} {form}' for form, n in formats.most_common())}; {exact}",
+        "images": f"{kinds}; {exact}",
         "size": f"{format_bytes(size_bytes)} on disk",
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
         "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
-        "zeroed": f"{count(zeroed, 'NaN or infinite voxel')} made background" if zeroed else "",
-        "read": f"with {choose_read_mode(kind)}, from {kind or 'an unknown file system'}",
     }
+    if zeroed:
+        lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
+    mode = choose_read_mode(file_system_type)
+    lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
-        regions = (
-            ", ".join(region for region, codes in manifest.regions.items() if code in codes)
-            or "no region"
-        )
-        share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%}"
-        lines[f"label {code}"] = (
-            f"{name} -> {regions}: {count(cases[code], 'case')}, {share} of the voxels"
-        )
+        share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
+        regions = _regions_with(code, manifest.regions)
+        lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
     return [head, *shown, *note_lines(notes)]
@@ -559,8 +411,5 @@ def print_summary(store_dir: Path) -> None:
     say(*summary_lines(open_store(store_dir)), stderr=False)
     bad = read_quarantine(store_dir)
     if bad:
-        path = store_dir / "quarantine.jsonl"
-        say(
-            f"  left out {count(bad, 'bad case')}, see {path}; add repaired cases with `store append`",
-            stderr=False,
-        )
+        left_out = f"  left out {count(bad, 'bad case')}, see {store_dir / QUARANTINE}"
+        say(f"{left_out}; add repaired cases with `store append`", stderr=False)

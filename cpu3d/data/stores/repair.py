@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import List, NamedTuple, Tuple
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import (
+from cpu3d.data.manifest import (
     CaseList,
     CaseRecord,
     case_from_json,

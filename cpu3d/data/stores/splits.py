@@ -1,21 +1,22 @@
 """The patients of cases, and the split of their cases into training, validation and testing.
 
-A patient's cases stay in one split, and in one part of a fold. Patients are dealt out in the order
+A patient's cases stay in one split, and on one side of a fold. Patients are dealt out in the order
 of the SHA-256 of "seed:patient", which is the same in every version of every library. Folds may
 also be given, as nnU-Net writes them into splits_final.json; the store keeps them."""
 
 import csv
 import hashlib
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Collection, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Sequence, Set, Tuple
 
-from cpu3d.data.records import FOLD_PARTS, SPLITS, case_list, split_problems
+from cpu3d.data.manifest import FOLD_SPLITS, SPLITS, case_list, split_problems
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
 from memory_estimator.common.files import NotRegularError, read_json, read_text, reason
 
@@ -37,30 +38,25 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         delimiter = next((mark for mark in "\t;" if any(mark in line for line in lines)), ",")
         rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
     except (OSError, ValueError, csv.Error) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise InputError(
-            f"{name} must be a table in UTF-8 that can be read, got {reason}; correct it"
-        ) from None
+        rule = f"{name} must be a table in UTF-8 that can be read"
+        raise InputError(f"{rule}, got {reason(error)}; correct it") from None
     patients: Dict[str, str] = {}
     problems = []
     for number, row in enumerate(rows, 1):
-        if any(row) and (len(row) != 2 or not all(row)):
-            problems.append(
-                f"{name}:{number} must be a case and its patient, got {row}; correct the line"
-            )
-        elif any(row) and patients.setdefault(*row) != row[1]:
-            problems.append(
-                f"{name}:{number} must give case {row[0]} one patient, got {row[1]} too; keep one"
-            )
-    lacking = sorted(set(case_ids) - set(patients)) if not problems else ()
-    refuse(
-        [
-            *problems,
-            *(
-                f"{name} must give case {case_id} a patient, got none; add a line"
-                for case_id in lacking
-            ),
-        ]
+        line = f"{name}:{number}"
+        if not any(row):
+            continue
+        if len(row) != 2 or not all(row):
+            problems.append(f"{line} must be a case and its patient, got {row}; correct the line")
+            continue
+        case_id, patient = row
+        if patients.setdefault(case_id, patient) != patient:
+            rule = f"{line} must give case {case_id} one patient"
+            problems.append(f"{rule}, got {patient} too; keep one")
+    raise_if_any(problems)
+    raise_if_any(
+        f"{name} must give case {case_id} a patient, got none; add a line"
+        for case_id in sorted(set(case_ids) - set(patients))
     )
     return patients
 
@@ -80,27 +76,24 @@ def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int)
     100, but for their rounding. Raises InputError for bad shares or too few patients."""
     total = sum(fractions)
     if min(fractions) < 0 or not 0 < total < math.inf:
-        raise InputError(
-            f"--split must be three shares of at least 0, not all 0, got {fractions}; try --split 8 1 1"
-        )
+        rule = "--split must be three shares of at least 0, not all 0"
+        raise InputError(f"{rule}, got {fractions}; try --split 8 1 1")
+    words = " ".join(f"{share:g}" for share in fractions)
     has_fractions = any(share != int(share) for share in fractions)
     if has_fractions and not any(math.isclose(total, whole, rel_tol=0.011) for whole in (1, 100)):
-        words = " ".join(f"{share:g}" for share in fractions)
         rule = f"--split with fractions must sum to 1, or to 100 in percent, got {words}, which"
         raise InputError(f"{rule} sum to {total:g}; correct one, or give a ratio in whole numbers")
     order = _dealing_order(patients.values(), seed)
-    sizes = [int(fraction > 0) for fraction in fractions]
-    if len(order) < sum(sizes):
-        rule = f"--split {' '.join(f'{share:g}' for share in fractions)} must have at least {sum(sizes)} patients"
-        raise InputError(
-            f"{rule}, got {len(order)}; add cases, name --patients, or train on all with --split 1 0 0"
-        )
-    while sum(sizes) < len(order):
-        wanted = [
-            (share > 0, share / total * len(order) - size) for share, size in zip(fractions, sizes)
-        ]
-        sizes[wanted.index(max(wanted))] += 1
-    place = dict(zip(order, (name for name, size in zip(SPLITS, sizes) for _ in range(size))))
+    shares = {name: share / total for name, share in zip(SPLITS, fractions) if share > 0}
+    if len(order) < len(shares):
+        rule = f"--split {words} must have at least {len(shares)} patients"
+        todo = "add cases, name --patients, or train on all with --split 1 0 0"
+        raise InputError(f"{rule}, got {len(order)}; {todo}")
+    sizes = dict.fromkeys(shares, 1)
+    while sum(sizes.values()) < len(order):
+        behind = {name: shares[name] * len(order) - sizes[name] for name in shares}
+        sizes[max(behind, key=behind.__getitem__)] += 1  # of equal ones the first
+    place = dict(zip(order, _names(sizes)))
     return {
         name: tuple(sorted(case for case in patients if place[patients[case]] == name))
         for name in SPLITS
@@ -121,38 +114,38 @@ def deal_cases(
     place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
     have = Counter(place.values())
     fresh = _dealing_order(set(new.values()) - set(place), seed)
-    counts, total = dict(have), len(place) + len(fresh)
+    names = [name for name in SPLITS if have[name]]
+    total = len(place) + len(fresh)
+    sizes = dict.fromkeys(names, 0)  # of the fresh patients
     for _ in fresh:
-        behind = max(
-            have,
-            key=lambda name: (have[name] * total / len(place) - counts[name], -SPLITS.index(name)),
-        )
-        counts[behind] += 1
-    place.update(
-        zip(fresh, (name for name in SPLITS for _ in range(counts.get(name, 0) - have[name])))
-    )
-    return {
-        name: tuple(
-            sorted(
-                [
-                    *split[name],
-                    *(case_id for case_id, patient in new.items() if place[patient] == name),
-                ]
-            )
-        )
-        for name in SPLITS
-    }
+        behind = {
+            name: have[name] * total / len(place) - (have[name] + sizes[name]) for name in names
+        }
+        sizes[max(behind, key=behind.__getitem__)] += 1  # of equal ones the first
+    place.update(zip(fresh, _names(sizes)))
+    dealt = {}
+    for name in SPLITS:
+        added = [case_id for case_id, patient in new.items() if place[patient] == name]
+        dealt[name] = tuple(sorted([*split[name], *added]))
+    return dealt
+
+
+def _names(sizes: Mapping[str, int]) -> Iterator[str]:
+    """Each name as often as its size says."""
+    for name, size in sizes.items():
+        yield from itertools.repeat(name, size)
 
 
 def parse_fold(fold: str) -> Tuple[int, int]:
-    """ "2/5" as (2, 5): the second of five parts. Raises InputError for other text."""
+    """ "2/5" as (2, 5): the second of five folds. Raises InputError for other text."""
     match = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
-    part, parts = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= part <= parts or parts < 2:
-        raise InputError(
-            f"fold must be I/K with 1 <= I <= K and K >= 2, got {fold}; 1/5 holds out the first of five"
-        )
-    return part, parts
+    if match:
+        number = int(match[1])
+        folds = int(match[2])
+        if number <= folds and folds >= 2:
+            return number, folds
+    rule = "fold must be I/K with 1 <= I <= K and K >= 2"
+    raise InputError(f"{rule}, got {fold}; 1/5 holds out the first of five")
 
 
 # --- Folds that are given ---
@@ -175,23 +168,24 @@ class Splitting:
         if not self.folds:
             return split_cases(patients, fractions=self.fractions, seed=self.seed)
         held_out = set(self.folds[0]["val"])
-        named = {case_id for fold in self.folds for part in FOLD_PARTS for case_id in fold[part]}
-        parts = {"train": named - held_out, "val": held_out, "test": set(patients) - named}
-        return {name: tuple(sorted(ids & set(patients))) for name, ids in parts.items()}
+        named = _named_by(self.folds)
+        sets = {"train": named - held_out, "val": held_out, "test": set(patients) - named}
+        return {name: tuple(sorted(ids & set(patients))) for name, ids in sets.items()}
 
     def folds_of(self, patients: Mapping[str, str]) -> Tuple[Split, ...]:
         """The given folds without the cases that the store lacks. Raises InputError if that leaves
-        a part empty."""
+        a side empty."""
         folds = []
         problems = []
         for number, named in enumerate(self.folds, 1):
-            fold = {part: tuple(filter(patients.__contains__, named[part])) for part in FOLD_PARTS}
-            for part in FOLD_PARTS:
-                if not fold[part]:
-                    got = f"bad ones; repair one of {listed(named[part])}"
-                    problems.append(f"{part} of fold {number} must have cases, got {got}")
+            fold = {}
+            for side in FOLD_SPLITS:
+                fold[side] = tuple(case_id for case_id in named[side] if case_id in patients)
+                if not fold[side]:
+                    got = f"bad ones; repair one of {listed(named[side])}"
+                    problems.append(f"{side} of fold {number} must have cases, got {got}")
             folds.append(fold)
-        refuse(problems)
+        raise_if_any(problems)
         return tuple(folds)
 
 
@@ -208,8 +202,8 @@ def read_folds(
     `bad` are its other cases, which may be named too.
 
     Raises InputError with all problems: a file of another kind, fewer than two folds, an empty
-    part, ids that are no labelled case of the data set, a case twice in a fold or held out by two
-    folds, a patient in both parts of a fold, or in a fold while another of its cases is in none.
+    side, ids that are no labelled case of the data set, a case twice in a fold or held out by two
+    folds, a patient on both sides of a fold, or in a fold while another of its cases is in none.
     """
     name = f"--splits {path}"
     try:
@@ -222,13 +216,15 @@ def read_folds(
         got = reason(error)
         raise InputError(f"{name} must be JSON that can be read, got {got}; correct it") from None
     if not isinstance(content, list) or len(content) < 2:
-        got = count(content, "fold") if isinstance(content, list) else f"a {type(content).__name__}"
+        got = f"a {type(content).__name__}"
+        if isinstance(content, list):
+            got = count(content, "fold")
         rule = f'{name} must be a list of at least two folds {{"train": [ids], "val": [ids]}}'
         raise InputError(f"{rule}, got {got}; write one as nnU-Net's splits_final.json")
     read = [_read_fold(f"fold {number} of {name}", fold) for number, fold in enumerate(content, 1)]
-    refuse(problem for _, problems in read for problem in problems)
+    raise_if_any(problem for _, problems in read for problem in problems)
     folds = tuple(fold for fold, _ in read)
-    refuse(_fold_problems(name, folds, patients, unlabelled, bad))
+    raise_if_any(_fold_problems(name, folds, patients, unlabelled, bad))
     return folds
 
 
@@ -236,24 +232,24 @@ def _read_fold(name: str, content: Any) -> Tuple[Split, List[str]]:
     """A fold of the file, and what is wrong with it alone."""
     fold: Split = {}
     problems = []
-    for part in FOLD_PARTS:
-        ids = content.get(part) if isinstance(content, dict) else None
-        is_list = isinstance(ids, list)
-        numbers = [case_id for case_id in ids if type(case_id) in (int, float)] if is_list else []
+    for side in FOLD_SPLITS:
+        ids = content.get(side) if isinstance(content, dict) else None
+        members = ids if isinstance(ids, list) else []
+        numbers = [case_id for case_id in members if type(case_id) in (int, float)]
         if numbers:
-            rule = f"case ids in {part} of {name} must be text in quotation marks"
+            rule = f"case ids in {side} of {name} must be text in quotation marks"
             todo = f'write "{numbers[0]}", with any zeros in front that the files\' names have'
             problems.append(f"{rule}, got {count(numbers, 'number')}: {numbers[0]}; {todo}")
             continue
-        if not ids or not is_list or not all(isinstance(case_id, str) for case_id in ids):
-            rule = f"{part} of {name} must be a list of at least one case id"
+        if not members or not all(isinstance(case_id, str) for case_id in members):
+            rule = f"{side} of {name} must be a list of at least one case id"
             problems.append(f"{rule}, got {ids!r:.60}; correct it")
             continue
-        fold[part] = tuple(sorted(re.sub(r"\.nii(\.gz)?\Z", "", case_id) for case_id in ids))
+        fold[side] = tuple(sorted(re.sub(r"\.nii(\.gz)?\Z", "", case_id) for case_id in members))
     if not problems:
-        times = Counter(case_id for part in FOLD_PARTS for case_id in fold[part])
+        times = Counter([*fold["train"], *fold["val"]])
         for case_id in sorted(case_id for case_id in times if times[case_id] > 1):
-            places = listed(part for part in FOLD_PARTS for own in fold[part] if own == case_id)
+            places = listed(side for side in FOLD_SPLITS for own in fold[side] if own == case_id)
             problems.append(f"case {case_id} must be in {name} once, got {places}; keep one")
     return fold, problems
 
@@ -266,7 +262,7 @@ def _fold_problems(
     bad: Collection[str],
 ) -> List[str]:
     """What is wrong with folds beside the data set and each other."""
-    named = {case_id for fold in folds for part in FOLD_PARTS for case_id in fold[part]}
+    named = _named_by(folds)
     problems = []
     for case_id in sorted(named):
         own = f"case {case_id} of {name}"
@@ -282,7 +278,7 @@ def _fold_problems(
         for case_id in fold["val"]:
             patient = patients.get(case_id)
             if patient in trained and trained[patient] != case_id:
-                rule = f"patient {patient} must be in one part of fold {number} of {name}"
+                rule = f"patient {patient} must be on one side of fold {number} of {name}"
                 both = f"{trained[patient]} in train and {case_id} in val"
                 problems.append(f"{rule}, got {both}; move one")
     for case_id, numbers in sorted(holders.items()):
@@ -298,13 +294,18 @@ def _fold_problems(
     return problems
 
 
+def _named_by(folds: Iterable[Split]) -> Set[str]:
+    """The cases that folds name."""
+    return {case_id for fold in folds for side in FOLD_SPLITS for case_id in fold[side]}
+
+
 def describe_folds(folds: Sequence[Split], split: Split) -> List[str]:
     """Phrases on the folds that a store was given; none of no folds."""
     if not folds:
         return []
-    parts = len(folds)
+    n = len(folds)
     sizes = ", ".join(f"{len(fold['train'])} + {len(fold['val'])}" for fold in folds)
-    lines = [f"{parts} given (train + held out): {sizes}; choose one with --fold I/{parts}"]
+    lines = [f"{n} given (train + held out): {sizes}; choose one with --fold I/{n}"]
     lines.append("without --fold a run holds out what fold 1 does")
     held_out = {case_id for fold in folds for case_id in fold["val"]}
     never = len({*split["train"], *split["val"]} - held_out)
@@ -326,12 +327,15 @@ def add_to_folds(
     """
     known = set(patients.values())
 
-    def grown(parts: Split) -> Split:
-        place = {patients[case_id]: name for name in parts for case_id in parts[name]}
-        added: Dict[Optional[str], List[str]] = defaultdict(list)
+    def grown(old: Split) -> Split:
+        place = {patients[case_id]: name for name in old for case_id in old[name]}
+        added: Dict[str, List[str]] = defaultdict(list)
         for case_id, patient in new.items():
-            added[place.get(patient) if patient in known else "train"].append(case_id)
-        return {name: tuple(sorted([*ids, *added[name]])) for name, ids in parts.items()}
+            if patient not in known:
+                added["train"].append(case_id)
+            elif patient in place:  # else all cases of the patient are in no fold
+                added[place[patient]].append(case_id)
+        return {name: tuple(sorted([*ids, *added[name]])) for name, ids in old.items()}
 
     return grown(split), tuple(map(grown, folds))
 
@@ -346,13 +350,13 @@ def with_fold(store: Store, fold: str) -> Store:
 
 
 def with_folds(store: Store, folds: Sequence[str]) -> Store:
-    """A view of the store with the parts of `folds` of its training and validation cases in "val",
+    """A view of the store with the training and validation cases that `folds` hold out in "val",
     the rest in "train". Cases without a label, which can be neither trained nor scored on, are in
     neither.
 
     Of a store with given folds "train" are the cases that all of `folds` train on. Test cases and
-    split hash stay. Raises InputError for text that is no fold, for more parts than patients or
-    other parts than were given, and if identical images would be in two splits.
+    split hash stay. Raises InputError for text that is no fold, for more folds than patients or
+    others than were given, and if identical images would be in two splits.
     """
     manifest = store.manifest
     if manifest.folds:
@@ -360,15 +364,14 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     own = {*manifest.split["train"], *manifest.split["val"]} - set(manifest.unlabelled)
     known = list(case_list(manifest.cases).known)
     patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
-    held_out = {
-        case_id for fold in folds for case_id in deal(patients, fold, seed=manifest.split_seed)
-    }
+    seed = manifest.split_seed
+    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=seed)}
     split = {
         "train": tuple(sorted(own - held_out)),
         "val": tuple(sorted(held_out)),
         "test": manifest.split["test"],
     }
-    refuse(split_problems(split, known))
+    raise_if_any(split_problems(split, known))
     return store.with_split(split)
 
 
@@ -376,14 +379,13 @@ def _given(store: Store, folds: Sequence[str]) -> Split:
     """The split of a view of given folds, which were checked when the store was made. Unlabelled
     cases, which `store append` may have added, are left out."""
     kept = store.manifest.folds
-    parts_given = len(kept)
     chosen = []
     for fold in folds:
-        part, parts = parse_fold(fold)
-        if parts != parts_given:
-            rule = f"fold must be one of the {parts_given} that store {store.folder} was given"
-            raise InputError(f"{rule}, got {fold}; choose I/{parts_given}")
-        chosen.append(kept[part - 1])
+        number, count_of_folds = parse_fold(fold)
+        if count_of_folds != len(kept):
+            rule = f"fold must be one of the {len(kept)} that store {store.folder} was given"
+            raise InputError(f"{rule}, got {fold}; choose I/{len(kept)}")
+        chosen.append(kept[number - 1])
     train = set.intersection(*(set(fold["train"]) for fold in chosen))
     held_out = {case_id for fold in chosen for case_id in fold["val"]}
     bare = set(store.manifest.unlabelled)
@@ -392,17 +394,18 @@ def _given(store: Store, folds: Sequence[str]) -> Split:
 
 
 def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...]:
-    """The cases that `fold` holds out, sorted; parts differ by at most one patient."""
-    part, parts = parse_fold(fold)
+    """The cases that `fold` holds out, sorted; folds differ by at most one patient."""
+    number, folds = parse_fold(fold)
     order = _dealing_order(patients.values(), seed)
-    if parts > len(order):
-        rule = f"fold must have at most as many parts as there are patients to train and validate on, {len(order)}"
-        raise InputError(f"{rule}, got {fold}; use fewer parts")
-    chosen = set(order[part - 1 :: parts])
+    if folds > len(order):
+        rule = "folds must be at most as many as there are patients to train and validate on"
+        raise InputError(f"{rule}, {len(order)}, got {fold}; use fewer folds")
+    chosen = set(order[number - 1 :: folds])
     return tuple(sorted(case_id for case_id, patient in patients.items() if patient in chosen))
 
 
 def _dealing_order(patients: Iterable[str], seed: int) -> List[str]:
-    return sorted(
-        set(patients), key=lambda patient: hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest()
-    )
+    def digest(patient: str) -> str:
+        return hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest()
+
+    return sorted(set(patients), key=digest)

@@ -7,8 +7,9 @@ from typing import Iterator, Sequence
 import numpy as np
 
 from cpu3d.data.nifti import read_volume
+from cpu3d.data.region import Array
 from cpu3d.data.stores.layouts import CaseFiles, Dataset
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 
 CT_NAMES = {
     *("ct", "cta", "ctp", "cbct", "cect", "ncct", "nect", "ldct", "hrct", "mdct", "msct"),
@@ -31,11 +32,11 @@ IGNORE_NAME = re.compile(rf"(({_FILLING}) )*({_IGNORED})( ({_IGNORED}|{_FILLING}
 def refuse_unsupported(dataset: Dataset) -> None:
     """Raise InputError for a data set whose names show CT, or labels that are to be ignored."""
     rule = f"channels of data set {dataset.folder} must not be CT"
-    refuse(f"{rule}, got {name}; {_NO_CT}" for name in dataset.channels if is_ct(name))
+    raise_if_any(f"{rule}, got {name}; {_NO_CT}" for name in dataset.channels if is_ct(name))
     rule = f"labels of data set {dataset.folder} must all be learnt"
     todo = "an ignore label is not supported yet: annotate its voxels, or leave its cases out"
     ignored = {code: name for code, name in dataset.labels.items() if code and is_ignored(name)}
-    refuse(f"{rule}, got {code} {name}; {todo}" for code, name in ignored.items())
+    raise_if_any(f"{rule}, got {code} {name}; {todo}" for code, name in ignored.items())
 
 
 def refuse_hounsfield(cases: Sequence[CaseFiles]) -> None:
@@ -58,7 +59,7 @@ def is_ct(name: str) -> bool:
     return has_name or CT_WORDS.search(name.lower()) is not None
 
 
-def looks_like_ct(volume: np.ndarray) -> bool:
+def looks_like_ct(volume: Array) -> bool:
     """Whether a volume has a large part at the value of air in Hounsfield units."""
     low, high = AIR_HU
     with np.errstate(invalid="ignore"):
@@ -78,7 +79,7 @@ def is_ignored(name: str) -> bool:
     return IGNORE_NAME.fullmatch(plain) is not None
 
 
-def _volumes(files: CaseFiles) -> Iterator[np.ndarray]:
+def _volumes(files: CaseFiles) -> Iterator[Array]:
     """The channels of a case, but for files that cannot be read, which are named elsewhere."""
     for path in files.images:
         try:

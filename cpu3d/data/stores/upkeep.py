@@ -17,17 +17,24 @@ from types import SimpleNamespace
 from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.records import SPLITS, CaseList, Manifest, case_list, remake
+from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, remake
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores import prepare
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
+from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
-from cpu3d.data.stores.prepare import PATIENTS_HELP, SKIP_BAD_HELP, WORKERS_HELP, split_sizes
+from cpu3d.data.stores.prepare import (
+    PATIENTS_HELP,
+    SKIP_BAD_HELP,
+    WORKERS_HELP,
+    print_summary,
+    split_sizes,
+    still_lost,
+)
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients
 from cpu3d.data.stores.unsupported import refuse_unsupported
-from cpu3d.errors import refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
@@ -63,16 +70,14 @@ class Append:
 
 
 def run_info(options: Info) -> int:
-    prepare.print_summary(options.store)
+    print_summary(options.store)
     return 0
 
 
 def run_verify(options: Verify) -> int:
-    refuse(verify(options.store, workers=options.workers))
-    say(
-        f"Store {options.store} is whole: {count(open_store(options.store).manifest.cases, 'case')}",
-        stderr=False,
-    )
+    raise_if_any(verify(options.store, workers=options.workers))
+    cases = count(open_store(options.store).manifest.cases, "case")
+    say(f"Store {options.store} is whole: {cases}", stderr=False)
     return 0
 
 
@@ -85,7 +90,8 @@ def run_append(options: Append) -> int:
         skip_bad=options.skip_bad,
         patients=options.patients,
     )
-    before, after = done.before, done.manifest
+    before = done.before
+    after = done.manifest
     known = count(done.known, "case")
     lines = [f"Store {folder}: {count(done.new, 'new case')}, {known} it had already, skipped"]
     if done.repaired:
@@ -95,18 +101,17 @@ def run_append(options: Append) -> int:
     if done.bad:
         lines.append(f"  left out {count(done.bad, 'bad case')}, see {folder / 'quarantine.jsonl'}")
     if done.new:
+        sizes = f"{split_sizes(before)} before, {split_sizes(after)} now"
         hashes = f"{before.split_hash} before, {after.split_hash} now"
-        lines += [
-            f"  split    {split_sizes(before)} before, {split_sizes(after)} now; no old case has moved",
-            f"  hash     {hashes}: older runs refuse the store",
-        ]
+        lines.append(f"  split    {sizes}; no old case has moved")
+        lines.append(f"  hash     {hashes}: older runs refuse the store")
         if after.folds:
             way = "train on cases of new patients, and none holds them out"
             lines.append(f"  folds    all {len(after.folds)} {way}")
     added = case_list(after.cases).chosen(done.new)
     notes = {record.case_id: case_notes(record, after.channels) for record in added}
     say(*lines, *note_lines(notes), stderr=False)
-    say(*prepare.still_lost(folder, options.dataset, done.elsewhere))
+    say(*still_lost(folder, options.dataset, done.elsewhere))
     return 0
 
 
@@ -115,7 +120,7 @@ ACTIONS = {"info": (Info, run_info), "verify": (Verify, run_verify), "append": (
 
 def actions() -> Dict[str, str]:
     """Action -> its line of help."""
-    return {name: options.__doc__ for name, (options, _) in ACTIONS.items()}
+    return {name: str(options.__doc__) for name, (options, _) in ACTIONS.items()}
 
 
 def action(name: str) -> SimpleNamespace:
@@ -127,12 +132,16 @@ def action(name: str) -> SimpleNamespace:
 def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tuple[str, ...]:
     """All problems of a store's arrays, whose length, header and SHA-256 are compared with their
     records. Raises InputError as `open_store`."""
-    store, problems = open_store(store_dir), []
+    store = open_store(store_dir)
+    problems: List[str] = []
     check = functools.partial(Reader(store.folder, "pread").problems, contents=True)
     with bar("verify", total=len(store.manifest.cases)) as advance:
         for record, damage in run_jobs(check, store.manifest.cases, worker_count(workers)):
-            killed = f"case {record.case_id} must fit into memory, got a killed process; use fewer --workers"
-            problems += [killed] if damage is KILLED else damage
+            if damage is KILLED:
+                rule = f"case {record.case_id} must fit into memory"
+                problems.append(f"{rule}, got a killed process; use fewer --workers")
+            else:
+                problems += damage
             advance()
     return tuple(problems)
 
@@ -167,8 +176,9 @@ def append(
     again, a patient or identical images would be in two splits, and for bad cases unless
     `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
-    workers, store_dir = worker_count(workers), Path(store_dir)
-    settings = prepare.settings_of(store_dir)
+    workers = worker_count(workers)
+    store_dir = Path(store_dir)
+    settings = settings_of(store_dir)
     dataset = read_dataset(dataset_dir, patients)
     refuse_unsupported(dataset)
     writable_folder(store_dir, "store")
@@ -183,10 +193,11 @@ def append(
         new = [files for files in dataset.cases if files.case_id not in in_store]
         problems = mended.lines()
         problems += _clashes(store, known, but=mended.problems)
-        problems += _patient_clashes(store, patients) if new else []
+        if new:
+            problems += _patient_clashes(store, patients)
         if problems:
             again = count(mended.case_ids, "lost case")
-            refuse([*problems, f"nothing was appended; {again} made again"])
+            raise InputError(*problems, f"nothing was appended; {again} made again")
         jobs = [Job(files) for files in new]
         records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
         bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
@@ -198,13 +209,13 @@ def append(
         added = tuple(case.case_id for case in records.known)
         manifest = store.manifest
         if added:
-            prepare.note_growth(store_dir)
+            note_growth(store_dir)
             manifest = _grown(store, records, dataset)
             write_store(store_dir, manifest)
-        before = prepare.read_quarantine(store_dir)
+        before = read_quarantine(store_dir)
         known_now = {*in_store, *added}
         still_out = {name: reasons for name, reasons in before.items() if name not in known_now}
-        prepare.write_quarantine(store_dir, {**still_out, **bad})
+        write_quarantine(store_dir, {**still_out, **bad})
     whole = [files.case_id for files in known if files.case_id not in mended.case_ids]
     return Appended(
         before=store.manifest,
@@ -226,7 +237,8 @@ def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:
     if old.folds:
         split, folds = add_to_folds(old.split, old.folds, own, added)
     else:
-        split, folds = deal_cases(old.split, own, added, seed=old.split_seed), ()
+        split = deal_cases(old.split, own, added, seed=old.split_seed)
+        folds = ()
     return remake(
         old,
         cases=CaseList.collected(itertools.chain(old.cases, records), store.folder),
@@ -251,15 +263,17 @@ def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
     """A line for each case whose patient in the table `patients` is another, or for a table that is
     missing."""
     old = store.manifest
-    if TABLE in old.patient_rules and patients is None:
-        return [
-            f"--patients must be given, as store {store.folder} has its patients from a table, got none; name one"
-        ]
-    problems, table = [], read_patients(patients, ()) if patients is not None else {}
-    for case in case_list(old.cases).known if table else ():
-        if table.get(case.case_id, case.patient_id) != case.patient_id:
-            rule = f"case {case.case_id} must be of the patient that store {store.folder} has, {case.patient_id}"
-            problems.append(
-                f"{rule}, got {table[case.case_id]}; prepare a new store with this table"
-            )
+    if patients is None:
+        if TABLE not in old.patient_rules:
+            return []
+        rule = f"--patients must be given, as store {store.folder} has its patients from a table"
+        return [f"{rule}, got none; name one"]
+    table = read_patients(patients, ())
+    problems = []
+    for case in case_list(old.cases).known:
+        patient = table.get(case.case_id, case.patient_id)
+        if patient != case.patient_id:
+            rule = f"case {case.case_id} must be of the patient that store {store.folder} has"
+            todo = "prepare a new store with this table"
+            problems.append(f"{rule}, {case.patient_id}, got {patient}; {todo}")
     return problems

@@ -1,1 +1,1 @@
-"""Post-processing: which parts of an answer are removed, and the cases that decide it."""
+"""Post-processing: what is removed from an answer, and the cases that decide it."""

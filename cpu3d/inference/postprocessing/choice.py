@@ -6,17 +6,17 @@
 As in nnU-Net (Isensee et al. 2021), something is removed only if that helps on cases that were not
 trained on. What helps is judged by the sum of Dice and of the lesion-wise Dice of BraTS 2023
 (`cpu3d.inference.scores`), both 1 for a region that a case lacks and the answer too. Chosen are, in
-this order: whether to nest; then for each region, from the largest to the smallest, small parts of
-which the network is not sure; small parts of which it is; the whole region where little of it is
-left. Each choice needs evidence of its own:
+this order: whether to nest; then for each region, from the largest to the smallest, small
+components of which the network is not sure; small components of which it is; the whole region where
+little of it is left. Each choice needs evidence of its own:
 
-- At least LEAST_CASES cases have the region. Where no case has it, every part is an island, and a
-  rule would take the true lesions of other cases.
+- At least LEAST_CASES cases have the region. Where no case has it, every component is an island,
+  and a rule would take the true lesions of other cases.
 - The mean of that region rises, that of no other falls. Nesting must raise each region it cuts.
 - No true lesion that was found is lost in any case and region, not even with bounds MARGIN times as
-  large: no connected part of the truth, however small, of which the answer had a tenth.
-- Small parts of which the network is sure, and whole regions, might be true in the next case. So
-  the cases must gain more by their rule, all together, than RISK.
+  large: no component of the truth, however small, of which the answer had a tenth.
+- Small components of which the network is sure, and whole regions, might be true in the next case.
+  So the cases must gain more by their rule, all together, than RISK.
 
 Of these rules the one with the highest mean over all regions is taken, and of several equal ones
 the middle one: as far from losing a lesion as from leaving an island in a new case.
@@ -81,7 +81,10 @@ def decide_from(evidences: Sequence[Evidence], regions: Regions, *, alone: bool 
             chosen, why = jury.with_rule(chosen, name, alone)
             if name not in chosen.rules:
                 without[name] = why
-    off = "" if chosen.rules or chosen.nested else f"no rule for {reasons(without)}"
+    if chosen.rules or chosen.nested:
+        off = ""
+    else:
+        off = f"no rule for {reasons(without)}"
     chosen = replace(chosen, off=off, without=without)
     before = means_of(evidences, PostProcessing(), regions)
     return Choice(chosen, before, means_of(evidences, chosen, regions), jury.cases_with)
@@ -131,8 +134,8 @@ class _Jury:
         small = [Rule(share=share) for share in SHARES]
         chosen, why = self._with_best(chosen, name, small, RISK)
         whys.append(why)
-        (parts,) = chosen.rules.get(name, (Rule(),))
-        whole = [replace(parts, region_mm3=volume) for volume in REGION_MM3]
+        (rule,) = chosen.rules.get(name, (Rule(),))
+        whole = [replace(rule, region_mm3=volume) for volume in REGION_MM3]
         chosen, why = self._with_best(chosen, name, whole, RISK)
         whys.append(why)
         return chosen, next((why for why in whys if why != NONE_GAINS), NONE_GAINS)

@@ -10,21 +10,23 @@ import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
+from cpu3d.data.store import Store
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
 from cpu3d.inference.ensemble import trained_predictors
 from cpu3d.inference.postprocessing.choice import LEAST_CASES, decide_from, too_few
-from cpu3d.inference.postprocessing.evidence import Means, gather
+from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
 from cpu3d.training.train import Options
 from cpu3d.util.atomic import write_json
@@ -61,7 +63,8 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
 
     def checked(content: Dict[str, Any]) -> Decision:
         decision = typed(content, Decision)
-        chosen, before = decision.chosen, set(decision.before)
+        chosen = decision.chosen
+        before = set(decision.before)
         named = {*before, *chosen.rules, *chosen.without, *(decision.cases_with or {})}
         is_whole = before == set(decision.after) and all(chosen.rules.values())
         if not is_whole or not named <= set(config.regions):
@@ -104,16 +107,18 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     at a time, and write it into the run. A decision of this version with the present weights is
     returned as it is. Raises InputError as `trained_predictors` and `store_of_run`, and if another
     process writes to the run."""
-    run, config = Path(run), load_config(run)
+    run = Path(run)
+    config = load_config(run)
     with locked(run, "run"):
         digest = file_sha256(weights_file(run, "best"))
         try:
             decision = read_decision(run, config)
         except InputError:
             decision = None  # damaged: decided again
-        known = decision is not None and decision.cases_with is not None
-        if known and (decision.weights_sha256, decision.split_hash) == (digest, config.split_hash):
-            return decision
+        if decision is not None and decision.cases_with is not None:
+            hashes = (decision.weights_sha256, decision.split_hash)
+            if hashes == (digest, config.split_hash):
+                return decision
         store = store_of_run(config, store_folder)
         bare = set(store.manifest.unlabelled)
         ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
@@ -131,20 +136,36 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
             after: Dict[str, Means] = {}
         else:
             (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
-            evidences = []
-            with bar("post-processing", total=len(records)) as advance:
-                for record in records:
-                    answers = predictor.probabilities(store.image(record.case_id), record)
-                    truth = np.asarray(store.label(record.case_id))
-                    evidences.append(gather(answers, truth, regions, ras_steps_mm(record.geometry)))
-                    del answers  # else they are in memory while the next case is predicted
-                    advance()
+            evidences = _gathered(predictor, store, records)
             choice = decide_from(evidences, regions, alone=True)
-            chosen, before, after = choice.chosen, choice.before, choice.after
-        hashes = digest, config.split_hash
-        decision = Decision(*hashes, len(records), chosen, before, after, cases_with)
+            chosen = choice.chosen
+            before = choice.before
+            after = choice.after
+        decision = Decision(
+            weights_sha256=digest,
+            split_hash=config.split_hash,
+            cases=len(records),
+            chosen=chosen,
+            before=before,
+            after=after,
+            cases_with=cases_with,
+        )
         write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return decision
+
+
+def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> List[Evidence]:
+    """The evidence of each of these cases, which are predicted one at a time."""
+    evidences = []
+    with bar("post-processing", total=len(records)) as advance:
+        for record in records:
+            answers = predictor.probabilities(store.image(record.case_id), record)
+            truth = np.asarray(store.label(record.case_id))
+            steps_mm = ras_steps_mm(record.geometry)
+            evidences.append(gather(answers, truth, predictor.regions, steps_mm))
+            del answers  # else they are in memory while the next case is predicted
+            advance()
+    return evidences
 
 
 def after(training: Options, settings: Dict[str, Any]) -> None:
@@ -164,7 +185,8 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
             )
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
     except Exception as error:  # also TensorFlow's own: in any case the run is whole
-        line = f"off: it could not be decided, {str(error) or type(error).__name__}; repeat the same command"
+        why = str(error) or type(error).__name__
+        line = f"off: it could not be decided, {why}; repeat the same command"
     except KeyboardInterrupt:
         done = "the run is complete, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None

@@ -4,8 +4,8 @@
     json.dumps(evidence.to_json())                                # and evidence_from_json
     means_of([evidence], PostProcessing({"WT": (Rule(mm3=50),)}), regions)["WT"].lesion_dice
 
-Kept are the sizes of the predicted parts and of the true lesions, and which of them touch: some
-hundred numbers a case, so that the cases of all folds can decide together.
+Kept are the sizes of the predicted components and of the true lesions, and which of them touch:
+some hundred numbers a case, so that the cases of all folds can decide together.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from cpu3d.inference.scores import (
     LESION_MM3,
     Matching,
     Spacing,
-    connected_parts,
+    connected_components,
     match_lesions,
     voxel_mm3,
 )
@@ -36,36 +36,41 @@ from memory_estimator.common.files import typed
 
 DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
 
-Pairs = Tuple[Tuple[int, int, int], ...]  # index of a true one, of a part, voxels that they share
+# Index of a true lesion or component, of a predicted component, voxels that they share.
+Pairs = Tuple[Tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The P predicted parts of a region in a case, and the truth that they touch. Raises ValueError
-    for numbers that do not belong together."""
+class Components:
+    """The P predicted components of a region in a case, and the truth that they touch. Raises
+    ValueError for numbers that do not belong together."""
 
     voxels: Tuple[int, ...]  # (P,)
-    probability: Tuple[float, ...]  # (P,) the largest of the region in each part
+    probability: Tuple[float, ...]  # (P,) the largest of the region in each
     inside: Dict[str, Tuple[int, ...]]
-    """Larger region -> (P,) the index of the part of it that holds each."""
+    """Larger region -> (P,) the index of its component that holds each."""
     lesion_voxels: Tuple[int, ...]
     """(L,) of the true lesions by the rule of BraTS."""
     lesion_pairs: Pairs
-    """Lesions, and parts that touch them once they are grown; voxels are shared without that."""
+    """Of those that touch once the lesion is grown; voxels are shared without that."""
     component_voxels: Tuple[int, ...]
-    """(C,) of the connected parts of the truth."""
+    """(C,) of the components of the truth."""
     component_pairs: Pairs
 
     def __post_init__(self):
-        parts = len(self.voxels)
-        if any(len(numbers) != parts for numbers in (self.probability, *self.inside.values())):
-            raise ValueError(f"each of {parts} parts must have one number, got more or fewer")
-        for pairs, owners in (
-            (self.lesion_pairs, len(self.lesion_voxels)),
-            (self.component_pairs, len(self.component_voxels)),
-        ):
-            if any(not (0 <= owner < owners and 0 <= part < parts) for owner, part, _ in pairs):
-                raise ValueError(f"pairs must be of {owners} and {parts} parts, got others")
+        count = len(self.voxels)
+        if any(len(numbers) != count for numbers in (self.probability, *self.inside.values())):
+            raise ValueError(f"each of {count} components must have one number, got more or fewer")
+        self._check_pairs(self.lesion_pairs, len(self.lesion_voxels))
+        self._check_pairs(self.component_pairs, len(self.component_voxels))
+
+    def _check_pairs(self, pairs: Pairs, true_count: int) -> None:
+        """Raise ValueError for a pair with an index out of range."""
+        count = len(self.voxels)
+        for true, predicted, _ in pairs:
+            if not (0 <= true < true_count and 0 <= predicted < count):
+                rule = f"pairs must be of {true_count} true and {count} predicted components"
+                raise ValueError(f"{rule}, got {true} and {predicted}")
 
 
 @dataclass(frozen=True)
@@ -73,8 +78,8 @@ class Evidence:
     """What is kept of a labelled case and its answer."""
 
     voxel_mm3: float
-    plain: Dict[str, Parts]  # region -> its parts
-    nested: Optional[Dict[str, Parts]] = None  # those of nested answers; None if they are the same
+    plain: Dict[str, Components]  # by region
+    nested: Optional[Dict[str, Components]] = None  # of nested answers; None if they are the same
 
     def to_json(self) -> Dict[str, Any]:
         """The content of `evidence_from_json`."""
@@ -92,26 +97,31 @@ class Evidence:
         scores = {}
         kept: Dict[str, np.ndarray] = {}
         for name, larger in larger_regions(regions).items():
-            parts = touching[name]
-            stays = np.ones(len(parts.matching.part_mm3), bool)
+            of_region = touching[name]
+            sizes_mm3 = of_region.matching.predicted_mm3
+            stays = np.ones(len(sizes_mm3), bool)
             for other in larger:
-                stays &= kept[other][parts.inside[other]]
+                stays &= kept[other][of_region.inside[other]]
             if name in chosen.rules and not chosen.off:
-                left = parts.matching.part_mm3[stays], parts.probability[stays]
-                stays[stays] = ~removed_by_all(chosen.rules[name], *left)
+                probability = of_region.probability[stays]
+                stays[stays] = ~removed_by_all(chosen.rules[name], sizes_mm3[stays], probability)
             kept[name] = stays
-            scores[name] = parts.scores(stays)
+            scores[name] = of_region.scores(stays)
         return scores
 
     @cached_property
     def _plain(self) -> Dict[str, "_Touching"]:
-        return {name: _Touching(parts, self.voxel_mm3) for name, parts in self.plain.items()}
+        return {
+            name: _Touching(components, self.voxel_mm3) for name, components in self.plain.items()
+        }
 
     @cached_property
     def _nested(self) -> Dict[str, "_Touching"]:
         if self.nested is None:
             return self._plain
-        return {name: _Touching(parts, self.voxel_mm3) for name, parts in self.nested.items()}
+        return {
+            name: _Touching(components, self.voxel_mm3) for name, components in self.nested.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -125,10 +135,10 @@ class Means:
 
 @dataclass(frozen=True, eq=False)
 class Scores(Means):
-    """Those of one case, if some of the predicted parts are removed."""
+    """Those of one case, if some of the predicted components are removed."""
 
     detected: np.ndarray
-    """(C,) whether DETECTED_SHARE of each connected part of the truth, however small, is there."""
+    """(C,) whether DETECTED_SHARE of each component of the truth, however small, is there."""
 
 
 def gather(
@@ -141,26 +151,26 @@ def gather(
     `(X, Y, Z)`. `spacing_mm` is as in `score_region`."""
     plain = PostProcessing().paint(answers, regions, spacing_mm)
     nested = PostProcessing(nested=True).paint(answers, regions, spacing_mm)
-    parts = _parts(plain, answers, truth, spacing_mm, regions)
+    components = _components(plain, answers, truth, spacing_mm, regions)
     if np.array_equal(plain, nested):
-        return Evidence(voxel_mm3(spacing_mm), parts)
-    nested_parts = _parts(nested, answers, truth, spacing_mm, regions)
-    return Evidence(voxel_mm3(spacing_mm), parts, nested_parts)
+        return Evidence(voxel_mm3(spacing_mm), components)
+    nested_components = _components(nested, answers, truth, spacing_mm, regions)
+    return Evidence(voxel_mm3(spacing_mm), components, nested_components)
 
 
 def evidence_from_json(content: Any, regions: Regions) -> Evidence:
     """Parsed JSON of `Evidence.to_json`. Raises ValueError if it is damaged or of other regions."""
     evidence = typed(content, Evidence)
-    for parts in (evidence.plain, evidence.nested):
-        if parts is None:
+    for components in (evidence.plain, evidence.nested):
+        if components is None:
             continue
-        if set(parts) != set(regions):
+        if set(components) != set(regions):
             rule = f"evidence must be of the regions {', '.join(regions)}"
-            raise ValueError(f"{rule}, got {', '.join(parts) or 'none'}")
+            raise ValueError(f"{rule}, got {', '.join(components) or 'none'}")
         for name, larger in larger_regions(regions).items():
-            if set(parts[name].inside) != set(larger):
-                rule = f"evidence of {name} must tell where its parts are in {larger}"
-                raise ValueError(f"{rule}, got {list(parts[name].inside)}")
+            if set(components[name].inside) != set(larger):
+                rule = f"evidence of {name} must tell where its components are in {larger}"
+                raise ValueError(f"{rule}, got {list(components[name].inside)}")
     return evidence
 
 
@@ -184,75 +194,86 @@ def means_of(
 
 
 class _Touching:
-    """`Parts` as arrays, to be scored many times."""
+    """`Components` as arrays, to be scored many times."""
 
-    def __init__(self, parts: Parts, mm3: float):
-        lesions = np.array(parts.lesion_voxels, np.int64)
-        voxels = np.array(parts.voxels, np.int64)
-        lesion, part, shared = np.reshape(parts.lesion_pairs, (-1, 3)).astype(np.int64).T
-        counted = lesions * mm3 > LESION_MM3
-        self.matching = Matching(lesions, counted, voxels, voxels * mm3, lesion, part, shared)
-        self.probability = np.array(parts.probability, float)
-        self.inside = {name: np.array(index, np.int64) for name, index in parts.inside.items()}
-        self.component_voxels = np.array(parts.component_voxels, np.int64)
-        pairs = np.reshape(parts.component_pairs, (-1, 3)).astype(np.int64)
-        self.component, self.component_part, self.component_shared = pairs.T
+    def __init__(self, components: Components, mm3: float):
+        lesions = np.array(components.lesion_voxels, np.int64)
+        voxels = np.array(components.voxels, np.int64)
+        lesion, predicted, shared = np.reshape(components.lesion_pairs, (-1, 3)).astype(np.int64).T
+        self.matching = Matching(
+            truth_voxels=lesions,
+            counted=lesions * mm3 > LESION_MM3,
+            predicted_voxels=voxels,
+            predicted_mm3=voxels * mm3,
+            lesion=lesion,
+            predicted=predicted,
+            shared_voxels=shared,
+        )
+        self.probability = np.array(components.probability, float)
+        self.inside = {name: np.array(index, np.int64) for name, index in components.inside.items()}
+        # The truth's C components, and the pairs of them with predicted ones.
+        self.true_voxels = np.array(components.component_voxels, np.int64)
+        pairs = np.reshape(components.component_pairs, (-1, 3)).astype(np.int64)
+        self.true, self.predicted, self.shared_voxels = pairs.T
 
     def scores(self, kept: np.ndarray) -> Scores:
-        """The scores if only the parts of `kept` (P,) are left."""
-        matching = self.matching
-        pairs = kept[self.component_part]
+        """The scores if only the predicted components of `kept` (P,) are left."""
+        pairs = kept[self.predicted]
         answered = np.bincount(
-            self.component[pairs],
-            weights=self.component_shared[pairs],
-            minlength=len(self.component_voxels),
+            self.true[pairs],
+            weights=self.shared_voxels[pairs],
+            minlength=len(self.true_voxels),
         )
-        detected = answered >= DETECTED_SHARE * self.component_voxels
-        of_lesions = matching.lesions(kept)
-        dice = matching.dice(kept)
-        return Scores(of_lesions.dice, float(of_lesions.false_positives), dice, detected)
+        of_lesions = self.matching.lesions(kept)
+        return Scores(
+            lesion_dice=of_lesions.dice,
+            false_positives=float(of_lesions.false_positives),
+            dice=self.matching.dice(kept),
+            detected=answered >= DETECTED_SHARE * self.true_voxels,
+        )
 
 
-def _parts(
+def _components(
     label: np.ndarray,
     answers: np.ndarray,
     truth: np.ndarray,
     spacing_mm: Spacing,
     regions: Regions,
-) -> Dict[str, Parts]:
-    """Region, the largest first -> its parts in a painted label."""
+) -> Dict[str, Components]:
+    """Region, the largest first -> its components in a painted label."""
     # Lesions grow together inside of this box.
     box = bounding_box((label > 0) | (truth > 0)).slices(label.shape)
     numbered: Dict[str, np.ndarray] = {}
-    parts_of = {}
+    components = {}
     for name, larger in larger_regions(regions).items():
-        parts = connected_parts(region_mask(label[box], regions[name]))
-        numbered[name] = parts
+        predicted = connected_components(region_mask(label[box], regions[name]))
+        numbered[name] = predicted
         inside = {}
         for other in larger:
-            index = np.zeros(parts.max() + 1, np.int64)
-            index[parts] = numbered[other]  # index[0], of voxels in no part, means nothing
+            index = np.zeros(predicted.max() + 1, np.int64)
+            index[predicted] = numbered[other]  # index[0], of voxels in no component, means nothing
             inside[other] = tuple((index[1:] - 1).tolist())
-        true = region_mask(truth[box], regions[name])
-        matching = match_lesions(true, parts, spacing_mm)
-        components = connected_parts(true)
-        both = true & (parts > 0)
-        touching = np.stack([components[both], parts[both]])
+        truth_mask = region_mask(truth[box], regions[name])
+        matching = match_lesions(truth_mask, predicted, spacing_mm)
+        true = connected_components(truth_mask)
+        both = truth_mask & (predicted > 0)
+        touching = np.stack([true[both], predicted[both]])
         pairs, shared = np.unique(touching, axis=1, return_counts=True)
         answer = answers[box][..., list(regions).index(name)]
-        probability = largest_probability(answer, parts)
-        parts_of[name] = Parts(
-            voxels=tuple(matching.part_voxels.tolist()),
+        probability = largest_probability(answer, predicted)
+        components[name] = Components(
+            voxels=tuple(matching.predicted_voxels.tolist()),
             probability=tuple(probability.tolist()),
             inside=inside,
             lesion_voxels=tuple(matching.truth_voxels.tolist()),
-            lesion_pairs=_pairs(matching.lesion, matching.part, matching.shared_voxels),
-            component_voxels=tuple(np.bincount(components.ravel())[1:].tolist()),
+            lesion_pairs=_pairs(matching.lesion, matching.predicted, matching.shared_voxels),
+            component_voxels=tuple(np.bincount(true.ravel())[1:].tolist()),
             component_pairs=_pairs(*(pairs - 1), shared),
         )
-    return parts_of
+    return components
 
 
-def _pairs(owner: np.ndarray, part: np.ndarray, shared: np.ndarray) -> Pairs:
-    """Indices (N,) of true ones and of parts, and voxels (N,) that they share, as in `Parts`."""
-    return tuple(map(tuple, np.stack([owner, part, shared], axis=1).astype(int).tolist()))
+def _pairs(true: np.ndarray, predicted: np.ndarray, shared: np.ndarray) -> Pairs:
+    """Indices (N,) of true and of predicted ones, and voxels (N,) that they share, as `Pairs`."""
+    rows = np.stack([true, predicted, shared], axis=1).astype(int)
+    return tuple(map(tuple, rows.tolist()))

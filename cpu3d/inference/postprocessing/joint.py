@@ -24,7 +24,7 @@ from cpu3d.inference.postprocessing.evidence import Evidence, Scores
 from cpu3d.inference.postprocessing.rules import PostProcessing, Regions, gentlest
 from cpu3d.inference.runs import Answering
 from cpu3d.run.checkpoint import weights_file
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.util.atomic import write_json
 

@@ -1,11 +1,11 @@
-"""Rules of post-processing: which parts of a region are removed from an answer, what they become.
+"""Rules of post-processing: what of a region is removed from an answer, and what it becomes.
 
     chosen = PostProcessing({"ET": (Rule(region_mm3=200),)})
     label = chosen.paint(probabilities, regions, spacing_mm)
 
-- *Parts* of a region are connected by 26 neighbours. A rule removes those below a volume in mm3, or
-  below a share of the region's largest part; the latter never removes a whole region. A small part
-  of which the network is sure may stay.
+- *Components* of a region are connected by 26 neighbours. A rule removes those below a volume in
+  mm3, or below a share of the region's largest component; the latter never removes a whole region.
+  A small component of which the network is sure may stay.
 - A rule may also remove a whole region, of which too little is left in all: where nothing enhances,
   a network often answers with some voxels of ET (Isensee et al. 2020, "nnU-Net for brain tumor
   segmentation").
@@ -24,7 +24,7 @@ from scipy import ndimage
 
 from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
 from cpu3d.data.region import bounding_box
-from cpu3d.inference.scores import Spacing, connected_parts, voxel_mm3
+from cpu3d.inference.scores import Spacing, connected_components, voxel_mm3
 from cpu3d.util.records import listed
 
 Regions = Mapping[str, Sequence[int]]  # region -> its label codes
@@ -33,18 +33,18 @@ ROUNDING = 1e-9  # sizes are exact to this share only
 
 @dataclass(frozen=True)
 class Rule:
-    """Removes the small parts of a region, and what is left if that is too little in all. Raises
-    ValueError for a bound out of range."""
+    """Removes the small components of a region, and what is left if that is too little in all.
+    Raises ValueError for a bound out of range."""
 
-    mm3: float = 0.0  # parts below it go
-    share: float = 0.0  # and those below this share of the region's largest part
+    mm3: float = 0.0  # components below it go
+    share: float = 0.0  # and those below this share of the region's largest component
     stays_from: Optional[float] = None
-    """Probability: a small part in which a voxel has it or more stays. None: no part does."""
+    """Probability: a small component in which a voxel has it or more stays. None: none does."""
     region_mm3: float = 0.0  # all that is left goes if it is below this
 
     def __post_init__(self):
-        volumes = (self.mm3, self.region_mm3)
-        if not (all(0 <= volume < np.inf for volume in volumes) and 0 <= self.share < 1):
+        has_volumes = 0 <= self.mm3 < np.inf and 0 <= self.region_mm3 < np.inf
+        if not has_volumes or not 0 <= self.share < 1:
             got = f"{self.mm3:g}, {self.region_mm3:g} and {self.share:g}"
             raise ValueError(f"a rule must have volumes from 0 on and a share below 1, got {got}")
         if self.stays_from is not None and not 0 < self.stays_from <= 1:
@@ -66,7 +66,8 @@ class Rule:
         return text
 
     def removed(self, sizes_mm3: np.ndarray, probability: np.ndarray) -> np.ndarray:
-        """(P,) which parts of a region go that have these sizes and largest probabilities (P,)."""
+        """(P,) which components of a region go that have these sizes and largest probabilities
+        (P,)."""
         largest = sizes_mm3.max(initial=0.0)
         bound = max(self.mm3, self.share * largest)
         removed = sizes_mm3 < bound * (1 - ROUNDING)
@@ -82,14 +83,15 @@ def removed_by_all(
     sizes_mm3: np.ndarray,
     probability: np.ndarray,
 ) -> np.ndarray:
-    """(P,) which parts of a region each of the rules removes, by `Rule.removed`."""
+    """(P,) which components of a region each of the rules removes, by `Rule.removed`."""
     return np.logical_and.reduce([rule.removed(sizes_mm3, probability) for rule in rules])
 
 
-def largest_probability(answer: np.ndarray, parts: np.ndarray) -> np.ndarray:
-    """(P,) the largest of a region's probabilities `(X, Y, Z)` in each of its `connected_parts`."""
-    numbers = np.arange(1, parts.max(initial=0) + 1)
-    return np.asarray(ndimage.maximum(answer, parts, numbers), np.float64)
+def largest_probability(answer: np.ndarray, components: np.ndarray) -> np.ndarray:
+    """(P,) the largest of a region's probabilities `(X, Y, Z)` in each of its
+    `connected_components`."""
+    numbers = np.arange(1, components.max(initial=0) + 1)
+    return np.asarray(ndimage.maximum(answer, components, numbers), np.float64)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class PostProcessing:
     """The changes to an answer when it is painted."""
 
     rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
-    """Region -> rules of several runs; a part goes if each of them removes it."""
+    """Region -> rules of several runs; a component goes if each of them removes it."""
     nested: bool = False
     off: str = ""  # the reason why nothing is done, else empty
     without: Dict[str, str] = dataclasses.field(default_factory=dict)
@@ -116,12 +118,13 @@ class PostProcessing:
             label[box] = label_from_regions(_nested(answers[box], regions), regions)
         for name, code_below in codes_below(regions).items():
             if name in self.rules:
-                parts = connected_parts(region_mask(label[box], regions[name]))
-                sizes_mm3 = np.bincount(parts.ravel())[1:] * voxel_mm3(spacing_mm)
+                components = connected_components(region_mask(label[box], regions[name]))
+                sizes_mm3 = np.bincount(components.ravel())[1:] * voxel_mm3(spacing_mm)
                 answer = answers[box][..., list(regions).index(name)]
-                probability = largest_probability(answer, parts)
+                probability = largest_probability(answer, components)
                 removed = removed_by_all(self.rules[name], sizes_mm3, probability)
-                label[box][np.concatenate([[False], removed])[parts]] = code_below
+                is_removed = np.concatenate([[False], removed])  # by number; 0 is background
+                label[box][is_removed[components]] = code_below
         return label
 
     def steps(self, regions: Regions) -> Dict[str, Any]:
@@ -153,18 +156,18 @@ class PostProcessing:
         """In a line, as "removes parts of WT below 1 % of the largest part" or "off: " and why."""
         if self.off:
             return f"off: {self.off}"
-        parts = []
+        texts = []
         if self.rules:
             names: Dict[str, List[str]] = {}
             for name, rules in self.rules.items():
                 names.setdefault(listed(rules), []).append(name)
             removed = [f"{listed(regions)} below {text}" for text, regions in names.items()]
-            parts.append(f"removes parts of {'; of '.join(removed)}")
+            texts.append(f"removes parts of {'; of '.join(removed)}")
         if self.nested:
-            parts.append("cuts each region to the larger regions")
+            texts.append("cuts each region to the larger regions")
         if self.without:
-            parts.append(f"no rule for {reasons(self.without)}")
-        return "; ".join(parts)
+            texts.append(f"no rule for {reasons(self.without)}")
+        return "; ".join(texts)
 
 
 RAW = PostProcessing(off="--raw")

@@ -7,7 +7,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
 from cpu3d.bench.harness import in_fresh_process
-from cpu3d.bench.step import measure
+from cpu3d.bench.step_costs import measure
 from cpu3d.host.speed import keep_training
 from memory_estimator.__main__ import main as estimator
 from memory_estimator.calibration import find_constants, load_constants, shipped_constants

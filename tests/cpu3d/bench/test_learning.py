@@ -23,7 +23,7 @@ from cpu3d.bench.learning_results import (
 from cpu3d.bench.tables import tables
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.processes import RunFailedError
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.util.records import append_record, read_records
 from memory_estimator.common.table import PALETTE
 from tests.cpu3d.data.datasets import brats_case
@@ -144,7 +144,7 @@ def test_what_fails_is_named_and_left_out(tmp_path, phantom_store, calls, monkey
         (["--workdir", "W", "--folds", "2", "--only", "1", "3"], "2 folds, got 1 and 3"),
         (["--workdir", "W", "--folds", "2", "--only", "1", "1"], "--only must differ"),
         (["--workdir", "W", "--only", "1"], "--only must come with --folds, got 1"),
-        (["--workdir", "W", "--folds", "9"], "at most as many parts .*, got 1/9"),
+        (["--workdir", "W", "--folds", "9"], "at most as many .*, got 1/9"),
         (["--workdir", "W", "--also", "W"], "--also .* a labelled case .*, got no case"),
         (["--workdir", "W", "--seeds", "1", "1"], "--seeds must differ, got 1 and 1"),
         (["--workdir", "W", "--name", "a", "--name", "b"], "--name .* once, got a and b"),

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import validate as bench
+from cpu3d.bench import estimator_errors as bench
+from cpu3d.bench.estimator_errors import read_measured
 from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.tables import tables
-from cpu3d.bench.validate import read_measured
 from cpu3d.util.records import append_record
 from memory_estimator.host import read_host
 from memory_estimator.validation import configurations, request_for

@@ -16,7 +16,7 @@ from cpu3d import processes as own_processes
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.processes import RunFailedError
 from cpu3d.run.checkpoint import save_checkpoint
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.compare import stand_in
 
 

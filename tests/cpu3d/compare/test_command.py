@@ -6,10 +6,10 @@ import os
 import pytest
 
 from cpu3d import processes
-from cpu3d.compare import command, report
-from cpu3d.compare.report import comparisons_markdown
+from cpu3d.compare import command, results
+from cpu3d.compare.results import comparisons_markdown
 from cpu3d.errors import InputError
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import append_event
 from cpu3d.util.records import read_records
 from tests.cpu3d.runs import run_command
@@ -51,7 +51,7 @@ def chosen(tiny_store, out):
 @pytest.fixture
 def no_page(monkeypatch):
     """The pictures of a page take most of the time, and are seen in other tests."""
-    monkeypatch.setattr(report, "page_sections", lambda *args, **more: [])
+    monkeypatch.setattr(results, "page_sections", lambda *args, **more: [])
 
 
 def test_a_comparison_is_carried_out_added_to_and_kept(

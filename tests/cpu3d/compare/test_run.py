@@ -8,7 +8,7 @@ import time
 import pytest
 
 from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
-from cpu3d.inference.evaluate import outdated_scores
+from cpu3d.inference.scores_file import outdated_scores
 from cpu3d.processes import RunFailedError, is_trained
 from cpu3d.run.log import read_events
 

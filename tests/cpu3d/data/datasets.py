@@ -9,7 +9,14 @@ import nibabel
 import numpy as np
 
 from cpu3d.data.files.arrays import encode
-from cpu3d.data.records import CaseRecord, Geometry, Manifest, SourceFile, array_path, make_manifest
+from cpu3d.data.manifest import (
+    CaseRecord,
+    Geometry,
+    Manifest,
+    SourceFile,
+    array_path,
+    make_manifest,
+)
 from cpu3d.data.region import Region, whole
 from cpu3d.data.stores.case import centres_of
 
@@ -87,14 +94,16 @@ def make_record(case_id: str = "a", **changes) -> CaseRecord:
     label[1, 2, 3] = 1
     digest = hashlib.sha256(case_id.encode()).hexdigest()
     fields = {
-        "case_id": case_id, "patient_id": case_id, "shape": (4, 4, 4), "spacing_mm": (1.0, 1.0, 1.0),
-        "box": Region((1, 1, 1), (2, 2, 3)), "image_dtype": "int16", "max_abs_error": 0.0, "channel_mean": (1.5,),
+        "case_id": case_id, "patient_id": case_id, "shape": (4, 4, 4),
+        "spacing_mm": (1.0, 1.0, 1.0), "box": Region((1, 1, 1), (2, 2, 3)),
+        "image_dtype": "int16", "max_abs_error": 0.0, "channel_mean": (1.5,),
         "channel_std": (0.5,), "channel_min": (1.0,), "channel_max": (2.0,), "channel_voxels": (8,),
         "zeroed_voxels": 0, "label_voxels": {0: 63, 1: 1}, "centres": centres_of(label),
         "geometry": Geometry((4, 4, 4), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
-        "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest, 0),), "stem": case_id, "format": "npy",
-        "stored": Region((0, 0, 0), (4, 4, 4)), "image_bytes": 256, "image_sha256": digest,
-        "image_voxels_sha256": digest, "label_bytes": 192, "label_sha256": digest, "label_voxels_sha256": digest,
+        "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest, 0),), "stem": case_id,
+        "format": "npy", "stored": Region((0, 0, 0), (4, 4, 4)),
+        "image_bytes": 256, "image_sha256": digest, "image_voxels_sha256": digest,
+        "label_bytes": 192, "label_sha256": digest, "label_voxels_sha256": digest,
     }  # fmt: skip
     return CaseRecord(**{**fields, **changes})
 
@@ -103,9 +112,16 @@ def manifest_of(records, split=None, **changes) -> Manifest:
     """The manifest of these cases; without a split all of them train."""
     split = {"val": (), "test": (), **(split or {"train": [record.case_id for record in records]})}
     fields = {
-        "name": "made up", "layout": "decathlon", "channels": ("CT",), "labels": {0: "background", 1: "tumour"},
-        "regions": {"tumour": (1,)}, "split": split, "split_seed": 3, "cases": records, "versions": {"numpy": "1"},
-    }  # fmt: skip
+        "name": "made up",
+        "layout": "decathlon",
+        "channels": ("CT",),
+        "labels": {0: "background", 1: "tumour"},
+        "regions": {"tumour": (1,)},
+        "split": split,
+        "split_seed": 3,
+        "cases": records,
+        "versions": {"numpy": "1"},
+    }
     return make_manifest(**{**fields, **changes})
 
 
@@ -113,24 +129,22 @@ def stored_case(
     folder: Path, image: np.ndarray, label: np.ndarray, stem: str = "a", kind: str = "npy"
 ) -> CaseRecord:
     """Write a case's arrays; returns their record."""
-    content = {
-        part: b"".join(map(bytes, encode(array, kind)))
-        for part, array in (("x", image), ("y", label))
-    }
-    fields = {}
-    for part, name in (("x", "image"), ("y", "label")):
-        fields.update({f"{name}_bytes": len(content[part])})
-        fields.update({f"{name}_sha256": hashlib.sha256(content[part]).hexdigest()})
-    fields.update(
+    image_file = b"".join(map(bytes, encode(image, kind)))
+    label_file = b"".join(map(bytes, encode(label, kind)))
+    record = make_record(
+        stem,
+        channel_mean=(0.0,) * image.shape[3],
+        label_voxels={0: label.size},
         shape=image.shape[:3],
         stored=whole(image.shape[:3]),
         image_dtype=str(image.dtype),
         format=kind,
-    )
-    record = make_record(
-        stem, channel_mean=(0.0,) * image.shape[3], label_voxels={0: label.size}, **fields
+        image_bytes=len(image_file),
+        image_sha256=hashlib.sha256(image_file).hexdigest(),
+        label_bytes=len(label_file),
+        label_sha256=hashlib.sha256(label_file).hexdigest(),
     )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
-    for part, part_content in content.items():
-        array_path(folder, record, part).write_bytes(part_content)
+    array_path(folder, record, "x").write_bytes(image_file)
+    array_path(folder, record, "y").write_bytes(label_file)
     return record

@@ -44,7 +44,8 @@ def test_low_intensities_at_the_edge_of_a_head_stay_beside_residue():
 def test_what_cubic_splines_leave_of_a_head_that_is_turned_becomes_0_beside_it_too():
     volume = np.zeros((48, 44, 40), np.float32)
     volume[12:36, 12:32, 12:28] = np.random.default_rng(0).uniform(300, 900, (24, 20, 16))
-    cos, sin = np.cos(0.1), np.sin(0.1)
+    cos = np.cos(0.1)
+    sin = np.sin(0.1)
     turn = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
     how = {"matrix": turn, "offset": (np.eye(3) - turn) @ [24, 22, 20] + 0.3}
     turned = affine_transform(volume, order=3, **how)

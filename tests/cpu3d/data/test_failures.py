@@ -69,7 +69,9 @@ def test_a_bad_image_is_refused_for_its_reason_and_the_good_cases_are_kept(tmp_p
 
 def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(tmp_path, capsys):
     sick = IMAGE.astype(np.float32)
-    sick[1, 1, 1, 0], sick[2, 2, 2, 0], sick[0, 0, 0, 3] = np.nan, np.inf, -np.inf
+    sick[1, 1, 1, 0] = np.nan
+    sick[2, 2, 2, 0] = np.inf
+    sick[0, 0, 0, 3] = -np.inf
     write_nifti(decathlon(tmp_path / "data", 4) / f"imagesTr/{BAD}.nii.gz", sick)
     prepare(tmp_path / "data", tmp_path / "store", **ALL, settings=Settings(zero_nan=True))
     assert "zeroed   3 NaN or infinite voxels made background" in capsys.readouterr().out
@@ -78,7 +80,8 @@ def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(tm
     assert np.array_equal(store.image(BAD), np.where(np.isfinite(sick), sick, 0))
 
 
-SHIFTED, LPS = np.eye(4), np.diag([-1.0, -1.0, 1.0, 1.0])
+SHIFTED = np.eye(4)
+LPS = np.diag([-1.0, -1.0, 1.0, 1.0])
 SHIFTED[0, 3] = 0.01
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cpu3d.data import nifti
+from cpu3d.data.manifest import Geometry, case_from_json, to_json
 from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label
-from cpu3d.data.records import Geometry, case_from_json, to_json
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import make_record, write_nifti
 
@@ -119,7 +119,8 @@ def test_turning_to_ras_agrees_with_nibabel_and_turns_back_exactly(tmp_path, axe
 def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_way_of_a_record(
     tmp_path, codes
 ):
-    source, turned = tmp_path / "a.nii", np.array(geometry_of("LPS").affine)
+    source = tmp_path / "a.nii"
+    turned = np.array(geometry_of("LPS").affine)
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.int16), None)
     image.set_sform(turned, codes[0])
     turned[:2, :2] = turned[:2, :2] @ [[0.8, -0.6], [0.6, 0.8]]
@@ -129,7 +130,8 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
     record = make_record(geometry=read_volume(source)[1])
     geometry = case_from_json(json.dumps(to_json(record)).encode()).geometry
     write_label(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
-    before, after = source.read_bytes(), (tmp_path / "label.nii").read_bytes()
+    before = source.read_bytes()
+    after = (tmp_path / "label.nii").read_bytes()
     assert after[76:92] == before[76:92]  # pixdim
     assert after[252:328] == before[252:328]  # both codes, the quaternion, its offset, srow
     assert read_volume(tmp_path / "label.nii")[1] == geometry
@@ -227,7 +229,9 @@ def test_a_quaternion_that_is_too_long_by_rounding_is_read_and_what_is_written_c
     content = bytearray((tmp_path / "a.nii").read_bytes())
     header = np.frombuffer(content, kind.header_class.template_dtype, 1)[0].copy()
     half = np.sqrt((1 + above) / 2)
-    header["quatern_b"], header["quatern_c"], header["quatern_d"] = 0, half, half
+    header["quatern_b"] = 0
+    header["quatern_c"] = half
+    header["quatern_d"] = half
     content[: header.nbytes] = header.tobytes()
     (tmp_path / "a.nii").write_bytes(content)
     _, geometry = read_volume(tmp_path / "a.nii")
@@ -243,9 +247,12 @@ def sheared(degrees, about=(0.0, 0.0, 0.0)):
     affine = np.eye(4)
     affine[:3, 2] = 0, 2 * np.sin(np.radians(degrees)), 2 * np.cos(np.radians(degrees))
     for axis, angle in enumerate(np.radians(about)):
-        turn, (i, j) = np.eye(4), [other for other in range(3) if other != axis]
-        turn[i, i] = turn[j, j] = np.cos(angle)
-        turn[i, j], turn[j, i] = -np.sin(angle), np.sin(angle)
+        i, j = [other for other in range(3) if other != axis]
+        turn = np.eye(4)
+        turn[i, i] = np.cos(angle)
+        turn[j, j] = np.cos(angle)
+        turn[i, j] = -np.sin(angle)
+        turn[j, i] = np.sin(angle)
         affine = turn @ affine
     return affine
 
@@ -272,9 +279,9 @@ def test_steps_of_a_sheared_grid_give_its_distances_and_volumes(tmp_path, degree
 
 
 def test_a_grid_sheared_by_more_than_any_gantry_is_refused(tmp_path):
-    for name, degrees in (("good", 44), ("bad", 46)):
-        image = nibabel.Nifti1Image(np.zeros((2, 3, 4), np.int16), sheared(degrees))
-        nibabel.save(image, tmp_path / f"{name}.nii")
+    array = np.zeros((2, 3, 4), np.int16)
+    nibabel.save(nibabel.Nifti1Image(array, sheared(44)), tmp_path / "good.nii")
+    nibabel.save(nibabel.Nifti1Image(array, sheared(46)), tmp_path / "bad.nii")
     read_volume(tmp_path / "good.nii")
     with pytest.raises(InputError, match=r"sheared by at most 45 degrees, got 46\.0"):
         read_volume(tmp_path / "bad.nii")

@@ -60,7 +60,8 @@ STARTS = st.tuples(*[st.integers(-6, 9)] * 3)
 
 @given(SHAPES, STARTS, SHAPES)
 def test_cropping_reads_every_voxel_where_it_is_and_pasting_is_the_way_back(shape, start, size):
-    volume, region = np.arange(1, np.prod(shape) + 1).reshape(shape), Region(start, size)
+    volume = np.arange(1, np.prod(shape) + 1).reshape(shape)
+    region = Region(start, size)
     part = crop(volume, region)
     assert part.shape == size
     for index in np.ndindex(*size):

@@ -36,14 +36,14 @@ def test_the_order_and_the_places_are_the_same_on_every_machine_and_version():
     case = record(centres={1: ((4, 4, 4), (9, 9, 9)), 2: ((5, 10, 7),)})
     sampling = PatchSampling((6, 6, 6), "foreground", codes=((1, 2), (2,)), seed=1)
     assert [
-        (sample.index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)
+        (sample.case_index, sample.region.start) for sample in draw(sampling, [case] * 4, 6)
     ] == PLACES
 
 
 @given(st.integers(1, 50), st.integers(0, 2**63), st.integers(0, 20))
 def test_every_epoch_holds_each_case_once(cases, seed, epoch):
     drawn = [sample_at(epoch * cases + place, cases=cases, seed=seed) for place in range(cases)]
-    assert sorted(sample.index for sample in drawn) == list(range(cases))
+    assert sorted(sample.case_index for sample in drawn) == list(range(cases))
     assert {sample.epoch for sample in drawn} == {epoch}
 
 
@@ -83,11 +83,11 @@ def test_a_patch_stays_in_the_extent_along_every_axis_where_it_fits(case, patch,
     for sample in draw(sampling, [case], 20):
         assert sample.region.size == patch
         for a, n, first, size in zip(sample.region.start, patch, inside.start, inside.size):
-            assert (
-                (first <= a <= first + size - n)
-                if n <= size
-                else (a <= first and a + n >= first + size)
-            )
+            if n <= size:
+                assert first <= a <= first + size - n
+            else:
+                assert a <= first
+                assert a + n >= first + size
 
 
 @given(cases(), SHAPES)
@@ -97,7 +97,8 @@ def test_a_foreground_patch_holds_a_voxel_that_was_asked_for_or_is_random_where_
     for sample in draw(
         PatchSampling(patch, "foreground", foreground=1.0, codes=((2,),)), [case], 20
     ):
-        start, stop = sample.region.start, sample.region.stop
+        start = sample.region.start
+        stop = sample.region.stop
         assert any(
             all(a <= v < b for a, v, b in zip(start, voxel, stop)) for voxel in case.centres[2]
         )
@@ -129,7 +130,7 @@ def test_samples_are_dealt_to_workers_by_hand():
     first, second = shares(2, 6)
     assert first.positions(0, 12) == (0, 1, 2, 6, 7, 8)
     assert second.positions(6, 12) == (9, 10, 11)
-    assert (second.indices(6, 12), second.part) == (range(3, 6), 3)
+    assert (second.indices(6, 12), second.per_step) == (range(3, 6), 3)
     dealt = [share.singly().positions(0, 8) for share in shares(3, 6)]  # without steps
     assert dealt == [(0, 3, 6), (1, 4, 7), (2, 5)]
     assert Share(2, 3).positions(0, 2) == ()

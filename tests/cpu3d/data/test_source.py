@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from cpu3d.data import source
 from cpu3d.data.augment import AugmentConfig
-from cpu3d.data.records import Geometry, array_path, remake
+from cpu3d.data.manifest import Geometry, array_path, remake
 from cpu3d.data.region import crop
 from cpu3d.data.resolution import Resizing, network_grid
 from cpu3d.data.sampling import Share
@@ -32,10 +32,8 @@ FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("
 
 
 def digest(element):
-    parts = tf.nest.flatten(element)
-    return hashlib.sha256(
-        b"".join(tf.io.serialize_tensor(part).numpy() for part in parts)
-    ).hexdigest()
+    tensors = [tf.io.serialize_tensor(tensor).numpy() for tensor in tf.nest.flatten(element)]
+    return hashlib.sha256(b"".join(tensors)).hexdigest()
 
 
 def hashes(dataset):
@@ -51,14 +49,14 @@ def other_stores(phantom_store, tmp_path_factory):
     """The phantoms in every other format, by the names of FORMATS."""
     stores = {}
     for name, (format_, cropped) in FORMATS.items():
-        folder, records = tmp_path_factory.mktemp("formats"), []
+        folder = tmp_path_factory.mktemp("formats")
+        records = []
         (folder / "cases").mkdir()
         for record in phantom_store.manifest.cases:
-            arrays = (
-                np.asarray(read(record.case_id))
-                for read in (phantom_store.image, phantom_store.label)
-            )
-            records.append(write_arrays(folder, record, *arrays, format_=format_, cropped=cropped))
+            image = np.asarray(phantom_store.image(record.case_id))
+            label = np.asarray(phantom_store.label(record.case_id))
+            written = write_arrays(folder, record, image, label, format_=format_, cropped=cropped)
+            records.append(written)
         write_store(folder, remake(phantom_store.manifest, cases=records))
         stores[name] = open_store(folder)
     return stores
@@ -112,9 +110,12 @@ def expected(phantom_store):
 def test_every_format_and_read_mode_gives_the_same_bits(
     phantom_store, other_stores, expected, name, extent
 ):
-    store, mode = other_stores.get(name, phantom_store), None if name in FORMATS else name
-    for kind in KINDS if mode is None else ("volumes", "patches"):
-        assert hashes_of(store, kind, extent, mode) == expected[kind, extent], kind
+    if name in FORMATS:
+        made = {kind: hashes_of(other_stores[name], kind, extent) for kind in KINDS}
+    else:
+        kinds = ("volumes", "patches")
+        made = {kind: hashes_of(phantom_store, kind, extent, name) for kind in kinds}
+    assert made == {kind: expected[kind, extent] for kind in made}
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
@@ -128,16 +129,16 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
     drawn = source.patch_sampling(phantom_store, shape, sampling=sampling, extent=extent, seed=4)
     stop = len(cases)
     wide = volume_dataset(phantom_store, extent="full", multiple=1, shuffle=False)
-    volumes = [[part[0].numpy() for part in pair] for pair in wide]
+    volumes = [[volume[0].numpy() for volume in pair] for pair in wide]
     dataset = patch_dataset(
         phantom_store, shape, sampling=sampling, extent=extent, seed=4, stop=stop
     )
     for position, patch in enumerate(dataset):
         sample = source.patch_at(position, drawn, cases)
-        for part, volume in zip(patch, volumes[sample.index]):
+        for own, volume in zip(patch, volumes[sample.case_index]):
             expected = crop(volume, sample.region)
-            assert part[0].shape == expected.shape
-            assert part[0].numpy().tobytes() == expected.tobytes()
+            assert own[0].shape == expected.shape
+            assert own[0].numpy().tobytes() == expected.tobytes()
     assert position == stop - 1
 
 
@@ -165,7 +166,8 @@ def test_a_restart_at_every_position_with_any_threads_continues_bit_for_bit(phan
 
 @pytest.mark.parametrize("kind", ["volumes", "foreground"])
 def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, kind):
-    span, joined = {"start": 4, "stop": 12}, {}
+    span = {"start": 4, "stop": 12}
+    joined = {}
     expected = dict(zip(range(4, 12), hashes(stream(kind, phantom_store, **span))))
     for share in (Share(0, 2, 4), Share(1, 2, 4), Share(2, 4, 4)):
         own = hashes(stream(kind, phantom_store, share=share, threads=1 + share.rank % 2, **span))
@@ -176,7 +178,8 @@ def test_workers_together_give_the_bits_of_one_in_the_same_order(phantom_store, 
 
 def test_what_a_seed_draws_never_changes_silently(tmp_path):
     (tmp_path / "cases").mkdir()
-    records, geometry = [], Geometry((8, 7, 6), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
+    geometry = Geometry((8, 7, 6), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
+    records = []
     for number, case_id in enumerate("abc"):
         image = (np.arange(8 * 7 * 6 * 2).reshape(8, 7, 6, 2) * (number + 3) % 97).astype(np.int16)
         image[: number + 1] = 0
@@ -184,19 +187,21 @@ def test_what_a_seed_draws_never_changes_silently(tmp_path):
         label[5, 3, 2] = 2
         record = make_record(case_id, geometry=geometry, **facts_of(image, label))
         records.append(write_arrays(tmp_path, record, image, label, format_="npy", cropped=False))
-    labels, regions = {0: "none", 1: "one", 2: "two"}, {"all": (1, 2), "two": (2,)}
+    labels = {0: "none", 1: "one", 2: "two"}
+    regions = {"all": (1, 2), "two": (2,)}
     write_store(tmp_path, manifest_of(records, channels=("A", "B"), labels=labels, regions=regions))
-    store, common = open_store(tmp_path), {"augment": AUGMENT, "seed": 11, "stop": 6}
+    store = open_store(tmp_path)
+    common = {"augment": AUGMENT, "seed": 11, "stop": 6}
     patches = {"sampling": "foreground", "foreground": 0.5, "extent": "full", "batch": 2}
-    for expected, dataset in (
-        (3090442467, patch_dataset(store, (4, 5, 3), **patches, **common)),
-        (125182110, volume_dataset(store, multiple=4, **common)),
-    ):
-        parts = [part.numpy() for sample in dataset for part in sample]
-        assert (
-            zlib.crc32(b"".join(np.round(part, 3).astype(np.float32).tobytes() for part in parts))
-            == expected
-        )
+    assert rounded_crc32(patch_dataset(store, (4, 5, 3), **patches, **common)) == 3090442467
+    assert rounded_crc32(volume_dataset(store, multiple=4, **common)) == 125182110
+
+
+def rounded_crc32(dataset):
+    """A check sum of images and targets, which is the same on every host."""
+    arrays = [array.numpy() for sample in dataset for array in sample]
+    rounded = [np.round(array, 3).astype(np.float32).tobytes() for array in arrays]
+    return zlib.crc32(b"".join(rounded))
 
 
 # --- Resolution, channels, and what is outside of a patch ---
@@ -239,17 +244,19 @@ def test_some_channels_and_regions_are_those_of_all(phantom_store, channels):
     some = volume_dataset(
         phantom_store, augment=EVERY, stop=12, channels=channels, regions=("ET", "WT")
     )
-    for (image, target), (part, regions) in zip(every, some):
-        np.testing.assert_allclose(part, image.numpy()[..., places], atol=1e-3)
+    for (image, target), (picked, regions) in zip(every, some):
+        np.testing.assert_allclose(picked, image.numpy()[..., places], atol=1e-3)
         np.testing.assert_array_equal(regions, target.numpy()[..., [2, 0]])
 
 
-def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path):
+@pytest.mark.parametrize("mode", ["mmap", "pread"])
+def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path, mode):
     """All voxels of the case are 100, so those of patches in its middle are, however they are
     turned."""
     (tmp_path / "cases").mkdir()
     shape = (60, 60, 60)
-    image, label = np.full((*shape, 1), 100, np.int16), np.zeros(shape, np.uint8)
+    image = np.full((*shape, 1), 100, np.int16)
+    label = np.zeros(shape, np.uint8)
     image[0, 0, 0] = 300
     geometry = Geometry(shape, tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1)
     record = make_record("a", geometry=geometry, **facts_of(image, label))
@@ -258,17 +265,16 @@ def test_a_turned_patch_shows_what_is_around_its_box_and_not_0(tmp_path):
         tmp_path,
         manifest_of([record], channels=("A",), labels={0: "none", 1: "one"}, regions={"one": (1,)}),
     )
-    config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40)
-    for mode in ("mmap", "pread"):
-        for patch, _ in patch_dataset(
-            open_store(tmp_path),
-            (24, 24, 24),
-            sampling="centre",
-            augment=config,
-            stop=4,
-            read_mode=mode,
-        ):
-            np.testing.assert_allclose(patch, patch[0, 12, 12, 12, 0], atol=1e-3)
+    patches = patch_dataset(
+        open_store(tmp_path),
+        (24, 24, 24),
+        sampling="centre",
+        augment=AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=40),
+        stop=4,
+        read_mode=mode,
+    )
+    for patch, _ in patches:
+        np.testing.assert_allclose(patch, patch[0, 12, 12, 12, 0], atol=1e-3)
 
 
 def test_a_patch_as_large_as_a_volume_is_turned_as_it_is(phantom_store):
@@ -334,28 +340,47 @@ def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, messag
     assert len(caught.value.problems) == 1
 
 
-def test_stores_and_splits_that_cannot_be_read_so_are_refused(phantom_store, tmp_path):
+@pytest.mark.parametrize(
+    ("split", "rule"),
+    [
+        ("train", "case a must have a label to train or score on"),
+        ("val", r"split 'val' of .* must hold cases, got none"),
+    ],
+)
+def test_stores_and_splits_that_cannot_be_read_so_are_refused(tmp_path, split, rule):
     bare = make_record(
         label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256=""
     )
     write_store(tmp_path, manifest_of([bare]))
-    for more, message in (
-        ({}, "case a must have a label to train or score on"),
-        ({"split": "val"}, r"split 'val' of .* must hold cases, got none"),
-    ):
-        with pytest.raises(InputError, match=message):
-            volume_dataset(open_store(tmp_path), **more)
+    with pytest.raises(InputError, match=rule):
+        volume_dataset(open_store(tmp_path), split=split)
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
-def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent):
+def test_the_least_grid_is_that_of_the_largest_case(phantom_store, extent):
     least = grid_size(phantom_store, extent=extent, multiple=1)
     image, _ = next(iter(volume_dataset(phantom_store, extent=extent, grid=least)))
     assert image.shape[1:4] == least
-    for grid in ((*least[:2], least[2] - 1), (8, 8, 8), (0, 8, 8), least[:2], (*least[:2], 99.5)):
-        rule = f"grid must be three integers of at least {by(least)}, .*, got {by(grid)};"
-        with pytest.raises(InputError, match=rule):
-            volume_dataset(phantom_store, extent=extent, grid=grid)
+
+
+@pytest.mark.parametrize("extent", ["brain", "full"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, y, z: (x, y, z - 1),
+        lambda x, y, z: (8, 8, 8),
+        lambda x, y, z: (0, 8, 8),
+        lambda x, y, z: (x, y),
+        lambda x, y, z: (x, y, 99.5),
+    ],
+    ids=["a voxel less", "small", "zero", "two axes", "no integer"],
+)
+def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent, wrong):
+    least = grid_size(phantom_store, extent=extent, multiple=1)
+    grid = wrong(*least)
+    rule = f"grid must be three integers of at least {by(least)}, .*, got {by(grid)};"
+    with pytest.raises(InputError, match=rule):
+        volume_dataset(phantom_store, extent=extent, grid=grid)
 
 
 @pytest.mark.parametrize("resolution", [0, -0.5, 1.5])

@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from cpu3d.data import store as store_module
-from cpu3d.data.records import record_path, remake, to_json
+from cpu3d.data.manifest import record_path, remake, to_json
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import write_arrays
@@ -22,17 +22,18 @@ ALONE = {"train": ["a"], "val": [], "test": []}
 @pytest.fixture
 def small_store(tmp_path):
     """A store of two cases, "b" without a label: its folder and manifest."""
-    folder, records = tmp_path / "store", []
+    folder = tmp_path / "store"
+    records = []
     (folder / "cases").mkdir(parents=True)
     for case_id in ("a", "b"):
-        images = (write_nifti(tmp_path / f"{case_id}.nii.gz", tiny_image(ord(case_id))),)
-        label = write_nifti(tmp_path / "seg.nii.gz", tiny_label(1)) if case_id == "a" else None
-        case = load_case(
-            CaseFiles(case_id, case_id, images, label), channels=("CT",), labels={0: "no", 1: "yes"}
-        )
-        records.append(
-            write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=True)
-        )
+        image = write_nifti(tmp_path / f"{case_id}.nii.gz", tiny_image(ord(case_id)))
+        label = None
+        if case_id == "a":
+            label = write_nifti(tmp_path / "seg.nii.gz", tiny_label(1))
+        files = CaseFiles(case_id, case_id, (image,), label)
+        case = load_case(files, channels=("CT",), labels={0: "no", 1: "yes"})
+        arrays = (case.image, case.label)
+        records.append(write_arrays(folder, case.record, *arrays, format_="npy", cropped=True))
     manifest = manifest_of(records, {"train": ("a",), "val": ("b",)})
     write_store(folder, manifest)
     return folder, manifest
@@ -92,25 +93,35 @@ def test_a_manifest_that_is_damaged_or_of_another_version_is_refused(small_store
         open_store(folder)
 
 
-def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"largest_box": [1, 1, 1]},
+        {"regions": {"none": [0], "all": [1]}},  # in another order
+        {"sha256": ""},
+        {"split_seed": float("nan")},
+    ],
+)
+def test_a_manifest_that_is_edited_is_refused(small_store, change):
     folder, manifest = small_store
     write_store(folder, remake(manifest, regions={"all": (1,), "none": (0,)}))
     open_store(folder)
     content = json.loads((folder / "manifest.json").read_text())
-    turned = dict(reversed(content["regions"].items()))
-    for change in (
-        {"largest_box": [1, 1, 1]},
-        {"regions": turned},
-        {"sha256": ""},
-        {"split_seed": float("nan")},
-    ):
-        (folder / "manifest.json").write_text(json.dumps({**content, **change}))
-        with pytest.raises(InputError, match=r"must be complete JSON .*, got an edited manifest"):
-            open_store(folder)
-    for other in ('{"schema": 1', "7", "{}"):
-        (folder / "manifest.json").write_text(other)
-        with pytest.raises(InputError, match="complete JSON"):
-            open_store(folder)
+    (folder / "manifest.json").write_text(json.dumps({**content, **change}))
+    with pytest.raises(InputError, match=r"must be complete JSON .*, got an edited manifest"):
+        open_store(folder)
+
+
+@pytest.mark.parametrize("content", ['{"schema": 1', "7", "{}"])
+def test_a_manifest_that_is_cut_is_refused(small_store, content):
+    folder, _ = small_store
+    (folder / "manifest.json").write_text(content)
+    with pytest.raises(InputError, match="complete JSON"):
+        open_store(folder)
+
+
+def test_a_folder_without_a_manifest_is_refused(small_store):
+    folder, _ = small_store
     (folder / "manifest.json").unlink()
     with pytest.raises(InputError, match="found none"):
         open_store(folder)
@@ -118,10 +129,8 @@ def test_a_manifest_that_is_cut_edited_or_gone_is_refused(small_store):
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
     folder, manifest = small_store
-    newer, real = (
-        [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)],
-        store_module.open_regular,
-    )
+    newer = [remake(manifest, name="newer", cases=manifest.cases[:1], split=ALONE)]
+    real = store_module.open_regular
 
     def slow(path):
         if newer:
@@ -134,7 +143,8 @@ def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_
 
 
 def test_a_large_store_takes_little_memory_for_each_case(tmp_path):
-    cases, centres = 2000, tuple((x, y, z) for x in range(4) for y in range(4) for z in range(2))
+    cases = 2000
+    centres = tuple((x, y, z) for x in range(4) for y in range(4) for z in range(2))
     records = (make_record(f"case {n:06d}", centres={1: centres, 2: centres}) for n in range(cases))
     ids = [f"case {n:06d}" for n in range(cases)]
     write_store(tmp_path, manifest_of(list(records), {"train": ids[:1800], "val": ids[1800:]}))

@@ -8,17 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d.data.manifest import Geometry, remake
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.records import Geometry, remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
-from cpu3d.inference import evaluate
-from cpu3d.inference.evaluate import evaluate_split, read_scores, scores_path, summarise
+from cpu3d.inference import evaluate, scores_file
+from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference
 from cpu3d.inference.scores import METRICS
-from cpu3d.run.config import load_config, save_config
+from cpu3d.inference.scores_file import read_scores, scores_path, summarise
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.util import atomic
 from tests.cpu3d.conftest import LABELS, make_store
 from tests.cpu3d.runs import run_command
@@ -124,7 +125,7 @@ def test_scores_of_seen_cases_are_marked_and_replace_no_others(
     tiny_run, trained, monkeypatch, capsys
 ):
     monkeypatch.setattr(
-        evaluate, "ranked", lambda cases: [{**case, "case_id": "a[red]"} for case in cases]
+        scores_file, "ranked", lambda cases: [{**case, "case_id": "a[red]"} for case in cases]
     )
     assert run_command(evaluate, "--run", tiny_run) == 0
     test, (out, err) = read(tiny_run), capsys.readouterr()

@@ -27,7 +27,7 @@ from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessi
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.run.checkpoint import save_checkpoint
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from models.config import UNetConfig

@@ -14,7 +14,7 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
 from cpu3d.inference.cases import Case, codes_for, find_cases
 from cpu3d.inference.predict import Options
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
 from tests.cpu3d.runs import run_command, shown_cases
 

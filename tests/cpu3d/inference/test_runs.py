@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.augment import NO_AUGMENT
-from cpu3d.data.records import remake
+from cpu3d.data.manifest import remake
 from cpu3d.data.store import write_store
 from cpu3d.errors import InputError
 from cpu3d.host import gpu
@@ -16,7 +16,7 @@ from cpu3d.inference import ensemble, predictor
 from cpu3d.inference.ensemble import Ensemble, trained_predictors
 from cpu3d.inference.runs import Inference, check_inference, load_configs, store_of_run
 from cpu3d.run.checkpoint import save_checkpoint
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
@@ -167,20 +167,18 @@ def test_the_answer_is_the_mean_of_the_probabilities_and_of_equal_ones_each(tiny
         ("1/2  2/2", ""),
     ],
 )
+@pytest.mark.parametrize("some_folds", [False, True])
 def test_folds_must_be_all_of_one_number_each_once_or_some_where_that_is_chosen(
-    fold_runs, folds, fits
+    fold_runs, folds, fits, some_folds
 ):
-    folds = tuple(folds.split(" "))
+    folds = folds.split(" ")
     folders = fold_runs(*folds)
-    for some_folds in (False, True):
-        if fits == "always" or (some_folds and fits):
-            assert (
-                tuple(config.fold for config in load_configs(folders, some_folds=some_folds))
-                == folds
-            )
-        else:
-            with pytest.raises(InputError, match=f"runs must be .* folds of .*, got {folds[0]}"):
-                load_configs(folders, some_folds=some_folds)
+    if fits == "always" or (some_folds and fits):
+        configs = load_configs(folders, some_folds=some_folds)
+        assert [config.fold for config in configs] == folds
+    else:
+        with pytest.raises(InputError, match=f"runs must be .* folds of .*, got {folds[0]}"):
+            load_configs(folders, some_folds=some_folds)
 
 
 def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused(

@@ -16,7 +16,7 @@ def test_curves_of_any_length_with_holes_in_them_can_be_drawn(count):
     y = np.linspace(1, 0, count)
     y[1:2] = np.nan
     lines = [
-        Line("training", np.arange(count), y, "#0072b2", measured=False),
+        Line("training", np.arange(count), y, "#0072b2", is_dense=True),
         Line("", [1], [float("inf")], "#000000"),
     ]
     drawn = [
@@ -56,18 +56,18 @@ def spiked(count):
     return y
 
 
-@pytest.mark.parametrize("measured", [True, False])
-def test_a_long_curve_looks_as_if_all_of_its_points_were_drawn(measured, monkeypatch):
+@pytest.mark.parametrize("is_dense", [False, True])
+def test_a_long_curve_looks_as_if_all_of_its_points_were_drawn(is_dense, monkeypatch):
     x, y = np.arange(40_000), spiked(40_000)
-    thinned = drawn(x, y, measured=measured, marks="-")
+    thinned = drawn(x, y, is_dense=is_dense, marks="-")
     monkeypatch.setattr("cpu3d.report.pictures.COLUMNS", 40_000)
-    every = drawn(x, y, measured=measured, marks="-")
+    every = drawn(x, y, is_dense=is_dense, marks="-")
     assert (np.abs(thinned - every) > 0.2).mean() < 0.0005, "a few dots at the edge of a line"
 
 
 def test_a_million_points_are_drawn_in_seconds():
     begin = time.process_time()
-    drawn(np.arange(1_000_000), spiked(1_000_000), measured=False)
+    drawn(np.arange(1_000_000), spiked(1_000_000), is_dense=True)
     assert time.process_time() - begin < 20, "47 minutes by a filter over every point"
 
 

@@ -17,7 +17,7 @@ from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores import METRICS
 from cpu3d.report import report
 from cpu3d.report.report import write_report
-from cpu3d.run.config import load_config, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import read_events
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.runs import run_command, shown_cases
@@ -222,25 +222,33 @@ def test_what_is_missing_is_named_and_everything_else_is_there(
     assert not re.search("<img|<script", page)
 
 
-def test_scores_of_seen_cases_carry_a_warning(tiny_store, tiny_run, fake_predictor, no_pictures):
-    window = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
-    one_pass = {
-        "inference": {"window": None, "one_pass": True, "overlap": 0.5, "flips": False},
-        "held_out": ["a"],
-    }
-    for split, about, words in (
+WINDOW = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
+ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
+
+
+@pytest.mark.parametrize(
+    ("split", "about", "words"),
+    [
         ("train", None, "inference in one pass"),
         (
             "test",
-            {"inference": window},
+            {"inference": WINDOW},
             "inference window of 8 x 8 x 16, 50 % overlap, mean of mirror images",
         ),
-        ("test", {"runs": [one_pass] * 2}, "by the fold that held it"),
-    ):
-        evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about)
-        text = read(write_report(tiny_run))[1]
-        assert words in text
-        assert ("These are NOT untouched cases" in text) is (split == "train")
+        (
+            "test",
+            {"runs": [{"inference": ONE_PASS, "held_out": ["a"]}] * 2},
+            "by the fold that held it",
+        ),
+    ],
+)
+def test_scores_of_seen_cases_carry_a_warning(
+    tiny_store, tiny_run, fake_predictor, no_pictures, split, about, words
+):
+    evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about)
+    text = read(write_report(tiny_run))[1]
+    assert words in text
+    assert ("These are NOT untouched cases" in text) is (split == "train")
 
 
 def test_a_page_stays_where_another_cannot_be_written(

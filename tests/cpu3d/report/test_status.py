@@ -12,9 +12,10 @@ from rich.console import Console
 
 from cpu3d.__main__ import main
 from cpu3d.errors import ENDINGS
-from cpu3d.report.status import WORST_FIRST, describe, run_status
+from cpu3d.report.run_status import WORST_FIRST, run_status
+from cpu3d.report.status import describe
 from cpu3d.run.checkpoint import write_best
-from cpu3d.run.config import save_config
+from cpu3d.run.config_json import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
 from cpu3d.settings import RunConfig
@@ -234,9 +235,14 @@ def test_without_heartbeats_a_run_is_unknown_unless_its_log_ends_finished(run):
     status = run_status(run)
     assert (status.state, status.is_fine, status.checkpoint["step"]) == ("unknown", False, 100)
     assert "there is no heartbeat" in printed(run)
-    for reason, state in (("interrupted", "unknown"), ("early stop", "finished")):
-        append_event(run, {"event": "end", "step": 120, "reason": reason})
-        assert run_status(run).state == state
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"), [("interrupted", "unknown"), ("early stop", "finished")]
+)
+def test_without_heartbeats_the_end_in_the_log_tells_the_state(run, reason, state):
+    append_event(run, {"event": "end", "step": 120, "reason": reason})
+    assert run_status(run).state == state
 
 
 def test_a_run_that_has_just_begun(run):

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import from_ras, write_volume
-from cpu3d.data.records import Geometry
 from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import pack
@@ -201,19 +201,24 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     assert not list(tmp_path.glob(".*partial"))
 
 
-def test_an_empty_image_and_one_of_unknown_orientation_are_named(tmp_path, capsys):
-    for name, value, code, notes in (
-        ("plain", 1, 1, ()),
-        ("zero", 0, 1, ("all voxels are 0 or not finite",)),
-        ("nan", np.nan, 0, ("all voxels are 0 or not finite", "sform and qform codes are 0")),
-    ):
-        geometry = dataclasses.replace(GEOMETRY, sform_code=code, qform_code=code)
-        write_volume(tmp_path / f"{name}.nii.gz", np.full(SHAPE, value, np.float32), geometry)
-        assert view("--image", tmp_path / f"{name}.nii.gz", "--out", tmp_path / "page.html") == 0
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == len(notes)
-        assert all(note in line for note, line in zip(notes, lines))
-        assert shown_cases(tmp_path / "page.html")[0]["placed"] is bool(code)
+@pytest.mark.parametrize(
+    ("value", "code", "notes"),
+    [
+        (1, 1, ()),
+        (0, 1, ("all voxels are 0 or not finite",)),
+        (np.nan, 0, ("all voxels are 0 or not finite", "sform and qform codes are 0")),
+    ],
+)
+def test_an_empty_image_and_one_of_unknown_orientation_are_named(
+    tmp_path, capsys, value, code, notes
+):
+    geometry = dataclasses.replace(GEOMETRY, sform_code=code, qform_code=code)
+    write_volume(tmp_path / "a.nii.gz", np.full(SHAPE, value, np.float32), geometry)
+    assert view("--image", tmp_path / "a.nii.gz", "--out", tmp_path / "page.html") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(notes)
+    assert all(note in line for note, line in zip(notes, lines))
+    assert shown_cases(tmp_path / "page.html")[0]["placed"] is bool(code)
 
 
 def test_lengths_are_in_mm_labels_may_be_off_by_rounding_and_residue_is_no_brain(tmp_path):

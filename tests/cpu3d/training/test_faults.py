@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.records import array_path
+from cpu3d.data.manifest import array_path
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.phantom import write_phantom
@@ -126,7 +126,7 @@ def test_a_voxel_that_is_nan_names_its_case(tmp_path, whole, capsys):
     store = open_store(tmp_path / "store")
     cases = store.cases("train")
     second = cases[
-        sample_at(3, cases=len(cases), seed=RunConfig.seed).index
+        sample_at(3, cases=len(cases), seed=RunConfig.seed).case_index
     ]  # of the second step's two
     voxels = np.load(array_path(store.folder, second, "x"), mmap_mode="r+", allow_pickle=False)
     voxels[tuple(n // 2 for n in voxels.shape)] = np.nan

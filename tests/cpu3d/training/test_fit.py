@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cpu3d.data.records import remake
+from cpu3d.data.manifest import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
 from cpu3d.plan import make_plan
@@ -28,7 +28,7 @@ from cpu3d.run.checkpoint import (
     weights_file,
     write_next,
 )
-from cpu3d.run.config import save_config
+from cpu3d.run.config_json import save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import SETTINGS, RunConfig
 from cpu3d.training import fit as fit_module

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.losses import HARD, SMOOTH, DiceCrossEntropy, RegionDice, hard_dice_counts
+from cpu3d.training.losses import DiceCrossEntropy, RegionDice, hard_dice_counts
+from models.losses import DEFAULT, HARD, LOSSES, SMOOTH
 from models.native import operations
-from models.supervision import supervise
+from models.supervision import of_batch, supervise
 
 
 @pytest.fixture(params=["own operations", "TensorFlow's"])
@@ -21,7 +22,7 @@ def computed_by(request, monkeypatch):
 @tf.custom_gradient
 def dice_cross_entropy(target, *logits):
     """Loss and soft Dice, of one head or several."""
-    supervised = supervise(DiceCrossEntropy(), target, logits)
+    supervised = supervise(LOSSES[DEFAULT], target, logits)
     return (supervised.loss, supervised.score), lambda upstream, _: (
         None,
         *supervised.slopes(upstream),
@@ -174,7 +175,7 @@ def test_the_factors_are_derivatives_by_the_sums():
     predicted, true = overlap + rng.uniform(0, 9, (2, 3)), overlap + rng.uniform(0, 9, (2, 3))
     sums = np.stack([rng.uniform(1, 90, (2, 3)), overlap, predicted, true], 1)
     sums[0, :, 2] = [3, 0, 2, 0]  # an empty region
-    sums, loss = tf.constant(sums, tf.float32), DiceCrossEntropy()
+    sums = tf.constant(sums, tf.float32)
     with tf.GradientTape() as tape:
         tape.watch(sums)
         cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=1)
@@ -182,10 +183,12 @@ def test_the_factors_are_derivatives_by_the_sums():
         dice = (2 * overlap + SMOOTH) / (predicted + true + SMOOTH)
         hard = (cross_entropy - errors) / tf.stop_gradient(errors + SMOOTH)
         value = 1 - tf.reduce_mean(dice) + HARD * tf.reduce_mean(hard)
-    of_batch, score, factors = loss.value(sums)
-    np.testing.assert_allclose(of_batch, value, rtol=1e-6)
-    np.testing.assert_allclose(score, dice, rtol=1e-6)
-    np.testing.assert_allclose(factors, tape.gradient(value, sums)[:, :3], rtol=1e-5, atol=1e-8)
+    result = of_batch(LOSSES[DEFAULT], sums)
+    np.testing.assert_allclose(result.loss, value, rtol=1e-6)
+    np.testing.assert_allclose(result.score, dice, rtol=1e-6)
+    np.testing.assert_allclose(
+        result.derivatives, tape.gradient(value, sums)[:, :3], rtol=1e-5, atol=1e-8
+    )
 
 
 def test_a_floating_target_may_lie_between_0_and_1():

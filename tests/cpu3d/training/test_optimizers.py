@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.optimizers import ITERATION, TIMES, Adam, Muon, Sgd, orthogonal
+from cpu3d.training.optimizers import ITERATION, TIMES, Muon, RuleOptimizer, orthogonal
 from models.native import operations
 
 
@@ -88,9 +88,9 @@ def stepped(optimizer, steps=2):
 @pytest.mark.parametrize(
     ("own", "keras_own"),
     [
-        (lambda: Adam(0.01), lambda: tf.keras.optimizers.Adam(0.01)),
+        (lambda: RuleOptimizer("adam", 0.01), lambda: tf.keras.optimizers.Adam(0.01)),
         (
-            lambda: Sgd(0.01, momentum=0.9),
+            lambda: RuleOptimizer("sgd", 0.01, momentum=0.9),
             lambda: tf.keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True),
         ),
     ],

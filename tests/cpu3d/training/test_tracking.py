@@ -12,7 +12,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from cpu3d.errors import InputError
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.training import tracking
 from cpu3d.training.tracking import require_mlflow

@@ -20,7 +20,7 @@ from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
 from cpu3d.plan import job_of
 from cpu3d.run.checkpoint import newest
-from cpu3d.run.config import load_config
+from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
 from cpu3d.training.train import train

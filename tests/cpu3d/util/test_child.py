@@ -16,7 +16,12 @@ from cpu3d.util.child import KILLED, run_jobs, worker_count
 
 DIE = "__import__('os')._exit(9)"
 SLEEP = "__import__('time').sleep(60)"
-MAIN = "import sys; from cpu3d.util.child import run_jobs\nfor _ in run_jobs(eval, sys.argv[1:], 2): pass"
+MAIN = """
+import sys
+from cpu3d.util.child import run_jobs
+for _ in run_jobs(eval, sys.argv[1:], 2):
+    pass
+"""
 
 
 def test_one_worker_is_this_process():
@@ -26,8 +31,8 @@ def test_one_worker_is_this_process():
 
 
 def test_jobs_whose_process_dies_are_tried_again_alone_and_the_others_are_done(tmp_path):
-    marker = tmp_path / "tried"
-    once = f"__import__('os').path.exists({str(marker)!r}) or (open({str(marker)!r}, 'w').close(), {DIE})"
+    marker = repr(str(tmp_path / "tried"))
+    once = f"__import__('os').path.exists({marker}) or (open({marker}, 'w').close(), {DIE})"
     assert dict(run_jobs(eval, [once, "1 + 1"], 2)) == {once: True, "1 + 1": 2}
     assert dict(run_jobs(eval, ["1 + 1", DIE, "3 + 3"], 2)) == {"1 + 1": 2, DIE: KILLED, "3 + 3": 6}
 

@@ -10,7 +10,8 @@ import pytest
 
 from cpu3d.data.augment import AugmentConfig, Drawn, draw
 from cpu3d.data.native import plain
-from cpu3d.data.native.samples import SOURCES, Form, Stored, make_sample
+from cpu3d.data.native.form import Form, Stored
+from cpu3d.data.native.samples import SOURCES, make_sample
 from cpu3d.data.resolution import field_of, shrinking
 from models.native.build import find_compiler
 
@@ -50,7 +51,8 @@ def turned(angles_deg=(20, -15, 30), zoom=1.2, spacing_mm=(1, 1, 1)):
         low, high = (k for k in range(3) if k != axis)
         about = np.eye(3)
         about[[low, high], [low, high]] = np.cos(angle)
-        about[low, high], about[high, low] = -np.sin(angle), np.sin(angle)
+        about[low, high] = -np.sin(angle)
+        about[high, low] = np.sin(angle)
         matrix = about @ matrix
     sizes = np.array(spacing_mm, float)
     return np.float32(np.linalg.inv(zoom * matrix) * sizes / sizes[:, None])
@@ -87,7 +89,9 @@ def drawn(*names):
 
 def as_float32(image):
     """An image whose values may be bits of bfloat16."""
-    return (image.astype(np.uint32) << 16).view(np.float32) if image.dtype == np.uint16 else image
+    if image.dtype != np.uint16:
+        return image
+    return (image.astype(np.uint32) << 16).view(np.float32)
 
 
 def agree(box, numbers, wanted, atol=1e-4):
@@ -227,9 +231,12 @@ def centre_of_mass(volume):
 def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(
     angles_deg, zoom, flips, resolution
 ):
-    field, centre = (64, 56, 72), np.array([38.0, 22.0, 45.0])
+    field = (64, 56, 72)
+    centre = np.array([38.0, 22.0, 45.0])
     image, label = blob(field, centre, 8)
-    matrix = None if zoom == 1 and not any(angles_deg) else turned(angles_deg, zoom)
+    matrix = None
+    if zoom != 1 or any(angles_deg):
+        matrix = turned(angles_deg, zoom)
     numbers = Drawn(np.ones(1, np.float32) / 1000, np.zeros(1, np.float32), flips, matrix)
     made, target = make_sample(
         Stored(image[..., None], label, (0, 0, 0)),
@@ -250,7 +257,9 @@ def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(
 
 @pytest.mark.parametrize("position", range(3))
 def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
-    shape, spacing_mm, centre_mm = (120, 120, 25), np.array([1, 1, 5]), np.array([8.0, 12, -9])
+    shape = (120, 120, 25)
+    spacing_mm = np.array([1, 1, 5])
+    centre_mm = np.array([8.0, 12, -9])
     config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=44)
     of_voxels, of_mm = (
         draw(config, np.ones(1), np.zeros(1), size, seed=1, position=position)
@@ -384,36 +393,37 @@ def test_a_blur_spreads_a_voxel_as_a_gaussian():
 
 
 EMPTY = np.zeros((*SHAPE, 4), np.int16)
-ONE, FLAT = EMPTY.copy(), EMPTY.copy()
+ONE = EMPTY.copy()
+FLAT = EMPTY.copy()
 ONE[3, 4, 5] = 700
 FLAT[5:20, 5:20, 5:20] = 100
 
 
 @pytest.mark.parametrize("image", [EMPTY, ONE, FLAT], ids=["background", "one voxel", "constant"])
 @pytest.mark.parametrize("resolution", [1, 0.5])
+@pytest.mark.parametrize("dtype", [np.int16, np.float16])
 @pytest.mark.parametrize(
     "names", [("contrast", "gamma"), ("turn", "noise", "both", "contrast", "negative gamma")]
 )
-def test_every_value_is_a_number_whatever_is_in_the_store(image, resolution, names):
-    for half in (False, True):
-        box = Stored(image.astype(np.float16) if half else image, np.zeros(SHAPE, np.uint8), AT)
-        made, target = make_sample(box, drawn(*names), form(resolution))
-        assert np.isfinite(made).all()
-        assert not target.any()
-        assert (image is not EMPTY) or not made.any()
+def test_every_value_is_a_number_whatever_is_in_the_store(image, resolution, dtype, names):
+    box = Stored(image.astype(dtype), np.zeros(SHAPE, np.uint8), AT)
+    made, target = make_sample(box, drawn(*names), form(resolution))
+    assert np.isfinite(made).all()
+    assert not target.any()
+    assert (image is not EMPTY) or not made.any()
 
 
 @pytest.mark.parametrize("bits", [0x7E00, 0x7FFF, 0xFC01])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("names", [(), ("turn",), ("contrast", "gamma")])
-def test_a_voxel_that_is_no_number_in_a_damaged_file_is_not_hidden(bits, dtype, names):
+@pytest.mark.parametrize("function", [make_sample, plain.make_sample], ids=["C", "NumPy"])
+def test_a_voxel_that_is_no_number_in_a_damaged_file_is_not_hidden(bits, dtype, names, function):
     """The loss is refused by it, and the case is named."""
     box = stored(half=True)
     box.image.view(np.uint16)[15, 14, 17] = bits
-    for function in (make_sample, plain.make_sample):
-        with np.errstate(invalid="ignore"):
-            image, _ = function(box, drawn(*names), form(dtype=dtype))
-        assert np.isnan(as_float32(image)).any((0, 1, 2)).all()
+    with np.errstate(invalid="ignore"):
+        image, _ = function(box, drawn(*names), form(dtype=dtype))
+    assert np.isnan(as_float32(image)).any((0, 1, 2)).all()
 
 
 def test_the_least_numbers_of_float16_are_no_background():
@@ -422,15 +432,12 @@ def test_the_least_numbers_of_float16_are_no_background():
     image = np.zeros((2, 2, 2, 1), np.float16)
     image[0, 0, 0] = 6e-8  # subnormal, which TensorFlow's threads take for 0 as float32
     numbers = Drawn(np.float32([1]), np.float32([3]), PLAIN.flips)
-    made = tf.numpy_function(
-        lambda: make_sample(
-            Stored(image, np.zeros((2, 2, 2), np.uint8), (0, 0, 0)),
-            numbers,
-            Form((2, 2, 2), (0,), CODES),
-        )[0],
-        [],
-        tf.float32,
-    )
+    box = Stored(image, np.zeros((2, 2, 2), np.uint8), (0, 0, 0))
+
+    def made_image():
+        return make_sample(box, numbers, Form((2, 2, 2), (0,), CODES))[0]
+
+    made = tf.numpy_function(made_image, [], tf.float32)
     assert made[0, 0, 0, 0] == 3
     assert tf.reduce_sum(made) == 3
 
@@ -466,7 +473,8 @@ from cpu3d.data.native import samples
 library = ctypes.CDLL(sys.argv[1])
 samples.function_in_c = lambda: library.make_sample
 from tests.cpu3d.data.native.test_samples import DRAWS, drawn, form, stored
-for half, resolution, dtype in itertools.product((False, True), (1, 0.5, 0.75), ("float32", "bfloat16")):
+kinds = itertools.product((False, True), (1, 0.5, 0.75), ("float32", "bfloat16"))
+for half, resolution, dtype in kinds:
     for channels in ((0, 1, 2, 3), (2,), (3, 1)):
         for names in (("plain",), ("flips",), ("turn",), tuple(DRAWS)):
             samples.make_sample(stored(half=half), drawn(*names), form(resolution, channels, dtype))
@@ -486,7 +494,7 @@ def test_c_reads_and_writes_nothing_outside_of_its_arrays(tmp_path):
     if not os.path.isabs(runtime) or make_sample is plain.make_sample:
         pytest.skip("needs a compiler with an address sanitizer")
     sources = map(str, sorted(SOURCES.glob("*.c")))
-    options = (
+    options = [
         "-O1",
         "-std=gnu11",
         "-fPIC",
@@ -494,7 +502,7 @@ def test_c_reads_and_writes_nothing_outside_of_its_arrays(tmp_path):
         "-mavx2",
         "-mfma",
         "-fsanitize=address,undefined",
-    )
+    ]
     undefined = ("-fno-sanitize-recover=undefined", "-static-libubsan")
     subprocess.run(
         [*compiler, *options, *undefined, *sources, "-o", str(library), "-lm"], check=True

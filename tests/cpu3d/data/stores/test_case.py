@@ -40,9 +40,12 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     files, tmp_path
 ):
     first = np.zeros((3, 2, 2), np.float64)
-    first[0, 0, 0], first[1, 0, 0] = 2, 4
+    first[0, 0, 0] = 2
+    first[1, 0, 0] = 4
     second = np.zeros((3, 2, 2), np.int16)
-    second[1, 1, 0], second[1, 0, 1], second[0, 0, 0] = -5, 1, 1
+    second[1, 1, 0] = -5
+    second[1, 0, 1] = 1
+    second[0, 0, 0] = 1
     label = np.zeros((3, 2, 2), np.uint8)
     label[1, 0, 0] = 3
     case = load_case(
@@ -86,21 +89,25 @@ def test_what_int16_cannot_hold_is_stored_as_float16_scores_with_its_error(files
 
 def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
     volume = np.zeros((2, 2, 2), np.float32)
-    volume[0, :, 0], volume[1, 0, 0] = (3.5, 5.5), 4.5
+    volume[0, :, 0] = (3.5, 5.5)
+    volume[1, 0, 0] = 4.5
     case = load_case(files(volume), channels=("a",))
     assert np.array_equal(case.image[..., 0] != 0, volume != 0)
 
 
-def test_a_case_has_a_file_for_each_channel_and_one_label_map(files):
+def test_a_label_map_may_have_a_fourth_axis_of_length_1(files):
     case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, 1), np.uint8))
     assert load_case(case, channels=("a", "b"), labels=LABELS).label.shape == (6, 5, 4)
-    for channels, depth, rule in (
-        ("abc", 1, r"a file for each of .*, got 2"),
-        ("ab", 2, "must be 3D, got shape"),
-    ):
-        case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, depth), np.uint8))
-        with pytest.raises(InputError, match=rule):
-            load_case(case, channels=tuple(channels), labels=LABELS)
+
+
+@pytest.mark.parametrize(
+    ("channels", "depth", "rule"),
+    [("abc", 1, r"a file for each of .*, got 2"), ("ab", 2, "must be 3D, got shape")],
+)
+def test_a_case_has_a_file_for_each_channel_and_one_label_map(files, channels, depth, rule):
+    case = files(*map(tiny_image, range(2)), label=np.ones((6, 5, 4, depth), np.uint8))
+    with pytest.raises(InputError, match=rule):
+        load_case(case, channels=tuple(channels), labels=LABELS)
 
 
 def test_centres_are_the_middles_of_even_steps_through_a_codes_voxels():

@@ -135,8 +135,12 @@ def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, path):
 
 @pytest.mark.parametrize("layout", ["decathlon", "brats2023"])
 def test_volumes_that_are_kept_elsewhere_may_be_linked(tmp_path, layout):
-    folder, disk = tmp_path / "d", tmp_path / "disk"
-    decathlon(folder, 1) if layout == "decathlon" else brats_case(folder / "a", layout)
+    folder = tmp_path / "d"
+    disk = tmp_path / "disk"
+    if layout == "decathlon":
+        decathlon(folder, 1)
+    else:
+        brats_case(folder / "a", layout)
     images = [case.images for case in read_dataset(folder).cases]
     for name in {path.parent for path in folder.rglob("*.nii.gz")}:
         disk.mkdir(exist_ok=True)

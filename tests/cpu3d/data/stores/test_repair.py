@@ -170,7 +170,8 @@ def test_the_file_of_records_comes_back_from_the_records_of_the_cases(
 
 
 def test_a_store_that_grew_before_source_json_told_it_is_known_by_its_split(tmp_path):
-    store, source = tmp_path / "store", tmp_path / "store/source.json"
+    store = tmp_path / "store"
+    source = tmp_path / "store/source.json"
     how = {"fractions": (0.8, 0.1, 0.1), "workers": 1}
     prepare(decathlon(tmp_path / "first", 3), store, **how)
     before = source.read_bytes()
@@ -270,7 +271,8 @@ def test_a_repair_that_was_killed_is_continued(grown, tmp_path, monkeypatch):
 
 def test_a_store_with_patients_from_a_table_needs_the_table_for_new_cases_only(tmp_path):
     (tmp_path / "table").write_text("".join(f"BRATS_00{n},p{n % 4}\n" for n in range(6)))
-    store, table = tmp_path / "store", tmp_path / "table"
+    store = tmp_path / "store"
+    table = tmp_path / "table"
     prepare(decathlon(tmp_path / "first", 4), store, fractions=(1, 1, 1), workers=1, patients=table)
     before = content_of(store)
     lose(store, "all of it", 2)

@@ -98,7 +98,7 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
     count = len(set(patients.values()))
     if count < parts:
         with pytest.raises(
-            InputError, match=rf"at most as many parts as .* validate on, {count}, got 1/{parts}"
+            InputError, match=rf"at most as many as .* validate on, {count}, got 1/{parts}"
         ):
             deal(patients, f"1/{parts}", seed=seed)
         return
@@ -110,7 +110,8 @@ def test_parts_are_disjoint_cover_all_are_even_and_never_part_a_patient(owners, 
 
 
 def test_a_view_holds_out_its_part_and_leaves_test_store_and_hash_as_they_are(tiny_store):
-    before, held_out = tiny_store.manifest, []
+    before = tiny_store.manifest
+    held_out = []
     for part in range(1, 5):
         view = with_fold(tiny_store, f"{part}/4")
         held_out += view.manifest.split["val"]
@@ -203,7 +204,9 @@ def test_a_table_that_does_not_give_each_case_one_patient_is_refused(tmp_path, c
 
 
 def test_identical_images_in_two_splits_are_refused_until_they_have_one_patient(tmp_path, dataset):
-    data, store, table = dataset("a", "b", "c", "d"), tmp_path / "store", tmp_path / "table"
+    data = dataset("a", "b", "c", "d")
+    store = tmp_path / "store"
+    table = tmp_path / "table"
     copy = data / "imagesTr/b.nii.gz"
     copy.write_bytes((data / "imagesTr/a.nii.gz").read_bytes())
     with pytest.raises(
@@ -219,7 +222,9 @@ def test_identical_images_in_two_splits_are_refused_until_they_have_one_patient(
 def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them_from(
     tmp_path, dataset
 ):
-    data, store, table = dataset("a", "b", "c"), tmp_path / "store", tmp_path / "table"
+    data = dataset("a", "b", "c")
+    store = tmp_path / "store"
+    table = tmp_path / "table"
     table.write_text("a,p\nb,q\nc,r\nd,q\n")
     old = prepare(data, store, **EACH_ONE, patients=table)
     more = dataset("a", "b", "c", "d", folder="more")
@@ -275,7 +280,8 @@ def test_a_ratio_percent_and_rounded_fractions_are_taken(shares):
 
 
 def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, folds, capsys):
-    data, store = dataset("a", "b", "c", "d"), tmp_path / "store"
+    data = dataset("a", "b", "c", "d")
+    store = tmp_path / "store"
     command = ["prepare", "--dataset", str(data), "--store", str(store), "--workers", "1"]
     command += ["--splits", str(folds(TWO))]
     assert main(command) == 0
@@ -353,17 +359,27 @@ def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_writte
     assert not (tmp_path / "store").exists()
 
 
-def test_what_is_no_json_and_options_of_a_drawn_split_are_refused(tmp_path, dataset, folds, capsys):
-    data, store = dataset("a", "b", "c"), tmp_path / "store"
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("text.json", "must be JSON"),
+        ("none.json", "must be a file, got none"),
+        ("", "must be a file, got a folder"),
+    ],
+)
+def test_folds_that_are_no_json_are_refused(tmp_path, dataset, capsys, name, rule):
+    data = dataset("a", "b", "c")
+    path = tmp_path / name
     (tmp_path / "text.json").write_text("[")
-    for path, rule in (
-        (tmp_path / "text.json", "must be JSON"),
-        (tmp_path / "none.json", "must be a file, got none"),
-        (tmp_path, "must be a file, got a folder"),
-    ):
-        with pytest.raises(InputError, match=rf"--splits {path} {rule}"):
-            prepare(data, store, workers=1, splits=path)
+    with pytest.raises(InputError, match=rf"--splits {path} {rule}"):
+        prepare(data, tmp_path / "store", workers=1, splits=path)
     assert capsys.readouterr().out == "", "it is refused before anything is said of the data"
+    assert not (tmp_path / "store").exists()
+
+
+def test_options_of_a_drawn_split_are_refused_beside_folds(tmp_path, dataset, folds, capsys):
+    data = dataset("a", "b", "c")
+    store = tmp_path / "store"
     with pytest.raises(InputError, match="--seed must be left out with --splits, got 3"):
         prepare(data, store, workers=1, splits=folds(TWO), seed=3)
     command = ["prepare", "--dataset", str(data), "--store", str(store)]
@@ -374,13 +390,15 @@ def test_what_is_no_json_and_options_of_a_drawn_split_are_refused(tmp_path, data
 
 
 def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, dataset, folds):
-    data, store, table = dataset("a", "b", "c", "d"), tmp_path / "store", tmp_path / "table"
+    data = dataset("a", "b", "c", "d")
+    store = tmp_path / "store"
+    table = tmp_path / "table"
     table.write_text("a,p\nb,q\nc,p\nd,q\n")
     more = {"workers": 1, "splits": folds(TWO)}
     with pytest.raises(InputError) as caught:
         prepare(data, store, **more, patients=table)
     first, second, other = caught.value.problems
-    assert "patient p must be in one part of fold 1" in first
+    assert "patient p must be on one side of fold 1" in first
     assert "a in train and c in val" in first
     assert "fold 2" in second
     assert "case d, in no fold" in other
@@ -392,7 +410,8 @@ def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, datas
 
 
 def test_bad_cases_leave_given_folds_and_unlabelled_ones_are_refused(tmp_path, dataset, folds):
-    data, store = dataset("a", "b", "c"), tmp_path / "store"
+    data = dataset("a", "b", "c")
+    store = tmp_path / "store"
     (data / "imagesTr/a.nii.gz").unlink()
     with pytest.raises(InputError, match="val of fold 2 must have cases, got bad ones"):
         prepare(data, store, workers=1, splits=folds(TWO), skip_bad=True)
@@ -404,7 +423,9 @@ def test_bad_cases_leave_given_folds_and_unlabelled_ones_are_refused(tmp_path, d
 
 
 def test_all_given_folds_train_on_appended_cases_of_new_patients(tmp_path, dataset, folds):
-    data, store, table = dataset("a", "b", "c", "d"), tmp_path / "store", tmp_path / "table"
+    data = dataset("a", "b", "c", "d")
+    store = tmp_path / "store"
+    table = tmp_path / "table"
     table.write_text("a,p\nb,q\nc,r\nd,s\ne,p\nf,s\ng,t\n")
     old = prepare(data, store, workers=1, splits=folds(TWO), patients=table)
     more = dataset("a", "b", "c", "d", "e", "f", "g", folder="more")

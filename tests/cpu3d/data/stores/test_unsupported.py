@@ -66,7 +66,8 @@ def in_hounsfield_units(seed):
     ],
 )
 def test_ct_and_ignore_labels_are_refused_in_one_line(tmp_path, how, message):
-    data, store = one_channel(tmp_path / "data", **how), tmp_path / "store"
+    data = one_channel(tmp_path / "data", **how)
+    store = tmp_path / "store"
     with pytest.raises(InputError, match=message) as error:
         prepare(data, store, fractions=(1, 0, 0), workers=1, skip_bad=True)
     assert len(error.value.problems) == 1

@@ -59,10 +59,8 @@ def test_verify_names_all_damaged_files_and_ends_with_2(store_in, printed, forma
     content = files[2].read_bytes()
     files[2].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     err = printed("verify", store, "--workers", 1, code=2).err
-    problems, rules = (
-        re.findall("^error: (.*)", err, re.MULTILINE),
-        ("must exist", "bytes long", "got other bytes"),
-    )
+    problems = re.findall("^error: (.*)", err, re.MULTILINE)
+    rules = ("must exist", "bytes long", "got other bytes")
     assert len(problems) == 3
     for path, problem, rule in zip(files, problems, rules):
         assert str(path) in problem

@@ -6,12 +6,11 @@ import json
 import numpy as np
 import pytest
 
+from cpu3d.data.manifest import remake
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.records import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate, predict
-from cpu3d.inference.evaluate import scores_path
 from cpu3d.inference.postprocessing import decision as postprocessing
 from cpu3d.inference.postprocessing.decision import (
     FILE,
@@ -22,7 +21,8 @@ from cpu3d.inference.postprocessing.decision import (
 )
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import Rule
-from cpu3d.run.config import load_config, save_config
+from cpu3d.inference.scores_file import scores_path
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.training.train import Options
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command

@@ -96,7 +96,7 @@ def test_evidence_is_read_from_json_as_it_was_written():
     [
         (lambda content: content["plain"].pop("ET"), "WT, TC"),
         (lambda content: content["plain"]["WT"].update(voxels=[1]), "more or fewer"),
-        (lambda content: content["plain"]["WT"].update(component_pairs=[[7, 0, 1]]), "others"),
+        (lambda content: content["plain"]["WT"].update(component_pairs=[[7, 0, 1]]), "got 7"),
         (lambda content: content["plain"]["TC"].update(inside={}), "TC"),
         (lambda content: content.pop("voxel_mm3"), "voxel_mm3"),
         (lambda content: content.update(more=1), "more"),

@@ -8,9 +8,15 @@ import sys
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench import harness, step
+from cpu3d.bench import harness, step_costs
 from cpu3d.bench.harness import ProcessFailedError
-from cpu3d.bench.step import compare_policies, draw_policies, step_table
+from cpu3d.bench.step_costs import (
+    compare_policies,
+    draw_policies,
+    measure,
+    most_in_each_span,
+    step_table,
+)
 from cpu3d.errors import InputError
 from cpu3d.util.records import read_records
 from memory_estimator.calibration import shipped_constants
@@ -62,7 +68,7 @@ def test_gradients_do_not_outlive_their_update_under_stock_tensorflow():
     job = Job(
         UNetConfig(filters=64, depth=3, dtype="float32"), (16, 16, 16), engine="stock", threads=2
     )
-    measured = harness.in_fresh_process(step.measure, request_for(job, steps=1))
+    measured = harness.in_fresh_process(measure, request_for(job, steps=1))
     predicted = estimate(job, shipped_constants("avx2"))
     # 1.16 times that where the gradients were read once more at the end.
     assert measured["allocator_peak_bytes"] == pytest.approx(
@@ -157,7 +163,7 @@ def answers(monkeypatch):
         return {"step_s": seconds, **peaks, **FACTS, "host": read_host().summary(), **live}
 
     monkeypatch.setattr(harness, "in_fresh_process", ours)
-    monkeypatch.setattr(step, "run_peer", answer)
+    monkeypatch.setattr(step_costs, "run_peer", answer)
     return scripted
 
 
@@ -201,16 +207,8 @@ def test_policies_are_compared_in_turn_and_the_dead_are_rows(answers):
         compare_policies(request_for(JOB), ["speed"], [], 1)
 
 
-def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_parts():
-    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each part begins with what was
+def test_the_bytes_live_over_a_step_are_the_most_in_each_of_its_spans():
+    """A step of 3 s: 10 bytes, at 1 s for an instant 30, then 20; each span begins with what was
     held before it."""
-    parts = step.most_in_each_part([(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)], 300)
-    assert (len(parts), parts[0], parts[99], parts[100], parts[101], parts[-1]) == (
-        300,
-        10,
-        10,
-        30,
-        20,
-        20,
-    )
-    assert sum(part == 30 for part in parts) == 1
+    requests = [(0.0, 10), (1.0, 30), (1.001, 20), (3.0, 20)]
+    assert most_in_each_span(requests, 300) == [10] * 100 + [30] + [20] * 199

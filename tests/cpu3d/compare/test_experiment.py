@@ -5,7 +5,13 @@ import math
 
 import pytest
 
-from cpu3d.compare.plan import Budget, courses, parse_variant, resolve_variants, usual_variants
+from cpu3d.compare.experiment import (
+    Budget,
+    courses,
+    parse_variant,
+    resolve_variants,
+    usual_variants,
+)
 from cpu3d.errors import InputError
 from cpu3d.settings import SETTINGS
 from memory_estimator.common.schema import add_options, arguments
@@ -32,34 +38,42 @@ def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
     assert "patch" in parse_variant("r", "--recipe gpu-patch", common)
 
 
-def test_what_a_variant_may_not_have_is_refused_with_its_name():
-    for options, words in (
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
         ("--mode half", "variant bad must have options of train.*invalid choice"),
         ("--nonsense 3", "variant bad must have options of train.*unrecognized"),
         ("--recipe 'demo", "variant bad must have options of train, got"),
         ("--seed 3", "variant bad must be without --seed, got 3"),
         ("--regions WT", "without --regions"),
-    ):
-        with pytest.raises(InputError, match=words):
-            parse_variant("bad", options, {})
-    for name in ("", "a/b", "..", ".hidden", "a b"):
-        with pytest.raises(InputError, match="must have a name of letters"):
-            parse_variant(name, "", {})
+    ],
+)
+def test_what_a_variant_may_not_have_is_refused_with_its_name(options, words):
+    with pytest.raises(InputError, match=words):
+        parse_variant("bad", options, {})
 
 
-def test_the_usual_patches_are_of_the_size_that_is_chosen_or_half_the_volume(phantom_store):
-    for own, name in (({"patch": [16, 8, 16]}, "patch"), ({}, "patch-half")):
-        plans = resolve_variants(
-            usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store), phantom_store
-        )
-        assert list(plans) == ["whole", name]
-        grid, of_patches = plans["whole"][1].config.grid, plans[name][1].config
-        expected = tuple(own.get("patch", [max(n // 8 * 4, 8) for n in grid]))
-        assert (of_patches.grid, of_patches.patches_per_case) == (expected, 5)
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b"])
+def test_a_variant_needs_a_name_that_folders_may_have(name):
+    with pytest.raises(InputError, match="must have a name of letters"):
+        parse_variant(name, "", {})
+
+
+@pytest.mark.parametrize(("own", "name"), [({"patch": [16, 8, 16]}, "patch"), ({}, "patch-half")])
+def test_the_usual_patches_are_of_the_size_that_is_chosen_or_half_the_volume(
+    phantom_store, own, name
+):
+    variants = usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store)
+    plans = resolve_variants(variants, phantom_store)
+    assert list(plans) == ["whole", name]
+    grid, of_patches = plans["whole"][1].config.grid, plans[name][1].config
+    expected = tuple(own.get("patch", [max(n // 8 * 4, 8) for n in grid]))
+    assert (of_patches.grid, of_patches.patches_per_case) == (expected, 5)
 
 
 def planned(store, variants, budget, validations):
-    return courses(resolve_variants(variants, store), budget, validations)
+    baseline = next(iter(variants))
+    return courses(resolve_variants(variants, store), baseline, budget, validations)
 
 
 def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_options(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import ProcessFailedError, Result, in_fresh_process
-from cpu3d.bench.step import measure
+from cpu3d.bench.step_costs import measure
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
@@ -65,34 +65,32 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     writable_folder(options.record.parent, "folder")
-    host, constants = read_host(), find_constants()
+    host = read_host()
+    constants = find_constants()
     done = {measured.job for measured in _of_this_host(options.record, host)}
-    engines = [
-        engine for engine in ENGINES if options.engine in (None, engine) and installed(engine)
-    ]
+    wanted = [options.engine] if options.engine else ENGINES
+    engines = [engine for engine in wanted if installed(engine)]
     if not engines:
         missing = f"{options.engine}, which is not" if options.engine else "none"
         raise InputError(f"engine must be installed, got {missing}; {how_to_install()}")
-    todo = [
-        job
-        for job in configurations(thread_plan(host).intra_op, engines)[: options.first]
-        if job not in done
-    ]
+    jobs = configurations(thread_plan(host).intra_op, engines)[: options.first]
+    todo = [job for job in jobs if job not in done]
     with bar("validate", total=len(todo)) as advance:
         for job in todo:
-            needed, free = estimate(job, constants).upper_bound_bytes, read_host().free_bytes
-            outcome = f"left out, needs {format_bytes(needed)}, {format_bytes(free)} are free"
+            needed = estimate(job, constants).upper_bound_bytes
+            free = read_host().free_bytes
             if needed <= free:
                 record = record_of(job, host)
                 append_record(options.record, "memory", record)
                 outcome = record.get("error", "measured")
+            else:
+                outcome = f"left out, needs {format_bytes(needed)}, {format_bytes(free)} are free"
             say(f"{job.describe()}: {outcome}")
             advance()
     held_out = [measured for measured in _of_this_host(options.record, host) if measured.held_out]
     # As `estimate` predicts here; the page is made with the shipped constants alone.
-    new_console().print(
-        error_table(compare_steps(held_out, lambda measured: estimate(measured.job, constants)))
-    )
+    rows = compare_steps(held_out, lambda measured: estimate(measured.job, constants))
+    new_console().print(error_table(rows))
     return 0
 
 
@@ -111,7 +109,9 @@ def read_measured(path: Path) -> Tuple[Measured, ...]:
     in the place of the oldest. Raises InputError for a missing file, and for a line that is damaged
     or of another schema."""
     files = sorted(Path(path).glob("*.jsonl")) if Path(path).is_dir() else [path]
-    read = [measured for file in files for measured in read_records(file, "memory", measured_from)]
+    read: List[Measured] = []
+    for file in files:
+        read += read_records(file, "memory", measured_from)
     return tuple(newest(read, lambda step: (step.host, step.instructions, step.job)))
 
 
@@ -122,8 +122,8 @@ def _of_this_host(path: Path, host: Host) -> Sequence[Measured]:
     here = (host.cpu_model, host.instructions)
     other = {step.host for step in measured if (step.host, step.instructions) != here}
     if other:
-        rule = f"be of this host, {host.cpu_model}, got {', '.join(other)}"
-        raise InputError(f"record {path} must {rule}; give each host a file")
+        rule = f"record {path} must be of this host, {host.cpu_model}, got {', '.join(other)}"
+        raise InputError(f"{rule}; give each host a file")
     return measured
 
 

@@ -32,19 +32,21 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
-from cpu3d.data.region import Region, Shape3
-from cpu3d.errors import InputError, refuse
+from cpu3d.data.region import Region, Shape3, xyz
+from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.files import read_regular
 
 SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
 SPLITS = ("train", "val", "test")
-FOLD_PARTS = ("train", "val")  # a fold's training cases, and those that it holds out
+FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it holds out
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
 AffineRow = Tuple[float, float, float, float]
+Format = Literal["npy", "b2nd"]  # as arrays.FORMATS
+Unit = Literal["unknown", "meter", "mm", "micron"]
 Voxel = Tuple[Count, Count, Count]
 
 
@@ -62,7 +64,7 @@ class Geometry:
     forms: Tuple[float, ...] = ()
     """pixdim[0:4], quatern_b to _d, qoffset_x to _z and srow_x to _z of the NIfTI header, in its
     own unit. Empty if they follow from `affine`."""
-    unit: Literal["unknown", "meter", "mm", "micron"] = "mm"  # of lengths in the source's header
+    unit: Unit = "mm"  # of lengths in the source's header
 
 
 @dataclass(frozen=True)
@@ -104,8 +106,8 @@ class CaseRecord:
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
     stem: BareName  # name of the arrays' files up to the first dot
-    format: Literal["", "npy", "b2nd"]  # of the arrays' files; "" for a case that is in no store
-    stored: Region  # the part of the grid that the arrays hold. Outside it, image and label are 0
+    format: Union[Literal[""], Format]  # of the arrays' files; "" for a case that is in no store
+    stored: Region  # the box of the grid that the arrays hold. Outside it, image and label are 0
     image_bytes: Count
     image_sha256: str
     # of dtype, shape and voxels of the whole grid: the same in every format, cropped or not
@@ -146,9 +148,8 @@ class Manifest:
     cases: Sequence[CaseRecord]
     """Sorted by case id: a `CaseList`, whose records are read one at a time."""
     versions: Dict[str, str]
-    patient_rules: Dict[str, int] = field(
-        default_factory=dict
-    )  # rule that tells a case's patient -> number of cases
+    patient_rules: Dict[str, int] = field(default_factory=dict)
+    """Rule that tells a case's patient -> number of cases."""
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
@@ -179,7 +180,8 @@ class CaseList(Sequence[CaseRecord]):
 
     def __init__(self, lines: "RecordLines", rows: Sequence[int]):
         """The records of `lines` at `rows`, in that order."""
-        self._lines, self._rows = lines, rows
+        self._lines = lines
+        self._rows = rows
 
     @classmethod
     def collected(cls, records: Iterable[CaseRecord], folder: Optional[Path] = None) -> "CaseList":
@@ -200,7 +202,7 @@ class CaseList(Sequence[CaseRecord]):
     @overload
     def __getitem__(self, index: slice) -> "CaseList": ...
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Union[int, slice]) -> Union[CaseRecord, "CaseList"]:
         if isinstance(index, slice):
             return CaseList(self._lines, self._rows[index])
         return self._lines.record(self._rows[index])
@@ -218,7 +220,7 @@ class CaseList(Sequence[CaseRecord]):
     def __repr__(self) -> str:
         return f"CaseList({len(self)} cases)"
 
-    def __reduce__(self):
+    def __reduce__(self) -> Tuple[Any, ...]:
         return CaseList.collected, (tuple(self),)
 
     @property
@@ -250,7 +252,8 @@ class RecordLines:
     def __init__(self, handle: int, path: Union[str, Path]):
         """`handle` is closed with this object; `path` is the file's name in messages."""
         self.known: List[Known] = []
-        self._handle, self._path = handle, path
+        self._handle = handle
+        self._path = path
         self._starts = array("q", [0])
         self._sums = array("L")
         weakref.finalize(self, os.close, handle)
@@ -332,13 +335,13 @@ def make_manifest(
     problems = split_problems(split, known)
     for number, fold in enumerate(folds, 1):
         problems += [f"fold {number}: {problem}" for problem in split_problems(fold, known)]
-    refuse(problems)
+    raise_if_any(problems)
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
         split_hash=split_hash(split, known, folds),
-        folds=tuple({name: tuple(sorted(fold[name])) for name in FOLD_PARTS} for fold in folds),
-        largest_shape=tuple(map(max, *(case.shape for case in known), (0, 0, 0))),
-        largest_box=tuple(map(max, *(case.box_size for case in known), (0, 0, 0))),
+        folds=tuple({name: tuple(sorted(fold[name])) for name in FOLD_SPLITS} for fold in folds),
+        largest_shape=xyz(map(max, *(case.shape for case in known), (0, 0, 0))),
+        largest_box=xyz(map(max, *(case.box_size for case in known), (0, 0, 0))),
         unlabelled=tuple(case.case_id for case in known if not case.has_label),
         cases=cases,
         **fields,
@@ -364,13 +367,15 @@ def split_hash(
     for number, name in enumerate(SPLITS):
         digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
         for place, case_id in enumerate(sorted(split[name])):
-            case = case_of.get(case_id)
-            voxels = (case.image_voxels_sha256, case.label_voxels_sha256) if case else None
+            voxels = None
+            if case_id in case_of:
+                case = case_of[case_id]
+                voxels = (case.image_voxels_sha256, case.label_voxels_sha256)
             digest.update(f"{', ' if place else ''}{json.dumps([case_id, voxels])}".encode())
         digest.update(b"]")
     digest.update(b"}")
     if folds:
-        ids = [{name: sorted(fold[name]) for name in FOLD_PARTS} for fold in folds]
+        ids = [{name: sorted(fold[name]) for name in FOLD_SPLITS} for fold in folds]
         digest.update(json.dumps(ids).encode())
     return digest.hexdigest()[:12]
 
@@ -399,23 +404,25 @@ def split_problems(
                 places[value][split_of[case.case_id]] = (case.case_id, case.patient_id)
         return dict(sorted(places.items()))
 
-    problems = [
-        f"patient {patient} must be in one split, got {' and '.join(places)}; keep its cases together"
-        for patient, places in straddling("patient_id").items()
-    ]
+    problems = []
+    for patient, places in straddling("patient_id").items():
+        got = " and ".join(places)
+        problems.append(
+            f"patient {patient} must be in one split, got {got}; keep its cases together"
+        )
     for places in straddling("image_voxels_sha256").values():
         if len({patient_id for _, patient_id in places.values()}) > 1:
             names = " and ".join(f"{case_id} ({name})" for name, (case_id, _) in places.items())
-            advice = "leave all but one out, or `prepare` with --patients FILE that gives them one patient"
-            problems.append(
-                f"image of cases {names} must be in one split, got identical voxels; {advice}"
-            )
+            rule = f"image of cases {names} must be in one split, got identical voxels"
+            first = "leave all but one out"
+            second = "`prepare` with --patients FILE that gives them one patient"
+            problems.append(f"{rule}; {first}, or {second}")
     return problems
 
 
-def array_path(folder: Path, record: CaseRecord, part: str) -> Path:
-    """The file of a case's image, `part` "x", or label, "y"."""
-    return Path(folder) / "cases" / f"{record.stem}.{part}.{record.format}"
+def array_path(folder: Path, record: CaseRecord, kind: str) -> Path:
+    """The file of a case's image, `kind` "x", or label, "y"."""
+    return Path(folder) / "cases" / f"{record.stem}.{kind}.{record.format}"
 
 
 def record_path(folder: Path, case_id: str) -> Path:
@@ -440,23 +447,30 @@ def case_from_json(content: bytes) -> CaseRecord:
         record = msgspec.json.decode(content, type=CaseRecord)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(str(error)[:300]) from None
-    shape, box, stored = record.shape, record.box, record.stored
-    statistics = (record.channel_mean, record.channel_std, record.channel_min, record.channel_max)
+    shape = record.shape
+    box = record.box
+    stored = record.stored
+    geometry = record.geometry
     corners = zip(stored.start, box.start, box.stop, stored.stop, shape)
+    are_nested = all(0 <= a <= b < c <= d <= n for a, b, c, d, n in corners)
+    statistics = (
+        record.channel_mean,
+        record.channel_std,
+        record.channel_min,
+        record.channel_max,
+        record.channel_voxels,
+    )
+    counts = {len(numbers) for numbers in statistics}
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
-    rules = {
-        "box must be in stored, and stored in shape": all(
-            0 <= a <= b < c <= d <= n for a, b, c, d, n in corners
-        ),
-        "statistics must be as many for each channel": {*map(len, statistics)}
-        == {len(record.channel_voxels)}
-        != {0},
-        "image_bytes and label_bytes must fit image and label": record.format == "" or has_files,
-        "centres must be voxels of shape": _within(record.centres, shape),
-        "geometry must be of shape, turned": sorted(record.geometry.shape) == sorted(shape),
-        "forms must be none or 22 numbers": len(record.geometry.forms) in (0, 22),
-    }
-    broken = [rule for rule, holds in rules.items() if not holds]
+    rules = (
+        ("box must be in stored, and stored in shape", are_nested),
+        ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
+        ("image_bytes and label_bytes must fit image and label", not record.format or has_files),
+        ("centres must be voxels of shape", _within(record.centres, shape)),
+        ("geometry must be of shape, turned", sorted(geometry.shape) == sorted(shape)),
+        ("forms must be none or 22 numbers", len(geometry.forms) in (0, 22)),
+    )
+    broken = [rule for rule, holds in rules if not holds]
     if broken:
         raise ValueError("; ".join(broken))
     return record

@@ -8,15 +8,15 @@ import dataclasses
 import itertools
 import shlex
 from pathlib import Path
-from typing import List, Sequence
+from typing import List, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.compare.plan import Json, Kept, Options
+from cpu3d.compare.experiment import Json, Kept, Options
 from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
 from cpu3d.data.store import Store
-from cpu3d.inference.evaluate import UNTOUCHED, warning
 from cpu3d.inference.scores import METRICS, metric_notes
+from cpu3d.inference.scores_file import UNTOUCHED, warning
 from cpu3d.pages.page import flat
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, Line, chart, strips
@@ -37,20 +37,13 @@ DIFFERENCES = (
 )
 
 COSTS_OF = (
-    "Of one run: the median of the seeds for times, the largest for memory. A case trained: as many voxels as a whole "
-    "case has. Memory is the largest resident set of the process; a card's is the peak of TensorFlow's allocator there."
+    "Of one run: the median of the seeds for times, the largest for memory. A case trained: as "
+    "many voxels as a whole case has. Memory is the largest resident set of the process; a card's "
+    "is the peak of TensorFlow's allocator there."
 )
 
-# Settings that are not those of a variant, or belong to the store.
-NOT_SETTINGS = (
-    "seed",
-    "unet.seed",
-    "save_minutes",
-    "store",
-    "store_channels",
-    "label_names",
-    "region_codes",
-)
+# Settings that are not those of a variant, or belong to the store. By their first letters.
+NOT_SETTINGS = ("seed", "unet.seed", "save_minutes", "store", "label_names", "region_codes")
 
 
 # --- Tables ---
@@ -58,28 +51,35 @@ NOT_SETTINGS = (
 
 def plan_table(kept: Kept, budget: str) -> Table:
     """The planned runs, a row a variant."""
-    rows, run_s = [], []
+    rows = []
+    all_run_s = []
     for course in kept.plan:
-        steps, step_s = course["steps"], course["step_s"]
-        run_s.append(steps and step_s and steps * step_s)
-        rows.append(
-            (
-                course["name"],
-                by(course["grid"]) + (f" x {course['batch']}" if course["batch"] > 1 else ""),
-                f"{steps:,}" if steps else "by time",
-                millions(course["voxels"]) if course["voxels"] else "by time",
-                course["policy"],
-                format_seconds(step_s),
-                format_seconds(run_s[-1] or None),
-                format_bytes(course["peak_bytes"]),
-            )
+        steps = course["steps"]
+        step_s = course["step_s"]
+        run_s = steps * step_s if steps and step_s else None
+        all_run_s.append(run_s)
+        sees = by(course["grid"])
+        if course["batch"] > 1:
+            sees += f" x {course['batch']}"
+        row = (
+            course["name"],
+            sees,
+            f"{steps:,}" if steps else "by time",
+            millions(course["voxels"]) if course["voxels"] else "by time",
+            course["policy"],
+            format_seconds(step_s),
+            format_seconds(run_s),
+            format_bytes(course["peak_bytes"]),
         )
-    all_s = format_seconds(sum(run_s) * len(kept.seeds)) if all(run_s) else "unknown"
+        rows.append(row)
+    total = "unknown"
+    if None not in all_run_s:
+        total = format_seconds(sum(all_run_s) * len(kept.seeds))
     return Table(
         ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
         rows,
         title=f"{count(kept.plan, 'variant')} x {count(kept.seeds, 'seed')}, each for {budget}",
-        caption=f"predicted: {all_s} of steps, without validation and scoring",
+        caption=f"predicted: {total} of steps, without validation and scoring",
     )
 
 
@@ -88,20 +88,20 @@ def scores_table(record: Json) -> Table:
     rows = []
     for region, variant in itertools.product(record["regions"], record["variants"]):
         scores = record["variants"][variant]["scores"][region]
-        rows.append(
-            (
-                region,
-                variant,
-                *(plus_minus(**scores[name], digits=METRICS[name].digits) for name in METRICS),
-            )
-        )
+        cells = []
+        for name, metric in METRICS.items():
+            of_seeds = scores[name]
+            cells.append(plus_minus(of_seeds["mean"], of_seeds["sd"], metric.digits))
+        rows.append((region, variant, *cells))
+    cases = count(record["cases"], "case")
+    notes = metric_notes(METRICS, record["evaluation"]["tolerance_mm"])
     return Table(
         ("region", "variant", *(metric.label for metric in METRICS.values())),
         rows,
         title="Scores",
-        caption=f"Mean over {count(record['cases'], 'case')}, full grids, and seeds \u00b1 standard deviation of the "
-        f"seeds\u2019 means. {metric_notes(METRICS, record['evaluation']['tolerance_mm'])}. Scored are the weights of "
-        "the validation at full resolution with the highest mean Dice.",
+        caption=f"Mean over {cases}, full grids, and seeds \u00b1 standard deviation of the "
+        f"seeds\u2019 means. {notes}. Scored are the weights of the validation at full resolution "
+        "with the highest mean Dice.",
         names=2,
     )
 
@@ -110,22 +110,27 @@ def differences_table(record: Json, title: str = "") -> Table:
     """Every difference to the baseline; those that count are bold."""
     rows = []
     for variant, regions in record["differences"].items():
-        for region, name, difference in (
-            (region, *pair) for region, of in regions.items() for pair in of.items()
-        ):
-            digits, bound = METRICS[name].digits, difference["seed_bound"]
-            text = f"{difference['mean']:+.{digits}f}"
-            if difference["interval"]:
-                text += " ({:+.{digits}f} to {:+.{digits}f})".format(
-                    *difference["interval"], digits=digits
-                )
-            alone = "-" if bound is None else f"{bound:.{digits}f}"
-            cases = f"{difference['better']} / {difference['worse']} / {difference['equal']}"
-            cell = Bold(text) if counts(difference) else text
-            rows.append((region, variant, METRICS[name].labelled, cell, alone, cases))
+        for region, differences in regions.items():
+            for name, difference in differences.items():
+                metric = METRICS[name]
+                cells = _difference_cells(difference, metric.digits)
+                rows.append((region, variant, metric.labelled, *cells))
     columns = ("region", "variant", "score", "difference", "by chance", "cases")
     title = title or f"Differences to {record['baseline']}"
     return Table(columns, rows, title=title, caption=DIFFERENCES, names=3)
+
+
+def _difference_cells(difference: Json, digits: int) -> Tuple[str, str, str]:
+    text = f"{difference['mean']:+.{digits}f}"
+    if difference["interval"]:
+        low, high = difference["interval"]
+        text += f" ({low:+.{digits}f} to {high:+.{digits}f})"
+    if counts(difference):
+        text = Bold(text)
+    bound = difference["seed_bound"]
+    by_chance = "-" if bound is None else f"{bound:.{digits}f}"
+    cases = f"{difference['better']} / {difference['worse']} / {difference['equal']}"
+    return text, by_chance, cases
 
 
 def costs_table(record: Json) -> Table:
@@ -138,9 +143,8 @@ def costs_table(record: Json) -> Table:
     for name, cost in COSTS.items():
         values = [of_variant["costs"].get(name) for of_variant in record["variants"].values()]
         if any(value is not None for value in values):
-            rows.append(
-                (cost.label, *("-" if value is None else cost.show(value) for value in values))
-            )
+            cells = ["-" if value is None else cost.show(value) for value in values]
+            rows.append((cost.label, *cells))
     return Table(("", *record["variants"]), rows, title="Costs of a run", caption=COSTS_OF)
 
 
@@ -159,8 +163,10 @@ def settings_table(comparison: Comparison) -> Table:
 
 def results_tables(record: Json) -> List[Table]:
     """The tables of the terminal and the docs, the table of costs last."""
-    differences = [differences_table(record)] if record["differences"] else []
-    return [scores_table(record), *differences, costs_table(record)]
+    tables = [scores_table(record)]
+    if record["differences"]:
+        tables.append(differences_table(record))
+    return [*tables, costs_table(record)]
 
 
 # --- What is published ---
@@ -173,7 +179,8 @@ def publish(
 
     A record names no folder and no case; the page is self-contained, with pictures and slices
     inside."""
-    results, manifest = comparison.to_json(), store.manifest
+    results = comparison.to_json()
+    manifest = store.manifest
     dataclasses.replace(kept, results=results).save(out)
     split = {name: len(ids) for name, ids in manifest.split.items()}
     content = {
@@ -201,23 +208,25 @@ def page_sections(comparison: Comparison, record: Json, out: Path, store: Store)
     """The sections of the page, in order. Folders in `out` are named relative to it."""
     runs = [run for of_variant in comparison.runs.values() for run in of_variant]
     config = runs[0].config
-    facts = (
+    cases = f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}"'
+    trained_on = config.split_hash
+    if config.fold:
+        trained_on += f", fold {config.fold}"
+    facts = [
         ("data", record["data"]["name"]),
-        (
-            "scored",
-            f'{count(comparison.cases, "case")} of "{record["evaluation"]["split"]}", full original grids',
-        ),
+        ("scored", f"{cases}, full original grids"),
         ("budget", record["budget"]),
-        ("split hash", config.split_hash + (f", fold {config.fold}" if config.fold else "")),
-        *(("left out", line) for line in record["failed"]),
-    )
-    folders = [str(run.folder.resolve()).replace(f"{out.resolve()}/", "") for run in runs]
-    rows = [
-        (run.variant, f"{run.seed}", f"{run.config.peak_rate:g}", path)
-        for run, path in zip(runs, folders)
+        ("split hash", trained_on),
     ]
-    hosts = dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host)  # each one once
-    about = [*(pair for host in hosts for pair in host), *flat(record["versions"])]
+    facts += [("left out", line) for line in record["failed"]]
+    rows = []
+    for run in runs:
+        folder = str(run.folder.resolve()).replace(f"{out.resolve()}/", "")
+        rows.append((run.variant, f"{run.seed}", f"{run.config.peak_rate:g}", folder))
+    about = []
+    for host in dict.fromkeys(tuple(flat(run.host)) for run in runs if run.host):  # each one once
+        about += host
+    about += flat(record["versions"])
     *tables, costs = results_tables(record)
     return [
         ("What was compared", [Table(("", ""), facts, names=2), settings_table(comparison)]),
@@ -236,11 +245,10 @@ def _cases(comparison: Comparison, store: Store) -> Json:
     region = comparison.regions[-1]  # the mean over the regions, or the only one
     dice = {name: comparison.values(name, region, "dice").mean(0) for name in comparison.runs}
     means = np.mean(list(dice.values()), axis=0)
-    scores = {
-        comparison.cases[case]: "mean Dice: "
-        + ", ".join(f"{name} {values[case]:.3f}" for name, values in dice.items())
-        for case in sorted(range(len(means)), key=lambda case: -means[case])
-    }
+    scores = {}
+    for case in sorted(range(len(means)), key=lambda case: -means[case]):
+        each = [f"{name} {values[case]:.3f}" for name, values in dice.items()]
+        scores[comparison.cases[case]] = f"mean Dice: {', '.join(each)}"
     predictions = {
         f"{name}, seed {runs[0].seed}": runs[0].predictions
         for name, runs in comparison.runs.items()
@@ -270,19 +278,13 @@ def learning_curves(comparison: Comparison) -> Figures:
         lines = []
         for (name, runs), colour in zip(comparison.runs.items(), itertools.cycle(PALETTE)):
             for run in (run for run in runs if run.curve):
-                x, dice = (
-                    [point[column] / unit for point in run.curve],
-                    [point.mean_dice for point in run.curve],
-                )
+                x = [point[column] / unit for point in run.curve]
+                dice = [point.mean_dice for point in run.curve]
                 lines.append(Line(name if run is runs[0] else "", x, dice, colour))
         if lines:
             title = f"Validation Dice over {label}"
-            figures.append(
-                (
-                    title,
-                    chart(lines, title=title, y_label="mean Dice", x_label=label, y_range=(0, 1)),
-                )
-            )
+            axes = {"y_label": "mean Dice", "x_label": label, "y_range": (0, 1)}
+            figures.append((title, chart(lines, title=title, **axes)))
     return figures
 
 
@@ -293,18 +295,19 @@ def comparisons_markdown(records: Sequence[Json]) -> List[str]:
     """Lines for the page of results: the tables of the newest record of each title."""
     lines: List[str] = []
     for record in newest(records, lambda record: record["title"]):
-        host, data = record["host"], record["data"]
+        host = record["host"]
+        data = record["data"]
         split = ", ".join(f"{size} {name}" for name, size in data["split"].items())
-        lines += [
-            f"### {record['title']}",
-            "",
-            f"{record['date']}, {host['cores']} cores of {host['cpu']}; {data['name']}, {by(data['shape'], ' x ')}: "
-            f"{split}; {record['budget']}; seeds {listed(record['seeds'])}; scored on {record['cases']} cases of "
-            f'"{record["evaluation"]["split"]}".',
-            "",
-            *(f"- `{name}`: `{options}`" for name, options in record["options"].items()),
-            "",
+        facts = [
+            f"{record['date']}, {host['cores']} cores of {host['cpu']}",
+            f"{data['name']}, {by(data['shape'], ' x ')}: {split}",
+            record["budget"],
+            f"seeds {listed(record['seeds'])}",
+            f'scored on {record["cases"]} cases of "{record["evaluation"]["split"]}".',
         ]
+        lines += [f"### {record['title']}", "", "; ".join(facts), ""]
+        lines += [f"- `{name}`: `{options}`" for name, options in record["options"].items()]
+        lines.append("")
         for table in results_tables(record):
             lines += [*table.markdown(), ""]
     return lines

@@ -4,8 +4,8 @@ import json
 import re
 
 from cpu3d.compare.command import Options
-from cpu3d.compare.plan import Kept
-from cpu3d.compare.report import costs_table, publish, settings_table
+from cpu3d.compare.experiment import Kept
+from cpu3d.compare.results import costs_table, publish, settings_table
 from cpu3d.compare.run import PlannedRun
 from cpu3d.compare.statistics import comparison_of, read_result
 from tests.cpu3d.runs import shown_cases

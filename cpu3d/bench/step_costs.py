@@ -1,8 +1,9 @@
 """Measure time and memory of the real training step in a fresh process, and compare with the
 estimator's prediction.
 
-    ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16 --json
-    ./run.sh bench step --policies --shape 128 128 128 --rounds 2 --peer "python other.py" --record r/policies.jsonl
+    ./run.sh bench step --shape 240 240 160 --channels 4 --filters 16 --dtype bfloat16 --json
+    ./run.sh bench step --policies --shape 128 128 128 --rounds 2 \\
+        --peer "python other.py" --record records/policies.jsonl
 
 The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and
 without the store. The allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out
@@ -23,7 +24,7 @@ import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -54,7 +55,9 @@ from memory_estimator.validation import instructions_of, job_of_record, request_
 from models.config import DTYPES, POLICIES, UNetConfig
 
 WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots and caches
-LIVE_PARTS = 300  # of a step, each with the most bytes that are live in it; a picture shows no more
+# Equal lengths of time that a step is cut into, each with the most bytes that are live in it: a
+# picture shows no more.
+SPANS = 300
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
@@ -88,19 +91,25 @@ OPTIONS = ((MeasuredJob,), StepOptions, Output)
 
 def run(chosen: Dict[str, Any], options: StepOptions, output: Output) -> int:
     if options.policies and "policy" in chosen:
-        raise InputError(
-            f"--policies must be without --policy, got {chosen['policy']}; leave one out"
-        )
-    whole = valid(source_job, Namespace(**chosen)).job
-    job = valid(
-        job_from, Namespace(**chosen), whole or Job(UNetConfig(dtype=read_host().best_dtype))
+        rule = f"--policies must be without --policy, got {chosen['policy']}"
+        raise InputError(f"{rule}; leave one out")
+    arguments = Namespace(**chosen)
+    source = valid(source_job, arguments).job
+    if source:
+        job = valid(job_from, arguments, source)
+        engine = job.engine
+    else:
+        job = valid(job_from, arguments, Job(UNetConfig(dtype=read_host().best_dtype)))
+        engine = left_open(chosen.get("engine", AUTO))
+    request = request_for(
+        job,
+        engine=engine,
+        threads=chosen.get("threads"),
+        steps=options.steps,
+        warm_up=options.warm_up,
     )
-    engine = job.engine if whole else left_open(chosen.get("engine", AUTO))
-    more = {"threads": chosen.get("threads"), "steps": options.steps, "warm_up": options.warm_up}
     policies = POLICIES if options.policies else (job.policy,)
-    result = compare_policies(
-        request_for(job, engine=engine, **more), policies, options.peer, options.rounds
-    )
+    result = compare_policies(request, policies, options.peer, options.rounds)
     result = with_predictions(result, find_constants())
     output.publish("policies", result, step_table(result))
     return 0
@@ -126,36 +135,44 @@ def compare_policies(
             if name in peers:
                 done[name].append(run_peer(name))
             elif name not in errors:
-                own = {
-                    "unet": {**request["unet"], "policy": name},
-                    "live": number == 0 and len(done) > 1,
-                }
+                own = dict(request)
+                own["unet"] = {**request["unet"], "policy": name}
+                own["live"] = number == 0 and len(done) > 1
                 try:
-                    done[name].append(harness.in_fresh_process(measure, {**request, **own}))
+                    done[name].append(harness.in_fresh_process(measure, own))
                 except ProcessFailedError as error:
                     errors[name] = error
             advance()
-    measured = next((done[name][0] for name in policies if done[name]), None)
+    measured = [done[name][0] for name in policies if done[name]]
     if not measured:
-        raise next(iter(errors.values()))
-    rows: List[Result] = []
+        raise errors[policies[0]]
+    rows = []
     for name, results in done.items():
-        row = {
-            "name": name,
-            "kind": "policy",
-            "error": str(errors[name]) if name in errors else None,
-        }
         if name in peers:
-            words = [
-                word for word in shlex.split(name)[1:] if "/" not in word
-            ]  # paths are of one machine
-            row.update(name=" ".join([results[0].get("peer", ""), *words]).strip(), kind="peer")
-        row["rounds"] = numbers(results, "step_s")
-        row["step_s"] = median(row["rounds"])
-        for peak in ("allocator_peak_bytes", "process_peak_bytes"):
-            row[peak] = max(numbers(results, peak), default=None)
-        rows.append({**row, "live_bytes": results[0].get("live_bytes") if results else None})
-    return {**request, "rounds": rounds, "rows": rows, **{fact: measured[fact] for fact in FACTS}}
+            row = _row(_peer_name(name, results[0]), "peer", results)
+        else:
+            row = _row(name, "policy", results)
+        if name in errors:
+            row["error"] = str(errors[name])
+        rows.append(row)
+    facts = {fact: measured[0][fact] for fact in FACTS}
+    return {**request, "rounds": rounds, "rows": rows, **facts}
+
+
+def _row(name: str, kind: str, results: Sequence[Result]) -> Result:
+    """The row of a policy or a peer in a record."""
+    rounds = numbers(results, "step_s")
+    row = {"name": name, "kind": kind, "error": None, "rounds": rounds, "step_s": median(rounds)}
+    for peak in ("allocator_peak_bytes", "process_peak_bytes"):
+        row[peak] = max(numbers(results, peak), default=None)
+    row["live_bytes"] = results[0].get("live_bytes") if results else None
+    return row
+
+
+def _peer_name(command: str, result: Result) -> str:
+    """What a peer calls itself, and its arguments, without paths, which are of one machine."""
+    words = [word for word in shlex.split(command)[1:] if "/" not in word]
+    return " ".join([result.get("peer", ""), *words]).strip()
 
 
 def with_predictions(record: Result, constants: Optional[HostConstants] = None) -> Result:
@@ -164,44 +181,50 @@ def with_predictions(record: Result, constants: Optional[HostConstants] = None) 
     does not know, with a warning."""
     from cpu3d.util.progress import say  # not into the memory of a measuring process
 
-    constants = constants or shipped_constants(instructions_of(record))
-    job, rows = job_of_record(record), []
+    if constants is None:
+        constants = shipped_constants(instructions_of(record))
+    job = job_of_record(record)
+    rows = []
     if not job:
-        say(
-            f"warning: engine must be itex or stock to be predicted, got {record['engine_name']}; no prediction"
-        )
+        rule = "engine must be itex or stock to be predicted"
+        say(f"warning: {rule}, got {record['engine_name']}; no prediction")
     for row in record["rows"]:
-        own = (
-            estimate(job.with_unet(policy=row["name"]), constants)
-            if job and row["kind"] == "policy"
-            else None
-        )
-        rows.append({**row, "predicted": own and {name: getattr(own, name) for name in PREDICTED}})
+        predicted = None
+        if job and row["kind"] == "policy":
+            own = estimate(job.with_unet(policy=row["name"]), constants)
+            predicted = {name: getattr(own, name) for name in PREDICTED}
+        rows.append({**row, "predicted": predicted})
     return {**record, "rows": rows}
 
 
 def step_table(record: Result) -> Table:
     """Peaks and seconds of each policy and peer, with the prediction of a policy below it."""
-    cells, died = [], []
+    cells = []
+    died = []
     for row in record["rows"]:
-        for name, figures in ((row["name"], row), ("predicted", row["predicted"])):
-            if figures:
-                peaks = [
-                    f"{figures[peak] / GIB:.2f}" if figures.get(peak) else "-"
-                    for peak in PREDICTED[:3]
-                ]
-                cells.append(
-                    [name, *peaks, f"{figures['step_s']:.2f}" if figures["step_s"] else "-"]
-                )
-        died += [f"{row['name']} died: {row['error']}."] if row["error"] else []
+        cells.append([row["name"], *_figures(row)])
+        if row["predicted"]:
+            cells.append(["predicted", *_figures(row["predicted"])])
+        if row["error"]:
+            died.append(f"{row['name']} died: {row['error']}.")
     columns = ("", "allocator peak, GiB", "process peak, GiB", "upper bound, GiB", "s a step")
     title = f"{title_of(record)}, {record['engine_name']}, {host_of(record)}"
     return Table(columns, cells, title=title, caption=" ".join(died))
 
 
+def _figures(row: Result) -> List[str]:
+    """Peaks in GiB, and seconds."""
+    cells = []
+    for peak in ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes"):
+        cells.append(f"{row[peak] / GIB:.2f}" if row.get(peak) else "-")
+    cells.append(f"{row['step_s']:.2f}" if row["step_s"] else "-")
+    return cells
+
+
 def title_of(record: Result) -> str:
     """The step that was measured, in one line."""
-    unet, batch = record["unet"], f"batch {record['batch']}"
+    unet = record["unet"]
+    batch = f"batch {record['batch']}"
     if record["micro_batch"] < record["batch"]:
         batch += f" ({record['micro_batch']} at a time)"
     shape = by([*record["shape"], unet["channels"]], " x ")
@@ -219,43 +242,30 @@ def draw_policies(records: Sequence[Result]) -> bytes:
 
     alive = [record for record in records if any(row.get("live_bytes") for row in record["rows"])]
     if not alive:
-        raise InputError(
-            "records of policies must have live_bytes, got none; measure with `bench step --policies`"
-        )
-    newest, lines = alive[-1], []
-    about = (title_of(newest), host_of(newest))
-    of_job = [
-        row
-        for record in records
-        if (title_of(record), host_of(record)) == about
-        for row in record["rows"]
-    ]
-    policies = [row for row in newest["rows"] if row.get("live_bytes")]
-    peers = [row for row in of_job if row["kind"] == "peer" and row["process_peak_bytes"]]
-    for row, colour in zip((*policies, *peers), itertools.cycle(PALETTE)):
-        held, marks = 2 * [row["process_peak_bytes"]], "--"
-        if row.get("live_bytes"):  # in parts of a step, which begins with what is live at its end
+        rule = "records of policies must have live_bytes, got none"
+        raise InputError(f"{rule}; measure with `bench step --policies`")
+    newest = alive[-1]
+    lines = []
+    step = title_of(newest)
+    host = host_of(newest)
+    shown = [row for row in newest["rows"] if row.get("live_bytes")]
+    for record in records:
+        if title_of(record) == step and host_of(record) == host:
+            peers = [row for row in record["rows"] if row["kind"] == "peer"]
+            shown += [row for row in peers if row["process_peak_bytes"]]
+    for row, colour in zip(shown, itertools.cycle(PALETTE)):
+        if row.get("live_bytes"):  # a step begins with what is live at its end
             beside = row["process_peak_bytes"] - row["allocator_peak_bytes"]
-            held, marks = (
-                [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])],
-                "-",
-            )
+            held = [beside + size for size in (row["live_bytes"][-1], *row["live_bytes"])]
+            marks = "-"
+        else:
+            held = [row["process_peak_bytes"], row["process_peak_bytes"]]
+            marks = "--"
         name = f"{row['name'].partition(' --')[0]}, {max(held) / GIB:.2f} GiB"
-        lines.append(
-            Line(
-                name,
-                np.linspace(0, row["step_s"], len(held)),
-                np.array(held) / GIB,
-                colour,
-                marks=marks,
-            )
-        )
-    axes = {
-        "x_label": f"seconds\n{about[0]}",
-        "y_label": "GiB held by the process",
-        "y_range": (0, None),
-    }
-    return chart(lines, title=f"Memory over a training step, {about[1]}", **axes)
+        seconds = np.linspace(0, row["step_s"], len(held))
+        lines.append(Line(name, seconds, np.array(held) / GIB, colour, marks=marks))
+    axes = {"x_label": f"seconds\n{step}", "y_label": "GiB held by the process"}
+    return chart(lines, title=f"Memory over a training step, {host}", y_range=(0, None), **axes)
 
 
 # --- In the measuring process ---
@@ -269,63 +279,73 @@ def measure(request: Dict[str, Any]) -> Result:
     tf, facts = harness.set_up_for(request)
     from cpu3d.training.learner import Learner
 
-    own = {name: request[name] for name in ("batch", "micro_batch", "optimizer")}
-    config = RunConfig(grid=tuple(request["shape"]), unet=UNetConfig(**request["unet"]), **own)
+    config = RunConfig(
+        grid=tuple(request["shape"]),
+        unet=UNetConfig(**request["unet"]),
+        batch=request["batch"],
+        micro_batch=request["micro_batch"],
+        optimizer=request["optimizer"],
+    )
     reserve(job_of(config, threads=1, cases=0))  # as `train` does
     learner = Learner(config)
     # As with a store, one micro-batch is in memory.
-    parts = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))
-    step = functools.partial(learner.step, parts, 1e-4)
+    micro_batches = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))
+    step = functools.partial(learner.step, micro_batches, 1e-4)
     for _ in range(request.get("warm_up", WARM_UP_STEPS)):
         step()
     # An engine without oneDNN keeps no statistics.
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")
     timed = [seconds_of(step) for _ in range(request["steps"])]
-    peaks = {"allocator_peak_bytes": allocator_peak_bytes(), "process_peak_bytes": peak_rss_bytes()}
-    live = {"live_bytes": _live_bytes(tf, step, LIVE_PARTS)} if request.get("live") else {}
-    return {**request, **facts, "step_s": statistics.median(timed), **peaks, **live}
+    result = {
+        **request,
+        **facts,
+        "step_s": statistics.median(timed),
+        "allocator_peak_bytes": allocator_peak_bytes(),
+        "process_peak_bytes": peak_rss_bytes(),
+    }
+    if request.get("live"):
+        result["live_bytes"] = _live_bytes(tf, step, SPANS)
+    return result
 
 
-def _live_bytes(tf: Any, work: Callable[[], Any], parts: int) -> List[int]:
-    """The most bytes in use in TensorFlow's allocator in each of `parts` equal parts of the time
+def _live_bytes(tf: Any, work: Callable[[], Any], spans: int) -> List[int]:
+    """The most bytes in use in TensorFlow's allocator in each of so many equal spans of the time
     between its first and its last request in `work`; empty without requests."""
     # The profile's format is here in TensorFlow 2.13 to 2.21 at least.
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     profiler = tf.profiler.experimental
+    options = profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
+    requests: List[Tuple[float, int]] = []
     with tempfile.TemporaryDirectory() as folder:
-        with profiler.Profile(
-            folder, profiler.ProfilerOptions(host_tracer_level=2, python_tracer_level=0)
-        ):
+        with profiler.Profile(folder, options):
             work()
-        spaces = [
-            xplane_pb2.XSpace.FromString(path.read_bytes())
-            for path in Path(folder).rglob("*.xplane.pb")
-        ]
-    held = []
-    for plane in (plane for space in spaces for plane in space.planes):
-        names, stats = plane.event_metadata, plane.stat_metadata
-        for line in plane.lines:
-            for event in line.events:
-                if names[event.metadata_id].name in ("MemoryAllocation", "MemoryDeallocation"):
-                    size = next(
-                        stat
-                        for stat in event.stats
-                        if stats[stat.metadata_id].name == "bytes_allocated"
-                    )
-                    held.append(
-                        (line.timestamp_ns / 1e9 + event.offset_ps / 1e12, size.int64_value)
-                    )
-    return most_in_each_part(sorted(held), parts) if held else []
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in xplane_pb2.XSpace.FromString(path.read_bytes()).planes:
+                requests += _requests_in(plane)
+    return most_in_each_span(sorted(requests), spans) if requests else []
 
 
-def most_in_each_part(requests: Sequence[Tuple[float, int]], parts: int) -> List[int]:
-    """The most bytes in each of equal parts of the time, from requests as (seconds, bytes held from
+def _requests_in(plane: Any) -> Iterator[Tuple[float, int]]:
+    """The requests to the allocator in a plane of a profile: seconds, and the bytes in use then."""
+    for line in plane.lines:
+        for event in line.events:
+            name = plane.event_metadata[event.metadata_id].name
+            if name not in ("MemoryAllocation", "MemoryDeallocation"):
+                continue
+            seconds = line.timestamp_ns / 1e9 + event.offset_ps / 1e12
+            for stat in event.stats:
+                if plane.stat_metadata[stat.metadata_id].name == "bytes_allocated":
+                    yield seconds, stat.int64_value
+
+
+def most_in_each_span(requests: Sequence[Tuple[float, int]], spans: int) -> List[int]:
+    """The most bytes in each of equal spans of the time, from requests as (seconds, bytes held from
     then on)."""
     seconds, sizes = np.array(requests).T
-    begins = np.linspace(seconds[0], seconds[-1], parts, endpoint=False)
-    # A part begins with the bytes held after the last request before it.
+    begins = np.linspace(seconds[0], seconds[-1], spans, endpoint=False)
+    # A span begins with the bytes held after the last request before it.
     return (
         np.maximum.reduceat(sizes, np.searchsorted(seconds, begins, side="right") - 1)
         .astype(int)

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.bench.validate import read_measured
+from cpu3d.bench.estimator_errors import read_measured
 from cpu3d.errors import InputError
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.job import Job

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.run import Evaluation
-from cpu3d.data.records import SPLITS
+from cpu3d.data.manifest import SPLITS
 from cpu3d.data.store import Store
-from cpu3d.errors import InputError, refuse
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
-from cpu3d.inference.evaluate import UNTOUCHED
 from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import Plan, make_plan
 from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, recipe_config
 from cpu3d.util.atomic import is_untouched, write_json
@@ -29,15 +29,15 @@ from memory_estimator.common.schema import add_options, arguments, option, to_co
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 
-SCHEMA, FILE = 1, "compare.json"
+SCHEMA = 1
+FILE = "compare.json"
 VALIDATIONS = 4  # of every run, unless a number is chosen
-# the warm-up is at most a tenth of a run: one of large batches or patches may have few steps
+# The warm-up is at most a tenth of a run: one of large batches or patches may have few steps.
 WARMUP_SHARE = 10
-LEAST_STEP_S = (
-    1e-3  # no step is faster: a budget of minutes has the epochs that such steps would fill
-)
-# steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
-# many
+# No step is faster: a budget of minutes has the epochs that such steps would fill.
+LEAST_STEP_S = 1e-3
+# Steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
+# many.
 FEW = 8
 
 # Settings that compare decides for every run, and those that are the same for all variants.
@@ -99,11 +99,12 @@ class Options:
 
 def as_options(settings: Mapping[str, Any]) -> List[str]:
     """The command line of these settings, the recipe first."""
-    parts = (
-        {name: settings[name] for name in settings if (name == "recipe") is first}
-        for first in (True, False)
-    )
-    return [word for part in parts for cls in SETTINGS for word in to_command_line(cls, part)]
+    recipe = {name: settings[name] for name in settings if name == "recipe"}
+    words = []
+    for some in (recipe, _without(settings, ("recipe",))):
+        for cls in SETTINGS:
+            words += to_command_line(cls, some)
+    return words
 
 
 def parse_variant(name: str, options: str, common: Json) -> Json:
@@ -113,10 +114,8 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
     Raises InputError, with the variant's name, for an invalid name and for options that train would
     refuse."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        rule = "have a name of letters, digits, '-', '_' and '.', at most 64"
-        raise InputError(
-            f"--variant must {rule}, got {name!r}; choose another, as it names folders"
-        )
+        rule = "--variant must have a name of letters, digits, '-', '_' and '.', at most 64"
+        raise InputError(f"{rule}, got {name!r}; choose another, as it names folders")
     try:
         words = shlex.split(options)
     except ValueError as error:  # a quotation that does not end
@@ -124,7 +123,9 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
         raise InputError(f"{rule}, got {options!r}: {error}; see `train --help`") from None
     own = read_train_options(words, f"variant {name}")
     _refuse_settings(f"variant {name}", own, FOR_ALL)
-    if own.get("mode", common.get("mode", recipe_config({**common, **own}).mode)) == "whole":
+    together = {**common, **own}
+    mode = together.get("mode", recipe_config(together).mode)
+    if mode == "whole":
         common = _without(common, OF_PATCHES)
     return {**common, **own}
 
@@ -150,17 +151,18 @@ def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[s
     Raises InputError for a common mode, as each variant has its own.
     """
     if "mode" in common:
-        raise InputError(
-            f"--mode must be left to the variants, got {common['mode']}; leave it out to train both modes"
-        )
-    whole, patch = {**_without(common, OF_PATCHES), "mode": "whole"}, {**common, "mode": "patch"}
+        rule = f"--mode must be left to the variants, got {common['mode']}"
+        raise InputError(f"{rule}; leave it out to train both modes")
+    whole = {**_without(common, OF_PATCHES), "mode": "whole"}
+    patch = {**common, "mode": "patch"}
     if "patch" in common:
         return {"whole": whole, "patch": patch}
-    config = resolve_variants({"whole": whole}, store, force=force)["whole"][1].config
-    divisor = config.unet.divisor
-    patch["patch"] = [
-        min(n, max(n // (2 * divisor) * divisor, BOTTOM * divisor)) for n in config.grid
-    ]
+    _, plan = resolve_variants({"whole": whole}, store, force=force)["whole"]
+    divisor = plan.config.unet.divisor
+    patch["patch"] = []
+    for n in plan.config.grid:
+        half = n // (2 * divisor) * divisor
+        patch["patch"].append(min(n, max(half, BOTTOM * divisor)))
     return {"whole": whole, "patch-half": patch}
 
 
@@ -172,14 +174,18 @@ def resolve_variants(
 
     So all runs of a variant have the same settings. Raises InputError with the problems of all
     variants, each by name."""
-    host, gpus, resolved, problems = read_host(), HostGpus(), {}, []
+    host = read_host()
+    gpus = HostGpus()
+    resolved = {}
+    problems = []
     for name, chosen in variants.items():
         try:
             plan = make_plan(store, Path("/nonexistent"), host, chosen, gpus=gpus, force=force)
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
             continue
-        config, settings = plan.config, dict(chosen)
+        config = plan.config
+        settings = dict(chosen)
         settings.update(
             mode=config.mode,
             dtype=config.unet.dtype,
@@ -189,7 +195,7 @@ def resolve_variants(
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
         resolved[name] = settings, plan
-    refuse(problems)
+    raise_if_any(problems)
     return resolved
 
 
@@ -206,12 +212,11 @@ class Budget(NamedTuple):
 
     def words(self, baseline: str) -> str:
         """Such as "the voxels of 25 epochs of whole"."""
-        amount = f"{self.amount:,g}"
-        return {
-            "epochs": f"the voxels of {amount} epochs of {baseline}",
-            "voxels": f"{self.amount / 1e6:,.4g} million voxels",
-            "minutes": f"{amount} minutes of steps",
-        }[self.kind]
+        if self.kind == "epochs":
+            return f"the voxels of {self.amount:,g} epochs of {baseline}"
+        if self.kind == "voxels":
+            return f"{self.amount / 1e6:,.4g} million voxels"
+        return f"{self.amount:,g} minutes of steps"
 
 
 class Course(TypedDict):
@@ -231,61 +236,57 @@ class Course(TypedDict):
 def run_voxels(config: RunConfig, steps: int) -> int:
     """Voxels that the network sees in a run of so many steps, a curriculum's share of them at half
     resolution."""
-    return round(
-        config.batch * math.prod(config.grid) * config.with_coarse_share(steps).full_steps(steps)
-    )
+    full_steps = config.with_coarse_share(steps).full_steps(steps)
+    return round(config.batch * math.prod(config.grid) * full_steps)
 
 
 def steps_of(config: RunConfig, voxels: float) -> int:
     """The number of steps, 1 or more, whose voxels are nearest to `voxels`."""
     near = max(round(voxels * FEW / run_voxels(config, FEW)), 1)
-    return min(
-        range(max(near - FEW, 1), near + FEW),
-        key=lambda steps: abs(run_voxels(config, steps) - voxels),
-    )
+    candidates = range(max(near - FEW, 1), near + FEW)
+    return min(candidates, key=lambda steps: abs(run_voxels(config, steps) - voxels))
 
 
 def courses(
-    variants: Mapping[str, Tuple[Json, Plan]], budget: Budget, validations: int
+    variants: Mapping[str, Tuple[Json, Plan]], baseline: str, budget: Budget, validations: int
 ) -> List[Course]:
     """The course of every variant's runs. All have the same number of validations, from which the
     best weights are chosen: `validations`, or as many as the variant with the fewest steps has
     steps."""
-    first, voxels = next(iter(variants.values()))[1], budget.amount
+    voxels = budget.amount
     if budget.kind == "epochs":
-        voxels = run_voxels(
-            first.config, voxels * first.steps_per_epoch
-        )  # patches as many as make up a volume
-    is_timed = budget.kind == "minutes"
-    steps = {
-        name: None if is_timed else steps_of(plan.config, voxels)
-        for name, (_, plan) in variants.items()
-    }
-    validations = min([validations, *filter(None, steps.values())])
+        _, first = variants[baseline]
+        # Of patches an epoch has as many as make up the volumes.
+        voxels = run_voxels(first.config, budget.amount * first.steps_per_epoch)
+    steps: Dict[str, int] = {}
+    if budget.kind != "minutes":
+        steps = {name: steps_of(plan.config, voxels) for name, (_, plan) in variants.items()}
+    validations = min([validations, *steps.values()])
     result = []
     for name, (settings, plan) in variants.items():
-        config, predicted, own = plan.config, plan.forecast, {"validations": validations}
-        if is_timed:
+        config = plan.config
+        own = {"validations": validations}
+        if budget.kind == "minutes":
             own["epochs"] = math.ceil(60 * budget.amount / LEAST_STEP_S / plan.steps_per_epoch)
             own["budget_minutes"] = budget.amount
         else:
-            own.update(
-                steps=steps[name],
-                warmup_steps=min(config.warmup_steps, steps[name] // WARMUP_SHARE),
-            )
-        result.append(
-            Course(
-                name=name,
-                options=as_options({**settings, **own}),
-                grid=config.grid,
-                batch=config.batch,
-                policy=config.unet.policy,
-                step_s=predicted and plan.training_s / plan.steps,
-                peak_bytes=predicted and predicted.full.process_peak_bytes,
-                steps=steps[name],
-                voxels=steps[name] and run_voxels(config, steps[name]),
-            )
+            own["steps"] = steps[name]
+            own["warmup_steps"] = min(config.warmup_steps, steps[name] // WARMUP_SHARE)
+        course = Course(
+            name=name,
+            options=as_options({**settings, **own}),
+            grid=config.grid,
+            batch=config.batch,
+            policy=config.unet.policy,
+            step_s=None,
+            peak_bytes=None,
+            steps=steps.get(name),
+            voxels=run_voxels(config, steps[name]) if steps else None,
         )
+        if plan.forecast:
+            course["step_s"] = plan.training_s / plan.steps
+            course["peak_bytes"] = plan.forecast.full.process_peak_bytes
+        result.append(course)
     return result
 
 
@@ -296,14 +297,19 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
     `resolve_variants`."""
     _refuse_settings("compare", settings, DECIDED)
     common = _without(settings, ("epochs", "validations"))
-    named = {name: parse_variant(name, words, common) for name, words in options.variant}
-    variants = named or usual_variants(common, store, force=options.force)
+    variants = {name: parse_variant(name, words, common) for name, words in options.variant}
+    if not variants:
+        variants = usual_variants(common, store, force=options.force)
     resolved = resolve_variants(variants, store, force=options.force)
     validations = settings.get("validations", VALIDATIONS)
-    baseline, (_, first) = next(iter(resolved.items()))
-    amounts = {"voxels": options.voxels, "minutes": options.minutes}
-    amounts["epochs"] = settings.get("epochs", first.config.epochs)
-    budget = next(Budget(kind, amount) for kind, amount in amounts.items() if amount)
+    baseline = next(iter(variants))  # as the user has them in order
+    _, first = resolved[baseline]
+    if options.voxels:
+        budget = Budget("voxels", options.voxels)
+    elif options.minutes:
+        budget = Budget("minutes", options.minutes)
+    else:
+        budget = Budget("epochs", settings.get("epochs", first.config.epochs))
     asked = {
         "baseline": baseline,
         "variants": {name: {"recipe": None, **chosen} for name, chosen in variants.items()},
@@ -312,7 +318,7 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
         "evaluation": options.evaluation._asdict(),
         "budget": budget._asdict(),
     }
-    return asked, courses(resolved, budget, validations), budget
+    return asked, courses(resolved, baseline, budget, validations), budget
 
 
 # --- compare.json ---
@@ -342,32 +348,34 @@ def resumed(new: Kept, out: Path) -> Kept:
     if not path.is_file():
         if path.parent.is_dir() and not is_untouched(path.parent, FILE):
             name = min(path.name for path in path.parent.iterdir())
-            raise InputError(
-                f"--out {out} must be empty or hold a {FILE}, got {name} in it; choose another"
-            )
+            rule = f"--out {out} must be empty or hold a {FILE}"
+            raise InputError(f"{rule}, got {name} in it; choose another")
         return new
     try:
         content = read_json(path)
-        if (schema := content.pop("schema")) != SCHEMA:
+        schema = content.pop("schema")
+        if schema != SCHEMA:
             raise ValueError(f"schema {schema} of another version")
         kept = typed(content, Kept)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise InputError(
-            f"{path} must be as compare writes it, got {reason(error)}; choose another --out"
-        ) from None
-    before, now = (_by_name(json.loads(json.dumps(asked))) for asked in (kept.asked, new.asked))
-    refuse(
-        f"{name} must stay as comparison {out} was started, got {now.get(name, 'none')} for {before.get(name, 'none')};"
-        " leave it as it was, or choose another --out"
-        for name in {**before, **now}
-        if before.get(name) != now.get(name)
-    )
+        rule = f"{path} must be as compare writes it, got {reason(error)}"
+        raise InputError(f"{rule}; choose another --out") from None
+    before = _by_name(kept.asked)
+    now = _by_name(json.loads(json.dumps(new.asked)))  # as it is kept, without tuples
+    problems = []
+    for name in dict.fromkeys((*before, *now)):
+        if before.get(name) != now.get(name):
+            rule = f"{name} must stay as comparison {out} was started"
+            got = f"got {now.get(name, 'none')} for {before.get(name, 'none')}"
+            problems.append(f"{rule}, {got}; leave it as it was, or choose another --out")
+    raise_if_any(problems)
     names = [course["name"] for course in kept.plan]  # they name folders
     if names != [course["name"] for course in new.plan]:
         problem = f"must be as compare writes it, got a plan of {', '.join(names)}"
         raise InputError(f"{path} {problem}; choose another --out")
     seeds = list(dict.fromkeys((*kept.seeds, *new.seeds)))
-    return Kept(kept.asked, seeds, kept.plan, kept.results if seeds == kept.seeds else None)
+    results = kept.results if seeds == kept.seeds else None
+    return Kept(kept.asked, seeds, kept.plan, results)
 
 
 # --- Private helpers ---
@@ -384,21 +392,25 @@ def _by_name(content: Any, name: str = "") -> Json:
     """Nested JSON by dotted names, such as "variants.whole.norm"."""
     if not isinstance(content, dict):
         return {name: content}
-    parts = (_by_name(value, f"{name}.{key}".strip(".")) for key, value in content.items())
-    return {key: value for part in parts for key, value in part.items()}
+    by_name = {}
+    for key, value in content.items():
+        by_name.update(_by_name(value, f"{name}.{key}".strip(".")))
+    return by_name
 
 
 def _refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
     """Raise InputError for the settings among `names`, which `source`, such as "variant whole", may
     not choose."""
-    for_all = "give it outside the quotes, for all variants"
-    own = "leave it out: compare has --seeds, --validations and a budget for all variants"
-    refuse(
-        f"{source} must be without --{name.replace('_', '-')}, got {settings[name]}; "
-        f"{own if name in DECIDED else for_all}"
-        for name in names
-        if name in settings
-    )
+    problems = []
+    for name in names:
+        if name not in settings:
+            continue
+        todo = "give it outside the quotes, for all variants"
+        if name in DECIDED:
+            todo = "leave it out: compare has --seeds, --validations and a budget for all variants"
+        option = f"--{name.replace('_', '-')}"
+        problems.append(f"{source} must be without {option}, got {settings[name]}; {todo}")
+    raise_if_any(problems)
 
 
 def _without(settings: Json, names: Sequence[str]) -> Json:

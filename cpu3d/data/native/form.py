@@ -1,0 +1,47 @@
+"""A sample of a training, and what it is made from: stored voxels, and the form of the network's
+input."""
+
+from dataclasses import dataclass
+from typing import Optional, Tuple
+
+import numpy as np
+
+from cpu3d.data.region import Array, Shape3
+from cpu3d.errors import InputError
+from models.config import DTYPES
+
+ImageAndTarget = Tuple[Array, Array]  # (X, Y, Z, C), and (X, Y, Z, R) uint8
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A box of a case's stored voxels; what is around it is background."""
+
+    image: Array  # (X, Y, Z, channels of the store) int16 or float16
+    label: Array  # (X, Y, Z) uint8, codes
+    start: Shape3
+    """Its first voxel among the store voxels of the sample; outside of them for a turn."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What all samples of a stream have in common."""
+
+    grid: Shape3  # the network's voxels X, Y, Z
+    channels: Tuple[int, ...]  # those of the store, in the order of the image's last axis
+    codes: Tuple[Tuple[int, ...], ...]  # of each region, in the order of the target's last axis
+    dtype: str = "float32"  # of the image; "bfloat16" is given as its bits, uint16
+    shrinking: Optional[Tuple[Array, ...]] = None
+    """Weights (grid, store voxels) of each axis, of `resolution.shrinking`; None at full
+    resolution."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            names = ", ".join(DTYPES)
+            raise InputError(f"dtype must be one of {names}, got {self.dtype!r}; pick one")
+
+    @property
+    def table(self) -> Array:
+        """(256, R) uint8: 1 where a code belongs to a region."""
+        rows = [[code in codes for codes in self.codes] for code in range(256)]
+        return np.array(rows, np.uint8)

@@ -1,0 +1,261 @@
+"""The present state of a run and of its workers, read from the files of its folder.
+
+status = run_status(run)
+status.state, status.advice       # "silent", "when its process has ended, ..."
+"""
+
+import contextlib
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data.store import open_store
+from cpu3d.errors import ENDINGS, DivergedError, InputError, ending_of
+from cpu3d.plan import read_plan
+from cpu3d.run.checkpoint import best_score, checkpoints, step_of
+from cpu3d.run.config_json import half_rates, load_config
+from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
+from cpu3d.run.heartbeat import (
+    BEAT_S,
+    SILENT_S,
+    Heartbeat,
+    beat_age_s,
+    heartbeat_path,
+    read_heartbeats,
+)
+from cpu3d.run.log import FINISHED, recent_events
+from cpu3d.run.summary import Columns, History, known, median
+from cpu3d.settings import RunConfig
+from memory_estimator.common.units import format_seconds
+
+TO_MEND = ("diverged", "out of memory", "too large", "failed", "stalled")
+LOST = ("silent", "broken off", "unknown", "interrupted")
+FINE = ("stopping", "starting", "running", "finished")  # these need no attention
+WORST_FIRST = (*TO_MEND, *LOST, *FINE)
+"""States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
+and those of workers that have noted no end. The run's state is that of its worst worker."""
+IDLE = (*LOST, "finished")  # of no effect on a finished run
+ALIVE = ("running", "starting")
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """The state of a worker."""
+
+    rank: int
+    state: str  # one of WORST_FIRST
+    detail: str = ""  # more on the state, and what to look at
+    beat_age_s: Optional[float] = None
+    phase_s: Optional[float] = None  # duration of the phase up to the last beat
+    heartbeat: Optional[Heartbeat] = None
+
+    @property
+    def lives(self) -> bool:
+        """Whether it holds memory, as far as is known."""
+        has_ended = self.heartbeat is None or self.heartbeat.exit_code is not None
+        return not has_ended and self.state != "silent"
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The present state of a run."""
+
+    folder: str
+    state: str  # the worst of its workers', see WORST_FIRST; "unknown" without heartbeats and end
+    details: Tuple[str, ...]  # on states that need attention, a sentence each
+    advice: str  # what to do next; "" for nothing
+    is_fine: bool  # whether it runs or has finished
+    workers: Tuple[WorkerStatus, ...]
+    step: int
+    steps: Optional[int]
+    step_s: Optional[float]  # median of the recent ones
+    # At the pace of this attempt, validations and saves included; None unless it runs.
+    seconds_left: Optional[float]
+    recent_steps: int  # that loss and Dice are means of
+    loss: Optional[float]
+    dice: Dict[str, float]
+    validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
+    # The mean Dice of the best weights, from their file; None without validation.
+    best: Optional[float]
+    checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
+
+
+def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
+    """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a
+    damaged config."""
+    run = Path(run)
+    if now is None:
+        now = time.time()
+    heartbeats = read_heartbeats(run)
+    config = None
+    if not heartbeats or (run / "config.json").is_file():
+        config = load_config(run)
+    history = History(recent_events(run))
+    workers = workers_of(run, heartbeats, now)
+    checkpoint = _checkpoint(run, now)
+    beats = [worker.heartbeat for worker in workers if worker.heartbeat]
+    last = history.last
+    step = max(last.get("step", 0), history.last_step, *(beat.step for beat in beats))
+    lengths = [beat.steps for beat in beats]
+    if config:
+        lengths.append(config.steps)
+    lengths += [start.get("steps") for start in reversed(history.starts)]
+    steps = next(filter(None, lengths), None)
+    judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
+    finished = last.get("event") == "end" and last["reason"] in FINISHED
+    if finished and (not workers or _stays_finished(last, workers, step, steps)):
+        judged = [WorkerStatus(0, "finished")]
+    elif last.get("event") == "diverged" and all(worker.state in IDLE for worker in workers):
+        judged = [WorkerStatus(0, "diverged", last["reason"])]
+    elif not workers:
+        judged = [WorkerStatus(0, "unknown", "there is no heartbeat")]
+    worst = judged[0]
+    is_alive = worst.state in ALIVE
+    details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
+    return RunStatus(
+        folder=str(run),
+        state=worst.state,
+        details=tuple(details),
+        advice=_advice(run, config, worst, checkpoint),
+        is_fine=all(worker.state in FINE for worker in judged),
+        workers=tuple(workers),
+        step=step,
+        steps=steps,
+        seconds_left=history.pace.seconds_left(step, steps) if is_alive else None,
+        **_recent(history.steps),
+        validation=history.last_validation or None,
+        best=best_score(run),
+        checkpoint=checkpoint,
+    )
+
+
+def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
+    """The state of a worker by its heartbeat: its noted end, else the age of its last beat, else
+    the beat's content."""
+    age = beat_age_s(run, beat, now)
+    detail = ""
+    if beat.exit_code is not None:
+        state = ending_of(beat.exit_code).state
+        detail = "" if state == "finished" else beat.reason
+    elif age > SILENT_S:
+        state = "silent"
+        silence = f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
+        process = f"on {beat.host_name} for process {beat.pid}"
+        detail = f"{silence}; look {process}, and in `dmesg` whether it was killed"
+    elif beat.stalled:
+        state = "stalled"
+        detail = beat.stalled
+    elif beat.stop:
+        state = "stopping"
+        detail = beat.stop
+    else:
+        state = "starting" if beat.phase == "starting" else "running"
+    phase_s = max(0.0, beat.beat - beat.phase_since)
+    return WorkerStatus(beat.rank, state, detail, age, phase_s, beat)
+
+
+def workers_of(run: Path, heartbeats: Mapping[int, Any], now: float) -> List[WorkerStatus]:
+    """The workers of the latest attempt: one with fewer workers leaves files of the others
+    behind."""
+    readable = [beat for beat in heartbeats.values() if isinstance(beat, Heartbeat)]
+    latest = max(readable, key=lambda beat: beat.started, default=None)
+    workers = []
+    for rank in range(latest.workers) if latest else sorted(heartbeats):
+        beat = heartbeats.get(rank)
+        if isinstance(beat, Heartbeat):
+            workers.append(worker_status(run, beat, now))
+        elif beat is not None:  # the problem of its file
+            workers.append(WorkerStatus(rank, "unknown", beat))
+        elif now - latest.started < SILENT_S:
+            workers.append(WorkerStatus(rank, "starting"))
+        else:
+            detail = f"{heartbeat_path(run, rank)} was never written"
+            workers.append(WorkerStatus(rank, "unknown", detail))
+    return workers
+
+
+def has_test_cases(store: str) -> bool:
+    """Whether a store has untouched cases to evaluate; also if it cannot be read, as it may have
+    been moved."""
+    try:
+        return bool(open_store(store).manifest.split["test"])
+    except (InputError, OSError):
+        return True
+
+
+# --- Private helpers ---
+
+
+def _stays_finished(
+    end: Mapping[str, Any], workers: Sequence[WorkerStatus], step: int, steps: Optional[int]
+) -> bool:
+    """Whether a run that has finished was begun again with nothing to do, however that attempt
+    ended. Not so for one that was made longer, nor if a worker is busy or has noted an error."""
+    longer = end["reason"] == "finished" and bool(steps) and end["step"] < steps
+    return end["step"] >= step and not longer and all(worker.state in IDLE for worker in workers)
+
+
+def _advice(
+    run: Path,
+    config: Optional[RunConfig],
+    worst: WorkerStatus,
+    checkpoint: Optional[Dict[str, Any]],
+) -> str:
+    """What to do next about the worker that decides the run's state, a line; "" for nothing."""
+    state = worst.state
+    beat = worst.heartbeat
+    if state in ("running", "starting", "stopping"):
+        return ""
+    if state == "finished":
+        words = f"evaluate --run {run}"
+        if config and not has_test_cases(config.store):
+            words += " --split val"
+            if config.fold:
+                words += f" --weights {FOLD_WEIGHTS} --raw"
+        return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
+    again = "the same command starts from step 0, as there is no checkpoint yet"
+    if checkpoint:
+        again = f"the same command continues from step {checkpoint['step']}"
+    advice = again
+    if state in ("stalled", "silent"):
+        advice = f"when its process has ended, {again}"
+    elif state == "diverged" or (beat and beat.exit_code is not None):
+        code = DivergedError.exit_code if state == "diverged" else beat.exit_code
+        growth = read_plan(run).get("rate_growth")
+        if not isinstance(growth, float) or growth <= 0:
+            growth = 1.0
+        rates = f" with {half_rates(config, growth=growth)}" if config else ""
+        advice = ending_of(code).advice.format(again=again, rates=rates)
+    log = run / "logs" / f"worker-{worst.rank}.log"
+    return f"{advice}; its last lines are in {log}" if log.is_file() else advice
+
+
+def _recent(steps: Columns) -> Dict[str, Any]:
+    """Fields of `RunStatus` by its recent steps; the time of a step is that of the steps on the
+    last one's grid."""
+    voxels = np.nan_to_num(steps["voxels"])  # 0 where it was not logged
+    of_one_grid = voxels == voxels[-1:]
+    loss = known(steps["loss"])
+    latest = {region: known(dice) for region, dice in steps.dice.items() if not np.isnan(dice[-1])}
+    return {
+        "step_s": median(known(steps["step_s"][of_one_grid])),
+        "recent_steps": len(steps),
+        "loss": statistics.fmean(loss) if len(loss) else None,
+        "dice": {region: statistics.fmean(dice) for region, dice in latest.items()},
+    }
+
+
+def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
+    for path in checkpoints(run):
+        with contextlib.suppress(OSError):  # it may be removed for a newer one at the same time
+            stat = path.stat()
+            return {
+                "step": step_of(path),
+                "age_s": max(0.0, now - stat.st_mtime),
+                "size_bytes": stat.st_size,
+            }
+    return None
