@@ -373,7 +373,9 @@ def _module_of(door: Path) -> Optional[Any]:
     take."""
     try:
         module = tf.load_op_library(str(door))
-        return module if hasattr(module, "cpu_operation") else _module_of_registered()
+        if hasattr(module, "cpu_operation"):
+            return module
+        return _module_of_registered()
     except (OSError, ImportError, AttributeError, tf.errors.OpError) as error:
         reason = str(error).strip().splitlines()[0]
         why = f"TensorFlow {tf.__version__} does not load them: {reason}"
