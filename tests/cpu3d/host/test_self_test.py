@@ -15,7 +15,7 @@ from models.native import operations
 from tests.cpu3d.host.hosts import BFLOAT16, VNNI
 
 GIB = 2**30
-NAMES = ("engine", "bfloat16", "large tensor", "own operations")
+NAMES = ("engine", "bfloat16", "large tensor", "own operations", "own speed")
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 
 
