@@ -34,6 +34,8 @@ LIMIT_ELEMENTS = 2**31  # where 32 bits end, with which much software counts ele
 # Y, Z, channels of the large tensor, which has one slice more than fits under LIMIT_ELEMENTS.
 SLICE = (512, 512, 16)
 
+SLOW_SHARE = 0.4  # of the limit; docs/kernels.md has 0.79 to 0.87 with 16 and 32 channels
+
 
 @dataclass(frozen=True)
 class Check:
@@ -126,6 +128,27 @@ def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
         todo = "set CPU3D_INSTRUCTION_SET=avx2, and report it"
         return Check("own operations", "fail", result, todo)
     return Check("own operations", "ok", result)
+
+
+def own_speed(tf: Any, host: Host, engine: Optional[str]) -> Check:
+    """Compare a convolution by own operations with the most that products alone reach here."""
+    from models.native.operations import available, speed
+
+    name = "own speed"
+    if not available():
+        return Check(name, "skipped", "there are no own operations here")
+    results = []
+    shares = []
+    for dtype in dict.fromkeys(("float32", host.best_dtype)):
+        measured = speed(dtype)
+        shares.append(measured.share)
+        of_set = f"{getattr(host.own, dtype)} in {dtype}"
+        limit = f"{measured.limit / 1e9:.0f} GFLOP/s"
+        results.append(f"{of_set}, {measured.share:.0%} of this host's limit of {limit}")
+    result = f"a convolution by {'; by '.join(results)}"
+    if min(shares) < SLOW_SHARE:
+        return Check(name, "warn", result, "try again when the host is quiet")
+    return Check(name, "ok", result)
 
 
 class OwnErrors(NamedTuple):
@@ -251,6 +274,7 @@ TESTS: Tuple[Tuple[str, Callable[[Any, Host, Optional[str]], Check]], ...] = (
     ("bfloat16", bfloat16_gain),
     ("large tensor", large_tensor),
     ("own operations", own_operations),
+    ("own speed", own_speed),
 )
 """In this order; the first also shows whether TensorFlow can be imported at all."""
 

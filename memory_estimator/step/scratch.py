@@ -1,5 +1,5 @@
-"""Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
-direct*.c, passes.c, loss.c, orthogonal.c and pool.c.
+"""Memory of own operations outside TensorFlow's allocator, as models/native takes it:
+convolutions.c, direct*.c, pointwise.c, loss.c, orthogonal.c and pool.c.
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -8,8 +8,9 @@ the next. A buffer is as large as the largest operation so far has made it, whic
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 from memory_estimator.step.cut import Cut, Work, cut_of, cut_of_rows
-from memory_estimator.step.cut import parts as _parts
+from memory_estimator.step.cut import ceil_div as _parts
 from memory_estimator.step.program import OwnOperation, StepOp
+from models.native import shared
 from models.native.instruction_sets import BFLOAT16_PRODUCTS
 
 KINDS = {
@@ -39,7 +40,6 @@ FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_f
 GROUP = 16  # channels that are stored together
 TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # direct products, of bfloat16 maps
 LOSS_TERMS = 4  # sums of each region
-BLOCK_VALUES = 8192  # logits of a block of rows, of which a loss has its sums
 LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is rounded up to
 
 
@@ -123,8 +123,16 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
         return cut_of_rows(_loss_blocks(op), threads)
     if op.kind == "up_filter_gradient":
         blocks = {"inputs": _parts(op.channels, GROUP), "outputs": _parts(op.outputs, GROUP)}
-        costs = (4, 4 * 200 // z) if in_tiles else (16, 16 * 24 // z)
-        work = Work(op.batch * x * y, products=costs[0], sums=costs[1], form_outputs=8, **blocks)
+        if in_tiles:
+            products = shared.UP_DIRECT_PRODUCTS_COST
+            sums = products * shared.DIRECT_SUMS_POSITIONS // z
+        else:
+            products = shared.UP_PRODUCTS_COST
+            sums = products * shared.UP_SUMS_VOXELS // z
+        form_outputs = shared.UP_FORM_FINE
+        work = Work(
+            op.batch * x * y, products=products, sums=sums, form_outputs=form_outputs, **blocks
+        )
         return cut_of(work, threads)
     if op.kind not in CONVOLUTIONS:
         return cut_of_rows(op.batch * x * y, threads)
@@ -135,23 +143,34 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
     if in_tiles:
         unit = grid["outputs"] if in_place else 2
         _, _, together = _direct_columns(op)
-        return cut_of(Work(**grid, unit=unit, products=3, load=1, together=together), threads)
+        products = shared.DIRECT_PRODUCTS_COST
+        load = shared.DIRECT_LOAD_COST
+        work = Work(**grid, unit=unit, products=products, load=load, together=together)
+        return cut_of(work, threads)
     tiles = _padded_tiles(z, rows)
     together = 1
     while together < 8 and 2 * together * tiles <= rows.most_sums:
         together *= 2
-    load = 8 * 3 // tiles
-    return cut_of(Work(**grid, unit=unit, products=8, load=load, together=together), threads)
+    products = shared.ROW_PRODUCTS_COST
+    load = products * shared.ROW_LOAD_TILES // tiles
+    work = Work(**grid, unit=unit, products=products, load=load, together=together)
+    return cut_of(work, threads)
 
 
 def _work_of_filters(op: OwnOperation, grid: Dict[str, int], rows: Rows, in_tiles: bool) -> Work:
     z = op.grid[2]
     if in_tiles:
-        inputs, products, pitch = _parts(_direct_width(op.channels), GROUP), 3, _up(z + 1, 2)
-        load, sums = 3 * 27 // pitch, 3 * 200 // pitch
+        inputs = _parts(_direct_width(op.channels), GROUP)
+        pitch = _up(z + 1, 2)
+        products = shared.DIRECT_PRODUCTS_COST
+        load = products * shared.DIRECT_LOAD_POSITIONS // pitch
+        sums = products * shared.DIRECT_SUMS_POSITIONS // pitch
     else:
-        inputs, products, units = _parts(op.channels, GROUP), 8, _padded_tiles(z, rows) // rows.unit
-        load, sums = 8 * 3 // units, 8 * 30 // units
+        inputs = _parts(op.channels, GROUP)
+        units = _padded_tiles(z, rows) // rows.unit
+        products = shared.ROW_PRODUCTS_COST
+        load = products * shared.ROW_LOAD_UNITS // units
+        sums = products * shared.ROW_SUMS_UNITS // units
     return Work(**grid, inputs=inputs, products=products, load=load, sums=sums, form_outputs=1)
 
 
@@ -171,7 +190,7 @@ def _of_convolution(
     l2_bytes: int,
     in_place: bool,
 ) -> Scratch:
-    """`job_of` in operations.c: a ring of transformed rows in the cache, two lines in float32 and
+    """`job_of` in convolutions.c: a ring of transformed rows in the cache, two rows in float32 and
     sums of a row; packed filters, the positions' sums and, in place, of each piece the rows that
     others overwrite."""
     z = op.grid[2]
@@ -184,7 +203,7 @@ def _of_convolution(
     line_width = cut.outputs * GROUP if is_gradient else GROUP
     row = _row_bytes(ring_width, tiles, rows)
     gradient_row = _row_bytes(line_width, tiles, rows) if is_gradient else 0
-    most = max(1, l2_bytes * 5 // 8 // (3 * row + gradient_row) - 2)
+    most = max(1, l2_bytes * shared.RING_PERMILLE // 1000 // (3 * row + gradient_row) - 2)
     y_rows = _parts(cut.rows, _parts(cut.rows, most))
     kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row
     kept += 4 * (tiles * rows.tile + 2) * (ring_width + line_width)  # two lines
@@ -202,7 +221,7 @@ def _of_convolution(
 
 
 def _copies(op: OwnOperation, cut: Cut, in_place: bool) -> int:
-    """`copies_bytes` in pieces.h: the rows that are read after they are overwritten."""
+    """`saved_bytes` in pieces.h: the rows that are read after they are overwritten."""
     if not in_place:
         return 0
     rows = 2 * cut.rows + cut.planes
@@ -239,7 +258,8 @@ def _of_direct_convolution(
     lines = tiles * _parts(lines, tiles)
     row = 2 * ((lines - 1) * voxels * width + terms)
     row = LINE_BYTES * (_parts(row, LINE_BYTES) | 1)
-    most = max(4, l2_bytes * 2 // 5 // (3 * row) - 2)
+    budget = l2_bytes * shared.DIRECT_RING_PERMILLE // 1000
+    most = max(shared.MOST_TILE_ROWS, budget // (3 * row) - 2)
     y_rows = min(cut.rows, _up(_parts(cut.rows, _parts(cut.rows, most)), together))
     kept = 2 * 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
 
@@ -259,14 +279,14 @@ def _of_direct_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     arrays = cut.inputs * (1 if width < 16 else 2)
     pitch = _up(z + 1, 2)
 
-    budget = l2_bytes * 5 // 8
+    budget = l2_bytes * shared.POSITIONS_PERMILLE // 1000
     most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + cut.outputs))
     most = min(cut.rows, max(1, most * 32 // pitch))
     y_rows = _parts(cut.rows, _parts(cut.rows, most))
-    position_blocks = _parts(y_rows * pitch, 32)
-    values = arrays * 64 * (pitch + 16 * position_blocks + 1)
-    gradients = 1024 * cut.outputs * position_blocks
-    enough = min(8, _parts(64, position_blocks), cut.planes)
+    steps = _parts(y_rows * pitch, 32)
+    values = arrays * 64 * (pitch + 16 * steps + 1)
+    gradients = 1024 * cut.outputs * steps
+    enough = min(shared.MOST_PLANES, _parts(shared.ENOUGH_STEPS, steps), cut.planes)
     planes = min(enough, max(1, (budget - 2 * values) // (values + gradients)))
 
     line_width = max(min(width, cut.inputs * GROUP), cut.outputs * GROUP)
@@ -300,8 +320,9 @@ def _of_direct_up_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     blocks = _parts(op.outputs, GROUP)
     pitch = _up(z, 2)
     arrays = cut.inputs + 8 * cut.outputs
-    rows = min(_parts(64 * 32, pitch), cut.planes)
-    rows = max(1, min(rows, l2_bytes * 5 // 8 // (arrays * 32 * pitch)))
+    rows = min(_parts(shared.ENOUGH_STEPS * 32, pitch), cut.planes)
+    budget = l2_bytes * shared.POSITIONS_PERMILLE // 1000
+    rows = max(1, min(rows, budget // (arrays * 32 * pitch)))
     kept = 4 * 6 * 256 + 2 * _up(pitch * GROUP * max(cut.inputs, 2 * cut.outputs), 32)
     kept += arrays * 1024 * _parts(rows * pitch, 32)
     return Scratch(cut.pieces, kept, cut.positions * 4 * 8 * blocks * groups * 256)
@@ -313,7 +334,7 @@ def _direct_width(channels: int) -> int:
 
 
 def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
-    """`PASSES` in passes.c: a line of both maps; sums of each position, and packed filters."""
+    """`job_of` in pointwise.c: a row of both maps; sums of each position, and packed filters."""
     taps = 8 if op.kind.startswith("up_") else 1
     width = _up(op.channels, lanes)
     output_width = _up(op.outputs, lanes)
@@ -332,7 +353,7 @@ def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
 def _loss_blocks(op: OwnOperation) -> int:
     """Blocks of rows, of which a loss has its sums."""
     x, y, z = op.grid
-    return op.batch * _parts(x * y, max(1, BLOCK_VALUES // (z * op.channels)))
+    return op.batch * _parts(x * y, max(1, shared.LOSS_BLOCK_VALUES // (z * op.channels)))
 
 
 def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
@@ -345,7 +366,7 @@ def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
 
 
 def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
-    """`MAKE_ORTHOGONAL` in orthogonal.c: the matrix and five square ones of its smaller side, in
+    """`ORTHOGONALIZE` in orthogonal.c: the matrix and five square ones of its smaller side, in
     panels; all threads share them."""
     rows, columns = op.grid[0], op.outputs
     width = _up(min(rows, columns), 32 if lanes == 16 else 16)
