@@ -35,6 +35,7 @@ from memory_estimator.job import (
     micro_of,
 )
 from models.config import DTYPES, POLICIES, UNetConfig
+from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
@@ -165,6 +166,7 @@ class Settings:
         metavar="M",
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
+    loss: str = _training(DEFAULT_LOSS, "what is minimised", choices=tuple(LOSSES))
     optimizer: str = _training("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,

@@ -17,6 +17,7 @@ from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import RunConfig, Settings
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
+from models.losses import DEFAULT_LOSS
 from models.optimizers import OPTIMIZERS
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
@@ -76,7 +77,11 @@ def _one_line(error: Exception) -> str:
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a
     setting is missing, as a default is not what the run has, or if one is not valid."""
-    content = {"weight_decay": 0.0, **content}  # runs of earlier versions had none
+    content = {
+        "weight_decay": 0.0,
+        "loss": DEFAULT_LOSS,
+        **content,
+    }  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):
         content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")

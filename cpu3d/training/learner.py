@@ -18,7 +18,6 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.optimizers import optimizer_of
-from models.losses import DEFAULT
 from models.unet3d import build_unet3d, finest, weight_names
 
 
@@ -255,7 +254,7 @@ class Learner:
     def _gradients(self, image, target):
         """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
         loss, dice, gradients = self.model.loss_and_gradients(
-            DEFAULT, image, target, 1 / self.config.parts
+            self.config.loss, image, target, 1 / self.config.parts
         )
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a
         # gradient.

@@ -8,6 +8,7 @@ rounding, if no case is larger than the training grid. Windows are placed over t
 the set here and over each case's own there, so a run on patches differs a little.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Callable, Mapping, Optional, Sequence, Tuple
 
@@ -21,7 +22,7 @@ from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
 from cpu3d.training.watchdog import Stop, Wish
 from memory_estimator.step.training_step import SCORED_SLABS
-from models.losses import DEFAULT, LOSSES
+from models.losses import LOSSES
 from models.supervision import supervise
 
 
@@ -50,13 +51,14 @@ def validate(
     # A row for each case: its loss, then the Dice of each region. Workers sum them in float32.
     dtype = np.float32 if exchange.count > 1 else np.float64
     rows = np.zeros((feeds.held_out, 1 + len(regions)), dtype)
+    loss = _loss_of(feeds.config.loss)
     learner.swap_average()
     try:
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
             logits = tf.convert_to_tensor(_whole_logits(feeds, learner.logits, image))
             dice = _painted_dice(target, logits, regions, feeds.inside(case))
-            rows[case] = [float(_loss(target, logits)), *dice]
+            rows[case] = [float(loss(target, logits)), *dice]
             del logits  # before the next are made
             phase("validating")
             if exchange.count == 1 and wish():
@@ -114,6 +116,13 @@ def _painted_dice(
     return np.where(is_empty, 1.0, 2 * both / np.maximum(predicted + true, 1))
 
 
-@tf.function(autograph=False)
-def _loss(target, logits):
-    return supervise(LOSSES[DEFAULT], target, [logits]).loss
+@functools.cache
+def _loss_of(name: str) -> Callable:
+    """The compiled loss of that name: target and logits of a whole volume -> a number."""
+    formula = LOSSES[name]
+
+    @tf.function(autograph=False)
+    def loss(target, logits):
+        return supervise(formula, target, [logits]).loss
+
+    return loss

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice
 from models.config import UNetConfig
-from models.losses import DEFAULT
+from models.losses import DEFAULT_LOSS
 from models.native import operations
 from models.supervision import head_weights
 from models.unet3d import build_unet3d
@@ -70,14 +70,14 @@ def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, t
 def test_its_loss_is_the_one_that_train_minimises_by_own_operations_or_layers(monkeypatch):
     model = compiled(DEEP, 2)
     ((image, target),) = volumes(2)
-    expected, _, gradients = model.loss_and_gradients(DEFAULT, image, target)
+    expected, _, gradients = model.loss_and_gradients(DEFAULT_LOSS, image, target)
     losses = [
         model.loss(target, head) * weight
         for head, weight in zip(model(image), head_weights(model.outputs))
     ]
     assert float(sum(losses)) == pytest.approx(float(expected), rel=1e-5)
     monkeypatch.setattr(operations, "available", lambda: False)
-    loss, _, of_layers = model.loss_and_gradients(DEFAULT, image, target)
+    loss, _, of_layers = model.loss_and_gradients(DEFAULT_LOSS, image, target)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert all(np.allclose(own, other, atol=1e-4) for own, other in zip(gradients, of_layers))
 

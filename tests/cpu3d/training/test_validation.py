@@ -19,7 +19,7 @@ from memory_estimator.job import Job
 from memory_estimator.step.program import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
-from models.losses import DEFAULT, LOSSES
+from models.losses import DEFAULT_LOSS, LOSSES
 from models.supervision import supervise
 from tests.cpu3d.runs import start
 
@@ -59,7 +59,7 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
     logits = learned.logits(image)
     scores, _ = validate(feeds(learned.config), learned)
     np.testing.assert_allclose(
-        scores.loss, supervise(LOSSES[DEFAULT], target, [logits]).loss, rtol=1e-5
+        scores.loss, supervise(LOSSES[DEFAULT_LOSS], target, [logits]).loss, rtol=1e-5
     )
     logits, target = (array.numpy()[0, 2:-1, 2:-1, 2:-1] for array in (logits, target))
     for region in range(4):  # painted wherever it or a smaller one is predicted
