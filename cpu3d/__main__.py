@@ -5,9 +5,10 @@ import contextlib
 import faulthandler
 import importlib
 import sys
-from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, exit_code_of
+from cpu3d.settings import TrainOptions
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.common.terminal import printing, use_utf8
 from memory_estimator.installed import as_typed, how_to_install
@@ -72,14 +73,6 @@ COMMANDS = {
 EXPLAINED = (InputError, InstructionSetError)
 """Errors that say what to do."""
 
-AFTER = {"train": "cpu3d.inference.postprocessing.decision"}
-"""Subcommand -> a module whose `after` follows it with the same options: its room is above the
-subcommand's."""
-
-INSTEAD = {("train", "folds"): "cpu3d.folds"}
-"""A subcommand and an option of it -> a module whose `run` takes its place if the option is given,
-as its room is above the subcommand's."""
-
 
 def main(argv: Optional[List[str]] = None) -> int:
     """Run a subcommand; returns the exit code, one of `cpu3d.errors.ENDINGS`."""
@@ -114,18 +107,24 @@ def _run(argv: Sequence[str]) -> int:
     try:
         command, args = parse(argv)
         options = arguments(command.OPTIONS, args, InputError)
-        for (name, option), module in INSTEAD.items():
-            if argv[0] == name and hasattr(args, option):
-                return importlib.import_module(module).run(*options)
-        code = command.run(*options)
-        if argv[0] in AFTER:
-            importlib.import_module(AFTER[argv[0]]).after(*options)
-        return code
+        if argv[0] == "train":
+            return _train(command, *options)
+        return command.run(*options)
     except BrokenPipeError:
         raise
     except (*EXPLAINED, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
         print(*_explained(error), sep="\n", file=sys.stderr)
         return exit_code_of(error)
+
+
+def _train(command: Any, options: TrainOptions, settings: Dict[str, Any]) -> int:
+    """Train all folds, or one run and then decide its post-processing: both are in rooms above that
+    of training, which cannot call them."""
+    if options.folds is not None:
+        return importlib.import_module("cpu3d.folds").run(options, settings)
+    code = command.run(options, settings)
+    importlib.import_module("cpu3d.inference.postprocessing.decision").after(options, settings)
+    return code
 
 
 def _explained(error: BaseException) -> List[str]:
@@ -136,9 +135,8 @@ def _explained(error: BaseException) -> List[str]:
     problems = error.problems if isinstance(error, InputError) else [str(error)]
     if isinstance(error, MemoryError):
         got = str(error) or "too little"
-        problems = [
-            f"memory must suffice for the command, got {got}; end other programs, or use a host with more"
-        ]
+        todo = "end other programs, or use a host with more"
+        problems = [f"memory must suffice for the command, got {got}; {todo}"]
     if isinstance(error, ModuleNotFoundError):
         package = (error.name or "").partition(".")[0]
         if package in ("", "cpu3d", "memory_estimator", "models"):
@@ -156,7 +154,8 @@ def _choose(
 ) -> Any:
     """Offer the commands of `lines`, and load the command that `words` begin with, or one of its
     `actions()`, alone."""
-    offered, chosen = parser.add_subparsers(metavar="COMMAND", required=True), None
+    offered = parser.add_subparsers(metavar="COMMAND", required=True)
+    chosen = None
     for name, line in lines.items():
         sub = offered.add_parser(
             name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter

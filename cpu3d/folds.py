@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.windows import window_count
@@ -32,7 +32,7 @@ from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
-from cpu3d.settings import SETTINGS, TrainOptions, chosen_again
+from cpu3d.settings import SETTINGS, Chosen, TrainOptions, chosen_again
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import writable_folder
@@ -51,11 +51,9 @@ START_S = 15.0  # of the processes that train and score a fold, until they compu
 # Settings of which a command line takes one.
 EITHER = (("epochs", "steps"), ("validate_every", "validations"))
 
-Settings = Mapping[str, Any]
-
 
 def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
-    """`train --folds`: takes the place of `cpu3d.training.train.run`."""
+    """`train --folds`."""
     train_folds(
         options.store,
         options.run,
@@ -72,7 +70,7 @@ def train_folds(
     folder: Path,
     parts: int,
     *,
-    settings: Optional[Settings] = None,
+    settings: Optional[Chosen] = None,
     force: bool = False,
     mlflow: str = "",
 ) -> None:
@@ -130,7 +128,9 @@ def beside_s(plan: Plan) -> Optional[float]:
     config = plan.config
     manifest = plan.store.manifest
     held_out = len(manifest.split["val"])
-    validations = config.validations or plan.steps // (plan.steps_per_epoch * config.validate_every)
+    validations = config.validations
+    if not validations:
+        validations = plan.steps // (plan.steps_per_epoch * config.validate_every)
     coarse_share = config.coarse_steps / plan.steps
     full_s = _answer_s(plan, plan.forecast.full.step_s, config.grid)
     coarse_s = full_s
@@ -156,8 +156,7 @@ class PlannedFold:
     @property
     def steps(self) -> int:
         """Steps of the run; 0 while a budget of minutes has not decided them yet."""
-        config = self.plan.config
-        return 0 if config.budget_minutes and not config.steps else self.plan.steps
+        return 0 if self.plan.config.has_open_length else self.plan.steps
 
     @cached_property
     def is_trained(self) -> bool:
@@ -189,7 +188,7 @@ class PlannedFold:
         return left_s + other_s * (1 - done / plan.steps)
 
 
-def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
+def _problems(folder: Path, parts: int, settings: Chosen) -> List[str]:
     """What keeps folds from being trained so."""
     problems = []
     if settings.get("fold"):
@@ -210,7 +209,7 @@ def _problems(folder: Path, parts: int, settings: Settings) -> List[str]:
     return problems
 
 
-def _without_replaced(before: Settings, settings: Settings) -> Dict[str, Any]:
+def _without_replaced(before: Chosen, settings: Chosen) -> Dict[str, Any]:
     """The settings of earlier calls, but for those that a command line does not take beside the new
     ones."""
     replaced = []
@@ -234,7 +233,7 @@ def _plan(
     store: Store,
     folder: Path,
     parts: int,
-    chosen: Settings,
+    chosen: Chosen,
     host: Host,
     *,
     force: bool,
@@ -283,7 +282,7 @@ def _made_shorter(fold: PlannedFold) -> List[str]:
     if not fold.steps or not (fold.folder / "config.json").is_file():
         return []
     begun = load_config(fold.folder)
-    if begun.budget_minutes and not begun.steps:
+    if begun.has_open_length:
         return []  # its steps were not decided
     new = fold.plan.config
     name = "steps"
@@ -328,9 +327,9 @@ def _show(planned: Sequence[PlannedFold], host: Host) -> None:
     manifest = planned[0].plan.store.manifest
     untouched = len(manifest.split["test"])
     if untouched:
-        todo = (
-            "" if manifest.folds else "; `prepare --split 1 0 0` puts all patients into the folds"
-        )
+        todo = ""
+        if not manifest.folds:
+            todo = "; `prepare --split 1 0 0` puts all patients into the folds"
         say(f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}")
 
 
@@ -345,10 +344,8 @@ def _carry_out(
     logs = writable_folder(folder / "logs", "folder of logs")
     failed: Dict[str, RunFailedError] = {}
     guard = Guard(folder, say=say)
-    guard.plan(
-        steps=len(planned),
-        stall_minutes=0,
-    )  # a fold may take hours, and has a guard of its own
+    # A fold may take hours, and has a guard of its own.
+    guard.plan(steps=len(planned), stall_minutes=0)
     with guard:
         for number, fold in enumerate(planned):
             label = f"fold {fold.fold}"
@@ -397,7 +394,7 @@ def _publish(folder: Path) -> None:
     write_folds_report(folder)
 
 
-def _command_line(chosen: Settings, *, force: bool, mlflow: str) -> List[str]:
+def _command_line(chosen: Chosen, *, force: bool, mlflow: str) -> List[str]:
     """Options of `train` for each fold, besides its folders and --fold."""
     words = [word for cls in SETTINGS for word in to_command_line(cls, chosen)]
     if force:

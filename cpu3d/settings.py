@@ -1,11 +1,14 @@
 """The settings of a training run. One declaration of each makes its option, its check and its place
 in config.json.
 
-    add_options(parser, SETTINGS)                                 # every setting that a user may choose
-    settings, = arguments([SETTINGS], parser.parse_args())        # the chosen ones, by name
-    config = with_settings(recipe_config(settings), settings)     # in their places; `cpu3d.plan` decides what is open
+    add_options(parser, SETTINGS)                                 # that a user may choose
+    chosen, = arguments([SETTINGS], parser.parse_args())          # those that were given
+    settings = with_settings(recipe_settings(chosen), chosen)     # in their places
 
-No TensorFlow. A run folder's config.json holds a RunConfig in which nothing is left open.
+What was chosen is a dict of name -> value. `Settings` are all settings of a run, of which some may
+still be open, such as "auto"; `StoreFacts` are what its store is; `cpu3d.plan` decides what is open
+and puts all together: a `RunConfig`, as a run folder's config.json holds it. How far a run has got
+is in none of them: `cpu3d.training.fit` has that. No TensorFlow.
 """
 
 import dataclasses
@@ -14,7 +17,7 @@ import functools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple, TypeVar
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
@@ -32,6 +35,7 @@ from memory_estimator.job import (
     micro_of,
 )
 from models.config import DTYPES, POLICIES, UNetConfig
+from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
@@ -54,23 +58,24 @@ VALIDATIONS = 20
 """Validations of a run, evenly spread, unless it has fewer epochs or a setting says how often. An
 epoch of few cases is over in seconds, and the best of many scores of few cases is chance."""
 
-_data, _patches, _training, _network = (
-    functools.partial(option, group=heading)
-    for heading in ("data", "patches", "training", "network")
-)
+_data = functools.partial(option, group="data")
+_patches = functools.partial(option, group="patches")
+_training = functools.partial(option, group="training")
+_network = functools.partial(option, group="network")
+
+_SUMMARIES = " ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
+_RATES = ", ".join(f"{name} {o.learning_rate:g}" for name, o in OPTIMIZERS.items())
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """A training run, all of it. Two runs of equal configs on equal hosts are equal."""
+class StoreFacts:
+    """What a run knows of its store."""
 
-    # From the store
     store: str = ""  # its folder
     store_channels: Tuple[str, ...] = ()  # all of the store: an image to predict on must have them
     label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
-    region_codes: Dict[str, Tuple[Code, ...]] = field(
-        default_factory=dict
-    )  # region -> label codes of the store
+    # region -> label codes of the store
+    region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     spacing_mm: Optional[Tuple[float, float, float]] = None
     """Along R, A, S: the median of the training cases on each axis. None in runs of earlier
@@ -78,17 +83,14 @@ class RunConfig:
     oriented: Optional[bool] = None
     """Whether the training cases' files gave the patient's orientation; None if only some did, or
     as above."""
-    grid: Tuple[int, int, int] = (
-        0,
-        0,
-        0,
-    )  # voxels X, Y, Z that the network sees: a patch, or all of the extent
-    coarse_grid: Tuple[int, int, int] = (0, 0, 0)
-    """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
-    coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
-    unet: UNetConfig = field(
-        default_factory=UNetConfig
-    )  # channels, outputs, dtype follow from store and host
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run, by a user, a recipe or the run that is continued. Some may be open:
+    "auto", None, no names, or 0."""
+
+    unet: UNetConfig = field(default_factory=UNetConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     extent: str = _data(
@@ -148,8 +150,9 @@ class RunConfig:
     """By the time of the first steps; at least an epoch, or the epochs of --validate-every."""
     curriculum: str = _training(
         AUTO,
-        f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half the edge, the "
-        "others at full resolution; auto: half if half the grid has 40^3 voxels or more, else off",
+        f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
+        "the edge, the others at full resolution; auto: half if half the grid has 40^3 voxels or "
+        "more, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(
@@ -158,16 +161,16 @@ class RunConfig:
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(
         0,
-        "volumes computed at once, a divisor of --batch (default: the recipe's, else 1; with batch norm the whole "
-        "batch). A continued run keeps its value; with batch norm it must",
+        "volumes computed at once, a divisor of --batch (default: the recipe's, else 1; with batch "
+        "norm the whole batch). A continued run keeps its value; with batch norm it must",
         metavar="M",
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
+    loss: str = _training(DEFAULT_LOSS, "what is minimised", choices=tuple(LOSSES))
     optimizer: str = _training("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     learning_rate: Optional[float] = _training(
         None,
-        "learning rate after the warm-up "
-        f"(default: {', '.join(f'{name} {o.learning_rate:g}' for name, o in OPTIMIZERS.items())})",
+        f"learning rate after the warm-up (default: {_RATES})",
         "R",
         above=0,
         below=math.inf,
@@ -197,7 +200,8 @@ class RunConfig:
     weights."""
     validate_every: int = _training(
         0,
-        f"epochs between validations (default: one, or as many as make {VALIDATIONS} validations in all)",
+        f"epochs between validations (default: one, or as many as make {VALIDATIONS} validations "
+        "in all)",
         "N",
         at_least=0,
         one_of="often",
@@ -233,9 +237,8 @@ class RunConfig:
         except ValueError as error:
             raise InputError(str(error)) from None
         if self.is_patch and self.resolution != 1:
-            raise InputError(
-                f"resolution must be 1 with --mode patch, got {self.resolution}; see `train --help`"
-            )
+            rule = "resolution must be 1 with --mode patch"
+            raise InputError(f"{rule}, got {self.resolution}; see `train --help`")
 
     @property
     def micro(self) -> int:
@@ -248,10 +251,9 @@ class RunConfig:
         return self.learning_rate or OPTIMIZERS[self.optimizer].learning_rate
 
     @property
-    def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
-        """Region -> its label codes, of the regions that are learnt, in the order of the network's
-        outputs."""
-        return {name: self.region_codes[name] for name in self.regions}
+    def has_open_length(self) -> bool:
+        """Whether a budget of minutes is still to become steps."""
+        return bool(self.budget_minutes) and not self.steps
 
     @property
     def is_patch(self) -> bool:
@@ -262,6 +264,24 @@ class RunConfig:
     def parts(self) -> int:
         """Micro-batches a step."""
         return self.batch // self.micro
+
+
+@dataclass(frozen=True)
+class RunConfig(Settings, StoreFacts):
+    """A training run, all of it: nothing is left open. Two runs of equal configs on equal hosts are
+    equal."""
+
+    grid: Tuple[int, int, int] = (0, 0, 0)
+    """Voxels X, Y, Z that the network sees: a patch, or all of the extent."""
+    coarse_grid: Tuple[int, int, int] = (0, 0, 0)
+    """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
+    coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
+
+    @property
+    def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
+        """Region -> its label codes, of the regions that are learnt, in the order of the network's
+        outputs."""
+        return {name: self.region_codes[name] for name in self.regions}
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the
@@ -284,11 +304,9 @@ class RunConfig:
         """The number of full steps with the voxels of the run's first `steps`: its cost on any
         host."""
         coarse = min(steps, self.coarse_steps)
-        return (
-            steps
-            - coarse
-            + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid) if coarse else 0)
-        )
+        if not coarse:
+            return steps
+        return steps - coarse + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid))
 
     def at(self, step: int) -> "RunConfig":
         """The run as step `step` (0 is the first) is computed: without its curriculum, at one
@@ -317,9 +335,9 @@ class RunConfig:
     def with_coarse_share(self, steps: int) -> "RunConfig":
         """The same run with COARSE_SHARE of `steps` coarse, rounded down, if it has a
         curriculum."""
-        return dataclasses.replace(
-            self, coarse_steps=int(COARSE_SHARE * steps) if self.curriculum == "half" else 0
-        )
+        has_curriculum = self.curriculum == "half"
+        coarse_steps = int(COARSE_SHARE * steps) if has_curriculum else 0
+        return dataclasses.replace(self, coarse_steps=coarse_steps)
 
     def with_policy(self, policy: str) -> "RunConfig":
         """The same run under another memory policy."""
@@ -333,7 +351,8 @@ class Network(Architecture):
     dtype: str = _network(AUTO, "auto: bfloat16 if it is fast here", choices=(AUTO, *DTYPES))
     policy: str = _network(
         AUTO,
-        "memory policy; auto: the fastest that fits the free memory, or the policy of the run that continues",
+        "memory policy; auto: the fastest that fits the free memory, or the policy of the run that "
+        "continues",
         choices=(AUTO, *POLICIES),
     )
 
@@ -345,27 +364,31 @@ class Shorthand:
 
     recipe: Optional[str] = _data(
         None,
-        f"settings to start from (default: {DEFAULT_RECIPE}). "
-        + " ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items()),
+        f"settings to start from (default: {DEFAULT_RECIPE}). {_SUMMARIES}",
         choices=sorted(RECIPES),
     )
     patch: Optional[Tuple[int, int, int]] = _patches(
         None,
-        "voxels of a patch (default: the largest that fits the card; on a CPU 128 128 128, cut to the volume)",
+        "voxels of a patch (default: the largest that fits the card; on a CPU 128 128 128, cut to "
+        "the volume)",
         metavar=("X", "Y", "Z"),
     )
     batch_per_worker: Optional[int] = _training(
         None,
-        "volumes a step of each worker; the learning rates grow with the number of workers (sgd) or its square root",
+        "volumes a step of each worker; the learning rates grow with the number of workers (sgd) "
+        "or its square root",
         "N",
         one_of="batch",
     )
     no_augment: bool = option(False, "no augmentation", group="augmentation")
 
 
-SETTINGS = (RunConfig, Shorthand, Network, AugmentConfig)
+SETTINGS = (Settings, Shorthand, Network, AugmentConfig)
 """The declarations of all settings that a user may choose; others come from the recipe, or the
-continued run. Chosen settings are a dict of field name -> value."""
+continued run."""
+
+Chosen = Mapping[str, Any]
+"""What a user chose: field name of one of SETTINGS -> value."""
 
 
 @dataclass(frozen=True)
@@ -376,7 +399,8 @@ class TrainOptions:
     run: Path = option(help="folder for the run; continued if it exists", metavar="DIR")
     folds: Optional[int] = option(
         None,
-        "train all K folds in turn, into RUN/fold-1 to RUN/fold-K, and score each case by the fold that held it out",
+        "train all K folds in turn, into RUN/fold-1 to RUN/fold-K, and score each case by the fold "
+        "that held it out",
         "K",
         at_least=2,
     )
@@ -395,15 +419,18 @@ def left_open(value: Optional[str]) -> Optional[str]:
     return None if value == AUTO else value
 
 
-def recipe_config(settings: Mapping[str, Any]) -> RunConfig:
+def recipe_settings(chosen: Chosen) -> Settings:
     """The settings of the chosen "recipe", or of DEFAULT_RECIPE. dtype and grid follow from host
     and store."""
-    recipe = RECIPES[settings.get("recipe") or DEFAULT_RECIPE]
-    names = ("unet", "batch", "micro_batch", "optimizer")
-    return with_settings(
-        RunConfig(**{name: getattr(recipe.job, name) for name in names}), recipe.settings
+    recipe = RECIPES[chosen.get("recipe") or DEFAULT_RECIPE]
+    job = recipe.job
+    of_job = Settings(
+        unet=job.unet, batch=job.batch, micro_batch=job.micro_batch, optimizer=job.optimizer
     )
+    return with_settings(of_job, recipe.settings)
 
+
+S = TypeVar("S", bound=Settings)
 
 INSTEAD = {  # setting -> others that it replaces
     "epochs": ("steps", "budget_minutes"),
@@ -416,7 +443,7 @@ INSTEAD = {  # setting -> others that it replaces
 OF_PATCHES = ("patch", "patches_per_case", "foreground")  # settings of patches alone
 
 
-def chosen_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> Dict[str, Any]:
+def chosen_again(before: Chosen, now: Chosen) -> Dict[str, Any]:
     """The settings chosen in two calls: those of the later one, and of the earlier one those that
     they do not replace."""
     replaced = {other for name in now for other in INSTEAD.get(name, ())}
@@ -424,36 +451,39 @@ def chosen_again(before: Mapping[str, Any], now: Mapping[str, Any]) -> Dict[str,
         replaced.update(("batch", "batch_per_worker"))
     if now.get("mode") == "whole":
         replaced.update(OF_PATCHES)
-    return {**{name: value for name, value in before.items() if name not in replaced}, **now}
+    kept = {name: value for name, value in before.items() if name not in replaced}
+    return {**kept, **now}
 
 
-def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
-    """`config` with the chosen settings in their places, but for values of "auto" and `Shorthand`,
-    which the plan decides. A length, or validations, chosen in one way replace those that `config`
-    has in another. Raises ValueError or InputError for values out of range."""
-    augment = NO_AUGMENT if settings.get("no_augment") else config.augment
-    augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, settings))
-    unet = dataclasses.replace(
-        config.unet, **{k: v for k, v in _fields_of(Network, settings).items() if v != AUTO}
-    )
-    own = {
-        name: value
-        for name, value in _fields_of(RunConfig, settings).items()
-        if (name, value) != ("device", AUTO)
-    }
+def with_settings(settings: S, chosen: Chosen) -> S:
+    """`settings` with the chosen ones in their places, but for values of "auto" and `Shorthand`,
+    which the plan decides. A length, or validations, chosen in one way replace those that
+    `settings` has in another. Raises ValueError or InputError for values out of range."""
+    augment = NO_AUGMENT if chosen.get("no_augment") else settings.augment
+    augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, chosen))
+    of_network = _fields_of(Network, chosen)
+    decided = {name: value for name, value in of_network.items() if value != AUTO}
+    unet = dataclasses.replace(settings.unet, **decided)
+    own = _fields_of(Settings, chosen)
+    if own.get("device") == AUTO:
+        del own["device"]
     if own.get("steps") and own.get("budget_minutes"):
-        raise InputError(
-            f"--budget-minutes must come without --steps, got --steps {own['steps']}; leave one out"
-        )
-    replaced = {other for name in settings for other in INSTEAD.get(name, ())}
-    own = {**{name: getattr(RunConfig, name) for name in replaced}, **own}
-    return dataclasses.replace(config, **own, unet=unet, augment=augment)
+        rule = "--budget-minutes must come without --steps"
+        raise InputError(f"{rule}, got --steps {own['steps']}; leave one out")
+    for name in chosen:
+        for other in INSTEAD.get(name, ()):
+            own.setdefault(other, getattr(Settings, other))  # its default
+    return dataclasses.replace(settings, **own, unet=unet, augment=augment)
 
 
 # --- Private helpers ---
 
 
-def _fields_of(cls: type, settings: Mapping[str, Any]) -> Dict[str, Any]:
-    """The settings that are fields of `cls`, lists as tuples."""
-    names = {setting.name for setting in dataclasses.fields(cls)} - {"store", "unet", "augment"}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in names}
+def _fields_of(cls: type, chosen: Chosen) -> Dict[str, Any]:
+    """The chosen settings that are fields of `cls`, lists as tuples."""
+    names = {setting.name for setting in dataclasses.fields(cls)} - {"unet", "augment"}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in chosen.items()
+        if name in names
+    }

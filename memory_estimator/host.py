@@ -15,6 +15,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, 
 
 from models.native import instruction_sets
 from models.native.library import OwnOperations, own_operations
+from models.native.shared import DEFAULT_L2_BYTES
 
 ISA_FLAGS = (
     *("avx", "avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"),
@@ -169,11 +170,11 @@ def read_host(root: Union[str, Path] = "/") -> Host:
 
 
 def _l2_bytes() -> int:
-    """As models/native/operations.c has it."""
+    """As models/native/pieces.h has it."""
     try:
-        return max(os.sysconf(_SC_LEVEL2_CACHE_SIZE), 0) or 2**20
+        return max(os.sysconf(_SC_LEVEL2_CACHE_SIZE), 0) or DEFAULT_L2_BYTES
     except (OSError, ValueError):
-        return 2**20
+        return DEFAULT_L2_BYTES
 
 
 class Cpu(NamedTuple):

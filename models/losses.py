@@ -57,6 +57,6 @@ def dice_cross_entropy(sums: Sums) -> OfRegion:
     return OfRegion(1 - dice + weight * (sums.cross_entropy - errors), dice, derivatives)
 
 
-DEFAULT = "dice-cross-entropy"
-LOSSES: Dict[str, Formula] = {DEFAULT: dice_cross_entropy}
+DEFAULT_LOSS = "dice-cross-entropy"
+LOSSES: Dict[str, Formula] = {DEFAULT_LOSS: dice_cross_entropy}
 """Name, as on the command line -> formula."""

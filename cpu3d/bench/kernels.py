@@ -28,9 +28,9 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import DTYPE_BYTES
-from memory_estimator.step.cut import MOST_THREADS
 from models.config import DTYPES
 from models.native.library import own_operations
+from models.native.shared import MOST_THREADS
 
 CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
 """Edge of a cube, channels in and out: the finest levels of a U-Net with 16 filters."""

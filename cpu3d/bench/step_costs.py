@@ -39,9 +39,9 @@ from cpu3d.bench.harness import (
     seconds_of,
     valid,
 )
+from cpu3d.decisions import job_of
 from cpu3d.errors import InputError
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, reserve
-from cpu3d.plan import job_of
 from cpu3d.run.summary import median, numbers
 from cpu3d.settings import AUTO, RunConfig, left_open
 from memory_estimator.calibration import HostConstants, find_constants, shipped_constants
@@ -286,7 +286,7 @@ def measure(request: Dict[str, Any]) -> Result:
         micro_batch=request["micro_batch"],
         optimizer=request["optimizer"],
     )
-    reserve(job_of(config, threads=1, cases=0))  # as `train` does
+    reserve(job_of(config, config.grid, threads=1, cases=0))  # as `train` does
     learner = Learner(config)
     # As with a store, one micro-batch is in memory.
     micro_batches = itertools.repeat(made_up(tf, config.unet, config.micro, config.grid))

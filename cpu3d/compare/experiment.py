@@ -22,7 +22,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, recipe_config
+from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, recipe_settings
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import add_options, arguments, option, to_command_line
@@ -124,7 +124,7 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
     own = read_train_options(words, f"variant {name}")
     _refuse_settings(f"variant {name}", own, FOR_ALL)
     together = {**common, **own}
-    mode = together.get("mode", recipe_config(together).mode)
+    mode = together.get("mode", recipe_settings(together).mode)
     if mode == "whole":
         common = _without(common, OF_PATCHES)
     return {**common, **own}

@@ -11,29 +11,30 @@ vector and the others copy it, so the bits cannot differ between workers."""
 
 import contextlib
 import itertools
+import math
 import mmap
 import os
 import re
 import socket
 import struct
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping, NamedTuple, Optional
 
 import numpy as np
 
-from cpu3d.distributed.cluster import Cluster
+from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.distributed.rendezvous import MEETING_S, meet
 from cpu3d.errors import WorkerLostError
 from cpu3d.run.heartbeat import LOST_S
 
-PIECE = (
-    4 * 2**20
-)  # numbers summed at a time: 400 MB take 0.5 s; in one sum 1.1 to 1.5 s, and 1 GB more memory
+# Numbers summed at a time: 400 MB take 0.5 s; in one sum 1.1 to 1.5 s, and 1 GB more memory.
+PIECE = 4 * 2**20
 
 
 class Exchange:
     """The workers of a run. This class is for a run of one worker: the sum is the vector itself."""
 
-    rank, count = 0, 1
+    rank = 0
+    count = 1
     plan: Any = None  # of the chief, which sent it to all as they met
 
     @property
@@ -75,9 +76,10 @@ def join(
         return _Joined(cluster, lambda vector: memory.sum(np.asarray(vector)), plan)
     for peer in peers.values():
         peer.close()
+    _, port = host_and_port(cluster.addresses[cluster.rank])
     say(
-        f"warning: TensorFlow opens port {cluster.addresses[cluster.rank].rpartition(':')[2]} of this host; anyone who "
-        "reaches it can use it without a password, and read and write files as you (docs/workers.md)"
+        f"warning: TensorFlow opens port {port} of this host; anyone who reaches it can use it "
+        "without a password, and read and write files as you (docs/workers.md)"
     )
     return _Joined(cluster, _tensorflow_sum(cluster), plan)
 
@@ -108,11 +110,9 @@ def text_from_chief(exchange: Exchange, text: str = "") -> str:
         return text
     raw = np.frombuffer(text.encode(), np.uint8)
     size = int(array_from_chief(exchange, np.array([raw.size], np.int64))[0])
-    return (
-        array_from_chief(exchange, np.resize(raw, size) if raw.size else np.zeros(size, np.uint8))
-        .tobytes()
-        .decode()
-    )
+    if exchange.rank != 0:
+        raw = np.zeros(size, np.uint8)
+    return array_from_chief(exchange, raw).tobytes().decode()
 
 
 # --- Engines ---
@@ -124,15 +124,18 @@ class _Joined(Exchange):
     def __init__(self, cluster: Cluster, sum_over_workers: Callable[[Any], Any], plan: Any):
         import tensorflow as tf
 
-        self.rank, self.count, self.plan = cluster.rank, cluster.workers, plan
-        self._tf, self._cluster, self._sum = tf, cluster, sum_over_workers
+        self.rank = cluster.rank
+        self.count = cluster.workers
+        self.plan = plan
+        self._tf = tf
+        self._cluster = cluster
+        self._sum = sum_over_workers
 
     def sum(self, vector: Any) -> Any:
         errors = self._tf.errors
         try:
-            return self._tf.convert_to_tensor(
-                self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
-            )
+            total = self._sum(self._tf.convert_to_tensor(vector, self._tf.float32))
+            return self._tf.convert_to_tensor(total)
         except (errors.InvalidArgumentError, errors.ResourceExhaustedError):
             raise  # vectors of different lengths, or no memory: no worker is lost
         except errors.OpError as error:
@@ -157,8 +160,8 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
     from tensorflow.python.eager import context  # limits have no public name
 
     # gRPC would go through the proxy that http_proxy names, to the next machine and even to its
-    # own.
-    os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(cluster.hosts))  # noqa: SIM112 (gRPC reads it in small letters)
+    # own. It reads the name in small letters.
+    os.environ["no_grpc_proxy"] = ",".join(dict.fromkeys(cluster.hosts))  # noqa: SIM112
     jobs = tf.compat.v1.ConfigProto().experimental.coordination_config.coordinated_job_list
     jobs.add(name="worker", num_tasks=cluster.workers)
     context.context().configure_coordination_service(
@@ -166,9 +169,8 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
         service_leader="/job:worker/replica:0/task:0",
         # of workers that have just met; TensorFlow itself would wait an hour
         cluster_register_timeout_in_ms=60_000,
-        heartbeat_timeout_in_ms=int(
-            LOST_S * 1000
-        ),  # a thread of its own beats, while the worker computes too
+        # a thread of its own beats, while the worker computes too
+        heartbeat_timeout_in_ms=int(LOST_S * 1000),
         coordinated_jobs=list(jobs),
     )
     ring = tf.distribute.experimental.CommunicationImplementation.RING
@@ -187,20 +189,19 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 
     def reduce(part: Any) -> Any:
         # Without tf.identity: "destinations can not be empty".
-        return tf.distribute.get_replica_context().all_reduce(
-            tf.distribute.ReduceOp.SUM, tf.identity(part)
-        )
+        context_of_replica = tf.distribute.get_replica_context()
+        return context_of_replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(part))
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
     def sum_of_piece(piece):
         return strategy.run(reduce, args=(piece,))
 
     def sum_over_workers(vector: Any) -> Any:
-        sums = [
-            sum_of_piece(vector[start : start + PIECE])
-            for start in range(0, int(vector.shape[0]), PIECE)
-        ]
-        return sums[0] if len(sums) == 1 else tf.concat(sums, 0) if sums else vector
+        starts = range(0, int(vector.shape[0]), PIECE)
+        sums = [sum_of_piece(vector[start : start + PIECE]) for start in starts]
+        if not sums:
+            return vector
+        return sums[0] if len(sums) == 1 else tf.concat(sums, 0)
 
     return sum_over_workers
 
@@ -208,9 +209,21 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
 # --- The sum between workers of one host, in memory that they share ---
 
 MEMORY_BYTES = 32 * 2**20  # of all parts
-WORD = struct.Struct(
-    "<q"
-)  # the vector's length, from a worker that is ready; -1 - rank if the chief has lost one
+
+NONE_LOST = -1  # instead of a rank
+
+
+class Word(NamedTuple):
+    """What a worker sends when it is ready, and the chief to all when all are."""
+
+    size: int  # numbers in the vector to be summed
+    lost: int = NONE_LOST  # rank of the worker that the chief has lost
+
+    def packed(self) -> bytes:
+        return WORD.pack(*self)
+
+
+WORD = struct.Struct("<qq")  # of a Word
 
 
 class SharedMemory:
@@ -221,7 +234,8 @@ class SharedMemory:
     the chief, and the chief one to all."""
 
     def __init__(self, cluster: Cluster, peers: Mapping[int, socket.socket]):
-        self._cluster, self._peers = cluster, peers
+        self._cluster = cluster
+        self._peers = peers
         try:
             handle = self._made() if cluster.is_chief else self._received()
         except (OSError, IndexError):
@@ -230,26 +244,26 @@ class SharedMemory:
             memory = np.frombuffer(mmap.mmap(handle, MEMORY_BYTES), np.float32)
         finally:
             os.close(handle)
-        self._length = memory.size // (2 * cluster.workers)
+        self._length = memory.size // (2 * cluster.workers)  # numbers of a worker's part
+        shape = (2, cluster.workers, self._length)
         # In turns: when one half is written again, all workers have been ready in the other, so
         # have read this one.
-        halves = memory[: 2 * cluster.workers * self._length].reshape(
-            2, cluster.workers, self._length
-        )
-        self._halves = itertools.cycle(halves)
+        self._halves = itertools.cycle(memory[: math.prod(shape)].reshape(shape))
 
     def sum(self, vector: np.ndarray) -> np.ndarray:
         """A float32 array (n,) summed over all workers; the chief raises ValueError if one has
         another length."""
-        total, rank, workers = np.empty_like(vector), self._cluster.rank, self._cluster.workers
+        rank = self._cluster.rank
+        workers = self._cluster.workers
+        total = np.empty_like(vector)
         for start in range(0, vector.size, self._length):
             piece = vector[start : start + self._length]
-            parts = next(self._halves)[:, : piece.size]
+            parts = next(self._halves)[:, : piece.size]  # (workers, n)
             parts[rank] = piece
             self._wait_for_all(vector.size)
-            first, last = piece.size * rank // workers, piece.size * (rank + 1) // workers
-            for part in parts[1:, first:last]:
-                parts[0, first:last] += part
+            share = slice(piece.size * rank // workers, piece.size * (rank + 1) // workers)
+            for part in parts[1:, share]:
+                parts[0, share] += part
             self._wait_for_all(vector.size)
             total[start : start + self._length] = parts[0]
         return total
@@ -257,9 +271,8 @@ class SharedMemory:
     def _made(self) -> int:
         """The chief's memory, a file without a name, whose handle it sends to the others."""
         handle = os.memfd_create("cpu3d")
-        os.posix_fallocate(
-            handle, 0, MEMORY_BYTES
-        )  # a page that cannot be had later would end the process
+        # A page that cannot be had later would end the process.
+        os.posix_fallocate(handle, 0, MEMORY_BYTES)
         for peer in self._peers.values():
             with contextlib.suppress(OSError):  # a peer that is gone is noticed by the first sum
                 socket.send_fds(peer, [b"memory"], [handle])
@@ -267,39 +280,38 @@ class SharedMemory:
 
     def _received(self) -> int:
         self._peers[0].settimeout(LOST_S)
-        return socket.recv_fds(self._peers[0], WORD.size, 1)[1][0]
+        _, handles, *_ = socket.recv_fds(self._peers[0], WORD.size, 1)
+        return handles[0]
 
-    def _send(self, word: int) -> None:
+    def _send(self, word: Word) -> None:
         for peer in self._peers.values():
-            with contextlib.suppress(
-                OSError
-            ):  # a peer that is gone is noticed when its word is read
-                peer.send(WORD.pack(word))
+            with contextlib.suppress(OSError):  # one that is gone is noticed when its word is read
+                peer.send(word.packed())
 
     def _wait_for_all(self, size: int) -> None:
         """Return when all workers are ready for the same, however long it takes: `launch` ends one
         that hangs."""
-        is_chief, lost = self._cluster.is_chief, None
+        is_chief = self._cluster.is_chief
+        lost = NONE_LOST
         if not is_chief:
-            self._send(size)
+            self._send(Word(size))
         for rank, peer in self._peers.items():
             peer.settimeout(None)
             try:
-                word = WORD.unpack(peer.recv(WORD.size))[0]
+                word = Word(*WORD.unpack(peer.recv(WORD.size)))
             except (OSError, struct.error):
                 # read the others first: closing with a word unread would drop the words sent to
                 # them
                 lost = rank
                 continue
-            if word < 0:
-                raise lost_worker(self._cluster, -1 - word, "no answer to worker 0")
-            if is_chief and word != size:
-                raise ValueError(
-                    f"vectors must have one length, got {word} of worker {rank} and {size} of worker 0"
-                )
+            if word.lost != NONE_LOST:
+                raise lost_worker(self._cluster, word.lost, "no answer to worker 0")
+            if is_chief and word.size != size:
+                got = f"{word.size} of worker {rank} and {size} of worker 0"
+                raise ValueError(f"vectors must have one length, got {got}")
         if is_chief:
-            self._send(size if lost is None else -1 - lost)
-        if lost is not None:
+            self._send(Word(size, lost))
+        if lost != NONE_LOST:
             raise lost_worker(self._cluster, lost, GONE)
 
 
@@ -311,12 +323,12 @@ GONE = "no connection: its process has ended or its host is gone"
 def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLostError:
     """The error for the user: worker `rank` is gone, None if it is not known which, for
     `reason`."""
-    name = (
-        f"all {cluster.workers} workers"
-        if rank is None
-        else f"worker {rank} ({cluster.addresses[rank]})"
-    )
-    rule = "must reach the others" if rank == cluster.rank else f"must answer worker {cluster.rank}"
+    name = f"all {cluster.workers} workers"
+    if rank is not None:
+        name = f"worker {rank} ({cluster.addresses[rank]})"
+    rule = f"must answer worker {cluster.rank}"
+    if rank == cluster.rank:
+        rule = "must reach the others"
     todo = "see the logs, the same command continues from the last checkpoint"
     return WorkerLostError(f"{name} {rule}, got {reason}; {todo}")
 
@@ -324,13 +336,16 @@ def lost_worker(cluster: Cluster, rank: Optional[int], reason: str) -> WorkerLos
 def lost_by_message(message: str, cluster: Cluster) -> WorkerLostError:
     """The error from an engine's message, some twenty lines of C++: which worker is gone, as far as
     known, and how."""
-    text = (
-        message.partition("aborted by:")[2].split("\n")[0].strip() or message.strip().split("\n")[0]
-    )
+    text, *_ = message.partition("aborted by:")[2].split("\n")
+    if not text.strip():
+        text, *_ = message.strip().split("\n")
+    if not text.strip():
+        text = "an error without a message"
     named = {int(rank) for rank in re.findall(r"/job:worker(?:/replica:\d+)?/task:(\d+)", message)}
     if not named and "CoordinationService/" in message and not cluster.is_chief:
         named = {0}  # that service is the chief's
-    known = sorted(named & set(range(cluster.workers)), key=lambda rank: rank == cluster.rank)
-    return lost_worker(
-        cluster, known[0] if known else None, text[:160] or "an error without a message"
-    )
+    known = named & set(range(cluster.workers))
+    others = known - {cluster.rank}
+    # Another worker rather than this one, if both are named.
+    rank = min(others or known, default=None)
+    return lost_worker(cluster, rank, text.strip()[:160])

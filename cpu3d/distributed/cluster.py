@@ -74,9 +74,8 @@ class Cluster:
 
     def as_tf_config(self) -> str:
         """The cluster as the environment variable TF_CONFIG, all of its tasks named workers."""
-        return json.dumps(
-            {"cluster": {"worker": self.addresses}, "task": {"type": "worker", "index": self.rank}}
-        )
+        task = {"type": "worker", "index": self.rank}
+        return json.dumps({"cluster": {"worker": self.addresses}, "task": task})
 
     def of_rank(self, rank: int) -> "Cluster":
         """The same workers, seen from another."""
@@ -92,10 +91,10 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster:
     TF_CONFIG is {"cluster": {"worker": ["host:port", ...]}, "task": {"type": "worker", "index":
     0}}; a chief that is named apart has rank 0 and the workers follow. Raises InputError for one
     that is not whole, and for a parameter server or an evaluator."""
-    text, todo = (
-        environ.get("TF_CONFIG", "").strip() or "{}",
-        "correct it, or unset it to train alone",
-    )
+    text = environ.get("TF_CONFIG", "").strip()
+    if not text:
+        return ALONE
+    todo = "correct it, or unset it to train alone"
     try:
         content = typed(parse_json(text), Dict[str, Any])
         tasks = typed(content.get("cluster") or {}, Dict[str, Tuple[str, ...]], "cluster")
@@ -106,20 +105,21 @@ def read_cluster(environ: Mapping[str, str]) -> Cluster:
         ) from None
     if not tasks:
         return ALONE
-    chiefs, kind, index = tasks.get("chief", ()), task.get("type"), str(task.get("index"))
-    own = (
-        tasks.get(kind, ())
-        if kind in ("chief", "worker") and set(tasks) <= {"chief", "worker"}
-        else ()
-    )
+    kinds = ("chief", "worker")
+    kind = task.get("type")
+    index = str(task.get("index"))
+    own: Tuple[str, ...] = ()  # addresses of the task's kind
+    if kind in kinds and set(tasks) <= set(kinds):
+        own = tasks.get(kind, ())
+    chiefs = tasks.get("chief", ())
     if len(chiefs) > 1 or not index.isdigit() or int(index) >= len(own):
+        rule = "TF_CONFIG must name workers, at most one chief, and one of them as task"
         got = f"tasks {', '.join(sorted(tasks))} and {kind} {index} of {len(own)}"
-        raise InputError(
-            f"TF_CONFIG must name workers, at most one chief, and one of them as task, got {got}; {todo}"
-        )
-    return Cluster(
-        chiefs + tasks.get("worker", ()), int(index) + (len(chiefs) if kind == "worker" else 0)
-    )
+        raise InputError(f"{rule}, got {got}; {todo}")
+    rank = int(index)
+    if kind == "worker":
+        rank += len(chiefs)
+    return Cluster(chiefs + tasks.get("worker", ()), rank)
 
 
 def without_cluster(environ: Mapping[str, str]) -> Dict[str, str]:
@@ -152,14 +152,13 @@ def own_index(hosts: Sequence[str]) -> int:
     "localhost"."""
     for host in hosts:
         if re.fullmatch(r"localhost|127\..*|\[?::1\]?", host, re.IGNORECASE):
-            raise InputError(
-                f"--hosts must be names that the other hosts can reach, got {host}; give its network name"
-            )
+            rule = "--hosts must be names that the other hosts can reach"
+            raise InputError(f"{rule}, got {host}; give its network name")
     here = [index for index, host in enumerate(hosts) if is_this_host(host)]
     if len(here) != 1:
-        got = f"{' and '.join(hosts[index] for index in here) or 'none'} of {', '.join(hosts)}"
+        matching = " and ".join(hosts[index] for index in here) if here else "none"
         rule = f"--hosts must hold this host, {socket.gethostname()}, once"
-        raise InputError(f"{rule}, got {got}; give --host-index, from 0")
+        raise InputError(f"{rule}, got {matching} of {', '.join(hosts)}; give --host-index, from 0")
     return here[0]
 
 
@@ -200,21 +199,19 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
         return None
     todo = "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
     try:
-        rank, job = int(environ["SLURM_PROCID"]), int(environ.get("SLURM_JOB_ID", "0"))
+        rank = int(environ["SLURM_PROCID"])
+        job = int(environ.get("SLURM_JOB_ID", "0"))
     except ValueError as error:
         raise InputError(
             f"SLURM_PROCID and SLURM_JOB_ID must be whole numbers, got {error}; {todo}"
         ) from None
-    hosts, tasks = (
-        expand_hosts(environ["SLURM_STEP_NODELIST"]),
-        environ.get("SLURM_STEP_TASKS_PER_NODE", ""),
-    )
+    hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     one_each = tasks in ("1", f"1(x{len(hosts)})") and 0 <= rank < len(hosts)
     if not one_each or environ.get("SLURM_NODEID", str(rank)) != str(rank):
         got = f"SLURM_PROCID {rank} of {tasks} tasks on {len(hosts)} hosts"
-        raise InputError(
-            f"Slurm's step must have one task on each of its hosts, in order, got {got}; {todo}"
-        )
+        rule = "Slurm's step must have one task on each of its hosts, in order"
+        raise InputError(f"{rule}, got {got}; {todo}")
     return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections
 
 
@@ -224,7 +221,8 @@ def expand_hosts(text: str) -> Tuple[str, ...]:
 
     Several brackets in one name are all combined, the last varying fastest. Raises InputError for
     anything else."""
-    span, hosts = r"\d+(?:-\d+)?", []
+    span = r"\d+(?:-\d+)?"
+    hosts: List[str] = []
     for name in re.split(r",(?![^\[]*\])", text.strip()):
         if not re.fullmatch(rf"(?:[^\[\],\s]|\[{span}(?:,{span})*\])+", name):
             raise InputError(
@@ -234,9 +232,7 @@ def expand_hosts(text: str) -> Tuple[str, ...]:
         for words, spans in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", name):
             choices.append([words] if words else [])
             for first, last in re.findall(r"(\d+)(?:-(\d+))?", spans):
-                choices[-1] += [
-                    str(number).zfill(len(first))
-                    for number in range(int(first), int(last or first) + 1)
-                ]
+                numbers = range(int(first), int(last or first) + 1)
+                choices[-1] += [str(number).zfill(len(first)) for number in numbers]
         hosts += map("".join, itertools.product(*choices))
     return tuple(hosts)

@@ -2,10 +2,10 @@
 
     ./run.sh launch train --store store --run runs/first --batch-per-worker 1
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
-    ./run.sh launch --dry-run train --store store --run runs/first --batch 4                  (starts nothing)
-    ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8        (on both hosts)
-    srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first
-    --batch 8
+    ./run.sh launch --dry-run train --store store --run runs/first --batch 4
+    ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8
+    srun --ntasks-per-node=1 --exclusive ./run.sh launch train --store store --run runs/first \\
+        --batch 8
 
 The workers share each batch: the run is that of one worker with the same --batch. The output of
 each worker is added to RUN/logs/worker-RANK.log; that of the first is also shown. If a worker
@@ -80,9 +80,8 @@ def run(options: Options) -> int:
     """Start the workers of this host and wait for their end, or print what would be started."""
     if options.train[:1] != ("train",):
         got = options.train[0] if options.train else "nothing"
-        raise InputError(
-            f"launch and its options must be followed by `train` and its options, got {got}; see --help"
-        )
+        rule = "launch and its options must be followed by `train` and its options"
+        raise InputError(f"{rule}, got {got}; see --help")
     # As `train` reads its options: one refusal before anything starts, instead of one for each
     # worker.
     parser = argparse.ArgumentParser(prog=as_typed("./run.sh launch ... train"))
@@ -96,21 +95,17 @@ def run(options: Options) -> int:
     refuse_folds(training.run)
     topology = read_topology()
     placement = place_workers(options, os.environ, default_workers(topology))
-    threads = thread_plans(
-        topology, len(placement.cluster.local_ranks)
-    )  # refused here, or each worker would refuse
+    # Refused here, or each worker would refuse.
+    threads = thread_plans(topology, len(placement.cluster.local_ranks))
     if not options.dry_run:
         _launch(placement, options.train, training.run)
         return 0
     say(f"{placement.words}; a dry run, nothing is started", *plan_lines(threads), stderr=False)
     for rank in placement.ranks:
-        variables = [
-            f"{name}={shlex.quote(value)}" for name, value in placement.environ_of(rank, {}).items()
-        ]
-        say(
-            f"worker {rank}: {' '.join([*variables, shlex.join([*PROGRAM, *options.train])])}",
-            stderr=False,
-        )
+        place = placement.environ_of(rank, {})
+        words = [f"{name}={shlex.quote(value)}" for name, value in place.items()]
+        words.append(shlex.join([*PROGRAM, *options.train]))
+        say(f"worker {rank}: {' '.join(words)}", stderr=False)
     return 0
 
 
@@ -125,18 +120,17 @@ class Placement:
     @property
     def words(self) -> str:
         """The numbers, such as "4 workers on 2 hosts (Slurm), 2 here"."""
+        workers = counted(self.cluster.workers, "worker")
         hosts = counted(len(set(self.cluster.hosts)), "host")
-        return f"{counted(self.cluster.workers, 'worker')} on {hosts} ({self.origin}), {len(self.ranks)} here"
+        return f"{workers} on {hosts} ({self.origin}), {len(self.ranks)} here"
 
     def environ_of(self, rank: int, environ: Mapping[str, str]) -> Dict[str, str]:
         """The whole environment of a worker: `environ`, and its place in the cluster. Alone it has
         none."""
-        place = (
-            {"TF_CONFIG": self.cluster.of_rank(rank).as_tf_config()}
-            if self.cluster.workers > 1
-            else {}
-        )
-        return {**without_cluster(environ), **place}
+        whole = without_cluster(environ)
+        if self.cluster.workers > 1:
+            whole["TF_CONFIG"] = self.cluster.of_rank(rank).as_tf_config()
+        return whole
 
 
 def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: int) -> Placement:
@@ -146,26 +140,22 @@ def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: in
         raise InputError(
             f"--host-index must come with --hosts, got {options.host_index} alone; add them"
         )
-    hosts, index, origin, port, here = (
-        (LOOPBACK,),
-        0,
-        "this one",
-        options.port,
-        options.workers or one_a_socket,
-    )
+    hosts: Tuple[str, ...] = (LOOPBACK,)
+    index = 0  # of this host
+    origin = "this one"
+    port: Optional[int] = None  # of the first worker here; None for free ones
+    here = one_a_socket if options.workers is None else options.workers
     if options.hosts:
-        hosts, origin, port = (
-            tuple(host.strip() for host in options.hosts.split(",")),
-            "--hosts",
-            port or PORT,
-        )
-        index = options.host_index or 0
-        if options.host_index is None and len(hosts) > 1:
+        hosts = tuple(host.strip() for host in options.hosts.split(","))
+        origin = "--hosts"
+        port = PORT
+        if options.host_index is not None:
+            index = options.host_index
+        elif len(hosts) > 1:
             index = own_index(hosts)
         if index >= len(hosts):
-            raise InputError(
-                f"--host-index must be below {len(hosts)}, the number of hosts, got {index}; leave it out"
-            )
+            rule = f"--host-index must be below {len(hosts)}, the number of hosts"
+            raise InputError(f"{rule}, got {index}; leave it out")
     elif (cluster := read_cluster(environ)) != ALONE:
         if options.workers not in (None, 1):
             raise InputError(
@@ -173,43 +163,46 @@ def place_workers(options: Options, environ: Mapping[str, str], one_a_socket: in
             )
         return Placement(cluster, range(cluster.rank, cluster.rank + 1), "TF_CONFIG")
     elif (step := read_slurm(environ)) is not None:
-        hosts, index, port_of_job = step
-        origin, port = "Slurm", port or port_of_job
+        hosts, index, port = step
+        origin = "Slurm"
+    if options.port is not None:
+        port = options.port
     ports = range(port, port + here) if port else free_ports(here)
-    return Placement(
-        from_hosts(hosts, here, ports, index * here),
-        range(index * here, (index + 1) * here),
-        origin,
-    )
+    first = index * here  # rank of the first worker that starts here
+    cluster = from_hosts(hosts, here, ports, first)
+    return Placement(cluster, range(first, first + here), origin)
 
 
 def _launch(placement: Placement, train: Sequence[str], run: Path) -> None:
     """Start the workers of this host; stderr gets the chief's lines as they come."""
     wait_for_earlier(run, say)
     logs = writable_folder(run / "logs", "folder of logs")
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = str(ROOT)
+    if os.environ.get("PYTHONPATH"):
+        path += os.pathsep + os.environ["PYTHONPATH"]
     environ = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     commands = []
     for rank in placement.ranks:
-        place, log = placement.environ_of(rank, environ), logs / f"worker-{rank}.log"
+        place = placement.environ_of(rank, environ)
+        log = logs / f"worker-{rank}.log"
         commands.append(WorkerCommand(f"worker {rank}", (*PROGRAM, *train), place, log))
-    first_log = commands[0].log
     say(f"launch: {placement.words}; logs: {', '.join(str(command.log) for command in commands)}")
-    began_s, read = time.monotonic(), first_log.stat().st_size if first_log.exists() else 0
+    began_s = time.monotonic()
+    first_log = commands[0].log
+    shown_bytes = first_log.stat().st_size if first_log.exists() else 0  # those of earlier attempts
 
     def show() -> None:
-        nonlocal read
+        nonlocal shown_bytes
         if not placement.cluster.is_chief or not first_log.exists():
             return
         with first_log.open("rb") as file:
-            file.seek(read)
+            file.seek(shown_bytes)
             lines = [line for line in file if line.endswith(b"\n")]
-        read += sum(map(len, lines))
+        shown_bytes += sum(map(len, lines))
         for line in lines:
             if not line.startswith(b"--- "):  # a header
                 say(line.decode("utf-8", errors="replace").rstrip("\n"))
 
     run_workers(commands, run, show=show, say=say)
-    say(
-        f"launch: {placement.words}: finished after {format_seconds(time.monotonic() - began_s)}; logs in {logs}"
-    )
+    took = format_seconds(time.monotonic() - began_s)
+    say(f"launch: {placement.words}: finished after {took}; logs in {logs}")

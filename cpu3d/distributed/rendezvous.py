@@ -26,12 +26,14 @@ from cpu3d.run.config_json import config_from_json
 from memory_estimator.common.files import parse_json
 from memory_estimator.host import Host
 
-MEETING_S = (
-    300.0  # how long a worker waits for the others: the hosts of a queue do not start together
-)
-POLL_S, TRY_AGAIN_S, SAY_AFTER_S = 0.05, 0.5, 10.0
+# How long a worker waits for the others: the hosts of a queue do not start together.
+MEETING_S = 300.0
+POLL_S = 0.05
+TRY_AGAIN_S = 0.5
+SAY_AFTER_S = 10.0
 HELLO_S = 5.0  # for a caller that has connected to send its rank
-HELLO_BYTES, PLAN_BYTES = 4096, 2**24  # the most that a caller may send, and the chief
+HELLO_BYTES = 4096  # the most that a caller may send
+PLAN_BYTES = 2**24  # the same of the chief
 MESSAGE_BYTES = 2**15  # sent at a time: a socket of the host takes no larger message
 
 
@@ -49,7 +51,9 @@ def meet(
 
     Raises InputError if this worker's port is taken or the workers have different clusters, and
     WorkerLostError on all that have come if others do not within `limit_s`."""
-    until_s, say_at_s = time.monotonic() + limit_s, time.monotonic() + SAY_AFTER_S
+    began_s = time.monotonic()
+    until_s = began_s + limit_s
+    say_at_s = began_s + SAY_AFTER_S
 
     def wait_for(missing: Sequence[int], is_over: bool = False) -> None:
         """Name the missing workers once, after a while. Raises WorkerLostError when the time is
@@ -57,14 +61,14 @@ def meet(
         nonlocal say_at_s
         workers = ", ".join(f"worker {rank} ({cluster.addresses[rank]})" for rank in missing)
         if is_over or time.monotonic() >= until_s:
-            todo = "see whether it runs and whether worker 0 can be reached, then give the same command again"
+            todo = "see whether it runs and whether worker 0 can be reached"
             raise WorkerLostError(
-                f"{workers} must come within {limit_s:g} s, got no connection; {todo}"
+                f"{workers} must come within {limit_s:g} s, got no connection; {todo}, then give "
+                "the same command again"
             )
         if time.monotonic() >= say_at_s:
-            say(
-                f"waiting for {workers}, named by TF_CONFIG; without this variable the run has one worker"
-            )
+            why = "named by TF_CONFIG; without this variable the run has one worker"
+            say(f"waiting for {workers}, {why}")
             say_at_s = float("inf")
 
     with _listen(cluster) as listener:
@@ -81,9 +85,8 @@ def meet(
                     to_chief.pop_all()
                     return {0: connection}, answer.get("plan")
             if "wrong" in answer:
-                raise InputError(
-                    f"{answer['wrong']}; start them all by `launch`, or correct TF_CONFIG"
-                )
+                todo = "start them all by `launch`, or correct TF_CONFIG"
+                raise InputError(f"{answer['wrong']}; {todo}")
             wait_for(answer.get("missing", [0]), "missing" in answer)
             time.sleep(TRY_AGAIN_S)
 
@@ -136,22 +139,24 @@ def _listen(cluster: Cluster) -> socket.socket:
             listener = _of_host(cluster, cluster.rank, "bind")
             listener.listen(1024)
             return listener
-        dual = (
-            {"family": socket.AF_INET6, "dualstack_ipv6": True}
-            if socket.has_dualstack_ipv6()
-            else {}
+        is_dual = socket.has_dualstack_ipv6()
+        return socket.create_server(
+            ("", port),
+            family=socket.AF_INET6 if is_dual else socket.AF_INET,
+            backlog=1024,
+            dualstack_ipv6=is_dual,
         )
-        return socket.create_server(("", port), backlog=1024, **dual)
     except OSError as error:
-        rule = f"port {port} of worker {cluster.rank} ({address}) must be free, got {os.strerror(error.errno)}"
+        rule = f"port {port} of worker {cluster.rank} ({address}) must be free"
         todo = "end the process that has it, perhaps of an earlier run, or choose another port"
-        raise InputError(f"{rule}; {todo}") from None
+        raise InputError(f"{rule}, got {os.strerror(error.errno)}; {todo}") from None
 
 
 def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
     """A socket that has done `method` with a worker's name: an abstract one, in no folder and gone
     with its process."""
-    name = f"\0cpu3d-{os.getuid()}-{hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()}".encode()
+    of_worker = hashlib.sha256(cluster.addresses[rank].encode()).hexdigest()
+    name = f"\0cpu3d-{os.getuid()}-{of_worker}".encode()
     with contextlib.ExitStack() as stack:
         endpoint = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         endpoint.settimeout(HELLO_S)
@@ -164,9 +169,8 @@ def _is_stranger(cluster: Cluster, connection: socket.socket) -> bool:
     """Whether another user of this host is at the other end, by the kernel."""
     if not cluster.shares_memory:
         return False
-    _, user, _ = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _process, user, _group = struct.unpack("3i", credentials)
     return user != os.geteuid()
 
 
@@ -182,10 +186,10 @@ def _gather(
             if select.select([listener], [], [], POLL_S)[0]:
                 with contextlib.suppress(OSError):  # the caller has gone again
                     _hear(listener.accept()[0], cluster, here)
-            for rank in [
-                rank for rank, caller in here.items() if select.select([caller], [], [], 0)[0]
-            ]:
-                here.pop(rank).close()  # a caller that waits sends nothing: this one has gone again
+            for rank, caller in list(here.items()):
+                if select.select([caller], [], [], 0)[0]:
+                    # A caller that waits sends nothing: this one has gone again.
+                    here.pop(rank).close()
             missing = [rank for rank in range(1, cluster.workers) if rank not in here]
         for connection in here.values():
             _send(connection, {"go": True, "plan": plan})
@@ -199,28 +203,20 @@ def _gather(
 
 def _hear(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.socket]) -> None:
     """Add a caller to those that are `here`, if it is a worker that is not."""
-    hello = {} if _is_stranger(cluster, connection) else _receive(connection, HELLO_S, HELLO_BYTES)
+    hello: Dict[str, Any] = {}
+    if not _is_stranger(cluster, connection):
+        hello = _receive(connection, HELLO_S, HELLO_BYTES)
     rank = hello.get("rank")
-    if (
-        hello.get("cluster") == digest(cluster)
-        and rank in range(1, cluster.workers)
-        and rank not in here
-    ):
+    is_same = hello.get("cluster") == digest(cluster)
+    if is_same and rank in range(1, cluster.workers) and rank not in here:
         here[rank] = connection
         return
     if hello:
-        is_same = hello.get("cluster") == digest(cluster)
-        got = (
-            f"rank {rank} twice"
-            if is_same
-            else f"addresses of worker {rank} that worker 0 does not have"
-        )
-        _send(
-            connection,
-            {
-                "wrong": f"workers must have the same addresses, and each a rank of its own, got {got}"
-            },
-        )
+        rule = "workers must have the same addresses, and each a rank of its own"
+        got = f"addresses of worker {rank} that worker 0 does not have"
+        if is_same:
+            got = f"rank {rank} twice"
+        _send(connection, {"wrong": f"{rule}, got {got}"})
     connection.close()
 
 
@@ -234,11 +230,14 @@ def _send(connection: socket.socket, content: Any) -> None:
 
 def _receive(connection: socket.socket, limit_s: float, most_bytes: int) -> Dict[str, Any]:
     """A JSON object on one line; empty if none comes in time."""
-    deadline, line, part = time.monotonic() + limit_s, b"", b"-"
+    deadline_s = time.monotonic() + limit_s
+    line = b""
     with contextlib.suppress(OSError, ValueError):
-        while part and not line.endswith(b"\n") and len(line) < most_bytes:
-            connection.settimeout(max(0.01, deadline - time.monotonic()))
+        while not line.endswith(b"\n") and len(line) < most_bytes:
+            connection.settimeout(max(0.01, deadline_s - time.monotonic()))
             part = connection.recv(MESSAGE_BYTES)
+            if not part:  # the other end is closed
+                break
             line += part
         content = parse_json(line)
         return content if isinstance(content, dict) else {}

@@ -7,6 +7,7 @@ The others of a run cannot continue without one: their sum fails within seconds,
 the code of WorkerLostError. So that code is never the cause if a worker ended in another way."""
 
 import contextlib
+import enum
 import shlex
 import signal
 import socket
@@ -31,12 +32,8 @@ from cpu3d.util.child import forward_signals, how_ended, last_words, start
 from cpu3d.util.records import without_passwords
 
 LOST = WorkerLostError.exit_code
-STOPPED = (
-    128 + signal.SIGINT,
-    128 + signal.SIGTERM,
-    -signal.SIGINT,
-    -signal.SIGTERM,
-)  # of a worker asked to end
+# Exit codes of a worker that was asked to end.
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,10 @@ class Patience:
     poll_s: float = 0.2
     # from the first failure until the others are asked to end: they notice it, the chief saves
     settle_s: float = 8.0
-    grace_s: float = (
-        3600.0  # from there to SIGKILL: steps, validations and checkpoints may take long
-    )
-    suspended_s: float = (
-        SILENT_S  # without a beat, of a worker that a signal has stopped: it holds up all others
-    )
+    # from there to SIGKILL: steps, validations and checkpoints may take long
+    grace_s: float = 3600.0
+    # without a beat, of a worker that a signal has stopped: it holds up all others
+    suspended_s: float = SILENT_S
     silent_s: float = HANGING_S  # of any other worker
 
 
@@ -104,13 +99,11 @@ def run_workers(
             raise
     failed = [worker for worker in workers if worker.failed(signals)]
     if failed:
-        # The causes are before workers that lost another one, and these before workers that we have
-        # ended.
-        raise _failure(min(failed, key=lambda worker: (worker.followed, worker.ended_s)), workers)
+        first = min(failed, key=lambda worker: (worker.reason, worker.ended_s))
+        raise _failure(first, workers)
     if signals and any(worker.code for worker in workers):  # else it came when all was done
-        raise Interrupted(
-            "all workers have ended; the same command continues", _passed_on(signals[0])
-        )
+        message = "all workers have ended; the same command continues"
+        raise Interrupted(message, _passed_on(signals[0]))
 
 
 def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0) -> None:
@@ -119,13 +112,13 @@ def wait_for_earlier(run: Path, say: Callable[[str], None], most_s: float = 60.0
 
     Raises InputError if they take longer than `most_s` and three of their steps.
     """
-    began_s, is_printed = time.monotonic(), False
+    began_s = time.monotonic()
+    is_printed = False
     # One that has noted its end has saved, and its process may be a notebook's, which stays.
     while left := [beat for beat in _beats_here(run) if beat.exit_code is None]:
         names = ", ".join(f"worker {beat.rank} (process {beat.pid})" for beat in left)
-        if time.monotonic() - began_s > most_s + 3 * max(
-            beat.longest_step_s or 0.0 for beat in left
-        ):
+        longest_step_s = max(beat.longest_step_s or 0.0 for beat in left)
+        if time.monotonic() - began_s > most_s + 3 * longest_step_s:
             raise InputError(
                 f"run {run} must have no other workers, got {names}; wait for them, or end them"
             )
@@ -144,25 +137,33 @@ def _passed_on(number: int) -> int:
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
+class Reason(enum.IntEnum):
+    """Why a worker has failed. What causes the failure of others is before what follows from it."""
+
+    BY_ITSELF = enum.auto()
+    LOST_ANOTHER = enum.auto()
+    ENDED_BY_US = enum.auto()  # as another had failed
+
+
 class _Worker:
     """A worker that was started, and its state until it has ended."""
 
     def __init__(self, command: WorkerCommand):
-        self.name, self.log, self.ended_s = command.name, command.log, 0.0
+        self.name = command.name
+        self.log = command.log
+        self.ended_s = 0.0  # 0 until it has
         self.asked_s: Optional[float] = None  # when it was asked to end, because others had failed
         self.hangs = ""  # why it counts as hanging
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with self.log.open("ab") as file:
-            file.write(
-                f"--- {now} {self.name}: {without_passwords(shlex.join(command.command))}\n".encode()
-            )
+            words = without_passwords(shlex.join(command.command))
+            file.write(f"--- {now} {self.name}: {words}\n".encode())
             file.flush()
-            self.child, self.begin = start(command.command, file, command.environ), file.tell()
+            self.child = start(command.command, file, command.environ)
+            self.begin = file.tell()  # of its output in the log
             self.began_s = time.monotonic()
-        self.beat_s, self.last_beat = (
-            self.began_s,
-            0.0,
-        )  # when its heartbeat changed: the time of day may jump
+        self.last_beat = 0.0  # by the time of day, which may jump
+        self.beat_s = self.began_s  # when that changed
 
     def has_ended(self) -> bool:
         """Whether it has ended; notes when."""
@@ -185,20 +186,27 @@ class _Worker:
 
     def kill(self, hangs: str = "") -> None:
         """End it at once."""
-        self.hangs = self.hangs or hangs
+        if not self.hangs:
+            self.hangs = hangs
         self.child.kill()
 
     def kill_if_silent(self, beat: Heartbeat, run: Path, patience: Patience) -> None:
         """End it if its heartbeat is old. Raises OSError on a full disk, as beats are lost
         there."""
         if beat.beat != self.last_beat:
-            self.last_beat, self.beat_s = beat.beat, time.monotonic()
-        silent_s, suspended = time.monotonic() - self.beat_s, is_suspended(self.child.pid)
-        is_silent = silent_s > (patience.suspended_s if suspended else patience.silent_s)
-        if is_silent and (suspended or beat.exit_code is None):  # else it waits for the chief
+            self.last_beat = beat.beat
+            self.beat_s = time.monotonic()
+        silent_s = time.monotonic() - self.beat_s
+        most_s = patience.silent_s
+        why = "though its process is alive"
+        waits_for_chief = beat.exit_code is not None
+        if is_suspended(self.child.pid):
+            most_s = patience.suspended_s
+            why = "as a signal has stopped it"
+            waits_for_chief = False
+        if silent_s > most_s and not waits_for_chief:
             with tempfile.TemporaryFile(dir=run) as file:
                 file.write(bytes(2**16))
-            why = "as a signal has stopped it" if suspended else "though its process is alive"
             self.kill(f"no heartbeat for {silent_s:.0f} s while {beat.phase}, {why}")
 
     def failed(self, signals: Sequence[int]) -> bool:
@@ -206,19 +214,26 @@ class _Worker:
         return bool(self.hangs) or (self.code != 0 and not (signals and self.code in STOPPED))
 
     @property
-    def followed(self) -> int:
-        """0 if it failed by itself, 1 if it lost another worker, 2 if we have ended it."""
-        if self.hangs or self.code == LOST:
-            return int(not self.hangs)
-        return 2 * (self.asked_s is not None and self.code in (*STOPPED, -signal.SIGKILL))
+    def reason(self) -> Reason:
+        """Why it failed."""
+        if self.hangs:
+            return Reason.BY_ITSELF
+        if self.code == LOST:
+            return Reason.LOST_ANOTHER
+        if self.asked_s is not None and self.code in (*STOPPED, -signal.SIGKILL):
+            return Reason.ENDED_BY_US
+        return Reason.BY_ITSELF
 
     @property
     def ending(self) -> str:
         """Its end in words, such as "exit code 2 (bad input)"."""
-        if self.hangs or not self.code:
-            return f"hangs, {self.hangs}" if self.hangs else "finished"
+        if self.hangs:
+            return f"hangs, {self.hangs}"
+        if not self.code:
+            return "finished"
         words = ending_of(self.code).words
-        return how_ended(self.code) + (f" ({words})" if words else "")
+        in_words = f" ({words})" if words else ""
+        return how_ended(self.code) + in_words
 
 
 def _watch(
@@ -236,8 +251,9 @@ def _watch(
         now = time.monotonic()
         failed = [worker for worker in workers if worker.ended_s and worker.failed(signals)]
         if failed and not is_printed:
+            first = failed[0]
             say(
-                f"launch: {failed[0].name} has ended with {failed[0].ending}; waiting for the others to end"
+                f"launch: {first.name} has ended with {first.ending}; waiting for the others to end"
             )
         is_printed = bool(failed)
         with contextlib.suppress(OSError):
@@ -264,11 +280,16 @@ def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
             f"{worker.name} {worker.ending}" for worker in workers if worker is not failed
         )
         lines.append(f"others: {endings}")
-    if failed.followed == 1:
+    if failed.reason is Reason.LOST_ANOTHER:
         lines.append("all workers here lost another one; see the logs of the other hosts")
     rule = f"{failed.name} on {socket.gethostname()} (process {failed.child.pid}) must finish"
-    got = f"{failed.ending}, after {failed.ended_s - failed.began_s:.0f} s; its log {failed.log} ends:"
-    code = LOST if failed.hangs or failed.code < 0 else failed.code if failed.code in ENDINGS else 1
+    after_s = failed.ended_s - failed.began_s
+    got = f"{failed.ending}, after {after_s:.0f} s; its log {failed.log} ends:"
+    code = 1
+    if failed.hangs or failed.code < 0:
+        code = LOST
+    elif failed.code in ENDINGS:
+        code = failed.code
     return WorkerFailedError("\n  ".join([f"{rule}, got {got}", *lines]), code)
 
 

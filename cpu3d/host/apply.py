@@ -35,9 +35,8 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
     imported: it has read its environment by then."""
     installed(engine)
     if "tensorflow" in sys.modules:
-        raise RuntimeError(
-            "host.apply must run before TensorFlow is imported; import it through import_tensorflow"
-        )
+        rule = "host.apply must run before TensorFlow is imported"
+        raise RuntimeError(f"{rule}; import it through import_tensorflow")
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
     if engine is not None:
@@ -49,9 +48,7 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
         os.environ.pop("TF_USE_LEGACY_KERAS", None)
     if plan.cpus and hasattr(os, "sched_setaffinity") and set(plan.cpus) != os.sched_getaffinity(0):
         for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(
-                OSError
-            ):  # a thread that has ended, or a kernel that does not let us
+            with contextlib.suppress(OSError):  # it has ended, or the kernel does not let us
                 os.sched_setaffinity(int(thread), plan.cpus)  # threads to come inherit it
     policy = memory_policy()
     if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
@@ -65,9 +62,10 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     InputError when the engine is not installed, when a thread variable is no number, or when
     tf.keras is not Keras 2; RuntimeError when TensorFlow is already running on another engine."""
     if not installed(engine):
-        todo = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64, or choose the engine stock"
+        install = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64"
         raise InputError(
-            f"engine must be installed, got itex without intel-extension-for-tensorflow; {todo}"
+            "engine must be installed, got itex without intel-extension-for-tensorflow; "
+            f"{install}, or choose the engine stock"
         )
     threads = {name: os.environ.get(name, "0") for name in THREADS[:2]}  # 0 leaves it to TensorFlow
     for name, value in threads.items():
@@ -77,9 +75,8 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     with without_notices(), _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
     if engine is not None and (engine == "itex") != _itex_is_loaded():
-        raise RuntimeError(
-            f"engine must be chosen before TensorFlow is imported, got {engine} on {engine_name(tf)}"
-        )
+        rule = "engine must be chosen before TensorFlow is imported"
+        raise RuntimeError(f"{rule}, got {engine} on {engine_name(tf)}")
     _check_keras(tf)
     if fresh:
         intra_op, inter_op = map(int, threads.values())
@@ -132,12 +129,9 @@ def without_notices() -> Iterator[None]:
     Libraries write them to the file descriptor, so a process of its own passes on all other lines:
     those of a crash come through. If there is no `grep`, or if the user wants all of TensorFlow's
     log, all lines do."""
-    command = [
-        "grep",
-        "--line-buffered",
-        "-v",
-        *(word for notice in NOTICES for word in ("-e", notice)),
-    ]
+    command = ["grep", "--line-buffered", "-v"]
+    for notice in NOTICES:
+        command += ["-e", notice]
     try:
         if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0":
             raise OSError
@@ -155,9 +149,8 @@ def without_notices() -> Iterator[None]:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # a process that was started meanwhile keeps it open
+        # A process that was started meanwhile keeps it open.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             filtered.wait(1)
 
 
@@ -175,8 +168,10 @@ def engine_name(tf: Any) -> str:
     from tensorflow.python.util import _pywrap_util_port
 
     onednn = "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"
-    itex = versions().get("intel-extension-for-tensorflow")
-    return f"TensorFlow {tf.__version__}, {onednn}" + f", ITEX {itex}" * _itex_is_loaded()
+    name = f"TensorFlow {tf.__version__}, {onednn}"
+    if _itex_is_loaded():
+        name += f", ITEX {versions().get('intel-extension-for-tensorflow')}"
+    return name
 
 
 def installed(engine: Optional[str]) -> bool:
@@ -221,9 +216,11 @@ def _check_keras(tf: Any) -> None:
         package = tf.keras.layers.Layer.__module__.partition(".")[0]
         version = f"{package} {sys.modules[package].__version__}"
     except ImportError as error:
-        package, version = "none", str(error)
+        package = "none"
+        version = str(error)
     if package != "tf_keras" and not version.startswith("keras 2."):
-        todo = f"unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version, or {how_to_install()}"
+        install = "unset TF_USE_LEGACY_KERAS and install tf_keras of TensorFlow's version"
         raise InputError(
-            f"tf.keras must be Keras 2, got {version} with TensorFlow {tf.__version__}; {todo}"
+            f"tf.keras must be Keras 2, got {version} with TensorFlow {tf.__version__}; "
+            f"{install}, or {how_to_install()}"
         )

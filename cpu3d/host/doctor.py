@@ -14,7 +14,7 @@ import resource
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence
 
 from rich.console import Console
 
@@ -40,9 +40,8 @@ from memory_estimator.host import Host, instruction_set, memory_high
 from memory_estimator.installed import ENGINES, as_typed, how_to_install
 from models.native.library import VARIABLE
 
-FEW_BYTES = (
-    8 * GIB
-)  # free for a worker: less than a whole brain takes in the reference network at policy speed
+# Free for a worker: less than a whole brain takes in the reference network at policy speed.
+FEW_BYTES = 8 * GIB
 
 NO_SET = "no AVX2"  # of a CPU on which own operations do not run
 
@@ -66,13 +65,13 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     if not installed(options.engine):
-        raise InputError(
-            f"engine must be installed, got {options.engine}, which is not installed here; choose stock"
-        )
+        got = f"{options.engine}, which is not installed here"
+        raise InputError(f"engine must be installed, got {got}; choose stock")
     topology = read_topology()
-    plans = thread_plans(
-        topology, default_workers(topology) if options.workers is None else options.workers
-    )
+    workers = options.workers
+    if workers is None:
+        workers = default_workers(topology)
+    plans = thread_plans(topology, workers)
     if not options.json:
         say(*host_lines(topology.host), *plan_lines(plans), "", stderr=False)
     checks = [*host_checks(topology, plans), *process_checks(topology, plans)]
@@ -90,12 +89,15 @@ def run(options: Options) -> int:
         print(json.dumps(content, indent=1))
     else:
         styles = {"ok": Good, "warn": Poor, "fail": Bad}
-        results = ["\n-> ".join(filter(None, (check.result, check.advice))) for check in checks]
-        states = [styles.get(check.state, str)(check.state) for check in checks]
-        rows = list(zip([check.name for check in checks], states, results))
-        new_console().print(
-            Table(("check", "", "result, and what to do"), rows, title="Checks", names=3)
-        )
+        rows = []
+        for check in checks:
+            style = styles.get(check.state, str)
+            result = check.result
+            if check.advice:
+                result += f"\n-> {check.advice}"
+            rows.append((check.name, style(check.state), result))
+        columns = ("check", "", "result, and what to do")
+        new_console().print(Table(columns, rows, title="Checks", names=3))
     return int(any(check.state == "fail" for check in checks))
 
 
@@ -104,58 +106,63 @@ def run(options: Options) -> int:
 
 def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Checks of the host and of the plans of its workers."""
-    host, threads = topology.host, [plan.intra_op for plan in plans]
-    quota, limit, swap, free = (
-        host.cpu_quota,
-        host.cgroup_limit_bytes,
-        topology.swap_bytes,
-        host.free_bytes,
-    )
+    host = topology.host
+    checks = instruction_checks(host)
+
+    problem = ""
+    if host.cpu_quota:
+        threads = f"{host.usable_cores} threads, not bound"
+        problem = f"{host.cpu_quota:g} CPUs' worth of time: {threads}"
+    checks.append(_checked("CPU quota", problem, well="none"))
+
     sockets = Counter(cpu.socket for cpu in topology.cpus).values()
     mask = f"{host.logical_cpus} CPUs"
-    free_words = format_bytes(free // len(plans)) + (
-        f" for each of {len(plans)} workers" if len(plans) > 1 else ""
-    )
+    problem = ""
+    if max(sockets) > LOPSIDED * min(sockets):
+        problem = f"{mask}, {' and '.join(map(str, sockets))} of them on a socket"
+    checks.append(_checked("CPU mask", problem, well=mask))
+
+    fewest = min(plan.intra_op for plan in plans)
+    most = max(plan.intra_op for plan in plans)
+    problem = ""
+    if fewest < most:
+        problem = f"{fewest} to {most} threads: all wait for the slowest"
+    checks.append(_checked("workers", problem, well=f"{fewest} threads each"))
+
+    free = format_bytes(host.free_bytes // len(plans))
+    if len(plans) > 1:
+        free += f" for each of {len(plans)} workers"
+    is_little = host.free_bytes < FEW_BYTES * len(plans)
+    checks.append(_checked("free memory", free if is_little else "", well=free))
+
+    problem = ""
+    if host.cgroup_limit_bytes:
+        limit = format_bytes(host.cgroup_limit_bytes)
+        problem = f"{limit} of {format_bytes(host.memory_bytes)} (cgroup)"
+    checks.append(_checked("memory limit", problem, well="none"))
+
     memory = {node.number: node.memory_bytes for node in topology.nodes}
-    near = [memory.get(node, 0) for node in sorted({cpu.node for cpu in topology.cpus})]
-    least, most = format_bytes(min(near)), format_bytes(max(near))
-    points = {  # name -> a problem, if there is one, and the result without
-        "CPU quota": (
-            quota and f"{quota:g} CPUs' worth of time: {host.usable_cores} threads, not bound",
-            "none",
-        ),
-        "CPU mask": (
-            max(sockets) > LOPSIDED * min(sockets)
-            and f"{mask}, {' and '.join(map(str, sockets))} of them on a socket",
-            mask,
-        ),
-        "workers": (
-            min(threads) < max(threads)
-            and f"{min(threads)} to {max(threads)} threads: all wait for the slowest",
-            f"{threads[0]} threads each",
-        ),
-        "free memory": (free < FEW_BYTES * len(plans) and free_words, free_words),
-        "memory limit": (
-            limit and f"{format_bytes(limit)} of {format_bytes(host.memory_bytes)} (cgroup)",
-            "none",
-        ),
-        "memory of nodes": (
-            max(near) > 2 * min(near)
-            and f"{least} to {most} a node: CPUs of a node without memory use that of another",
-            f"{least} on each of {len(near)}",
-        ),
-        "swap": (
-            swap and f"{format_bytes(swap)}: a step that needs it takes many times as long",
-            "none",
-        ),
-    }
-    return [*instruction_checks(host), *_checks(points)]
+    near = [memory.get(node, 0) for node in {cpu.node for cpu in topology.cpus}]
+    least = format_bytes(min(near))
+    problem = ""
+    if max(near) > 2 * min(near):
+        uses = "CPUs of a node without memory use that of another"
+        problem = f"{least} to {format_bytes(max(near))} a node: {uses}"
+    checks.append(_checked("memory of nodes", problem, well=f"{least} on each of {len(near)}"))
+
+    problem = ""
+    if topology.swap_bytes:
+        swap = format_bytes(topology.swap_bytes)
+        problem = f"{swap}: a step that needs it takes many times as long"
+    checks.append(_checked("swap", problem, well="none"))
+    return checks
 
 
 def instruction_checks(host: Host) -> List[Check]:
     """Checks of the instruction set that own operations compute with, beside the best that the CPU
     has."""
-    own, name = host.own, "instruction set"
+    own = host.own
+    name = "instruction set"
     cpu = instruction_set(host.isa, host.cpu_model) or NO_SET
     dtype = Check("dtype", "ok", "training computes in bfloat16")
     if not host.fast_bfloat16:
@@ -181,57 +188,59 @@ def instruction_checks(host: Host) -> List[Check]:
 def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Checks of this process and this installation: limits beside the host's own, versions, the
     user's variables."""
-    addresses, all_bytes = resource.getrlimit(resource.RLIMIT_AS)[0], topology.host.memory_bytes
-    high, installed_versions = memory_high(Path("/"), all_bytes)[0], versions()
-    tensorflow, itex = map(installed_versions.get, ("tensorflow", "intel-extension-for-tensorflow"))
-    slows = high is not None and high < (topology.host.cgroup_limit_bytes or all_bytes)
-    limited, planned = addresses != resource.RLIM_INFINITY, plans[0].environment
+    checks = []
+
+    addresses, _hard_limit = resource.getrlimit(resource.RLIMIT_AS)
+    problem = ""
+    if addresses != resource.RLIM_INFINITY:
+        problem = f"{format_bytes(addresses)} of addresses, mapped stores among them"
+    checks.append(_checked("ulimit -v", problem, well="unlimited"))
+
+    host = topology.host
+    high, _used = memory_high(Path("/"), host.memory_bytes)
+    problem = ""
+    if high is not None and high < (host.cgroup_limit_bytes or host.memory_bytes):
+        problem = f"{format_bytes(high)} (cgroup): above it the kernel slows a run down"
+    checks.append(_checked("memory.high", problem, well="none"))
+
     own = [
         f"{name}={os.environ[name]}"
-        for name, value in planned.items()
+        for name, value in plans[0].environment.items()
         if os.environ.get(name, value) != value
     ]
-    points = {
-        "ulimit -v": (
-            limited and f"{format_bytes(addresses)} of addresses, mapped stores among them",
-            "unlimited",
-        ),
-        "memory.high": (
-            slows and f"{format_bytes(high)} (cgroup): above it the kernel slows a run down",
-            "none",
-        ),
-        "environment": (", ".join(own), "no variable differs from the plan"),
-    }
+    well = "no variable differs from the plan"
+    checks.append(_checked("environment", ", ".join(own), well=well))
+
+    tensorflow = versions().get("tensorflow")
     if tensorflow is None:
-        return [*_checks(points), Check("TensorFlow", "fail", "not installed", how_to_install())]
-    return [
-        *_checks({**points, "ITEX": (not itex and "not installed", itex)}),
-        Check("TensorFlow", "ok", tensorflow),
-    ]
+        return [*checks, Check("TensorFlow", "fail", "not installed", how_to_install())]
+    itex = versions().get("intel-extension-for-tensorflow", "")
+    checks.append(_checked("ITEX", "" if itex else "not installed", well=itex))
+    return [*checks, Check("TensorFlow", "ok", tensorflow)]
 
 
 def _advice() -> Dict[str, str]:
     """Name of a check -> what to do about its problem."""
     estimate = as_typed("./run.sh estimate")
+    itex = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64"
     return {
         "CPU quota": "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
         "CPU mask": "ask for the same number on every socket, or for one socket",
         "workers": "choose a number that divides the cores of a socket",
-        "free memory": f"end other programs, take fewer workers, or see what fits: {estimate} --plan",
+        "free memory": "end other programs, take fewer workers, or see what fits: "
+        f"{estimate} --plan",
         "memory limit": "raise it if the machine is yours: above it a run is killed",
         "memory of nodes": "put the same memory on every socket, or lift the memory mask",
         "swap": "`swapoff -a`, or go by the memory plan, which does not count on it",
         "ulimit -v": "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
         "memory.high": "raise it to the memory limit, or keep the memory plan below it",
         "environment": "unset them to have the plan's own",
-        "ITEX": f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64: steps are faster with it",
+        "ITEX": f"{itex}: steps are faster with it",
     }
 
 
-def _checks(points: Dict[str, Tuple[Any, Any]]) -> List[Check]:
-    """A warning with its advice for each problem, else the result without."""
-    advice = _advice()
-    return [
-        Check(name, "warn", problem, advice[name]) if problem else Check(name, "ok", well)
-        for name, (problem, well) in points.items()
-    ]
+def _checked(name: str, problem: str, *, well: str) -> Check:
+    """A warning with its advice for a problem, else the result `well`."""
+    if problem:
+        return Check(name, "warn", problem, _advice()[name])
+    return Check(name, "ok", well)

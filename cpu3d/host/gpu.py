@@ -1,9 +1,9 @@
 """The NVIDIA cards of this host, which one a run takes, and whether it holds the run; gives
 TensorFlow only that one.
 
-gpus = HostGpus()                               # asks the driver's nvidia-smi once it is read, no TensorFlow
+gpus = HostGpus()                               # asks nvidia-smi once it is read, no TensorFlow
 device = pick_device(None, "patch", gpus)       # "gpu:0", or "cpu"
-use_device(tf, device)                          # after TensorFlow is imported, before it computes: set_up does it
+use_device(tf, device)                          # after TensorFlow is imported: set_up does it
 """
 
 import contextlib
@@ -25,6 +25,7 @@ from models.layer_plan import Shape3
 
 CPU = "cpu"
 
+# Of nvidia-smi.
 QUERY = (
     "index",
     "name",
@@ -33,7 +34,7 @@ QUERY = (
     "compute_cap",
     "uuid",
     "mig.mode.current",
-)  # of nvidia-smi
+)
 # for its answer: without its daemon each of up to 16 cards takes 1 to 3 seconds to wake up
 TIMEOUT_S = 60.0
 CUDA_PACKAGE = "nvidia-cudnn-cu12"  # of requirements-gpu.txt, and of no other requirements
@@ -46,13 +47,11 @@ class Gpu:
     # as TensorFlow counts: by the slot it is in, among those that CUDA_VISIBLE_DEVICES leaves
     index: int
     name: str
-    memory_bytes: Optional[
-        int
-    ]  # None if the driver has no figure, or if MIG splits the card, as for the next
+    # None if the driver has no figure, or if MIG splits the card, as for the next
+    memory_bytes: Optional[int]
     free_bytes: Optional[int]
-    compute_capability: Tuple[
-        int, int
-    ]  # of its instructions, (major, minor); (0, 0) if the driver has none
+    # of its instructions, (major, minor); (0, 0) if the driver has none
+    compute_capability: Tuple[int, int]
 
     @property
     def device(self) -> str:
@@ -98,13 +97,15 @@ def parse_gpus(text: str, visible: Optional[str] = None) -> Tuple[Gpu, ...]:
         if len(more) != len(QUERY) - 1 or not number.isdigit():
             continue
         name, total, free, capability, uuid, mig = more
-        memory, left = (
-            int(mib) * 2**20 if mib.isdigit() and mig != "Enabled" else None
-            for mib in (total, free)
-        )
+        is_split = mig == "Enabled"
         version = re.fullmatch(r"(\d+)\.(\d+)", capability)
-        since = (int(version[1]), int(version[2])) if version else (0, 0)
-        cards[number, uuid] = Gpu(len(cards), name, memory, left, since)
+        cards[number, uuid] = Gpu(
+            index=len(cards),
+            name=name,
+            memory_bytes=None if is_split else _bytes_of(total),
+            free_bytes=None if is_split else _bytes_of(free),
+            compute_capability=(int(version[1]), int(version[2])) if version else (0, 0),
+        )
     if visible is None:
         return tuple(cards.values())
     taken: List[Gpu] = []
@@ -147,10 +148,9 @@ def why_no_card(requested: Optional[str], mode: str, gpus: Sequence[Gpu]) -> Lis
     if requested is not None or mode != "patch" or not gpus or cuda_is_installed():
         return []
     device = gpus[0].device
-    why = f"this TensorFlow has no CUDA; {how_to_install('gpu')}, or give"
-    return [
-        f"{device} ({gpus[0].name}) is not used: {why} --device {device} if CUDA is installed in another way"
-    ]
+    why = "this TensorFlow has no CUDA"
+    give = f"give --device {device} if CUDA is installed in another way"
+    return [f"{device} ({gpus[0].name}) is not used: {why}; {how_to_install('gpu')}, or {give}"]
 
 
 def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
@@ -173,9 +173,8 @@ def largest_patch(card: Gpu, job: Job) -> Shape3:
     """The largest patch of the job's grid that a card trains in its free memory. Raises
     DoesNotFitError if there is none, and InputError if the free memory is not known."""
     if card.free_bytes is None:
-        raise InputError(
-            f"the free memory of {card.device} must be known, got none from its driver; give --patch"
-        )
+        rule = f"the free memory of {card.device} must be known"
+        raise InputError(f"{rule}, got none from its driver; give --patch")
     try:
         return planner.patch_for(job, card.free_bytes, f"{card.device}, of which that is free,")
     except ValueError as error:
@@ -209,9 +208,11 @@ def use_device(tf: Any, device: str) -> None:
     cards = tf.config.list_physical_devices("GPU")
     wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
     if device != CPU and not wanted:
-        built = f"built {'with' if tf.test.is_built_with_cuda() else 'without'} CUDA, and {len(cards)} seen"
-        rule = f"device must be a GPU that TensorFlow sees, got {device} with TensorFlow {tf.__version__}, {built}"
-        raise InputError(f"{rule}; {how_to_install('gpu')}, name another, or use --device {CPU}")
+        rule = "device must be a GPU that TensorFlow sees"
+        cuda = "with CUDA" if tf.test.is_built_with_cuda() else "without CUDA"
+        got = f"{device} with TensorFlow {tf.__version__}, built {cuda}, and {len(cards)} seen"
+        todo = f"{how_to_install('gpu')}, name another, or use --device {CPU}"
+        raise InputError(f"{rule}, got {got}; {todo}")
     try:
         if cards:
             tf.config.set_visible_devices(wanted, "GPU")
@@ -243,7 +244,12 @@ def fits_memory(work: str, advice: str) -> Iterator[None]:
         if tf is None or not isinstance(error, tf.errors.ResourceExhaustedError):
             raise
         # After its first line come the names of operations and their inputs.
-        message = (str(error.message).strip().splitlines() or ["nothing more"])[0][:160]
+        message, *_ = str(error.message).strip().splitlines() or ["nothing more"]
         raise DoesNotFitError(
-            f"memory must hold {work}, got out of memory ({message}); {advice}"
+            f"memory must hold {work}, got out of memory ({message[:160]}); {advice}"
         ) from None
+
+
+def _bytes_of(mib: str) -> Optional[int]:
+    """The bytes of a figure in MiB; None for a text such as "[N/A]"."""
+    return int(mib) * 2**20 if mib.isdigit() else None

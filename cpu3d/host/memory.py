@@ -95,10 +95,15 @@ MODES = ("default", "preferred", "bound", "interleaved", "local", "preferred", "
 """By the kernel's number (linux/mempolicy.h): MPOL_DEFAULT, PREFERRED, BIND, INTERLEAVE, LOCAL,
 PREFERRED_MANY and WEIGHTED_INTERLEAVE."""
 
-_CALLS = {
-    "x86_64": (238, 239),
-    "aarch64": (237, 236),
-}  # numbers of set_mempolicy and get_mempolicy by machine
+
+class _Calls(NamedTuple):
+    """The numbers of system calls on a machine."""
+
+    set_mempolicy: int
+    get_mempolicy: int
+
+
+_CALLS = {"x86_64": _Calls(238, 239), "aarch64": _Calls(237, 236)}
 _MOST_NODES = 1024  # as many as the kernel can be built for
 _MODE_FLAGS = 0b111 << 13  # bits beside the mode: MPOL_F_STATIC_NODES and its like
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -116,12 +121,15 @@ class MemoryPolicy(NamedTuple):
 def memory_policy() -> Optional[MemoryPolicy]:
     """The policy in force; None if the kernel does not show it, as in some containers and outside
     Linux."""
-    number, mask = ctypes.c_int(), _Mask()
-    if _call(1, ctypes.byref(number), mask, ctypes.c_ulong(_MOST_NODES), None, ctypes.c_ulong(0)):
+    number = ctypes.c_int()
+    mask = _Mask()
+    size = ctypes.c_ulong(_MOST_NODES)
+    if _call("get_mempolicy", ctypes.byref(number), mask, size, None, ctypes.c_ulong(0)):
         return None
     mode = number.value & ~_MODE_FLAGS
+    name = MODES[mode] if mode < len(MODES) else f"number {mode}"
     nodes = tuple(node for node in range(_MOST_NODES) if mask[node // _WORD] >> node % _WORD & 1)
-    return MemoryPolicy(MODES[mode] if mode < len(MODES) else f"number {mode}", nodes)
+    return MemoryPolicy(name, nodes)
 
 
 def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
@@ -133,17 +141,16 @@ def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
     mask = _Mask()
     for node in nodes:
         mask[node // _WORD] |= 1 << node % _WORD
-    # The kernel looks at one bit less than this number.
-    error = _call(
-        0, ctypes.c_int(MODES.index(mode)), mask if nodes else None, ctypes.c_ulong(_MOST_NODES + 1)
-    )
+    size = ctypes.c_ulong(_MOST_NODES + 1)  # the kernel looks at one bit less
+    number = ctypes.c_int(MODES.index(mode))
+    error = _call("set_mempolicy", number, mask if nodes else None, size)
     return os.strerror(error) if error else ""
 
 
-def _call(index: int, *arguments) -> int:
-    """The error number of one of _CALLS, 0 for none."""
+def _call(name: str, *arguments) -> int:
+    """The error number of one of _Calls, 0 for none."""
     if sys.platform != "linux" or platform.machine() not in _CALLS:
         return errno.ENOSYS
     libc = ctypes.CDLL(None, use_errno=True)
-    number = ctypes.c_long(_CALLS[platform.machine()][index])
+    number = ctypes.c_long(getattr(_CALLS[platform.machine()], name))
     return ctypes.get_errno() if libc.syscall(number, *arguments) else 0

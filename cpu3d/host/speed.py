@@ -34,26 +34,27 @@ from memory_estimator.step.timing import step_seconds
 from memory_estimator.step.training_step import training_step
 from models.native.library import VARIABLE, own_operations
 
-LEAST_VOXELS, FEWEST_STEPS = 64**3, 3
-"""The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for
-the most part."""
+# The fewest of a training that counts: steps of smaller grids are TensorFlow's own overhead for
+# the most part.
+LEAST_VOXELS = 64**3
+FEWEST_STEPS = 3
 
 MOST_STEPS = 1000  # of which the median is taken, the latest ones: a run may have millions
 
 LOCK_WAIT_S = 2.0  # for others that write at the same time
 
-QUIET_SHARE = (
-    0.05  # of the CPUs' time that other programs may take before seconds count as disturbed
-)
+# Of the CPUs' time, that other programs may take before seconds count as disturbed.
+QUIET_SHARE = 0.05
 
 
 def scale_of(timed: Sequence[Tuple[Job, float]], host: Host, *, quiet: bool) -> Scale:
     """The scale of jobs in one dtype and the seconds of their steps: the median of them, within
     FURTHEST."""
-    base, job = constants_of(host), timed[0][0]
+    base = constants_of(host)
     scale = statistics.median(
-        step_s / step_seconds(training_step(each), base, each) for each, step_s in timed
+        step_s / step_seconds(training_step(job), base, job) for job, step_s in timed
     )
+    job, _ = timed[0]  # all have its dtype
     return Scale(
         scale=min(max(scale, 1 / FURTHEST), FURTHEST),
         quiet=quiet,
@@ -67,11 +68,11 @@ def keep_training(job: Job, step_s: float, host: Host, *, quiet: bool) -> None:
     """Keep the scale of a training. A quiet one replaces every other, a disturbed one only another
     disturbed one that was slower. Raises ValueError as `host_file`, and OSError if it cannot be
     written."""
-    path, scale = host_file(host), scale_of([(job, step_s)], host, quiet=quiet)
+    path = host_file(host)
+    scale = scale_of([(job, step_s)], host, quiet=quiet)
     with _writing(path):
-        is_valid = find_constants(
-            host
-        ).scales  # else missing, damaged, or of other constants than are shipped now
+        # Else missing, damaged, or of other constants than are shipped now.
+        is_valid = bool(find_constants(host).scales)
         kept = read_json(path) if is_valid else like_shipped(host)
         old = kept["scales"].get(job.unet.dtype)
         if not old or quiet or (not old["quiet"] and scale.scale < old["scale"]):
@@ -85,7 +86,8 @@ def keep_calibration(
     """Write a host's file of jobs, the seconds of their steps and the peaks of their processes: a
     scale for each dtype, and for each engine the shipped baseline and the bytes that processes held
     above the predicted ones."""
-    base, kept = constants_of(host), like_shipped(host)
+    base = constants_of(host)
+    kept = like_shipped(host)
     for dtype in dict.fromkeys(job.unet.dtype for job, _, _ in measured):
         timed = [(job, step_s) for job, step_s, _ in measured if job.unet.dtype == dtype]
         kept["scales"][dtype] = dataclasses.asdict(scale_of(timed, host, quiet=quiet))
@@ -124,7 +126,9 @@ class Observer:
     def __init__(self, job: Job, host: Host, *, warm_up: int = 0):
         """`job` is computed by this process. Its first `warm_up` steps do not count: they
         compile."""
-        self._job, self._host, self._warm_up = job, host, warm_up
+        self._job = job
+        self._host = host
+        self._warm_up = warm_up
         self._steps_s: Deque[float] = collections.deque(maxlen=MOST_STEPS)
         self._process = psutil.Process()
         self._others_share()
@@ -143,11 +147,8 @@ class Observer:
         """Keep the steps' median, once they are enough. A failure is a warning on stderr: the
         training continues."""
         steps_s = self._steps_s
-        if (
-            self._is_kept
-            or len(steps_s) < FEWEST_STEPS
-            or math.prod(self._job.shape) < LEAST_VOXELS
-        ):
+        is_small = math.prod(self._job.shape) < LEAST_VOXELS
+        if self._is_kept or is_small or len(steps_s) < FEWEST_STEPS:
             return
         self._is_kept = True
         try:
@@ -160,10 +161,8 @@ class Observer:
         """The share of its CPUs' time that other programs than this process took since this was
         called before."""
         percents = psutil.cpu_percent(percpu=True)
-        cpus = (
-            self._process.cpu_affinity()
-            if hasattr(self._process, "cpu_affinity")
-            else range(len(percents))
-        )
-        used = [percents[cpu] for cpu in cpus if cpu < len(percents)] or percents
+        used = percents
+        if hasattr(self._process, "cpu_affinity"):
+            own = self._process.cpu_affinity()
+            used = [percents[cpu] for cpu in own if cpu < len(percents)] or percents
         return (sum(used) - self._process.cpu_percent()) / (100 * len(used))

@@ -3,7 +3,7 @@ functions of it.
 
 topology = read_topology()                                   # this host, as this process may use it
 plans = thread_plans(topology, default_workers(topology))    # one worker a socket
-plan = thread_plan(host)                                     # for one process that has the host to itself
+plan = thread_plan(host)                                     # one process has the host to itself
 
 `host.apply` carries a plan out; `describe` shows the part of it that is in force. Most of the
 project needs a host's sum alone, the estimator's `Host`; to place workers on a host takes its
@@ -75,13 +75,13 @@ class Topology:
 def read_topology(root: Union[str, Path] = "/") -> Topology:
     """The host whose /proc and /sys are under `root`; outside Linux all cores are on one socket and
     one node."""
-    host, root = read_host(root), Path(root)
+    root = Path(root)
+    host = read_host(root)
     if not (root / "proc/meminfo").is_file():
         cpus = tuple(Cpu(number, number % host.cores, 0, 0) for number in range(host.logical_cpus))
         return Topology(host, cpus, (Node(0, host.memory_bytes, host.available_bytes),))
-    return Topology(
-        host, tuple(cpu_places(root)), tuple(node_memory(root)), meminfo(root).get("SwapTotal", 0)
-    )
+    swap_bytes = meminfo(root).get("SwapTotal", 0)
+    return Topology(host, tuple(cpu_places(root)), tuple(node_memory(root)), swap_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,9 @@ class ThreadPlan:
     @property
     def memory_policy(self) -> str:
         """ "" for the kernel's own, "preferred" or "interleaved"."""
-        return ("", "preferred", "interleaved")[min(len(self.memory_nodes), 2)]
+        if not self.memory_nodes:
+            return ""
+        return "preferred" if len(self.memory_nodes) == 1 else "interleaved"
 
 
 def thread_plan(host: Host) -> ThreadPlan:
@@ -139,7 +141,8 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
 
     Raises InputError, with the nearest numbers that are possible, if cores cannot be divided so.
     """
-    host, possible = topology.host, possible_workers(topology)
+    host = topology.host
+    possible = possible_workers(topology)
     if workers not in possible:
         nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:4])
         rule = "workers must divide the number of sockets, or be a multiple of it with a core each"
@@ -147,21 +150,19 @@ def thread_plans(topology: Topology, workers: int) -> Tuple[ThreadPlan, ...]:
         raise InputError(f"{rule}, got {workers} on {have}; use {' or '.join(map(str, nearest))}")
     if host.cpu_quota is not None:
         return (_plan(host.usable_cores // workers, binds=False),) * workers
-    with_memory = (
-        {node.number for node in topology.nodes if node.memory_bytes}
-        if len(topology.nodes) > 1
-        else set()
-    )
+    with_memory = {node.number for node in topology.nodes if node.memory_bytes}
     plans = []
     for share in _shares(topology.cores, workers):
         cpus = [cpu for core in share for cpu in core]
-        plan = _plan(len(share), binds=host.numa_nodes > 1)
-        nodes = tuple(sorted({cpu.node for cpu in cpus} & with_memory))
-        plans.append(
-            dataclasses.replace(
-                plan, cpus=tuple(sorted(cpu.number for cpu in cpus)), memory_nodes=nodes
-            )
+        nodes: Sequence[int] = ()
+        if len(topology.nodes) > 1:
+            nodes = sorted({cpu.node for cpu in cpus} & with_memory)
+        plan = dataclasses.replace(
+            _plan(len(share), binds=host.numa_nodes > 1),
+            cpus=tuple(sorted(cpu.number for cpu in cpus)),
+            memory_nodes=tuple(nodes),
         )
+        plans.append(plan)
     return tuple(plans)
 
 
@@ -169,17 +170,17 @@ def default_workers(topology: Topology) -> int:
     """A worker for each socket; one in all under a quota, or if sockets are lopsided, as a CPU mask
     may leave them."""
     sizes = [len(socket) for socket in _sockets(topology.cores)]
-    return (
-        1
-        if topology.host.cpu_quota is not None or max(sizes) > LOPSIDED * min(sizes)
-        else len(sizes)
-    )
+    if topology.host.cpu_quota is not None or max(sizes) > LOPSIDED * min(sizes):
+        return 1
+    return len(sizes)
 
 
 def possible_workers(topology: Topology) -> List[int]:
     """The numbers of workers that `thread_plans` has plans for."""
-    under_quota, cores = topology.host.cpu_quota is not None, topology.cores
-    return [n for n in range(1, topology.host.usable_cores + 1) if under_quota or _shares(cores, n)]
+    numbers = range(1, topology.host.usable_cores + 1)
+    if topology.host.cpu_quota is not None:
+        return list(numbers)
+    return [number for number in numbers if _shares(topology.cores, number)]
 
 
 def host_share(host: Host, workers: int) -> Host:
@@ -189,14 +190,21 @@ def host_share(host: Host, workers: int) -> Host:
     workers share the cores unevenly it is the smallest part."""
     if workers == 1:
         return host
-    used, limit = host.cgroup_used_bytes, host.cgroup_limit_bytes
-    names = ("sockets", "cores", "logical_cpus", "numa_nodes")
+    limit = host.cgroup_limit_bytes
+    if limit:
+        limit = host.cgroup_used_bytes + (limit - host.cgroup_used_bytes) // workers
+    quota = host.cpu_quota
+    if quota:
+        quota /= workers
     return dataclasses.replace(
         host,
-        **{name: max(1, getattr(host, name) // workers) for name in names},
+        sockets=max(1, host.sockets // workers),
+        cores=max(1, host.cores // workers),
+        logical_cpus=max(1, host.logical_cpus // workers),
+        numa_nodes=max(1, host.numa_nodes // workers),
         available_bytes=host.available_bytes // workers,
-        cgroup_limit_bytes=limit and used + (limit - used) // workers,
-        cpu_quota=host.cpu_quota and host.cpu_quota / workers,
+        cgroup_limit_bytes=limit,
+        cpu_quota=quota,
     )
 
 
@@ -205,17 +213,18 @@ def host_share(host: Host, workers: int) -> Host:
 
 def host_lines(host: Host) -> List[str]:
     """Two lines on a host."""
-    quota = "" if host.cpu_quota is None else f", quota {host.cpu_quota:g} CPUs"
-    limit = (
-        ""
-        if host.cgroup_limit_bytes is None
-        else f", limit {format_bytes(host.cgroup_limit_bytes)}"
-    )
+    cores = f"{count(host.cores, 'core')} on {count(host.sockets, 'socket')}"
+    cpus = count(host.logical_cpus, "CPU")
+    if host.cpu_quota is not None:
+        cpus += f", quota {host.cpu_quota:g} CPUs"
+    dtype = "fast bfloat16" if host.fast_bfloat16 else "no fast bfloat16"
+    memory = format_bytes(host.memory_bytes)
+    if host.cgroup_limit_bytes is not None:
+        memory += f", limit {format_bytes(host.cgroup_limit_bytes)}"
+    nodes = count(host.numa_nodes, "NUMA node")
     return [
-        f"host: {host.cpu_model}, {count(host.cores, 'core')} on {count(host.sockets, 'socket')} and "
-        f"{count(host.numa_nodes, 'NUMA node')}, {count(host.logical_cpus, 'CPU')}{quota}, "
-        f"{'fast' if host.fast_bfloat16 else 'no fast'} bfloat16",
-        f"memory: {format_bytes(host.memory_bytes)}{limit}, {format_bytes(host.free_bytes)} free",
+        f"host: {host.cpu_model}, {cores} and {nodes}, {cpus}, {dtype}",
+        f"memory: {memory}, {format_bytes(host.free_bytes)} free",
     ]
 
 
@@ -229,18 +238,21 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
     threads = ", ".join(f"{name}={value}" for name, value in tuning.items())
     lines = [*host_lines(host), f"engine: {engine}", f"threads: {threads}"]
-    policy, cpus = (
-        memory_policy(),
-        os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else (),
-    )
-    places = [f"CPUs {cpu_ranges(cpus)}"] if 0 < len(cpus) < host.logical_cpus else []
+    places = []
+    if hasattr(os, "sched_getaffinity"):
+        cpus = os.sched_getaffinity(0)
+        if len(cpus) < host.logical_cpus:
+            places.append(f"CPUs {cpu_ranges(cpus)}")
+    policy = memory_policy()
     if policy and policy.mode != "default":
         places.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
-    lines += [f"places: {', '.join(places)}"] * bool(places)
+    if places:
+        lines.append(f"places: {', '.join(places)}")
     for name in THREADS:
         if tuning.get(name) != plan.tuning.get(name):
-            rule = f"must be {plan.tuning[name]} to use this host as planned, got {tuning[name]} from your environment"
-            lines.append(f"warning: {name} {rule}; `unset {name}`, unless you chose it")
+            rule = f"{name} must be {plan.tuning[name]} to use this host as planned"
+            got = f"{tuning[name]} from your environment"
+            lines.append(f"warning: {rule}, got {got}; `unset {name}`, unless you chose it")
     return lines
 
 
@@ -279,10 +291,15 @@ def _plan(threads: int, *, binds: bool) -> ThreadPlan:
     thread that touched it. Intel's OpenMP keeps its threads within the CPUs that the process is
     held to. Python's threads stay free: the one that enters an operation, and is bound as the
     first, is of TensorFlow's pool."""
-    numbers = dict(zip(THREADS, (str(threads), "1", str(threads))))
-    return ThreadPlan(
-        threads, {**numbers, **SWITCHES, **({"KMP_AFFINITY": KMP_AFFINITY} if binds else {})}
-    )
+    environment = {
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+        "TF_NUM_INTEROP_THREADS": "1",
+        "OMP_NUM_THREADS": str(threads),
+        **SWITCHES,
+    }
+    if binds:
+        environment["KMP_AFFINITY"] = KMP_AFFINITY
+    return ThreadPlan(threads, environment)
 
 
 def _shares(cores: Cores, workers: int) -> List[Cores]:

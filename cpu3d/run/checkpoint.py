@@ -10,6 +10,7 @@ pickle. It is written atomically, and read, one array at a time, so that neither
 than the largest array. Instead of a damaged one the one before is taken."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import math
@@ -18,7 +19,7 @@ import re
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, TypedDict
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from cpu3d.data.region import Array
 from cpu3d.errors import InputError
 from cpu3d.run.log import FINISHED, flush_log, last_end
 from cpu3d.util.atomic import atomic_write
-from memory_estimator.common.files import open_regular
+from memory_estimator.common.files import open_regular, typed
 
 SCHEMA = 1
 BEST = "best.npz"
@@ -147,23 +148,40 @@ def load_checkpoint(path: Path) -> Tuple[SavedArrays, Dict[str, Any]]:
 # --- A run's checkpoints ---
 
 
-class RunState(TypedDict):
-    """The attributes of a run that a checkpoint keeps."""
+@dataclass
+class Progress:
+    """How far a run has got: what changes while it trains, and a checkpoint keeps."""
 
-    step: int
-    best: Optional[float]
-    best_is_coarse: bool
-    stale_validations: int
-    trained_s: float
-    validated_s: float
+    step: int  # steps that are done
+    best: Optional[float]  # the highest mean Dice of a validation so far
+    best_is_coarse: bool  # then the first one at full resolution replaces it at any Dice
+    stale_validations: int  # since the best one
     owes_validation: bool
+    """Whether the run was stopped before it could validate the step it has reached."""
+    trained_s: float
+    """Wall time of all attempts, up to the last checkpoint."""
+    validated_s: float = 0.0
+    """Of it, in validations, those that were broken off included. Earlier versions did not count
+    it."""
 
 
-class SavedState(RunState):
-    """What is read of them."""
+def at_the_start() -> Progress:
+    """The progress of a run that has not begun."""
+    return Progress(
+        step=0,
+        best=None,
+        best_is_coarse=False,
+        stale_validations=0,
+        owes_validation=False,
+        trained_s=0.0,
+    )
 
-    coarse_steps: int
-    """The coarse steps of the run when it was saved."""
+
+def progress_of(state: Mapping[str, Any]) -> Progress:
+    """The progress in a checkpoint's state, which has more. Raises ValueError if a part is missing
+    or of another type."""
+    names = {field.name for field in dataclasses.fields(Progress)}
+    return typed({name: state[name] for name in state if name in names}, Progress, "state")
 
 
 @dataclass(frozen=True)

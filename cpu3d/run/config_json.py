@@ -14,9 +14,10 @@ from typing import Any, Dict, List, Mapping
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import RunConfig
+from cpu3d.settings import RunConfig, Settings
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
+from models.losses import DEFAULT_LOSS
 from models.optimizers import OPTIMIZERS
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
@@ -76,7 +77,11 @@ def _one_line(error: Exception) -> str:
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a
     setting is missing, as a default is not what the run has, or if one is not valid."""
-    content = {"weight_decay": 0.0, **content}  # runs of earlier versions had none
+    content = {
+        "weight_decay": 0.0,
+        "loss": DEFAULT_LOSS,
+        **content,
+    }  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):
         content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")
@@ -107,7 +112,7 @@ def _with_later(augment: Dict[str, Any]) -> Dict[str, Any]:
     return completed
 
 
-def differences(old: RunConfig, new: RunConfig) -> List[str]:
+def differences(old: RunConfig, new: Settings) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of
     another mode nothing else, as other settings follow from it. A micro-batch that batch norm has
     to keep is compared as it is computed."""
@@ -140,7 +145,7 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     return lines
 
 
-def settings_by_name(config: RunConfig) -> Dict[str, Any]:
+def settings_by_name(config: Settings) -> Dict[str, Any]:
     """Settings by name, those of the network and the augmentation as in "unet.filters"."""
     settings = {}
     for outer in NESTED:
@@ -169,7 +174,7 @@ def continued(config: RunConfig, *, step: int, steps: int, saved_coarse_steps: i
     return dataclasses.replace(config, coarse_steps=max(config.coarse_steps, step))
 
 
-def rate_growth(config: RunConfig, workers: int) -> float:
+def rate_growth(config: Settings, workers: int) -> float:
     """By how much the learning rates grow with the workers under --batch-per-worker."""
     if OPTIMIZERS[config.optimizer].rate_scaling == "linear":
         return float(workers)

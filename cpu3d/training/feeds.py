@@ -14,9 +14,8 @@ from cpu3d.data.store import Store, case_region
 from cpu3d.plan import volume_shape
 from cpu3d.settings import RunConfig, left_open
 
-PREPARING_FOR_A_CARD = (
-    4  # patches prepared at a time if a card computes and the CPU is free for them
-)
+# Patches prepared at a time if a card computes and the CPU is free for them.
+PREPARING_FOR_A_CARD = 4
 
 # The voxels X, Y, Z of a volume that are of its case, not added around it.
 Inside = Tuple[slice, slice, slice]
@@ -32,7 +31,8 @@ class Feeds:
         """`share` is this worker's part of batches and held-out cases; `reader` is shared with
         other feeds."""
         self.config = config
-        self._store, self._share = store, share
+        self._store = store
+        self._share = share
         self._train_cases = store.manifest.split["train"]
         self.held_out = len(store.manifest.split["val"])
         self.reader = reader or open_reading(
@@ -42,9 +42,8 @@ class Feeds:
             share=share,
         )
         self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
-        self.resizing: Optional[Resizing] = (
-            None  # between a volume and the network's grid, if they differ
-        )
+        # Between a volume and the network's grid, if they differ.
+        self.resizing: Optional[Resizing] = None
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
         self._common = {
@@ -61,38 +60,47 @@ class Feeds:
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the
         network sees them; `watch` is called before and after each wait for one."""
         config = self.config
-        span = {
+        options = {
             "start": start * config.batch,
             "stop": stop * config.batch,
             "seed": config.seed,
             "batch": config.micro,
+            "augment": config.augment,
+            "share": self._share,
+            **self._common,
         }
-        options = {"augment": config.augment, "share": self._share, **span, **self._common}
-        if not config.is_patch:
-            options["resolution"] = config.resolution
-            return Parts(
-                volume_dataset(self._store, split="train", grid=config.grid, **options), watch
+        if config.is_patch:
+            dataset = patch_dataset(
+                self._store,
+                config.grid,
+                sampling="foreground",
+                foreground=config.foreground,
+                threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
+                **options,
             )
-        dataset = patch_dataset(
-            self._store,
-            config.grid,
-            sampling="foreground",
-            foreground=config.foreground,
-            threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
-            **options,
-        )
+        else:
+            dataset = volume_dataset(
+                self._store,
+                split="train",
+                grid=config.grid,
+                resolution=config.resolution,
+                **options,
+            )
         return Parts(dataset, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
         """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not
         augmented."""
-        options = {
-            "stop": self.held_out,
-            "shuffle": False,
-            "share": self._share.singly(),
+        dataset = volume_dataset(
+            self._store,
+            split="val",
+            grid=self.volume_shape,
+            stop=self.held_out,
+            shuffle=False,
+            share=self._share.singly(),
             **self._common,
-        }
-        return Batches(volume_dataset(self._store, split="val", grid=self.volume_shape, **options))
+        )
+        return Batches(dataset)
 
     def held_out_share(self) -> Tuple[int, ...]:
         """The indices of `validation`'s cases among all `held_out` ones, in its order."""
@@ -103,23 +111,26 @@ class Feeds:
         `validation`."""
         record = self._store.cases("val")[held_out]
         region = case_region(record, self.volume_shape, self.config.extent)
-        padding = region.padding(record.shape)
-        return tuple(slice(before, n - after) for (before, after), n in zip(padding, region.size))
+        sides = zip(region.padding(record.shape), region.size)
+        return tuple(slice(before, size - after) for (before, after), size in sides)
 
     def case_ids(self, step: int) -> List[str]:
         """The cases of a step, a name for each volume or patch."""
-        positions = range(step * self.config.batch, (step + 1) * self.config.batch)
-        count, seed = len(self._train_cases), self.config.seed
-        return [
-            self._train_cases[sample_at(p, cases=count, seed=seed).case_index] for p in positions
-        ]
+        batch = self.config.batch
+        cases = self._train_cases
+        names = []
+        for position in range(step * batch, (step + 1) * batch):
+            sample = sample_at(position, cases=len(cases), seed=self.config.seed)
+            names.append(cases[sample.case_index])
+        return names
 
 
 class Parts:
     """An iterator over micro-batches that counts the seconds spent waiting for them."""
 
     def __init__(self, dataset: tf.data.Dataset, watch: Callable[[str], None]):
-        self._parts, self._watch = Batches(dataset), watch
+        self._parts = Batches(dataset)
+        self._watch = watch
         self._waited_s = 0.0
 
     def waited_s(self) -> float:

@@ -7,6 +7,8 @@ Each of several workers runs this loop, on its own share of every batch. Only th
 files."""
 
 import contextlib
+import dataclasses
+import functools
 import gc
 import json
 import math
@@ -35,11 +37,11 @@ from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
 from cpu3d.run.checkpoint import (
-    RunState,
-    SavedState,
+    at_the_start,
     checkpoints,
     lost_best,
     newest,
+    progress_of,
     set_aside,
     write_best,
     write_next,
@@ -52,24 +54,20 @@ from cpu3d.training.feeds import Feeds, Parts
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
-from cpu3d.training.watchdog import Guard, noted_signals
+from cpu3d.training.watchdog import Guard, Stop, Wish, noted_signals, stop_of
 from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.files import typed
 from memory_estimator.host import Host
 
-# a worker's note that its memory is running out; others are SIGINT's and SIGTERM's numbers, 0 is
-# none
-MEMORY = 1
-
 # How a run is computed: if one of these changes, its weights are not the same to the bit.
 WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
 
-TIMED_STEPS = (
-    3  # taken to measure the time of a step, and undone; the first one compiles and does not count
-)
+# Taken to measure the time of a step, and undone; the first one compiles and does not count.
+TIMED_STEPS = 3
 
-HIGHEST_LOSS = 10.0  # above this a run has diverged; a network that predicts nothing has 1 to 2
+# Above this a run has diverged; a network that predicts nothing has 1 to 2.
+HIGHEST_LOSS = 10.0
 
 
 class Fit:
@@ -84,44 +82,41 @@ class Fit:
         make_learner: Optional[Callable[[RunConfig], Learner]] = None,
     ):
         """`make_learner` makes, by default, the network of a configuration without a curriculum."""
-        self.store, self.folder, self.config = plan.store, Path(folder), plan.config
-        self.steps_per_epoch, self.steps = plan.steps_per_epoch, plan.steps
+        self.store = plan.store
+        self.folder = Path(folder)
+        self.config = plan.config
+        self.steps_per_epoch = plan.steps_per_epoch
+        self.steps = plan.steps
         self._rate_growth = plan.rate_growth
         self._least_steps = plan.least_steps
-        self._exchange, self._guard = exchange, guard or Guard(self.folder, say=say)
-        self._make_learner = make_learner or (lambda config: Learner(config, exchange))
+        self._exchange = exchange
+        self._guard = Guard(self.folder, say=say) if guard is None else guard
+        if make_learner is None:
+            make_learner = functools.partial(Learner, exchange=exchange)
+        self._make_learner = make_learner
         self._observer: Optional[Observer] = None
-        self.step = self.stale_validations = 0
-        self.best: Optional[float] = None  # the highest mean Dice of a validation so far
-        self.best_is_coarse = False  # then the first one at full resolution replaces it at any Dice
-        self.owes_validation = (
-            False  # whether the run was stopped before it could validate the step it has reached
-        )
-        self.trained_s = (
-            0.0  # wall time of earlier attempts and of this one, up to the last checkpoint
-        )
-        self.validated_s = 0.0  # of it, in validations, those that were broken off included
+
+        self.progress = at_the_start()
         self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
-        self._full_learner: Optional[Learner] = (
-            None  # made early if the time of its steps was measured
-        )
+        # Made early if the time of its steps was measured.
+        self._full_learner: Optional[Learner] = None
         self._has_validated = False  # with this learner: it takes memory of its own the first time
         self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
-            forget_after(self.folder, self.step, owes_validation=self.owes_validation)
+            forget_after(self.folder, self.step, owes_validation=self.progress.owes_validation)
 
     @property
-    def has_open_length(self) -> bool:
-        """Whether a budget of minutes is still to become steps: `fit_budget` does that."""
-        return bool(self.config.budget_minutes) and not self.config.steps
+    def step(self) -> int:
+        """Steps that are done."""
+        return self.progress.step
 
     def fit_budget(self) -> List[float]:
         """Cut the run to the steps that its minutes hold, earlier attempts and the timing included,
         validations not; the least number of the plan is kept. The weights stay as they were.
         Returns the seconds of a full step, after those of a coarse one if coarse ones are left."""
         begin = time.perf_counter()
-        spent_s = self.trained_s - self.validated_s
+        spent_s = self.progress.trained_s - self.progress.validated_s
         step_s = [self._timed(self.learner)]
         if self.learner.config.is_coarse:
             self._full_learner = self._make_learner(self.config.at(self.steps))
@@ -181,20 +176,25 @@ class Fit:
 
         Raises Interrupted after a signal and MemoryRunsOutError if the guard asks for a stop, each
         once the run is saved; DivergedError, and WorkerLostError."""
-        self._observer, was_over = observer, self.is_over
+        self._observer = observer
+        was_over = self.is_over
         self._saved_at = time.monotonic()
-        self._began_at = self._saved_at - self.trained_s  # as if there had been one attempt alone
+        # As if there had been one attempt alone.
+        self._began_at = self._saved_at - self.progress.trained_s
         with noted_signals() as noted, contextlib.ExitStack() as stack:
             if self._exchange.is_chief:
-                size = {"steps_per_epoch": self.steps_per_epoch, "batch": self.config.batch}
-                show = shown(self.folder, steps=self.steps, done=self.step, **size)
+                show = shown(
+                    self.folder,
+                    steps=self.steps,
+                    done=self.step,
+                    steps_per_epoch=self.steps_per_epoch,
+                    batch=self.config.batch,
+                )
                 track = tracked(self.folder, self.config, mlflow)
                 self._listeners = [stack.enter_context(show), stack.enter_context(track)]
-            stop = (
-                0
-                if was_over
-                else self._loop(lambda: max(noted, default=MEMORY if self._guard.why else 0))
-            )
+            stop = Stop.NONE
+            if not was_over:
+                stop = self._loop(lambda: stop_of(noted, self._guard))
             if not was_over or last_event(self.folder).get("event") != "end":
                 self._log_end(stop)
         if self._exchange.count > 1:
@@ -203,22 +203,23 @@ class Fit:
             self._guard.note_end(self.reason)
             return
         saved = f"saved after step {self.step}; the same command continues"
-        if stop == MEMORY:
-            why = (
-                self._guard.why
-                or "memory must last on all workers, got another worker's running out; see its log"
-            )
+        if stop == Stop.MEMORY:
+            why = self._guard.why
+            if not why:
+                got = "another worker's running out; see its log"
+                why = f"memory must last on all workers, got {got}"
             raise MemoryRunsOutError(f"{why}; stopped and {saved}")
         raise Interrupted(saved, stop)
 
     @property
     def is_over(self) -> bool:
         """Whether the last epoch is done or patience has run out: nothing is left to do."""
-        stale = (
-            self.step > self.config.coarse_steps
-            and 0 < self.config.patience <= self.stale_validations
-        )
-        return not self.owes_validation and (stale or self.step >= self.steps)
+        if self.progress.owes_validation:
+            return False
+        if self.step >= self.steps:
+            return True
+        has_no_patience = 0 < self.config.patience <= self.progress.stale_validations
+        return has_no_patience and self.step > self.config.coarse_steps
 
     @property
     def reason(self) -> str:
@@ -230,12 +231,14 @@ class Fit:
     def _enter(self) -> None:
         """Make the learner of the next step, with its first weights, and its data; if a validation
         comes before that, those of the step that is done."""
-        config, made = self.config.at(self.step), None
-        if self.owes_validation:
+        config = self.config.at(self.step)
+        if self.progress.owes_validation:
             config = self.config.after(self.step)
-        if not config.is_coarse:
-            made, self._full_learner = self._full_learner, None
-        self.learner = made or self._make_learner(config)
+        if self._full_learner and not config.is_coarse:
+            self.learner = self._full_learner
+            self._full_learner = None
+        else:
+            self.learner = self._make_learner(config)
         self._has_validated = False
         self.feeds = self._feeds_of(config)
 
@@ -257,27 +260,32 @@ class Fit:
 
     def _parts(self) -> Parts:
         """The data of the next steps, until the grid changes or the run ends."""
-        stop = self.config.coarse_steps if self.step < self.config.coarse_steps else self.steps
-        return self.feeds.training(self.step, stop, self._guard.phase)
+        end = self.config.coarse_steps
+        if self.step >= end:
+            end = self.steps
+        return self.feeds.training(self.step, end, self._guard.phase)
 
     def _timed(self, learner: Learner) -> float:
         """Median seconds of a step of a learner, whose variables stay as they were."""
-        parts = self._feeds_of(learner.config).training(
-            self.step, self.step + TIMED_STEPS, self._guard.phase
-        )
+        feeds = self._feeds_of(learner.config)
+        parts = feeds.training(self.step, self.step + TIMED_STEPS, self._guard.phase)
         before = learner.arrays()
-        step_s = [self._compute(learner, parts, 0.0)[1] for _ in range(TIMED_STEPS)]
+        step_s = []
+        for _ in range(TIMED_STEPS):
+            _, seconds = self._compute(learner, parts, rate=0.0)
+            step_s.append(seconds)
         learner.restore(before)
         return statistics.median(step_s[1:])
 
     # --- Steps ---
 
-    def _loop(self, wish: Callable[[], int]) -> int:
+    def _loop(self, wish: Wish) -> Stop:
         """Steps, validations and saves until the run is over or a worker wants to stop; returns why
-        it does, 0 for nothing: the same on all workers."""
-        stop, parts = 0, None
+        it does: the same on all workers."""
+        stop = Stop.NONE
+        parts: Optional[Parts] = None
         while not (stop or self.is_over):
-            if not self.owes_validation:
+            if not self.progress.owes_validation:
                 # Only now, as a validation after the last coarse step is of coarse weights, on
                 # their grid.
                 if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
@@ -289,8 +297,8 @@ class Fit:
                     parts = self._parts()
                 stop = self._train_step(parts, wish)
                 is_due = self.step == self.steps or self._is_validation_step(self.step)
-                self.owes_validation = bool(self.feeds.held_out) and is_due
-            if self.owes_validation and not stop:  # a stop does not wait for a validation
+                self.progress.owes_validation = bool(self.feeds.held_out) and is_due
+            if self.progress.owes_validation and not stop:  # a stop does not wait for a validation
                 self._check_finite()
                 if not self._has_validated and self.step > self._saved_step:
                     self._save()  # as before building
@@ -314,11 +322,11 @@ class Fit:
     def _phase(self, name: str) -> None:
         self._guard.phase(name, step=self.step)
 
-    def _train_step(self, parts: Parts, wish: Callable[[], int]) -> int:
+    def _train_step(self, parts: Parts, wish: Wish) -> Stop:
         """Take a step; returns as `_loop`."""
         config = self.config
         if self.step == config.coarse_steps:  # coarse validations do not count for patience
-            self.stale_validations = 0
+            self.progress.stale_validations = 0
         rate = config.rate_at(self.step, self.steps)
         with self._saved_if_a_worker_is_lost():  # at most this step is lost
             outcome, step_s = self._compute(self.learner, parts, rate, wish)
@@ -327,10 +335,10 @@ class Fit:
             self._observer.note(step_s - waited_s - outcome.exchange_s)
         self._guard.stepped(step_s)
         names = self.feeds.case_ids(self.step)
-        if not outcome.loss <= HIGHEST_LOSS:
+        if not outcome.loss <= HIGHEST_LOSS:  # NaN is not either
             raise self._diverged(self._too_high(outcome, names), "look at these cases, or ")
         epoch = self.step // self.steps_per_epoch
-        self.step += 1
+        self.progress.step += 1
         self._log(
             "step",
             epoch=epoch,
@@ -344,10 +352,10 @@ class Fit:
             exchange_s=outcome.exchange_s,
             rss_bytes=psutil.Process().memory_info().rss,
         )
-        return int(max(outcome.notes))
+        return Stop(int(max(outcome.notes)))
 
     def _compute(
-        self, learner: Learner, parts: Parts, rate: float, wish: Callable[[], int] = lambda: 0
+        self, learner: Learner, parts: Parts, rate: float, wish: Wish = lambda: Stop.NONE
     ) -> Tuple[Outcome, float]:
         """The outcome of a learner's step on the next parts, and its seconds."""
         self._phase("computing")
@@ -361,24 +369,23 @@ class Fit:
         losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
         bad = [name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS]
         rule = f"loss must be finite and at most {HIGHEST_LOSS:g}"
-        cases = ", ".join(dict.fromkeys(bad or names))
+        if not bad:  # the mean of all is too high
+            bad = names
+        cases = ", ".join(dict.fromkeys(bad))
         return f"{rule}, got {outcome.loss:g} at step {self.step + 1} on {cases}"
 
     def _diverged(self, reason: str, first: str = "") -> DivergedError:
         """Log that the run has diverged, and return the error to raise; `first` is what may be done
         before the rates are changed. What has diverged is not saved."""
         saved = checkpoints(self.folder)
-        kept = (
-            f"{saved[0].name} is the last good checkpoint"
-            if saved
-            else "there is no checkpoint yet"
-        )
+        kept = "there is no checkpoint yet"
+        if saved:
+            kept = f"{saved[0].name} is the last good checkpoint"
         with contextlib.suppress(OSError):  # the error has the same message
             self._log("diverged", reason=reason)
         rates = half_rates(self.config, growth=self._rate_growth)
-        return DivergedError(
-            f"{reason}; {kept}; {first}add {rates}, half the rates, to the command"
-        )
+        todo = f"{first}add {rates}, half the rates, to the command"
+        return DivergedError(f"{reason}; {kept}; {todo}")
 
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after `step` steps, or would be if cases were held out for
@@ -388,26 +395,29 @@ class Fit:
             return step * count // self.steps > (step - 1) * count // self.steps
         return step % (self.steps_per_epoch * self.config.validate_every) == 0
 
-    def _validate(self, wish: Callable[[], int]) -> int:
+    def _validate(self, wish: Wish) -> Stop:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as
         `_loop`."""
         begin = time.perf_counter()
         with self._saved_if_a_worker_is_lost():
             scores, stop = validate(self.feeds, self.learner, self._exchange, self._phase, wish)
         seconds = time.perf_counter() - begin
-        self.validated_s += seconds
+        self.progress.validated_s += seconds
         if scores is None:
             return stop
+        progress = self.progress
         mean_dice = float(scores.dice.mean())
-        is_first = self.best is None or self.best_is_coarse > self.learner.config.is_coarse
-        better = is_first or mean_dice > self.best
-        if not better:
-            self.stale_validations += 1
-        elif self.best is not None:  # weights that replace lost ones do not renew the patience
-            self.stale_validations = 0
-        self.owes_validation = False
-        if better:
-            self.best, self.best_is_coarse = mean_dice, self.learner.config.is_coarse
+        is_coarse = self.learner.config.is_coarse
+        is_first_in_full = progress.best_is_coarse and not is_coarse
+        is_best = progress.best is None or is_first_in_full or mean_dice > progress.best
+        if not is_best:
+            progress.stale_validations += 1
+        elif progress.best is not None:  # weights that replace lost ones do not renew the patience
+            progress.stale_validations = 0
+        progress.owes_validation = False
+        if is_best:
+            progress.best = mean_dice
+            progress.best_is_coarse = is_coarse
             self._save_best()
         self._log(
             "validation",
@@ -416,7 +426,7 @@ class Fit:
             dice=dict(zip(self.config.regions, map(float, scores.dice))),
             mean_dice=mean_dice,
             seconds=seconds,
-            best=bool(better),
+            best=is_best,
             cases=self.feeds.held_out,
         )
         return stop
@@ -429,7 +439,7 @@ class Fit:
         self._phase("saving")
         begin = time.perf_counter()
         self._saved_at = time.monotonic()
-        self.trained_s = self._saved_at - self._began_at
+        self.progress.trained_s = self._saved_at - self._began_at
         self._check_finite()
         self._saved_step = self.step
         if not self._exchange.is_chief:
@@ -439,8 +449,8 @@ class Fit:
         if self.step and not self.feeds.held_out:
             self._save_best()
         with self._writing(f"step {self.step} could not be saved"):
-            arrays, state = self.learner.arrays(), self._state()
-            size = write_next(self.folder, self.step, arrays, state, keep=self.config.keep)
+            arrays = self.learner.arrays()
+            size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
         self._guard.saved(self.step)
         self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
@@ -487,15 +497,19 @@ class Fit:
         except OSError as error:
             saved = checkpoints(self.folder)
             kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
-            raise OSError(
-                f"{problem}: {error}; {kept}; free disk space, then the same command continues"
-            ) from error
+            todo = "free disk space, then the same command continues"
+            raise OSError(f"{problem}: {error}; {kept}; {todo}") from error
 
-    def _log_end(self, stop: int) -> None:
+    def _log_end(self, stop: Stop) -> None:
+        reason = "interrupted"
+        if self.is_over:
+            reason = self.reason
+        elif stop == Stop.MEMORY:
+            reason = "memory"
         self._log(
             "end",
-            reason=self.reason if self.is_over else "memory" if stop == MEMORY else "interrupted",
-            seconds=self.trained_s,
+            reason=reason,
+            seconds=self.progress.trained_s,
             peak_rss_bytes=peak_rss_bytes(),
             allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
         )
@@ -510,13 +524,12 @@ class Fit:
             listen(line)
 
     def _state(self) -> Dict[str, Any]:
-        own = {name: getattr(self, name) for name in RunState.__annotations__}
-        config = self.config
+        """What a checkpoint keeps beside the learner's arrays."""
         return {
-            **own,
-            "coarse_steps": config.coarse_steps,
-            "split_hash": config.split_hash,
-            "seed": config.seed,
+            **dataclasses.asdict(self.progress),
+            "coarse_steps": self.config.coarse_steps,
+            "split_hash": self.config.split_hash,
+            "seed": self.config.seed,
         }
 
     def _restore(self) -> List[str]:
@@ -525,27 +538,16 @@ class Fit:
         of the checkpoint are validated and take their place. Returns a line for each damaged
         checkpoint, and for those weights."""
         checkpoint = newest(self.folder) if self._exchange.is_chief else None
-        lost, has_cases = "", bool(self.store.cases("val"))
+        has_cases = bool(self.store.cases("val"))
+        lost = ""
         if checkpoint and (isinstance(checkpoint.state.get("best"), float) or not has_cases):
             lost = lost_best(self.folder, checkpoint)
         if lost and has_cases:
             checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
         text = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
-        try:
-            # Earlier versions did not count the seconds of validations.
-            state = (
-                typed({"validated_s": 0.0, **json.loads(text)}, SavedState, "state") if text else {}
-            )
-        except ValueError as error:
-            name = checkpoint.path if checkpoint else "of the chief"
-            raise InputError(
-                f"checkpoint {name} must hold a run's state, got {error}; delete it"
-            ) from None
-        if state:
-            for name in RunState.__annotations__:
-                setattr(self, name, state[name])
-            done = {"step": self.step, "saved_coarse_steps": state["coarse_steps"]}
-            self.config = continued(self.config, steps=self.steps, **done)
+        if text:
+            name = str(checkpoint.path) if checkpoint else "of the chief"
+            self._take_state(text, name)
         self._saved_step = self.step
         self._enter()
         if checkpoint:
@@ -563,3 +565,18 @@ class Fit:
         if lost and not has_cases:
             self._save_best()
         return warnings
+
+    def _take_state(self, text: str, name: str) -> None:
+        """Continue from the state of a checkpoint, in JSON; `name` is the checkpoint's in an
+        error."""
+        try:
+            state = json.loads(text)
+            self.progress = progress_of(state)
+            coarse_steps = typed(state.get("coarse_steps"), int, "state.coarse_steps")
+        except ValueError as error:
+            raise InputError(
+                f"checkpoint {name} must hold a run's state, got {error}; delete it"
+            ) from None
+        self.config = continued(
+            self.config, step=self.step, steps=self.steps, saved_coarse_steps=coarse_steps
+        )

@@ -18,7 +18,6 @@ from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.optimizers import optimizer_of
-from models.losses import DEFAULT
 from models.unet3d import build_unet3d, finest, weight_names
 
 
@@ -44,23 +43,21 @@ class Learner:
     restart needs."""
 
     def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
-        self.config, self._exchange = config, exchange
+        self.config = config
+        self._exchange = exchange
         self.model = build_unet3d(config.unet, config.grid, config.micro)
         self.optimizer = optimizer_of(config)
-        self.optimizer.build(self.model.trainable_variables)
-        self._average = (
-            [tf.Variable(v, trainable=False) for v in self.model.trainable_variables]
-            if config.ema
-            else []
-        )
+        weights = self.model.trainable_variables
+        self.optimizer.build(weights)
+        self._average = []
+        if config.ema:
+            self._average = [tf.Variable(v, trainable=False) for v in weights]
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
-        summed = (
-            self.model.trainable_variables if config.parts > 1 else []
-        )  # not in a checkpoint: zero at each step
-        self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in summed]
-        compiled = functools.partial(
-            tf.function, autograph=False
-        )  # nothing in them branches on a tensor
+        self._sums = []  # of gradients; not in a checkpoint, as they are zero at each step
+        if config.parts > 1:
+            self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in weights]
+        # Without autograph: nothing in them branches on a tensor.
+        compiled = functools.partial(tf.function, autograph=False)
         self._step = compiled(self._train)
         self._accumulate = compiled(self._add_part)
         self._pack = compiled(self._packed)
@@ -90,17 +87,13 @@ class Learner:
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
-        before = (
-            [moving.numpy() for moving in self.model.non_trainable_variables]
-            if self._exchange.count > 1
-            else []
-        )
+        before = []
+        if self._exchange.count > 1:
+            before = [moving.numpy() for moving in self.model.non_trainable_variables]
         share = config.parts // self._exchange.count
         first = self._exchange.rank * share
-        losses, dice = (
-            np.zeros(config.parts, np.float32),
-            np.zeros((config.batch, config.unet.outputs), np.float32),
-        )
+        losses = np.zeros(config.parts, np.float32)
+        dice = np.zeros((config.batch, config.unet.outputs), np.float32)
         for part in range(first, first + share):
             # No name is kept for a part: it would live beside the next one.
             loss, own_dice = self._accumulate(*next(parts))
@@ -108,13 +101,14 @@ class Learner:
             dice[part * config.micro : (part + 1) * config.micro] = own_dice
             if not np.isfinite(losses[part]):
                 break
-        own, exchange_s = note(), 0.0
-        notes = np.array([own])
+        own_note = float(note())
+        notes = np.array([own_note])
+        exchange_s = 0.0
         if self._exchange.count > 1:
             before_exchange()
             begin = time.perf_counter()
             try:
-                losses, dice, notes = self._summed(losses, dice, own)
+                losses, dice, notes = self._summed(losses, dice, own_note)
             except WorkerLostError:
                 for moving, value in zip(self.model.non_trainable_variables, before):
                     moving.assign(value)
@@ -147,7 +141,8 @@ class Learner:
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another
         run."""
-        variables, todo = self.named_variables(), "it belongs to another run"
+        variables = self.named_variables()
+        todo = "it belongs to another run"
         differing = sorted(set(arrays) ^ set(variables))[:3]
         if differing:
             got = ", ".join(
@@ -157,12 +152,12 @@ class Learner:
                 f"checkpoint must hold this run's {len(variables)} variables, got {got}; {todo}"
             )
         for name, variable in variables.items():
-            array, shape = arrays[name], tuple(variable.shape)
-            if tuple(array.shape) != shape:
-                raise InputError(
-                    f"checkpoint array {name} must have shape {shape}, got {tuple(array.shape)}; {todo}"
-                )
-            variable.assign(array)
+            shape = tuple(variable.shape)
+            got = tuple(arrays[name].shape)
+            if got != shape:
+                rule = f"checkpoint array {name} must have shape {shape}"
+                raise InputError(f"{rule}, got {got}; {todo}")
+            variable.assign(arrays[name])
 
     def weights(self) -> Dict[str, tf.Tensor]:
         """The network's weights alone, averaged if the run averages, for prediction. As
@@ -197,42 +192,47 @@ class Learner:
 
     # --- Workers ---
 
-    def _summed(self, losses: np.ndarray, dice: np.ndarray, note: float) -> Tuple[np.ndarray, ...]:
-        """Losses, Dice and notes, summed over the workers together with the gradients, which
+    def _summed(
+        self, losses: np.ndarray, dice: np.ndarray, note: float
+    ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Losses, Dice and notes of all workers, summed in one vector with the gradients, which
         `_take` puts in place."""
-        notes, prints = np.zeros((2, self._exchange.count), np.float32)
-        notes[self._exchange.rank] = note
-        known = np.concatenate([losses, dice.ravel(), notes, prints])
-        total = self._exchange.sum(self._pack(known, self._exchange.rank - self._exchange.count))
-        sizes = np.cumsum([losses.size, dice.size, notes.size])
-        losses, dice, notes, prints = np.split(total[-len(known) :].numpy(), sizes)
-        differing = np.flatnonzero(prints != prints[0])
+        workers = self._exchange.count
+        is_own = np.zeros(workers, np.float32)  # 1 at this worker's rank
+        is_own[self._exchange.rank] = 1
+        total = self._exchange.sum(self._pack(losses, dice, note * is_own, is_own))
+        sizes = (losses.size, dice.size, workers, workers)  # in the order of `_packed`
+        end = total[-sum(sizes) :].numpy()
+        losses, all_dice, notes, fingerprints = np.split(end, np.cumsum(sizes)[:-1])
+        differing = np.flatnonzero(fingerprints != fingerprints[0])
         if differing.size:
-            got = ", ".join(f"{prints[rank]:.0f} on worker {rank}" for rank in (0, *differing))
+            listed = [f"{fingerprints[rank]:.0f} on worker {rank}" for rank in (0, *differing)]
+            rule = "weights must be the same on all workers"
+            todo = "take out the host that computes wrong"
             raise WorkersDifferError(
-                f"weights must be the same on all workers, got fingerprints {got}; take out the host that computes "
-                "wrong, then the same command continues from the last checkpoint"
+                f"{rule}, got fingerprints {', '.join(listed)}; {todo}, then the same command "
+                "continues from the last checkpoint"
             )
         self._take(total)
-        return losses, dice.reshape(self.config.batch, -1), notes
+        return losses, all_dice.reshape(dice.shape), notes
 
     # --- Traced ---
 
-    def _packed(self, known, place):
-        """(n,) float32: gradients, moving statistics and `known`, with the weights' fingerprint at
-        `place`."""
-        fingerprint = _fingerprint(self.model.trainable_variables)
-        known = tf.tensor_scatter_nd_update(known, [[tf.size(known) + place]], [fingerprint])
+    def _packed(self, losses, dice, notes, is_own):
+        """(n,) float32: gradients, moving statistics, losses, Dice, notes, and the fingerprints of
+        the workers' weights, of which this one knows its own."""
+        fingerprints = fingerprint(self.model.trainable_variables) * is_own
         shares = [moving / self._exchange.count for moving in self.model.non_trainable_variables]
-        return tf.concat([tf.reshape(part, [-1]) for part in (*self._sums, *shares, known)], 0)
+        members = (*self._sums, *shares, losses, dice, notes, fingerprints)
+        return tf.concat([tf.reshape(member, [-1]) for member in members], 0)
 
     def _take_vector(self, total):
-        """Put the summed gradients and statistics in their places."""
+        """Put the summed gradients and statistics in their places, those of `_packed`."""
         begin = 0
         for variable in (*self._sums, *self.model.non_trainable_variables):
-            size = variable.shape.num_elements()
-            variable.assign(tf.reshape(total[begin : begin + size], variable.shape))
-            begin += size
+            end = begin + variable.shape.num_elements()
+            variable.assign(tf.reshape(total[begin:end], variable.shape))
+            begin = end
 
     def _train(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
@@ -254,7 +254,7 @@ class Learner:
     def _gradients(self, image, target):
         """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
         loss, dice, gradients = self.model.loss_and_gradients(
-            DEFAULT, image, target, 1 / self.config.parts
+            self.config.loss, image, target, 1 / self.config.parts
         )
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a
         # gradient.
@@ -280,7 +280,7 @@ class Learner:
                 mean.assign(decay * mean + (1 - decay) * variable)
 
 
-def _fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
+def fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
     """24 bits of all the weights' bits, as a float32. They are added as integers, in which order
     does not matter."""
     total = tf.constant(0, tf.int32)

@@ -14,7 +14,7 @@ from typing import Any, Dict, Optional
 
 import tensorflow as tf
 
-from models.losses import DEFAULT, LOSSES
+from models.losses import DEFAULT_LOSS, LOSSES
 from models.supervision import supervise, thinned
 
 
@@ -22,7 +22,9 @@ from models.supervision import supervise, thinned
 class RegionLoss(tf.keras.losses.Loss):
     """A loss of models/losses.py, by its name there, as one of Keras."""
 
-    def __init__(self, formula: str = DEFAULT, reduction: str = "auto", name: str = "region_loss"):
+    def __init__(
+        self, formula: str = DEFAULT_LOSS, reduction: str = "auto", name: str = "region_loss"
+    ):
         super().__init__(reduction, name)
         self.formula = formula
 
@@ -49,7 +51,7 @@ class DiceCrossEntropy(RegionLoss):
     """Soft Dice and a cross-entropy of hard voxels (`models.losses.dice_cross_entropy`)."""
 
     def __init__(self, reduction: str = "auto", name: str = "dice_cross_entropy"):
-        super().__init__(DEFAULT, reduction, name)
+        super().__init__(DEFAULT_LOSS, reduction, name)
 
     def get_config(self) -> Dict[str, Any]:
         config = super().get_config()

@@ -7,6 +7,7 @@ Both get the settings and the numbers of every step and validation, MLflow also 
 A step that a restart repeats is sent again only if its loss or rate has changed."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -17,9 +18,9 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Union
 
 from cpu3d.errors import InputError
-from cpu3d.run.config_json import FACTS, settings_by_name
+from cpu3d.run.config_json import settings_by_name
 from cpu3d.run.log import FINISHED, iter_events, last_event
-from cpu3d.settings import RunConfig
+from cpu3d.settings import RunConfig, StoreFacts
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import VERSION, count, without_passwords
@@ -32,18 +33,12 @@ SCALARS = {
 }
 """Kind of event -> its fields that are curves, besides the Dice of each region."""
 
-SENT_BY = (
-    "step/loss",
-    "step/learning_rate",
-    "validation/loss",
-)  # an event is sent again only if one of them changed
-FILES = (
-    "config.json",
-    "plan.json",
-    "report.html",
-)  # of the run's folder, as they are when an attempt ends
-# Settings of a run that follow from the store.
-DERIVED = ("store_channels", "label_names", "region_codes", *FACTS)
+# An event is sent again only if one of them changed.
+SENT_BY = ("step/loss", "step/learning_rate", "validation/loss")
+# Of the run's folder, as they are when an attempt ends.
+FILES = ("config.json", "plan.json", "report.html")
+# Settings of a run that are not sent: its store's folder and the hash of its split tell them.
+DERIVED = {field.name for field in dataclasses.fields(StoreFacts)} - {"store", "split_hash"}
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
 MOST_METRICS = 1000  # the most that MLflow takes in one call
 WAITING = 1000  # the most steps that wait for a slow server, less than 2 MB; the log has the others
@@ -64,7 +59,9 @@ def tracked(run: Path, config: RunConfig, mlflow: str = "") -> Iterator[Track]:
     """Yields a function that sends an event of the log. `mlflow` is the URI of a tracking server or
     database; "" is none. MLflow neither ends nor delays a training: a thread of its own sends, and
     stops with one line on stderr when MLflow fails."""
-    sinks = [_TensorBoard(run, config), *([_Mlflow(run, config, mlflow)] if mlflow else [])]
+    sinks: List[Union[_TensorBoard, _Mlflow]] = [_TensorBoard(run, config)]
+    if mlflow:
+        sinks.append(_Mlflow(run, config, mlflow))
 
     def track(event: Mapping[str, Any]) -> None:
         for sink in sinks:
@@ -83,24 +80,22 @@ def scalars(event: Mapping[str, Any]) -> Dict[str, float]:
     if group not in SCALARS:
         return {}
     named = {f"{group}/{name}": event[name] for name in SCALARS[group] if name in event}
-    return {
-        **named,
-        **{f"{group}/dice/{region}": value for region, value in event.get("dice", {}).items()},
-    }
+    for region, value in event.get("dice", {}).items():
+        named[f"{group}/dice/{region}"] = value
+    return named
 
 
 def parameters(config: RunConfig) -> Dict[str, Union[str, float, bool]]:
     """The settings of a run by name; a tuple as its elements with spaces between. Empty ones are
     left out."""
-    named = {name: value for name, value in settings_by_name(config).items() if name not in DERIVED}
-    named = {
-        k: " ".join(map(str, v)) if isinstance(v, (tuple, list)) else v for k, v in named.items()
-    }
-    return {
-        k: v if isinstance(v, (bool, int, float)) else str(v)
-        for k, v in named.items()
-        if v not in ("", None)
-    }
+    named: Dict[str, Union[str, float, bool]] = {}
+    for name, value in settings_by_name(config).items():
+        if isinstance(value, (tuple, list)):
+            value = " ".join(map(str, value))
+        if name in DERIVED or value in ("", None):
+            continue
+        named[name] = value if isinstance(value, (bool, int, float)) else str(value)
+    return named
 
 
 # --- Private helpers ---
@@ -130,15 +125,17 @@ class _Mlflow:
     URI."""
 
     def __init__(self, run: Path, config: RunConfig, uri: str):
-        # Short timeouts for the thread below; no telemetry.
-        short = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
-        for name, value in {
-            **short,
+        variables = {
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",  # short, for the thread below
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
             "MLFLOW_DISABLE_TELEMETRY": "true",
             "MLFLOW_LOGGING_LEVEL": "WARNING",
-        }.items():
+        }
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
-        self._run, self._config, self._uri = run, config, uri
+        self._run = run
+        self._config = config
+        self._uri = uri
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._left_out = 0  # steps that came while WAITING others waited
         self._given_up = False
@@ -181,9 +178,8 @@ class _Mlflow:
         from mlflow.tracking import MlflowClient
 
         before = logging.root.manager.disable
-        logging.disable(
-            logging.INFO
-        )  # for a new database its client prints a line for each migration of its tables
+        # For a new database its client prints a line for each migration of its tables.
+        logging.disable(logging.INFO)
         try:
             client = MlflowClient(self._uri)
             run_id = self._open(client)
@@ -203,13 +199,11 @@ class _Mlflow:
             if (self._run / name).is_file():
                 client.log_artifact(run_id, str(self._run / name))
         last = last_event(self._run)
-        status = (
-            "FINISHED"
-            if last.get("reason") in FINISHED
-            else "KILLED"
-            if last.get("event") == "end"
-            else "FAILED"
-        )
+        status = "FAILED"
+        if last.get("reason") in FINISHED:
+            status = "FINISHED"
+        elif last.get("event") == "end":
+            status = "KILLED"
         client.set_terminated(run_id, status)
 
     def _open(self, client: Any) -> str:
@@ -217,37 +211,35 @@ class _Mlflow:
         from mlflow.entities import Param
         from mlflow.exceptions import MlflowException
 
-        noted, run = self._run / "mlflow.json", None
-        with contextlib.suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # no file, or a damaged one
+        of_another_server = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+        noted = self._run / "mlflow.json"
+        run = None
+        # Raised if there is no file, or a damaged one.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             try:
                 run = client.get_run(read_json(noted)["run_id"])
                 client.update_run(run.info.run_id, status="RUNNING")
             except MlflowException as error:
                 run = None
-                if error.error_code not in (
-                    "RESOURCE_DOES_NOT_EXIST",
-                    "INVALID_PARAMETER_VALUE",
-                ):  # of another server
+                if error.error_code not in of_another_server:
                     raise
         if run is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "cpu3d")
             experiment = client.get_experiment_by_name(name)
-            place = experiment.experiment_id if experiment else client.create_experiment(name)
-            run = client.create_run(
-                place, run_name=self._run.resolve().name, tags={"cpu3d.version": VERSION}
-            )
+            if experiment:
+                place = experiment.experiment_id
+            else:
+                place = client.create_experiment(name)
+            run_name = self._run.resolve().name
+            run = client.create_run(place, run_name=run_name, tags={"cpu3d.version": VERSION})
             write_json(noted, {"run_id": run.info.run_id})
         # A parameter in MLflow cannot change; of an extended run config.json has the present ones.
-        new = {
-            name: str(value)
+        new = [
+            Param(name, str(value))
             for name, value in parameters(self._config).items()
             if name not in run.data.params
-        }
-        client.log_batch(
-            run.info.run_id, params=[Param(name, value) for name, value in new.items()]
-        )
+        ]
+        client.log_batch(run.info.run_id, params=new)
         return run.info.run_id
 
     def _catch_up(self, client: Any, run_id: str) -> Sent:
@@ -260,17 +252,12 @@ class _Mlflow:
             history = sorted(history, key=lambda metric: metric.timestamp)
             sent[name] = {metric.step: metric.value for metric in history}
         last = self._send(client, run_id, iter_events(self._run), sent)
-        return {
-            name: {step: value for step, value in known.items() if step > last - WAITING}
-            for name, known in sent.items()
-        }
+        for name, known in sent.items():
+            sent[name] = {step: value for step, value in known.items() if step > last - WAITING}
+        return sent
 
     def _send(
-        self,
-        client: Any,
-        run_id: str,
-        events: Iterable[Mapping[str, Any]],
-        sent: Sent,
+        self, client: Any, run_id: str, events: Iterable[Mapping[str, Any]], sent: Sent
     ) -> int:
         """Send the numbers of events whose loss or rate is not in `sent`, which gets those of the
         last WAITING steps; returns the last step."""
@@ -282,12 +269,10 @@ class _Mlflow:
         for event in events:
             named = scalars(event)
             step = event["step"]
-            if any(known.get(step) != named[name] for name, known in sent.items() if name in named):
+            if any(sent[name].get(step) != named[name] for name in sent.keys() & named.keys()):
                 # The loss last: if MLflow has it, it has all of the event.
-                metrics += [
-                    Metric(name, float(value), now, step)
-                    for name, value in reversed(list(named.items()))
-                ]
+                for name in reversed(list(named)):
+                    metrics.append(Metric(name, float(named[name]), now, step))
             for name in sent.keys() & named.keys():
                 sent[name][step] = named[name]
                 sent[name].pop(step - WAITING, None)

@@ -8,6 +8,7 @@ rounding, if no case is larger than the training grid. Windows are placed over t
 the set here and over each case's own there, so a run on patches differs a little.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Callable, Mapping, Optional, Sequence, Tuple
 
@@ -19,8 +20,9 @@ from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds, Inside
 from cpu3d.training.learner import Learner
+from cpu3d.training.watchdog import Stop, Wish
 from memory_estimator.step.training_step import SCORED_SLABS
-from models.losses import DEFAULT, LOSSES
+from models.losses import LOSSES
 from models.supervision import supervise
 
 
@@ -37,39 +39,43 @@ def validate(
     learner: Learner,
     exchange: Exchange = ALONE,
     phase: Callable[[str], None] = lambda name: None,
-    wish: Callable[[], int] = lambda: 0,
-) -> Tuple[Optional[Validation], int]:
+    wish: Wish = lambda: Stop.NONE,
+) -> Tuple[Optional[Validation], Stop]:
     """Score all held-out cases, with the averaged weights if the run averages; returns the scores,
-    and why the run must stop, 0 for nothing, the same on all workers.
+    and why the run must stop, the same on all workers.
 
-    `phase` is called for each volume, `wish` returns why the run should stop. A single worker then
-    stops between two volumes, without scores; several finish. Raises WorkerLostError if another
-    worker is gone."""
-    count, regions = feeds.held_out, feeds.config.codes_by_region
-    rows = np.zeros((count, 1 + len(regions)), np.float32 if exchange.count > 1 else np.float64)
+    `phase` is called for each volume. If there is a `wish` to stop a single worker stops between
+    two volumes, without scores; several finish. Raises WorkerLostError if another worker is
+    gone."""
+    regions = feeds.config.codes_by_region
+    # A row for each case: its loss, then the Dice of each region. Workers sum them in float32.
+    dtype = np.float32 if exchange.count > 1 else np.float64
+    rows = np.zeros((feeds.held_out, 1 + len(regions)), dtype)
+    loss = _loss_of(feeds.config.loss)
     learner.swap_average()
     try:
         phase("validating")
         for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
-            logits = _whole_logits(feeds, learner.logits, image)
-            logits = tf.convert_to_tensor(logits)
+            logits = tf.convert_to_tensor(_whole_logits(feeds, learner.logits, image))
             dice = _painted_dice(target, logits, regions, feeds.inside(case))
-            rows[case] = [float(_loss(target, logits)), *dice]
+            rows[case] = [float(loss(target, logits)), *dice]
             del logits  # before the next are made
             phase("validating")
             if exchange.count == 1 and wish():
                 return None, wish()
     finally:
         learner.swap_average()
-    stop = 0
-    if exchange.count > 1:  # a case's row is 0 on all workers but one
+    stop = Stop.NONE
+    if exchange.count > 1:
         phase("waiting for the others' validation")
-        notes = np.zeros(exchange.count, np.float32)
-        notes[exchange.rank] = wish()
-        total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), notes])))
-        rows, stop = total[: rows.size].reshape(rows.shape), int(max(total[rows.size :]))
+        wishes = np.zeros(exchange.count, np.float32)
+        wishes[exchange.rank] = wish()
+        # A case's row is 0 on all workers but one.
+        total = np.asarray(exchange.sum(np.concatenate([rows.ravel(), wishes])))
+        rows = total[: rows.size].reshape(rows.shape)
+        stop = Stop(int(max(total[rows.size :])))
     mean = np.mean(rows, 0, dtype=np.float64)
-    return Validation(float(mean[0]), mean[1:]), stop
+    return Validation(loss=float(mean[0]), dice=mean[1:]), stop
 
 
 # --- Private helpers ---
@@ -101,7 +107,8 @@ def _painted_dice(
         label = label_from_regions(probabilities, regions)
         truth = np.asarray(target[slab], bool)
         for position, codes in enumerate(regions.values()):
-            true, predicted = truth[..., position], region_mask(label, codes)
+            true = truth[..., position]
+            predicted = region_mask(label, codes)
             for column, mask in enumerate((true & predicted, predicted, true)):
                 counts[position, column] += np.count_nonzero(mask)
     both, predicted, true = counts.T
@@ -109,6 +116,13 @@ def _painted_dice(
     return np.where(is_empty, 1.0, 2 * both / np.maximum(predicted + true, 1))
 
 
-@tf.function(autograph=False)
-def _loss(target, logits):
-    return supervise(LOSSES[DEFAULT], target, [logits]).loss
+@functools.cache
+def _loss_of(name: str) -> Callable:
+    """The compiled loss of that name: target and logits of a whole volume -> a number."""
+    formula = LOSSES[name]
+
+    @tf.function(autograph=False)
+    def loss(target, logits):
+        return supervise(formula, target, [logits]).loss
+
+    return loss

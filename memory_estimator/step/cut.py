@@ -8,7 +8,7 @@ row, all voxels along Z, of a block of 16 channels.
 import functools
 from typing import NamedTuple, Sequence
 
-MOST_THREADS = 256  # that compute an operation (native.h)
+from models.native.shared import MOST_THREADS
 
 
 class Work(NamedTuple):
@@ -28,10 +28,10 @@ class Work(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Numbers of parts, and the largest piece."""
+    """Numbers of pieces, and the largest one."""
 
     pieces: int
-    positions: int  # parts along X and Y: each has sums of its own, which its pieces share
+    positions: int  # pieces along X times those along Y: each has sums that its pieces share
     is_along_y: bool
     planes: int
     rows: int
@@ -43,11 +43,11 @@ class Cut(NamedTuple):
 @functools.cache
 def cut_of(work: Work, threads: int) -> Cut:
     """The cut for at most so many threads; of equally good ones that of the fewest pieces, then
-    with the most parts along X."""
+    with the most along X."""
     most = min(threads, MOST_THREADS)
-    units = ceil_divide(work.outputs, work.unit)
+    units = ceil_div(work.outputs, work.unit)
     products = work.planes * work.rows * work.products * work.inputs * work.outputs
-    best = (_cost(work, most, 1, 1, 1, 1), 1)
+    best = (_cost(work, most, 1, 1, 1, 1), 1)  # cost, pieces
     counts = (1, 1, 1, 1)
     for x in _counts(work.planes, most):
         for y in _counts(work.rows, most // x):
@@ -67,10 +67,10 @@ def cut_of(work: Work, threads: int) -> Cut:
         pieces=pieces,
         positions=x * y,
         is_along_y=y > 1,
-        planes=ceil_divide(work.planes, x),
-        rows=ceil_divide(work.rows, y),
-        inputs=ceil_divide(work.inputs, inputs),
-        outputs=min(work.outputs, work.unit * ceil_divide(units, outputs)),
+        planes=ceil_div(work.planes, x),
+        rows=ceil_div(work.rows, y),
+        inputs=ceil_div(work.inputs, inputs),
+        outputs=min(work.outputs, work.unit * ceil_div(units, outputs)),
         efficiency=whole / (threads * cost),
     )
 
@@ -80,40 +80,38 @@ def cut_of_rows(count: int, threads: int) -> Cut:
     return cut_of(Work(count), threads)
 
 
-def ceil_divide(number: int, size: int) -> int:
+def ceil_div(number: int, size: int) -> int:
     return -(-number // size)
 
 
 def round_up(number: int, size: int) -> int:
     """The next multiple."""
-    return size * ceil_divide(number, size)
+    return size * ceil_div(number, size)
 
 
 @functools.cache
 def _counts(whole: int, most: int) -> Sequence[int]:
-    """Numbers of parts up to `most`, each the fewest of its largest part; the most parts first."""
+    """Numbers of pieces up to `most`, each the fewest of its largest piece; the most first."""
     counts = []
     count = 1
     while count <= min(whole, most):
         counts.append(count)
-        largest = ceil_divide(whole, count)
-        count = ceil_divide(whole, largest - 1) if largest > 1 else whole + 1
+        largest = ceil_div(whole, count)
+        count = ceil_div(whole, largest - 1) if largest > 1 else whole + 1
     return counts[::-1]
 
 
 def _cost(work: Work, threads: int, x: int, y: int, inputs: int, outputs: int) -> int:
     """What the largest piece costs."""
-    planes = ceil_divide(work.planes, x)
-    rows = ceil_divide(work.rows, y)
-    of_inputs = ceil_divide(work.inputs, inputs)
-    of_outputs = min(
-        work.outputs, work.unit * ceil_divide(ceil_divide(work.outputs, work.unit), outputs)
-    )
+    planes = ceil_div(work.planes, x)
+    rows = ceil_div(work.rows, y)
+    of_inputs = ceil_div(work.inputs, inputs)
+    of_outputs = min(work.outputs, work.unit * ceil_div(ceil_div(work.outputs, work.unit), outputs))
     products = rows * work.products + _loads(rows, work.together) * work.load
     cost = planes * products * of_inputs * of_outputs
     cost += (planes + 2 * work.border) * (rows + 4 * work.border) * of_inputs
     cost += planes * rows * of_outputs * work.form_outputs
-    return cost + work.sums * x * y * ceil_divide(work.inputs * work.outputs, threads)
+    return cost + work.sums * x * y * ceil_div(work.inputs * work.outputs, threads)
 
 
 def _loads(rows: int, together: int) -> int:

@@ -1,5 +1,5 @@
-"""Memory of own operations outside TensorFlow's allocator, as models/native takes it: operations.c,
-direct*.c, passes.c, loss.c, orthogonal.c and pool.c.
+"""Memory of own operations outside TensorFlow's allocator, as models/native takes it:
+convolutions.c, direct*.c, pointwise.c, loss.c, orthogonal.c and pool.c.
 
 A buffer for each thread stays from operation to operation, and one passes from each operation to
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
@@ -7,8 +7,9 @@ the next. A buffer is as large as the largest operation so far has made it, whic
 
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
-from memory_estimator.step.cut import Cut, Work, ceil_divide, cut_of, cut_of_rows, round_up
+from memory_estimator.step.cut import Cut, Work, ceil_div, cut_of, cut_of_rows, round_up
 from memory_estimator.step.program import OwnOperation, StepOp
+from models.native import shared
 from models.native.instruction_sets import BFLOAT16_PRODUCTS
 
 KINDS = {
@@ -38,7 +39,6 @@ FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_f
 GROUP = 16  # channels that are stored together
 TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # direct products, of bfloat16 maps
 LOSS_TERMS = 4  # sums of each region
-BLOCK_VALUES = 8192  # logits of a block of rows, of which a loss has its sums
 LINE_BYTES = 64  # in front of a buffer
 PAGE_BYTES = 4096  # what a buffer is rounded up to
 
@@ -122,49 +122,55 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
     if op.kind.startswith("loss_"):
         return cut_of_rows(_loss_blocks(op), threads)
     if op.kind == "up_filter_gradient":
-        blocks = {
-            "inputs": ceil_divide(op.channels, GROUP),
-            "outputs": ceil_divide(op.outputs, GROUP),
-        }
-        costs = (4, 4 * 200 // z) if in_tiles else (16, 16 * 24 // z)
-        work = Work(op.batch * x * y, products=costs[0], sums=costs[1], form_outputs=8, **blocks)
+        blocks = {"inputs": ceil_div(op.channels, GROUP), "outputs": ceil_div(op.outputs, GROUP)}
+        if in_tiles:
+            products = shared.UP_DIRECT_PRODUCTS_COST
+            sums = products * shared.DIRECT_SUMS_POSITIONS // z
+        else:
+            products = shared.UP_PRODUCTS_COST
+            sums = products * shared.UP_SUMS_VOXELS // z
+        form_outputs = shared.UP_FORM_FINE
+        work = Work(
+            op.batch * x * y, products=products, sums=sums, form_outputs=form_outputs, **blocks
+        )
         return cut_of(work, threads)
     if op.kind not in CONVOLUTIONS:
         return cut_of_rows(op.batch * x * y, threads)
-    grid = {
-        "planes": op.batch * x,
-        "rows": y,
-        "outputs": ceil_divide(op.outputs, GROUP),
-        "border": 1,
-    }
+    grid = {"planes": op.batch * x, "rows": y, "outputs": ceil_div(op.outputs, GROUP), "border": 1}
     if op.kind == "filter_gradient":
         return cut_of(_work_of_filters(op, grid, rows, in_tiles), threads)
     unit = grid["outputs"] if in_place else 1
     if in_tiles:
         unit = grid["outputs"] if in_place else 2
         _, _, together = _direct_columns(op)
-        return cut_of(Work(**grid, unit=unit, products=3, load=1, together=together), threads)
+        products = shared.DIRECT_PRODUCTS_COST
+        load = shared.DIRECT_LOAD_COST
+        work = Work(**grid, unit=unit, products=products, load=load, together=together)
+        return cut_of(work, threads)
     tiles = _padded_tiles(z, rows)
     together = 1
     while together < 8 and 2 * together * tiles <= rows.most_sums:
         together *= 2
-    load = 8 * 3 // tiles
-    return cut_of(Work(**grid, unit=unit, products=8, load=load, together=together), threads)
+    products = shared.ROW_PRODUCTS_COST
+    load = products * shared.ROW_LOAD_TILES // tiles
+    work = Work(**grid, unit=unit, products=products, load=load, together=together)
+    return cut_of(work, threads)
 
 
 def _work_of_filters(op: OwnOperation, grid: Dict[str, int], rows: Rows, in_tiles: bool) -> Work:
     z = op.grid[2]
     if in_tiles:
-        inputs = ceil_divide(_direct_width(op.channels), GROUP)
-        products = 3
-        load = 3 * 27 // round_up(z + 1, 2)
-        sums = 3 * 200 // round_up(z + 1, 2)
+        inputs = ceil_div(_direct_width(op.channels), GROUP)
+        pitch = round_up(z + 1, 2)
+        products = shared.DIRECT_PRODUCTS_COST
+        load = products * shared.DIRECT_LOAD_POSITIONS // pitch
+        sums = products * shared.DIRECT_SUMS_POSITIONS // pitch
     else:
+        inputs = ceil_div(op.channels, GROUP)
         units = _padded_tiles(z, rows) // rows.unit
-        inputs = ceil_divide(op.channels, GROUP)
-        products = 8
-        load = 8 * 3 // units
-        sums = 8 * 30 // units
+        products = shared.ROW_PRODUCTS_COST
+        load = products * shared.ROW_LOAD_UNITS // units
+        sums = products * shared.ROW_SUMS_UNITS // units
     return Work(**grid, inputs=inputs, products=products, load=load, sums=sums, form_outputs=1)
 
 
@@ -184,7 +190,7 @@ def _of_convolution(
     l2_bytes: int,
     in_place: bool,
 ) -> Scratch:
-    """`job_of` in operations.c: a ring of transformed rows in the cache, two lines in float32 and
+    """`job_of` in convolutions.c: a ring of transformed rows in the cache, two rows in float32 and
     sums of a row; packed filters, the positions' sums and, in place, of each piece the rows that
     others overwrite."""
     z = op.grid[2]
@@ -197,8 +203,8 @@ def _of_convolution(
     line_width = cut.outputs * GROUP if is_gradient else GROUP
     row = _row_bytes(ring_width, tiles, rows)
     gradient_row = _row_bytes(line_width, tiles, rows) if is_gradient else 0
-    most = max(1, l2_bytes * 5 // 8 // (3 * row + gradient_row) - 2)
-    y_rows = ceil_divide(cut.rows, ceil_divide(cut.rows, most))
+    most = max(1, l2_bytes * shared.RING_PERMILLE // 1000 // (3 * row + gradient_row) - 2)
+    y_rows = ceil_div(cut.rows, ceil_div(cut.rows, most))
     kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row
     kept += 4 * (tiles * rows.tile + 2) * (ring_width + line_width)  # two lines
     kept += 4 * rows.streams * max(tiles, 64) * GROUP  # sums
@@ -207,7 +213,7 @@ def _of_convolution(
     if is_gradient:
         sums = 4 * 9 * rows.streams * width * output_width
         return Scratch(cut.pieces, kept, cut.positions * sums)
-    packed = ceil_divide(op.channels, rows.unit)
+    packed = ceil_div(op.channels, rows.unit)
     passing = 4 * output_width * rows.streams * 9 * packed
     passing += cut.positions * 8 * (op.batch * 2 * output_width + 16)
     passing += cut.pieces * _copies(op, cut, in_place)
@@ -215,7 +221,7 @@ def _of_convolution(
 
 
 def _copies(op: OwnOperation, cut: Cut, in_place: bool) -> int:
-    """`copies_bytes` in pieces.h: the rows that are read after they are overwritten."""
+    """`saved_bytes` in pieces.h: the rows that are read after they are overwritten."""
     if not in_place:
         return 0
     rows = 2 * cut.rows + cut.planes
@@ -227,7 +233,7 @@ def _copies(op: OwnOperation, cut: Cut, in_place: bool) -> int:
 def _direct_columns(op: OwnOperation) -> Tuple[int, int, int]:
     """Of direct.c: blocks of outputs, voxels of a line of a tile, rows that are multiplied at
     once."""
-    blocks = ceil_divide(op.outputs, GROUP)
+    blocks = ceil_div(op.outputs, GROUP)
     voxels = 2 if _direct_width(op.channels) <= 16 else 1
     return blocks, voxels, 2 if voxels == 2 or blocks > 1 else 4
 
@@ -247,13 +253,14 @@ def _of_direct_convolution(
     depth = min(16, terms // 2)
     terms = round_up(terms, 2 * depth)
 
-    lines = ceil_divide(z, voxels)
-    tiles = ceil_divide(lines, 16)
-    lines = tiles * ceil_divide(lines, tiles)
+    lines = ceil_div(z, voxels)
+    tiles = ceil_div(lines, 16)
+    lines = tiles * ceil_div(lines, tiles)
     row = 2 * ((lines - 1) * voxels * width + terms)
-    row = LINE_BYTES * (ceil_divide(row, LINE_BYTES) | 1)
-    most = max(4, l2_bytes * 2 // 5 // (3 * row) - 2)
-    y_rows = min(cut.rows, round_up(ceil_divide(cut.rows, ceil_divide(cut.rows, most)), together))
+    row = LINE_BYTES * (ceil_div(row, LINE_BYTES) | 1)
+    budget = l2_bytes * shared.DIRECT_RING_PERMILLE // 1000
+    most = max(shared.MOST_TILE_ROWS, budget // (3 * row) - 2)
+    y_rows = min(cut.rows, round_up(ceil_div(cut.rows, ceil_div(cut.rows, most)), together))
     kept = 2 * 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
 
     passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
@@ -266,20 +273,20 @@ def _of_direct_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     gradients', a row and the sums of six tiles; and the positions' sums."""
     z = op.grid[2]
     width = _direct_width(op.channels)
-    groups = ceil_divide(width, GROUP)
-    blocks = ceil_divide(op.outputs, GROUP)
+    groups = ceil_div(width, GROUP)
+    blocks = ceil_div(op.outputs, GROUP)
     shifts = width // 4 if width < 16 else 3
     arrays = cut.inputs * (1 if width < 16 else 2)
     pitch = round_up(z + 1, 2)
 
-    budget = l2_bytes * 5 // 8
+    budget = l2_bytes * shared.POSITIONS_PERMILLE // 1000
     most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + cut.outputs))
     most = min(cut.rows, max(1, most * 32 // pitch))
-    y_rows = ceil_divide(cut.rows, ceil_divide(cut.rows, most))
-    position_blocks = ceil_divide(y_rows * pitch, 32)
-    values = arrays * 64 * (pitch + 16 * position_blocks + 1)
-    gradients = 1024 * cut.outputs * position_blocks
-    enough = min(8, ceil_divide(64, position_blocks), cut.planes)
+    y_rows = ceil_div(cut.rows, ceil_div(cut.rows, most))
+    steps = ceil_div(y_rows * pitch, 32)
+    values = arrays * 64 * (pitch + 16 * steps + 1)
+    gradients = 1024 * cut.outputs * steps
+    enough = min(shared.MOST_PLANES, ceil_div(shared.ENOUGH_STEPS, steps), cut.planes)
     planes = min(enough, max(1, (budget - 2 * values) // (values + gradients)))
 
     line_width = max(min(width, cut.inputs * GROUP), cut.outputs * GROUP)
@@ -295,17 +302,17 @@ def _of_direct_up(op: OwnOperation, cut: Cut) -> Scratch:
     z = op.grid[2]
     if op.kind == "up_convolve":
         rows = 1
-        steps = ceil_divide(op.channels, 32)
+        steps = ceil_div(op.channels, 32)
         voxels = 2
         made = op.outputs
     else:
         rows = 4
-        steps = ceil_divide(op.outputs, GROUP)
+        steps = ceil_div(op.outputs, GROUP)
         voxels = 1
         made = op.channels
     width = round_up(made, GROUP)
-    tiles = ceil_divide(z, 16)
-    kept = 4 * 4 * 256 + rows * tiles * ceil_divide(z, tiles) * 64 * steps
+    tiles = ceil_div(z, 16)
+    kept = 4 * 4 * 256 + rows * tiles * ceil_div(z, tiles) * 64 * steps
     passing = width // GROUP * voxels * 4 * steps * 1024
     passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
     return Scratch(cut.pieces, kept, passing)
@@ -315,14 +322,15 @@ def _of_direct_up_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     """`job_of` in direct_up_filters.c: pairs of positions of some rows in the cache, a row, and the
     sums of six tiles; and the positions' sums."""
     z = op.grid[2]
-    groups = ceil_divide(op.channels, GROUP)
-    blocks = ceil_divide(op.outputs, GROUP)
+    groups = ceil_div(op.channels, GROUP)
+    blocks = ceil_div(op.outputs, GROUP)
     pitch = round_up(z, 2)
     arrays = cut.inputs + 8 * cut.outputs
-    rows = min(ceil_divide(64 * 32, pitch), cut.planes)
-    rows = max(1, min(rows, l2_bytes * 5 // 8 // (arrays * 32 * pitch)))
+    rows = min(ceil_div(shared.ENOUGH_STEPS * 32, pitch), cut.planes)
+    budget = l2_bytes * shared.POSITIONS_PERMILLE // 1000
+    rows = max(1, min(rows, budget // (arrays * 32 * pitch)))
     kept = 4 * 6 * 256 + 2 * round_up(pitch * GROUP * max(cut.inputs, 2 * cut.outputs), 32)
-    kept += arrays * 1024 * ceil_divide(rows * pitch, 32)
+    kept += arrays * 1024 * ceil_div(rows * pitch, 32)
     return Scratch(cut.pieces, kept, cut.positions * 4 * 8 * blocks * groups * 256)
 
 
@@ -332,7 +340,7 @@ def _direct_width(channels: int) -> int:
 
 
 def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
-    """`PASSES` in passes.c: a line of both maps; sums of each position, and packed filters."""
+    """`job_of` in pointwise.c: a row of both maps; sums of each position, and packed filters."""
     taps = 8 if op.kind.startswith("up_") else 1
     width = round_up(op.channels, lanes)
     output_width = round_up(op.outputs, lanes)
@@ -351,7 +359,7 @@ def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
 def _loss_blocks(op: OwnOperation) -> int:
     """Blocks of rows, of which a loss has its sums."""
     x, y, z = op.grid
-    return op.batch * ceil_divide(x * y, max(1, BLOCK_VALUES // (z * op.channels)))
+    return op.batch * ceil_div(x * y, max(1, shared.LOSS_BLOCK_VALUES // (z * op.channels)))
 
 
 def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
@@ -364,7 +372,7 @@ def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
 
 
 def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
-    """`MAKE_ORTHOGONAL` in orthogonal.c: the matrix and five square ones of its smaller side, in
+    """`ORTHOGONALIZE` in orthogonal.c: the matrix and five square ones of its smaller side, in
     panels; all threads share them."""
     rows = op.grid[0]
     columns = op.outputs
@@ -374,14 +382,14 @@ def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
 
 
 def _padded_tiles(z: int, rows: Rows) -> int:
-    tiles = ceil_divide(z, rows.tile)
+    tiles = ceil_div(z, rows.tile)
     return round_up(tiles, 2 if tiles >= 8 else rows.unit)
 
 
 def _row_bytes(width: int, tiles: int, rows: Rows) -> int:
     """From one row to the next: 17 lines above a multiple of 32, so that rows spread over the
     cache."""
-    lines = ceil_divide(rows.streams * width * tiles // rows.unit, 16)
+    lines = ceil_div(rows.streams * width * tiles // rows.unit, 16)
     return LINE_BYTES * (lines + (49 - lines % 32) % 32)
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from models.native.instruction_sets import INSTRUCTION_SETS
+from models.native.shared import header
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
@@ -37,6 +38,8 @@ OPTIONS = (
     *("-Wall", "-Wextra", "-Wno-unused-function", "-Wno-unused-parameter"),
 )
 EXACT = ("-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno")  # of `build_library`
+ENTRIES = ("POINTWISE", "LOSS", "ORTHOGONALIZE", "DIRECT_FILTERS", "DIRECT_UP", "DIRECT_UP_FILTERS")
+"""Functions of a file, of which every instruction set has one of its own name."""
 LOCK_WAIT_S = 300.0  # for another process that builds in the same folder
 
 
@@ -200,23 +203,15 @@ def find_compiler() -> List[str]:
 
 
 def _compile(compiler: List[str], sets: Sequence[str], scratch: Path, extra: Sequence[str]) -> None:
-    needs = [f'-DNEEDS_{name}="{" ".join(each.needs)}"' for name, each in INSTRUCTION_SETS.items()]
-    jobs: Dict[str, List[str]] = {
-        "pool": ["pool.c"],
-        "select": ["select.c", *needs],
-        "door": ["door.c"],
-    }
+    (scratch / "shared.h").write_text(header(), encoding="utf-8")
+    jobs: Dict[str, List[str]] = {name: [f"{name}.c"] for name in ("pool", "select", "door")}
     for name in sets:
         each = INSTRUCTION_SETS[name]
         names = [f"-DKERNELS=kernels_{name}", f'-DKERNELS_NAME="{name}"']
-        names += [f"-DPASSES=passes_{name}", f"-DLOSS=loss_{name}"]
-        names.append(f"-DMAKE_ORTHOGONAL=make_orthogonal_{name}")
-        names.append(f"-DDIRECT_UP=direct_up_{name}")
-        names.append(f"-DDIRECT_FILTERS=direct_filters_{name}")
-        names.append(f"-DDIRECT_UP_FILTERS=direct_up_filters_{name}")
+        names += [f"-D{operations}={operations.lower()}_{name}" for operations in ENTRIES]
         for source in each.sources:
             jobs[f"{source}_{name}"] = [f"{source}.c", *each.options, *names]
-    compile_ = [*compiler, *OPTIONS, *extra, "-c"]
+    compile_ = [*compiler, *OPTIONS, *extra, f"-I{scratch}", "-c"]
     running = [
         subprocess.Popen([*compile_, *job, "-o", str(scratch / f"{name}.o")], cwd=HERE)
         for name, job in jobs.items()
@@ -259,7 +254,7 @@ def _knows(compiler: List[str], options: Sequence[str]) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
-def _digest(sources: Path = HERE, options: object = (OPTIONS, INSTRUCTION_SETS)) -> str:
+def _digest(sources: Path = HERE, options: object = (OPTIONS, INSTRUCTION_SETS, header())) -> str:
     """Of all that libraries are made from but the compiler."""
     digest = hashlib.sha256(repr(options).encode())
     for source in sorted(sources.glob("*.[ch]")):

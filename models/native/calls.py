@@ -9,15 +9,10 @@ import ctypes
 from pathlib import Path
 from typing import Any, Sequence, Tuple, Union
 
+from models.native import library as libraries
 from models.native.library import BFLOAT16, FLOAT32
+from models.native.shared import KIND_CODES
 
-KINDS = (
-    *("convolve", "input_gradient", "filter_gradient"),
-    *("max_pool", "max_pool_gradient", "residual_sum", "residual_gradient", "to_raw"),
-    *("project", "project_gradient", "project_sums", "project_to_raw"),
-    *("up_convolve", "up_input_gradient", "up_filter_gradient"),
-    *("loss_sums", "loss_slope", "orthogonal"),
-)  # as in native.h
 CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
@@ -25,19 +20,33 @@ class Operation(ctypes.Structure):
     """`struct operation` of native.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int) for name in ("kind", "dtype", "threads", "batch", "x", "y", "z")),
-        *(("channels", ctypes.c_int * 2), ("outputs", ctypes.c_int)),
-        *((name, ctypes.c_void_p * 2) for name in ("maps", "others")),
-        *((name, ctypes.c_void_p) for name in ("coefficients", "other_coefficients")),
-        *((name, ctypes.c_void_p) for name in ("filters", "bias", "map", "sums_to")),
-        *((name, ctypes.c_void_p) for name in ("filter_gradient", "bias_gradient", "scratch")),
+        ("kind", ctypes.c_int),
+        ("dtype", ctypes.c_int),
+        ("threads", ctypes.c_int),
+        ("batch", ctypes.c_int),
+        ("x", ctypes.c_int),
+        ("y", ctypes.c_int),
+        ("z", ctypes.c_int),
+        ("channels", ctypes.c_int * 2),
+        ("outputs", ctypes.c_int),
+        ("maps", ctypes.c_void_p * 2),
+        ("others", ctypes.c_void_p * 2),
+        ("coefficients", ctypes.c_void_p),
+        ("other_coefficients", ctypes.c_void_p),
+        ("filters", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("map", ctypes.c_void_p),
+        ("sums_to", ctypes.c_void_p),
+        ("filter_gradient", ctypes.c_void_p),
+        ("bias_gradient", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
         ("finer", ctypes.c_int * 3),
     )
 
 
 def load(path: Union[str, Path]) -> ctypes.CDLL:
-    """The library of `build.Libraries.kernels`."""
-    library = ctypes.CDLL(str(path))
+    """The library of `build.Libraries.kernels`. Raises OSError as `library.load`."""
+    library = libraries.load(path)
     library.native_run.argtypes = (ctypes.c_char_p, ctypes.POINTER(Operation))
     library.native_kernels.argtypes = (ctypes.c_char_p, ctypes.c_int)
     library.native_kernels.restype = ctypes.c_void_p
@@ -58,7 +67,7 @@ def operation(
 ) -> Operation:
     """An Operation on NumPy arrays, or None in place of one; it does not keep them. `shape` is
     batch, x, y, z; `arrays` are other fields by their names."""
-    made = Operation(KINDS.index(kind), CODES[dtype], threads, *shape, outputs=outputs)
+    made = Operation(KIND_CODES[kind], CODES[dtype], threads, *shape, outputs=outputs)
     for i, array in enumerate(maps):
         made.maps[i] = pointer(array)
         made.channels[i] = array.shape[-1]

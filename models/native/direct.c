@@ -1,36 +1,32 @@
 /* 3x3x3 convolutions of bfloat16 maps in AMX's tiles, and their input gradients: no transform, up
    to 32 values of K a product.
 
-   A thread goes through a piece as in operations.c: it forms the rows of the next plane into a ring
-   in the cache L2, as bfloat16 values with a voxel of zeros at each end, then multiplies and
+   A thread goes through a piece as in convolutions.c: it forms the rows of the next plane into a
+   ring in the cache L2, as bfloat16 values with a voxel of zeros at each end, then multiplies and
    finishes the plane before. */
-#include <unistd.h>
 #include "direct.h"
-
-enum { PRODUCTS_COST = 3, LOAD_COST = 1 }; /* of pieces.h, about */
 
 /* What the threads of an operation share, and how it is cut. */
 struct job {
     const struct operation *op;
     struct input input;
-    struct made made;            /* without what belongs to a sample */
+    struct made made; /* without what belongs to a sample */
     struct products products;
     struct cut cut;
-    int inputs, outputs;         /* channels */
-    int width;                   /* values of a voxel in a row: 4, 8 or whole 16 */
-    int blocks;                  /* of 16 outputs */
-    int voxels;                  /* that a line makes: a pair where channels are few, else one */
-    int tiles, lines;            /* of a row: tiles A along z, and lines in each */
-    int columns;                 /* of the first pass */
-    int y_rows;                  /* of a part along y, without its borders */
-    size_t tap_bytes, block_bytes; /* of packed filters: of a tap (x, y), and of 16 outputs */
-    size_t weight_bytes;
-    size_t thread_totals;        /* float64 numbers */
-    size_t thread_copies;        /* bytes */
+    int inputs, outputs;    /* channels */
+    int width;              /* values of a voxel in a row: 4, 8 or whole 16 */
+    int blocks;             /* of 16 outputs */
+    int voxels;             /* that a line makes: a pair where channels are few, else one */
+    int tiles, lines;       /* of a row: tiles A along z, and lines in each */
+    int columns;            /* of the first pass */
+    int y_rows;             /* of a band, without its borders */
+    size_t tap_bytes;       /* of packed filters: of a tap (x, y), */
+    size_t block_bytes;     /* of 16 outputs, */
+    size_t weight_bytes;    /* and of all */
+    size_t position_totals; /* float64 numbers */
     size_t kept, passing;
-    char *weights, *copies;      /* copies: of every piece */
-    double *totals;              /* of every position: [batch][2][width of the map that is made] */
-    int failed;
+    char *weights;
+    double *totals; /* of every position: [batch][2][width of the map that is made] */
 };
 
 static struct made made_of(const struct operation *op)
@@ -58,9 +54,9 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
         .outputs = j->blocks,
         .unit = op->map == op->maps[0] ? j->blocks : 2,
         .border = 1,
-        .products = PRODUCTS_COST,
-        .together = MOST_ROWS / j->columns,
-        .load = LOAD_COST,
+        .products = DIRECT_PRODUCTS_COST,
+        .together = MOST_TILE_ROWS / j->columns,
+        .load = DIRECT_LOAD_COST,
     };
     return cut_of(&work, op->threads);
 }
@@ -83,15 +79,15 @@ static struct job job_of(const struct operation *op)
     j.blocks = j.made.width / 16;
     j.voxels = j.width <= 16 ? 2 : 1;
     j.columns = j.voxels == 2 || j.blocks > 1 ? 2 : 1;
-    int lines = parts_of(op->z, j.voxels);
-    j.tiles = parts_of(lines, TILE_LINES);
-    j.lines = parts_of(lines, j.tiles);
+    int lines = ceil_div(op->z, j.voxels);
+    j.tiles = ceil_div(lines, TILE_LINES);
+    j.lines = ceil_div(lines, j.tiles);
 
     struct products *p = &j.products;
     int terms = (j.voxels + 2) * j.width; /* values of K: a line's voxels and one on each side */
     p->taps = 9;
     p->depth = least(16, terms / 2);
-    p->steps = parts_of(terms, 2 * p->depth);
+    p->steps = ceil_div(terms, 2 * p->depth);
     p->line_bytes = (size_t)j.voxels * j.width * 2;
     /* Up to the last value that a tile reads, in an uneven number of cache lines: so rows spread
        over the cache. */
@@ -100,37 +96,35 @@ static struct job job_of(const struct operation *op)
     j.tap_bytes = (size_t)p->steps * p->depth * 64;
     j.block_bytes = 9 * j.tap_bytes + (j.voxels - 1) * j.width * 32;
 
-    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
-    long rows = (cache > 0 ? cache : 1 << 20) * 2 / 5 / (long)(3 * p->row_bytes) - 2;
     j.cut = cut_for(op, &j);
-    int most = rows < MOST_ROWS ? MOST_ROWS : least(rows, j.cut.rows);
-    int height = parts_of(j.cut.rows, parts_of(j.cut.rows, most)); /* of parts of equal height */
-    j.y_rows = least(j.cut.rows, round_up(height, MOST_ROWS / j.columns));
-    j.kept = sizeof(float) * 2 * MOST_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
+    long rows = l2_budget(DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes) - 2;
+    int most = rows < MOST_TILE_ROWS ? MOST_TILE_ROWS : least(rows, j.cut.rows);
+    int bands = ceil_div(j.cut.rows, most);
+    int height = ceil_div(j.cut.rows, bands); /* all are about equal */
+    j.y_rows = least(j.cut.rows, round_up(height, MOST_TILE_ROWS / j.columns));
+    j.kept = sizeof(float) * 2 * MOST_TILE_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
 
     j.weight_bytes = j.blocks * j.block_bytes;
-    j.thread_totals = (size_t)op->batch * 2 * j.made.width + 16; /* a line between threads */
-    j.thread_copies = copies_bytes(op, &j.cut);
-    j.passing = j.weight_bytes + j.cut.positions * sizeof(double) * j.thread_totals;
-    j.passing += j.cut.pieces * j.thread_copies;
+    /* A cache line between threads. */
+    j.position_totals = (size_t)op->batch * 2 * j.made.width + 16;
+    j.passing = j.weight_bytes + j.cut.positions * sizeof(double) * j.position_totals;
     return j;
 }
 
 struct thread {
     const struct job *job;
     struct piece piece;
-    struct part part;
+    struct band band;
     struct made made;
     float *sums; /* of twice up to four tiles */
-    char *ring;  /* three planes of y_rows + 2 rows */
-    struct copies copies;
+    char *ring;  /* [3 planes][y_rows + 2 rows][row_bytes] */
     double *totals;
 };
 
 /* Row (x, y) in the ring. */
 static char *ring_row(const struct thread *t, int x, int y)
 {
-    size_t row = (size_t)((x + 1) % 3) * (t->job->y_rows + 2) + (y - t->part.y0 + 1);
+    size_t row = (size_t)((x + 1) % 3) * (t->job->y_rows + 2) + (y - t->band.y0 + 1);
     return t->ring + row * t->job->products.row_bytes;
 }
 
@@ -145,12 +139,12 @@ static void form_ring_row(struct thread *t, int x, int y)
         memset(row, 0, j->products.row_bytes);
         return;
     }
-    size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
-    if (j->thread_copies)
-        in.maps[0] = map_in_place(&t->copies, &t->part, x, y);
-    form_bfloat16_row((uint16_t *)row + j->width, j->width, &in, t->part.batch, voxel, op->z);
-    if (j->thread_copies)
-        keep_last_row(&t->copies, &t->part, x, y);
+    size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+    if (t->piece.saved)
+        in.maps[0] = map_in_place(op, &t->piece, &t->band, x, y);
+    form_bfloat16_row((uint16_t *)row + j->width, j->width, &in, t->band.batch, voxel, op->z);
+    if (t->piece.saved)
+        save_last_row(op, &t->piece, &t->band, x, y);
 }
 
 /* The tiles B of a column. The weights of a tap begin and end with zeros of a voxel: the first
@@ -163,70 +157,72 @@ static const char *weights_of(const struct job *j, struct column column)
 
 /* --- An operation --- */
 
-/* Asks for voxels z0 ... z0 + count - 1 of rows y ... y + rows - 1 of the plane that is formed next:
-   while products are made, memory would have nothing to do. */
+/* Asks for voxels z0 ... z0 + count - 1 of rows y ... y + rows - 1 of the plane that is formed
+   next: while products are made, memory would have nothing to do. */
 static void ask_for_next(const struct thread *t, int x, int y, int rows, int z0, int count)
 {
     const struct operation *op = t->job->op;
     const struct input *in = &t->job->input;
     const void *maps[] = {in->maps[0], in->maps[1], in->raw};
     int channels[] = {in->channels[0], in->channels[1], in->raw ? in->channels[0] : 0};
-    if (x > t->part.x1 || x >= op->x)
+    if (x > t->band.x1 || x >= op->x)
         return;
     for (int row = 0; row < rows; row++)
         for (int m = 0; m < 3; m++) {
-            size_t voxel = voxel_of(op, 1, t->part.batch, x, y + row) + z0;
+            size_t voxel = voxel_of(op, 1, t->band.batch, x, y + row) + z0;
             const char *from = (const char *)maps[m] + voxel * channels[m] * 2;
             for (int at = 0; at < count * channels[m] * 2; at += 64)
                 __builtin_prefetch(from + at, 0, 2);
         }
 }
 
-/* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1. A
-   block is finished after the products of the next one: its own would have to be waited for. */
+/* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1.
+   What is multiplied in a turn is finished after the products of the next one: its own would have
+   to be waited for. */
 static void convolve_plane(struct thread *t, int x)
 {
     const struct job *j = t->job;
-    const struct part *part = &t->part;
+    const struct band *band = &t->band;
     size_t tile_bytes = j->lines * j->products.line_bytes;
-    struct finished blocks[2] = {{0}};
-    int now = 0; /* of `blocks` and of the sums of both */
+    struct finished turns[2] = {{0}};
+    int now = 0;                                       /* of `turns`, and of the sums of both */
     int wide = t->piece.past_output - t->piece.output; /* in blocks of outputs */
     for (int pass = 0; pass < passes_of(j->voxels, wide); pass++) {
         struct column columns[2];
         int count = columns_of(columns, j->voxels, t->piece.output, wide, pass);
-        int most = MOST_ROWS / count;
+        int most = MOST_TILE_ROWS / count;
         const char *weights[2] = {weights_of(j, columns[0]), weights_of(j, columns[count - 1])};
         const struct finished empty = finished_of(columns, count, j->outputs);
         for (int tile = 0; tile < j->tiles; tile++) {
             int z0 = tile * j->lines * j->voxels;
             int left = least(j->op->z - z0, j->lines * j->voxels);
-            size_t voxel = voxel_of(j->op, 1, part->batch, x, part->y0) + z0;
+            size_t voxel = voxel_of(j->op, 1, band->batch, x, band->y0) + z0;
             size_t row_values = (size_t)j->op->z * j->outputs;
-            const struct lines top =
-                lines_of(t->sums, columns, count, voxel, left, j->voxels, j->outputs);
+            const struct spans top =
+                spans_of(t->sums, columns, count, voxel, left, j->voxels, j->outputs);
             const char *first[9];
             for (int tap = 0; tap < 9; tap++)
-                first[tap] = ring_row(t, x + tap / 3 - 1, part->y0 + tap % 3 - 1) + tile * tile_bytes;
-            for (int y = part->y0; y < part->y1; y += most, now = !now) {
-                struct finished *f = &blocks[now];
-                float *sums = t->sums + now * MOST_ROWS * TILE_FLOATS;
+                first[tap] =
+                    ring_row(t, x + tap / 3 - 1, band->y0 + tap % 3 - 1) + tile * tile_bytes;
+            for (int y = band->y0; y < band->y1; y += most, now = !now) {
+                struct finished *f = &turns[now];
+                float *sums = t->sums + now * MOST_TILE_ROWS * TILE_FLOATS;
                 *f = empty;
-                f->rows = least(most, part->y1 - y);
+                f->rows = least(most, band->y1 - y);
                 f->ahead = f->rows * row_values;
                 for (int row = 0; row < f->rows; row++)
-                    f->lines[row] = moved(top, sums - t->sums + row * count * TILE_FLOATS,
-                                          (y - part->y0 + row) * row_values);
+                    f->spans[row] = moved(top, sums - t->sums + row * count * TILE_FLOATS,
+                                          (y - band->y0 + row) * row_values);
                 if (pass == 0)
                     ask_for_next(t, x + 2, y, f->rows, z0, left);
                 multiply(&j->products, f->rows, count, sums, first, weights);
-                finish(&t->made, &blocks[!now]);
+                finish(&t->made, &turns[!now]);
                 for (int tap = 0; tap < 9; tap++)
                     first[tap] += most * j->products.row_bytes;
             }
         }
     }
-    finish(&t->made, &blocks[!now]);
+    finish(&t->made, &turns[!now]);
 }
 
 /* What belongs to a sample of the map that is made. */
@@ -238,47 +234,28 @@ static void begin_sample(struct thread *t, int batch)
         t->made.norm = op->other_coefficients + (size_t)batch * COEFFICIENTS * op->outputs;
 }
 
-static void convolve_piece(void *argument, int thread, int threads)
+static void convolve_piece(struct job *j, const struct piece *piece, char *memory)
 {
-    struct job *j = argument;
     const struct operation *op = j->op;
-    char *memory = thread_memory(thread, j->kept);
-    if (!memory) {
-        j->failed = 1;
-        return;
-    }
-    struct thread t = {.job = j, .made = j->made, .sums = (float *)memory};
-    t.piece = piece_of(&j->cut, thread);
-    t.ring = (char *)(t.sums + 2 * MOST_ROWS * TILE_FLOATS);
-    t.copies = copies_of(op, &j->cut, thread, j->copies + thread * j->thread_copies);
-    t.totals = j->totals + t.piece.position * j->thread_totals;
-    clear_totals(op, t.totals, t.made.width, &t.piece);
+    struct thread t = {.job = j, .piece = *piece, .made = j->made, .sums = (float *)memory};
+    t.ring = (char *)(t.sums + 2 * MOST_TILE_ROWS * TILE_FLOATS);
+    t.totals = j->totals + piece->position * j->position_totals;
+    clear_totals(op, t.totals, t.made.width, piece);
     /* What follows a row's voxels stays 0. */
     memset(t.ring, 0, 3 * (j->y_rows + 2) * j->products.row_bytes);
     tile_config(j->lines, j->products.depth);
-    struct part *part = &t.part;
-    for (long at = t.piece.plane; at < t.piece.past_plane; at += part->x1 - part->x0) {
-        planes_from(part, op, at, t.piece.past_plane);
-        begin_sample(&t, part->batch);
-        for (part->y0 = t.piece.y0; part->y0 < t.piece.y1; part->y0 = part->y1) {
-            part->y1 = least(part->y0 + j->y_rows, t.piece.y1);
-            for (int x = part->x0 - 1; x <= part->x1; x++) {
-                for (int y = part->y0 - 1; y <= part->y1; y++)
-                    form_ring_row(&t, x, y);
-                if (x > part->x0)
-                    convolve_plane(&t, x - 1);
-            }
+    while (next_band(&t.band, op, piece, j->y_rows)) {
+        const struct band *band = &t.band;
+        begin_sample(&t, band->batch);
+        for (int x = band->x0 - 1; x <= band->x1; x++) {
+            for (int y = band->y0 - 1; y <= band->y1; y++)
+                form_ring_row(&t, x, y);
+            if (x > band->x0)
+                convolve_plane(&t, x - 1);
         }
     }
     _mm_sfence(); /* after values that were written past the caches */
     tile_release();
-}
-
-static void copy_for_piece(void *argument, int thread, int threads)
-{
-    const struct job *j = argument;
-    struct copies copies = copies_of(j->op, &j->cut, thread, j->copies + thread * j->thread_copies);
-    copy_beside(&copies);
 }
 
 /* The weights of a position of the filter and an input, for up to 16 outputs from `output` on;
@@ -306,8 +283,9 @@ static void pack_weights(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
     int zeros = j->voxels == 2 ? j->width : 0; /* values of K */
-    for (int part = thread; part < 10 * j->blocks; part += threads) {
-        int block = part / 10, tap = part % 10;
+    for (int number = thread; number < 10 * j->blocks; number += threads) {
+        int block = number / 10;
+        int tap = number % 10;
         char *to = j->weights + block * j->block_bytes + tap * j->tap_bytes;
         int pairs = tap < 9 ? j->products.steps * j->products.depth : zeros / 2;
         for (int pair = 0; pair < pairs; pair++, to += 64) {
@@ -323,26 +301,34 @@ static void pack_weights(void *argument, int thread, int threads)
     }
 }
 
+static void place(struct job *j, char *memory)
+{
+    j->weights = memory;
+    j->totals = (double *)(memory + j->weight_bytes);
+}
+
+static void write_map_sums(struct job *j)
+{
+    if (j->op->sums_to)
+        write_sums(j->op, j->made.sums, j->totals, j->position_totals, j->outputs, j->made.width,
+                   j->cut.positions);
+}
+
 static int convolve(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (asks_for_scratch(op, j.cut.pieces, j.kept, j.passing))
-        return 0;
-    j.weights = passing_memory(j.passing);
-    if (!j.weights)
-        return -1;
-    j.totals = (double *)(j.weights + j.weight_bytes);
-    j.copies = (char *)(j.totals + j.cut.positions * j.thread_totals);
-    run_on_threads(op->threads, pack_weights, &j);
-    if (j.thread_copies)
-        run_on_threads(j.cut.pieces, copy_for_piece, &j);
-    run_on_threads(j.cut.pieces, convolve_piece, &j);
-    if (j.failed)
-        return -1;
-    if (op->sums_to)
-        write_sums(op, j.made.sums, j.totals, j.thread_totals, j.outputs, j.made.width,
-                   j.cut.positions);
-    return 0;
+    struct steps steps = {
+        .op = op,
+        .cut = &j.cut,
+        .kept = j.kept,
+        .passing = j.passing,
+        .reads_neighbours = 1,
+        .place = place,
+        .pack = pack_weights,
+        .compute = convolve_piece,
+        .write = write_map_sums,
+    };
+    return run_pieces(&j, &steps);
 }
 
 /* --- An instruction set with tiles --- */
@@ -350,27 +336,27 @@ static int convolve(const struct operation *op)
 int DIRECT_FILTERS(const struct operation *); /* build.py defines the names */
 int DIRECT_UP(const struct operation *);
 int DIRECT_UP_FILTERS(const struct operation *);
-int PASSES(const struct operation *);
+int POINTWISE(const struct operation *);
 int LOSS(const struct operation *);
 
 static int run(const struct operation *op)
 {
-    int failed;
+    int code;
     begin_operation();
     if (op->kind == UP_CONVOLVE || op->kind == UP_INPUT_GRADIENT)
-        failed = DIRECT_UP(op);
+        code = DIRECT_UP(op);
     else if (op->kind == UP_FILTER_GRADIENT)
-        failed = DIRECT_UP_FILTERS(op);
+        code = DIRECT_UP_FILTERS(op);
     else if (op->kind >= LOSS_SUMS)
-        failed = LOSS(op);
+        code = LOSS(op);
     else if (op->kind >= MAX_POOL)
-        failed = PASSES(op);
+        code = POINTWISE(op);
     else if (op->kind == FILTER_GRADIENT)
-        failed = DIRECT_FILTERS(op);
+        code = DIRECT_FILTERS(op);
     else
-        failed = convolve(op);
+        code = convolve(op);
     end_operation();
-    return failed;
+    return code;
 }
 
 static void multiply_in_cache(void *repeats, int thread, int threads)
@@ -380,7 +366,8 @@ static void multiply_in_cache(void *repeats, int thread, int threads)
     static char weights[2 * TAPS * TILE_BYTES] __attribute__((aligned(64)));
     static _Thread_local float sums[4 * TILE_FLOATS] __attribute__((aligned(64)));
     const struct products p = {TAPS, 1, 16, 64, TILE_BYTES};
-    const char *first[TAPS], *of_columns[2] = {weights, weights + TAPS * TILE_BYTES};
+    const char *first[TAPS];
+    const char *of_columns[2] = {weights, weights + TAPS * TILE_BYTES};
     for (int tap = 0; tap < TAPS; tap++)
         first[tap] = values;
     tile_config(TILE_LINES, p.depth);

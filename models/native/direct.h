@@ -7,7 +7,6 @@
 #include "pieces.h"
 
 enum { TILE_LINES = 16, TILE_BYTES = 1024, TILE_FLOATS = 16 * 16, VECS = 16 / LANES };
-enum { MOST_ROWS = 4 };            /* tiles A that are multiplied at once */
 enum { STREAMED_BYTES = 4 << 20 }; /* maps above it are written past the caches */
 
 /* Values of a voxel in a row: few channels are padded so that whole neighbours fit a line. */
@@ -60,8 +59,10 @@ static void multiply(const struct products *p, int rows, int columns, float *sum
 {
     switch (10 * rows + columns) {
 #define BLOCK(rows, columns) \
-    case 10 * rows + columns: multiply_as(p, rows, columns, sums, first, weights); break;
-    BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(1, 2) BLOCK(2, 2)
+    case 10 * rows + columns: \
+        multiply_as(p, rows, columns, sums, first, weights); \
+        break;
+        BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(1, 2) BLOCK(2, 2)
     }
 }
 
@@ -71,47 +72,47 @@ static void multiply(const struct products *p, int rows, int columns, float *sum
 struct made {
     void *map;
     size_t bytes;
-    int channels, width;   /* width: in whole 16 */
+    int channels, width; /* width: in whole 16 */
     enum map_sums sums;
-    double *totals;        /* [2][width] */
-    const void *other;     /* what is added, or with NORM_SUMS the raw map below; NULL */
+    double *totals;    /* [2][width] */
+    const void *other; /* what is added, or with NORM_SUMS the raw map below; NULL */
     int adds;
-    const float *norm;     /* with NORM_SUMS: [COEFFICIENTS][channels] of the map below */
+    const float *norm; /* with NORM_SUMS: [COEFFICIENTS][channels] of the map below */
 };
 
-/* The sums of a tile as lines of two times up to 16 values: side by side in the map, where they
+/* The sums of a tile as spans: two halves of up to 16 values, side by side in the map where they
    can be. */
-struct lines {
-    const float *sums[2]; /* of the first line */
-    int next_sums;        /* to those of the next line */
-    int count[2];         /* lines of which the first, or the second, are of a voxel of the map */
-    size_t at[2], next;   /* elements of the map; to those of the next line */
+struct spans {
+    const float *sums[2]; /* of the first span */
+    int next_sums;        /* to those of the next span */
+    int count[2];         /* spans whose first, or second half is of a voxel of the map */
+    size_t at[2], next;   /* elements of the map; to those of the next span */
 };
 
-/* The same lines of another row: so many sums, and elements of the map, further on. */
-static struct lines moved(struct lines lines, size_t sums, size_t elements)
+/* The same spans of another row: so many sums, and elements of the map, further on. */
+static struct spans moved(struct spans spans, size_t sums, size_t elements)
 {
     for (int i = 0; i < 2; i++) {
-        lines.sums[i] += sums;
-        lines.at[i] += elements;
+        spans.sums[i] += sums;
+        spans.at[i] += elements;
     }
-    return lines;
+    return spans;
 }
 
 /* What is finished at once. */
 struct finished {
     int rows; /* 0: nothing */
-    struct lines lines[MOST_ROWS];
+    struct spans spans[MOST_TILE_ROWS];
     int channel[2], wide[2]; /* first channel, and channels, up to 16 */
     size_t ahead;            /* elements to what is finished next */
 };
 
-/* Two tiles: the first has `count` lines of voxels, `next` elements apart from `at` on, the second
-   `count_beside` from `beside` on. */
-static struct lines lines_of_two(const float *sums, size_t at, size_t beside, size_t next,
+/* Of two tiles: the first has `count` lines of voxels, `next` elements apart from `at` on, the
+   second `count_beside` from `beside` on. */
+static struct spans spans_of_two(const float *sums, size_t at, size_t beside, size_t next,
                                  int count, int count_beside)
 {
-    return (struct lines){
+    return (struct spans){
         .sums = {sums, sums + TILE_FLOATS},
         .next_sums = 16,
         .count = {count < 0 ? 0 : count, count_beside < 0 ? 0 : count_beside},
@@ -120,10 +121,10 @@ static struct lines lines_of_two(const float *sums, size_t at, size_t beside, si
     };
 }
 
-/* One tile: two of its lines become one. */
-static struct lines lines_of_one(const float *sums, size_t at, size_t next, int count)
+/* Of one tile: two of its lines become a span. */
+static struct spans spans_of_one(const float *sums, size_t at, size_t next, int count)
 {
-    return (struct lines){
+    return (struct spans){
         .sums = {sums, sums + 16},
         .next_sums = 32,
         .count = {(count + 1) / 2, count / 2},
@@ -135,9 +136,11 @@ static struct lines lines_of_one(const float *sums, size_t at, size_t next, int 
 /* --- Columns: tiles B of the outputs --- */
 
 /* 16 outputs, and where a line makes a pair of voxels those of the first or of the second. */
-struct column { int block, voxel; };
+struct column {
+    int block, voxel;
+};
 
-static int passes_of(int voxels, int blocks) { return voxels == 2 ? blocks : parts_of(blocks, 2); }
+static int passes_of(int voxels, int blocks) { return voxels == 2 ? blocks : ceil_div(blocks, 2); }
 
 /* Returns the number of columns of a pass over `blocks` blocks from `first` on. Of pairs, two
    blocks of one voxel where blocks are even: their outputs are side by side in memory. */
@@ -156,21 +159,22 @@ static int columns_of(struct column *columns, int voxels, int first, int blocks,
 }
 
 /* The sums of a tile A and its columns, from `voxel` of the map on, of which `left` voxels are. */
-static struct lines lines_of(const float *sums, const struct column *columns, int count,
+static struct spans spans_of(const float *sums, const struct column *columns, int count,
                              size_t voxel, int left, int voxels, int channels)
 {
-    size_t next = (size_t)voxels * channels, at[2];
+    size_t next = (size_t)voxels * channels;
+    size_t at[2];
     int lines[2];
     if (count == 1)
-        return lines_of_one(sums, voxel * channels + 16 * columns[0].block, next, left);
+        return spans_of_one(sums, voxel * channels + 16 * columns[0].block, next, left);
     for (int i = 0; i < 2; i++) {
         at[i] = (voxel + columns[i].voxel) * channels + 16 * columns[i].block;
         lines[i] = voxels == 2 ? (left - columns[i].voxel + 1) / 2 : left;
     }
-    return lines_of_two(sums, at[0], at[1], next, lines[0], lines[1]);
+    return spans_of_two(sums, at[0], at[1], next, lines[0], lines[1]);
 }
 
-/* Of a pass's columns, without lines. */
+/* Of a pass's columns, without spans. */
 static struct finished finished_of(const struct column *columns, int count, int channels)
 {
     struct finished f = {.channel = {16 * columns[0].block, 16 * columns[count - 1].block}};
@@ -186,7 +190,7 @@ static int lanes_of(int wide, int v)
 }
 
 /* Two vectors of 16 values to 32 elements side by side; they become what was written. */
-ALWAYS_INLINE void store_line(void *map, size_t at, vec (*value)[VECS], int is_streamed)
+ALWAYS_INLINE void store_span(void *map, size_t at, vec (*value)[VECS], int is_streamed)
 {
 #ifdef __AVX512BF16__
     __m512i pair = (__m512i)_mm512_cvtne2ps_pbh((__m512)value[1][0], (__m512)value[0][0]);
@@ -198,25 +202,27 @@ ALWAYS_INLINE void store_line(void *map, size_t at, vec (*value)[VECS], int is_s
     value[1][0] = from_bfloat16((halves)_mm512_extracti64x4_epi64(pair, 1));
 #else
     for (int i = 0; i < 2 * VECS; i++) {
-        vec *of_line = &value[i / VECS][i % VECS];
-        *of_line = store_values(map, at + i * LANES, *of_line, LANES, BFLOAT16);
+        vec *each = &value[i / VECS][i % VECS];
+        *each = store_values(map, at + i * LANES, *each, LANES, BFLOAT16);
     }
 #endif
 }
 
-/* How the lines of a call are finished: constants of the functions below. */
-struct how { int kind, adds, is_whole; };
+/* How the spans of a call are finished: constants of the functions below. */
+struct how {
+    int kind, adds, is_whole;
+};
 
-/* What is summed over the lines of a call, of both halves of a line. Moments are of the differences
+/* What is summed over the spans of a call, of both halves. Moments are of the differences
    from a pivot, in float32, and in float64 over all calls. */
-struct line_sums {
+struct span_sums {
     vec below[2][VECS][COEFFICIENTS]; /* norm of the map below */
     vec pivot[2][VECS];
     vec sums[2][VECS][2];
 };
 
 /* What is written: the products' sum, and what is added. */
-ALWAYS_INLINE vec value_of(const struct made *made, const struct lines *l, int i, int half, int v,
+ALWAYS_INLINE vec value_of(const struct made *made, const struct spans *l, int i, int half, int v,
                            int wide, struct how how)
 {
     size_t at = l->at[half] + i * l->next + v * LANES;
@@ -226,17 +232,18 @@ ALWAYS_INLINE vec value_of(const struct made *made, const struct lines *l, int i
     return value;
 }
 
-/* Rounds, writes and sums line i, of one voxel or of two. */
-ALWAYS_INLINE void finish_line(const struct made *made, const struct finished *f,
-                               const struct lines *l, int i, int voxels, int is_streamed,
-                               struct how how, struct line_sums *s)
+/* Rounds, writes and sums span i, of one voxel or of two. */
+ALWAYS_INLINE void finish_span(const struct made *made, const struct finished *f,
+                               const struct spans *l, int i, int voxels, int is_streamed,
+                               struct how how, struct span_sums *s)
 {
     int reads = how.adds || how.kind == NORM_SUMS;
     int is_pair = how.is_whole && voxels == 2;
     vec value[2][VECS];
 #pragma GCC unroll 4
     for (int n = 0; n < voxels * VECS; n++) {
-        int half = n / VECS, v = n % VECS;
+        int half = n / VECS;
+        int v = n % VECS;
         int wide = how.is_whole ? LANES : lanes_of(f->wide[half], v);
         size_t at = l->at[half] + i * l->next + v * LANES;
         if (reads)
@@ -246,13 +253,15 @@ ALWAYS_INLINE void finish_line(const struct made *made, const struct finished *f
             value[half][v] = store_values(made->map, at, value[half][v], wide, BFLOAT16);
     }
     if (is_pair)
-        store_line(made->map, l->at[0] + i * l->next, value, is_streamed);
+        store_span(made->map, l->at[0] + i * l->next, value, is_streamed);
 #pragma GCC unroll 4
     for (int n = 0; n < voxels * VECS; n++) {
-        int half = n / VECS, v = n % VECS;
+        int half = n / VECS;
+        int v = n % VECS;
         int wide = how.is_whole ? LANES : lanes_of(f->wide[half], v);
         size_t at = l->at[half] + i * l->next + v * LANES;
-        vec written = value[half][v], *to = s->sums[half][v];
+        vec written = value[half][v];
+        vec *to = s->sums[half][v];
         if (how.kind == NORM_SUMS)
             add_norm_sums(to, s->below[half][v], load_values(made->other, at, wide, BFLOAT16),
                           written);
@@ -264,7 +273,7 @@ ALWAYS_INLINE void finish_line(const struct made *made, const struct finished *f
     }
 }
 
-/* Adds what was summed over `count` lines to the totals. */
+/* Adds what was summed over `count` spans to the totals. */
 ALWAYS_INLINE void add_sums(const struct made *made, int channel, struct how how, const vec *sums,
                             vec pivot, int count)
 {
@@ -285,24 +294,26 @@ ALWAYS_INLINE void add_sums(const struct made *made, int channel, struct how how
 ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, struct how how)
 {
     int counted[2] = {0, 0};
-    struct line_sums s = {0};
+    struct span_sums s = {0};
 #pragma GCC unroll 4
     for (int n = 0; n < 2 * VECS; n++) {
-        int half = n / VECS, v = n % VECS, wide = lanes_of(f->wide[half], v);
+        int half = n / VECS;
+        int v = n % VECS;
+        int wide = lanes_of(f->wide[half], v);
         const float *norm = how.kind == NORM_SUMS ? made->norm : NULL;
         int channel = f->channel[half] + v * LANES;
         load_norm(s.below[half][v], norm, made->channels, channel, wide);
-        if (how.kind == MOMENTS && f->lines[0].count[half])
-            s.pivot[half][v] = value_of(made, &f->lines[0], 0, half, v, wide, how);
+        if (how.kind == MOMENTS && f->spans[0].count[half])
+            s.pivot[half][v] = value_of(made, &f->spans[0], 0, half, v, wide, how);
     }
     for (int row = 0; row < f->rows; row++) {
-        const struct lines l = f->lines[row];
+        const struct spans l = f->spans[row];
         int is_aligned = ((uintptr_t)made->map + 2 * l.at[0]) % 64 == 0 && l.next % 32 == 0;
         int is_streamed = is_aligned && made->bytes > STREAMED_BYTES;
         for (int i = 0; i < l.count[1]; i++)
-            finish_line(made, f, &l, i, 2, is_streamed, how, &s);
+            finish_span(made, f, &l, i, 2, is_streamed, how, &s);
         for (int i = l.count[1]; i < l.count[0]; i++) /* the last voxel of an uneven number */
-            finish_line(made, f, &l, i, 1, 0, how, &s);
+            finish_span(made, f, &l, i, 1, 0, how, &s);
         counted[0] += l.count[0];
         counted[1] += l.count[1];
     }
@@ -310,7 +321,9 @@ ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, 
         return;
 #pragma GCC unroll 4
     for (int n = 0; n < 2 * VECS; n++) {
-        int half = n / VECS, v = n % VECS, channel = f->channel[half] + v * LANES;
+        int half = n / VECS;
+        int v = n % VECS;
+        int channel = f->channel[half] + v * LANES;
         add_sums(made, channel, how, s.sums[half][v], s.pivot[half][v], counted[half]);
     }
 }
@@ -319,17 +332,19 @@ static void finish(const struct made *made, const struct finished *f)
 {
     if (!f->rows)
         return;
-    int is_beside = f->lines[0].at[1] - f->lines[0].at[0] == 16;
+    int is_beside = f->spans[0].at[1] - f->spans[0].at[0] == 16;
     int is_whole = f->wide[0] == 16 && f->wide[1] == 16 && is_beside;
     switch (made->sums * 4 + made->adds * 2 + is_whole) {
 #define FINISH(kind, adds, whole) \
     case kind * 4 + adds * 2 + whole: \
         finish_as(made, f, (struct how){kind, adds, whole}); \
         break;
-    FINISH(NO_SUMS, 0, 0) FINISH(NO_SUMS, 0, 1) FINISH(NO_SUMS, 1, 0) FINISH(NO_SUMS, 1, 1)
-    FINISH(MOMENTS, 0, 0) FINISH(MOMENTS, 0, 1) FINISH(MOMENTS, 1, 0) FINISH(MOMENTS, 1, 1)
-    FINISH(NORM_SUMS, 0, 0) FINISH(NORM_SUMS, 0, 1)
-    default: __builtin_trap();
+        /* clang-format off */
+        FINISH(NO_SUMS, 0, 0) FINISH(NO_SUMS, 0, 1) FINISH(NO_SUMS, 1, 0) FINISH(NO_SUMS, 1, 1)
+        FINISH(MOMENTS, 0, 0) FINISH(MOMENTS, 0, 1) FINISH(MOMENTS, 1, 0) FINISH(MOMENTS, 1, 1)
+        FINISH(NORM_SUMS, 0, 0) FINISH(NORM_SUMS, 0, 1)
+            /* clang-format on */
+            default : __builtin_trap();
     }
 }
 

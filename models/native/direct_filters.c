@@ -2,17 +2,10 @@
    in a product. docs/kernels.md draws the tiles; what is drawn there has the same names here.
 
    A thread takes a few planes of its piece at a time. Their rows follow each other as one line of
-   positions with zeros between rows, so that blocks of 32 positions need not end with a row, and a
+   positions with zeros between rows, so that steps of 32 positions need not end with a row, and a
    tap is a shift of the line. Tile sums are of float32, over these planes; they are added in
    float32 over a piece, and in float64 over pieces. */
-#include <unistd.h>
 #include "positions.h"
-
-enum { MOST_PLANES = 8 };
-
-/* Costs of pieces.h, about: positions whose products take as long as what comes with each plane,
-   and as clearing and adding up the sums of a group and a block. */
-enum { PRODUCTS_COST = 3, LOAD_POSITIONS = 27, SUMS_POSITIONS = 200 };
 
 /* What the threads of an operation share, and how it is cut. */
 struct job {
@@ -21,23 +14,22 @@ struct job {
     struct cut cut;
     int inputs, outputs;     /* channels */
     int width, output_width; /* of a formed voxel: values 4, 8 or whole 16; outputs whole 16 */
-    int groups, blocks;      /* of 16 values of a line, of 16 outputs */
+    int groups, blocks;      /* of 16 values of a formed, of 16 outputs */
     int shifts;              /* along z, of tiles B that make the three taps: 1 to 3 */
     int copies;              /* of values: in pairs from uneven positions, and from even ones */
-    int values_are_whole;    /* maps of whole 16 channels, whose rows need no line between */
+    int values_are_whole;    /* maps of whole 16 channels, whose rows are formed as pairs at once */
     int gradients_are_whole;
-    int pitch;               /* positions from row to row; even */
-    int y_rows, planes;      /* that are taken at a time */
-    int position_blocks;     /* of such a plane: of 32 positions */
-    size_t copy_bytes;       /* of a group of a plane */
-    size_t values_bytes;     /* of a plane: [group][copy] */
-    size_t block_bytes;      /* of gradients: 16 outputs of a plane */
-    size_t gradient_bytes;   /* of a plane */
-    size_t line_values;      /* of a formed row with its zeros */
-    size_t thread_sums;      /* floats: [target][group][block][16 outputs][16 values] */
+    int pitch;             /* positions from row to row; even */
+    int y_rows, planes;    /* that are taken at a time */
+    int steps;             /* of such a plane, of 32 positions each */
+    size_t copy_bytes;     /* of a group of a plane */
+    size_t values_bytes;   /* of a plane: [group][copy] */
+    size_t block_bytes;    /* of gradients: 16 outputs of a plane */
+    size_t gradient_bytes; /* of a plane */
+    size_t row_values;     /* of a formed row with its zeros */
+    size_t position_sums;  /* floats: [target][group][block][16 outputs][16 values] */
     size_t kept, passing;
-    float *filter_sums;      /* of every position */
-    int failed;
+    float *filter_sums; /* of every position */
 };
 
 static struct cut cut_for(const struct operation *op, const struct job *j)
@@ -49,10 +41,10 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
         .outputs = j->blocks,
         .unit = 1,
         .border = 1,
-        .products = PRODUCTS_COST,
-        .load = PRODUCTS_COST * LOAD_POSITIONS / j->pitch,
+        .products = DIRECT_PRODUCTS_COST,
+        .load = DIRECT_PRODUCTS_COST * DIRECT_LOAD_POSITIONS / j->pitch,
         .form_outputs = 1,
-        .sums = PRODUCTS_COST * SUMS_POSITIONS / j->pitch,
+        .sums = DIRECT_PRODUCTS_COST * DIRECT_SUMS_POSITIONS / j->pitch,
     };
     return cut_of(&work, op->threads);
 }
@@ -75,7 +67,7 @@ static struct job job_of(const struct operation *op)
     j.gradient = all_of(j.gradient);
     j.width = width_of(j.inputs);
     j.output_width = round_up(j.outputs, 16);
-    j.groups = parts_of(j.width, 16);
+    j.groups = ceil_div(j.width, 16);
     j.blocks = j.output_width / 16;
     j.shifts = j.width < 16 ? j.width / 4 : 3;
     j.copies = j.width < 16 ? 1 : 2;
@@ -86,35 +78,37 @@ static struct job job_of(const struct operation *op)
 
     /* There are two planes of values more than of gradients; and of values a row more on each
        side, and a line that the last shift reads. */
-    long cache = sysconf(_SC_LEVEL2_CACHE_SIZE), arrays = j.cut.inputs * j.copies;
-    long budget = (cache > 0 ? cache : 1 << 20) * 5 / 8;
+    long arrays = j.cut.inputs * j.copies;
+    long budget = l2_budget(POSITIONS_PERMILLE);
     long borders = 3 * arrays * 64 * (j.pitch + 1);
     long rows = (budget - borders) / (TILE_BYTES * (3 * arrays + j.cut.outputs)) * 32 / j.pitch;
     int most = j.cut.rows;
     if (rows < most)
         most = rows < 1 ? 1 : (int)rows;
-    j.y_rows = parts_of(j.cut.rows, parts_of(j.cut.rows, most)); /* parts of equal height */
-    j.position_blocks = parts_of(j.y_rows * j.pitch, 32);
-    j.copy_bytes = 64 * ((size_t)j.pitch + 16 * (size_t)j.position_blocks + 1);
+    int bands = ceil_div(j.cut.rows, most);
+    j.y_rows = ceil_div(j.cut.rows, bands); /* all are about equal */
+    j.steps = ceil_div(j.y_rows * j.pitch, 32);
+    j.copy_bytes = 64 * ((size_t)j.pitch + 16 * (size_t)j.steps + 1);
     j.values_bytes = arrays * j.copy_bytes;
-    j.block_bytes = (size_t)TILE_BYTES * j.position_blocks;
+    j.block_bytes = (size_t)TILE_BYTES * j.steps;
     j.gradient_bytes = j.cut.outputs * j.block_bytes;
 
     long plane_bytes = (long)(j.values_bytes + j.gradient_bytes);
     long planes = (budget - 2 * (long)j.values_bytes) / plane_bytes;
-    int enough = least(MOST_PLANES, parts_of(ENOUGH_BLOCKS, j.position_blocks));
+    int enough = least(MOST_PLANES, ceil_div(ENOUGH_STEPS, j.steps));
     j.planes = least(enough, j.cut.planes);
     if (planes < j.planes)
         j.planes = planes < 1 ? 1 : (int)planes;
 
-    int width = j.width < 16 ? j.width : 16 * j.cut.inputs, output_width = 16 * j.cut.outputs;
+    int width = j.width < 16 ? j.width : 16 * j.cut.inputs;
+    int output_width = 16 * j.cut.outputs;
     int wide = width > output_width ? width : output_width;
     size_t voxels = j.pitch + 6; /* lines of few channels reach so far */
-    j.line_values = (voxels * wide + 31) / 32 * 32;
-    j.kept = sizeof(float) * MOST_SUMS * TILE_FLOATS + sizeof(uint16_t) * j.line_values;
+    j.row_values = (voxels * wide + 31) / 32 * 32;
+    j.kept = sizeof(float) * MOST_TARGETS * TILE_FLOATS + sizeof(uint16_t) * j.row_values;
     j.kept += (j.planes + 2) * j.values_bytes + j.planes * j.gradient_bytes;
-    j.thread_sums = (size_t)9 * j.shifts * j.groups * j.blocks * TILE_FLOATS;
-    j.passing = j.cut.positions * sizeof(float) * j.thread_sums;
+    j.position_sums = (size_t)9 * j.shifts * j.groups * j.blocks * TILE_FLOATS;
+    j.passing = j.cut.positions * sizeof(float) * j.position_sums;
     return j;
 }
 
@@ -123,11 +117,11 @@ struct thread {
     struct piece piece;
     struct input values_of, gradient_of; /* the channels of the piece */
     int width, output_width;             /* of a formed voxel of them */
-    struct part part;
-    float *sums;     /* of six tiles */
-    uint16_t *line;  /* a row, formed */
-    char *values;    /* a ring of planes: [group][copy][pair of positions][16 values][2] */
-    char *gradients; /* planes: [block][block of 32 positions][16 outputs][32 positions] */
+    struct band band;
+    float *sums;      /* of six tiles */
+    uint16_t *formed; /* a row, formed */
+    char *values;     /* a ring of planes: [group][copy][pair of positions][16 values][2] */
+    char *gradients;  /* planes: [block][step][16 outputs][32 positions] */
     float *filter_sums;
 };
 
@@ -143,18 +137,18 @@ static int is_outside(const struct operation *op, int x, int y)
     return x < 0 || x >= op->x || y < 0 || y >= op->y;
 }
 
-/* Row (x, y) of a map, after a voxel of zeros and followed by zeros. Channels that are there for the
-   width alone have any values: they are multiplied into sums that are not read. */
-static const uint16_t *formed_line(struct thread *t, const struct input *in, int width, int x,
-                                   int y)
+/* Row (x, y) of a map, after a voxel of zeros and followed by zeros. Channels that are there for
+   the width alone have any values: they are multiplied into sums that are not read. */
+static const uint16_t *formed_row(struct thread *t, const struct input *in, int width, int x, int y)
 {
     const struct operation *op = t->job->op;
-    uint16_t *line = t->line + width;
-    size_t voxel = voxel_of(op, 1, t->part.batch, x, y), beyond = t->job->pitch + 4 - op->z;
-    memset(t->line, 0, sizeof(uint16_t) * width);
-    form_bfloat16_row(line, width, in, t->part.batch, voxel, op->z);
-    memset(line + (size_t)op->z * width, 0, sizeof(uint16_t) * beyond * width);
-    return line;
+    uint16_t *formed = t->formed + width;
+    size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+    size_t beyond = t->job->pitch + 4 - op->z;
+    memset(t->formed, 0, sizeof(uint16_t) * width);
+    form_bfloat16_row(formed, width, in, t->band.batch, voxel, op->z);
+    memset(formed + (size_t)op->z * width, 0, sizeof(uint16_t) * beyond * width);
+    return formed;
 }
 
 /* The lines of row (x, y) of values: of each group and copy, `copy_bytes` apart. Pair p begins with
@@ -163,19 +157,21 @@ static void form_values_row(struct thread *t, char *to, int x, int y)
 {
     const struct job *j = t->job;
     const struct operation *op = j->op;
-    int pairs = j->pitch / 2, groups = t->piece.past_input - t->piece.input;
-    const uint16_t *line = NULL;
+    int pairs = j->pitch / 2;
+    int groups = t->piece.past_input - t->piece.input;
+    const uint16_t *formed = NULL;
     if (!j->values_are_whole && !is_outside(op, x, y))
-        line = formed_line(t, &t->values_of, t->width, x, y);
+        formed = formed_row(t, &t->values_of, t->width, x, y);
     for (int i = 0; i < groups * j->copies; i++, to += j->copy_bytes) {
-        int group = i / j->copies, first = i % j->copies - 1;
+        int group = i / j->copies;
+        int first = i % j->copies - 1;
         if (is_outside(op, x, y)) {
             memset(to, 0, (size_t)pairs * 64);
-        } else if (line) {
-            store_pairs(to, line + first * t->width + 16 * group, t->width, pairs);
+        } else if (formed) {
+            store_pairs(to, formed + first * t->width + 16 * group, t->width, pairs);
         } else if (first) {
-            size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
-            form_pairs(to + j->copy_bytes, to, pairs, &j->values, t->part.batch, voxel,
+            size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+            form_pairs(to + j->copy_bytes, to, pairs, &j->values, t->band.batch, voxel,
                        16 * (t->piece.input + group), op->z);
         }
     }
@@ -186,36 +182,41 @@ static void form_values(struct thread *t, int x)
 {
     size_t row_bytes = (size_t)t->job->pitch / 2 * 64;
     char *to = values_plane(t, x);
-    for (int y = t->part.y0 - 1; y <= t->part.y1; y++, to += row_bytes)
+    for (int y = t->band.y0 - 1; y <= t->band.y1; y++, to += row_bytes)
         form_values_row(t, to, x, y);
 }
 
-/* Rows y0 ... y1 - 1 of plane `number` of gradients. Tiles go on from row to row: each is transposed
-   as soon as it is full, still in the cache L1. */
+/* Rows y0 ... y1 - 1 of plane `number` of gradients. Tiles go on from row to row: each is
+   transposed as soon as it is full, still in the cache L1. */
 static void form_gradients(struct thread *t, int x, int number)
 {
     const struct job *j = t->job;
     const struct operation *op = j->op;
-    int rows = t->part.y1 - t->part.y0, tiles = parts_of(rows * j->pitch, 32), pairs = j->pitch / 2;
+    int rows = t->band.y1 - t->band.y0;
+    int tiles = ceil_div(rows * j->pitch, 32);
+    int pairs = j->pitch / 2;
     int blocks = t->piece.past_output - t->piece.output;
-    size_t row_bytes = (size_t)pairs * 64, formed = rows * row_bytes;
+    size_t row_bytes = (size_t)pairs * 64;
+    size_t formed_bytes = rows * row_bytes;
     char *plane = t->gradients + number * j->gradient_bytes;
     int full = 0; /* tiles */
     for (int row = 0; row < rows; row++) {
-        int y = t->part.y0 + row, now = row + 1 < rows ? (row + 1) * pairs / 16 : tiles;
-        size_t voxel = voxel_of(op, 1, t->part.batch, x, y);
-        const uint16_t *line = NULL;
+        int y = t->band.y0 + row;
+        int now = row + 1 < rows ? (row + 1) * pairs / 16 : tiles;
+        size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+        const uint16_t *formed = NULL;
         if (!j->gradients_are_whole)
-            line = formed_line(t, &t->gradient_of, t->output_width, x, y);
+            formed = formed_row(t, &t->gradient_of, t->output_width, x, y);
         for (int block = 0; block < blocks; block++) {
-            char *of_block = plane + block * j->block_bytes, *to = of_block + row * row_bytes;
-            if (line)
-                store_pairs(to, line + 16 * block, t->output_width, pairs);
+            char *of_block = plane + block * j->block_bytes;
+            char *to = of_block + row * row_bytes;
+            if (formed)
+                store_pairs(to, formed + 16 * block, t->output_width, pairs);
             else
-                form_pairs(to, NULL, pairs, &j->gradient, t->part.batch, voxel,
+                form_pairs(to, NULL, pairs, &j->gradient, t->band.batch, voxel,
                            16 * (t->piece.output + block), op->z);
             if (row + 1 == rows)
-                memset(of_block + formed, 0, (size_t)TILE_BYTES * tiles - formed);
+                memset(of_block + formed_bytes, 0, (size_t)TILE_BYTES * tiles - formed_bytes);
             for (int i = full; i < now; i++)
                 transpose_tile(of_block + (size_t)i * TILE_BYTES);
         }
@@ -229,11 +230,12 @@ static void form_gradients(struct thread *t, int x, int number)
 static const char *values_of(const struct thread *t, int target, int group, int x)
 {
     const struct job *j = t->job;
-    int tap = target / j->shifts, shift = target % j->shifts;
-    int copy = j->shifts == 3 && shift == 1;           /* the one from even positions */
-    int line = j->shifts == 3 ? shift / 2 : shift;     /* pairs further on */
+    int tap = target / j->shifts;
+    int shift = target % j->shifts;
+    int copy = j->shifts == 3 && shift == 1;          /* the one from even positions */
+    int further = j->shifts == 3 ? shift / 2 : shift; /* pairs further on */
     const char *plane = values_plane(t, x + tap / 3 - 1);
-    size_t pair = (size_t)(tap % 3) * (j->pitch / 2) + line;
+    size_t pair = (size_t)(tap % 3) * (j->pitch / 2) + further;
     return plane + (group * j->copies + copy) * j->copy_bytes + pair * 64;
 }
 
@@ -249,16 +251,18 @@ static float *panel_of(const struct thread *t, int target, int group, int block)
 static void correlate_block(struct thread *t, int x, int planes, int group, int block)
 {
     const struct job *j = t->job;
-    int tiles = parts_of((t->part.y1 - t->part.y0) * j->pitch, 32), targets = 9 * j->shifts;
-    const char *left[MOST_PLANES], *right[MOST_PLANES][MOST_SUMS] = {{0}};
+    int tiles = ceil_div((t->band.y1 - t->band.y0) * j->pitch, 32);
+    int targets = 9 * j->shifts;
+    const char *left[MOST_PLANES];
+    const char *right[MOST_PLANES][MOST_TARGETS] = {{0}};
     for (int plane = 0; plane < planes; plane++)
         left[plane] = t->gradients + plane * j->gradient_bytes + block * j->block_bytes;
-    for (int target = 0; target < targets; target += MOST_SUMS) {
-        int count = least(MOST_SUMS, targets - target);
+    for (int target = 0; target < targets; target += MOST_TARGETS) {
+        int count = least(MOST_TARGETS, targets - target);
         for (int plane = 0; plane < planes; plane++)
             for (int i = 0; i < count; i++)
                 right[plane][i] = values_of(t, target + i, group, x + plane);
-        correlate(count, t->sums, planes, tiles, left, (const char *const (*)[MOST_SUMS])right);
+        correlate(count, t->sums, planes, tiles, left, (const char *const(*)[MOST_TARGETS])right);
         for (int i = 0; i < count; i++)
             add_tile(panel_of(t, target + i, group, block), t->sums + i * TILE_FLOATS);
     }
@@ -266,13 +270,13 @@ static void correlate_block(struct thread *t, int x, int planes, int group, int 
 
 /* --- An operation --- */
 
-static void correlate_part(struct thread *t)
+static void correlate_band(struct thread *t)
 {
     const struct job *j = t->job;
-    const struct part *part = &t->part;
-    int next = part->x0 - 1; /* plane of values */
-    for (int x = part->x0, planes; x < part->x1; x += planes) {
-        planes = least(j->planes, part->x1 - x);
+    const struct band *band = &t->band;
+    int next = band->x0 - 1; /* plane of values */
+    for (int x = band->x0, planes; x < band->x1; x += planes) {
+        planes = least(j->planes, band->x1 - x);
         for (; next <= x + planes; next++)
             form_values(t, next);
         for (int i = 0; i < planes; i++)
@@ -292,48 +296,38 @@ static void clear_filter_sums(struct thread *t)
             memset(panel_of(t, target, group, 0), 0, bytes);
 }
 
-static void correlate_piece(void *argument, int thread, int threads)
+static void correlate_piece(struct job *j, const struct piece *piece, char *memory)
 {
-    struct job *j = argument;
-    const struct operation *op = j->op;
-    char *memory = thread_memory(thread, j->kept);
-    if (!memory) {
-        j->failed = 1;
-        return;
-    }
-    struct thread t = {.job = j, .sums = (float *)memory};
-    struct piece piece = piece_of(&j->cut, thread);
-    t.piece = piece;
-    t.values_of = blocks_of(&j->values, piece.input, piece.past_input);
-    t.gradient_of = blocks_of(&j->gradient, piece.output, piece.past_output);
-    t.width = j->width < 16 ? j->width : 16 * (piece.past_input - piece.input);
-    t.output_width = 16 * (piece.past_output - piece.output);
-    t.line = (uint16_t *)(t.sums + MOST_SUMS * TILE_FLOATS);
-    t.values = (char *)(t.line + j->line_values);
+    struct thread t = {.job = j, .piece = *piece, .sums = (float *)memory};
+    t.values_of = blocks_of(&j->values, piece->input, piece->past_input);
+    t.gradient_of = blocks_of(&j->gradient, piece->output, piece->past_output);
+    t.width = j->width < 16 ? j->width : 16 * (piece->past_input - piece->input);
+    t.output_width = 16 * (piece->past_output - piece->output);
+    t.formed = (uint16_t *)(t.sums + MOST_TARGETS * TILE_FLOATS);
+    t.values = (char *)(t.formed + j->row_values);
     t.gradients = t.values + (j->planes + 2) * j->values_bytes;
-    t.filter_sums = j->filter_sums + piece.position * j->thread_sums;
+    t.filter_sums = j->filter_sums + piece->position * j->position_sums;
     clear_filter_sums(&t);
     /* What follows the rows is multiplied by zeros. */
     memset(t.values, 0, (j->planes + 2) * j->values_bytes);
     tile_config(16, 16);
-    struct part *part = &t.part;
-    for (long at = piece.plane; at < piece.past_plane; at += part->x1 - part->x0) {
-        planes_from(part, op, at, piece.past_plane);
-        for (part->y0 = piece.y0; part->y0 < piece.y1; part->y0 = part->y1) {
-            part->y1 = least(part->y0 + j->y_rows, piece.y1);
-            correlate_part(&t);
-        }
-    }
+    while (next_band(&t.band, j->op, piece, j->y_rows))
+        correlate_band(&t);
     tile_release();
 }
 
 /* Writes the sums [16 outputs][16 values] of a target, a group and a block. */
 static void write_tile(const struct job *j, const double *sums, int target, int group, int block)
 {
-    int tap = target / j->shifts, shift = target % j->shifts, first = 16 * block;
-    int width = least(j->width, 16), z_taps = 16 / width; /* of a line */
+    int tap = target / j->shifts;
+    int shift = target % j->shifts;
+    int first = 16 * block;
+    /* of a line */
+    int width = least(j->width, 16);
+    int z_taps = 16 / width;
     for (int value = 0; value < 16; value++) {
-        int z = shift * z_taps + value / width, input = 16 * group + value % width;
+        int z = shift * z_taps + value / width;
+        int input = 16 * group + value % width;
         if (z > 2 || input >= j->inputs)
             continue;
         size_t at = ((size_t)(3 * tap + z) * j->inputs + input) * j->outputs + first;
@@ -342,33 +336,34 @@ static void write_tile(const struct job *j, const double *sums, int target, int 
     }
 }
 
-/* Adds the positions' sums in their order: a thread those of its share of all tiles. */
+/* Adds up what the positions have: a thread its share of all tiles. */
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    long all = 9L * j->shifts * j->groups * j->blocks, past = share(all, thread + 1, threads);
-    for (long panel = share(all, thread, threads); panel < past; panel++) {
-        const float *from = j->filter_sums + panel * TILE_FLOATS;
-        double sums[TILE_FLOATS] = {0};
-        for (int each = 0; each < j->cut.positions; each++, from += j->thread_sums)
-            for (int i = 0; i < TILE_FLOATS; i++)
-                sums[i] += from[i];
-        int group = (int)(panel / j->blocks % j->groups);
-        write_tile(j, sums, (int)(panel / j->blocks / j->groups), group, (int)(panel % j->blocks));
+    long all = 9L * j->shifts * j->groups * j->blocks;
+    for (long tile = share(all, thread, threads); tile < share(all, thread + 1, threads); tile++) {
+        double sums[TILE_FLOATS];
+        add_positions(sums, j->filter_sums, j->position_sums, j->cut.positions, tile);
+        int block = (int)(tile % j->blocks);
+        int group = (int)(tile / j->blocks % j->groups);
+        int target = (int)(tile / j->blocks / j->groups);
+        write_tile(j, sums, target, group, block);
     }
 }
+
+static void place(struct job *j, char *memory) { j->filter_sums = (float *)memory; }
 
 int DIRECT_FILTERS(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (asks_for_scratch(op, j.cut.pieces, j.kept, j.passing))
-        return 0;
-    j.filter_sums = passing_memory(j.passing);
-    if (!j.filter_sums)
-        return -1;
-    run_on_threads(j.cut.pieces, correlate_piece, &j);
-    if (j.failed)
-        return -1;
-    run_on_threads(op->threads, write_filter_gradient, &j);
-    return 0;
+    struct steps steps = {
+        .op = op,
+        .cut = &j.cut,
+        .kept = j.kept,
+        .passing = j.passing,
+        .place = place,
+        .compute = correlate_piece,
+        .add_up = write_filter_gradient,
+    };
+    return run_pieces(&j, &steps);
 }

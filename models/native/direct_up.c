@@ -7,20 +7,19 @@
 
 struct job {
     const struct operation *op;
-    struct input input;       /* what lines are formed of */
-    struct made made;         /* without what belongs to a sample */
+    struct input input; /* what lines are formed of */
+    struct made made;   /* without what belongs to a sample */
     struct products products;
-    struct cut cut;           /* of coarse rows */
-    int rows, times;          /* that are formed for a coarse row; 2 if they are fine ones */
-    int width;                /* values of a formed voxel */
-    int voxels, blocks;       /* that a line makes; of 16 channels of the map that is made */
-    int tiles, lines;         /* of a row: tiles A along z, and lines in each */
-    size_t formed_bytes;      /* of a formed row */
-    size_t column_bytes;      /* of packed filters: [fine row][step][pair of values of K][16][2] */
-    size_t weight_bytes, thread_totals, kept, passing;
+    struct cut cut;      /* of coarse rows */
+    int rows, times;     /* that are formed for a coarse row; 2 if they are fine ones */
+    int width;           /* values of a formed voxel */
+    int voxels, blocks;  /* that a line makes; of 16 channels of the map that is made */
+    int tiles, lines;    /* of a row: tiles A along z, and lines in each */
+    size_t formed_bytes; /* of a formed row */
+    size_t column_bytes; /* of packed filters: [fine row][step][pair of values of K][16][2] */
+    size_t weight_bytes, position_totals, kept, passing;
     char *weights;
-    double *totals;           /* of every piece: [batch][2][width of the map that is made] */
-    int failed;
+    double *totals; /* of every position: [batch][2][width of the map that is made] */
 };
 
 /* memory_estimator/step/scratch.py has the bytes as a formula. */
@@ -57,17 +56,18 @@ static struct job job_of(const struct operation *op)
     j.input = all_of(j.input);
     j.made.width = round_up(j.made.channels, 16);
     j.blocks = j.made.width / 16;
-    j.tiles = parts_of(op->z, TILE_LINES);
-    j.lines = parts_of(op->z, j.tiles);
+    j.tiles = ceil_div(op->z, TILE_LINES);
+    j.lines = ceil_div(op->z, j.tiles);
     p->depth = 16;
     p->line_bytes = (size_t)64 * p->steps;
     p->row_bytes = j.lines * p->line_bytes;
     j.formed_bytes = j.tiles * p->row_bytes;
     j.column_bytes = (size_t)4 * p->steps * TILE_BYTES;
-    j.kept = sizeof(float) * MOST_ROWS * TILE_FLOATS + j.rows * j.formed_bytes;
+    j.kept = sizeof(float) * MOST_TILE_ROWS * TILE_FLOATS + j.rows * j.formed_bytes;
     j.weight_bytes = j.blocks * j.voxels * j.column_bytes;
-    j.thread_totals = (size_t)op->batch * 2 * j.made.width + 16; /* a line between threads */
-    j.passing = j.weight_bytes + j.cut.pieces * sizeof(double) * j.thread_totals;
+    /* A cache line between threads. */
+    j.position_totals = (size_t)op->batch * 2 * j.made.width + 16;
+    j.passing = j.weight_bytes + j.cut.pieces * sizeof(double) * j.position_totals;
     return j;
 }
 
@@ -98,15 +98,16 @@ static void make_row(struct thread *t, size_t voxel, int row)
         struct finished f = finished_of(columns, count, j->made.channels);
         for (int tile = 0; tile < j->tiles; tile += f.rows) {
             const char *first[4];
-            f.rows = least(MOST_ROWS / count, j->tiles - tile);
+            f.rows = least(MOST_TILE_ROWS / count, j->tiles - tile);
             f.ahead = (size_t)f.rows * j->lines * j->voxels * j->made.channels;
             for (int i = 0; i < j->rows; i++)
                 first[i] = t->formed + i * j->formed_bytes + tile * j->products.row_bytes;
             multiply(&j->products, f.rows, count, t->sums, first, weights);
             for (int i = 0; i < f.rows; i++) {
                 const float *sums = t->sums + i * count * TILE_FLOATS;
-                int z0 = (tile + i) * j->lines, left = least(j->op->z - z0, j->lines);
-                f.lines[i] = lines_of(sums, columns, count, voxel + z0 * j->voxels,
+                int z0 = (tile + i) * j->lines;
+                int left = least(j->op->z - z0, j->lines);
+                f.spans[i] = spans_of(sums, columns, count, voxel + z0 * j->voxels,
                                       left * j->voxels, j->voxels, j->made.channels);
             }
             finish(&t->made, &f);
@@ -114,7 +115,8 @@ static void make_row(struct thread *t, size_t voxel, int row)
     }
 }
 
-static void row(struct thread *t, int batch, int x, int y)
+/* What is made of coarse row (x, y). */
+static void make_rows(struct thread *t, int batch, int x, int y)
 {
     const struct job *j = t->job;
     const struct operation *op = j->op;
@@ -132,28 +134,21 @@ static void row(struct thread *t, int batch, int x, int y)
         make_row(t, voxel_of(op, 2, batch, 2 * x + i / 2, 2 * y + i % 2), i);
 }
 
-static void up_piece(void *argument, int thread, int threads)
+static void up_piece(struct job *j, const struct piece *piece, char *memory)
 {
-    struct job *j = argument;
     const struct operation *op = j->op;
-    char *memory = thread_memory(thread, j->kept);
-    if (!memory) {
-        j->failed = 1;
-        return;
-    }
     struct thread t = {.job = j, .made = j->made, .sums = (float *)memory};
-    t.formed = (char *)(t.sums + MOST_ROWS * TILE_FLOATS);
-    double *totals = j->totals + thread * j->thread_totals;
-    memset(totals, 0, j->thread_totals * sizeof(double));
+    t.formed = (char *)(t.sums + MOST_TILE_ROWS * TILE_FLOATS);
+    double *totals = j->totals + piece->position * j->position_totals;
+    memset(totals, 0, j->position_totals * sizeof(double));
     memset(t.formed, 0, j->rows * j->formed_bytes); /* voxels and channels that are not there */
     tile_config(j->lines, j->products.depth);
-    struct piece piece = piece_of(&j->cut, thread);
-    for (long at = piece.plane; at < piece.past_plane; at++) {
-        int y = (int)(at % op->y), x = (int)(at / op->y % op->x), batch = (int)(at / op->y / op->x);
-        t.made.totals = totals + (size_t)batch * 2 * t.made.width;
+    for (long at = piece->plane; at < piece->past_plane; at++) {
+        struct row row = row_of(op, at);
+        t.made.totals = totals + (size_t)row.batch * 2 * t.made.width;
         if (op->coefficients)
-            t.made.norm = op->coefficients + (size_t)batch * COEFFICIENTS * op->channels[0];
-        row(&t, batch, x, y);
+            t.made.norm = op->coefficients + (size_t)row.batch * COEFFICIENTS * op->channels[0];
+        make_rows(&t, row.batch, row.x, row.y);
     }
     _mm_sfence(); /* after values that were written past the caches */
     tile_release();
@@ -164,7 +159,8 @@ static void up_piece(void *argument, int thread, int threads)
    [fine row][voxel][outputs][channels]. */
 static void weights_at(float *to, const struct job *j, int row, int voxel, int k, int first)
 {
-    int outputs = j->op->outputs, channels = j->op->channels[0];
+    int outputs = j->op->outputs;
+    int channels = j->op->channels[0];
     int n = least(16, j->made.channels - first);
     const float *filters = j->op->filters;
     if (j->op->kind == UP_CONVOLVE) {
@@ -186,8 +182,10 @@ static void pack_weights(void *argument, int thread, int threads)
     int pairs = 16 * j->products.steps;
     long all = 4L * j->blocks * j->voxels * pairs;
     for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++) {
-        int pair = (int)(at % pairs), row = (int)(at / pairs % 4);
-        int column = (int)(at / pairs / 4), block = column / j->voxels;
+        int pair = (int)(at % pairs);
+        int row = (int)(at / pairs % 4);
+        int column = (int)(at / pairs / 4);
+        int block = column / j->voxels;
         unit *to = (unit *)(j->weights + at * 64);
         float both[2][16] = {{0}};
         for (int i = 0; i < 2; i++)
@@ -197,21 +195,31 @@ static void pack_weights(void *argument, int thread, int threads)
     }
 }
 
+static void place(struct job *j, char *memory)
+{
+    j->weights = memory;
+    j->totals = (double *)(memory + j->weight_bytes);
+}
+
+static void write_map_sums(struct job *j)
+{
+    if (j->op->sums_to)
+        write_sums(j->op, NORM_SUMS, j->totals, j->position_totals, j->made.channels, j->made.width,
+                   j->cut.positions);
+}
+
 int DIRECT_UP(const struct operation *op)
 {
     struct job j = job_of(op);
-    if (asks_for_scratch(op, j.cut.pieces, j.kept, j.passing))
-        return 0;
-    j.weights = passing_memory(j.passing);
-    if (!j.weights)
-        return -1;
-    j.totals = (double *)(j.weights + j.weight_bytes);
-    run_on_threads(op->threads, pack_weights, &j);
-    run_on_threads(j.cut.pieces, up_piece, &j);
-    if (j.failed)
-        return -1;
-    if (op->sums_to)
-        write_sums(op, NORM_SUMS, j.totals, j.thread_totals, j.made.channels, j.made.width,
-                   j.cut.pieces);
-    return 0;
+    struct steps steps = {
+        .op = op,
+        .cut = &j.cut,
+        .kept = j.kept,
+        .passing = j.passing,
+        .place = place,
+        .pack = pack_weights,
+        .compute = up_piece,
+        .write = write_map_sums,
+    };
+    return run_pieces(&j, &steps);
 }

@@ -1,10 +1,10 @@
 """The instruction sets that own operations are compiled for: the one list, of Python and, by
-build.py, of select.c."""
+shared.h, of select.c."""
 
 from dataclasses import dataclass
 from typing import Dict, Sequence, Tuple
 
-_WITH_FLOAT32 = ("operations", "passes", "loss", "orthogonal")
+_WITH_FLOAT32 = ("convolutions", "pointwise", "loss", "orthogonal")
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,19 @@ class InstructionSet:
     slow_on_intel: bool = False  # there it is taken by name alone
     emulated: bool = False  # in plain C, for tests: taken by name alone everywhere
 
+    @property
+    def bfloat16_alone(self) -> bool:
+        """Whether it multiplies bfloat16 values, and has no kernels for float32 maps."""
+        return "-DBFLOAT16_ROWS" in self.options
+
+    @property
+    def products_share(self) -> float:
+        """Products of its 3x3x3 convolutions over those of plain ones: without a transform all; of
+        transformed rows 4 of 6 if they are of bfloat16, else 6 of 12."""
+        if "direct" in self.sources:
+            return 1.0
+        return 4 / 6 if self.bfloat16_alone else 6 / 12
+
 
 _AVX2 = ("avx2", "fma")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
@@ -27,7 +40,7 @@ _FOR_AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"),
     "-mprefer-vector-width=512",
 )
-_OF_TILES = ("direct", "direct_filters", "direct_up", "direct_up_filters", "passes", "loss")
+_OF_TILES = ("direct", "direct_filters", "direct_up", "direct_up_filters", "pointwise", "loss")
 _FOR_BFLOAT16 = (*_FOR_AVX512, "-mavx512bf16", "-DBFLOAT16_ROWS")
 
 INSTRUCTION_SETS: Dict[str, InstructionSet] = {
@@ -39,7 +52,7 @@ INSTRUCTION_SETS: Dict[str, InstructionSet] = {
     "avx512_bf16": InstructionSet(
         needs=_BFLOAT16,
         options=_FOR_BFLOAT16,
-        sources=("operations", "passes", "loss"),
+        sources=("convolutions", "pointwise", "loss"),
         slow_on_intel=True,
     ),
     "avx512": InstructionSet(needs=_AVX512, options=_FOR_AVX512),
@@ -59,7 +72,7 @@ INSTRUCTION_SETS: Dict[str, InstructionSet] = {
 }
 """By name, the fastest first."""
 
-BFLOAT16_PRODUCTS = ("amx", "avx512_bf16", "amx_in_c", "amx_in_c_avx512")
+BFLOAT16_PRODUCTS = tuple(name for name, each in INSTRUCTION_SETS.items() if each.bfloat16_alone)
 """Those that multiply bfloat16 values. The others make them float32 first."""
 
 

@@ -16,10 +16,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple, Union
 
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
+from models.native.shared import fingerprint
 
 
 class InstructionSetError(ValueError):
@@ -27,7 +28,8 @@ class InstructionSetError(ValueError):
 
 
 VARIABLE = "CPU3D_INSTRUCTION_SET"
-FLOAT32, BFLOAT16 = 0, 1  # as in native.h
+FLOAT32 = 0  # as in native.h
+BFLOAT16 = 1
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,18 @@ def chosen_instruction_set() -> str:
         rule = f"{VARIABLE} must be one of {names}, got {chosen!r}"
         raise InstructionSetError(f"{rule}; choose one, or unset it")
     return chosen
+
+
+def load(path: Union[str, Path]) -> ctypes.CDLL:
+    """A library by ctypes. Raises OSError for one that does not load, and for one whose kinds,
+    constants or instruction sets are not those of shared.py."""
+    library = ctypes.CDLL(str(path))
+    library.native_shared.restype = ctypes.c_char_p
+    shared = library.native_shared().decode()
+    if shared != fingerprint():
+        rule = f"{path} must be built of shared.py as it is, {fingerprint()}, got {shared}"
+        raise OSError(f"{rule}; run python -m models.native.build")
+    return library
 
 
 def does_not_load(why: str) -> None:
@@ -99,7 +113,7 @@ def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], Dict[build.Libra
     refused: Dict[build.Libraries, str] = {}
     for pair in build.existing(folder):
         try:
-            ctypes.CDLL(str(pair.kernels))
+            load(pair.kernels)
             return pair, refused
         except OSError as error:
             refused[pair] = str(error)
@@ -107,7 +121,7 @@ def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], Dict[build.Libra
 
 
 def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:
-    library = ctypes.CDLL(str(pair.kernels))
+    library = load(pair.kernels)
     library.native_instruction_set.restype = ctypes.c_char_p
     library.native_lacks.restype = ctypes.c_char_p
     name = chosen.encode() or None

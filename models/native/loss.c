@@ -12,21 +12,19 @@
    depend on the number of threads. */
 #include "pieces.h"
 
-enum { BLOCK_VALUES = 8192 }; /* of logits in a block, about: some microseconds of work */
-
-struct loss {
+struct job {
     const struct operation *op;
     int regions, row_values;
-    int block_rows;      /* rows of a block */
-    long sample_rows;    /* rows of a sample */
-    long sample_blocks;  /* blocks of a sample */
-    double *block_sums;  /* [block][TERMS][regions] */
-    size_t kept_bytes;   /* of a thread */
-    int failed;
+    int block_rows;     /* rows of a block */
+    long sample_rows;   /* rows of a sample */
+    long sample_blocks; /* blocks of a sample */
+    struct cut cut;     /* of all blocks */
+    size_t kept_bytes, passing;
+    double *block_sums; /* [block][TERMS][regions] */
 };
 
 /* What a thread keeps. */
-struct lines {
+struct kept {
     vec *phases;     /* [phase][TERMS]: sums of a row; or [phase][FACTORS] */
     double *lanes;   /* [phase][TERMS][LANES]: sums of a block */
     uint8_t *target; /* a row of a target on a finer grid, thinned */
@@ -48,11 +46,13 @@ ALWAYS_INLINE vec polynomial(vec x, const float *c, int count)
    stays one. */
 ALWAYS_INLINE vec exp_of_minus_size(vec z)
 {
-    static const float of_r[] = { /* fitted at Chebyshev's points: 2.4e-8 relative */
+    static const float of_r[] = {
+        /* fitted at Chebyshev's points: 2.4e-8 relative */
         1, 1, 0.5f, 0.16666505f, 0.041666351f, 0.0083691506f, 0.0013941111f,
     };
     const float to_integer = 12582912; /* 1.5 * 2^23: a sum with it has integers in its last bits */
-    const float ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+    const float ln2_high = 0.693359375f;
+    const float ln2_low = -2.12194440e-4f;
     vec x = at_least(-(vec)((ivec)z & 0x7fffffff), (vec){0} - 87);
     vec shifted = x * 1.44269504f + to_integer;
     vec n = shifted - to_integer;
@@ -64,8 +64,9 @@ ALWAYS_INLINE vec exp_of_minus_size(vec z)
 /* log(1 + e) of 0 <= e <= 1. */
 ALWAYS_INLINE vec log_of_1_and(vec e)
 {
-    static const float over_e[] = { /* fitted at Chebyshev's points: 6.0e-8 relative */
-        1,           -0.49999502f, 0.33319271f,  -0.24844369f,  0.19111431f,
+    static const float over_e[] = {
+        /* fitted at Chebyshev's points: 6.0e-8 relative */
+        1,           -0.49999502f, 0.33319271f,   -0.24844369f,  0.19111431f,
         -0.1367477f, 0.078361668f, -0.029588507f, 0.0052534579f,
     };
     return e * polynomial(e, over_e, 9);
@@ -73,14 +74,16 @@ ALWAYS_INLINE vec log_of_1_and(vec e)
 
 /* The sigmoid of a vector of logits, to full precision on both sides. */
 struct sigmoid {
-    vec p, rest;  /* rest: 1 - p */
-    vec slope;    /* p (1 - p) */
-    vec e;        /* exp(-|z|) */
+    vec p, rest; /* rest: 1 - p */
+    vec slope;   /* p (1 - p) */
+    vec e;       /* exp(-|z|) */
 };
 
 ALWAYS_INLINE struct sigmoid sigmoid_of(vec z)
 {
-    vec e = exp_of_minus_size(z), large = 1 / (1 + e), small = e * large;
+    vec e = exp_of_minus_size(z);
+    vec large = 1 / (1 + e);
+    vec small = e * large;
     ivec is_negative = z < 0;
     return (struct sigmoid){
         .p = choose(is_negative, small, large),
@@ -148,68 +151,68 @@ ALWAYS_INLINE void compute_vector(const struct operation *op, vec *phases, int p
 }
 
 /* A row of the map, from element `at` on. */
-ALWAYS_INLINE void compute_row(const struct loss *loss, vec *phases, size_t at,
-                               const uint8_t *target, int kind, int dtype)
+ALWAYS_INLINE void compute_row(const struct job *j, vec *phases, size_t at, const uint8_t *target,
+                               int kind, int dtype)
 {
-    int left = loss->row_values;
+    int left = j->row_values;
     int phase = 0;
     for (; left >= LANES; left -= LANES) {
-        compute_vector(loss->op, phases, phase, at, target, LANES, kind, dtype);
+        compute_vector(j->op, phases, phase, at, target, LANES, kind, dtype);
         at += LANES;
         target += LANES;
         phase++;
-        if (phase == loss->regions)
+        if (phase == j->regions)
             phase = 0;
     }
     if (left)
-        compute_vector(loss->op, phases, phase, at, target, left, kind, dtype);
+        compute_vector(j->op, phases, phase, at, target, left, kind, dtype);
 }
 
-static void compute_row_as(const struct loss *loss, vec *phases, size_t at, const uint8_t *target)
+static void compute_row_as(const struct job *j, vec *phases, size_t at, const uint8_t *target)
 {
-#define ROW(kind, dtype) compute_row(loss, phases, at, target, kind, dtype)
-    if (loss->op->kind == LOSS_SUMS)
-        loss->op->dtype == FLOAT32 ? ROW(LOSS_SUMS, FLOAT32) : ROW(LOSS_SUMS, BFLOAT16);
+#define ROW(kind, dtype) compute_row(j, phases, at, target, kind, dtype)
+    if (j->op->kind == LOSS_SUMS)
+        j->op->dtype == FLOAT32 ? ROW(LOSS_SUMS, FLOAT32) : ROW(LOSS_SUMS, BFLOAT16);
     else
-        loss->op->dtype == FLOAT32 ? ROW(LOSS_SLOPE, FLOAT32) : ROW(LOSS_SLOPE, BFLOAT16);
+        j->op->dtype == FLOAT32 ? ROW(LOSS_SLOPE, FLOAT32) : ROW(LOSS_SLOPE, BFLOAT16);
 }
 
 /* A row of the target on the map's grid. */
-static const uint8_t *target_row(const struct loss *loss, struct lines *lines, int batch, long row)
+static const uint8_t *target_row(const struct job *j, struct kept *kept, int batch, long row)
 {
-    const struct operation *op = loss->op;
+    const struct operation *op = j->op;
     const int *finer = op->finer;
     size_t x = (size_t)(row / op->y) * finer[0] + (size_t)batch * op->x * finer[0];
     size_t y = (size_t)(row % op->y) * finer[1] + x * op->y * finer[1];
-    const uint8_t *from = (const uint8_t *)op->others[0] + y * loss->row_values * finer[2];
+    const uint8_t *from = (const uint8_t *)op->others[0] + y * j->row_values * finer[2];
     if (finer[2] == 1)
         return from;
-    size_t voxel = loss->regions;
+    size_t voxel = j->regions;
     for (int z = 0; z < op->z; z++)
-        memcpy(lines->target + z * voxel, from + z * voxel * finer[2], voxel);
-    return lines->target;
+        memcpy(kept->target + z * voxel, from + z * voxel * finer[2], voxel);
+    return kept->target;
 }
 
 /* Adds the sums of a row to those of its block, and clears them. */
-static void add_row_to_block(const struct loss *loss, struct lines *lines)
+static void add_row_to_block(const struct job *j, struct kept *kept)
 {
-    int count = loss->regions * TERMS;
+    int count = j->regions * TERMS;
     for (int i = 0; i < count; i++) {
         for (int lane = 0; lane < LANES; lane++)
-            lines->lanes[(size_t)i * LANES + lane] += lines->phases[i][lane];
-        lines->phases[i] = (vec){0};
+            kept->lanes[(size_t)i * LANES + lane] += kept->phases[i][lane];
+        kept->phases[i] = (vec){0};
     }
 }
 
-static void write_block_sums(const struct loss *loss, struct lines *lines, long block)
+static void write_block_sums(const struct job *j, struct kept *kept, long block)
 {
-    int regions = loss->regions;
-    double *sums = loss->block_sums + (size_t)block * TERMS * regions;
+    int regions = j->regions;
+    double *sums = j->block_sums + (size_t)block * TERMS * regions;
     memset(sums, 0, sizeof(double) * TERMS * regions);
     for (int phase = 0, region = 0; phase < regions; phase++)
         for (int lane = 0; lane < LANES; lane++) {
             for (int term = 0; term < TERMS; term++) {
-                double *sum = lines->lanes + ((size_t)phase * TERMS + term) * LANES + lane;
+                double *sum = kept->lanes + ((size_t)phase * TERMS + term) * LANES + lane;
                 sums[(size_t)term * regions + region] += *sum;
                 *sum = 0;
             }
@@ -220,13 +223,13 @@ static void write_block_sums(const struct loss *loss, struct lines *lines, long 
 }
 
 /* The factors of a sample at the lanes of each phase. */
-static void spread_factors(const struct loss *loss, struct lines *lines, int batch)
+static void spread_factors(const struct job *j, struct kept *kept, int batch)
 {
-    int regions = loss->regions;
-    const float *factors = loss->op->coefficients + (size_t)batch * FACTORS * regions;
+    int regions = j->regions;
+    const float *factors = j->op->coefficients + (size_t)batch * FACTORS * regions;
     for (int phase = 0, region = 0; phase < regions; phase++)
         for (int lane = 0; lane < LANES; lane++) {
-            vec *to = lines->phases + phase * FACTORS;
+            vec *to = kept->phases + phase * FACTORS;
             for (int term = 0; term < FACTORS; term++)
                 to[term][lane] = factors[(size_t)term * regions + region];
             region++;
@@ -237,84 +240,87 @@ static void spread_factors(const struct loss *loss, struct lines *lines, int bat
 
 /* --- The operation --- */
 
-static void loss_thread(void *argument, int thread, int threads)
+static void compute_block(struct job *j, struct kept *kept, long block)
 {
-    struct loss *loss = argument;
-    const struct operation *op = loss->op;
-    char *memory = thread_memory(thread, loss->kept_bytes);
-    if (!memory) {
-        loss->failed = 1;
-        return;
+    const struct operation *op = j->op;
+    int batch = (int)(block / j->sample_blocks);
+    long row = block % j->sample_blocks * j->block_rows;
+    long past = row + j->block_rows;
+    if (past > j->sample_rows)
+        past = j->sample_rows;
+    for (; row < past; row++) {
+        const uint8_t *target = target_row(j, kept, batch, row);
+        size_t at = ((size_t)batch * j->sample_rows + row) * j->row_values;
+        compute_row_as(j, kept->phases, at, target);
+        if (op->kind == LOSS_SUMS)
+            add_row_to_block(j, kept);
     }
-    memset(memory, 0, loss->kept_bytes);
-    size_t count = (size_t)loss->regions * TERMS * LANES;
-    struct lines lines = {.phases = (vec *)memory};
-    lines.lanes = (double *)(memory + count * sizeof(float));
-    lines.target = (uint8_t *)(lines.lanes + count);
-    long blocks = op->batch * loss->sample_blocks;
+    if (op->kind == LOSS_SUMS)
+        write_block_sums(j, kept, block);
+}
+
+static void compute_piece(struct job *j, const struct piece *piece, char *memory)
+{
+    memset(memory, 0, j->kept_bytes);
+    size_t count = (size_t)j->regions * TERMS * LANES;
+    struct kept kept = {.phases = (vec *)memory};
+    kept.lanes = (double *)(memory + count * sizeof(float));
+    kept.target = (uint8_t *)(kept.lanes + count);
     int spread = -1; /* the sample whose factors are there */
-    long past_block = share(blocks, thread + 1, threads);
-    for (long block = share(blocks, thread, threads); block < past_block; block++) {
-        int batch = (int)(block / loss->sample_blocks);
-        if (op->kind == LOSS_SLOPE && spread != batch) {
-            spread_factors(loss, &lines, batch);
+    for (long block = piece->plane; block < piece->past_plane; block++) {
+        int batch = (int)(block / j->sample_blocks);
+        if (j->op->kind == LOSS_SLOPE && spread != batch) {
+            spread_factors(j, &kept, batch);
             spread = batch;
         }
-        long row = block % loss->sample_blocks * loss->block_rows;
-        long past = row + loss->block_rows;
-        if (past > loss->sample_rows)
-            past = loss->sample_rows;
-        for (; row < past; row++) {
-            const uint8_t *target = target_row(loss, &lines, batch, row);
-            size_t at = ((size_t)batch * loss->sample_rows + row) * loss->row_values;
-            compute_row_as(loss, lines.phases, at, target);
-            if (op->kind == LOSS_SUMS)
-                add_row_to_block(loss, &lines);
-        }
-        if (op->kind == LOSS_SUMS)
-            write_block_sums(loss, &lines, block);
+        compute_block(j, &kept, block);
     }
 }
 
-static void write_loss_sums(const struct loss *loss)
+static void write_loss_sums(struct job *j)
 {
-    const struct operation *op = loss->op;
-    size_t count = (size_t)TERMS * loss->regions;
+    const struct operation *op = j->op;
+    size_t count = (size_t)TERMS * j->regions;
     for (int batch = 0; batch < op->batch; batch++) {
-        const double *blocks = loss->block_sums + batch * loss->sample_blocks * count;
+        const double *blocks = j->block_sums + batch * j->sample_blocks * count;
         for (size_t i = 0; i < count; i++) {
             double sum = 0;
-            for (long block = 0; block < loss->sample_blocks; block++)
+            for (long block = 0; block < j->sample_blocks; block++)
                 sum += blocks[block * count + i];
             op->sums_to[batch * count + i] = (float)sum;
         }
     }
 }
 
-/* The name that build.py gives to that of an instruction set. */
+static struct job job_of(const struct operation *op)
+{
+    struct job j = {.op = op, .regions = op->channels[0]};
+    j.row_values = op->z * j.regions;
+    j.sample_rows = (long)op->x * op->y;
+    j.block_rows = j.row_values < LOSS_BLOCK_VALUES ? LOSS_BLOCK_VALUES / j.row_values : 1;
+    j.sample_blocks = ceil_div(j.sample_rows, j.block_rows);
+    size_t count = (size_t)j.regions * TERMS * LANES;
+    j.kept_bytes = count * (sizeof(float) + sizeof(double)) + j.row_values;
+    long blocks = op->batch * j.sample_blocks;
+    j.cut = cut_of_rows(blocks, op->threads);
+    if (op->kind == LOSS_SUMS)
+        j.passing = sizeof(double) * TERMS * j.regions * blocks;
+    return j;
+}
+
+static void place(struct job *j, char *memory) { j->block_sums = (double *)memory; }
+
 int LOSS(const struct operation *op)
 {
-    struct loss loss = {.op = op, .regions = op->channels[0]};
-    loss.row_values = op->z * loss.regions;
-    loss.sample_rows = (long)op->x * op->y;
-    loss.block_rows = loss.row_values < BLOCK_VALUES ? BLOCK_VALUES / loss.row_values : 1;
-    loss.sample_blocks = (loss.sample_rows + loss.block_rows - 1) / loss.block_rows;
-    size_t count = (size_t)loss.regions * TERMS * LANES;
-    loss.kept_bytes = count * (sizeof(float) + sizeof(double)) + loss.row_values;
-    long blocks = op->batch * loss.sample_blocks;
-    size_t passing = op->kind == LOSS_SUMS ? sizeof(double) * TERMS * loss.regions * blocks : 0;
-    int pieces = cut_of_rows(blocks, op->threads).pieces;
-    if (asks_for_scratch(op, pieces, loss.kept_bytes, passing))
-        return 0;
-    if (passing) {
-        loss.block_sums = passing_memory(passing);
-        if (!loss.block_sums)
-            return -1;
-    }
-    run_on_threads(pieces, loss_thread, &loss);
-    if (loss.failed)
-        return -1;
-    if (op->kind == LOSS_SUMS)
-        write_loss_sums(&loss);
-    return 0;
+    struct job j = job_of(op);
+    struct steps steps = {
+        .op = op,
+        .cut = &j.cut,
+        .kept = j.kept_bytes,
+        .passing = j.passing,
+        .place = place,
+        .compute = compute_piece,
+        .write = op->kind == LOSS_SUMS ? write_loss_sums : NULL,
+    };
+    return run_pieces(&j, &steps);
 }

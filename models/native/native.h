@@ -1,49 +1,30 @@
-/* What every file of this folder shares: an operation, and the table of functions that an instruction set has.
+/* What every file of this folder shares: an operation, and the table of functions that an
+   instruction set has.
 
-   All maps are [batch][x][y][z][channels] in C order; filters, coefficients and sums are float32. */
+   All maps are [batch][x][y][z][channels] in C order; filters, coefficients and sums are
+   float32. */
 #ifndef NATIVE_H
 #define NATIVE_H
 
 #include <stddef.h>
+#include "shared.h" /* kinds, constants and instruction sets: shared.py */
 
 enum dtype { FLOAT32, BFLOAT16 };
 
-/* Coefficients are [batch][COEFFICIENTS][channels]. With one value r of a raw map, and g of a gradient:
-     a norm and ReLU        max(scale * r + shift, floor): a floor of 0 is a ReLU, of -infinity none
-     its gradient           of_gradient * (g where scale * r + shift > floor, else 0) + of_raw * r + constant
-     its sums               of g where scale * r + shift > floor, and of that times (r - mean) * rstd
-   A norm has scale, shift, floor, mean and rstd; a gradient scale, shift, floor, of_gradient, of_raw and constant. */
+/* Coefficients are [batch][COEFFICIENTS][channels]. With one value r of a raw map, and g of a
+   gradient:
+     a norm and ReLU   max(scale * r + shift, floor): a floor of 0 is a ReLU, of -infinity none
+     its gradient      of_gradient * (g where scale * r + shift > floor, else 0)
+                       + of_raw * r + constant
+     its sums          of g where scale * r + shift > floor, and of that times (r - mean) * rstd
+   A norm has scale, shift, floor, mean and rstd; a gradient scale, shift, floor, of_gradient,
+   of_raw and constant. */
 enum { SCALE, SHIFT, FLOOR, MEAN, RSTD, COEFFICIENTS = 6, OF_GRADIENT = 3, OF_RAW, CONSTANT };
 
-/* What an operation takes and makes. Two maps are read as if concatenated. The grid is the map's, but for UP_ kinds and pools
-   the coarser one. Sums are [batch][2][channels]: those above, or of CONVOLVE the mean and variance of its map. */
-enum kind {
-    CONVOLVE,           /* one raw map or two, filters [3][3][3][channels][outputs], others: what is added, or none -> map, sums */
-    INPUT_GRADIENT,     /* gradient, filters [3][3][3][outputs][channels], others: raw map below, and raw map of the gradient, where
-                           their coefficients are -> map; sums with a map below */
-    FILTER_GRADIENT,    /* one raw map or two, others: gradient, and its raw map where its coefficients are -> filter gradient */
-    MAX_POOL,           /* raw -> map */
-    MAX_POOL_GRADIENT,  /* raw, others: gradient of the pooled map, gradient that is added -> map, sums */
-    RESIDUAL_SUM,       /* raw, others: shortcut -> map: max(formed + shortcut, 0) */
-    RESIDUAL_GRADIENT,  /* raw, others: the sum, its gradient -> map: the gradient where the sum is positive; sums */
-    TO_RAW,             /* raw, others: gradient -> map: of the raw map's values; the coefficients are a gradient's */
-    PROJECT,            /* raw, filters [channels][outputs], bias, others: what is added, or none -> map */
-    PROJECT_GRADIENT,   /* raw, filters, others: gradient, what is added, or none -> map, sums, filter and bias gradient */
-    PROJECT_SUMS,       /* raw, filters, others: gradient -> sums, filter and bias gradient */
-    PROJECT_TO_RAW,     /* raw, filters, others: gradient -> map, as of TO_RAW */
-    UP_CONVOLVE,        /* raw, filters [2][2][2][outputs][channels] -> map */
-    UP_INPUT_GRADIENT,  /* raw, filters, others: gradient -> map, sums */
-    UP_FILTER_GRADIENT, /* raw, others: gradient -> filter gradient */
-    LOSS_SUMS,          /* logits, others: target -> sums, [batch][TERMS][channels] */
-    LOSS_SLOPE,         /* logits, others: target; coefficients: factors -> map, that of the logits' gradient */
-    ORTHOGONAL,         /* a matrix of float32, x rows of `outputs` values -> map: orthogonal columns, times the root of
-                           its rows over its columns if that is more than 1 */
-    KINDS
-};
-
-/* Of a loss: a channel is a region, p the sigmoid of a logit, t 1 where a byte of the target is not 0. The terms are sums over
-   a sample's voxels: of cross-entropies, of p where t, of p, and of t. The loss is a function of them; its derivatives by the
-   first three are the factors, [batch][FACTORS][channels], and with those the gradient of a logit is
+/* Of a loss: a channel is a region, p the sigmoid of a logit, t 1 where a byte of the target is not
+   0. The terms are sums over a sample's voxels: of cross-entropies, of p where t, of p, and of t.
+   The loss is a function of them; its derivatives by the first three are the factors,
+   [batch][FACTORS][channels], and with those the gradient of a logit is
      factor[CROSS_ENTROPY] * (p - t) + p * (1 - p) * (factor[OVERLAP] * t + factor[PREDICTED]) */
 enum { CROSS_ENTROPY, OVERLAP, PREDICTED, TRUE, TERMS, FACTORS = TRUE };
 
@@ -53,17 +34,20 @@ enum { CROSS_ENTROPY, OVERLAP, PREDICTED, TRUE, TERMS, FACTORS = TRUE };
 enum { KEEPING_THREADS, KEPT_BYTES, PASSING_BYTES, SCRATCH };
 
 struct operation {
-    int kind, dtype, threads;
+    int kind; /* of shared.py, which says what each takes and makes */
+    int dtype, threads;
     int batch, x, y, z;
-    int channels[2], outputs;    /* of the maps, the second 0 if there is one map; of the gradient, or of the filters' output */
+    int channels[2]; /* of the maps; the second 0 if there is one map */
+    int outputs;     /* channels of the gradient, or of the filters' output */
     const void *maps[2], *others[2];
-    const float *coefficients, *other_coefficients; /* of maps; of the map below, or the gradient; NULL without a norm */
+    const float *coefficients;       /* of maps; NULL without a norm */
+    const float *other_coefficients; /* of the map below, or of the gradient; NULL without a norm */
     const float *filters, *bias;
-    void *map;                   /* may be the first map's memory or what is added, and from MAX_POOL on that of any map */
-    float *sums_to;              /* NULL if they are not wanted, as below */
+    void *map;      /* may be the first map or what is added; from MAX_POOL on any map */
+    float *sums_to; /* NULL if they are not wanted, as below */
     float *filter_gradient, *bias_gradient;
     size_t *scratch; /* not NULL: nothing is computed; SCRATCH numbers are written here */
-    int finer[3];    /* of a loss: voxels of the target along each axis for one of the map, the first of which counts */
+    int finer[3];    /* of a loss: voxels of the target for one of the map; the first counts */
 };
 
 /* Whether an operation is asked for its scratch alone, which is then written. */
@@ -82,12 +66,13 @@ static inline int asks_for_scratch(const struct operation *op, size_t threads, s
 struct kernels {
     const char *name;
     int (*run)(const struct operation *); /* returns 0, or -1 if memory runs out */
-    /* Products of values in the cache L1, a limit to measure against; returns multiplications and additions of all threads. */
+    /* Products of values in the cache L1, a limit to measure against; returns multiplications and
+       additions of all threads. */
     double (*products)(int threads, long repeats);
 };
 
-/* What tiles in plain C have done so far in this process: instructions, values that were multiplied and bytes that were loaded;
-   0 with tiles in hardware. */
+/* What tiles in plain C have done so far in this process: instructions, values that were multiplied
+   and bytes that were loaded; 0 with tiles in hardware. */
 enum { PRODUCTS, MULTIPLICATIONS, LOADS, LOADED_BYTES, TILE_COUNTS };
 extern long tile_counts[TILE_COUNTS];
 
@@ -108,6 +93,4 @@ void use_huge_pages(void *memory, size_t bytes);
 /* Threads of an operation: TF_NUM_INTRAOP_THREADS, by default one for each CPU that the process may
    use. */
 int thread_count(void);
-enum { MOST_THREADS = 256 };
-
 #endif

@@ -24,7 +24,9 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from models.native.library import does_not_load, own_operations
+from models.native.instruction_sets import INSTRUCTION_SETS
+from models.native.library import does_not_load, load, own_operations
+from models.native.shared import KIND_CODES
 
 Tensor = tf.Tensor
 
@@ -89,28 +91,38 @@ def convolve(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each
     (N, out). Two sources count as concatenated."""
-    maps, extras = [source.raw for source in sources], [] if add is None else [add]
+    maps = [source.raw for source in sources]
+    extras = [] if add is None else [add]
     made = (*maps[0].shape[:4], filters.shape[4])
-    return tuple(_run(CONVOLVE, maps, extras, filters, None, _norms(sources), made=made)[0])
+    return tuple(_run("convolve", maps, extras, filters, None, _norms(sources), made=made)[0])
 
 
 def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] = None) -> AtValues:
     """The gradient of the convolved map, (batch, x, y, z, in), whose norm is that of `below`. For
     concatenated maps call it with each map's part of the filters."""
     extras = [source.raw for source in (below, gradient.source) if source and source.norm]
-    made, norms = (
-        (*gradient.map.shape[:4], filters.shape[3]),
-        (_through(gradient), _norms([below] if below else [])),
-    )
-    return _run(INPUT_GRADIENT, [gradient.map], extras, filters, None, *norms, made=made)[0]
+    made = (*gradient.map.shape[:4], filters.shape[3])
+    norms = _norms([below] if below else [])
+    return _run(
+        "input_gradient",
+        [gradient.map],
+        extras,
+        filters,
+        None,
+        _through(gradient),
+        norms,
+        made=made,
+    )[0]
 
 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     maps = [source.raw for source in sources]
-    extras = [gradient.map, *([gradient.source.raw] if gradient.source else [])]
+    extras = [gradient.map]
+    if gradient.source:
+        extras.append(gradient.source.raw)
     _, result, _ = _run(
-        FILTER_GRADIENT, maps, extras, None, None, _norms(sources), _through(gradient)
+        "filter_gradient", maps, extras, None, None, _norms(sources), _through(gradient)
     )
     result.set_shape((3, 3, 3, sum(map_.shape[-1] for map_ in maps), gradient.map.shape[-1]))
     return result
@@ -121,29 +133,29 @@ def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
 
 def max_pool(source: Source) -> Tensor:
     """The largest value of every 2 x 2 x 2 voxels."""
-    return _pass(MAX_POOL, source, grid=0.5)[0].map
+    return _pass("max_pool", source, grid=0.5)[0].map
 
 
 def max_pool_gradient(source: Source, pooled_gradient: Tensor, add: Tensor) -> AtValues:
     """The gradient of the pooled map at the first of the largest, plus `add`, of the source's
     shape."""
-    return _pass(MAX_POOL_GRADIENT, source, [pooled_gradient, add])[0]
+    return _pass("max_pool_gradient", source, [pooled_gradient, add])[0]
 
 
 def up_convolve(source: Source, filters: Tensor) -> Tensor:
     """The transposed convolution of kernel and stride 2, (batch, 2x, 2y, 2z, out); filters are (2,
     2, 2, out, in)."""
-    return _pass(UP_CONVOLVE, source, (), filters, grid=2, channels=filters.shape[3])[0].map
+    return _pass("up_convolve", source, (), filters, grid=2, channels=filters.shape[3])[0].map
 
 
 def up_input_gradient(gradient: Tensor, filters: Tensor, below: Source) -> AtValues:
     """The gradient of `below`, which was convolved."""
-    return _pass(UP_INPUT_GRADIENT, below, [gradient], filters)[0]
+    return _pass("up_input_gradient", below, [gradient], filters)[0]
 
 
 def up_filter_gradient(source: Source, gradient: Tensor) -> Tensor:
     """The gradient of the filters, (2, 2, 2, out, in)."""
-    _, of_filters, _ = _pass(UP_FILTER_GRADIENT, source, [gradient])
+    _, of_filters, _ = _pass("up_filter_gradient", source, [gradient])
     of_filters.set_shape((2, 2, 2, gradient.shape[-1], source.raw.shape[-1]))
     return of_filters
 
@@ -153,40 +165,41 @@ def up_filter_gradient(source: Source, gradient: Tensor) -> Tensor:
 
 def project(source: Source, filters: Tensor, bias: Tensor, add: Optional[Tensor] = None) -> Tensor:
     """A 1 x 1 x 1 convolution with a bias, plus `add`; filters are (1, 1, 1, in, out)."""
-    return _pass(
-        PROJECT, source, [] if add is None else [add], filters, bias, channels=filters.shape[4]
-    )[0].map
+    extras = [] if add is None else [add]
+    return _pass("project", source, extras, filters, bias, channels=filters.shape[4])[0].map
 
 
 def project_gradient(
     source: Source, gradient: Tensor, filters: Tensor, add: Optional[Tensor] = None
 ) -> Tuple[AtValues, Tensor, Tensor]:
     """The gradient of the source's values, plus `add`; and those of the filters and the bias."""
-    return _pass(PROJECT_GRADIENT, source, [gradient] if add is None else [gradient, add], filters)
+    return _pass(
+        "project_gradient", source, [gradient] if add is None else [gradient, add], filters
+    )
 
 
 def project_sums(
     source: Source, gradient: Tensor, filters: Tensor
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of `project_gradient` but the gradient of the source's values."""
-    at, *of_weights = _pass(PROJECT_SUMS, source, [gradient], filters)
+    at, *of_weights = _pass("project_sums", source, [gradient], filters)
     return (at.sum1, at.sum2, *of_weights)
 
 
 def residual_sum(source: Source, term: Tensor) -> Tensor:
     """max(value + term, 0)."""
-    return _pass(RESIDUAL_SUM, source, [term])[0].map
+    return _pass("residual_sum", source, [term])[0].map
 
 
 def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> AtValues:
     """The gradient of both terms: that of the sum, `output`, where it is positive."""
-    return _pass(RESIDUAL_GRADIENT, source, [output, gradient])[0]
+    return _pass("residual_gradient", source, [output, gradient])[0]
 
 
 def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
     """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values
     were projected: `at.map` is the gradient of the projection."""
-    kind = TO_RAW if filters is None else PROJECT_TO_RAW
+    kind = "to_raw" if filters is None else "project_to_raw"
     return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
 
 
@@ -232,9 +245,10 @@ def orthogonal(kernel: Tensor) -> Tensor:
 def products_per_s(dtype: str, threads: int) -> float:
     """Multiplications and additions a second of the products alone, of values in the cache L1: the
     most of a few runs. A short convolution may be counted as faster, as it needs fewer of them."""
-    library = ctypes.CDLL(str(own_operations().kernels))
+    library = load(own_operations().kernels)
     library.native_products.restype = ctypes.c_double
-    best, code = 0.0, ("float32", "bfloat16").index(dtype)
+    code = ("float32", "bfloat16").index(dtype)
+    best = 0.0
     for _ in range(5):
         begin = time.perf_counter()
         done = library.native_products(None, code, threads, ctypes.c_long(10_000))
@@ -242,34 +256,57 @@ def products_per_s(dtype: str, threads: int) -> float:
     return best
 
 
+class Speed(NamedTuple):
+    """Multiplications and additions a second, of a transformed convolution those that it does."""
+
+    convolution: float
+    limit: float  # `products_per_s`
+
+    @property
+    def share(self) -> float:
+        return self.convolution / self.limit
+
+
+SPEED_EDGE = 48  # voxels along each axis of the convolution that is timed
+SPEED_CHANNELS = 32  # of its map and of its outputs
+
+
+def speed(dtype: str) -> Speed:
+    """How fast a convolution is here, with the instruction set and the threads that a training
+    would have: the fastest of a few runs, beside the limit measured just before."""
+    own = own_operations()
+    name = own.float32 if dtype == "float32" else own.bfloat16
+    limit = products_per_s(dtype, load(own.kernels).thread_count())
+    shape = (1, SPEED_EDGE, SPEED_EDGE, SPEED_EDGE, SPEED_CHANNELS)
+    source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
+    filters = tf.random.stateless_uniform((3, 3, 3, SPEED_CHANNELS, SPEED_CHANNELS), (3, 4), -1.0)
+    fastest_s = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        raw, _, _ = convolve([source], filters)
+        raw[0, 0, 0, 0].numpy()  # until it is there
+        fastest_s = min(fastest_s, time.perf_counter() - begin)
+    plain = 2 * 27 * SPEED_CHANNELS**2 * SPEED_EDGE**3
+    return Speed(plain * INSTRUCTION_SETS[name].products_share / fastest_s, limit)
+
+
 # --- The library ---
 
 REGISTERED = ("CpuOperation", "CpuLossSums", "CpuLossSlope", "CpuOrthogonal")  # TensorFlow's names
 
-(
-    CONVOLVE,
-    INPUT_GRADIENT,
-    FILTER_GRADIENT,
-    MAX_POOL,
-    MAX_POOL_GRADIENT,
-    RESIDUAL_SUM,
-    RESIDUAL_GRADIENT,
-) = range(7)
-TO_RAW, PROJECT, PROJECT_GRADIENT, PROJECT_SUMS, PROJECT_TO_RAW = range(7, 12)
-UP_CONVOLVE, UP_INPUT_GRADIENT, UP_FILTER_GRADIENT = range(12, 15)  # all as in native.h
 WITH_SUMS = (
-    CONVOLVE,
-    INPUT_GRADIENT,
-    MAX_POOL_GRADIENT,
-    RESIDUAL_GRADIENT,
-    PROJECT_GRADIENT,
-    PROJECT_SUMS,
+    "convolve",
+    "input_gradient",
+    "max_pool_gradient",
+    "residual_gradient",
+    "project_gradient",
+    "project_sums",
+    "up_input_gradient",
 )
-WITH_SUMS += (UP_INPUT_GRADIENT,)
 
 
 def _run(
-    kind: int,
+    kind: str,
     maps: Sequence[Tensor],
     extras: Sequence[Tensor],
     *floats: Optional[Tensor],
@@ -279,25 +316,26 @@ def _run(
     empty. `floats` are filters, bias, coefficients and other coefficients, if any; `made` is the
     shape of the map, or of the map that has the sums."""
     module = _module()
-    floats = [tf.zeros((0,)) if array is None else array for array in (*floats, *4 * [None])[:4]]
+    absent = tf.zeros((0,))
+    inputs = [absent if array is None else array for array in floats]
+    inputs += [absent] * (4 - len(inputs))
     made_map, sums, of_filters, of_bias = module.cpu_operation(
-        *floats, list(maps), list(extras), kind=kind
+        *inputs, list(maps), list(extras), kind=KIND_CODES[kind]
     )
     if made and kind in WITH_SUMS:
         sums.set_shape((made[0], 2, made[4]))
-    if made and kind not in (PROJECT_SUMS, UP_FILTER_GRADIENT):
+    if made and kind not in ("project_sums", "up_filter_gradient"):
         made_map.set_shape(made)
-    if kind in (PROJECT_GRADIENT, PROJECT_SUMS):
-        of_filters.set_shape(floats[0].shape), of_bias.set_shape(floats[0].shape[4:])
-    return (
-        AtValues(made_map, *(tf.unstack(sums, 2, 1) if kind in WITH_SUMS else (sums, sums))),
-        of_filters,
-        of_bias,
-    )
+    if kind in ("project_gradient", "project_sums"):
+        of_filters.set_shape(inputs[0].shape)
+        of_bias.set_shape(inputs[0].shape[4:])
+    if kind not in WITH_SUMS:
+        return AtValues(made_map, sums, sums), of_filters, of_bias
+    return AtValues(made_map, *tf.unstack(sums, 2, 1)), of_filters, of_bias
 
 
 def _pass(
-    kind: int,
+    kind: str,
     source: Source,
     extras: Sequence[Tensor] = (),
     filters: Optional[Tensor] = None,
@@ -308,8 +346,10 @@ def _pass(
 ) -> Tuple[AtValues, Tensor, Tensor]:
     """`_run` on one map; the new map has `grid` times as many voxels along an axis."""
     batch, *size, width = source.raw.shape
-    made = (batch, *(side and int(side * grid) for side in size), channels or width)
-    coefficients = _norms([source]) if coefficients is None else coefficients
+    made_size = [None if side is None else int(side * grid) for side in size]
+    made = (batch, *made_size, width if channels is None else channels)
+    if coefficients is None:
+        coefficients = _norms([source])
     return _run(kind, [source.raw], extras, filters, bias, coefficients, made=made)
 
 
@@ -333,7 +373,9 @@ def _module_of(door: Path) -> Optional[Any]:
     take."""
     try:
         module = tf.load_op_library(str(door))
-        return module if hasattr(module, "cpu_operation") else _module_of_registered()
+        if hasattr(module, "cpu_operation"):
+            return module
+        return _module_of_registered()
     except (OSError, ImportError, AttributeError, tf.errors.OpError) as error:
         reason = str(error).strip().splitlines()[0]
         why = f"TensorFlow {tf.__version__} does not load them: {reason}"
@@ -368,11 +410,11 @@ def _norms(sources: Sequence[Source]) -> Optional[Tensor]:
         return None
     parts = []
     for raw, norm in sources:
-        ones = tf.ones((tf.shape(raw)[0], raw.shape[-1])) if norm is None else None
-        norm = norm or Norm(ones, 0 * ones, 0 * ones, ones, -float("inf") * ones)
-        parts.append(
-            tf.stack([norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd], 1)
-        )
+        if norm is None:
+            ones = tf.ones((tf.shape(raw)[0], raw.shape[-1]))
+            norm = Norm(ones, 0 * ones, 0 * ones, ones, -float("inf") * ones)
+        rows = (norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd)
+        parts.append(tf.stack(rows, 1))
     return tf.concat(parts, 2) if len(parts) > 1 else parts[0]
 
 
@@ -393,7 +435,7 @@ def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tenso
     values in float32: in bfloat16 its gradients of filters may be infinite. These can be
     differentiated again. A training step does not come here: models/step.py has gradients by own
     operations."""
-    kind = op.get_attr("kind")
+    kind = list(KIND_CODES)[op.get_attr("kind")]
     if kind not in _PLAIN:
         raise NotImplementedError(
             "a second derivative must be of model(image, training=False), got training=True; "
@@ -401,7 +443,9 @@ def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tenso
         )
     inputs = list(op.inputs)
     filters, bias, norms, _, *maps = inputs
-    sources, others = maps[: op.get_attr("n_maps")], maps[op.get_attr("n_maps") :]
+    count = op.get_attr("n_maps")
+    sources = maps[:count]
+    others = maps[count:]
     at_map = tf.cast(at_map, tf.float32)
     if kind in WITH_SUMS:
         at_map += _through_sums(op.outputs[0], op.outputs[1], at_sums)
@@ -449,10 +493,10 @@ def _plain_up(values: Tensor, filters: Tensor, bias: Tensor, terms: List[Tensor]
 
 
 _PLAIN = {
-    CONVOLVE: _plain_convolve,
-    PROJECT: _plain_convolve,
-    MAX_POOL: lambda values, filters, bias, terms: tf.nn.max_pool3d(values, 2, 2, "VALID"),
-    UP_CONVOLVE: _plain_up,
-    RESIDUAL_SUM: lambda values, filters, bias, terms: tf.nn.relu(values + terms[0]),
+    "convolve": _plain_convolve,
+    "project": _plain_convolve,
+    "max_pool": lambda values, filters, bias, terms: tf.nn.max_pool3d(values, 2, 2, "VALID"),
+    "up_convolve": _plain_up,
+    "residual_sum": lambda values, filters, bias, terms: tf.nn.relu(values + terms[0]),
 }
 """Kind of a forward operation -> its map by TensorFlow, from values, filters, bias, other terms."""

@@ -10,8 +10,8 @@
 enum { PANEL = 16, VECS = PANEL / LANES };
 enum { ROWS = LANES == 16 ? 8 : 4, PANELS = LANES == 16 ? 2 : 1 }; /* of a block in registers */
 enum { COLUMNS = PANELS * PANEL };
-enum { TERMS_AT_ONCE = 256 };        /* rows of X whose panels stay in the cache L2 */
-enum { BLOCKS_OF_A_THREAD = 8 };     /* fewer are over before another thread is awake */
+enum { TERMS_AT_ONCE = 256 };    /* rows of X whose panels stay in the cache L2 */
+enum { BLOCKS_OF_A_THREAD = 8 }; /* fewer are over before another thread is awake */
 enum { ROUNDS = 5 };
 static const float OF_X = 3.4445f, OF_X3 = -4.7750f, OF_X5 = 2.0315f;
 
@@ -33,8 +33,8 @@ struct job {
     float *panels;            /* of X */
     float *gram, *factor, *root, *spare, *between;
     struct product products[2];
-    int count;                /* of `products` */
-    float scale;              /* of X, that makes G's largest eigenvalue at most 1 */
+    int count;   /* of `products` */
+    float scale; /* of X, that makes G's largest eigenvalue at most 1 */
     int threads;
 };
 
@@ -77,8 +77,12 @@ static void copy_block(const struct job *j, float *matrix, int i0, int j0, float
 {
     for (int row = 0; row < ROWS; row++)
         for (int c = 0; c < COLUMNS; c += PANEL) {
-            float *place = element(j, matrix, i0 + row, j0 + c), *line = block + row * COLUMNS + c;
-            memcpy(is_to ? place : line, is_to ? line : place, PANEL * sizeof(float));
+            float *place = element(j, matrix, i0 + row, j0 + c);
+            float *values = block + row * COLUMNS + c;
+            if (is_to)
+                memcpy(place, values, PANEL * sizeof(float));
+            else
+                memcpy(values, place, PANEL * sizeof(float));
         }
 }
 
@@ -154,7 +158,8 @@ static void multiply_gram(void *argument, int thread, int threads)
     const struct job *j = argument;
     struct product p = {.to = j->gram};
     for (int k = 0; k < j->tall; k += TERMS_AT_ONCE) {
-        int terms = j->tall - k < TERMS_AT_ONCE ? j->tall - k : TERMS_AT_ONCE, number = 0;
+        int terms = j->tall - k < TERMS_AT_ONCE ? j->tall - k : TERMS_AT_ONCE;
+        int number = 0;
         for (int j0 = 0; j0 < j->width; j0 += COLUMNS)
             for (int i0 = j0; i0 < j->width; i0 += ROWS) {
                 if (number++ % threads != thread)
@@ -222,8 +227,8 @@ static void swap(float **one, float **other)
     *other = first;
 }
 
-/* X (a + b G + c G^2) five times: `root` becomes the product of the factors. G is scaled by the root
-   of c, which saves a multiplication. */
+/* X (a + b G + c G^2) five times: `root` becomes the product of the factors. G is scaled by the
+   root of c, which saves a multiplication. */
 static void iterate(struct job *j)
 {
     float of_g = OF_X3 / __builtin_sqrtf(OF_X5);
@@ -240,7 +245,8 @@ static void iterate(struct job *j)
             run_products(j, next, round ? 2 : 1);
         if (round)
             swap(&j->root, &j->spare);
-        /* F (G F), which rounding leaves symmetric: errors of (G F) F would grow from round to round. */
+        /* F (G F), which rounding leaves symmetric: errors of (G F) F would grow from round to
+           round. */
         struct product of_gram = {.left = factor, .right = j->between, .to = j->gram};
         if (!is_last)
             run_products(j, &of_gram, 1);
@@ -262,7 +268,7 @@ static void scale_gram(struct job *j)
 
 /* The name that build.py gives to that of an instruction set. memory_estimator/step/scratch.py has
    the bytes as a formula. */
-int MAKE_ORTHOGONAL(const struct operation *op)
+int ORTHOGONALIZE(const struct operation *op)
 {
     struct job j = {.matrix = op->maps[0], .result = op->map};
     j.rows = op->x;
@@ -274,7 +280,8 @@ int MAKE_ORTHOGONAL(const struct operation *op)
     j.panel = (size_t)j.width * PANEL;
     /* A block of rows may reach beyond the last one, where the values do not count. */
     j.tall_panel = (size_t)(j.tall > ROWS ? j.tall : ROWS) * PANEL;
-    size_t square = (size_t)j.width * j.width, packed = j.width / PANEL * j.tall_panel;
+    size_t square = (size_t)j.width * j.width;
+    size_t packed = j.width / PANEL * j.tall_panel;
     size_t bytes = sizeof(float) * (packed + 5 * square);
     if (asks_for_scratch(op, 0, 0, bytes))
         return 0;
@@ -286,9 +293,13 @@ int MAKE_ORTHOGONAL(const struct operation *op)
     j.root = j.factor + square;
     j.spare = j.root + square;
     j.between = j.spare + square;
-    int across = j.width / COLUMNS, blocks = COLUMNS / ROWS * across * (across + 1) / 2;
+    int across = j.width / COLUMNS;
+    int blocks = COLUMNS / ROWS * across * (across + 1) / 2;
     j.threads = blocks / BLOCKS_OF_A_THREAD;
-    j.threads = j.threads < 1 ? 1 : j.threads > op->threads ? op->threads : j.threads;
+    if (j.threads > op->threads)
+        j.threads = op->threads;
+    if (j.threads < 1)
+        j.threads = 1;
     run_on_threads(j.threads, pack_rows, &j);
     run_on_threads(j.threads, multiply_gram, &j);
     scale_gram(&j);

@@ -1,23 +1,23 @@
 /* How an operation is cut into pieces, one for each thread that takes part: along x, along y, and
-   by blocks of 16 channels. The cut is the one whose largest piece costs least. Further, what the
-   pieces of a convolution have to do with each other: in place, one reads what another overwrites;
-   and their sums are added up. */
+   by blocks of 16 channels. The cut is the one whose largest piece costs least. Further, what all
+   operations in pieces do alike: memory, packing, pieces, sums (`run_pieces`); and what pieces of a
+   convolution have to do with each other: in place, one reads what another overwrites; and their
+   sums are added up. */
 #ifndef PIECES_H
 #define PIECES_H
 
+#include <unistd.h>
 #include "rows.h"
 
 /* --- The cut --- */
 
-static long parts_of(long number, long size) { return (number + size - 1) / size; }
-
 /* What can be cut, and what it costs: the unit is what it takes to form a row of a block of 16
    channels. memory_estimator/step/cut.py has the same. */
 struct work {
-    long planes;      /* of all samples */
-    int rows;         /* of a plane */
-    int inputs;       /* blocks of input channels; 1 where all belong together */
-    int outputs;      /* blocks of outputs, cut in units of so many: */
+    long planes; /* of all samples */
+    int rows;    /* of a plane */
+    int inputs;  /* blocks of input channels; 1 where all belong together */
+    int outputs; /* blocks of outputs, cut in units of so many: */
     int unit;
     int border;       /* planes and rows on each side of a piece that are formed for it as well */
     int products;     /* cost of the products of a row, a block of inputs and one of outputs */
@@ -29,10 +29,11 @@ struct work {
 
 struct cut {
     struct work work;
-    int x_parts, y_parts, input_parts, output_parts;
-    int positions; /* parts along x and y: each has sums of its own, which its pieces share */
+    int x_count, y_count, input_count, output_count; /* pieces in each direction */
+    int positions; /* x_count * y_count: each has sums of its own, which its pieces share */
     int pieces;
-    long planes;   /* of the largest piece, as what follows */
+    /* Of the largest piece: */
+    long planes;
     int rows, inputs, outputs;
 };
 
@@ -44,17 +45,19 @@ struct piece {
     int input, past_input;
     int output, past_output;
     int position; /* of cut.positions */
+    int beside;   /* rows above and below that are other pieces': 1, or 0 */
+    char *saved;  /* in place: the rows that are saved; or NULL */
 };
 
 static struct cut cut_into(const struct work *work, int x, int y, int inputs, int outputs)
 {
     struct cut cut = {*work, x, y, inputs, outputs, .positions = x * y};
     cut.pieces = cut.positions * inputs * outputs;
-    cut.planes = parts_of(work->planes, x);
-    cut.rows = (int)parts_of(work->rows, y);
-    cut.inputs = (int)parts_of(work->inputs, inputs);
-    int units = (int)parts_of(work->outputs, work->unit);
-    cut.outputs = least(work->outputs, work->unit * (int)parts_of(units, outputs));
+    cut.planes = ceil_div(work->planes, x);
+    cut.rows = (int)ceil_div(work->rows, y);
+    cut.inputs = (int)ceil_div(work->inputs, inputs);
+    int units = (int)ceil_div(work->outputs, work->unit);
+    cut.outputs = least(work->outputs, work->unit * (int)ceil_div(units, outputs));
     return cut;
 }
 
@@ -74,25 +77,27 @@ static long cost_of(const struct cut *cut, int threads)
     long formed = (cut->planes + 2 * w->border) * (cut->rows + 4 * w->border);
     long cost = cut->planes * products * cut->inputs * cut->outputs + formed * cut->inputs;
     cost += cut->planes * cut->rows * cut->outputs * w->form_outputs;
-    return cost + w->sums * cut->positions * parts_of((long)w->inputs * w->outputs, threads);
+    return cost + w->sums * cut->positions * ceil_div((long)w->inputs * w->outputs, threads);
 }
 
-/* The fewest parts whose largest is smaller than that of `parts`; more than `whole` if none is. */
-static int next_parts(long whole, long parts)
+/* The fewest pieces whose largest is smaller than that of `count`; more than `whole` if none is. */
+static int next_count(long whole, long count)
 {
-    long largest = parts_of(whole, parts);
-    return (int)(largest > 1 ? parts_of(whole, largest - 1) : whole + 1);
+    long largest = ceil_div(whole, count);
+    return (int)(largest > 1 ? ceil_div(whole, largest - 1) : whole + 1);
 }
 
 /* The cut for at most so many threads; of equally good ones that of the fewest pieces. */
 static struct cut cut_of(const struct work *w, int threads)
 {
     struct cut best = cut_into(w, 1, 1, 1, 1);
-    int most = least(threads, MOST_THREADS), units = (int)parts_of(w->outputs, w->unit);
+    int most = least(threads, MOST_THREADS);
+    int units = (int)ceil_div(w->outputs, w->unit);
     long cost = cost_of(&best, most);
     long products = w->planes * w->rows * w->products * w->inputs * w->outputs;
-#define EACH(parts, of, taken) \
-    for (int parts = 1; parts <= of && (taken) * parts <= most; parts = next_parts(of, parts))
+    /* clang-format off */
+#define EACH(count, whole, taken) \
+    for (int count = 1; count <= whole && (taken) * count <= most; count = next_count(whole, count))
     EACH(x, w->planes, 1)
         EACH(y, w->rows, x)
             EACH(inputs, w->inputs, x * y)
@@ -106,31 +111,34 @@ static struct cut cut_of(const struct work *w, int threads)
                         cost = of_cut;
                     }
                 }
+    /* clang-format on */
     return best;
 }
 
-/* The first of part `part` of `parts` about equal ones. */
-static long share(long whole, int part, int parts) { return whole * part / parts; }
+/* Where share `number` of `count` about equal ones begins. */
+static long share(long whole, int number, int count) { return whole * number / count; }
 
 static struct piece piece_of(const struct cut *cut, int number)
 {
     const struct work *w = &cut->work;
-    int units = (int)parts_of(w->outputs, w->unit);
-    int output = number % cut->output_parts;
-    int input = number / cut->output_parts % cut->input_parts;
-    int position = number / (cut->output_parts * cut->input_parts);
-    int y = position % cut->y_parts, x = position / cut->y_parts;
+    int units = (int)ceil_div(w->outputs, w->unit);
+    int output = number % cut->output_count;
+    int input = number / cut->output_count % cut->input_count;
+    int position = number / (cut->output_count * cut->input_count);
+    int y = position % cut->y_count;
+    int x = position / cut->y_count;
+    int past_unit = (int)share(units, output + 1, cut->output_count);
     return (struct piece){
-        .plane = share(w->planes, x, cut->x_parts),
-        .past_plane = share(w->planes, x + 1, cut->x_parts),
-        .y0 = (int)share(w->rows, y, cut->y_parts),
-        .y1 = (int)share(w->rows, y + 1, cut->y_parts),
-        .input = (int)share(w->inputs, input, cut->input_parts),
-        .past_input = (int)share(w->inputs, input + 1, cut->input_parts),
-        .output = w->unit * (int)share(units, output, cut->output_parts),
-        .past_output =
-            least(w->outputs, w->unit * (int)share(units, output + 1, cut->output_parts)),
+        .plane = share(w->planes, x, cut->x_count),
+        .past_plane = share(w->planes, x + 1, cut->x_count),
+        .y0 = (int)share(w->rows, y, cut->y_count),
+        .y1 = (int)share(w->rows, y + 1, cut->y_count),
+        .input = (int)share(w->inputs, input, cut->input_count),
+        .past_input = (int)share(w->inputs, input + 1, cut->input_count),
+        .output = w->unit * (int)share(units, output, cut->output_count),
+        .past_output = least(w->outputs, w->unit * past_unit),
         .position = position,
+        .beside = cut->y_count > 1,
     };
 }
 
@@ -143,6 +151,17 @@ static struct cut cut_of_rows(long count, int threads)
 
 static long rows_of_all(const struct operation *op) { return (long)op->batch * op->x * op->y; }
 
+/* A row of the grid. */
+struct row {
+    int batch, x, y;
+};
+
+static struct row row_of(const struct operation *op, long number)
+{
+    long plane = number / op->y;
+    return (struct row){(int)(plane / op->x), (int)(plane % op->x), (int)(number % op->y)};
+}
+
 /* Channels of blocks `first` to `past` of an input. */
 static struct input blocks_of(const struct input *whole, int first, int past)
 {
@@ -152,118 +171,216 @@ static struct input blocks_of(const struct input *whole, int first, int past)
     return in;
 }
 
-/* The part of a piece that a thread computes at a time: planes x0 ... x1 - 1 of a sample, rows
+/* The rows of a piece that a thread computes at a time: planes x0 ... x1 - 1 of a sample, rows
    y0 ... y1 - 1 of each. */
-struct part { int batch, x0, x1, y0, y1; };
+struct band {
+    long plane; /* the first one, of all samples */
+    int batch, x0, x1, y0, y1;
+};
 
-/* The planes from `at` on that are of one sample. */
-static void planes_from(struct part *part, const struct operation *op, long at, long past)
+/* Goes on to the next band of a piece, of at most so many rows; 0 after the last one. Before the
+   first one `band` is all zeros. */
+static int next_band(struct band *band, const struct operation *op, const struct piece *piece,
+                     int rows)
 {
-    part->batch = (int)(at / op->x);
-    part->x0 = (int)(at % op->x);
-    part->x1 = least(op->x, part->x0 + past - at);
+    int is_first = band->y1 == 0;
+    if (is_first || band->y1 == piece->y1) {
+        band->plane = is_first ? piece->plane : band->plane + band->x1 - band->x0;
+        band->batch = (int)(band->plane / op->x);
+        band->x0 = (int)(band->plane % op->x);
+        band->x1 = least(op->x, band->x0 + piece->past_plane - band->plane);
+        band->y1 = piece->y0;
+    }
+    band->y0 = band->y1;
+    band->y1 = least(band->y0 + rows, piece->y1);
+    return band->plane < piece->past_plane;
 }
 
-/* --- In place: what is read after it may be overwritten is copied before, each piece's to memory
-   of its own. Copies are rows: of the two planes beside the piece those that it reads; then of each
-   of its planes the row above, whose place the last row of each part takes for the next one, and
-   the row below. Pieces of whole planes have none above and below. --- */
+/* Bytes of a core's cache L2 that a thread's rows may take. */
+static long l2_budget(int permille)
+{
+    long bytes = sysconf(_SC_LEVEL2_CACHE_SIZE);
+    return (bytes > 0 ? bytes : DEFAULT_L2_BYTES) * permille / 1000;
+}
 
-struct copies {
-    const struct operation *op;
-    struct piece piece;
-    int beside; /* rows of other pieces above and below: 1, or 0 */
-    char *rows; /* NULL where the output is elsewhere */
-};
+/* --- In place: what is read after it may be overwritten is saved before, each piece's to memory of
+   its own. Saved are rows: of the two planes beside the piece those that it reads; then of each of
+   its planes the row above, whose place the last row of each band takes for the next one, and the
+   row below. Pieces of whole planes have none above and below. --- */
 
 static size_t map_row_bytes(const struct operation *op)
 {
     return (size_t)op->z * op->channels[0] * (op->dtype == FLOAT32 ? 4 : 2);
 }
 
-/* Bytes of a piece's copies; 0 where the output is elsewhere. */
-static size_t copies_bytes(const struct operation *op, const struct cut *cut)
+/* Bytes of a piece's saved rows; 0 where the output is elsewhere. */
+static size_t saved_bytes(const struct operation *op, const struct cut *cut)
 {
-    size_t beside = cut->y_parts > 1;
+    size_t beside = cut->y_count > 1;
     if (op->map != op->maps[0])
         return 0;
     size_t rows = 2 * (cut->rows + 2 * beside) + cut->planes * (1 + beside);
     return (rows * map_row_bytes(op) + 63) / 64 * 64;
 }
 
-static struct copies copies_of(const struct operation *op, const struct cut *cut, int number,
-                               char *memory)
+/* Where row y is saved, of the plane before a piece or of the one after it. */
+static char *saved_outside(const struct operation *op, const struct piece *piece, int is_after,
+                           int y)
 {
-    return (struct copies){op, piece_of(cut, number), cut->y_parts > 1, memory};
+    long height = piece->y1 - piece->y0 + 2 * piece->beside;
+    long row = is_after * height + y - piece->y0 + piece->beside;
+    return piece->saved + row * map_row_bytes(op);
 }
 
-/* The copy of row y of the plane before a piece, or of the one after it. */
-static char *copy_outside(const struct copies *c, int is_after, int y)
+/* Where the row above or below is saved, of a plane of the piece. */
+static char *saved_inside(const struct operation *op, const struct piece *piece, long plane,
+                          int is_below)
 {
-    const struct piece *piece = &c->piece;
-    long height = piece->y1 - piece->y0 + 2 * c->beside;
-    return c->rows + (is_after * height + y - piece->y0 + c->beside) * map_row_bytes(c->op);
-}
-
-/* The copy of the row above or below, of a plane of the piece. */
-static char *copy_inside(const struct copies *c, long plane, int is_below)
-{
-    const struct piece *piece = &c->piece;
-    long rows = 2 * (piece->y1 - piece->y0 + 2 * c->beside);
-    rows += (plane - piece->plane) * (1 + c->beside) + is_below;
-    return c->rows + rows * map_row_bytes(c->op);
+    long outside = 2 * (piece->y1 - piece->y0 + 2 * piece->beside);
+    long row = outside + (plane - piece->plane) * (1 + piece->beside) + is_below;
+    return piece->saved + row * map_row_bytes(op);
 }
 
 /* Copies rows y0 ... y1 - 1 of a plane, as far as the map has them. */
-static void copy_rows(const struct copies *c, char *to, long plane, int y0, int y1)
+static void save_rows(const struct operation *op, char *to, long plane, int y0, int y1)
 {
-    size_t row = map_row_bytes(c->op);
-    int first = y0 < 0 ? 0 : y0, past = least(y1, c->op->y);
-    const char *from = (const char *)c->op->maps[0] + (plane * c->op->y + first) * row;
+    size_t row_bytes = map_row_bytes(op);
+    int first = y0 < 0 ? 0 : y0;
+    int past = least(y1, op->y);
+    const char *from = (const char *)op->maps[0] + (plane * op->y + first) * row_bytes;
     if (first < past)
-        memcpy(to + (first - y0) * row, from, (past - first) * row);
+        memcpy(to + (first - y0) * row_bytes, from, (past - first) * row_bytes);
 }
 
 /* What a piece reads of its neighbours. */
-static void copy_beside(const struct copies *c)
+static void save_beside(const struct operation *op, const struct piece *piece)
 {
-    const struct piece *piece = &c->piece;
-    int y0 = piece->y0 - c->beside, y1 = piece->y1 + c->beside;
-    if (piece->plane % c->op->x) /* not the first plane of a sample */
-        copy_rows(c, copy_outside(c, 0, y0), piece->plane - 1, y0, y1);
-    if (piece->past_plane % c->op->x)
-        copy_rows(c, copy_outside(c, 1, y0), piece->past_plane, y0, y1);
-    for (long plane = piece->plane; c->beside && plane < piece->past_plane; plane++) {
-        copy_rows(c, copy_inside(c, plane, 0), plane, y0, piece->y0);
-        copy_rows(c, copy_inside(c, plane, 1), plane, piece->y1, y1);
+    int y0 = piece->y0 - piece->beside;
+    int y1 = piece->y1 + piece->beside;
+    if (piece->plane % op->x) /* not the first plane of a sample */
+        save_rows(op, saved_outside(op, piece, 0, y0), piece->plane - 1, y0, y1);
+    if (piece->past_plane % op->x)
+        save_rows(op, saved_outside(op, piece, 1, y0), piece->past_plane, y0, y1);
+    if (!piece->beside)
+        return;
+    for (long plane = piece->plane; plane < piece->past_plane; plane++) {
+        save_rows(op, saved_inside(op, piece, plane, 0), plane, y0, piece->y0);
+        save_rows(op, saved_inside(op, piece, plane, 1), plane, piece->y1, y1);
     }
 }
 
-/* The first map as row (x, y) is to be read from it: the copy where the map is overwritten by then,
-   shifted so that the row is found at the voxel where the map would have it. */
-static const void *map_in_place(const struct copies *c, const struct part *part, int x, int y)
+/* The first map as row (x, y) is to be read from it: what was saved where the map is overwritten by
+   then, shifted so that the row is found at the voxel where the map would have it. */
+static const void *map_in_place(const struct operation *op, const struct piece *piece,
+                                const struct band *band, int x, int y)
 {
-    const struct piece *piece = &c->piece;
-    long plane = (long)part->batch * c->op->x + x;
-    const char *copy;
+    long plane = (long)band->batch * op->x + x;
+    const char *saved;
     if (plane < piece->plane || plane == piece->past_plane)
-        copy = copy_outside(c, plane == piece->past_plane, y);
-    else if (y < part->y0)
-        copy = copy_inside(c, plane, 0);
+        saved = saved_outside(op, piece, plane == piece->past_plane, y);
+    else if (y < band->y0)
+        saved = saved_inside(op, piece, plane, 0);
     else if (y >= piece->y1)
-        copy = copy_inside(c, plane, 1);
+        saved = saved_inside(op, piece, plane, 1);
     else
-        return c->op->maps[0];
-    return (const void *)((uintptr_t)copy - (plane * c->op->y + y) * map_row_bytes(c->op));
+        return op->maps[0];
+    return (const void *)((uintptr_t)saved - (plane * op->y + y) * map_row_bytes(op));
 }
 
-/* Once row (x, y) is formed: the next part reads it after this one has overwritten it. */
-static void keep_last_row(const struct copies *c, const struct part *part, int x, int y)
+/* Once row (x, y) is formed: the next band reads it after this one has overwritten it. */
+static void save_last_row(const struct operation *op, const struct piece *piece,
+                          const struct band *band, int x, int y)
 {
-    const struct piece *piece = &c->piece;
-    long plane = (long)part->batch * c->op->x + x;
-    if (y == part->y1 - 1 && plane >= piece->plane && plane < piece->past_plane)
-        copy_rows(c, copy_inside(c, plane, 0), plane, y, y + 1);
+    long plane = (long)band->batch * op->x + x;
+    if (y == band->y1 - 1 && plane >= piece->plane && plane < piece->past_plane)
+        save_rows(op, saved_inside(op, piece, plane, 0), plane, y, y + 1);
+}
+
+/* --- An operation in pieces --- */
+
+struct job; /* what its threads share: every file has its own */
+
+/* What it takes and does, in this order. */
+struct steps {
+    const struct operation *op;
+    const struct cut *cut;
+    size_t kept;          /* bytes of each thread that has a piece */
+    size_t passing;       /* bytes of all threads together */
+    int reads_neighbours; /* a piece reads rows of others: in place they are saved */
+
+    /* What is NULL is left out. */
+    void (*place)(struct job *, char *memory); /* tells the job where its `passing` bytes are */
+    void (*pack)(void *job, int thread, int threads);                  /* on all threads: filters */
+    void (*compute)(struct job *, const struct piece *, char *memory); /* a piece */
+    void (*add_up)(void *job, int thread, int threads); /* on all threads: sums of positions */
+    void (*write)(struct job *); /* the same on the caller's thread, where it takes no time */
+};
+
+struct run {
+    struct job *job;
+    const struct steps *steps;
+    char *saved; /* of all pieces */
+    size_t piece_saved;
+    int failed;
+};
+
+static struct piece piece_of_run(const struct run *run, int number)
+{
+    struct piece piece = piece_of(run->steps->cut, number);
+    if (run->piece_saved)
+        piece.saved = run->saved + number * run->piece_saved;
+    return piece;
+}
+
+static void save_for_piece(void *argument, int thread, int threads)
+{
+    const struct run *run = argument;
+    struct piece piece = piece_of_run(run, thread);
+    save_beside(run->steps->op, &piece);
+}
+
+static void run_piece(void *argument, int thread, int threads)
+{
+    struct run *run = argument;
+    char *memory = thread_memory(thread, run->steps->kept);
+    if (!memory) {
+        run->failed = 1;
+        return;
+    }
+    struct piece piece = piece_of_run(run, thread);
+    run->steps->compute(run->job, &piece, memory);
+}
+
+/* Returns 0; -1 if memory runs out. */
+static int run_pieces(struct job *job, const struct steps *steps)
+{
+    const struct operation *op = steps->op;
+    int pieces = steps->cut->pieces;
+    struct run run = {.job = job, .steps = steps};
+    if (steps->reads_neighbours)
+        run.piece_saved = saved_bytes(op, steps->cut);
+    size_t passing = steps->passing + pieces * run.piece_saved;
+    if (asks_for_scratch(op, pieces, steps->kept, passing))
+        return 0;
+    if (passing) {
+        char *memory = passing_memory(passing);
+        if (!memory)
+            return -1;
+        steps->place(job, memory);
+        run.saved = memory + steps->passing;
+    }
+    if (steps->pack)
+        run_on_threads(op->threads, steps->pack, job);
+    if (run.piece_saved)
+        run_on_threads(pieces, save_for_piece, &run);
+    run_on_threads(pieces, run_piece, &run);
+    if (run.failed)
+        return -1;
+    if (steps->add_up)
+        run_on_threads(op->threads, steps->add_up, job);
+    if (steps->write)
+        steps->write(job);
+    return 0;
 }
 
 /* --- Sums of a convolution's map --- */
@@ -294,9 +411,11 @@ static void write_sums(const struct operation *op, enum map_sums sums, const dou
 {
     double voxels = (double)op->x * op->y * op->z;
     for (int i = 0; i < op->batch * channels; i++) {
-        int batch = i / channels, c = i % channels;
+        int batch = i / channels;
+        int c = i % channels;
         const double *at = totals + (size_t)batch * 2 * width + c;
-        double first = total(at, next, positions), second = total(at + width, next, positions);
+        double first = total(at, next, positions);
+        double second = total(at + width, next, positions);
         if (sums == MOMENTS) {
             first /= voxels;
             second = second / voxels - first * first;

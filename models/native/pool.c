@@ -1,6 +1,6 @@
-/* Our own threads. Each spins for a moment before it sleeps: operations in a row then wake no thread, and the engine's threads
-   keep their cores. They may run on all CPUs of the process's first thread: the caller may be a thread that an engine's
-   OpenMP has bound to one core. */
+/* Our own threads. Each spins for a moment before it sleeps: operations in a row then wake no
+   thread, and the engine's threads keep their cores. They may run on all CPUs of the process's
+   first thread: the caller may be a thread that an engine's OpenMP has bound to one core. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
@@ -35,7 +35,10 @@ long tile_counts[TILE_COUNTS];
    compute one after the other, so that none takes another's core or cache; and in one memory, which
    is in the cache as each one's own would be. --- */
 
-static struct { int is_counted; long ns; } on_paper; /* of one operation at a time */
+static struct {
+    int is_counted;
+    long ns;
+} on_paper; /* of one operation at a time */
 
 static long cpu_ns(void)
 {
@@ -57,7 +60,9 @@ double native_time_on_paper(int is_counted)
 
 static void work_on_paper(int threads, void (*work)(void *, int, int), void *argument)
 {
-    long first = cpu_ns(), begin = first, busiest = 0;
+    long first = cpu_ns();
+    long begin = first;
+    long busiest = 0;
     for (int thread = 0; thread < threads; thread++) {
         work(argument, thread, threads);
         long end = cpu_ns();
@@ -88,7 +93,9 @@ void end_operation(void)
 /* The first line of a buffer has its length, so that one pointer names all of it: a process may
    fork at any moment, and its child then finds a whole buffer or none. While a buffer is not at
    its place, no pointer leads to it. */
-struct buffer { size_t bytes; };
+struct buffer {
+    size_t bytes;
+};
 enum { LINE = 64, PAGE = 4096, HUGE_PAGE = 2 << 20 };
 
 static struct buffer *_Atomic kept[MOST_THREADS];
@@ -158,13 +165,17 @@ static void wait_while(atomic_int *value, int old)
     long start = now_ns();
     while (atomic_load_explicit(value, memory_order_acquire) == old)
         if (now_ns() - start >= SPIN_NS)
-            syscall(SYS_futex, value, FUTEX_WAIT_PRIVATE, old, NULL, NULL, 0); /* returns at once if it has changed */
+            syscall(SYS_futex, value, FUTEX_WAIT_PRIVATE, old, NULL, NULL,
+                    0); /* returns at once if it has changed */
         else
             for (int i = 0; i < 32; i++)
                 __builtin_ia32_pause();
 }
 
-static void wake(atomic_int *value) { syscall(SYS_futex, value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0); }
+static void wake(atomic_int *value)
+{
+    syscall(SYS_futex, value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+}
 
 static void *thread_main(void *number)
 {
@@ -194,8 +205,8 @@ __attribute__((constructor)) static void watch_forks(void)
     pthread_atfork(NULL, NULL, forget_threads);
 }
 
-/* The CPUs of the process's first thread, to be freed, and the bytes of their set; NULL if the system does not tell. A set of
-   fixed size would be too small where there are more than 1024. */
+/* The CPUs of the process's first thread, to be freed, and the bytes of their set; NULL if the
+   system does not tell. A set of fixed size would be too small where there are more than 1024. */
 static cpu_set_t *own_cpus(size_t *bytes)
 {
     for (int most = 1024; most <= 1 << 20; most *= 2) {
@@ -219,7 +230,9 @@ int thread_count(void)
     if (cpus)
         threads = CPU_COUNT_S(bytes, cpus);
     CPU_FREE(cpus);
-    return threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads;
+    if (threads > MOST_THREADS)
+        return MOST_THREADS;
+    return threads < 1 ? 1 : threads;
 }
 
 static void start_threads(int wanted)
@@ -253,7 +266,9 @@ void run_on_threads(int threads, void (*work)(void *, int, int), void *argument)
         return;
     }
     start_threads(threads - 1);
-    if (threads == 1 || pool.started < threads - 1) { /* shares are fixed: one thread after the other, with the same result */
+    if (threads == 1 ||
+        pool.started <
+            threads - 1) { /* shares are fixed: one thread after the other, with the same result */
         for (int thread = 0; thread < threads; thread++)
             work(argument, thread, threads);
     } else {

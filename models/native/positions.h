@@ -5,40 +5,40 @@
 
 #include "direct.h"
 
-enum { MOST_SUMS = 6 };      /* tiles B whose sums are in registers at once */
-enum { ENOUGH_BLOCKS = 64 }; /* of 32 positions: adding up the sums of more costs next to nothing */
-
-/* Lines of 16 values of two voxels, interleaved. */
-static void store_pairs(char *to, const uint16_t *line, int width, int pairs)
+/* Lines of 16 values of two voxels of a formed row, interleaved. */
+static void store_pairs(char *to, const uint16_t *values, int width, int pairs)
 {
-    for (int pair = 0; pair < pairs; pair++, to += 64, line += 2 * width)
+    for (int pair = 0; pair < pairs; pair++, to += 64, values += 2 * width)
         for (int v = 0; v < VECS; v++) {
             halves first, second;
-            memcpy(&first, line + v * LANES, sizeof first);
-            memcpy(&second, line + width + v * LANES, sizeof second);
+            memcpy(&first, values + v * LANES, sizeof first);
+            memcpy(&second, values + width + v * LANES, sizeof second);
             uvec both = widened(first) | widened(second) << 16;
             memcpy(to + v * sizeof both, &both, sizeof both);
         }
 }
 
-/* The lines of a row, straight from 16 channels of a map from c on: pair p begins with voxel 2 p, and
-   in `uneven`, where that is wanted, with 2 p - 1. What is not in the row is 0. */
+/* The lines of a row, straight from 16 channels of a map from c on: pair p begins with voxel 2 p,
+   and in `uneven`, where that is wanted, with 2 p - 1. What is not in the row is 0. */
 ALWAYS_INLINE void form_pairs_as(char *even, char *uneven, int pairs, const struct input *in, int m,
                                  int batch, size_t voxel, int c, int z, int form)
 {
     const void *map = in->maps[m], *raw = in->raw;
     int stride = in->channels[m];
     for (int v = 0; v < VECS; v++) {
-        size_t at = voxel * stride + c + v * LANES, unit = v * LANES;
-        vec k[COEFFICIENTS], before = {0};
+        size_t at = voxel * stride + c + v * LANES;
+        size_t unit = v * LANES;
+        vec k[COEFFICIENTS];
+        vec before = {0};
         load_norm_of(k, in, m, batch, c + v * LANES, LANES, form);
         for (int pair = 0; pair < pairs; pair++, at += 2 * stride, unit += 16) {
             int left = z - 2 * pair; /* voxels */
-            vec first = {0}, second = {0};
+            vec first = {0};
+            vec second = {0};
             if (__builtin_expect(left > 0, 1))
-                first = formed(k, map, raw, at, LANES, BFLOAT16, form);
+                first = formed_value(k, map, raw, at, LANES, BFLOAT16, form);
             if (__builtin_expect(left > 1, 1))
-                second = formed(k, map, raw, at + stride, LANES, BFLOAT16, form);
+                second = formed_value(k, map, raw, at + stride, LANES, BFLOAT16, form);
             store_units((uint32_t *)even + unit, first, second);
             if (uneven)
                 store_units((uint32_t *)uneven + unit, before, first);
@@ -67,7 +67,10 @@ static void form_pairs(char *even, char *uneven, int pairs, const struct input *
 static void transpose_tile(char *tile)
 {
 #ifdef __AVX512F__
-    __m512i *rows = (__m512i *)tile, halved[16], quartered[16], eighths[16];
+    __m512i *rows = (__m512i *)tile;
+    __m512i halved[16];
+    __m512i quartered[16];
+    __m512i eighths[16];
     for (int i = 0; i < 16; i += 2) {
         halved[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
         halved[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
@@ -88,7 +91,8 @@ static void transpose_tile(char *tile)
         rows[to + 8] = _mm512_shuffle_i32x4(eighths[k], eighths[k + 8], 0xdd);
     }
 #else
-    uint32_t copy[16][16], *to = (uint32_t *)tile;
+    uint32_t copy[16][16];
+    uint32_t *to = (uint32_t *)tile;
     memcpy(copy, tile, sizeof copy);
     for (int i = 0; i < 16; i++)
         for (int k = 0; k < 16; k++)
@@ -96,16 +100,16 @@ static void transpose_tile(char *tile)
 #endif
 }
 
-/* The sums of `count` tiles B over all blocks of 32 positions of `planes` planes: each tile A is
-   loaded once for all of them. */
-ALWAYS_INLINE void correlate_as(int count, float *sums, int planes, int blocks,
-                                const char *const *left, const char *const (*right)[MOST_SUMS])
+/* The sums of `count` tiles B over `steps` steps of each of `planes` planes: each tile A is loaded
+   once for all of them. */
+ALWAYS_INLINE void correlate_as(int count, float *sums, int planes, int steps,
+                                const char *const *left, const char *const (*right)[MOST_TARGETS])
 {
 #pragma GCC unroll 6
     for (int i = 0; i < count; i++)
         tile_zero(i);
     for (int plane = 0; plane < planes; plane++)
-        for (size_t at = 0; at < (size_t)blocks * TILE_BYTES; at += TILE_BYTES) {
+        for (size_t at = 0; at < (size_t)steps * TILE_BYTES; at += TILE_BYTES) {
             tile_load(6, left[plane] + at, 64);
 #pragma GCC unroll 6
             for (int i = 0; i < count; i++) {
@@ -118,12 +122,15 @@ ALWAYS_INLINE void correlate_as(int count, float *sums, int planes, int blocks,
         tile_store(i, sums + i * TILE_FLOATS, 64);
 }
 
-static void correlate(int count, float *sums, int planes, int blocks, const char *const *left,
-                      const char *const (*right)[MOST_SUMS])
+static void correlate(int count, float *sums, int planes, int steps, const char *const *left,
+                      const char *const (*right)[MOST_TARGETS])
 {
     switch (count) {
-#define COUNT(n) case n: correlate_as(n, sums, planes, blocks, left, right); break;
-    COUNT(1) COUNT(2) COUNT(3) COUNT(4) COUNT(5) COUNT(6)
+#define COUNT(n) \
+    case n: \
+        correlate_as(n, sums, planes, steps, left, right); \
+        break;
+        COUNT(1) COUNT(2) COUNT(3) COUNT(4) COUNT(5) COUNT(6)
     }
 }
 
@@ -132,6 +139,17 @@ static void add_tile(float *to, const float *sums)
 {
     for (int i = 0; i < TILE_FLOATS; i += LANES)
         store(to + i, load(to + i) + load(sums + i));
+}
+
+/* Adds the positions' sums of tile `number` in their order. */
+static void add_positions(double *sums, const float *filter_sums, size_t position_sums,
+                          int positions, long number)
+{
+    const float *from = filter_sums + number * TILE_FLOATS;
+    memset(sums, 0, sizeof(double) * TILE_FLOATS);
+    for (int each = 0; each < positions; each++, from += position_sums)
+        for (int i = 0; i < TILE_FLOATS; i++)
+            sums[i] += from[i];
 }
 
 #endif

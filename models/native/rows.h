@@ -1,15 +1,19 @@
-/* The one row format. A row of a map (all z at one x, y) is read, formed and transformed once, and kept in the cache L2.
+/* The one row format. A row of a map (all z at one x, y) is read, formed and transformed once, and
+   kept in the cache L2.
 
-   Winograd's short convolution along z (Lavin and Gray 2016, arXiv:1509.09308) makes TILE outputs of a 3-tap filter with
-   TILE + 2 products in place of 3 * TILE: tile t of a row covers the values z = t * TILE - 1 ... t * TILE + TILE, from which
-   STREAMS sums are formed; the filters are transformed likewise; products of equal stream are added over channels and over the
-   nine (x, y) taps; and the outputs of a tile are sums of the streams' totals. float32 has four outputs a tile (points 0, +-1,
-   +-1/2, infinity: 5e-7 relative), bfloat16 two (0, +-1, infinity): of a norm and ReLU formed on load 0.0029 relative, where
-   plain products of values rounded to bfloat16 have 0.0027; four outputs would have three times that.
+   Winograd's short convolution along z (Lavin and Gray 2016, arXiv:1509.09308) makes TILE outputs
+   of a 3-tap filter with TILE + 2 products in place of 3 * TILE: tile t of a row covers the values
+   z = t * TILE - 1 ... t * TILE + TILE, from which STREAMS sums are formed; the filters are
+   transformed likewise; products of equal stream are added over channels and over the nine (x, y)
+   taps; and the outputs of a tile are sums of the streams' totals. float32 has four outputs a tile
+   (points 0, +-1, +-1/2, infinity: 5e-7 relative), bfloat16 two (0, +-1, infinity): of a norm and
+   ReLU formed on load 0.0029 relative, where plain products of values rounded to bfloat16 have
+   0.0027; four outputs would have three times that.
 
-   A row is stored as [stream][group of 16 channels][tile][16 channels]. A unit is what one product instruction spreads over
-   all outputs: 4 bytes, one float32 or two neighbouring bfloat16 values. For the filter gradient, which sums over tiles,
-   those two are of neighbouring tiles: [stream][group][pair of tiles][16 channels][2]. */
+   A row is stored as [stream][group of 16 channels][tile][16 channels]. A unit is what one product
+   instruction spreads over all outputs: 4 bytes, one float32 or two neighbouring bfloat16 values.
+   For the filter gradient, which sums over tiles, those two are of neighbouring tiles:
+   [stream][group][pair of tiles][16 channels][2]. */
 #ifndef ROWS_H
 #define ROWS_H
 
@@ -37,8 +41,10 @@ ALWAYS_INLINE void transform_values(const vec *d, vec *streams)
     streams[2] = d[2] - d[1];
     streams[3] = d[3] - d[1];
 #else
-    vec even = d[4] - 0.25f * d[2], uneven = d[3] - 0.25f * d[1];
-    vec even_far = d[4] - d[2], uneven_far = 0.5f * (d[3] - d[1]);
+    vec even = d[4] - 0.25f * d[2];
+    vec uneven = d[3] - 0.25f * d[1];
+    vec even_far = d[4] - d[2];
+    vec uneven_far = 0.5f * (d[3] - d[1]);
     streams[0] = d[0] - 5 * d[2] + 4 * d[4];
     streams[1] = even + uneven;
     streams[2] = even - uneven;
@@ -51,12 +57,14 @@ ALWAYS_INLINE void transform_values(const vec *d, vec *streams)
 /* The outputs of a tile, of the streams' totals. */
 ALWAYS_INLINE void outputs_of(const vec *m, vec *outputs)
 {
-    vec sum = m[1] + m[2], difference = m[1] - m[2];
+    vec sum = m[1] + m[2];
+    vec difference = m[1] - m[2];
 #ifdef BFLOAT16_ROWS
     outputs[0] = m[0] + sum;
     outputs[1] = difference + m[3];
 #else
-    vec far_sum = m[3] + m[4], far_difference = m[3] - m[4];
+    vec far_sum = m[3] + m[4];
+    vec far_difference = m[3] - m[4];
     outputs[0] = m[0] + sum + far_sum;
     outputs[1] = difference + 0.5f * far_difference;
     outputs[2] = sum + 0.25f * far_sum;
@@ -73,8 +81,10 @@ ALWAYS_INLINE void transform_gradients(const vec *y, vec *streams)
     streams[2] = y[0] - y[1];
     streams[3] = y[1];
 #else
-    vec even = y[0] + y[2], uneven = y[1] + y[3];
-    vec even_near = y[0] + 0.25f * y[2], uneven_near = 0.5f * y[1] + 0.125f * y[3];
+    vec even = y[0] + y[2];
+    vec uneven = y[1] + y[3];
+    vec even_near = y[0] + 0.25f * y[2];
+    vec uneven_near = 0.5f * y[1] + 0.125f * y[3];
     streams[0] = y[0];
     streams[1] = even + uneven;
     streams[2] = even - uneven;
@@ -86,15 +96,21 @@ ALWAYS_INLINE void transform_gradients(const vec *y, vec *streams)
 
 /* Of each stream, the weights of the filter's three taps along z. */
 #ifdef BFLOAT16_ROWS
-static const float FILTER_TRANSFORM[STREAMS][3] = {{1, 0, 0}, {.5f, .5f, .5f}, {.5f, -.5f, .5f}, {0, 0, 1}};
+static const float FILTER_TRANSFORM[STREAMS][3] = {
+    {1, 0, 0}, {.5f, .5f, .5f}, {.5f, -.5f, .5f}, {0, 0, 1}};
 #else
 static const float FILTER_TRANSFORM[STREAMS][3] = {
-    {1, 0, 0}, {2 / 3.f, 2 / 3.f, 2 / 3.f}, {2 / 3.f, -2 / 3.f, 2 / 3.f},
-    {-8 / 3.f, -4 / 3.f, -2 / 3.f}, {-8 / 3.f, 4 / 3.f, -2 / 3.f}, {0, 0, 1},
+    {1, 0, 0},
+    {2 / 3.f, 2 / 3.f, 2 / 3.f},
+    {2 / 3.f, -2 / 3.f, 2 / 3.f},
+    {-8 / 3.f, -4 / 3.f, -2 / 3.f},
+    {-8 / 3.f, 4 / 3.f, -2 / 3.f},
+    {0, 0, 1},
 };
 #endif
 
 static inline int least(int a, int b) { return a < b ? a : b; }
+static inline long ceil_div(long number, long size) { return (number + size - 1) / size; }
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
 /* Voxel (x, y, 0) of a grid that is `times` as fine. */
@@ -113,7 +129,10 @@ ALWAYS_INLINE void load_norm(vec *k, const float *coefficients, int channels, in
         k[i] = coefficients ? load_some(coefficients + i * channels + c, n) : none[i] - (vec){0};
 }
 
-ALWAYS_INLINE vec normed(const vec *k, vec raw) { return at_least(raw * k[SCALE] + k[SHIFT], k[FLOOR]); }
+ALWAYS_INLINE vec normed(const vec *k, vec raw)
+{
+    return at_least(raw * k[SCALE] + k[SHIFT], k[FLOOR]);
+}
 
 ALWAYS_INLINE vec where_positive(const vec *k, vec raw, vec gradient)
 {
@@ -165,9 +184,10 @@ static double total(const double *sums, size_t next, int count)
 struct input {
     int channels[2];     /* of each map; the second is 0 where there is only one */
     const void *maps[2]; /* read as if concatenated */
-    const void *raw;     /* where maps[0] is a gradient with coefficients: the map that was normalised */
+    const void
+        *raw; /* where maps[0] is a gradient with coefficients: the map that was normalised */
     const float *coefficients;
-    int first, past;     /* channels that are formed, of those of both maps */
+    int first, past; /* channels that are formed, of those of both maps */
 };
 
 /* All channels of one map or two. */
@@ -181,8 +201,8 @@ static struct input all_of(struct input in)
 enum form { RAW, NORM, NORM_GRADIENT };
 
 /* A value of a map as it is read, or formed: n of its channels. */
-ALWAYS_INLINE vec formed(const vec *k, const void *map, const void *raw, size_t at, int n, int dtype,
-                         int form)
+ALWAYS_INLINE vec formed_value(const vec *k, const void *map, const void *raw, size_t at, int n,
+                               int dtype, int form)
 {
     prefetch(map, at, dtype, 0);
     vec value = load_values(map, at, n, dtype);
@@ -205,25 +225,27 @@ ALWAYS_INLINE void load_norm_of(vec *k, const struct input *in, int m, int batch
     load_norm(k, norms, channels, m ? in->channels[0] + c : c, n);
 }
 
-/* Channels c .. c + n of map m, of all z of a row, into a line of dtype `made`. */
-ALWAYS_INLINE void form_channels(void *line, int made, int width, const struct input *in, int m,
+/* Channels c .. c + n of map m, of all z of a row, into a row of dtype `made`. */
+ALWAYS_INLINE void form_channels(void *row, int made, int width, const struct input *in, int m,
                                  int batch, size_t voxel, int c, int z, int n, int dtype, int form)
 {
     const void *map = in->maps[m], *raw = in->raw;
-    int stride = in->channels[m], to = m ? in->channels[0] + c : c;
+    int stride = in->channels[m];
+    int to = m ? in->channels[0] + c : c;
     size_t at = voxel * stride + c;
     vec k[COEFFICIENTS];
     load_norm_of(k, in, m, batch, c, n, form);
     for (int i = 0; i < z; i++, at += stride)
         if (form == RAW && dtype == BFLOAT16 && made == BFLOAT16)
-            memcpy((uint16_t *)line + (size_t)i * width + to - in->first, (const uint16_t *)map + at, 2 * n);
+            memcpy((uint16_t *)row + (size_t)i * width + to - in->first, (const uint16_t *)map + at,
+                   2 * n);
         else
-            store_values(line, (size_t)i * width + to - in->first, formed(k, map, raw, at, n, dtype, form), n,
-                         made);
+            store_values(row, (size_t)i * width + to - in->first,
+                         formed_value(k, map, raw, at, n, dtype, form), n, made);
 }
 
-ALWAYS_INLINE void form_row_as(void *line, int made, int width, const struct input *in, int batch, size_t voxel, int z, int dtype,
-                               int form)
+ALWAYS_INLINE void form_row_as(void *row, int made, int width, const struct input *in, int batch,
+                               size_t voxel, int z, int dtype, int form)
 {
     for (int m = 0; m < 2; m++) {
         int before = m ? in->channels[0] : 0; /* channels of the maps before */
@@ -231,16 +253,17 @@ ALWAYS_INLINE void form_row_as(void *line, int made, int width, const struct inp
         int first = in->first > before ? in->first - before : 0;
         for (int c = first; c < past; c += LANES)
             if (past - c >= LANES)
-                form_channels(line, made, width, in, m, batch, voxel, c, z, LANES, dtype, form);
+                form_channels(row, made, width, in, m, batch, voxel, c, z, LANES, dtype, form);
             else
-                form_channels(line, made, width, in, m, batch, voxel, c, z, past - c, dtype, form);
+                form_channels(row, made, width, in, m, batch, voxel, c, z, past - c, dtype, form);
     }
 }
 
-/* The row that begins at `voxel`, formed, in float32: line[z * width + channel - first]. */
-static void form_row(float *line, int width, const struct input *in, int batch, size_t voxel, int z, int dtype)
+/* The row that begins at `voxel`, formed, in float32: row[z * width + channel - first]. */
+static void form_row(float *row, int width, const struct input *in, int batch, size_t voxel, int z,
+                     int dtype)
 {
-#define FORM(dtype, form) form_row_as(line, FLOAT32, width, in, batch, voxel, z, dtype, form)
+#define FORM(dtype, form) form_row_as(row, FLOAT32, width, in, batch, voxel, z, dtype, form)
     if (!in->coefficients)
         dtype == FLOAT32 ? FORM(FLOAT32, RAW) : FORM(BFLOAT16, RAW);
     else if (!in->raw)
@@ -250,18 +273,18 @@ static void form_row(float *line, int width, const struct input *in, int batch, 
 }
 
 /* The same of bfloat16 maps, rounded to bfloat16. */
-static void form_bfloat16_row(uint16_t *line, int width, const struct input *in, int batch,
+static void form_bfloat16_row(uint16_t *row, int width, const struct input *in, int batch,
                               size_t voxel, int z)
 {
     int is_whole_map = !in->first && in->past == in->channels[0] && width == in->past;
     if (!in->coefficients && is_whole_map)
-        memcpy(line, (const uint16_t *)in->maps[0] + voxel * width, sizeof *line * z * width);
+        memcpy(row, (const uint16_t *)in->maps[0] + voxel * width, sizeof *row * z * width);
     else if (!in->coefficients)
-        form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, RAW);
+        form_row_as(row, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, RAW);
     else if (!in->raw)
-        form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, NORM);
+        form_row_as(row, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, NORM);
     else
-        form_row_as(line, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, NORM_GRADIENT);
+        form_row_as(row, BFLOAT16, width, in, batch, voxel, z, BFLOAT16, NORM_GRADIENT);
 }
 
 /* --- Storing as streams --- */
@@ -272,8 +295,9 @@ enum purpose { CHANNELS_SUMMED, TILES_SUMMED, GRADIENT_TILES_SUMMED };
 ALWAYS_INLINE void store_units(unit *to, vec first, vec second)
 {
 #ifdef __AVX512BF16__
-    static const uint16_t ORDER[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    static const uint16_t ORDER[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                       21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                       11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     _mm512_storeu_si512(to, _mm512_permutexvar_epi16(_mm512_loadu_si512(ORDER), both));
 #elif defined BFLOAT16_ROWS
@@ -284,8 +308,9 @@ ALWAYS_INLINE void store_units(unit *to, vec first, vec second)
 #endif
 }
 
-/* A formed line as a row; line[-width] is the border before z = 0, and what follows the last z is 0 as well. */
-ALWAYS_INLINE void store_row(unit *row, const float *line, int width, int tiles, int purpose)
+/* A formed row as streams; formed[-width] is the border before z = 0, and what follows the last z
+   is 0 as well. */
+ALWAYS_INLINE void store_row(unit *row, const float *formed, int width, int tiles, int purpose)
 {
     int step = purpose == CHANNELS_SUMMED ? 1 : UNIT;
     size_t stream_units = (size_t)tiles * width / UNIT;
@@ -295,7 +320,7 @@ ALWAYS_INLINE void store_row(unit *row, const float *line, int width, int tiles,
             for (int i = 0; i < step; i++) {
                 vec d[TILE + 2];
                 for (int j = 0; j < TILE + 2; j++)
-                    d[j] = load(line + ((long)(t + i) * TILE + j - 1) * width + c);
+                    d[j] = load(formed + ((long)(t + i) * TILE + j - 1) * width + c);
                 if (purpose == GRADIENT_TILES_SUMMED)
                     transform_gradients(d + 1, streams[i]);
                 else

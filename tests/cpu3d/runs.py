@@ -23,9 +23,14 @@ HOST = dataclasses.replace(read_host(), available_bytes=20 * 2**30, cgroup_limit
 """This one, with memory enough: nothing is decided by what is free while tests run."""
 
 SMALL = {
-    "filters": 4, "depth": 3, "dtype": "float32", "epochs": 3, "warmup_steps": 2, "learning_rate": 0.01,
+    "filters": 4,
+    "depth": 3,
+    "dtype": "float32",
+    "epochs": 3,
+    "warmup_steps": 2,
+    "learning_rate": 0.01,
     "curriculum": "off",
-}  # fmt: skip
+}
 
 
 class NumpyLearner:
@@ -36,17 +41,22 @@ class NumpyLearner:
     is given."""
 
     def __init__(self, config):
-        self.config, regions = config, config.unet.outputs
+        self.config = config
+        regions = config.unet.outputs
         self._arrays = {
             "model/000": np.zeros(regions),
             "optimizer/000": np.zeros(regions),
             "updates": np.zeros(1),
         }
-        self.parameters, self.largest_bytes = regions, 8 * regions
+        self.parameters = regions
+        self.largest_bytes = 8 * regions
 
     def step(self, parts, learning_rate, note=lambda: 0.0, before_exchange=lambda: None):
-        weights, momentum = self._arrays["model/000"], self._arrays["optimizer/000"]
-        losses, dice, gradient = [], [], np.zeros_like(weights)
+        weights = self._arrays["model/000"]
+        momentum = self._arrays["optimizer/000"]
+        losses = []
+        dice = []
+        gradient = np.zeros_like(weights)
         for _ in range(self.config.parts):
             image, target = (np.asarray(array, np.float64) for array in next(parts))
             error = target.mean((1, 2, 3)) * (1 + image.mean()) - weights
@@ -154,7 +164,8 @@ SAME = {
 def assert_same_run(run, reference, keep):
     """A finished run is that of `reference` to the bit: log, last checkpoint, best weights. Nothing
     else is left."""
-    log, expected = read_events(run), read_events(reference)
+    log = read_events(run)
+    expected = read_events(reference)
     for kind, names in SAME.items():
         logs = ([event for event in events if event["event"] == kind] for events in (log, expected))
         kept, wanted = (
@@ -184,7 +195,8 @@ def assert_cut_and_continued_is_uninterrupted(
     options = {"save_minutes": 0.0, "steps": steps, **settings}
     start(store, folder / "whole", **options).run()
     cut = start(store, folder / "cut", **options)
-    step, taken = type(cut.learner).step, []
+    step = type(cut.learner).step
+    taken = []
 
     def die(self, *arguments):
         if len(taken) == done:

@@ -57,7 +57,8 @@ class Commands:
     pages: bool = False  # whether pages are written, which takes seconds
 
     def seen(self):
-        calls, self.calls[:] = list(self.calls), []
+        calls = list(self.calls)
+        self.calls[:] = []
         return calls
 
 
@@ -280,19 +281,25 @@ def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_b
     assert main(["status", "--run", str(folder)]) == 0
 
 
-def test_other_settings_than_the_folds_were_begun_with_are_refused_by_name(
-    commands,
-    phantom_store,
-    whole_folds,
-):
-    store = phantom_store.folder
-    for settings, problem in (
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
         ({"filters": 8}, r"fold 1/2: unet.filters must stay 4, got 8"),
         ({"fold": "1/2"}, "without --fold, got 1/2"),
         ({"patience": 3}, "--patience must be 0"),
-    ):
-        with pytest.raises(InputError, match=problem):
-            train_folds(store, whole_folds, 2, settings=settings)
+    ],
+)
+def test_other_settings_than_the_folds_were_begun_with_are_refused_by_name(
+    commands, phantom_store, whole_folds, settings, problem
+):
+    with pytest.raises(InputError, match=problem):
+        train_folds(phantom_store.folder, whole_folds, 2, settings=settings)
+
+
+def test_a_folder_that_holds_other_folds_one_run_or_a_lock_is_refused(
+    commands, phantom_store, whole_folds
+):
+    store = phantom_store.folder
     with pytest.raises(InputError, match=r"--folds must stay 2.*got 3"):
         train_folds(store, whole_folds, 3)
     with pytest.raises(
@@ -693,7 +700,8 @@ def test_commands_of_one_run_name_the_folds_instead(
     tmp_path,
     capsys,
 ):
-    (folder, out) = (str(whole_folds), str(tmp_path / "out"))
+    folder = str(whole_folds)
+    out = str(tmp_path / "out")
     for words in (
         ["export", "--run", folder, "--format", "savedmodel", "--out", out],
         ["train", "--run", folder, "--store", str(phantom_store.folder)],

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
+from cpu3d.decisions import job_of
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
-from cpu3d.plan import Plan, check_fits, job_of, make_plan, save_plan
+from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from memory_estimator.estimate import estimate
@@ -33,9 +34,14 @@ from tests.cpu3d.runs import SMALL, decided
 GIB = 2**30
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 RUN = RunConfig(
-    grid=(240, 240, 160), unet=UNetConfig(dtype="float32", policy="speed"), batch=4, micro_batch=4, ema=0.9,
-    extent="full", engine="itex",
-)  # fmt: skip
+    grid=(240, 240, 160),
+    unet=UNetConfig(dtype="float32", policy="speed"),
+    batch=4,
+    micro_batch=4,
+    ema=0.9,
+    extent="full",
+    engine="itex",
+)
 PATCH = {"mode": "patch", "patch": [16, 16, 16]}
 
 
@@ -72,13 +78,13 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
         assert word in text
 
 
-def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path):
+@pytest.mark.parametrize(("flip", "times"), [(True, 1), (False, 0)])
+def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path, flip, times):
     names = dict(enumerate(("background", "Kidney_L", "Kidney_R", "liver")))
     manifest = dataclasses.replace(phantom_store.manifest, labels=names)
     store = Store(phantom_store.folder, manifest)
-    for flip, times in ((True, 1), (False, 0)):
-        lines = planned(store, tmp_path, flip=flip).describe(HOST)
-        assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
+    lines = planned(store, tmp_path, flip=flip).describe(HOST)
+    assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
 
 
 def test_a_run_knows_the_voxels_of_its_training_cases_and_one_of_an_earlier_version_learns_them(
@@ -121,7 +127,8 @@ def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_
 def test_without_own_operations_layers_are_planned(phantom_store, tmp_path, monkeypatch):
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
     here = dataclasses.replace(HOST, is_here=True)
-    plan, own = planned(phantom_store, tmp_path, host=here), planned(phantom_store, tmp_path)
+    plan = planned(phantom_store, tmp_path, host=here)
+    own = planned(phantom_store, tmp_path)
     assert "not built" in plan.reasons["own operations"]
     assert "own operations" not in own.reasons
     assert plan.forecast.upper_bound_bytes > own.forecast.upper_bound_bytes
@@ -277,15 +284,13 @@ def test_settings_that_do_not_suit_are_refused(phantom_store, tmp_path, settings
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("resolution", [0.55, 0.65, 0.8])
 def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(
-    phantom_store, tmp_path
+    phantom_store, tmp_path, resolution
 ):
-    extent, seen = phantom_store.manifest.largest_box, {}
-    for resolution in (0.55, 0.65, 0.8):
-        seen[resolution] = decided(phantom_store, tmp_path, **SMALL, resolution=resolution).grid
-        assert seen[resolution] == tuple(
-            -(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent
-        )
+    extent = phantom_store.manifest.largest_box
+    seen = decided(phantom_store, tmp_path, **SMALL, resolution=resolution).grid
+    assert seen == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
 
 
 # --- Several workers ---
@@ -541,10 +546,14 @@ def test_a_run_of_an_earlier_version_that_lost_its_checkpoints_keeps_its_setting
 # --- What keeps a run from being continued ---
 
 
-def test_a_run_that_was_begun_with_any_engine_continues_with_another(phantom_store, tmp_path):
-    for before, now in (("auto", "stock"), ("itex", "stock"), ("stock", "auto")):
-        save_config(decided(phantom_store, tmp_path, **SMALL, engine=before), tmp_path)
-        assert decided(phantom_store, tmp_path, engine=now).engine == now
+@pytest.mark.parametrize(
+    ("before", "now"), [("auto", "stock"), ("itex", "stock"), ("stock", "auto")]
+)
+def test_a_run_that_was_begun_with_any_engine_continues_with_another(
+    phantom_store, tmp_path, before, now
+):
+    save_config(decided(phantom_store, tmp_path, **SMALL, engine=before), tmp_path)
+    assert decided(phantom_store, tmp_path, engine=now).engine == now
 
 
 def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(
@@ -691,7 +700,8 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
     phantom_store, tmp_path, settings
 ):
     plan = planned(phantom_store, tmp_path, policy="speed", **settings)
-    full, resolution = plan.forecast.full, plan.config.resolution
+    full = plan.forecast.full
+    resolution = plan.config.resolution
     covered = (math.ceil(n / resolution) for n in plan.config.grid)
     volume = tuple(map(max, phantom_store.manifest.largest_box, covered))
     beside = whole_volume_bytes(full.job, volume, resolution) if settings else 0
@@ -722,7 +732,9 @@ def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tm
 
 
 def test_what_whole_volumes_take_is_counted_by_hand():
-    job, shape, voxels = job_of(PATCHES, threads=2, cases=8), (240, 240, 155), 240 * 240 * 155
+    job = job_of(PATCHES, PATCHES.grid, threads=2, cases=8)
+    shape = (240, 240, 155)
+    voxels = 240 * 240 * 155
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
     assert whole_volume_bytes(job, shape, 1.0) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
     # At half the resolution a float32 copy, and what it becomes along an axis.
@@ -799,16 +811,24 @@ CARD = Gpu(
 ON_CARD = dataclasses.replace(PATCHES, device="gpu:0", batch=2, micro_batch=2, engine="auto")
 
 
-def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(phantom_store):
-    for saved, smaller in (
+@pytest.mark.parametrize(
+    ("saved", "smaller"),
+    [
         (None, "a smaller --patch or --micro-batch, or --force"),
         (ON_CARD, "another --device"),
-    ):
-        with pytest.raises(
-            DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16"
-        ) as caught:
-            check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
-        assert smaller in str(caught.value)
+    ],
+)
+def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(
+    phantom_store, saved, smaller
+):
+    with pytest.raises(
+        DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16"
+    ) as caught:
+        check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
+    assert smaller in str(caught.value)
+
+
+def test_a_card_whose_free_memory_is_unknown_is_taken(phantom_store):
     check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
     assert "of the card" in " ".join(Plan(ON_CARD, phantom_store).describe(HOST))
 

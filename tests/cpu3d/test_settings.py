@@ -13,7 +13,7 @@ from cpu3d.compare.experiment import as_options
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
-from cpu3d.settings import SETTINGS, RunConfig, recipe_config, with_settings
+from cpu3d.settings import SETTINGS, RunConfig, recipe_settings, with_settings
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
@@ -30,8 +30,9 @@ CONFIG = RunConfig(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_a_config_that_saves(name, tmp_path):
-    save_config(recipe_config({"recipe": name}), tmp_path)
-    assert load_config(tmp_path) == recipe_config({"recipe": name})
+    config = RunConfig(**vars(recipe_settings({"recipe": name})))
+    save_config(config, tmp_path)
+    assert load_config(tmp_path) == config
 
 
 BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm="batch"))
@@ -188,7 +189,8 @@ def chosen(*words):
 
 
 def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
-    words = "--channels FLAIR T1w --batch 2 --patch 16 16 32 --filters 8 --residual --no-flip --scaling 0.1"
+    words = "--channels FLAIR T1w --batch 2 --patch 16 16 32 --filters 8 --residual --no-flip"
+    words += " --scaling 0.1"
     settings = chosen(*words.split())
     assert settings == {
         "channels": ("FLAIR", "T1w"),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cpu3d.settings import recipe_config
+from cpu3d.settings import recipe_settings
 from memory_estimator.common.schema import add_options
 from memory_estimator.job import RECIPES, Job, JobOptions, job_from, policy_is_open, read_run
 from models.config import UNetConfig
@@ -69,7 +69,7 @@ def test_a_policy_is_open_where_neither_the_command_nor_a_run_has_one(options, i
 
 def test_every_recipe_s_settings_agree_with_its_job():
     for name, recipe in RECIPES.items():
-        config, job = recipe_config({"recipe": name}), recipe.job
+        config, job = recipe_settings({"recipe": name}), recipe.job
         assert (config.unet, config.batch, config.optimizer, config.ema) == (
             job.unet,
             job.batch,

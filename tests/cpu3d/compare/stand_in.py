@@ -25,7 +25,7 @@ sys.path.insert(0, os.getcwd())
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
-from cpu3d.settings import SETTINGS, recipe_config, with_settings
+from cpu3d.settings import SETTINGS, RunConfig, recipe_settings, with_settings
 from memory_estimator.common.schema import add_options, arguments
 
 BUDGET_STEPS = 6
@@ -65,7 +65,7 @@ def evaluate(template: Path, args: argparse.Namespace) -> int:
 def train(template: Path, args: argparse.Namespace) -> int:
     around, run, settings = template.parent, args.run, arguments([SETTINGS], args)[0]
     store = load_config(template)
-    config = with_settings(recipe_config(settings), settings)
+    config = RunConfig(**vars(with_settings(recipe_settings(settings), settings)))
     own = {
         name: getattr(store, name)
         for name in ("store", "label_names", "region_codes", "split_hash", "regions")

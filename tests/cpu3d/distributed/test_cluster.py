@@ -27,9 +27,14 @@ def tf_config(tasks, kind="worker", index=0, **more):
     }
 
 
-def test_without_variables_a_process_is_alone():
-    for environ in ({}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"cluster": {}}'}):
-        assert read_cluster(environ) == ALONE
+@pytest.mark.parametrize(
+    "environ", [{}, {"TF_CONFIG": ""}, {"TF_CONFIG": "{}"}, {"TF_CONFIG": '{"cluster": {}}'}]
+)
+def test_without_a_cluster_in_the_environment_a_process_is_alone(environ):
+    assert read_cluster(environ) == ALONE
+
+
+def test_a_process_alone_is_the_chief():
     assert (ALONE.workers, ALONE.rank, ALONE.is_chief) == (1, 0, True)
     assert (ALONE.local_ranks, ALONE.local_index) == ((0,), 0)
     assert without_cluster({**tf_config({"worker": ["a:1"]}), "HOME": "/"}) == {"HOME": "/"}

@@ -40,18 +40,22 @@ PLANS = [
     # from
     ({"workers": 2, "port": 5000}, {}, 4, ["127.0.0.1:5000", "127.0.0.1:5001"], (0, 1), "this one"),
     ({"hosts": "a,b", "host_index": 1}, {}, 1, ["a:29500", "b:29500"], (1,), "--hosts"),
-    ({"hosts": "a,b", "host_index": 1}, {}, 2, ["a:29500", "a:29501", "b:29500", "b:29501"], (2, 3), "--hosts"),
-    ({"hosts": "a,b", "host_index": 0, "workers": 1, "port": 6000}, {}, 2, ["a:6000", "b:6000"], (0,), "--hosts"),
+    ({"hosts": "a,b", "host_index": 1}, {}, 2,
+     ["a:29500", "a:29501", "b:29500", "b:29501"], (2, 3), "--hosts"),
+    ({"hosts": "a,b", "host_index": 0, "workers": 1, "port": 6000}, {}, 2,
+     ["a:6000", "b:6000"], (0,), "--hosts"),
     ({"hosts": "a", "port": 41001}, {}, 2, ["a:41001", "a:41002"], (0, 1), "--hosts"),
     ({"hosts": "fd00::1,fd00::2", "workers": 1, "host_index": 0}, {}, 2,
      ["[fd00::1]:29500", "[fd00::2]:29500"], (0,), "--hosts"),
     ({}, TF, 4, ["a:1", "b:1"], (1,), "TF_CONFIG"),
-    ({"hosts": "c,d", "workers": 1, "host_index": 0}, TF, 2, ["c:29500", "d:29500"], (0,), "--hosts"),
+    ({"hosts": "c,d", "workers": 1, "host_index": 0}, TF, 2,
+     ["c:29500", "d:29500"], (0,), "--hosts"),
     ({}, {**TF, **slurm("n[1-2]", "1(x2)", 0)}, 2, ["a:1", "b:1"], (1,), "TF_CONFIG"),
     # each task of srun starts the workers of its host
     ({}, slurm("n[1-2]", "1(x2)", 0), 2, N1 + N2, (0, 1), "Slurm"),
     ({}, slurm("n[1-2]", "1(x2)", 1), 2, N1 + N2, (2, 3), "Slurm"),
-    ({"workers": 1, "port": 7000}, slurm("n[1-2]", "1(x2)", 1), 2, ["n1:7000", "n2:7000"], (1,), "Slurm"),
+    ({"workers": 1, "port": 7000}, slurm("n[1-2]", "1(x2)", 1), 2,
+     ["n1:7000", "n2:7000"], (1,), "Slurm"),
 ]  # fmt: skip
 
 
@@ -140,8 +144,14 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
     [
         ((), "launch .*must be followed by `train`.*, got nothing"),
         (("--workers", 2, "predict"), "got predict"),
-        (("--host-index", 1, "train", "--store", "s", "--run", "r"), "--host-index must come with --hosts, got 1"),
-        (("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"), "workers must divide .* got 999 on"),
+        (
+            ("--host-index", 1, "train", "--store", "s", "--run", "r"),
+            "--host-index must come with --hosts, got 1",
+        ),
+        (
+            ("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"),
+            "workers must divide .* got 999 on",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_launched_is_refused(alone, words, message):

@@ -10,12 +10,13 @@ import tensorflow as tf
 
 from cpu3d.errors import WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
-from cpu3d.training.learner import Learner, _fingerprint
+from cpu3d.training.learner import Learner, fingerprint
 from models.config import UNetConfig
 from models.unet3d import build_unet3d
 from tests.cpu3d.distributed.threads import together
 
-BATCH, SIDE = 4, 16
+BATCH = 4
+SIDE = 16
 UNET = UNetConfig(filters=4, depth=2, channels=2, outputs=2)
 CONFIG = RunConfig(grid=(SIDE,) * 3, unet=UNET, batch=BATCH, micro_batch=1, optimizer="sgd")
 
@@ -114,7 +115,8 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
                 np.testing.assert_array_equal(array, before[name], err_msg=name)
         return moving
 
-    model, alone = build_unet3d(config.unet, config.grid, 2), []
+    model = build_unet3d(config.unet, config.grid, 2)
+    alone = []
     initial = model.get_weights()
     for own in (0, 2):
         model.set_weights(initial)
@@ -129,8 +131,6 @@ def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():
     weights = np.random.default_rng(0).normal(size=2**20).astype("f4")
     other = weights.copy()
     other.view("i4")[12345] += 1
-    prints = [
-        float(_fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)
-    ]
+    prints = [float(fingerprint([tf.constant(array)])) for array in (weights, weights[::-1], other)]
     assert prints[0] == prints[1], "threads add up in an order of their own"
     assert prints[0] != prints[2]

@@ -48,8 +48,8 @@ LOSES_ANOTHER = "import sys, time; time.sleep({after_s}); print('error: lost'); 
 FAILS = "import sys, time; time.sleep({after_s}); print('error: no case is left'); sys.exit({code})"
 
 DEAF = (
-    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid(), flush=True); "
-    + WORKS
+    "import os, signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print(os.getpid(), flush=True); " + WORKS
 )
 
 
@@ -66,7 +66,8 @@ while len(list(folder.iterdir())) < int(folder.with_name("jobs").read_text()):
 @pytest.fixture
 def job(tmp_path):
     """job(0, script): a worker."""
-    started, ranks = tmp_path / "started", set()
+    started = tmp_path / "started"
+    ranks = set()
     started.mkdir()
 
     def make(rank, script):
@@ -104,7 +105,8 @@ def failure(jobs, patience=QUICK, **more):
 
 
 def test_workers_that_finish_add_to_the_logs_of_before(job, tmp_path):
-    jobs, shown = [job(rank, f"print('hello from {rank}')") for rank in (0, 1)], []
+    jobs = [job(rank, f"print('hello from {rank}')") for rank in (0, 1)]
+    shown = []
     for _ in range(2):
         run_workers(
             jobs, tmp_path, show=lambda: shown.append(jobs[0].log.read_text()), patience=QUICK
@@ -182,7 +184,8 @@ def beating(run, **changes):
         for log in run.glob("worker-*.log"):
             pids = [word for word in log.read_text().split() if word.isdigit()]
             with contextlib.suppress(IndexError):
-                pid, rank = int(pids[-1]), int(log.stem[-1])
+                pid = int(pids[-1])
+                rank = int(log.stem[-1])
                 write_heartbeat(
                     run, beat(rank=rank, pid=pid, process_start=process_start(pid) or 0, **changes)
                 )
@@ -219,8 +222,8 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
     job, tmp_path, changes
 ):
     def show():
-        more = {**changes, "beat": time.time()} if "beat" in changes else {"beat": 1.0, **changes}
-        beating(tmp_path, **more)()
+        beats = {"beat": time.time() if "beat" in changes else 1.0}
+        beating(tmp_path, **{**changes, **beats})()
 
     patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3)
     run_workers(

@@ -15,8 +15,11 @@ class ThreadExchange(Exchange):
     def __init__(
         self, rank: int, table: List[Any], barrier: threading.Barrier, turn: threading.Lock
     ):
-        self.rank, self.count = rank, len(table)
-        self._table, self._barrier, self._turn = table, barrier, turn
+        self.rank = rank
+        self.count = len(table)
+        self._table = table
+        self._barrier = barrier
+        self._turn = turn
 
     def sum(self, vector):
         self._table[self.rank] = np.asarray(vector)
@@ -35,7 +38,9 @@ class ThreadExchange(Exchange):
 
 def together(count: int, work: Callable[[Exchange], Any]) -> List[Any]:
     """The results, or errors, of `work` as each of `count` workers at once."""
-    table, barrier, answers = [None] * count, threading.Barrier(count), [None] * count
+    table = [None] * count
+    barrier = threading.Barrier(count)
+    answers = [None] * count
     turn = (
         threading.Lock()
     )  # one of them computes at a time: Keras does not build two networks at once

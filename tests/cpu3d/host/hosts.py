@@ -15,7 +15,9 @@ def made_up(model, isa, memory_gib, sockets, cores, threads=1, nodes=1):
 
     CPUs are numbered as by Linux: every core of every socket, then their second threads. 3 % of the
     memory is in use."""
-    all_cores, all_nodes, memory_bytes = sockets * cores, sockets * nodes, memory_gib * GIB
+    all_cores = sockets * cores
+    all_nodes = sockets * nodes
+    memory_bytes = memory_gib * GIB
     cpus = tuple(
         Cpu(thread * all_cores + core, core, core // cores, core * all_nodes // all_cores)
         for thread in range(threads)
@@ -68,7 +70,8 @@ def write_line(root, path, text):
 def write_tree(root, topology):
     """A host's /proc and /sys, as Linux would have them."""
     write = functools.partial(write_line, root)
-    host, numbers = topology.host, [cpu.number for cpu in topology.cpus]
+    host = topology.host
+    numbers = [cpu.number for cpu in topology.cpus]
     flags = f"model name\t: {host.cpu_model}\nflags\t\t: fpu {' '.join(host.isa)}"
     write(
         "proc/cpuinfo",
@@ -76,7 +79,8 @@ def write_tree(root, topology):
     )
     write(
         "proc/meminfo",
-        f"MemTotal: {host.memory_bytes // 1024} kB\nMemAvailable: {host.available_bytes // 1024} kB\n"
+        f"MemTotal: {host.memory_bytes // 1024} kB\n"
+        f"MemAvailable: {host.available_bytes // 1024} kB\n"
         f"SwapTotal: {topology.swap_bytes // 1024} kB",
     )
     write("proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{cpu_ranges(numbers)}")

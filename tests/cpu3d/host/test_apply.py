@@ -31,16 +31,21 @@ try:
     second = host_apply.import_tensorflow("stock")
 except RuntimeError as error:
     second = str(error)
-tf.function(tf.nn.conv3d)(tf.ones((1, 32, 32, 32, 16)), tf.ones((3, 3, 3, 16, 16)), [1] * 5, "SAME").numpy()
+image, filters = tf.ones((1, 32, 32, 32, 16)), tf.ones((3, 3, 3, 16, 16))
+tf.function(tf.nn.conv3d)(image, filters, [1] * 5, "SAME").numpy()
 inherited = []
 later = threading.Thread(target=lambda: inherited.extend(os.sched_getaffinity(0)))
 later.start()
 later.join()
 tasks = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
 print(json.dumps({
-    "cpus": [sorted(os.sched_getaffinity(0)), inherited], "bound": sum(len(cpus) == 1 for cpus in tasks),
+    "cpus": [sorted(os.sched_getaffinity(0)), inherited],
+    "bound": sum(len(cpus) == 1 for cpus in tasks),
     "name": host_apply.engine_name(tf),
-    "threads": [getattr(tf.config.threading, f"get_{kind}_op_parallelism_threads")() for kind in ("intra", "inter")],
+    "threads": [
+        tf.config.threading.get_intra_op_parallelism_threads(),
+        tf.config.threading.get_inter_op_parallelism_threads(),
+    ],
     "again_is_same": host_apply.import_tensorflow("itex") is tf,
     "second": second,
 }))
@@ -102,9 +107,10 @@ def test_apply_sets_what_is_unset_and_only_onednn_by_the_engine(without_tensorfl
 
 
 def test_what_cannot_be_set_up_is_refused(without_tensorflow, monkeypatch):
-    for function in (lambda: apply(ThreadPlan(1, {}), "mkl"), lambda: import_tensorflow("mkl")):
-        with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
-            function()
+    with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
+        apply(ThreadPlan(1, {}), "mkl")
+    with pytest.raises(InputError, match="engine must be one of itex, stock, got mkl"):
+        import_tensorflow("mkl")
     with pytest.raises(InputError, match="workers must divide"):
         set_up(local=(0, 100000))
     monkeypatch.setattr("cpu3d.host.apply.itex_is_installed", lambda: False)
@@ -126,7 +132,8 @@ from cpu3d.host.apply import NOTICES, set_up, without_notices
 tf = set_up()[2]
 faulthandler.enable()
 with without_notices():
-    os.write(2, "".join(f"W0000 {notice}, or not\\n" for notice in (*NOTICES, "a line of another library")).encode())
+    for notice in (*NOTICES, "a line of another library"):
+        os.write(2, f"W0000 {notice}, or not\\n".encode())
     if sys.argv[1:]:
         faulthandler._sigabrt()
 """
@@ -140,7 +147,10 @@ def test_stderr_has_no_notices_of_tensorflow_but_all_other_lines(crash):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     first, _, rest = done.stderr.partition("\n")
     assert first == "W0000 a line of another library, or not"
-    assert ("Fatal Python error: Aborted" in rest) if crash else (done.returncode, rest) == (0, "")
+    if crash:
+        assert "Fatal Python error: Aborted" in rest
+    else:
+        assert (done.returncode, rest) == (0, "")
 
 
 # --- CPUs and memory nodes, in processes of their own: they are of a whole process and not given
@@ -173,8 +183,13 @@ tf.linalg.matmul(tf.ones((64, 64)), tf.ones((64, 64)))
 again = set_up(local=(1, 2))[1]
 masks = {tuple(sorted(os.sched_getaffinity(int(task)))) for task in os.listdir("/proc/self/task")}
 print(json.dumps({
-    "before": sorted(before), "cpus": plan.cpus, "masks": sorted(masks), "again": again.cpus, "cores": host.cores,
-    "intra": tf.config.threading.get_intra_op_parallelism_threads(), "threads": plan.intra_op,
+    "before": sorted(before),
+    "cpus": plan.cpus,
+    "masks": sorted(masks),
+    "again": again.cpus,
+    "cores": host.cores,
+    "intra": tf.config.threading.get_intra_op_parallelism_threads(),
+    "threads": plan.intra_op,
     "places": describe(host, plan, "")[4:],
 }))
 """

@@ -195,16 +195,18 @@ def test_memory_and_threads_are_those_of_each_worker():
     assert (check.state, "3 to 4" in check.result) == ("warn", True)
 
 
-def test_uneven_memory_and_sockets_are_warned_of():
-    for gib, state, result in (
-        (100, "warn", "100.00 GiB to 768.00 GiB"),
-        (768, "ok", "768.00 GiB on each"),
-    ):
-        check = checks_of(
-            dataclasses.replace(XEON, nodes=(XEON.nodes[0], Node(1, gib * GIB, gib * GIB)))
-        )
-        assert check["memory of nodes"].state == state
-        assert check["memory of nodes"].result.startswith(result)
+@pytest.mark.parametrize(
+    ("gib", "state", "result"),
+    [(100, "warn", "100.00 GiB to 768.00 GiB"), (768, "ok", "768.00 GiB on each")],
+)
+def test_uneven_memory_is_warned_of(gib, state, result):
+    nodes = (XEON.nodes[0], Node(1, gib * GIB, gib * GIB))
+    check = checks_of(dataclasses.replace(XEON, nodes=nodes))["memory of nodes"]
+    assert check.state == state
+    assert check.result.startswith(result)
+
+
+def test_uneven_sockets_are_warned_of():
     check = checks_of(masked(XEON, 0, 28, 29, 30))["CPU mask"]
     assert (check.state, "4 CPUs, 1 and 3 " in check.result) == ("warn", True)
 

@@ -41,13 +41,19 @@ def test_every_line_is_a_card_and_unknown_figures_are_none():
     assert parse_gpus(unified) == (Gpu(0, "NVIDIA GB10", None, None, (12, 1)),)
     assert parse_gpus(old) == (Gpu(0, "Quadro", 2048 * MIB, None, (0, 0)),)
     assert parse_gpus(split) == (Gpu(0, "NVIDIA A100-SXM4-40GB", None, None, (8, 0)),)
-    for text in (
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
         "",
         "No devices were found\n",
         'Field "compute_cap" is not a valid field to query.\n',
         "\n0, A100\n",
-    ):
-        assert parse_gpus(text) == ()
+    ],
+)
+def test_an_answer_without_cards_has_none(text):
+    assert parse_gpus(text) == ()
 
 
 @pytest.mark.parametrize(
@@ -154,12 +160,10 @@ class FakeTensorFlow:
     __version__ = "9.9.9"
 
     def __init__(self, cards=(), with_cuda=True):
-        self.cards, self.visible, self.growing, self.computes = (
-            list(cards),
-            list(cards),
-            set(),
-            False,
-        )
+        self.cards = list(cards)
+        self.visible = list(cards)
+        self.growing = set()
+        self.computes = False
         self.config = self.experimental = self.test = self
         self.is_built_with_cuda = lambda: with_cuda
 

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason=
 
 
 def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak():
-    before, peak = resident(), peak_rss_bytes()
+    before = resident()
+    peak = peak_rss_bytes()
     block = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for page in range(0, len(block), 4096):
         block[page] = 1

@@ -15,7 +15,7 @@ from models.native import operations
 from tests.cpu3d.host.hosts import BFLOAT16, VNNI
 
 GIB = 2**30
-NAMES = ("engine", "bfloat16", "large tensor", "own operations")
+NAMES = ("engine", "bfloat16", "large tensor", "own operations", "own speed")
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
 
 
@@ -40,7 +40,7 @@ def line(state, name="engine"):
 
 def test_results_are_found_among_what_others_print(process):
     noise = "print('onednn_verbose,exec,cpu', '[1]', '7', '{\"name\": 1}', sep='\\n')\n"
-    states = ("ok", "warn", "skipped", "ok")
+    states = ("ok", "warn", "skipped", "ok", "ok")
     checks = process(noise + noise.join(map(line, states, NAMES)) + noise)
     assert [(check.name, check.state) for check in checks] == list(zip(NAMES, states))
     assert [check.state for check in process(line("fail") + line("ok"))] == ["fail"], (
@@ -88,16 +88,17 @@ def tf():
     return set_up()[2]
 
 
-def test_bfloat16_is_faster_or_warned_of_and_left_out_without_instructions(tf, monkeypatch):
+@pytest.mark.parametrize(("gain", "state"), [(1.8, "ok"), (1.1, "warn")])
+def test_bfloat16_is_faster_or_warned_of(tf, monkeypatch, gain, state):
+    seconds = iter([1.0 * gain, 1.0, 2.0 * gain, 2.0, *[9.0] * 4])
     monkeypatch.setattr(module, "STEP_SHAPE", (8, 8, 8))
-    for gain, state in ((1.8, "ok"), (1.1, "warn")):
-        seconds = iter([1.0 * gain, 1.0, 2.0 * gain, 2.0, *[9.0] * 4])
-        monkeypatch.setattr(
-            module, "_seconds", lambda step, seconds=seconds: (next(seconds), step())
-        )
-        check = module.bfloat16_gain(tf, HOST, None)
-        assert check.state == state
-        assert check.result.startswith(f"{gain:.2f} times as fast")
+    monkeypatch.setattr(module, "seconds_of", lambda step: (next(seconds), step()))
+    check = module.bfloat16_gain(tf, HOST, None)
+    assert check.state == state
+    assert check.result.startswith(f"{gain:.2f} times as fast")
+
+
+def test_bfloat16_is_left_out_without_instructions(tf):
     assert module.bfloat16_gain(tf, dataclasses.replace(HOST, isa=()), None).state == "skipped"
 
 
@@ -129,6 +130,24 @@ def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, monkeypatch):
     monkeypatch.setattr(operations, "project", wrong)
     assert module.own_operations(tf, HOST, None).state == "fail"
     assert module.own_operations(tf, slow, None).state == "ok"
+
+
+@pytest.mark.parametrize(("share", "state"), [(0.7, "ok"), (0.1, "warn")])
+def test_speed_is_named_with_the_instruction_set_and_the_share_of_the_limit(
+    tf, monkeypatch, share, state
+):
+    if not operations.available():
+        pytest.skip("needs built operations, and a CPU with AVX2")
+    monkeypatch.setattr(operations, "speed", lambda dtype: operations.Speed(share * 2e11, 2e11))
+    check = module.own_speed(tf, HOST, None)
+    assert check.state == state
+    for words in ("avx512 in float32", "avx512_bf16 in bfloat16", f"{share:.0%}", "200 GFLOP/s"):
+        assert words in check.result
+
+
+def test_speed_is_left_out_without_own_operations(tf, monkeypatch):
+    monkeypatch.setattr(operations, "available", lambda: False)
+    assert module.own_speed(tf, HOST, None).state == "skipped"
 
 
 def test_a_convolution_that_stops_early_is_found(tf, monkeypatch):

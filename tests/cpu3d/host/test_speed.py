@@ -109,7 +109,8 @@ def test_what_is_damaged_or_of_another_version_is_not_used_and_replaced(damage):
 
 def test_versions_with_other_constants_leave_each_other_s_speeds_alone(monkeypatch, tmp_path):
     keep_training(JOB, 3 * predicted_s(), HOST, quiet=True)
-    kept, other = predicted_s(), shutil.copytree(calibration.SHIPPED, tmp_path / "hosts")
+    kept = predicted_s()
+    other = shutil.copytree(calibration.SHIPPED, tmp_path / "hosts")
     for path in other.glob("*.json"):
         path.write_text(path.read_text().replace('"work, values": ', '"work, values": 2'))
     with monkeypatch.context() as patched:

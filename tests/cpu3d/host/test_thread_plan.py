@@ -50,6 +50,15 @@ def under_quota(topology, quota):
     return dataclasses.replace(topology, host=dataclasses.replace(topology.host, cpu_quota=quota))
 
 
+HALF_SOCKETS = [
+    "0-13,56-69 | preferred 0 | 14",
+    "14-27,70-83 | preferred 0 | 14",
+    "28-41,84-97 | preferred 1 | 14",
+    "42-55,98-111 | preferred 1 | 14",
+]
+IN_TURNS = dataclasses.replace(
+    XEON_28, cpus=tuple(Cpu(number, number % 56, number % 2, number % 2) for number in range(112))
+)
 BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 28"]
 
 
@@ -60,29 +69,30 @@ BOTH_SOCKETS = ["0-27,56-83 | preferred 0 | 28", "28-55,84-111 | preferred 1 | 2
         pytest.param(SMALL, 2, ["0 |   | 1", "1 |   | 1"], id="a core each"),
         pytest.param(XEON_28, 1, ["0-111 | interleaved 0-1 | 56"], id="two nodes in turns"),
         pytest.param(XEON_28, 2, BOTH_SOCKETS, id="a socket each"),
-        pytest.param(XEON_28, 4, ["0-13,56-69 | preferred 0 | 14", "14-27,70-83 | preferred 0 | 14",
-            "28-41,84-97 | preferred 1 | 14", "42-55,98-111 | preferred 1 | 14"], id="half a socket each"),
+        pytest.param(XEON_28, 4, HALF_SOCKETS, id="half a socket each"),
         pytest.param(QUOTA, 3, [" |   | 2"] * 3, id="a quota"),
-        pytest.param(masked(XEON_28, *range(7)), 2, ["0-2 | preferred 0 | 3", "3-6 | preferred 0 | 4"],
-            id="a cpuset"),
+        pytest.param(masked(XEON_28, *range(7)), 2,
+            ["0-2 | preferred 0 | 3", "3-6 | preferred 0 | 4"], id="a cpuset"),
         pytest.param(under_quota(XEON_28, 111.0), 1, [" |   | 56"], id="a quota of less than all"),
-        pytest.param(masked(XEON_28, *range(20, 36)), 2, ["20-27 | preferred 0 | 8", "28-35 | preferred 1 | 8"],
-            id="a cpuset over two sockets"),
+        pytest.param(masked(XEON_28, *range(20, 36)), 2,
+            ["20-27 | preferred 0 | 8", "28-35 | preferred 1 | 8"], id="a cpuset over two sockets"),
         pytest.param(WITH_BUS, 1, ["0-1 | preferred 0 | 2"], id="memory behind a bus"),
         pytest.param(dataclasses.replace(XEON_28, nodes=(XEON_28.nodes[0], Node(1, 0, 0))), 2,
             [BOTH_SOCKETS[0], "28-55,84-111 |   | 28"], id="a node without memory"),
-        pytest.param(masked(SNC4, 0, 1, 2, 15), 2, ["0-1 | preferred 0 | 2", "2,15 | interleaved 0-1 | 2"],
-            id="a node that is too small"),
-        pytest.param(dataclasses.replace(XEON_28, cpus=tuple(Cpu(n, n % 56, n % 2, n % 2) for n in range(112))), 2,
-            [f"{','.join(map(str, range(i, 112, 2)))} | preferred {i} | 28" for i in (0, 1)], id="numbered in turns"),
+        pytest.param(masked(SNC4, 0, 1, 2, 15), 2,
+            ["0-1 | preferred 0 | 2", "2,15 | interleaved 0-1 | 2"], id="a node that is too small"),
+        pytest.param(IN_TURNS, 2,
+            [f"{','.join(map(str, range(i, 112, 2)))} | preferred {i} | 28" for i in (0, 1)],
+            id="numbered in turns"),
     ],
 )  # fmt: skip
 def test_each_worker_has_cores_and_memory_of_its_own(topology, workers, plans):
     """Plans are written as "CPUs | memory nodes | threads"."""
-    assert [
-        f"{cpu_ranges(plan.cpus)} | {plan.memory_policy} {cpu_ranges(plan.memory_nodes)} | {plan.intra_op}"
-        for plan in thread_plans(topology, workers)
-    ] == plans
+    written = []
+    for plan in thread_plans(topology, workers):
+        memory = f"{plan.memory_policy} {cpu_ranges(plan.memory_nodes)}"
+        written.append(f"{cpu_ranges(plan.cpus)} | {memory} | {plan.intra_op}")
+    assert written == plans
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,8 @@ def test_workers_that_do_not_come_out_even_are_refused_with_those_that_do(
 
 @pytest.mark.parametrize("topology", HOSTS)
 def test_no_core_has_two_workers_none_is_left_over_and_shares_are_those_of_the_plans(topology):
-    host, core_of = topology.host, {cpu.number: cpu.core for cpu in topology.cpus}
+    host = topology.host
+    core_of = {cpu.number: cpu.core for cpu in topology.cpus}
     assert thread_plans(topology, 1)[0].environment == thread_plan(host).environment
     for workers in possible_workers(topology):
         plans = thread_plans(topology, workers)

@@ -10,7 +10,8 @@ GIB = 2**30
 
 def beat(**changes):
     """A heartbeat of this process, a second ago, in step 120 of 4000."""
-    now, pid = time.time(), os.getpid()
+    now = time.time()
+    pid = os.getpid()
     identity = {
         "rank": 0,
         "workers": 1,

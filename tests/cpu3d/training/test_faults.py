@@ -25,9 +25,10 @@ from cpu3d.training.watchdog import Guard
 from cpu3d.util.child import PROGRAM, ROOT, start
 from tests.cpu3d.runs import NumpyLearner, assert_same_run
 
-NO_LIMIT, KEEP = resource.RLIM_INFINITY, 3
-OPTIONS = f"--steps 8 --validations 1 --save-minutes 0 --keep {KEEP} --warmup-steps 2 --ema 0.9 --batch 2 --filters 4"
-OPTIONS = f"{OPTIONS} --depth 2 --dtype float32 --policy speed".split()
+NO_LIMIT = resource.RLIM_INFINITY
+KEEP = 3
+OPTIONS = f"--steps 8 --validations 1 --save-minutes 0 --keep {KEEP} --warmup-steps 2 --ema 0.9"
+OPTIONS = f"{OPTIONS} --batch 2 --filters 4 --depth 2 --dtype float32 --policy speed".split()
 
 
 class HeavyLearner(NumpyLearner):
@@ -171,14 +172,17 @@ def cut(process, how, rng):
     if how == "disk":
         for worker in workers:
             worker.rlimit(psutil.RLIMIT_FSIZE, (1000, NO_LIMIT))
+    elif how == signal.SIGKILL:
+        workers[rng.integers(len(workers))].send_signal(how)
     else:
-        (workers[rng.integers(len(workers))] if how == signal.SIGKILL else process).send_signal(how)
+        process.send_signal(how)
 
 
 def train(words, run, how=None, rng=None, delay_s=0.0):
     """Run a command, cut `delay_s` after its training has begun. (exit code, seconds of
     training)."""
-    earlier, begin = read_events(run), None
+    earlier = read_events(run)
+    begin = None
     with (run.parent / "output.txt").open("a") as output:
         child = start([*PROGRAM, *words], output, cwd=ROOT)
     while child.poll() is None:
@@ -199,24 +203,21 @@ def train(words, run, how=None, rng=None, delay_s=0.0):
 def test_a_run_that_is_cut_at_random_moments_ends_with_the_same_bits(
     phantom_store, tmp_path, workers
 ):
-    launch, uncut, run = (
-        ["launch", "--workers", str(workers)] * (workers > 1),
-        tmp_path / "uncut",
-        tmp_path / "run",
-    )
+    launch = ["launch", "--workers", str(workers)] * (workers > 1)
+    uncut = tmp_path / "uncut"
+    run = tmp_path / "run"
     code, seconds = train([*launch, *command(phantom_store, uncut, *CUT_OPTIONS)], uncut)
     assert code == 0
-    words, rng = (
-        [*launch, *command(phantom_store, run, *CUT_OPTIONS)],
-        np.random.default_rng(workers),
-    )
+    words = [*launch, *command(phantom_store, run, *CUT_OPTIONS)]
+    rng = np.random.default_rng(workers)
     for how in CUTS:
         assert train(words, run, how, rng, rng.random() * seconds / len(CUTS))[0] != 0, "it was cut"
         for path in (run / "checkpoints").glob(
             "*.npz"
         ):  # a file that is being written has another name
             load_checkpoint(path)
-        events, checkpoint = read_events(run), newest(run)
+        events = read_events(run)
+        checkpoint = newest(run)
         steps, saves = (
             [event["step"] for event in events if event["event"] == kind]
             for kind in ("step", "checkpoint")

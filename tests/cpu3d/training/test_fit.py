@@ -33,6 +33,7 @@ from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import SETTINGS, RunConfig
 from cpu3d.training import fit as fit_module
 from cpu3d.training.fit import Fit
+from cpu3d.training.watchdog import Stop
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
 from tests.cpu3d import runs
@@ -86,7 +87,9 @@ def test_the_rate_rises_over_the_warm_up_and_then_decays(schedule, shares):
 def budgeted(store, folder, monkeypatch, step_s, **settings):
     """A run whose length is open, and whose steps seem to take `step_s` seconds, the first one ten
     times as long."""
-    fit, now, taken = start(store, folder, **settings), [0.0], []
+    fit = start(store, folder, **settings)
+    now = [0.0]
+    taken = []
     step = fit.learner.step
 
     def timed(*arguments):
@@ -107,7 +110,7 @@ def test_a_budget_of_minutes_becomes_the_steps_of_a_whole_run_and_leaves_no_trac
     fit = budgeted(
         phantom_store, tmp_path / "budget", monkeypatch, step_s=10.0, budget_minutes=190 / 60
     )
-    assert fit.has_open_length
+    assert fit.config.has_open_length
     assert fit.fit_budget() == pytest.approx([10])
     assert fit.steps == fit.config.steps == 7  # of 12: timing them took 120 of the 190 s
     fit.run()
@@ -147,8 +150,8 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
         now[0] += 1000
         if cut_in_a_validation:
             os.kill(os.getpid(), signal.SIGTERM)
-            return None, signal.SIGTERM
-        return SimpleNamespace(dice=np.ones(3), loss=1.0), 0
+            return None, Stop.SIGTERM
+        return SimpleNamespace(dice=np.ones(3), loss=1.0), Stop.NONE
 
     with monkeypatch.context() as patch:
         patch.setattr(fit_module, "validate", validate)
@@ -169,7 +172,7 @@ def test_a_budget_does_not_count_the_validations_of_earlier_attempts(
 def without_gain(monkeypatch):
     """Have all validations end alike."""
     scores = SimpleNamespace(dice=np.ones(3), loss=1.0, cases=1)
-    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, 0))
+    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, Stop.NONE))
 
 
 def test_early_stopping_ends_after_patience_validations_without_gain(
@@ -331,11 +334,9 @@ def test_a_loss_that_diverges_ends_the_run(
 
     def third_diverges(*arguments):
         outcome = step(*arguments)
-        return (
-            dataclasses.replace(outcome, losses=outcome.losses * 0 + loss)
-            if fit.step == 2
-            else outcome
-        )
+        if fit.step == 2:
+            outcome = dataclasses.replace(outcome, losses=outcome.losses * 0 + loss)
+        return outcome
 
     monkeypatch.setattr(fit.learner, "step", third_diverges)
     case = fit.feeds.case_ids(2)[0]
@@ -363,7 +364,8 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     phantom_store, tmp_path
 ):
     fit = start(phantom_store, tmp_path, **HALF)
-    coarse, full = math.prod(fit.config.coarse_grid), math.prod(fit.config.grid)
+    coarse = math.prod(fit.config.coarse_grid)
+    full = math.prod(fit.config.grid)
     assert coarse < full / 4
     fit.run()
     assert [event["voxels"] for event in steps_of(tmp_path)] == 13 * [coarse] + 3 * [full]
@@ -379,7 +381,8 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
 def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store, tmp_path):
     options = {**HALF, "validations": 16}
     fit = start(phantom_store, tmp_path, **options)
-    grids, validated = [], fit_module.validate
+    grids = []
+    validated = fit_module.validate
 
     def noted(feeds, learner, *arguments):
         grids.append((feeds.config.grid, learner.config.grid))
@@ -388,7 +391,8 @@ def test_a_validation_after_the_last_coarse_step_counts_as_coarse(phantom_store,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "validate", noted)
         fit.run()
-    coarse, full = fit.config.coarse_grid, fit.config.grid
+    coarse = fit.config.coarse_grid
+    full = fit.config.grid
     assert grids == 13 * [(coarse, coarse)] + 3 * [(full, full)]
     best = [event["step"] for event in validations_of(tmp_path) if event["best"]]
     assert 14 in best, "the first in full, however good those before it"
@@ -494,7 +498,7 @@ def test_patience_does_not_end_a_run_before_it_is_in_full(phantom_store, tmp_pat
     assert fit.step == 26 + 1 + 2  # the first in full has no other to compete with
 
 
-def test_a_curriculum_s_rate_decays_over_the_coarse_steps_and_from_a_lower_peak_over_those_in_full():
+def test_a_curriculum_s_rate_decays_over_coarse_steps_and_from_a_lower_peak_over_those_in_full():
     config = RunConfig(
         learning_rate=2.0,
         warmup_steps=4,

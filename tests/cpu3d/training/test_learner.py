@@ -14,7 +14,8 @@ from models.config import UNetConfig
 from tests.cpu3d.distributed.test_learning import flat
 from tests.cpu3d.runs import shared_learner
 
-SIDE, BATCH = 16, 4
+SIDE = 16
+BATCH = 4
 UNET = UNetConfig(channels=2, outputs=2, filters=4, depth=2)
 
 

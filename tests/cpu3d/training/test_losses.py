@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice, hard_dice_counts
-from models.losses import DEFAULT, HARD, LOSSES, SMOOTH
+from models.losses import DEFAULT_LOSS, HARD, LOSSES, SMOOTH
 from models.native import operations
 from models.supervision import of_batch, supervise
 
@@ -22,7 +22,7 @@ def computed_by(request, monkeypatch):
 @tf.custom_gradient
 def dice_cross_entropy(target, *logits):
     """Loss and soft Dice, of one head or several."""
-    supervised = supervise(LOSSES[DEFAULT], target, logits)
+    supervised = supervise(LOSSES[DEFAULT_LOSS], target, logits)
     return (supervised.loss, supervised.score), lambda upstream, _: (
         None,
         *supervised.slopes(upstream),
@@ -183,7 +183,7 @@ def test_the_factors_are_derivatives_by_the_sums():
         dice = (2 * overlap + SMOOTH) / (predicted + true + SMOOTH)
         hard = (cross_entropy - errors) / tf.stop_gradient(errors + SMOOTH)
         value = 1 - tf.reduce_mean(dice) + HARD * tf.reduce_mean(hard)
-    result = of_batch(LOSSES[DEFAULT], sums)
+    result = of_batch(LOSSES[DEFAULT_LOSS], sums)
     np.testing.assert_allclose(result.loss, value, rtol=1e-6)
     np.testing.assert_allclose(result.score, dice, rtol=1e-6)
     np.testing.assert_allclose(

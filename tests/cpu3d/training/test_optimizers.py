@@ -19,7 +19,8 @@ def orthogonal_by_hand(kernel):
     """Newton and Schulz' iteration on the matrix itself, in float64."""
     x = kernel.reshape(-1, kernel.shape[-1]).astype(np.float64)
     scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))
-    x, (a, b, c) = x / np.linalg.norm(x), ITERATION
+    x = x / np.linalg.norm(x)
+    (a, b, c) = ITERATION
     for _ in range(TIMES):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -32,7 +33,8 @@ def orthogonal_by_hand(kernel):
 def test_what_is_made_orthogonal_has_singular_values_near_one_times_its_scale(shape):
     matrix = orthogonal(tf.constant(noise(*shape))).numpy()
     assert matrix.shape == shape
-    rows, columns = math.prod(shape[:-1]), shape[-1]
+    rows = math.prod(shape[:-1])
+    columns = shape[-1]
     values = np.linalg.svd(matrix.reshape(rows, columns), compute_uv=False)
     scale = math.sqrt(max(1.0, rows / columns))
     assert values.min() >= 0.68 * scale
@@ -122,7 +124,8 @@ def test_keras_does_not_compile_its_updates_on_a_card(monkeypatch):
 def test_two_steps_are_those_worked_out_by_hand(kernel_decay):
     weights = stepped(Muon(0.1, adam_scale=1.5, momentum=0.9, kernel_decay=kernel_decay))
     adam = stepped(tf.keras.optimizers.Adam(0.15))
-    kernel, mean = noise(3, 3, 3, 2, 4).astype(np.float64), 0.0
+    kernel = noise(3, 3, 3, 2, 4).astype(np.float64)
+    mean = 0.0
     for step in (1, 2):
         gradient = noise(3, 3, 3, 2, 4, seed=step)
         mean = 0.9 * mean + gradient
@@ -134,7 +137,8 @@ def test_two_steps_are_those_worked_out_by_hand(kernel_decay):
 
 
 def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_been(tmp_path):
-    x, y = noise(4, 6, 6, 6, 1), noise(4, 6, 6, 6, 1, seed=1)
+    x = noise(4, 6, 6, 6, 1)
+    y = noise(4, 6, 6, 6, 1, seed=1)
     made = [tf.keras.layers.Conv3D(2, 3, padding="same"), tf.keras.layers.Conv3D(1, 1)]
     model = tf.keras.Sequential([tf.keras.Input((6, 6, 6, 1)), *made])
     model.compile(Muon(0.01, momentum=0.8, kernel_decay=0.1), "mse")

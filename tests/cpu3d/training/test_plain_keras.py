@@ -9,12 +9,13 @@ import tensorflow as tf
 
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice
 from models.config import UNetConfig
-from models.losses import DEFAULT
+from models.losses import DEFAULT_LOSS
 from models.native import operations
 from models.supervision import head_weights
 from models.unet3d import build_unet3d
 
-GRID, SLOW = (8, 8, 8), pytest.mark.slow
+GRID = (8, 8, 8)
+SLOW = pytest.mark.slow
 DEEP = {"depth": 3, "deep_supervision": True}
 NETWORKS = [
     ({"policy": "speed", "norm": "none", "dtype": "bfloat16", **DEEP}, 2),
@@ -27,7 +28,8 @@ NETWORKS = [
 
 def volumes(count=4, batch=2):
     rng = np.random.default_rng(0)
-    image, target = rng.standard_normal((count, *GRID, 4)), rng.random((count, *GRID, 3)) < 0.3
+    image = rng.standard_normal((count, *GRID, 4))
+    target = rng.random((count, *GRID, 3)) < 0.3
     data = tf.data.Dataset.from_tensor_slices((image.astype("f4"), target.astype("u1")))
     return data.batch(batch, drop_remainder=True)
 
@@ -66,15 +68,16 @@ def test_a_saved_model_answers_and_goes_on_as_the_one_it_was(more, batch_size, t
 
 
 def test_its_loss_is_the_one_that_train_minimises_by_own_operations_or_layers(monkeypatch):
-    model, ((image, target),) = compiled(DEEP, 2), volumes(2)
-    expected, _, gradients = model.loss_and_gradients(DEFAULT, image, target)
+    model = compiled(DEEP, 2)
+    ((image, target),) = volumes(2)
+    expected, _, gradients = model.loss_and_gradients(DEFAULT_LOSS, image, target)
     losses = [
         model.loss(target, head) * weight
         for head, weight in zip(model(image), head_weights(model.outputs))
     ]
     assert float(sum(losses)) == pytest.approx(float(expected), rel=1e-5)
     monkeypatch.setattr(operations, "available", lambda: False)
-    loss, _, of_layers = model.loss_and_gradients(DEFAULT, image, target)
+    loss, _, of_layers = model.loss_and_gradients(DEFAULT_LOSS, image, target)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert all(np.allclose(own, other, atol=1e-4) for own, other in zip(gradients, of_layers))
 
@@ -88,7 +91,8 @@ def test_a_clone_is_the_same_network_from_its_first_weights():
 
 @pytest.mark.slow
 def test_a_saved_model_folder_answers_alike(tmp_path):
-    model, data = compiled({"policy": "lean"}, 2), volumes()
+    model = compiled({"policy": "lean"}, 2)
+    data = volumes()
     model.fit(data, verbose=0)
     model.save(tmp_path / "folder")
     assert same(

@@ -31,7 +31,7 @@ def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
     read = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     read.Reload()
     (run,) = read.Runs()
-    (content,) = (read.SummaryMetadata(run, "_hparams_/session_start_info").plugin_data.content,)
+    content = read.SummaryMetadata(run, "_hparams_/session_start_info").plugin_data.content
     settings = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info
     assert settings.hparams["learning_rate"].number_value == 0.01
     assert settings.hparams["unet.norm"].string_value == "instance"
@@ -50,7 +50,8 @@ def test_mlflow_has_one_run_with_every_point_once(phantom_store, tmp_path, monke
     )
     pytest.importorskip("sqlalchemy", reason="needs sqlalchemy: requirements-mlflow.txt")
     monkeypatch.chdir(tmp_path)  # MLflow keeps files beside a database in ./mlruns
-    folder, uri = tmp_path / "run", f"sqlite:///{tmp_path}/records.db"
+    folder = tmp_path / "run"
+    uri = f"sqlite:///{tmp_path}/records.db"
     fit(phantom_store, folder, epochs=1).run()  # not tracked: MLflow learns of it later
     fit(phantom_store, folder, epochs=2).run(mlflow=uri)
     checkpoints(folder)[
@@ -128,7 +129,9 @@ class SlowServer:
     """A client of MLflow whose calls wait until `answers` is set."""
 
     def __init__(self, uri):
-        self.points, self.begun, self.answers = [], threading.Event(), threading.Event()
+        self.points = []
+        self.begun = threading.Event()
+        self.answers = threading.Event()
         experiment = types.SimpleNamespace(experiment_id="0")
         run = types.SimpleNamespace(
             info=types.SimpleNamespace(run_id="1"), data=types.SimpleNamespace(params={})

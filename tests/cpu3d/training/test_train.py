@@ -14,11 +14,11 @@ from cpu3d.__main__ import main
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import with_fold
+from cpu3d.decisions import job_of
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
-from cpu3d.plan import job_of
 from cpu3d.run.checkpoint import newest
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
@@ -70,7 +70,7 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
 ):
     monkeypatch.setattr("cpu3d.host.speed.LEAST_VOXELS", 1)
     fit = start(phantom_store, tmp_path, **LEARNT)
-    job = job_of(fit.config, 2, 0)
+    job = job_of(fit.config, fit.config.grid, threads=2, cases=0)
     fit.run(observer=Observer(job, read_host(), warm_up=2))
     assert_same_weights(tmp_path, learnt)
     assert find_constants().scale(job.unet.dtype).threads == 2
@@ -79,7 +79,8 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
 def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(learnt):
     losses = [step["loss"] for step in steps_of(learnt)]
     assert np.mean(losses[-4:]) < 0.95 * np.mean(losses[:4])
-    last, best = weights(learnt), weights(learnt, "best")
+    last = weights(learnt)
+    best = weights(learnt, "best")
     assert set(best) == {name for name in last if name.startswith("model/")}
     assert any(not np.array_equal(best[name], last[name]) for name in best)
 
@@ -95,7 +96,8 @@ def test_the_last_weights_predict_averaged_as_the_best_of_the_same_step_do(learn
 def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(
     phantom_store, learnt
 ):
-    predictor, record = load_predictor(learnt), phantom_store.cases("val")[0]
+    predictor = load_predictor(learnt)
+    record = phantom_store.cases("val")[0]
     assert predictor.window == (16, 16, 16)
     answers = predictor.probabilities(phantom_store.image(record.case_id), record)
     truth = np.asarray(phantom_store.label(record.case_id))
@@ -103,7 +105,8 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     assert scored["cases"] == 1
     label = label_from_regions(answers, predictor.regions)
     for name, codes in phantom_store.manifest.regions.items():
-        mask, true = np.isin(label, codes), np.isin(truth, codes)
+        mask = np.isin(label, codes)
+        true = np.isin(truth, codes)
         # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in
         # a validation.
         assert scored["dice"][name] == pytest.approx(
@@ -123,16 +126,19 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
 
 WAYS = {
     "lean": {
-        "policy": "lean", "batch": 2, "ema": 0.9, "depth": 2, "residual": True, "up": "upsampling", "validations": 1,
+        "policy": "lean", "batch": 2, "ema": 0.9, "depth": 2, "residual": True,
+        "up": "upsampling", "validations": 1,
     },
     "patches": {
-        "batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "scaling": 0.1, "optimizer": "sgd",
+        "batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "scaling": 0.1,
+        "optimizer": "sgd",
         "contrast": 0.25, "gamma": 0.5, "noise": 0.1, "blur": 1.0, "low_resolution": 0.5,
         "network": "cicek2016", "channels": ["T2w", "FLAIR"], "validations": 1, **PATCH,
     },
     "half the resolution": {
-        "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full", "norm": "batch",
-        "deep_supervision": True, "dtype": "bfloat16", "optimizer": "adam", "rotation_deg": 20.0, "noise": 0.1,
+        "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full",
+        "norm": "batch", "deep_supervision": True, "dtype": "bfloat16", "optimizer": "adam",
+        "rotation_deg": 20.0, "noise": 0.1,
     },
 }  # fmt: skip
 
@@ -159,7 +165,9 @@ def test_a_run_that_is_cut_ends_with_the_same_weights(
 
 @pytest.mark.usefixtures("without_network")
 def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_path, monkeypatch):
-    fold, own, trained = "2/2", phantom_store.manifest.split["val"], []
+    fold = "2/2"
+    own = phantom_store.manifest.split["val"]
+    trained = []
     split = with_fold(phantom_store, fold).manifest.split
     assert split["val"] != own
     begin = Fit.__init__
@@ -197,7 +205,8 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
 
     small = {key: value for key, value in SMALL.items() if key != "epochs"}
     assert go(steps=2)[0] == 2
-    log, last = (tmp_path / "log.jsonl").read_bytes(), newest(tmp_path).path.read_bytes()
+    log = (tmp_path / "log.jsonl").read_bytes()
+    last = newest(tmp_path).path.read_bytes()
     (tmp_path / "log.jsonl").write_bytes(b"".join(log.splitlines(keepends=True)[:-1]))
     assert "nothing to do after step 2: finished" in go()[1]
     again = [json.loads(line) for line in log.splitlines()]
@@ -375,7 +384,8 @@ def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
 def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_every_command(
     real_cases, tmp_path
 ):
-    case, run = real_cases / "brats2018-style" / "TCGA-DU-7294", tmp_path / "run"
+    case = real_cases / "brats2018-style" / "TCGA-DU-7294"
+    run = tmp_path / "run"
     prepare(case.parent, tmp_path / "store", fractions=(1, 0, 0), workers=1)
     settings = {
         "epochs": 30,

@@ -19,11 +19,12 @@ from memory_estimator.job import Job
 from memory_estimator.step.program import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
-from models.losses import DEFAULT, LOSSES
+from models.losses import DEFAULT_LOSS, LOSSES
 from models.supervision import supervise
 from tests.cpu3d.runs import start
 
-SMALL, SHAPE = (16, 16, 12), (48, 48, 44)
+SMALL = (16, 16, 12)
+SHAPE = (48, 48, 44)
 
 
 def feeds(config):
@@ -34,9 +35,13 @@ def feeds(config):
     )
     volume = rng.normal((1, *config.grid, config.unet.channels)), tf.cast(target, tf.uint8)
     return SimpleNamespace(
-        config=config, held_out=1, held_out_share=lambda: (0,), validation=lambda: [volume], resizing=None,
+        config=config,
+        held_out=1,
+        held_out_share=lambda: (0,),
+        validation=lambda: [volume],
+        resizing=None,
         inside=lambda case: tuple(slice(2, n - 1) for n in config.grid),
-    )  # fmt: skip
+    )
 
 
 def learner(grid, **network):
@@ -54,11 +59,12 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
     logits = learned.logits(image)
     scores, _ = validate(feeds(learned.config), learned)
     np.testing.assert_allclose(
-        scores.loss, supervise(LOSSES[DEFAULT], target, [logits]).loss, rtol=1e-5
+        scores.loss, supervise(LOSSES[DEFAULT_LOSS], target, [logits]).loss, rtol=1e-5
     )
     logits, target = (array.numpy()[0, 2:-1, 2:-1, 2:-1] for array in (logits, target))
     for region in range(4):  # painted wherever it or a smaller one is predicted
-        predicted, true = (logits[..., region:] >= 0).any(-1), target[..., region] == 1
+        predicted = (logits[..., region:] >= 0).any(-1)
+        true = target[..., region] == 1
         dice = 2 * np.count_nonzero(predicted & true) / (predicted.sum() + true.sum())
         assert scores.dice[region] == pytest.approx(dice, abs=1e-12)
 
@@ -82,7 +88,8 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
             variable.assign(tf.zeros_like(variable))
     fit.run()
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "validation"]
-    predictor, (record,) = load_predictor(tmp_path), phantom_store.cases("val")
+    predictor = load_predictor(tmp_path)
+    (record,) = phantom_store.cases("val")
     scores = evaluate_split(predictor, phantom_store, "val", tmp_path)
     dice = {name: of_region["dice"]["mean"] for name, of_region in scores["summary"].items()}
     assert event["dice"] == pytest.approx(dice, abs=1e-9)
@@ -98,7 +105,8 @@ def test_of_many_regions_a_validation_takes_no_more_than_is_counted():
     if allocator_peak_bytes() is None:
         pytest.skip("needs an engine that counts its memory")
     learned = learner(SHAPE, outputs=13, filters=4, depth=3, policy="lean")
-    data, job = feeds(learned.config), Job(learned.config.unet, SHAPE, threads=2)
+    data = feeds(learned.config)
+    job = Job(learned.config.unet, SHAPE, threads=2)
     resident = training_step(job).resident
     *_, image, target = resident
     held = sum(

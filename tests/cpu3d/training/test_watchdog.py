@@ -16,6 +16,7 @@ from cpu3d.training import watchdog
 from cpu3d.training.watchdog import (
     CGROUP,
     MACHINE,
+    Action,
     Guard,
     MemoryFloor,
     Room,
@@ -26,7 +27,9 @@ from cpu3d.training.watchdog import (
 from memory_estimator.host import read_host
 from tests.cpu3d.host.hosts import XEON, write_line, write_tree
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+GIB = 2**30
+CONTINUE, STOP, END = Action
 
 
 # --- What is free ---
@@ -70,20 +73,21 @@ def test_a_process_bound_to_a_numa_node_has_the_memory_of_that_node(tmp_path):
 @pytest.mark.parametrize(
     ("case", "samples", "limits", "action"),
     [
-        ("little is free but more than a save and the floor", [(5000, 170)] * 3, {"save_bytes": 100 * MIB}, ""),
-        ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, "stop"),
-        ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, "stop"),
-        ("the next step fits", [(5000, 400), (1000, 4400)], {}, ""),
-        ("next to nothing, steadily", [(5000, 20)] * 2, {}, "stop"),
-        ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, "end"),
+        ("little is free but more than a save and the floor", [(5000, 170)] * 3,
+         {"save_bytes": 100 * MIB}, CONTINUE),
+        ("less than these", [(5000, 160)] * 3, {"save_bytes": 100 * MIB}, STOP),
+        ("others take what the top of the next step needs", [(5000, 400), (1000, 4000)], {}, STOP),
+        ("the next step fits", [(5000, 400), (1000, 4400)], {}, CONTINUE),
+        ("next to nothing, steadily", [(5000, 20)] * 2, {}, STOP),
+        ("next to nothing, and less and less", [(5000, 40), (5000, 20)], {}, END),
         # 6000 of the plan, 1000 taken: 5200 free leave 200, of which half are kept instead of 64 +
         # 500.
         ("let in by its plan and within it", [(1000, 5200), (6000, 200)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, ""),
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, CONTINUE),
         ("others take more than half of what it leaves", [(1000, 5200), (6000, 90)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, "stop"),
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB}, STOP),
         ("two workers are let in by their plans", [(1000, 10_200), (6000, 200)],
-         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2}, ""),
+         {"bound_bytes": 6000 * MIB, "save_bytes": 500 * MIB, "here": 2}, CONTINUE),
     ],
 )  # fmt: skip
 def test_the_run_goes_on_stops_or_ends(case, samples, limits, action):
@@ -101,8 +105,11 @@ class Stage:
     """A clock and a memory that only a test moves; the guard's messages and exit codes."""
 
     def __init__(self, monkeypatch):
-        self.now, self.own, self.free = 0.0, GIB, 8 * GIB
-        self.printed, self.ended = [], []
+        self.now = 0.0
+        self.own = GIB
+        self.free = 8 * GIB
+        self.printed = []
+        self.ended = []
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(watchdog.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(
@@ -128,13 +135,9 @@ def stage(monkeypatch):
 @pytest.fixture
 def guard(stage, tmp_path):
     """A guard that is not entered: without threads, so that the test itself looks."""
-    return Guard(
-        tmp_path,
-        say=stage.printed.append,
-        end=stage.ended.append,
-        bound_bytes=2 * GIB,
-        stall_minutes=1,
-    )
+    guard = Guard(tmp_path, say=stage.printed.append, end=stage.ended.append)
+    guard.plan(bound_bytes=2 * GIB, stall_minutes=1)
+    return guard
 
 
 def test_memory_that_runs_low_asks_for_a_stop_once_and_not_before_there_is_something_to_save(
@@ -240,7 +243,8 @@ def test_what_takes_longer_than_ever_is_given_ten_times_that(
 )
 def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):
     expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
-    with expected, Guard(tmp_path, say=print, step=2, steps=9) as guard:
+    with expected, Guard(tmp_path, say=print) as guard:
+        guard.plan(step=2, steps=9)
         guard.phase("computing", step=3)
         if error:
             raise error
@@ -255,7 +259,8 @@ def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, 
     with Guard(tmp_path, say=print, rank=1, workers=2) as guard:
         for step in range(6):
             guard.phase("computing", step=step)
-        beat, end = None, time.monotonic() + 60
+        beat = None
+        end = time.monotonic() + 60
         while (beat is None or beat.step < 5) and time.monotonic() < end:
             time.sleep(0.02)
             beat = read_heartbeats(tmp_path).get(1)
@@ -268,7 +273,8 @@ def test_the_file_follows_the_run_within_seconds_and_not_step_by_step(tmp_path, 
 
 
 def test_a_failing_watch_or_heartbeat_stops_nothing(tmp_path, monkeypatch):
-    printed, end = [], time.monotonic() + 60
+    printed = []
+    end = time.monotonic() + 60
     monkeypatch.setattr(watchdog, "SAMPLE_EVERY_S", 0.01)
     with Guard(tmp_path / "none-such", say=printed.append) as guard:
         monkeypatch.setattr(watchdog, "take_sample", lambda: 1 / 0)

@@ -40,7 +40,7 @@ CHANNELS += [(16, 32), (32, 16)]
 THREADS = (1, 2, 3, 8, MANY_THREADS)
 FILES = [
     str(Path(__file__).with_name(f"test_{name}.py"))
-    for name in ("passes", "loss", "tiles", "orthogonal")
+    for name in ("pointwise", "loss", "tiles", "orthogonal")
 ]
 EXACT, ROUNDED, ROUNDED_PRODUCTS = 2e-6, 2.2e-3, 5e-3
 """Root mean square errors relative to the size of a sum: float32; bfloat16 map; bfloat16 products

@@ -11,7 +11,7 @@ import pytest
 from memory_estimator.host import instruction_set, read_host
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import InstructionSetError, own_operations
+from models.native.library import InstructionSetError, load, own_operations
 
 VARIABLE = "CPU3D_INSTRUCTION_SET"
 
@@ -84,6 +84,13 @@ def test_a_damaged_library_does_not_count_and_is_named(pair, damage, kind, capsy
     assert "damaged" in own.why
     assert "C compiler" in own.why
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_library_whose_kinds_are_others_is_refused(pair, monkeypatch):
+    monkeypatch.setattr("models.native.library.fingerprint", lambda: "of other kinds")
+    with pytest.raises(OSError, match=r"must .* of other kinds, got [0-9a-f]{16}"):
+        load(pair.kernels)
+    assert own_operations().bfloat16 == ""
 
 
 FOREIGN = """#!/bin/sh
@@ -163,7 +170,7 @@ REFUSED = """
 import tensorflow as tf
 from models.native.library import own_operations
 
-def raise_if_any(path):
+def refuse(path):
     raise tf.errors.NotFoundError(None, None, "undefined symbol: TF_New")
 
 tf.load_op_library = refuse

@@ -8,6 +8,7 @@ import tensorflow as tf
 from models.native import operations
 from models.native.build import door_library
 from models.native.operations import Gradient, Source, available, convolve, input_gradient
+from models.native.shared import KIND_CODES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,31 +138,34 @@ def test_logits_that_are_read_again_keep_their_values(dtype):
 # Of a map of 2 x 4 x 6 voxels and 3 channels, and 5 others: shapes of filters and bias, channels of
 # both coefficients, maps and others.
 KINDS = {
-    "CONVOLVE": ((3, 3, 3, 6, 5), None, 6, None, "mm", "o"),
-    "INPUT_GRADIENT": ((3, 3, 3, 5, 3), None, 3, 5, "m", "om"),
-    "FILTER_GRADIENT": (None, None, 6, 5, "mm", "oo"),
-    "MAX_POOL": (None, None, 3, None, "m", ""),
-    "MAX_POOL_GRADIENT": (None, None, 3, None, "m", "cm"),
-    "RESIDUAL_SUM": (None, None, 3, None, "m", "m"),
-    "RESIDUAL_GRADIENT": (None, None, 3, None, "m", "mm"),
-    "TO_RAW": (None, None, 3, None, "m", "m"),
-    "PROJECT": ((1, 1, 1, 3, 5), (5,), 3, None, "m", "o"),
-    "PROJECT_GRADIENT": ((1, 1, 1, 3, 5), None, 3, None, "m", "om"),
-    "PROJECT_SUMS": ((1, 1, 1, 3, 5), None, 3, None, "m", "o"),
-    "PROJECT_TO_RAW": ((1, 1, 1, 3, 5), None, 3, None, "m", "o"),
-    "UP_CONVOLVE": ((2, 2, 2, 5, 3), None, 3, None, "m", ""),
-    "UP_INPUT_GRADIENT": ((2, 2, 2, 5, 3), None, 3, None, "m", "f"),
-    "UP_FILTER_GRADIENT": (None, None, 3, None, "m", "f"),
+    "convolve": ((3, 3, 3, 6, 5), None, 6, None, "mm", "o"),
+    "input_gradient": ((3, 3, 3, 5, 3), None, 3, 5, "m", "om"),
+    "filter_gradient": (None, None, 6, 5, "mm", "oo"),
+    "max_pool": (None, None, 3, None, "m", ""),
+    "max_pool_gradient": (None, None, 3, None, "m", "cm"),
+    "residual_sum": (None, None, 3, None, "m", "m"),
+    "residual_gradient": (None, None, 3, None, "m", "mm"),
+    "to_raw": (None, None, 3, None, "m", "m"),
+    "project": ((1, 1, 1, 3, 5), (5,), 3, None, "m", "o"),
+    "project_gradient": ((1, 1, 1, 3, 5), None, 3, None, "m", "om"),
+    "project_sums": ((1, 1, 1, 3, 5), None, 3, None, "m", "o"),
+    "project_to_raw": ((1, 1, 1, 3, 5), None, 3, None, "m", "o"),
+    "up_convolve": ((2, 2, 2, 5, 3), None, 3, None, "m", ""),
+    "up_input_gradient": ((2, 2, 2, 5, 3), None, 3, None, "m", "f"),
+    "up_filter_gradient": (None, None, 3, None, "m", "f"),
 }
 MAPS = {"m": (2, 2, 4, 6, 3), "o": (2, 2, 4, 6, 5), "c": (2, 1, 2, 3, 3), "f": (2, 4, 8, 12, 5)}
 """The map's own shape, with the other channels, on a coarser grid and on a finer one."""
 
-FREE = {"UP_CONVOLVE": [(0, 3), (4, 1), (4, 2), (4, 3)], "UP_FILTER_GRADIENT": [(5, 4)]}
+FREE = {"up_convolve": [(0, 3), (4, 1), (4, 2), (4, 3)], "up_filter_gradient": [(5, 4)]}
 """Tensors and axes on which no other tensor's shape depends."""
 
 
+OF_A_LOSS_OR_AN_UPDATE = ("loss_sums", "loss_slope", "orthogonal")  # operations of their own
+
+
 @pytest.mark.parametrize(
-    "kind", [name for name, value in vars(operations).items() if isinstance(value, int)]
+    "kind", [kind for kind in KIND_CODES if kind not in OF_A_LOSS_OR_AN_UPDATE]
 )
 def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_number_of_maps(kind):
     filters, bias, norms, other_norms, maps, others = KINDS[kind]
@@ -172,7 +176,7 @@ def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_n
     def call(shapes):
         tensors = [tf.zeros(shape) for shape in shapes]
         parts = tensors[4 : 4 + len(maps)], tensors[4 + len(maps) :]
-        door.cpu_operation(*tensors[:4], *parts, kind=getattr(operations, kind))
+        door.cpu_operation(*tensors[:4], *parts, kind=KIND_CODES[kind])
 
     call(fitting)
     for i, shape in enumerate(fitting):
@@ -183,11 +187,8 @@ def test_every_kind_refuses_a_tensor_that_is_larger_along_any_axis_and_another_n
             with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):
                 call([*fitting[:i], larger, *fitting[i + 1 :]])
     numbers = [[*fitting, MAPS["m"]]]
-    if others and kind not in (
-        "CONVOLVE",
-        "PROJECT",
-        "PROJECT_GRADIENT",
-    ):  # their last one may be left out
+    may_lack_the_last = kind in ("convolve", "project", "project_gradient")
+    if others and not may_lack_the_last:
         numbers.append(fitting[:-1])
     for shapes in numbers:
         with pytest.raises(tf.errors.InvalidArgumentError, match=r"must .*, got"):

@@ -179,7 +179,7 @@ def whole(parts):
 
 @pytest.mark.parametrize(("name", "dtype"), KERNELS)
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS[3:] if kind not in (*LOSSES, "orthogonal")]
+    "kind", [kind for kind in list(KINDS)[3:] if kind not in (*LOSSES, "orthogonal")]
 )
 def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
     if not library.native_kernels(name.encode(), DTYPES[dtype][0]):

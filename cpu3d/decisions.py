@@ -1,0 +1,305 @@
+"""What is decided of a run before its memory is known: settings that were left open, and what
+follows from store, host and workers.
+
+    start = Start(settings, chosen, kept, saved)
+    decisions = decide(start, store, host, gpus, workers)
+    config = joined(start.settings, store_facts(store), decisions)
+
+Names, channels and outputs follow from the store; batch and learning rate from the workers, if they
+grow with them; device and dtype from the host; the grid, or the patch, from both."""
+
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any, Optional, Sequence, Tuple
+
+from cpu3d.data.nifti import is_placed
+from cpu3d.data.region import Shape3
+from cpu3d.data.resolution import network_grid
+from cpu3d.data.store import Store, check_names, grid_size
+from cpu3d.data.stores.splits import with_fold
+from cpu3d.errors import InputError
+from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
+from cpu3d.run.config_json import rate_growth
+from cpu3d.settings import OF_PATCHES, Chosen, RunConfig, Settings, StoreFacts, left_open
+from memory_estimator import planner
+from memory_estimator.common.units import by
+from memory_estimator.host import Host
+from memory_estimator.installed import installed_engine
+from memory_estimator.job import AUTO, Job, micro_of
+from models.config import UNetConfig
+
+LEAST_COARSE_VOXELS = 40**3
+"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
+resolution was lost at full resolution (docs/log.md, "Short runs on real sets"). 48^3
+was not tried long enough to leave it out."""
+
+NO_GRID: Shape3 = (0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Start:
+    """What the decisions of a run start from."""
+
+    settings: Settings
+    """Those of the recipe, or of the run that is continued, with the chosen and the kept ones in
+    their places."""
+    chosen: Chosen  # by the user
+    kept: Chosen  # by a run that is continued, under any recipe; or by the recipe
+    saved: Optional[RunConfig] = None  # of the run that is continued
+    is_begun: bool = False  # whether that run has a checkpoint
+    has_new_rates: bool = True  # whether the learning rates are not those of the saved run
+
+    def wanted(self, name: str) -> Any:
+        """The chosen value, else the one that is kept; None if the plan is to decide."""
+        return left_open(self.chosen.get(name, self.kept.get(name)))
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Settings as they are decided, and what no setting gives. The number of validations and of
+    coarse steps, and the memory policy, are decided later."""
+
+    channels: Tuple[str, ...]
+    regions: Tuple[str, ...]
+    device: str
+    unet: UNetConfig  # its channels, outputs, seed and dtype
+    learning_rate: float
+    adam_rate: float
+    micro_batch: int  # 0 is by the rule of `memory_estimator.job.micro_of`
+    steps: int  # 0 is by the epochs
+    grid: Shape3
+    patches_per_case: int
+    coarse_grid: Shape3  # NO_GRID without a curriculum
+
+    @property
+    def curriculum(self) -> str:
+        """The setting of this name, decided."""
+        return "off" if self.coarse_grid == NO_GRID else "half"
+
+
+def decide(
+    start: Start, store: Store, host: Host, gpus: Sequence[Gpu], workers: int
+) -> Tuple[StoreFacts, Decisions]:
+    """The facts of the store and the decisions of a run. Raises InputError or ValueError for
+    settings that do not suit them."""
+    settings = start.settings
+    learning_rate, adam_rate = _rates(start, workers)
+    micro_batch = _micro_batch(settings, workers, start.saved)
+    split = with_fold(store, settings.fold)
+    facts = store_facts(split)
+    all_regions = tuple(facts.region_codes)
+    channels = settings.channels if settings.channels else facts.store_channels
+    regions = settings.regions if settings.regions else all_regions
+    check_names("channels", channels, facts.store_channels)
+    check_names("regions", regions, all_regions)
+    device = _device(start, gpus, workers)
+    card = None if device == "cpu" else card_of(device, gpus)
+    dtype = start.wanted("dtype")
+    if dtype is None:
+        dtype = host.best_dtype if card is None else best_dtype(card)
+    unet = dataclasses.replace(
+        settings.unet,
+        channels=len(channels),
+        outputs=len(regions),
+        seed=settings.seed,
+        dtype=dtype,
+    )
+    grid = network_grid(
+        grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisor
+    )
+    patches_per_case = 1
+    if settings.is_patch:
+        of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
+        grid, patches_per_case = _patches(start, of_run, grid, card)
+    else:
+        _refuse_patches(start)
+    decisions = Decisions(
+        channels=tuple(channels),
+        regions=tuple(regions),
+        device=device,
+        unet=unet,
+        learning_rate=learning_rate,
+        adam_rate=adam_rate,
+        micro_batch=micro_batch,
+        steps=_steps(start),
+        grid=grid,
+        patches_per_case=patches_per_case,
+        coarse_grid=_coarse_grid(start, store, grid),
+    )
+    return facts, decisions
+
+
+def joined(settings: Settings, facts: StoreFacts, decisions: Decisions) -> RunConfig:
+    """The run of these settings, but for what is decided later; what is decided goes before what
+    was chosen."""
+    fields = {**vars(settings), **vars(facts), **vars(decisions)}
+    return RunConfig(**{**fields, "curriculum": decisions.curriculum})
+
+
+def store_facts(store: Store) -> StoreFacts:
+    """What a run knows of its store, as its fold sees it. Raises InputError if no case is to be
+    trained on."""
+    manifest = store.manifest
+    if not manifest.split["train"]:
+        rule = f"split train of {store.folder} must hold cases"
+        raise InputError(f"{rule}, got none; prepare with another --split")
+    spacings = []
+    placed = set()
+    for record in store.cases("train"):  # each is read from disk
+        spacings.append(record.spacing_mm)
+        placed.add(is_placed(record.geometry))
+    return StoreFacts(
+        store=str(store.folder.resolve()),
+        store_channels=manifest.channels,
+        label_names=manifest.labels,
+        region_codes=manifest.regions,
+        split_hash=manifest.split_hash,
+        spacing_mm=tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
+        oriented=placed.pop() if len(placed) == 1 else None,
+    )
+
+
+def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job:
+    """A run as a job of the estimator. `cases` are volumes an epoch, or patches."""
+    engine = settings.engine
+    if engine == AUTO:
+        engine = installed_engine()
+    return Job(
+        unet=settings.unet,
+        shape=grid,
+        batch=settings.batch,
+        micro_batch=settings.micro_batch,
+        optimizer=settings.optimizer,
+        engine=engine,
+        threads=threads,
+        averaged=settings.ema > 0,
+        from_store=True,
+        reworked=settings.augment.needs_volume,
+        cases=cases,
+    )
+
+
+# --- The decisions ---
+
+
+def _rates(start: Start, workers: int) -> Tuple[float, float]:
+    """The learning rate and Adam's. They grow with the workers if the batch does; those of a run
+    that continues have grown already, unless they are given again."""
+    settings = start.settings
+    chosen = start.chosen
+    learning_rate = settings.peak_rate
+    adam_rate = settings.adam_rate
+    if "batch_per_worker" in chosen:
+        growth = rate_growth(settings, workers)
+        if start.has_new_rates or "learning_rate" in chosen:
+            learning_rate *= growth
+        if start.has_new_rates or "adam_rate" in chosen:
+            adam_rate *= growth
+    return learning_rate, adam_rate
+
+
+def _micro_batch(settings: Settings, workers: int, saved: Optional[RunConfig]) -> int:
+    """The micro-batch, which with batch norm is by itself a worker's whole share of the batch."""
+    batch = settings.batch
+    if batch % workers:
+        rule = f"batch must be a multiple of the {workers} workers, got {batch}"
+        todo = "choose another --batch, or --batch-per-worker in its place"
+        if saved:  # its batch must stay
+            todo = "take as many workers as divide it"
+        raise InputError(f"{rule}; {todo}")
+    share = batch // workers
+    norm = settings.unet.norm
+    micro_batch = settings.micro_batch
+    if workers > 1 and norm == "batch" and not micro_batch:
+        micro_batch = share
+    micro = micro_of(norm, batch, micro_batch)
+    if share % micro:
+        rule = f"micro-batch must divide the {share} volumes of a worker, got {micro}"
+        todo = "choose another --micro-batch, or fewer workers"
+        if saved and norm == "batch":  # its micro-batch must stay
+            todo = "take fewer workers"
+        raise InputError(f"{rule}; {todo}")
+    return micro_batch
+
+
+def _steps(start: Start) -> int:
+    """The number of steps, 0 if the epochs or a budget of minutes give it: a run that has begun
+    keeps the steps that its budget became."""
+    settings = start.settings
+    saved = start.saved
+    if saved is None or not settings.budget_minutes:
+        return settings.steps
+    is_as_long = settings.epochs == saved.epochs
+    is_same_budget = settings.budget_minutes == saved.budget_minutes
+    if start.is_begun and is_as_long and is_same_budget:
+        return saved.steps
+    return 0
+
+
+def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:
+    settings = start.settings
+    device = pick_device(start.wanted("device"), settings.mode, gpus)
+    if device == "cpu":
+        return device
+    if settings.engine == "itex":
+        rule = f"engine must be auto or stock on {device}, got itex, which computes on CPUs"
+        raise InputError(f"{rule}; give --engine stock")
+    if workers > 1:
+        raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
+    return device
+
+
+def _patches(
+    start: Start, of_run: Settings, extent: Shape3, card: Optional[Gpu]
+) -> Tuple[Shape3, int]:
+    """The patch, by itself the largest that fits the card, on a CPU the usual one; and the patches
+    of a case, by itself as many as have its number of voxels. `of_run` are the settings with the
+    decided network and micro-batch."""
+    divisor = of_run.unet.divisor
+    wanted = start.wanted("patch")
+    if wanted is not None:
+        patch = tuple(wanted)
+    elif card is not None:
+        patch = largest_patch(card, job_of(of_run, extent, threads=1, cases=0))
+    else:
+        patch = planner.usual_patch(extent, divisor)
+    planner.check_patch(patch, extent, divisor)
+    count = start.wanted("patches_per_case")
+    if count is None:
+        count = max(round(math.prod(extent) / math.prod(patch)), 1)
+    return patch, count
+
+
+def _refuse_patches(start: Start) -> None:
+    """Raise InputError for settings of patches, which mean nothing for whole volumes."""
+    for name in OF_PATCHES:
+        if name in start.chosen:
+            rule = f"--{name.replace('_', '-')} must come with --mode patch, got mode whole"
+            todo = "leave it out" if start.saved else "add that"
+            raise InputError(f"{rule}; {todo}")
+
+
+def _coarse_grid(start: Start, store: Store, grid: Shape3) -> Shape3:
+    """The grid of the coarse steps; NO_GRID, which is no curriculum, if that would leave the
+    deepest level fewer than two voxels along an axis, and by itself if the grid is so small that
+    coarse steps do not pay."""
+    settings = start.settings
+    if settings.curriculum == "off":
+        return NO_GRID
+    divisor = settings.unet.divisor
+    extent = grid
+    if not settings.is_patch:
+        extent = grid_size(store, extent=settings.extent, multiple=1)
+    coarse = network_grid(extent, settings.resolution / 2, divisor)  # of patches that is 1 / 2
+    is_possible = min(coarse) >= 2 * divisor
+    is_asked_for = settings.curriculum == "half"
+    if is_asked_for and not is_possible:
+        rule = f"--curriculum must be off if half of {by(grid)} is below {2 * divisor}"
+        todo = "leave it out" if start.saved else "leave it out, or choose a smaller --depth"
+        raise InputError(f"{rule} along an axis, got half, a grid of {by(coarse)}; {todo}")
+    pays = math.prod(coarse) >= LEAST_COARSE_VOXELS
+    if is_possible and (pays or is_asked_for):
+        return coarse
+    return NO_GRID

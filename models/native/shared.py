@@ -1,0 +1,105 @@
+"""What both C and Python need, written once: build.py makes the header shared.h of it.
+
+A library keeps the digest of this text (`native_shared` in select.c), and is refused where that is
+not the digest of the Python beside it.
+"""
+
+import hashlib
+from typing import Dict
+
+from models.native.instruction_sets import INSTRUCTION_SETS
+
+KINDS: Dict[str, str] = {
+    "convolve": "one raw map or two, filters [3][3][3][channels][outputs], others: what is added,"
+    " or none -> map, sums",
+    "input_gradient": "gradient, filters [3][3][3][outputs][channels], others: raw map below, and"
+    " raw map of the gradient, where their coefficients are -> map; sums with a map below",
+    "filter_gradient": "one raw map or two, others: gradient, and its raw map where its"
+    " coefficients are -> filter gradient",
+    "max_pool": "raw -> map",
+    "max_pool_gradient": "raw, others: gradient of the pooled map, gradient that is added -> map,"
+    " sums",
+    "residual_sum": "raw, others: shortcut -> map: max(formed + shortcut, 0)",
+    "residual_gradient": "raw, others: the sum, its gradient -> map: the gradient where the sum is"
+    " positive; sums",
+    "to_raw": "raw, others: gradient -> map: of the raw map's values; the coefficients are a"
+    " gradient's",
+    "project": "raw, filters [channels][outputs], bias, others: what is added, or none -> map",
+    "project_gradient": "raw, filters, others: gradient, what is added, or none -> map, sums,"
+    " filter and bias gradient",
+    "project_sums": "raw, filters, others: gradient -> sums, filter and bias gradient",
+    "project_to_raw": "raw, filters, others: gradient -> map, as of to_raw",
+    "up_convolve": "raw, filters [2][2][2][outputs][channels] -> map",
+    "up_input_gradient": "raw, filters, others: gradient -> map, sums",
+    "up_filter_gradient": "raw, others: gradient -> filter gradient",
+    "loss_sums": "logits, others: target -> sums, [batch][TERMS][channels]",
+    "loss_slope": "logits, others: target; coefficients: factors -> map, that of the logits'"
+    " gradient",
+    "orthogonal": "a matrix of float32, x rows of `outputs` values -> map: orthogonal columns,"
+    " times the root of its rows over its columns if that is more than 1",
+}
+"""Kinds of operations: what each takes -> what it makes. Two maps are read as if concatenated. The
+grid is the map's, but for up_ kinds and pools the coarser one. Sums are [batch][2][channels]: those
+of native.h, or of `convolve` the mean and variance of its map."""
+
+KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+
+# Constants. The C files say what each is of; the memory estimator computes the same sizes.
+
+MOST_THREADS = 256  # that compute an operation
+DEFAULT_L2_BYTES = 1 << 20  # a core's cache L2, where the system does not tell
+
+# Thousandths of a core's cache L2. Of direct products 330 to 800 were tried on a Xeon with AMX:
+# within 5 %, 400 the fastest. The others were chosen and never measured against other values.
+RING_PERMILLE = 625  # of transformed rows, in a ring
+DIRECT_RING_PERMILLE = 400  # of rows of direct products, in a ring
+POSITIONS_PERMILLE = 625  # of positions, whose filter gradients are sums in tiles
+
+MOST_TILE_ROWS = 4  # tiles A of direct products that are multiplied at once
+MOST_PLANES = 8  # of positions that are multiplied at once
+ENOUGH_STEPS = 64  # of 32 positions: adding up the sums of more costs next to nothing
+MOST_TARGETS = 6  # tiles B whose sums are in registers at once
+LOSS_BLOCK_VALUES = 8192  # of logits in a block of rows, about: some microseconds of work
+
+# Costs of a cut (pieces.h), about: in units of forming a row of a block of 16 channels.
+ROW_PRODUCTS_COST = 8  # of transformed rows; their loads take as long as products of
+ROW_LOAD_TILES = 3  # so many tiles of Winograd's, or for a filter gradient
+ROW_LOAD_UNITS = 3  # so many units;
+ROW_SUMS_UNITS = 30  # and sums of a filter gradient, cleared and added up, as long as these
+DIRECT_PRODUCTS_COST = 3
+DIRECT_LOAD_COST = 1
+DIRECT_LOAD_POSITIONS = 27  # whose products take as long as what comes with each plane,
+DIRECT_SUMS_POSITIONS = 200  # and as clearing and adding up the sums of a group and a block
+UP_FORM_FINE = 8  # of forming a block of the gradient's four fine rows
+UP_PRODUCTS_COST = 16
+UP_SUMS_VOXELS = 24  # whose products take as long as clearing and adding up
+UP_DIRECT_PRODUCTS_COST = 4
+
+CONSTANTS = {name: value for name, value in globals().items() if isinstance(value, int)}
+
+
+def header() -> str:
+    """The text of shared.h."""
+    kinds = [f"    {kind.upper()}, /* {text} */" for kind, text in KINDS.items()]
+    constants = [f"    {name} = {value}," for name, value in CONSTANTS.items()]
+    sets = []
+    for name, each in INSTRUCTION_SETS.items():
+        needs = " ".join(each.needs)
+        flags = (each.bfloat16_alone, each.slow_on_intel, each.emulated)
+        words = ", ".join(str(int(flag)) for flag in flags)
+        sets.append(f'    SET({name}, "{needs}", {words})')
+    lines = [
+        *("/* build.py makes this of shared.py and instruction_sets.py. */",),
+        *("enum kind {", *kinds, "    KINDS", "};"),
+        *("enum {", *constants, "};"),
+        "/* Name, flags of a CPU that it needs, and whether it computes bfloat16 maps alone,",
+        "   is slow on Intel's CPUs, is taken by name alone; the fastest first. */",
+        *("#define EACH_INSTRUCTION_SET(SET) \\", " \\\n".join(sets)),
+    ]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return "\n".join((*lines, f'#define SHARED "{digest}"', ""))
+
+
+def fingerprint() -> str:
+    """What a library that was built of this text answers to `native_shared`."""
+    return header().split('"')[-2]
