@@ -235,7 +235,9 @@ def _constants(options: Options, host: Callable[[], Host]) -> HostConstants:
     if not _is_assumed(options, host):
         return find_constants(host())
     described = dataclasses.replace(host(), is_here=False)
-    return find_constants(described) if described.instructions else load_constants("avx2")
+    if described.instructions:
+        return find_constants(described)
+    return load_constants("avx2")
 
 
 def _is_assumed(options: Options, host: Callable[[], Host]) -> bool:
@@ -267,7 +269,8 @@ def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]
         name = predicted.constants.instructions
         setup = as_typed("./run.sh setup")
         notes.append(f"assumes that own operations compute, with {name}, as `{setup}` builds them")
-    constants, threads = predicted.constants, predicted.job.threads
+    constants = predicted.constants
+    threads = predicted.job.threads
     if constants.instructions and threads != constants.threads:
         busy = f"{threads} threads share the work of an operation in pieces, which keep them busy"
         notes.append(f"assumes that {busy} {predicted.busy_share:.0%} of its time")

@@ -144,8 +144,10 @@ def instructions_of(record: Mapping[str, Any]) -> str:
     host = record["host"]
     if "instructions" in host:
         return host["instructions"]
-    implied = ("avx512bw", "avx512dq", "avx512vl") if "avx512_vnni" in host["isa"] else ()
-    return instruction_set((*host["isa"], *implied), host["cpu"]) or "avx2"
+    flags = list(host["isa"])
+    if "avx512_vnni" in flags:
+        flags += ["avx512bw", "avx512dq", "avx512vl"]
+    return instruction_set(flags, host["cpu"]) or "avx2"
 
 
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
