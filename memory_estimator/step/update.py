@@ -101,11 +101,8 @@ class _Paper(Weight):
         self.one_less_beta_2 = 1
         self.epsilon = 1
 
-    def square(self, tensor: _Expression) -> _Expression:
-        return self.tensor("square", tensor.reads)
-
-    def root(self, tensor: _Expression) -> _Expression:
-        return self.tensor("root", tensor.reads)
+    def each(self, function: str, tensor: _Expression) -> _Expression:
+        return self.tensor(function, tensor.reads)
 
     def orthogonal(self, tensor: _Expression) -> _Expression:
         """TensorFlow makes it with matrices of the kernel's smaller side, and a last product."""

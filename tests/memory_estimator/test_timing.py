@@ -67,7 +67,8 @@ def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy():
     at = lambda op, threads: seconds(
         op, threads=threads, constants=dataclasses.replace(CONSTANTS, costs=without)
     )
-    work, traffic = convolution(16, 16), StepOp("n", "pass", traffic_bytes=2 * MIB)
+    work = convolution(16, 16)
+    traffic = StepOp("n", "pass", traffic_bytes=2 * MIB)
     assert at(work, 2) / at(work, 16) == pytest.approx(8)
     assert at(traffic, 2) / at(traffic, 4) == pytest.approx(2)
     assert at(traffic, 4) == at(traffic, 64)
@@ -166,12 +167,11 @@ def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
 
     # One of several adds its gradients up, as one does that has two micro-batches, and has copies
     # of them for the sum.
-    in_parts, several = asked("--hosts 1 --batch 2 --micro-batch 1"), asked("--hosts 2")
+    in_parts = asked("--hosts 1 --batch 2 --micro-batch 1")
+    several = asked("--hosts 2")
     copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
     assert copies == pytest.approx(scaling.SENT_COPIES * several["gradient_bytes"], rel=0.01)
     assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
-    dealt, each = (
-        asked("--norm batch --hosts 2 4 --global-batch 8"),
-        asked("--norm batch --hosts 2 4 --batch 4"),
-    )
+    dealt = asked("--norm batch --hosts 2 4 --global-batch 8")
+    each = asked("--norm batch --hosts 2 4 --batch 4")
     assert dealt["upper_bound_bytes"] == each["upper_bound_bytes"]
