@@ -383,8 +383,8 @@ def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[
         content.append(found)
     title = f"The largest that fits {format_bytes(memory_bytes)}, with all other options as given"
     note = (
-        "batch at once: in parts (--micro-batch), a larger batch takes the memory of one part and "
-        "a set of gradients"
+        "batch at once: in micro-batches (--micro-batch), a larger batch takes the memory of one "
+        "and a set of gradients"
     )
     columns = ("policy", "", "largest", "upper bound", "a volume")
     return content, Table(columns, rows, title, note, names=2)

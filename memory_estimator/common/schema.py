@@ -80,8 +80,10 @@ def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[typ
     """Add the options of dataclasses; an option that is not given leaves no attribute."""
     titles: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
-    each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
-    for cls in each:
+    flat: List[type] = []
+    for each in classes:
+        flat += each if isinstance(each, tuple) else (each,)
+    for cls in flat:
         hints = get_type_hints(cls)
         for field, spec in _fields(cls):
             if spec.group not in titles:
@@ -151,20 +153,20 @@ def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = V
 
 
 def arguments(
-    parts: Sequence[Union[type, Tuple[type, ...]]],
+    classes: Sequence[Union[type, Tuple[type, ...]]],
     args: argparse.Namespace,
     error: Type[Exception] = ValueError,
 ) -> List[Any]:
     """The arguments of a command's `run`: its OPTIONS as they were given. Raises `error` for a
     value out of range."""
     given: List[Any] = []
-    for part in parts:
-        if isinstance(part, tuple):
+    for each in classes:
+        if isinstance(each, tuple):
             given.append({})
-            for cls in part:
+            for cls in each:
                 given[-1].update(given_options(cls, args))
         else:
-            given.append(from_args(part, args, error))
+            given.append(from_args(each, args, error))
     return given
 
 
