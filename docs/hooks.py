@@ -1,5 +1,5 @@
 """Files of the site from outside docs/: the README, the notebook, tables of the records, all that
-pages link to.
+pages link to; and what pages have from the code (made.py).
 
 On its own a page's links work in the repository, `../records/compare.jsonl`; the site has these
 files under `project/`."""
@@ -7,12 +7,16 @@ files under `project/`."""
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from made import with_made  # noqa: E402
 
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
 
@@ -51,8 +55,11 @@ def tables():
 
 
 def on_page_markdown(markdown, page, **_):
-    """Let links to files outside docs/ lead to their place in the site."""
-    return markdown if "/" in page.file.src_uri else OUTSIDE.sub(r"](project/\1", markdown)
+    """Put in what is made of the code, and let links to files outside docs/ lead to their place in
+    the site."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return OUTSIDE.sub(r"](project/\1", with_made(markdown))
 
 
 def as_markdown(cell):
