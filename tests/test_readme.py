@@ -1,4 +1,4 @@
-"""The commands, files and links in the README and the pages exist."""
+"""The commands, files, names and links in the README and the pages exist."""
 
 import re
 import shlex
@@ -41,7 +41,7 @@ def check(words):
             parse_variant(name, options, {})
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = [
     path
     for room in ("cpu3d", "memory_estimator", "models")
@@ -61,6 +61,40 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
             if ended.code:
                 refused.append(f"{line}: {capsys.readouterr().err}")
     assert not refused
+
+
+FOLDERS = ("cpu3d", "memory_estimator", "models", "docs", "examples", "tests")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.*"))]
+ELSEWHERE = {"mkl_cpu_allocator.h", "other.py", "shared.h", "your_step.py"}
+"""Of TensorFlow, of a user, and what the build makes."""
+
+
+def named(name):
+    """The files of the project that a page may mean by `name`, such as "step/timing.py"."""
+    return [path for path in SOURCES if f"/{path.relative_to(ROOT)}".endswith(f"/{name}")]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *MODULES], ids=lambda path: path.name)
+def test_every_file_of_the_project_that_is_named_exists(path):
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":  # what it says: docstrings and comments
+        text = "\n".join(re.findall(r'""".*?"""|# .*', text, re.DOTALL))
+    names = set(re.findall(r"(?<![\w./<*-])(?:\.\./)?(\w[\w/]*\.(?:py|c|h))\b(?![.(*])", text))
+    assert [name for name in sorted(names - ELSEWHERE) if not named(name)] == []
+
+
+def test_the_functions_of_the_journeys_are_in_the_files_beside_them():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^`|]* \| (`[^|]*) \| ([^|]*)", page, re.MULTILINE)
+    assert len(rows) > 20
+    lost = []
+    for functions, files in rows:
+        paths = [found for name in re.findall(r"`([^`]+)`", files) for found in named(name)]
+        text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+        names = [name.split(".")[-1] for name in re.findall(r"`([^`]+)`", functions)]
+        made = r"^ *(?:def |class )?{}\b[(:]|^{}\b"
+        lost += [name for name in names if not re.search(made.format(name, name), text, re.M)]
+    assert lost == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
