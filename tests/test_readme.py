@@ -2,6 +2,8 @@
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,8 +67,12 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
 
 FOLDERS = ("cpu3d", "memory_estimator", "models", "docs", "examples", "tests")
 SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.*"))]
-ELSEWHERE = {"mkl_cpu_allocator.h", "other.py", "shared.h", "your_step.py"}
-"""Of TensorFlow, of a user, and what the build makes."""
+ELSEWHERE = {
+    *("bits/confname.h", "linux/mempolicy.h", "linux/prctl.h", "mkl_cpu_allocator.h"),
+    *("other.py", "your_step.py"),  # of a user
+    "shared.h",  # which the build makes
+    "gradient.c",  # of a formula
+}
 
 
 def named(name):
@@ -74,13 +80,16 @@ def named(name):
     return [path for path in SOURCES if f"/{path.relative_to(ROOT)}".endswith(f"/{name}")]
 
 
-@pytest.mark.parametrize("path", [*PAGES, *MODULES], ids=lambda path: path.name)
-def test_every_file_of_the_project_that_is_named_exists(path):
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":  # what it says: docstrings and comments
-        text = "\n".join(re.findall(r'""".*?"""|# .*', text, re.DOTALL))
-    names = set(re.findall(r"(?<![\w./<*-])(?:\.\./)?(\w[\w/]*\.(?:py|c|h))\b(?![.(*])", text))
-    assert [name for name in sorted(names - ELSEWHERE) if not named(name)] == []
+def test_every_file_of_the_project_that_is_named_exists():
+    """In pages, and in docstrings and comments."""
+    unknown = set()
+    for path in PAGES + MODULES:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            text = "\n".join(re.findall(r'""".*?"""|# .*', text, re.DOTALL))
+        names = re.findall(r"(?<![\w./<*-])(?:\.\./)?(\w[\w/]*\.(?:py|c|h))\b(?![.(*])", text)
+        unknown |= {(path.name, name) for name in {*names} - ELSEWHERE if not named(name)}
+    assert unknown == set()
 
 
 def test_the_functions_of_the_journeys_are_in_the_files_beside_them():
@@ -92,9 +101,26 @@ def test_the_functions_of_the_journeys_are_in_the_files_beside_them():
         paths = [found for name in re.findall(r"`([^`]+)`", files) for found in named(name)]
         text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
         names = [name.split(".")[-1] for name in re.findall(r"`([^`]+)`", functions)]
-        made = r"^ *(?:def |class )?{}\b[(:]|^{}\b"
-        lost += [name for name in names if not re.search(made.format(name, name), text, re.M)]
+        lost += [
+            name
+            for name in names
+            if not re.search(rf"^ *(def|class) {name}\b|^{name}\b", text, re.MULTILINE)
+        ]
     assert lost == []
+
+
+MADE = {"step": ["convolve", "loss_slope"], "files": [f"`{path.name}`" for path in MODULES]}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_page_has_from_the_code_is_made_by_plain_python(name):
+    marks = {
+        mark for path in PAGES for mark in re.findall(r"<!-- made: (\w+) -->", path.read_text())
+    }
+    assert marks == set(MADE)
+    command = [sys.executable, "-I", str(ROOT / "docs/made.py"), name]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [words for words in MADE[name] if words not in made and "__init__" not in words] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
