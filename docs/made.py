@@ -67,9 +67,8 @@ def files():
             if path.suffix in COMMENTS and path.stem != "__init__":
                 folders.setdefault(path.parent, []).append((f"`{path.name}`", says(path)))
         for folder, rows in folders.items():
-            name = folder.relative_to(ROOT)
-            about = says(folder / "__init__.py") if (folder / "__init__.py").is_file() else ""
-            tables.append(f"**{name}/** {about}\n\n{table(('file', 'content'), rows)}")
+            title = f"**{folder.relative_to(ROOT)}/** {says(folder / '__init__.py')}"
+            tables.append(f"{title}\n\n{table(('file', 'content'), rows)}")
     return "\n\n".join(tables)
 
 

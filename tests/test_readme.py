@@ -27,9 +27,9 @@ def shown_commands(path):
     with options."""
     text = re.sub(r"\\+\n\s*", "", path.read_text(encoding="utf-8"))
     lines = re.findall(r"^(?:Examples?:)?\s*\./run\.sh ([a-z].*)$", text, re.MULTILINE)
-    return lines + (
-        re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text) if path.suffix == ".md" else []
-    )
+    if path.suffix == ".md":
+        lines += re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text)
+    return lines
 
 
 def check(words):
