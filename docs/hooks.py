@@ -1,5 +1,5 @@
 """Files of the site from outside docs/: the README, the notebook, tables of the records, all that
-pages link to.
+pages link to; and what pages have from the code (made.py).
 
 On its own a page's links work in the repository, `../records/compare.jsonl`; the site has these
 files under `project/`."""
@@ -7,25 +7,37 @@ files under `project/`."""
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+
+from made import with_made  # noqa: E402
 
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)")
+PAGES = {
+    "README.md": "first_hour.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}
+"""Pages outside docs/ -> their names in the site."""
 
 
 def on_files(files, config):
-    """Add the README, the notebook, the tables and what pages link to."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    readme = re.sub(r"\]\((?!docs/|https?:|#)", "](../", readme).replace("](docs/", "](")
-    texts = [page.content_string for page in files.documentation_pages()] + [readme]
-    for path in sorted({path for text in texts for path in OUTSIDE.findall(text)}):
+    """Add the pages outside docs/, the notebook, the tables and what pages link to."""
+    texts = [page.content_string for page in files.documentation_pages()]
+    for path, page in PAGES.items():
+        text = (ROOT / path).read_text(encoding="utf-8")
+        text = re.sub(r"\]\((?!docs/|https?:|#)", "](../", text).replace("](docs/", "](")
+        files.append(File.generated(config, page, content=text))
+        texts.append(text)
+    for path in sorted({path for text in texts for path in OUTSIDE.findall(text)} - set(PAGES)):
         if (ROOT / path).is_file():
             files.append(File.generated(config, f"project/{path}", abs_src_path=str(ROOT / path)))
-    files.append(File.generated(config, "first_hour.md", content=readme))
     notebook = (ROOT / "examples" / "first_hour.ipynb").read_text(encoding="utf-8")
     cells = "\n\n".join(as_markdown(cell) for cell in json.loads(notebook)["cells"])
     files.append(
@@ -51,8 +63,13 @@ def tables():
 
 
 def on_page_markdown(markdown, page, **_):
-    """Let links to files outside docs/ lead to their place in the site."""
-    return markdown if "/" in page.file.src_uri else OUTSIDE.sub(r"](project/\1", markdown)
+    """Put in what is made of the code, and let links to files outside docs/ lead to their place in
+    the site."""
+    if "/" in page.file.src_uri:
+        return markdown
+    return OUTSIDE.sub(
+        lambda link: "](" + PAGES.get(link[1], f"project/{link[1]}"), with_made(markdown)
+    )
 
 
 def as_markdown(cell):

@@ -1,7 +1,9 @@
-"""The commands, files and links in the README and the pages exist."""
+"""The commands, files, names and links in the README and the pages exist."""
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,9 +27,9 @@ def shown_commands(path):
     with options."""
     text = re.sub(r"\\+\n\s*", "", path.read_text(encoding="utf-8"))
     lines = re.findall(r"^(?:Examples?:)?\s*\./run\.sh ([a-z].*)$", text, re.MULTILINE)
-    return lines + (
-        re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text) if path.suffix == ".md" else []
-    )
+    if path.suffix == ".md":
+        lines += re.findall(r"`\./run\.sh ([a-z][^`]* --[^`]*)`", text)
+    return lines
 
 
 def check(words):
@@ -41,7 +43,7 @@ def check(words):
             parse_variant(name, options, {})
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MODULES = [
     path
     for room in ("cpu3d", "memory_estimator", "models")
@@ -61,6 +63,64 @@ def test_every_command_line_that_is_shown_is_one(path, capsys):
             if ended.code:
                 refused.append(f"{line}: {capsys.readouterr().err}")
     assert not refused
+
+
+FOLDERS = ("cpu3d", "memory_estimator", "models", "docs", "examples", "tests")
+SOURCES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.*"))]
+ELSEWHERE = {
+    *("bits/confname.h", "linux/mempolicy.h", "linux/prctl.h", "mkl_cpu_allocator.h"),
+    *("other.py", "your_step.py"),  # of a user
+    "shared.h",  # which the build makes
+    "gradient.c",  # of a formula
+}
+
+
+def named(name):
+    """The files of the project that a page may mean by `name`, such as "step/timing.py"."""
+    return [path for path in SOURCES if f"/{path.relative_to(ROOT)}".endswith(f"/{name}")]
+
+
+def test_every_file_of_the_project_that_is_named_exists():
+    """In pages, and in docstrings and comments."""
+    unknown = set()
+    for path in PAGES + MODULES:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".py":
+            text = "\n".join(re.findall(r'""".*?"""|# .*', text, re.DOTALL))
+        names = re.findall(r"(?<![\w./<*-])(?:\.\./)?(\w[\w/]*\.(?:py|c|h))\b(?![.(*])", text)
+        unknown |= {(path.name, name) for name in {*names} - ELSEWHERE if not named(name)}
+    assert unknown == set()
+
+
+def test_the_functions_of_the_journeys_are_in_the_files_beside_them():
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [^`|]* \| (`[^|]*) \| ([^|]*)", page, re.MULTILINE)
+    assert len(rows) > 20
+    lost = []
+    for functions, files in rows:
+        paths = [found for name in re.findall(r"`([^`]+)`", files) for found in named(name)]
+        text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+        names = [name.split(".")[-1] for name in re.findall(r"`([^`]+)`", functions)]
+        lost += [
+            name
+            for name in names
+            if not re.search(rf"^ *(def|class) {name}\b|^{name}\b", text, re.MULTILINE)
+        ]
+    assert lost == []
+
+
+MADE = {"step": ["convolve", "loss_slope"], "files": [f"`{path.name}`" for path in MODULES]}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_page_has_from_the_code_is_made_by_plain_python(name):
+    marks = {
+        mark for path in PAGES for mark in re.findall(r"<!-- made: (\w+) -->", path.read_text())
+    }
+    assert marks == set(MADE)
+    command = [sys.executable, "-I", str(ROOT / "docs/made.py"), name]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert [words for words in MADE[name] if words not in made and "__init__" not in words] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
