@@ -1,5 +1,5 @@
-"""A U-Net's forward and backward pass as operations of models/program.py: their order, and what each
-reads and makes. No TensorFlow.
+"""A U-Net's forward and backward pass as operations of models/program.py: their order, and what
+each reads and makes. No TensorFlow.
 
     program = network_program(UNetConfig())
     for op in program.forward: print(op.kind.value, op.layer, [value.name for value in op.reads])

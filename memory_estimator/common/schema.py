@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True)
     class Options:
-        store: Path = option(help="store that `prepare` has written", metavar="DIR")    # no default: required
+        store: Path = option(help="store that `prepare` has written", metavar="DIR")    # required
         batch: int = option(1, help="volumes a step", at_least=1, metavar="N")
         flip: bool = option(True, help="no mirroring")                                  # --no-flip
 

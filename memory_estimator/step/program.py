@@ -157,9 +157,10 @@ def kernel_made(kernel: Tensor) -> List[StepOp]:
 
 
 def inputs_made(image: Tensor, target: Tensor, values: int) -> List[StepOp]:
-    """The operations of `cpu3d.bench.step_costs.made_up`: an image of so many values is noise scaled and
-    shifted, in float32 the image already; a target is numbers compared with one of them. Both are
-    drawn, in four bytes a value, then both are cast, and the drawn ones go when that is done."""
+    """The operations of `cpu3d.bench.step_costs.made_up`: an image of so many values is noise
+    scaled and shifted, in float32 the image already; a target is numbers compared with one of them.
+    Both are drawn, in four bytes a value, then both are cast, and the drawn ones go when that is
+    done."""
     wide = [
         Tensor(f"{image.name}/{name}", 4 * values, image.group)
         for name in ("noise", "scaled", "shifted")

@@ -1,5 +1,5 @@
-"""The training step on paper: the operations of models/program.py, and the update, with the bytes of
-their tensors, their multiply-adds and their traffic.
+"""The training step on paper: the operations of models/program.py, and the update, with the bytes
+of their tensors, their multiply-adds and their traffic.
 
 Forward, loss, backward, update. For a batch in micro-batches the program is one of them, and the
 update. A validation is the forward part alone, and its scores.
