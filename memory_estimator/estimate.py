@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.accuracy import Accuracy, Bound, Kind, bound_of_layers, load_accuracy
 from memory_estimator.calibration import HostConstants
@@ -151,13 +151,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     instruction set compute them, or as TensorFlow's layers do where there is none."""
     if accuracy is None:
         accuracy = load_accuracy()
-    program = step_of(job, constants.instructions)
-    beside: Tuple[Component, ...] = ()
-    if job.from_store:
-        program, beside = _with_store(program, job)
-        # By layers a validation takes less than a step, as it keeps no maps.
-        if constants.instructions:
-            program = dataclasses.replace(program, after=validation_pass(job))
+    program, beside = _program_of(job, constants.instructions)
     peak = timeline(program)
     allocator = use(program)
     inside = [tensor for tensor in peak.peak_tensors if tensor not in program.outside]
@@ -173,15 +167,13 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     validation = allocator.validated_bytes - allocator.resident_bytes
     validation += scratch_of((*program.ops, *program.after)) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
-    bound = kind.upper_bound if kind else accuracy.widest
-    if not constants.instructions:
-        bound = bound_of_layers
-    upper_bound = bound(process_peak + validation)
+    upper_bound = _bound_of(constants, accuracy, kind)(process_peak + validation)
     upper_bound += sum(line.bytes for line in beside)
     replayed = "derived: the allocator replayed through one"
     beside = (Component("validation", validation, replayed), *beside)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in inside)
-    around = (
+    bill = (
+        *live_at_peak(peak),
         Component("scratch outside the allocator", scratch, SCRATCH_RULE),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, constants.origins["baseline_bytes"]),
@@ -193,7 +185,7 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         upper_bound_bytes=upper_bound,
         step_s=step_seconds(program, constants, job),
         busy_share=step_busy_share(program, constants, job),
-        components=_with_bytes((*live_at_peak(peak), *around)),
+        components=_with_bytes(bill),
         timeline=peak,
         accuracy=accuracy,
         constants=constants,
@@ -201,6 +193,27 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         kind=kind,
         uncovered=uncovered,
     )
+
+
+def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, ...]]:
+    """The program of a step, and what is held beside it."""
+    program = step_of(job, instructions)
+    if not job.from_store:
+        return program, ()
+    program, beside = _with_store(program, job)
+    # By layers a validation takes less than a step, as it keeps no maps.
+    if instructions:
+        program = dataclasses.replace(program, after=validation_pass(job))
+    return program, beside
+
+
+def _bound_of(
+    constants: HostConstants, accuracy: Accuracy, kind: Optional[Kind]
+) -> Callable[[int], int]:
+    """The upper bound for a predicted peak."""
+    if not constants.instructions:
+        return bound_of_layers
+    return kind.upper_bound if kind else accuracy.widest
 
 
 def _with_bytes(lines: Sequence[Component]) -> Tuple[Component, ...]:
