@@ -13,6 +13,7 @@ from memory_estimator.step.layer_step import layer_step
 from memory_estimator.step.program import rounded, timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
+from models.optimizers import OPTIMIZERS
 
 BOTH = (False, True)
 UNETS = {
@@ -26,7 +27,7 @@ UNETS.update(
     norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES
 )
 MORE = {
-    "optimizer": ("muon", "adam", "sgd"),
+    "optimizer": tuple(OPTIMIZERS),
     "engine": ("itex", "stock"),
     "threads": (1, 2, 8),
     "averaged": BOTH,
