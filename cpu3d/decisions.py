@@ -2,8 +2,8 @@
 follows from store, host and workers.
 
     start = Start(settings, chosen, kept, saved)
-    decisions = decide(start, store, host, gpus, workers)
-    config = joined(start.settings, store_facts(store), decisions)
+    facts, decisions = decide(start, store, host, gpus, workers)
+    config = joined(start.settings, facts, decisions)
 
 Names, channels and outputs follow from the store; batch and learning rate from the workers, if they
 grow with them; device and dtype from the host; the grid, or the patch, from both."""

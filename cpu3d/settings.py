@@ -184,7 +184,7 @@ class Settings:
     )
     weight_decay: float = _training(
         0.0,
-        "with muon: share of a kernel that a step takes away, times the learning rate; such as 0.1",
+        "share of a kernel that a step takes away, times the learning rate; such as 0.1",
         "W",
         at_least=0,
         below=math.inf,
@@ -288,8 +288,6 @@ class RunConfig(Settings, StoreFacts):
         decay, under a curriculum over the coarse steps and again, from FULL_RATE_SHARE of the peak,
         over the full ones. A run that is made longer decays over its new length, so its rate rises
         again at the join."""
-        if step < self.warmup_steps:
-            return self.peak_rate * (step + 1) / self.warmup_steps
         peak = self.peak_rate
         begin = self.warmup_steps
         end = steps
@@ -298,6 +296,8 @@ class RunConfig(Settings, StoreFacts):
         elif self.coarse_steps:
             peak *= FULL_RATE_SHARE
             begin = max(begin, self.coarse_steps)
+        if step < self.warmup_steps:
+            return peak * (step + 1) / self.warmup_steps
         return peak * SCHEDULES[self.schedule]((step - begin) / (end - begin))
 
     def full_steps(self, steps: int) -> float:
@@ -437,6 +437,7 @@ INSTEAD = {  # setting -> others that it replaces
     "steps": ("budget_minutes",),
     "budget_minutes": ("steps",),
     "validate_every": ("validations",),
+    "validations": ("validate_every",),
 }
 
 

@@ -24,7 +24,7 @@ NORMS = ("instance", "batch", "none")
 UPS = ("transposed", "upsampling")
 DTYPES = ("float32", "bfloat16")
 POLICIES = ("speed", "lean")
-"""Ways to save memory in a training step (models/step.py), the fastest first.
+"""Ways to save memory in a training step (models/network.py), the fastest first.
 
 "speed"  keeps the raw sum of every convolution.
 "lean"   keeps those of the decoder and, below the finest level, the encoder's last; computes the

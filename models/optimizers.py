@@ -103,8 +103,12 @@ class Optimizer:
 
     def rule_of(self, shape: Sequence[int]) -> Rule:
         """The rule of a variable of this shape."""
-        is_kernel = len(shape) > 2 and math.prod(shape[:-2]) > 1
-        return self.kernels if is_kernel else self.others
+        return self.kernels if is_kernel(shape) else self.others
+
+
+def is_kernel(shape: Sequence[int]) -> bool:
+    """Whether a variable of this shape is a kernel of more than one voxel."""
+    return len(shape) > 2 and math.prod(shape[:-2]) > 1
 
 
 OPTIMIZERS = {

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cpu3d.settings import RunConfig
 from models.native import operations
-from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Rule, Weight
+from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight, is_kernel
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in
 # five times.
@@ -88,7 +88,7 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         rule = self.optimizer.rule_of(variable.shape)
         with tf.control_dependencies(self._before):
             weight = _Tensors(self, variable, tf.convert_to_tensor(gradient), self._slots[index])
-            before = self._decayed(variable, weight, rule)
+            before = self._decayed(variable, weight)
             with tf.control_dependencies(before):  # or both would hold a tensor of its size
                 self._before = [rule.update(weight)]
 
@@ -115,17 +115,20 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
 
     def _rate(self, dtype, scale: float, is_corrected: bool):
         rate = tf.cast(self.learning_rate, dtype)
+        if scale != 1:
+            rate = rate * scale
         if not is_corrected:
             return rate
         step = tf.cast(self.iterations + 1, dtype)
         corrected = tf.sqrt(1 - tf.pow(self.beta_2, step)) / (1 - tf.pow(self.beta_1, step))
-        return rate * scale * corrected
+        return rate * corrected
 
-    def _decayed(self, variable: tf.Variable, weight: "_Tensors", rule: Rule) -> List[tf.Tensor]:
+    def _decayed(self, variable: tf.Variable, weight: "_Tensors") -> List[tf.Tensor]:
         """What the update waits for: the decay of a kernel, if there is one."""
-        if not self.kernel_decay or rule is not self.optimizer.kernels:
+        if not self.kernel_decay or not is_kernel(variable.shape):
             return []
-        share = weight.rate * weight.number(self.kernel_decay)
+        rate = self.once("rate of decay", lambda: self._rate(variable.dtype, 1, False))
+        share = rate * weight.number(self.kernel_decay)
         return [variable.assign_sub(share * variable)]
 
 

@@ -67,15 +67,19 @@ class _Expression:
             return _Expression(self.paper, reads, made)
         return self.paper.tensor("change", reads)
 
+    __radd__ = __add__
     __sub__ = __add__
-    __truediv__ = __add__
+    __rsub__ = __add__
 
-    def __mul__(self, number: Any) -> "_Expression":
+    def __mul__(self, other: Any) -> "_Expression":
+        if isinstance(other, _Expression):
+            return self + other
         if self.made:
             return self
         return self.paper.tensor("scaled", self.reads, over=self.reads)
 
     __rmul__ = __mul__
+    __truediv__ = __mul__
 
     def assign_add(self, change: "_Expression") -> "_Expression":
         (name,) = self.reads

@@ -692,21 +692,29 @@ int LOSS(const struct operation *);
 int ORTHOGONALIZE(const struct operation *);
 #endif
 
+static int run_kind(const struct operation *op)
+{
+    switch (op->kind) {
+    case CONVOLVE:
+    case INPUT_GRADIENT:
+    case FILTER_GRADIENT:
+        return convolve(op);
+    case LOSS_SUMS:
+    case LOSS_SLOPE:
+        return LOSS(op);
+#ifndef BFLOAT16_ROWS
+    case ORTHOGONAL:
+        return ORTHOGONALIZE(op);
+#endif
+    default:
+        return POINTWISE(op);
+    }
+}
+
 static int run(const struct operation *op)
 {
     begin_operation();
-    int code;
-#ifndef BFLOAT16_ROWS
-    if (op->kind == ORTHOGONAL)
-        code = ORTHOGONALIZE(op);
-    else
-#endif
-        if (op->kind >= LOSS_SUMS)
-        code = LOSS(op);
-    else if (op->kind >= MAX_POOL)
-        code = POINTWISE(op);
-    else
-        code = convolve(op);
+    int code = run_kind(op);
     end_operation();
     return code;
 }

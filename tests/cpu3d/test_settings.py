@@ -13,7 +13,7 @@ from cpu3d.compare.experiment import as_options
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
-from cpu3d.settings import SETTINGS, RunConfig, recipe_settings, with_settings
+from cpu3d.settings import FULL_RATE_SHARE, SETTINGS, RunConfig, recipe_settings, with_settings
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
@@ -240,3 +240,18 @@ def test_options_that_exclude_each_other_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         chosen(*words.split())
     assert caught.value.code == 2
+
+
+def test_validations_in_all_replace_those_of_a_recipe():
+    settings = recipe_settings({"recipe": "demo"})
+    assert settings.validate_every
+    chosen = with_settings(settings, {"validations": 3})
+    assert (chosen.validations, chosen.validate_every) == (3, 0)
+
+
+def test_full_steps_are_never_above_their_share_of_the_peak():
+    """Also in a run so short that its warm-up ends in them."""
+    config = RunConfig(coarse_steps=6, warmup_steps=10, learning_rate=0.1)
+    rates = [config.rate_at(step, 8) for step in range(8)]
+    assert rates[5] == pytest.approx(0.06)
+    assert max(rates[6:]) <= FULL_RATE_SHARE * 0.1

@@ -13,7 +13,7 @@ from memory_estimator.step.layer_step import layer_step
 from memory_estimator.step.program import rounded, timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
-from models.optimizers import OPTIMIZERS
+from models.optimizers import OPTIMIZERS, Optimizer, Rule
 
 BOTH = (False, True)
 UNETS = {
@@ -188,3 +188,20 @@ def test_sums_of_many_threads_are_counted_where_they_are_requested(engine, threa
     program = layer_step(Job(unet, (32, 32, 32), engine=engine, threads=threads))
     scratch = {tensor.name: tensor.bytes for op in program.ops for tensor in op.scratch}
     assert scratch["decoder3_up/threads"] == pytest.approx(requested * 2**20, rel=0.05, abs=2**20)
+
+
+def test_a_rule_may_multiply_tensors_and_take_them_from_numbers(monkeypatch):
+    def changed(weight):
+        (mean,) = weight.slots
+        step = (1 - weight.value) * weight.gradient / 2 + mean
+        return weight.value.assign_sub(step)
+
+    rule = Rule(changed, ("mean",))
+    monkeypatch.setitem(OPTIMIZERS, "new", Optimizer(0.1, "sqrt", kernels=rule, others=rule))
+    program = training_step(Job(UNetConfig(depth=2), (16, 16, 16), optimizer="new"))
+    kernel = "encoder0_conv1/kernel"
+    update = [
+        op for op in program.ops if op.phase == "update" and op.name.startswith("encoder0_conv1")
+    ]
+    read = {tensor for op in update for tensor in op.reads}
+    assert {kernel, "encoder0_conv1/filter_gradient", "encoder0_conv1/slot0"} <= read

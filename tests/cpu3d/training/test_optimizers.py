@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from cpu3d.training.optimizers import ITERATION, TIMES, Muon, RuleOptimizer, orthogonal
 from models.native import operations
+from models.optimizers import ADAM, DESCENT, MUON, OPTIMIZERS, Optimizer
 
 
 def noise(*shape, seed=0):
@@ -154,3 +155,28 @@ def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_bee
         trained.fit(x, y, batch_size=4, epochs=1, verbose=0)
     for weight, other in zip(model.get_weights(), again.get_weights()):
         np.testing.assert_allclose(weight, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_decay_takes_a_share_of_kernels_alone(name):
+    """Of gradients of 0 nothing else moves."""
+    variables = [tf.Variable(noise(3, 3, 3, 2, 4)), tf.Variable(noise(1, 1, 1, 4, 3) + 2)]
+    before = [variable.numpy() for variable in variables]
+    optimizer = RuleOptimizer(name, 0.1, kernel_decay=0.5)
+    optimizer.build(variables)
+    optimizer.apply_gradients([(tf.zeros_like(v), v) for v in variables])
+    np.testing.assert_allclose(variables[0], before[0] * (1 - 0.1 * 0.5), rtol=1e-6)
+    np.testing.assert_allclose(variables[1], before[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", [ADAM, DESCENT])
+def test_other_variables_have_a_rate_of_their_own_by_any_rule(rule, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "two", Optimizer(0.1, "sqrt", kernels=MUON, others=rule))
+    moved = []
+    for scale in (1.0, 0.25):
+        norm = tf.Variable([1.0, 2.0])
+        optimizer = RuleOptimizer("two", other_scale=scale)
+        optimizer.build([norm])
+        optimizer.apply_gradients([(tf.constant([0.5, -0.5]), norm)])
+        moved.append(norm.numpy() - [1.0, 2.0])
+    np.testing.assert_allclose(moved[1], 0.25 * moved[0], rtol=1e-4)
