@@ -77,7 +77,7 @@ class Rule:
 
     update: Callable[[Weight], Any]  # returns the weight's new value
     slots: Tuple[str, ...]  # float32 tensors of the weight's shape that are kept from step to step
-    is_corrected: bool = False  # whether the rate is, for means that begin at 0
+    is_corrected: bool = False  # whether Adam's bias correction is in the rate
 
 
 MUON = Rule(_muon, ("mean",))
