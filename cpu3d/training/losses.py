@@ -59,8 +59,9 @@ class DiceCrossEntropy(RegionLoss):
         return config
 
 
-# compile(loss="dice_cross_entropy")
-tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy
+# compile(loss="dice_cross_entropy"). No class: in a .keras file Keras finds the name again, and calls
+# what it stands for with a target and logits.
+tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy()
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
