@@ -1,8 +1,10 @@
 """Run everything once: phantoms, a store, training on whole volumes, scores, a prediction, a
 report.
 
-    ./run.sh demo                  # whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores; fewer steps on slow ones
-    ./run.sh demo --smoke          # the same steps on small volumes, in about a minute, to see that they work
+    ./run.sh demo                  # whole 240 x 240 x 155 x 4 volumes, minutes on 2 cores; fewer
+                                   # steps on slow ones
+    ./run.sh demo --smoke          # the same steps on small volumes, in about a minute, to see that
+                                   # they work
     ./run.sh demo --policy lean    # the same run with less memory, in its own folder
 
 The demo prints the command of each step. The same command continues an interrupted demo.

@@ -33,7 +33,7 @@ def step():
     tables = []
     for policy in POLICIES:
         network = network_program(UNetConfig(depth=2, policy=policy))
-        sums, slopes = loss_program(network.logits, network.slopes)
+        sums, slopes = loss_program(network.logits)
         rows = [
             *rows_of("forward", network.forward),
             *rows_of("loss", sums + slopes),

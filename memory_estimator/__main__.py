@@ -22,7 +22,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
@@ -53,15 +53,27 @@ from memory_estimator.scaling import (
 from models.config import POLICIES
 from models.native.build import check_platform, find_compiler
 
-FITS, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
+FITS = 0
+FAILED = 1
+BAD_INPUT = 2
+DOES_NOT_FIT = 3
+INTERRUPTED = 130
 EXIT_CODES = (
     f"Exit codes: {FITS} the job fits, {DOES_NOT_FIT} it does not, {BAD_INPUT} bad input, "
     f"{FAILED} failed (a full disk, a missing package), {INTERRUPTED} interrupted."
 )
 
-CALIBRATION_HELP = f"constants that `calibrate` wrote, or those of {', '.join(INSTRUCTION_SETS)} (default: this host's)"
+CALIBRATION_HELP = (
+    f"constants that `calibrate` wrote, or those of {', '.join(INSTRUCTION_SETS)} "
+    "(default: this host's)"
+)
 
-Answer = Tuple[Dict[str, Any], List[Union[str, Table]]]  # JSON content, and the same for reading
+
+class Answer(NamedTuple):
+    """What is printed."""
+
+    content: Dict[str, Any]  # of JSON
+    blocks: List[Union[str, Table]]  # the same for reading
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,8 @@ class Options(JobOptions):
     cases: int = option(0, "training cases of an epoch (default: unknown)", "N")
     from_store: bool = option(
         False,
-        "also count the data pipeline of `train`: the next batch, samples in preparation (default with --run)",
+        "also count the data pipeline of `train`: the next batch, samples in preparation (default "
+        "with --run)",
     )
     host_memory: str = option(
         "", "memory to fit into, such as 1.5TiB (default: free on this host)", "SIZE"
@@ -92,13 +105,13 @@ def _estimate(argv: Optional[List[str]]) -> int:
     args = make_parser().parse_args(argv)
     try:
         # All is computed before anything is printed: bad input never leaves half a table.
-        content, parts = _answer(args)
+        content, blocks = _answer(args)
         if hasattr(args, "json"):
             print(json.dumps(content))
         else:
             console = new_console()
-            for part in parts:
-                console.print(part)
+            for block in blocks:
+                console.print(block)
         if sys.stdout is not None:
             sys.stdout.flush()  # a full disk is noticed here
         return FITS if content["fits"] else DOES_NOT_FIT
@@ -106,9 +119,8 @@ def _estimate(argv: Optional[List[str]]) -> int:
         return _failed(str(error), BAD_INPUT)
     except ModuleNotFoundError as error:
         package = (error.name or "?").partition(".")[0]
-        return _failed(
-            f"package {package} must be installed, got none; run `pip install {package}`", FAILED
-        )
+        todo = f"run `pip install {package}`"
+        return _failed(f"package {package} must be installed, got none; {todo}", FAILED)
     except KeyboardInterrupt:
         return _failed("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -122,9 +134,11 @@ def _estimate(argv: Optional[List[str]]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parser = argparse.ArgumentParser(
-        as_typed("./run.sh estimate"), None, as_typed(__doc__), EXIT_CODES
+        prog=as_typed("./run.sh estimate"),
+        description=as_typed(__doc__),
+        epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_options(parser, Options, ScalingOptions)
     return parser
 
@@ -133,11 +147,12 @@ def verdict(estimate: Estimate, memory_bytes: int, label: str) -> str:
     """Whether it fits, in one sentence; `label` describes `memory_bytes`, such as "free on this
     host"."""
     spare_bytes = memory_bytes - estimate.upper_bound_bytes
-    fits, rest = ("does not fit", "short") if spare_bytes < 0 else ("fits", "to spare")
-    needed, memory, difference = map(
-        format_bytes, (estimate.upper_bound_bytes, memory_bytes, abs(spare_bytes))
-    )
-    return f"{fits}: needs up to {needed}, {memory} {label}, {difference} {rest}"
+    needed = f"needs up to {format_bytes(estimate.upper_bound_bytes)}"
+    memory = f"{format_bytes(memory_bytes)} {label}"
+    difference = format_bytes(abs(spare_bytes))
+    if spare_bytes < 0:
+        return f"does not fit: {needed}, {memory}, {difference} short"
+    return f"fits: {needed}, {memory}, {difference} to spare"
 
 
 def _failed(message: str, code: int) -> int:
@@ -146,48 +161,48 @@ def _failed(message: str, code: int) -> int:
 
 
 def _answer(args: argparse.Namespace) -> Answer:
-    options, scaling = from_args(Options, args), from_args(ScalingOptions, args)
+    options = from_args(Options, args)
+    scaling = from_args(ScalingOptions, args)
     check_options(args)
     host = functools.cache(read_host)  # not read if the options describe one
-    source, given_bytes = (
-        source_job(args),
-        parse_bytes(options.host_memory) if options.host_memory else None,
-    )
+    source = source_job(args)
+    given_bytes = parse_bytes(options.host_memory) if options.host_memory else 0
     job, workers = _share(args, source, host)
-    price, is_open = _price(options, host), policy_is_open(args)
-    if scaling.hosts is not None:
-        return _several_hosts(
-            scaling, job, price, given_bytes and given_bytes // scaling.workers_per_host, is_open
-        )
-    memory_bytes, label = (
-        (given_bytes, "given") if given_bytes else (host().free_bytes, "free on this host")
-    )
+    price = _price(options, host)
+    is_open = policy_is_open(args)
+    if scaling.hosts:
+        return _several_hosts(scaling, job, price, given_bytes, is_open)
+    memory_bytes = given_bytes
+    label = "given"
+    if not given_bytes:
+        memory_bytes = host().free_bytes
+        label = "free on this host"
     if workers > 1:  # as `launch` has them on one host
-        price, label = worker_price(price, workers), f"for each of {workers} workers on one host"
+        price = worker_price(price, workers)
+        label = f"for each of {workers} workers on one host"
         memory_bytes //= workers
-    choice = planner.fastest_that_fits(job, price, memory_bytes) if is_open else None
-    predicted = choice.estimate if choice else price(job)
-    job = job.with_unet(policy=predicted.job.policy)
-    content = {
-        **predicted.to_json(),
-        "host_memory_bytes": memory_bytes * workers,
-        **({"workers": workers} if workers > 1 else {}),
-        "fits": predicted.upper_bound_bytes <= memory_bytes,
-        "advice": _advice(job, predicted, price, memory_bytes),
-        "policy": {"name": job.policy, "picked": bool(choice), "reason": "given"},
-        "notes": [*source.notes, *_assumptions(options, predicted, host)],
-    }
-    if choice:
-        content["policy"]["reason"] = choice.reason(f"{format_bytes(memory_bytes)} {label}")
-    content["constants"]["basis"] = predicted.constants.basis(
-        job, None if options.calibration else host()
-    )
-    parts = _parts(job, predicted, content)
-    parts.append("\n  ".join((verdict(predicted, memory_bytes, label), *content["advice"])))
+    reason = "given"
+    if is_open:
+        choice = planner.fastest_that_fits(job, price, memory_bytes)
+        reason = choice.reason(f"{format_bytes(memory_bytes)} {label}")
+        job = job.with_unet(policy=choice.policy)
+    predicted = price(job)
+    content = predicted.to_json()
+    content["host_memory_bytes"] = memory_bytes * workers
+    if workers > 1:
+        content["workers"] = workers
+    content["fits"] = predicted.upper_bound_bytes <= memory_bytes
+    content["advice"] = _advice(job, predicted, price, memory_bytes)
+    content["policy"] = {"name": job.policy, "picked": is_open, "reason": reason}
+    content["notes"] = [*source.notes, *_assumptions(options, predicted, host)]
+    measured_here = None if options.calibration else host()
+    content["constants"]["basis"] = predicted.constants.basis(job, measured_here)
+    blocks = _blocks(job, predicted, content)
+    blocks.append("\n  ".join((verdict(predicted, memory_bytes, label), *content["advice"])))
     if options.plan:
         content["plan"], table = _plan(job, price, memory_bytes)
-        parts.append(table)
-    return content, parts
+        blocks.append(table)
+    return Answer(content, blocks)
 
 
 def _share(
@@ -195,9 +210,9 @@ def _share(
 ) -> Tuple[Job, int]:
     """The job of one worker, and the number of workers that compute such a share of each batch."""
     if not hasattr(args, "threads"):
-        workers_here = (
-            getattr(args, "workers_per_host", 1) if hasattr(args, "hosts") else source.workers
-        )
+        workers_here = source.workers
+        if hasattr(args, "hosts"):
+            workers_here = getattr(args, "workers_per_host", 1)
         args.threads = max(1, host().usable_cores // workers_here)
     workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
     return worker_share(job_from(args, source.job), workers), workers
@@ -220,7 +235,9 @@ def _constants(options: Options, host: Callable[[], Host]) -> HostConstants:
     if not _is_assumed(options, host):
         return find_constants(host())
     described = dataclasses.replace(host(), is_here=False)
-    return find_constants(described) if described.instructions else load_constants("avx2")
+    if described.instructions:
+        return find_constants(described)
+    return load_constants("avx2")
 
 
 def _is_assumed(options: Options, host: Callable[[], Host]) -> bool:
@@ -252,7 +269,8 @@ def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]
         name = predicted.constants.instructions
         setup = as_typed("./run.sh setup")
         notes.append(f"assumes that own operations compute, with {name}, as `{setup}` builds them")
-    constants, threads = predicted.constants, predicted.job.threads
+    constants = predicted.constants
+    threads = predicted.job.threads
     if constants.instructions and threads != constants.threads:
         busy = f"{threads} threads share the work of an operation in pieces, which keep them busy"
         notes.append(f"assumes that {busy} {predicted.busy_share:.0%} of its time")
@@ -269,94 +287,78 @@ def _advice(job: Job, predicted: Estimate, price: planner.Price, memory_bytes: i
     return smaller or ["no smaller setting fits; use another host"]
 
 
-def _parts(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:
+def _blocks(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:
     """The content for reading."""
-    policy, workers = content["policy"], content.get("workers")
-    notes = (*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro))
-    return [
-        job.describe(),
-        *([f"policy {policy['name']} picked: {policy['reason']}"] if policy["picked"] else []),
-        *(
-            [f"of one of {workers} workers, memory and time of its share of each batch"]
-            if workers
-            else []
-        ),
-        *_tables(predicted, content["constants"]["basis"]),
-        *([f"note: {STORE_NOTE}"] if job.from_store else []),
-        *[f"note: {note}" for note in notes if note],
-    ]
+    blocks: List[Union[str, Table]] = [job.describe()]
+    policy = content["policy"]
+    if policy["picked"]:
+        blocks.append(f"policy {policy['name']} picked: {policy['reason']}")
+    if "workers" in content:
+        share = "memory and time of its share of each batch"
+        blocks.append(f"of one of {content['workers']} workers, {share}")
+    blocks += _tables(predicted, content["constants"]["basis"])
+    notes = [*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro)]
+    if job.from_store:
+        notes.insert(0, STORE_NOTE)
+    blocks += [f"note: {note}" for note in notes if note]
+    return blocks
 
 
 def _several_hosts(
     options: ScalingOptions,
     job: Job,
     price: planner.Price,
-    memory_bytes: Optional[int],
+    host_bytes: int,
     is_open: bool,
 ) -> Answer:
-    """Time on several hosts. `memory_bytes` are a worker's, if they were given: this host's memory
+    """Time on several hosts. `host_bytes` are the memory of one, 0 if it was not given: this host's
     is another."""
-    fewest, most = (number(options.hosts) * options.workers_per_host for number in (min, max))
     if options.global_batch:  # the fewest workers have the largest share of it
+        fewest = min(options.hosts) * options.workers_per_host
         job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))
-    price_of_worker = worker_price(price, most)
+    memory_bytes = host_bytes // options.workers_per_host
+    price_of_worker = worker_price(price, max(options.hosts) * options.workers_per_host)
     if memory_bytes and is_open:
-        job = job.with_unet(
-            policy=planner.fastest_that_fits(job, price_of_worker, memory_bytes).policy
-        )
+        choice = planner.fastest_that_fits(job, price_of_worker, memory_bytes)
+        job = job.with_unet(policy=choice.policy)
     content, table = several_hosts(options, price(job))
-    worker, parts = price_of_worker(job), [job.describe(), table]
+    worker = price_of_worker(job)
+    blocks: List[Union[str, Table]] = [job.describe(), table]
     if memory_bytes:
-        parts.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
-    needed = worker.upper_bound_bytes
-    return {
-        **content,
-        "upper_bound_bytes": needed,
-        "fits": not memory_bytes or needed <= memory_bytes,
-    }, parts
+        blocks.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
+    content["upper_bound_bytes"] = worker.upper_bound_bytes
+    content["fits"] = not memory_bytes or worker.upper_bound_bytes <= memory_bytes
+    return Answer(content, blocks)
 
 
 def _tables(predicted: Estimate, basis: str) -> List[Union[str, Table]]:
     """The bill, the predictions with their errors, and the source of the seconds."""
-    time, epoch, line = (
-        predicted.error("step_s"),
-        ("epoch", "-", "add --cases N"),
-        predicted.timeline,
-    )
+    time_error = predicted.error("step_s")
+    of_epoch = "add --cases N"
     if predicted.epoch_s is not None:
-        error = f"{time}; {predicted.job.cases} cases, validation not counted"
-        epoch = ("epoch", format_seconds(predicted.epoch_s), error)
+        of_epoch = f"{time_error}; {predicted.job.cases} cases, validation not counted"
+    allocator_peak = format_bytes(predicted.allocator_peak_bytes)
+    process_peak = format_bytes(predicted.process_peak_bytes)
     figures = (
-        (
-            "allocator peak",
-            format_bytes(predicted.allocator_peak_bytes),
-            predicted.error("allocator_peak"),
-        ),
-        (
-            "process peak",
-            format_bytes(predicted.process_peak_bytes),
-            predicted.error("process_peak"),
-        ),
+        ("allocator peak", allocator_peak, predicted.error("allocator_peak")),
+        ("process peak", process_peak, predicted.error("process_peak")),
         ("upper bound", format_bytes(predicted.upper_bound_bytes), predicted.margin),
-        ("step", format_seconds(predicted.step_s), time),
-        ("volume", format_seconds(predicted.volume_s), time),
-        epoch,
+        ("step", format_seconds(predicted.step_s), time_error),
+        ("volume", format_seconds(predicted.volume_s), time_error),
+        ("epoch", format_seconds(predicted.epoch_s), of_epoch),
     )
-    kind = predicted.kind
-    errors = (
-        f"error, median and worst, over {kind}"
-        if kind
-        else "error: no step like this one was measured"
-    )
-    bills = [
-        _bill(f"Held at the peak, in the {line.peak_phase} ({line.peak_op})", predicted.components)
+    errors = "error: no step like this one was measured"
+    if predicted.kind:
+        errors = f"error, median and worst, over {predicted.kind}"
+    peak = predicted.timeline
+    tables = [
+        _bill(f"Held at the peak, in the {peak.peak_phase} ({peak.peak_op})", predicted.components)
     ]
     if predicted.beside:
-        bills.append(
-            _bill("Held by a run besides its steps, in the upper bound alone", predicted.beside)
-        )
-    table = Table(("", "", errors), figures, "Predicted", names=3)
-    return [*bills, table, f"seconds: {basis} ({predicted.constants.record})"]
+        title = "Held by a run besides its steps, in the upper bound alone"
+        tables.append(_bill(title, predicted.beside))
+    tables.append(Table(("", "", errors), figures, "Predicted", names=3))
+    return [*tables, f"seconds: {basis} ({predicted.constants.record})"]
 
 
 def _bill(title: str, lines: Sequence[Component]) -> Table:
@@ -366,35 +368,33 @@ def _bill(title: str, lines: Sequence[Component]) -> Table:
 
 def _plan(job: Job, price: planner.Price, memory_bytes: int) -> Tuple[List[Dict[str, Any]], Table]:
     """The largest batch, filters and extent that fit under each policy."""
-    content, rows = [], []
+    content = []
+    rows = []
     for policy in POLICIES:
         largest = planner.plan(job.with_unet(policy=policy), price, memory_bytes)
-        content.append(
-            {
-                "policy": policy,
-                **{name: value and value.to_json() for name, value in largest.items()},
-            }
-        )
+        found: Dict[str, Any] = {"policy": policy}
         for name, value in largest.items():
+            found[name] = value.to_json() if value else None
             cells = ("none", "", "")
             if value:
-                fit = value.job
-                sizes = {
-                    "batch": fit.batch,
-                    "filters": fit.unet.filters,
-                    "extent": by(fit.shape, " x "),
-                }
-                cells = (
-                    str(sizes[name]),
-                    format_bytes(value.upper_bound_bytes),
-                    format_seconds(value.volume_s),
-                )
+                bound = format_bytes(value.upper_bound_bytes)
+                cells = (_size_of(name, value.job), bound, format_seconds(value.volume_s))
             rows.append((policy, "batch at once" if name == "batch" else name, *cells))
+        content.append(found)
     title = f"The largest that fits {format_bytes(memory_bytes)}, with all other options as given"
-    note = "batch at once: in parts (--micro-batch), a larger batch takes the memory of one part and a set of gradients"
-    return content, Table(
-        ("policy", "", "largest", "upper bound", "a volume"), rows, title, note, names=2
+    note = (
+        "batch at once: in micro-batches (--micro-batch), a larger batch takes the memory of one "
+        "and a set of gradients"
     )
+    columns = ("policy", "", "largest", "upper bound", "a volume")
+    return content, Table(columns, rows, title, note, names=2)
+
+
+def _size_of(name: str, job: Job) -> str:
+    """A job's "batch", "filters" or "extent"."""
+    if name == "batch":
+        return str(job.batch)
+    return str(job.unet.filters) if name == "filters" else by(job.shape, " x ")
 
 
 if __name__ == "__main__":

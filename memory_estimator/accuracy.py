@@ -48,15 +48,15 @@ class Kind:
 
     def upper_bound(self, process_peak_bytes: int) -> int:
         """Memory that must be free for a predicted peak: the peak and the margin."""
-        return process_peak_bytes + max(
-            math.ceil(process_peak_bytes * self.margin_share), self.margin_bytes
-        )
+        margin = math.ceil(process_peak_bytes * self.margin_share)
+        return process_peak_bytes + max(margin, self.margin_bytes)
 
     def __str__(self) -> str:
         """Such as "49 steps on AMD EPYC, bfloat16, policy lean, 2 threads"."""
         threads = " or ".join(map(str, self.threads))
         hosts = " and ".join(self.hosts)
-        return f"{self.held_out} steps on {hosts}, {self.dtype}, policy {self.policy}, {threads} threads"
+        steps = f"{self.held_out} steps on {hosts}"
+        return f"{steps}, {self.dtype}, policy {self.policy}, {threads} threads"
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,8 @@ class Accuracy:
     use."""
 
     kinds: Tuple[Kind, ...]
-    versions: Dict[str, str] = field(
-        default_factory=dict
-    )  # engine -> its `engine_version`; one missing is as recorded
+    # engine -> its `engine_version`; one missing is as recorded
+    versions: Dict[str, str] = field(default_factory=dict)
 
     def covering(self, job: Job, instructions: str) -> Tuple[Optional[Kind], str]:
         """The kind of records that covers a job by own operations of an instruction set; None, and
@@ -77,19 +76,20 @@ class Accuracy:
             return None, "TensorFlow's layers"
         for kind in self.kinds:
             if (kind.dtype, kind.policy) == (job.unet.dtype, job.policy):
-                version = self.versions.get(job.engine)
-                if version and version not in kind.versions:
-                    return None, version
-                for measured, value in (
-                    (kind.networks, job.unet.network),
-                    (kind.instructions, instructions),
-                ):
-                    if value not in measured:
-                        return None, value
-                return (
-                    (kind, "") if job.threads in kind.threads else (None, f"{job.threads} threads")
-                )
+                uncovered = self._uncovered(kind, job, instructions)
+                return (None, uncovered) if uncovered else (kind, "")
         return None, f"{job.unet.dtype} under policy {job.policy}"
+
+    def _uncovered(self, kind: Kind, job: Job, instructions: str) -> str:
+        """What was not measured of a job; "" if all was."""
+        version = self.versions.get(job.engine)
+        if version and version not in kind.versions:
+            return version
+        if job.unet.network not in kind.networks:
+            return job.unet.network
+        if instructions not in kind.instructions:
+            return instructions
+        return "" if job.threads in kind.threads else f"{job.threads} threads"
 
     def widest(self, process_peak_bytes: int) -> int:
         """The upper bound for a predicted peak by the widest margin of any kind of own operations'
@@ -110,5 +110,8 @@ def load_accuracy(
     """The shipped digest; `versions` are those of the engines, if known. Raises ValueError for a
     damaged file."""
     todo = "restore it, or make it from the records"
-    accuracy = read_record(path, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo)
-    return dataclasses.replace(accuracy, versions=dict(versions or {}))
+    accuracy: Accuracy = read_record(
+        path, SCHEMA, lambda content: typed(content, Accuracy, "accuracy"), todo
+    )
+    known = {} if versions is None else dict(versions)
+    return dataclasses.replace(accuracy, versions=known)

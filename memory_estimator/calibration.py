@@ -57,7 +57,7 @@ class Scale:
     date: str
     job: str  # for printing, such as "240 x 240 x 160 in bfloat16"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (1 / FURTHEST <= self.scale <= FURTHEST and self.threads >= 1):
             raise ValueError(f"scale {self.scale} of {self.threads} threads")
 
@@ -70,23 +70,19 @@ class HostConstants:
     instructions: str  # the set of own operations there; "" if TensorFlow's layers compute
     cpu: str  # the model's name in /proc/cpuinfo; "" for a class of hosts
     origin: str  # "measured" or "assumed", of the costs
-    origins: Dict[
-        str, str
-    ]  # field -> "measured: how" or "assumed: why", for every field of figures
+    # field -> "measured: how" or "assumed: why", for every field of figures
+    origins: Dict[str, str]
     record: str  # where the figures are from, for printing
     date: str
     threads: int  # that `costs` are of
     saturating_threads: int  # from this many threads on, more do not move memory faster
-    baseline_bytes: Dict[
-        str, int
-    ]  # engine -> resident memory besides tensors, in front of the first operation
-    op_bytes: Dict[
-        str, int
-    ]  # engine -> bytes that each operation adds to it: graph nodes, tiny tensors
+    # engine -> resident memory besides tensors, in front of the first operation
+    baseline_bytes: Dict[str, int]
+    # engine -> bytes that each operation adds to it: graph nodes, tiny tensors
+    op_bytes: Dict[str, int]
     l2_bytes: int  # of a core's cache L2, which own operations fill with rows
-    costs: Dict[
-        str, Dict[str, Dict[str, float]]
-    ]  # dtype -> kind of operations -> feature -> seconds a unit
+    # dtype -> kind of operations -> feature -> seconds a unit
+    costs: Dict[str, Dict[str, Dict[str, float]]]
     scales: Dict[str, Scale] = field(default_factory=dict)  # dtype -> factor of `costs`
     note: str = ""  # why the host's own file was not read
 
@@ -105,23 +101,24 @@ class HostConstants:
         """The source of the costs, and why they may be less exact for a job on `host` (None: on
         theirs)."""
         scale = self.scale(job.unet.dtype)
-        words, measured = (
-            f"measured on {self.cpu} on {self.date}",
-            scale.threads if scale else self.threads,
-        )
+        measured = self.threads
+        words = [f"measured on {self.cpu} on {self.date}"]
         if scale:
-            words = f"scaled by {scale.scale:.2f} to steps {'here' if host else f'on {self.cpu}'} on {scale.date}"
-            words += f", {scale.job}{'' if scale.quiet else '; other programs kept its CPUs busy'}"
+            measured = scale.threads
+            place = "here" if host else f"on {self.cpu}"
+            steps = f"steps {place} on {scale.date}, {scale.job}"
+            words = [f"scaled by {scale.scale:.2f} to {steps}"]
+            if not scale.quiet:
+                words.append("other programs kept its CPUs busy")
         elif self.origin != "measured":
-            words = f"assumed from {self.name}"
+            words = [f"assumed from {self.name}"]
         elif host:
-            words = f"assumed from measurements on {self.cpu}"
-        by_rule = (
-            f"from {measured} threads to {job.threads} by assumption"
-            if measured != job.threads
-            else ""
-        )
-        return "; ".join(filter(None, (words, self.note, by_rule)))
+            words = [f"assumed from measurements on {self.cpu}"]
+        if self.note:
+            words.append(self.note)
+        if measured != job.threads:
+            words.append(f"from {measured} threads to {job.threads} by assumption")
+        return "; ".join(words)
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and its scratch."""
@@ -133,11 +130,13 @@ class HostConstants:
         between operations stays the same."""
         measured = self.scale(job.unet.dtype)
         scale = measured.scale if measured else 1.0
-        moving = min(self.threads, self.saturating_threads) / min(
-            job.threads, self.saturating_threads
-        )
+        most = self.saturating_threads
+        moving = min(self.threads, most) / min(job.threads, most)
         return scaled(
-            self.costs[job.unet.dtype], scale * self.threads / job.threads, scale * moving, scale
+            self.costs[job.unet.dtype],
+            work=scale * self.threads / job.threads,
+            traffic=scale * moving,
+            overhead=scale,
         )
 
 
@@ -146,12 +145,14 @@ def scaled(
     work: float,
     traffic: float = 1.0,
     overhead: float = 1.0,
-) -> Any:
+) -> Dict[str, Dict[str, float]]:
     """Costs of kinds of operations in a dtype, times factors of arithmetic, of memory traffic, of
     TensorFlow's code."""
 
     def times(feature: str) -> float:
-        return work if feature.startswith("work") else overhead if feature == "seconds" else traffic
+        if feature.startswith("work"):
+            return work
+        return overhead if feature == "seconds" else traffic
 
     return {
         kind: {name: cost * times(name) for name, cost in costs.items()}
@@ -178,15 +179,15 @@ def load_constants(name: Union[str, Path]) -> HostConstants:
     try:
         return read_record(_path(name), SCHEMA, _constants, "run `calibrate` again, or delete it")
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(
-            f"calibration {name} must exist, got none; write it with `calibrate --out {name}`"
-        ) from None
+        todo = f"write it with `calibrate --out {name}`"
+        raise ValueError(f"calibration {name} must exist, got none; {todo}") from None
 
 
 def find_constants(host: Optional[Host] = None) -> HostConstants:
     """This host's own constants, else the shipped ones, with its cache. A damaged file is left out,
     with a note. Raises InstructionSetError as `Host.own`."""
-    host = host or read_host()
+    if host is None:
+        host = read_host()
     shipped = constants_of(host)
     if host.instructions not in INSTRUCTION_SETS:  # of such steps no seconds are kept
         return shipped
@@ -220,9 +221,8 @@ def host_file(host: Host) -> Path:
     if not base.is_absolute():  # the XDG specification: ignore it then
         base = Path(os.path.expanduser("~/.local/share"))
     if not base.is_absolute():
-        raise ValueError(
-            "$XDG_DATA_HOME or a home folder must be set to keep a host's speed, got neither; set one"
-        )
+        rule = "$XDG_DATA_HOME or a home folder must be set to keep a host's speed"
+        raise ValueError(f"{rule}, got neither; set one")
     digest = _digest(host.cpu_model, host.isa, host.usable_cores, constants_of(host).digest)
     cpu = re.sub(r"[^a-z0-9.]+", "-", host.cpu_model.lower()).strip("-")
     return base / "cpu3d" / "speed" / f"{cpu}.cores-{host.usable_cores}.{digest}.json"
@@ -269,10 +269,8 @@ def _completed(content: Mapping[str, Any]) -> Mapping[str, Any]:
     if content["like"] not in INSTRUCTION_SETS:
         raise ValueError(f"like {content['like']}")
     base = _completed(read_json(_path(content["like"])))
-    costs = {
-        dtype: scaled(kinds, work=content.get("slower", 1.0))
-        for dtype, kinds in base["costs"].items()
-    }
+    slower = content.get("slower", 1.0)
+    costs = {dtype: scaled(kinds, work=slower) for dtype, kinds in base["costs"].items()}
     return {**base, "costs": costs, **content}
 
 
@@ -282,12 +280,15 @@ def _check(constants: HostConstants) -> None:
         if getattr(constants, name) < 1:
             raise ValueError(f"{name} {getattr(constants, name)}")
     for name, engine in itertools.product(("baseline_bytes", "op_bytes"), ENGINES):
-        if getattr(constants, name).get(engine, -1) < 0:
-            raise ValueError(
-                f"{name} of {engine} {getattr(constants, name).get(engine, 'missing')}"
-            )
+        size = getattr(constants, name).get(engine)
+        if size is None:
+            raise ValueError(f"{name} of {engine} missing")
+        if size < 0:
+            raise ValueError(f"{name} of {engine} {size}")
     for dtype, (kind, features) in itertools.product(DTYPES, FEATURES.items()):
         for feature in features:
-            cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature, "missing")
-            if cost == "missing" or not 0 <= cost < 1:
+            cost = constants.costs.get(dtype, {}).get(kind, {}).get(feature)
+            if cost is None:
+                raise ValueError(f"{dtype}: {kind} {feature} missing")
+            if not 0 <= cost < 1:
                 raise ValueError(f"{dtype}: {kind} {feature} {cost}")

@@ -3,15 +3,15 @@
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
-from memory_estimator.accuracy import Accuracy, Kind, bound_of_layers, load_accuracy
+from memory_estimator.accuracy import Accuracy, Bound, Kind, bound_of_layers, load_accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.layer_step import step_of
-from memory_estimator.step.program import Program, Tensor, Timeline, rounded, timeline
+from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timing import step_busy_share, step_seconds
 from memory_estimator.step.training_step import validation_pass
@@ -31,7 +31,8 @@ RULES: Dict[str, str] = {
     "optimizer slots": "exact: float32 copies of the trainable weights",
     "averaged weights": "exact: a float32 copy of the trainable weights",
     "gradients": "exact: float32, of each trainable weight that has its gradient by then",
-    "gradient sums": "exact: a float32 copy of the trainable weights, for the micro-batches of a step",
+    "gradient sums": "exact: a float32 copy of the trainable weights, for the micro-batches of a "
+    "step",
     "activations": "derived: the maps that a gradient still reads",
     "transients": "derived: maps that only a few operations need",
     "scratch": "derived: matrices of Muon",
@@ -45,10 +46,8 @@ CONSTANTS = ("name", "instructions", "origin", "record")  # fields that `to_json
 
 SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
 
-NAMED_SINGLY = (
-    "transients",
-    "scratch",
-)  # groups that live during few operations: the bill names their tensors
+# groups that live during few operations: the bill names their tensors
+NAMED_SINGLY = ("transients", "scratch")
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,10 @@ class Estimate:
     """Memory and time of one training step of a job."""
 
     job: Job
-    allocator_peak_bytes: (
-        int  # of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on
-    )
-    process_peak_bytes: (
-        int  # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
-    )
+    # of TensorFlow's allocator: `get_memory_info("CPU:0")["peak"]`, from the third step on
+    allocator_peak_bytes: int
+    # Resident: VmHWM. Pages of mapped files, which the kernel can drop, are not counted.
+    process_peak_bytes: int
     upper_bound_bytes: int  # memory that must be free: the process's peak and a margin
     step_s: float  # of all the micro-batches of a step, and its update
     busy_share: float  # of the threads' time in operations: else they wait for the largest piece
@@ -79,12 +76,10 @@ class Estimate:
     timeline: Timeline
     accuracy: Accuracy
     constants: HostConstants
-    beside: Tuple[
-        Component, ...
-    ] = ()  # held by a run beside its steps, at its most: in the upper bound alone
-    kind: Optional[Kind] = (
-        None  # of records that covers the job; None if none does, and the upper bound is wide
-    )
+    # held by a run beside its steps, at its most: in the upper bound alone
+    beside: Tuple[Component, ...] = ()
+    # of records that covers the job; None if none does, and the upper bound is wide
+    kind: Optional[Kind] = None
     uncovered: str = ""  # the setting of the job or its host that was not measured then
 
     @property
@@ -95,55 +90,55 @@ class Estimate:
     def epoch_s(self) -> Optional[float]:
         """None if the number of cases is unknown. Whole batches only, as `train` counts them; no
         validation."""
-        return self.step_s * (self.job.cases // self.job.batch) if self.job.cases else None
+        if not self.job.cases:
+            return None
+        return self.step_s * (self.job.cases // self.job.batch)
 
     def with_beside(self, *more: Component) -> "Estimate":
         """The same with more beside the steps; components without bytes are left out."""
-        more = tuple(part for part in more if part.bytes)
-        bound = self.upper_bound_bytes + sum(part.bytes for part in more)
+        more = tuple(line for line in more if line.bytes)
+        bound = self.upper_bound_bytes + sum(line.bytes for line in more)
         return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
 
     def error(self, figure: str) -> str:
         """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst
         2.1%"."""
-        bound, hosts = getattr(self.kind, figure, None), self.kind.hosts if self.kind else ()
+        bound: Optional[Bound] = getattr(self.kind, figure, None)
+        hosts = self.kind.hosts if self.kind else ()
         if figure == "step_s" and (self.constants.scales or self.constants.cpu not in hosts):
             # those of seconds are of the shipped constants, on the hosts that these are of
             bound = None
-        return (
-            f"± {bound.median:.1%}, worst {bound.worst:.1%}" if bound else "not measured like this"
-        )
+        if bound is None:
+            return "not measured like this"
+        return f"± {bound.median:.1%}, worst {bound.worst:.1%}"
 
     @property
     def margin(self) -> str:
         """The share and bytes by which the upper bound is above the process's peak, or why it is
         wide."""
         if self.kind:
-            return f"{self.kind.margin_share:.1%} above the process peak, {format_bytes(self.kind.margin_bytes)} at least"
+            least = format_bytes(self.kind.margin_bytes)
+            return f"{self.kind.margin_share:.1%} above the process peak, {least} at least"
         return f"a larger margin: nothing similar was measured ({self.uncovered})"
 
     def to_json(self) -> Dict[str, Any]:
         """The figures, and the records and constants behind them, as JSON content."""
-        names = (
-            "allocator_peak_bytes",
-            "process_peak_bytes",
-            "upper_bound_bytes",
-            "step_s",
-            "volume_s",
-            "epoch_s",
-        )
-        errors = {
-            figure: self.error(figure) for figure in ("allocator_peak", "process_peak", "step_s")
-        }
         return {
-            **{name: getattr(self, name) for name in names},
+            "allocator_peak_bytes": self.allocator_peak_bytes,
+            "process_peak_bytes": self.process_peak_bytes,
+            "upper_bound_bytes": self.upper_bound_bytes,
+            "step_s": self.step_s,
+            "volume_s": self.volume_s,
+            "epoch_s": self.epoch_s,
             "components": [vars(line) for line in self.components],
             "beside": [vars(line) for line in self.beside],
             "peak_op": self.timeline.peak_op,
             "errors": {
-                **errors,
+                "allocator_peak": self.error("allocator_peak"),
+                "process_peak": self.error("process_peak"),
+                "step_s": self.error("step_s"),
                 "upper_bound": self.margin,
-                "records": self.kind and dataclasses.asdict(self.kind),
+                "records": dataclasses.asdict(self.kind) if self.kind else None,
             },
             "constants": {name: getattr(self.constants, name) for name in CONSTANTS},
             "job": self.job.to_json(),
@@ -154,36 +149,31 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     """Memory and time of a step of `job` on a host of these constants. For a job that a store feeds
     the bound holds for its validations too. Steps are predicted as own operations of the constants'
     instruction set compute them, or as TensorFlow's layers do where there is none."""
-    accuracy = accuracy or load_accuracy()
-    program, beside = step_of(job, constants.instructions), ()
-    if job.from_store:
-        program, beside = _with_store(program, job)
-        # By layers a validation takes less than a step, as it keeps no maps.
-        if constants.instructions:
-            program = dataclasses.replace(program, after=validation_pass(job))
-    line = timeline(program)
+    if accuracy is None:
+        accuracy = load_accuracy()
+    program, beside = _program_of(job, constants.instructions)
+    peak = timeline(program)
     allocator = use(program)
-    inside = [tensor for tensor in line.peak_tensors if tensor not in program.outside]
+    inside = [tensor for tensor in peak.peak_tensors if tensor not in program.outside]
     small = sum(rounded(tensor.bytes) for tensor in inside if tensor.bytes < SMALL_BYTES)
-    cpu = (job.threads, constants.instructions, constants.l2_bytes)
-    scratch = scratch_bytes(program.ops, *cpu)
+
+    def scratch_of(ops: Sequence[StepOp]) -> int:
+        return scratch_bytes(ops, job.threads, constants.instructions, constants.l2_bytes)
+
+    scratch = scratch_of(program.ops)
     baseline = constants.runtime_bytes(job.engine, program)
     outside = sum(tensor.bytes for tensor in program.outside)
     process_peak = baseline + allocator.resident_bytes + small + scratch + outside
     validation = allocator.validated_bytes - allocator.resident_bytes
-    validation += scratch_bytes((*program.ops, *program.after), *cpu) - scratch
+    validation += scratch_of((*program.ops, *program.after)) - scratch
     kind, uncovered = accuracy.covering(job, constants.instructions)
-    bound = kind.upper_bound if kind else accuracy.widest
-    if not constants.instructions:
-        bound = bound_of_layers
-    upper_bound = bound(process_peak + validation)
-    upper_bound += sum(part.bytes for part in beside)
-    beside = (
-        Component("validation", validation, "derived: the allocator replayed through one"),
-        *beside,
-    )
+    upper_bound = _bound_of(constants, accuracy, kind)(process_peak + validation)
+    upper_bound += sum(line.bytes for line in beside)
+    replayed = "derived: the allocator replayed through one"
+    beside = (Component("validation", validation, replayed), *beside)
     overhead = allocator.resident_bytes + small - sum(rounded(tensor.bytes) for tensor in inside)
-    around = (
+    bill = (
+        *live_at_peak(peak),
         Component("scratch outside the allocator", scratch, SCRATCH_RULE),
         Component("allocator overhead", overhead, "derived: TensorFlow's allocator replayed"),
         Component("runtime baseline", baseline, constants.origins["baseline_bytes"]),
@@ -195,14 +185,39 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         upper_bound_bytes=upper_bound,
         step_s=step_seconds(program, constants, job),
         busy_share=step_busy_share(program, constants, job),
-        components=tuple(part for part in (*live_at_peak(line), *around) if part.bytes),
-        timeline=line,
+        components=_with_bytes(bill),
+        timeline=peak,
         accuracy=accuracy,
         constants=constants,
-        beside=tuple(part for part in beside if part.bytes),
+        beside=_with_bytes(beside),
         kind=kind,
         uncovered=uncovered,
     )
+
+
+def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, ...]]:
+    """The program of a step, and what is held beside it."""
+    program = step_of(job, instructions)
+    if not job.from_store:
+        return program, ()
+    program, beside = _with_store(program, job)
+    # By layers a validation takes less than a step, as it keeps no maps.
+    if instructions:
+        program = dataclasses.replace(program, after=validation_pass(job))
+    return program, beside
+
+
+def _bound_of(
+    constants: HostConstants, accuracy: Accuracy, kind: Optional[Kind]
+) -> Callable[[int], int]:
+    """The upper bound for a predicted peak."""
+    if not constants.instructions:
+        return bound_of_layers
+    return kind.upper_bound if kind else accuracy.widest
+
+
+def _with_bytes(lines: Sequence[Component]) -> Tuple[Component, ...]:
+    return tuple(line for line in lines if line.bytes)
 
 
 def live_at_peak(line: Timeline) -> List[Component]:
@@ -212,13 +227,14 @@ def live_at_peak(line: Timeline) -> List[Component]:
     for tensor in line.peak_tensors:
         rule = tensor.group.partition(", level ")[0]
         if rule not in RULES:
-            raise ValueError(
-                f"group must be one of {', '.join(RULES)}, got {tensor.group!r}; declare it in RULES"
-            )
+            known = ", ".join(RULES)
+            got = f"{tensor.group!r}; declare it in RULES"
+            raise ValueError(f"group must be one of {known}, got {got}")
         groups.setdefault((list(RULES).index(rule), tensor.group), []).append(tensor)
     bill = []
     for place, group in sorted(groups):
-        tensors, source = groups[place, group], list(RULES.values())[place]
+        tensors = groups[place, group]
+        source = list(RULES.values())[place]
         if group in NAMED_SINGLY:
             names = [tensor.name for tensor in tensors]  # the largest first, as all are
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -231,7 +247,8 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     """The program of a run that a store feeds, which is validated too, with the next micro-batch;
     and memory that is held beside it outside of TensorFlow's allocator, or at moments that are not
     replayed."""
-    channels, value_bytes = job.unet.channels, DTYPE_BYTES[job.unet.dtype]
+    channels = job.unet.channels
+    value_bytes = DTYPE_BYTES[job.unet.dtype]
     volume = math.prod(job.shape)
     image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
     target = Tensor("next_target", job.voxels * job.unet.outputs, NEXT_BATCH)
@@ -239,21 +256,17 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     if job.micro > 1:  # samples are copied into one
         prepared = image.bytes + target.bytes
     if job.reworked:  # in float32, and one channel once more
-        prepared += 4 * volume * (1 + (channels if value_bytes < 4 else 0))
+        prepared += 4 * volume
+        if value_bytes < 4:
+            prepared += 4 * volume * channels
     files = job.case_bytes or stored_bytes(job.shape, channels)
     largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
+    mapped = "exact: mapped or read; counted, though the kernel may drop mapped pages"
+    twice = "exact: the largest variable, as read and as copied"
     beside = (
         Component("samples in preparation", prepared, "exact: before they are a batch"),
-        Component(
-            "a case's files",
-            files,
-            "exact: mapped or read; counted, though the kernel may drop mapped pages",
-        ),
-        Component(
-            "saving and restoring",
-            2 * largest,
-            "exact: the largest variable, as read and as copied",
-        ),
+        Component("a case's files", files, mapped),
+        Component("saving and restoring", 2 * largest, twice),
     )
     resident = (*program.resident, image, target)
     if job.micro > 1:

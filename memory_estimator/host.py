@@ -51,23 +51,19 @@ class Host:
     logical_cpus: int  # CPUs this process may run on, hyper-threads counted
     numa_nodes: int  # NUMA nodes that hold at least one CPU of this process
     memory_bytes: int  # memory of the machine
-    available_bytes: (
-        int  # of it, free for this process without swapping: MemAvailable, of the nodes it may use
-    )
-    cgroup_limit_bytes: Optional[
-        int
-    ]  # the tightest memory limit above this process; None without any
-    cgroup_used_bytes: (
-        int  # of that limit, less the page cache that the kernel can drop; 0 without a limit
-    )
-    cpu_quota: Optional[
-        float
-    ]  # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
+    # of it, free for this process without swapping: MemAvailable, of the nodes it may use
+    available_bytes: int
+    # the tightest memory limit above this process; None without any
+    cgroup_limit_bytes: Optional[int]
+    # of that limit, less the page cache that the kernel can drop; 0 without a limit
+    cgroup_used_bytes: int
+    # CPUs' worth of time a cgroup grants; None for no limit, or all CPUs
+    cpu_quota: Optional[float]
     isa: Tuple[str, ...]  # those of ISA_FLAGS that the CPU has, in that order
     l2_bytes: int = 0  # of a core's cache L2; 0 if it is not known, as of another host
     is_here: bool = False  # whether this process runs on it; else it was made up, or described
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.cpu_quota is not None and self.cpu_quota >= self.logical_cpus:
             object.__setattr__(self, "cpu_quota", None)  # the class is frozen
 
@@ -75,9 +71,9 @@ class Host:
     def usable_cores(self) -> int:
         """Physical cores worth a thread each: `cores`, or the whole CPUs of a smaller quota; at
         least 1."""
-        return (
-            self.cores if self.cpu_quota is None else max(1, min(self.cores, int(self.cpu_quota)))
-        )
+        if self.cpu_quota is None:
+            return self.cores
+        return max(1, min(self.cores, int(self.cpu_quota)))
 
     @property
     def free_bytes(self) -> int:
@@ -135,19 +131,31 @@ def read_host(root: Union[str, Path] = "/") -> Host:
     if not (root / "proc/meminfo").is_file():
         import psutil
 
-        memory, logical = psutil.virtual_memory(), psutil.cpu_count() or 1
-        cores = psutil.cpu_count(logical=False) or logical
-        sizes_bytes = (memory.total, memory.available, None, 0)
-        return Host(platform.processor(), 1, cores, logical, 1, *sizes_bytes, None, (), is_here)
+        memory = psutil.virtual_memory()
+        logical = psutil.cpu_count() or 1
+        return Host(
+            cpu_model=platform.processor(),
+            sockets=1,
+            cores=psutil.cpu_count(logical=False) or logical,
+            logical_cpus=logical,
+            numa_nodes=1,
+            memory_bytes=memory.total,
+            available_bytes=memory.available,
+            cgroup_limit_bytes=None,
+            cgroup_used_bytes=0,
+            cpu_quota=None,
+            isa=(),
+            is_here=is_here,
+        )
     first = fields(read_text(root / "proc/cpuinfo").partition("\n\n")[0])
     isa = tuple(flag for flag in ISA_FLAGS if flag in first.get("flags", "").split())
-    places, memory = cpu_places(root), meminfo(root)
+    places = cpu_places(root)
+    memory = meminfo(root)
     limit, used = memory_limit(root, memory["MemTotal"])
-    sockets, cores = len({place.socket for place in places}), len({place.core for place in places})
     return Host(
         cpu_model=first.get("model name", platform.machine()),
-        sockets=sockets,
-        cores=cores,
+        sockets=len({place.socket for place in places}),
+        cores=len({place.core for place in places}),
         logical_cpus=len(places),
         numa_nodes=len({place.node for place in places}),
         memory_bytes=memory["MemTotal"],
@@ -183,35 +191,31 @@ def cpu_places(root: Path) -> List[Cpu]:
     """The CPUs that this process may run on, by number: its mask covers taskset, numactl and
     cpusets. Their places are from /sys, else from /proc/cpuinfo, as in a container that masks it,
     else each is a core of its own on socket 0."""
-    listed = {
-        cpu.get("processor"): cpu
-        for cpu in map(fields, read_text(root / "proc/cpuinfo").split("\n\n"))
-    }
-    node_of = {
-        cpu: int(path.parent.name[4:])
-        for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-        for cpu in cpu_list(read_text(path))
-    }
+    listed: Dict[str, Dict[str, str]] = {}
+    for text in read_text(root / "proc/cpuinfo").split("\n\n"):
+        about = fields(text)
+        listed[about.get("processor", "")] = about
+    node_of: Dict[int, int] = {}
+    for path in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        for cpu in cpu_list(read_text(path)):
+            node_of[cpu] = int(path.parent.name[4:])
     mask = cpu_list(fields(read_text(root / "proc/self/status")).get("Cpus_allowed_list", ""))
     places: List[Cpu] = []
     cores: Dict[str, int] = {}
-    numbers = [int(number) for number in listed if number and number.isdigit()]
+    numbers = [int(number) for number in listed if number.isdigit()]
     online = cpu_list(read_text(root / "sys/devices/system/cpu/online")) or numbers
-    for cpu in (
-        sorted({*mask} & {*online}) or sorted(online) or [0]
-    ):  # a mask may name CPUs that do not exist
+    usable = {*mask} & {*online}  # a mask may name CPUs that do not exist
+    for cpu in sorted(usable) or sorted(online) or [0]:
         topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        siblings, socket = (
-            read_text(topology / name) for name in ("thread_siblings_list", "physical_package_id")
-        )
+        siblings = read_text(topology / "thread_siblings_list")
+        socket = read_text(topology / "physical_package_id")
         if not siblings:
             named = listed.get(str(cpu), {})
             socket = named.get("physical id", "")
             siblings = f"{socket}/{named['core id']}" if "core id" in named else f"cpu{cpu}"
-        core = cores.setdefault(
-            siblings, len(cores)
-        )  # the socket is -1 if the machine does not know
-        places.append(Cpu(cpu, core, int(socket) if socket.isdigit() else 0, node_of.get(cpu, 0)))
+        core = cores.setdefault(siblings, len(cores))
+        number = int(socket) if socket.isdigit() else 0  # it is -1 if the machine does not know
+        places.append(Cpu(cpu, core, number, node_of.get(cpu, 0)))
     return places
 
 
@@ -241,22 +245,16 @@ def _nodes(root: Path) -> List[Node]:
         # "Node 0 MemTotal:   24684092 kB"
         lines = sizes("\n".join(line.split(None, 2)[-1] for line in read_text(path).splitlines()))
         dropped = lines.get("Active(file)", 0) + lines.get("Inactive(file)", 0)
-        nodes.append(
-            Node(
-                int(path.parent.name[4:]),
-                lines.get("MemTotal", 0),
-                lines.get("MemFree", 0) + dropped,
-            )
-        )
+        free_bytes = lines.get("MemFree", 0) + dropped
+        nodes.append(Node(int(path.parent.name[4:]), lines.get("MemTotal", 0), free_bytes))
     return sorted(nodes)
 
 
 def _allowed_nodes(root: Path) -> Set[int]:
     """The nodes of this process's cpuset (Slurm) that it is bound to (`numactl --membind`); empty
     if unknown."""
-    allowed = set(
-        cpu_list(fields(read_text(root / "proc/self/status")).get("Mems_allowed_list", ""))
-    )
+    status = fields(read_text(root / "proc/self/status"))
+    allowed = set(cpu_list(status.get("Mems_allowed_list", "")))
     policy = ""
     with (
         contextlib.suppress(OSError),
@@ -280,13 +278,12 @@ def meminfo(root: Path) -> Dict[str, int]:
 def available_bytes(root: Path, memory: Dict[str, int]) -> int:
     """The part of `meminfo` that this process can have without swapping, of the NUMA nodes that it
     may use."""
-    machine, nodes = _available_bytes(memory), _nodes(root)
+    machine = _available_bytes(memory)
+    nodes = _nodes(root)
     usable = _usable(root, nodes)
-    return (
-        min(machine, sum(node.free_bytes for node in usable))
-        if len(usable) < len(nodes)
-        else machine
-    )
+    if len(usable) == len(nodes):
+        return machine
+    return min(machine, sum(node.free_bytes for node in usable))
 
 
 def _available_bytes(memory: Dict[str, int]) -> int:
@@ -303,7 +300,7 @@ def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
 def memory_high(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
     """The same for version 2's memory.high: beyond it no process is killed, but allocations
     wait."""
-    return _tightest(root, machine_bytes, (("memory.high", *VERSION_2[1:]),))
+    return _tightest(root, machine_bytes, (VERSION_2._replace(limit="memory.high"),))
 
 
 def cpu_quota(root: Path) -> Optional[float]:
@@ -323,32 +320,41 @@ def cpu_list(text: str) -> List[int]:
     return [cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)]
 
 
-VERSION_2 = ("memory.max", "memory.current", ("active_file", "inactive_file"))
-VERSION_1 = (
+class _MemoryFiles(NamedTuple):
+    """A version's names for a cgroup's memory."""
+
+    limit: str
+    used: str
+    cached: Tuple[str, str]  # fields of its memory.stat that are pages of files
+
+
+VERSION_2 = _MemoryFiles("memory.max", "memory.current", ("active_file", "inactive_file"))
+VERSION_1 = _MemoryFiles(
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_active_file", "total_inactive_file"),
 )
-"""A cgroup's files of its limit and of its use, and the fields of its memory.stat that are pages of
-files."""
 
 
-def _tightest(root: Path, machine_bytes: int, kinds: Sequence[Tuple]) -> Tuple[Optional[int], int]:
+def _tightest(
+    root: Path, machine_bytes: int, versions: Sequence[_MemoryFiles]
+) -> Tuple[Optional[int], int]:
     """The limit that leaves least, on the way up, and its used part without pages of files; (None,
     0) for none."""
-    tightest, least = (None, 0), math.inf
+    tightest: Tuple[Optional[int], int] = (None, 0)
+    least = math.inf
     for folder in _cgroup_folders(root, "memory"):
-        for limit_name, used_name, file_names in kinds:
-            limit = read_text(folder / limit_name)
+        for files in versions:
+            limit = read_text(folder / files.limit)
             if not limit.isdigit() or int(limit) >= machine_bytes:  # "max", or version 1's 2**63
                 continue
             stat = dict(line.split()[:2] for line in read_text(folder / "memory.stat").splitlines())
-            cache = sum(
-                int(stat.get(name, 0)) for name in file_names
-            )  # active ones too: a mapped store's are
-            used = max(0, int(read_text(folder / used_name) or 0) - cache)
+            # Active ones too: a mapped store's are.
+            cache = sum(int(stat.get(name, 0)) for name in files.cached)
+            used = max(0, int(read_text(folder / files.used) or 0) - cache)
             if int(limit) - used < least:
-                tightest, least = (int(limit), used), int(limit) - used
+                tightest = (int(limit), used)
+                least = int(limit) - used
     return tightest
 
 

@@ -34,10 +34,8 @@ def how_to_install(extra: str = "") -> str:
         return f"run `{sys.executable} -m pip install -r requirements-mlflow.txt`"
     if in_checkout():
         return f"run `./run.sh setup{' --gpu' if extra == 'gpu' else ''}`"
-    has_itex = (
-        sys.platform == "linux" and platform.machine() == "x86_64" and sys.version_info < (3, 12)
-    )
-    engine = "itex" if has_itex else "tensorflow"
+    is_linux = sys.platform == "linux" and platform.machine() == "x86_64"
+    engine = "itex" if is_linux and sys.version_info < (3, 12) else "tensorflow"
     # MLflow together with the engine: alone it would bring a protobuf that ITEX cannot take.
     extras = {"": engine, "mlflow": f"{engine},mlflow"}.get(extra, extra)
     return f"run `pip install 'cpu3d[{extras}]'`"
@@ -62,16 +60,12 @@ def installed_engine() -> str:
 def engine_version(engine: str, versions: Mapping[str, str]) -> str:
     """An engine by its packages' versions, such as "TensorFlow 2.15.1, ITEX 2.15.0.0"; "" if one is
     missing."""
-    packages = {
-        "TensorFlow": "tensorflow",
-        **({"ITEX": "intel-extension-for-tensorflow"} if engine == "itex" else {}),
-    }
-    known = all(package in versions for package in packages.values())
-    return (
-        ", ".join(f"{name} {versions[package]}" for name, package in packages.items())
-        if known
-        else ""
-    )
+    packages = {"TensorFlow": "tensorflow"}
+    if engine == "itex":
+        packages["ITEX"] = "intel-extension-for-tensorflow"
+    if not all(package in versions for package in packages.values()):
+        return ""
+    return ", ".join(f"{name} {versions[package]}" for name, package in packages.items())
 
 
 def installed_versions() -> Dict[str, str]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
 
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
@@ -18,9 +18,8 @@ from models.optimizers import OPTIMIZERS
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-STORED_BYTES = (
-    2  # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
-)
+# a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
+STORED_BYTES = 2
 
 AUTO = "auto"  # of an option that is decided later
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
@@ -30,18 +29,15 @@ PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's 
 class Job:
     """One training job: everything that its memory and time depend on, the host's speed aside."""
 
-    unet: UNetConfig = field(
-        default_factory=UNetConfig
-    )  # its compute dtype and memory policy included
+    # its compute dtype and memory policy included
+    unet: UNetConfig = field(default_factory=UNetConfig)
     shape: Tuple[int, int, int] = (128, 128, 128)  # voxels X, Y, Z that the network sees
     batch: int = 1  # volumes a step, for one update
-    micro_batch: int = (
-        0  # volumes computed at a time, a divisor of `batch`; 0 is by the rule of `micro_of`
-    )
+    # volumes computed at a time, a divisor of `batch`; 0 is by the rule of `micro_of`
+    micro_batch: int = 0
     optimizer: str = "muon"
-    engine: str = (
-        "itex"  # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
-    )
+    # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
+    engine: str = "itex"
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     averaged: bool = False  # whether an exponential moving average of the weights is kept
     # whether a store feeds the step: one batch ahead and samples in preparation count too
@@ -53,22 +49,21 @@ class Job:
     case_bytes: int = 0
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.unet.check_shape(self.shape)
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"{name} must be at least {least}, got {getattr(self, name)}; raise it"
-                )
-            if getattr(self, name) > MOST:
-                got = f"{getattr(self, name)!s:.40}"
+            number = getattr(self, name)
+            if number < least:
+                raise ValueError(f"{name} must be at least {least}, got {number}; raise it")
+            if number > MOST:
+                got = f"{number!s:.40}"
                 raise ValueError(f"{name} must be at most {MOST}, got {got}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
-        for name, allowed in (("optimizer", OPTIMIZERS), ("engine", ENGINES)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one"
-                )
+        for name, allowed in (("optimizer", tuple(OPTIMIZERS)), ("engine", ENGINES)):
+            value = getattr(self, name)
+            if value not in allowed:
+                rule = f"{name} must be one of {', '.join(allowed)}"
+                raise ValueError(f"{rule}, got {value!r}; pick one")
 
     @property
     def policy(self) -> str:
@@ -81,7 +76,7 @@ class Job:
         return micro_of(self.unet.norm, self.batch, self.micro_batch)
 
     @property
-    def parts(self) -> int:
+    def micro_batches(self) -> int:
         """Micro-batches of a step. With more than one their gradients are summed before the
         update."""
         return self.batch // self.micro
@@ -97,16 +92,20 @@ class Job:
 
     def describe(self) -> str:
         unet = self.unet
-        parts = (
+        words = [
             f"{by(self.shape, ' x ')} x {unet.channels} -> {unet.outputs}",
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
-            *["residual"] * unet.residual,
-            *["deep supervision"] * unet.deep_supervision,
-            f"batch {self.batch}" + (f", {self.micro} at a time" if self.parts > 1 else ""),
-            f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}",
-            f"{self.threads} thread{'s' * (self.threads > 1)}",
-        )
-        return ", ".join(parts)
+        ]
+        if unet.residual:
+            words.append("residual")
+        if unet.deep_supervision:
+            words.append("deep supervision")
+        words.append(f"batch {self.batch}")
+        if self.micro_batches > 1:
+            words.append(f"{self.micro} at a time")
+        words.append(f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}")
+        words.append("1 thread" if self.threads == 1 else f"{self.threads} threads")
+        return ", ".join(words)
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, with the policy and the micro-batch that the rules give."""
@@ -117,24 +116,27 @@ def micro_of(norm: str, batch: int, micro_batch: int) -> int:
     """Volumes computed at a time: `micro_batch`; if that is 0 the whole batch with batch norm,
     whose statistics are of the volumes computed together, else 1: the least memory, and the same
     gradients to rounding."""
-    return micro_batch or (batch if norm == "batch" else 1)
+    if micro_batch:
+        return micro_batch
+    return batch if norm == "batch" else 1
 
 
 def check_micro_batch(batch: int, micro_batch: int) -> None:
     """Raise ValueError unless a batch can be computed so many volumes at a time; 0 is by rule,
     which always can be."""
     if micro_batch < 0 or (micro_batch and batch % micro_batch):
+        rule = f"micro_batch must divide the batch of {batch}"
         allowed = ", ".join(map(str, divisors(batch)))
-        raise ValueError(
-            f"micro_batch must divide the batch of {batch}, got {micro_batch}; give one of {allowed}"
-        )
+        raise ValueError(f"{rule}, got {micro_batch}; give one of {allowed}")
 
 
 def statistics_note(norm: str, batch: int, micro: int) -> str:
     """A sentence on batch norm's statistics in a batch computed `micro` volumes at a time; "" if
     they are the same."""
-    note = f"batch norm's statistics are of {micro} of a batch's {batch} volumes at a time, unlike on whole batches"
-    return note if norm == "batch" and micro != batch else ""
+    if norm != "batch" or micro == batch:
+        return ""
+    volumes = f"{micro} of a batch's {batch} volumes at a time"
+    return f"batch norm's statistics are of {volumes}, unlike on whole batches"
 
 
 def divisors(number: int) -> Tuple[int, ...]:
@@ -143,11 +145,8 @@ def divisors(number: int) -> Tuple[int, ...]:
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-BRAIN_BOX = (
-    144,
-    192,
-    144,
-)  # holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136
+# holds the demo's brains, padded to 16; real ones fill about 135 x 174 x 136
+BRAIN_BOX = (144, 192, 144)
 USUAL_PATCH = (128, 128, 128)  # nnU-Net's for BraTS (Isensee et al. 2021)
 
 
@@ -159,12 +158,12 @@ class Recipe:
     summary: str  # A line for the end of a help page
     # on the grid of a typical store: `train` takes a store's own, and the dtype from the host
     job: Job
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the trainer, by name; they change no memory
+    # of the trainer, by name; they change no memory
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 _CICEK = UNetConfig(channels=1, outputs=1, filters=32, depth=4, network="cicek2016", norm="batch")
+_TODAY = UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16")
 _PAPER = {"channels": ("FLAIR",), "regions": ("WT",), "extent": "full", "epochs": 25}
 
 # "Predicted" is for 387 training cases, those of the Decathlon's 484 that a split of 8 1 1 leaves,
@@ -181,19 +180,17 @@ RECIPES: Dict[str, Recipe] = {
     # (Ojika et al. 2020) reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's
     # 484 cases.
     "paper-flair": Recipe(
-        "The paper's task with a network of today: the whole tumour from FLAIR alone, one sigmoid, the full grid.",
-        Job(
-            UNetConfig(channels=1, outputs=1, norm="batch", dtype="bfloat16"),
-            (240, 240, 160),
-            cases=484,
-        ),
+        "The paper's task with a network of today: the whole tumour from FLAIR alone, one sigmoid, "
+        "the full grid.",
+        Job(_TODAY, (240, 240, 160), cases=484),
         _PAPER,
     ),
     # As published, on a grid cropped to 144 slices, but one volume at a time; the paper took 16 at
     # once. Predicted 10.9 GiB under lean, 143 s a volume in float32, 15 h an epoch; the paper's
     # took 1 TB, 30 s.
     "paper-2020": Recipe(
-        "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, batch norm, 25 epochs.",
+        "The paper's job: Cicek's wide network, batch 16 computed one volume at a time, FLAIR, "
+        "batch norm, 25 epochs.",
         Job(_CICEK, (240, 240, 144), 16, 1, "adam", cases=484),
         {**_PAPER, "curriculum": "off"},
     ),
@@ -208,7 +205,8 @@ RECIPES: Dict[str, Recipe] = {
     # predicted. For context: nnU-Net's, batch 2 of such patches, takes 7.7 GB and 9 h on an A100
     # (as above).
     "gpu-patch": Recipe(
-        "Settings usual on a GPU: the regions, loss and schedule of brats-regions on patches, batch 2, 32 filters.",
+        "Settings usual on a GPU: the regions, loss and schedule of brats-regions on patches, "
+        "batch 2, 32 filters.",
         Job(UNetConfig(filters=32, dtype="bfloat16"), USUAL_PATCH, batch=2),
         {"mode": "patch", "device": "gpu:0"},
     ),
@@ -224,8 +222,8 @@ class Architecture:
 
     network: str = option(
         "unet3d",
-        "unet3d, the paper's, or cicek2016, the wider original",
-        choices=NETWORKS,
+        ", or ".join(f"{name}, {widths.summary}" for name, widths in NETWORKS.items()),
+        choices=tuple(NETWORKS),
         group="network",
     )
     filters: int = option(16, "feature maps of the first convolution", "F", group="network")
@@ -257,7 +255,8 @@ class JobOptions(Architecture):
     batch: int = option(1, "volumes a step", "B")
     micro_batch: int = option(
         0,
-        "volumes computed at once, a divisor of --batch (default: 1; with batch norm the whole batch)",
+        "volumes computed at once, a divisor of --batch (default: 1; with batch norm the whole "
+        "batch)",
         "M",
     )
     dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
@@ -269,7 +268,8 @@ class JobOptions(Architecture):
     )
     engine: str = option(
         AUTO,
-        "itex (TensorFlow with Intel's extension) or stock (default: auto, itex unless only stock is installed)",
+        "itex (TensorFlow with Intel's extension) or stock (default: auto, itex unless only stock "
+        "is installed)",
         choices=(AUTO, *ENGINES),
     )
     threads: Optional[int] = option(
@@ -280,9 +280,8 @@ class JobOptions(Architecture):
 class JobSource(NamedTuple):
     """The job of --recipe or --run."""
 
-    job: Optional[Job] = (
-        None  # None without them; of several workers all that they compute together
-    )
+    # None without them; of several workers all that they compute together
+    job: Optional[Job] = None
     notes: Sequence[str] = ()  # memory that an estimate of it does not count, a sentence each
     workers: int = 1  # of the run
 
@@ -304,20 +303,17 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         chosen["shape"] = tuple(chosen["shape"])
     if "classes" in chosen:
         chosen["outputs"] = chosen.pop("classes")
-    base = base or Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
-    network, own = (
-        {
-            field.name: chosen[field.name]
-            for field in dataclasses.fields(kind)
-            if field.name in chosen
-        }
-        for kind in (UNetConfig, Job)
-    )
-    job = dataclasses.replace(base.with_unet(**network), **own)
+    if base is None:
+        base = Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
+
+    def of(kind: Any) -> Dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(kind)]
+        return {name: chosen[name] for name in names if name in chosen}
+
+    job = dataclasses.replace(base.with_unet(**of(UNetConfig)), **of(Job))
     if 0 < job.cases < job.batch:
-        raise ValueError(
-            f"batch must be at most the {job.cases} training cases, got {job.batch}; lower it"
-        )
+        rule = f"batch must be at most the {job.cases} training cases"
+        raise ValueError(f"{rule}, got {job.batch}; lower it")
     return job
 
 
@@ -345,14 +341,14 @@ class _SavedPlan(TypedDict):
 
 def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
     """The plan of a run, whose job has all of its fields: defaults are not those of the run."""
-    fields = content.get("job")
+    fields: Any = content.get("job")
     if isinstance(fields, dict) and "resampled" in fields:  # of a version that had no such changes
         fields = {name: value for name, value in fields.items() if name != "resampled"}
         fields["reworked"] = False
         content = {**content, "job": fields}
-    plan = typed(content, _SavedPlan, "plan")
+    plan: _SavedPlan = typed(content, _SavedPlan, "plan")
     job = plan["job"]
-    if (set(fields), set(fields["unet"])) != (set(vars(job)), set(vars(job.unet))):
+    if set(fields) != set(vars(job)) or set(fields["unet"]) != set(vars(job.unet)):
         raise ValueError("a job without all of its fields")
     if plan["workers"] < 1 or job.batch % plan["workers"]:
         raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
@@ -362,10 +358,8 @@ def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
 def read_run(folder: Union[str, Path]) -> JobSource:
     """The job of the run in `folder`, as its plan.json has it. Raises ValueError for a folder
     without a plan, or with one that is damaged or of another version."""
-    path, todo = (
-        Path(folder) / "plan.json",
-        "continue the run with its store, which writes it again",
-    )
+    path = Path(folder) / "plan.json"
+    todo = "continue the run with its store, which writes it again"
     try:
         plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
     except (FileNotFoundError, NotADirectoryError):
@@ -374,18 +368,22 @@ def read_run(folder: Union[str, Path]) -> JobSource:
         if (path.parent / "fold-1" / "plan.json").is_file():
             todo = f"name one of its folds, such as {path.parent / 'fold-1'}"
         raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
-    config = plan["config"]
-    card = f"the run is on {config['device']}: a CPU is estimated; `train` shows what its steps take on the card"
-    validation = (
-        "the run validates on whole volumes of the store, which is not counted; `train` adds it"
-    )
-    twice = "the run holds its variables once more while its grid changes, which is not counted; `train` adds it"
-    notes = {
-        card: config["device"] != "cpu",
-        validation: config["mode"] == "patch" or config["resolution"] != 1,
-    }
-    notes[twice] = config["coarse_steps"] > 0
-    return JobSource(plan["job"], [note for note, is_so in notes.items() if is_so], plan["workers"])
+    return JobSource(plan["job"], _not_counted(plan["config"]), plan["workers"])
+
+
+def _not_counted(config: _Config) -> List[str]:
+    """What a run takes besides, a sentence each."""
+    notes = []
+    if config["device"] != "cpu":
+        on_card = "`train` shows what its steps take on the card"
+        notes.append(f"the run is on {config['device']}: a CPU is estimated; {on_card}")
+    if config["mode"] == "patch" or config["resolution"] != 1:
+        validates = "the run validates on whole volumes of the store"
+        notes.append(f"{validates}, which is not counted; `train` adds it")
+    if config["coarse_steps"] > 0:
+        twice = "the run holds its variables once more while its grid changes"
+        notes.append(f"{twice}, which is not counted; `train` adds it")
+    return notes
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:

@@ -12,23 +12,20 @@ from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import DTYPE_BYTES, USUAL_PATCH, Job, divisors
 from models.config import POLICIES
-from models.layer_plan import Shape3, layer_plan
+from models.layer_plan import Shape3, layer_plan, shape3
 
 Price = Callable[[Job], Estimate]
 
-STEP_OF_FILTERS = (
-    8  # convolutions compute vectors of channels: numbers between cost as much as the next multiple
-)
-BEYOND = (
-    4  # numbers tried past the first that does not fit: with rounding a larger one may take less
-)
+# convolutions compute vectors of channels: numbers between cost as much as the next multiple
+STEP_OF_FILTERS = 8
+# numbers tried past the first that does not fit: with rounding a larger one may take less
+BEYOND = 4
 LARGEST = 2**20  # no search continues past this number: the memory would be without limit
 CONTEXT_BYTES = 2**30  # of a GPU: CUDA's context, cuDNN's and cuBLAS's handles and kernels
 # of the sum in `gpu_bytes`: 0.9 was measured in float32, 1.35 in bfloat16 on an H200 (docs/log.md)
 CARD_SHARE = 1.4
-WORKSPACE_BYTES = (
-    4 * 2**30
-)  # TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
+# TensorFlow's limit for one convolution of cuDNN (TF_CUDNN_WORKSPACE_LIMIT_IN_MB)
+WORKSPACE_BYTES = 4 * 2**30
 BOTTOM = 2  # least voxels of the deepest level along an axis: a norm makes a single voxel zero
 
 
@@ -41,11 +38,8 @@ class Option:
 
     def __str__(self) -> str:
         """Such as "--batch 2: up to 312.00 GiB, 41 s a volume"."""
-        bound, volume = (
-            format_bytes(self.estimate.upper_bound_bytes),
-            format_seconds(self.estimate.volume_s),
-        )
-        return f"{self.change}: up to {bound}, {volume} a volume"
+        bound = format_bytes(self.estimate.upper_bound_bytes)
+        return f"{self.change}: up to {bound}, {format_seconds(self.estimate.volume_s)} a volume"
 
 
 @dataclass(frozen=True)
@@ -65,27 +59,26 @@ class Choice:
         GiB free"."""
         if not self.fits:
             return f"no policy fits {memory}, and this one takes least"
-        taken = [
-            f"{e.job.policy} would take up to {format_bytes(e.upper_bound_bytes)}"
-            for e in self.passed_over
-        ]
-        return f"{' and '.join(taken)} of {memory}" if taken else f"the fastest, and fits {memory}"
+        if not self.passed_over:
+            return f"the fastest, and fits {memory}"
+        taken = []
+        for each in self.passed_over:
+            bound = format_bytes(each.upper_bound_bytes)
+            taken.append(f"{each.job.policy} would take up to {bound}")
+        return f"{' and '.join(taken)} of {memory}"
 
 
 def fastest_that_fits(job: Job, price: Price, budget_bytes: int) -> Choice:
     """The policy that takes the least time of those whose upper bound is within the budget,
     whatever `job` has now. If none is, the policy that takes the least memory. Of equals the first,
     as POLICIES has them."""
-    by_time = sorted(
-        (price(job.with_unet(policy=policy)) for policy in POLICIES),
-        key=lambda priced: priced.step_s,
-    )
+    prices = [price(job.with_unet(policy=policy)) for policy in POLICIES]
+    by_time = sorted(prices, key=lambda priced: priced.step_s)
     for place, priced in enumerate(by_time):
         if priced.upper_bound_bytes <= budget_bytes:
             return Choice(priced, fits=True, passed_over=tuple(by_time[:place]))
-    return Choice(
-        min(by_time, key=lambda priced: priced.upper_bound_bytes), fits=False, passed_over=()
-    )
+    least = min(by_time, key=lambda priced: priced.upper_bound_bytes)
+    return Choice(least, fits=False, passed_over=())
 
 
 def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estimate]]:
@@ -98,41 +91,51 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
         def cost(number: int) -> int:
             return price(chain(number)).upper_bound_bytes
 
-        number = last if cost(last) <= budget_bytes else largest_number(cost, budget_bytes, last)
+        number = last
+        if cost(last) > budget_bytes:
+            number = largest_number(cost, budget_bytes, last)
         return price(chain(number)) if number else None
 
-    most_filters = job.unet.most_filters // STEP_OF_FILTERS
+    def of_batch(number: int) -> Job:
+        return dataclasses.replace(job, batch=number, micro_batch=number)
+
+    def of_filters(number: int) -> Job:
+        return job.with_unet(filters=STEP_OF_FILTERS * number)
+
+    def of_extent(number: int) -> Job:
+        return extent(job, number)
+
     return {
-        "batch": largest(
-            lambda number: dataclasses.replace(job, batch=number, micro_batch=number),
-            job.cases or LARGEST,
-        ),
-        "filters": largest(lambda n: job.with_unet(filters=STEP_OF_FILTERS * n), most_filters),
-        "extent": largest(lambda number: extent(job, number)),
+        "batch": largest(of_batch, job.cases or LARGEST),
+        "filters": largest(of_filters, job.unet.most_filters // STEP_OF_FILTERS),
+        "extent": largest(of_extent),
     }
 
 
 def extent(job: Job, number: int) -> Job:
     """The job on the `number`-th grid of about its proportions, every side a multiple of the
     network's divisor."""
-    divisor, longest = job.unet.divisor, max(job.shape)
-    shape = tuple(
-        divisor * max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape
-    )
-    return dataclasses.replace(job, shape=shape)
+    longest = max(job.shape)
+    units = [max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape]
+    return dataclasses.replace(job, shape=shape3(job.unet.divisor * n for n in units))
 
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
     """The largest number from 1 to `last` whose cost is within the budget; 0 for none. Costs grow
     with the number but for the allocator's rounding: the guesses double, then halve the remaining
     range, then try BEYOND more numbers."""
-    low, high = 0, 1
+    low = 0  # fits
+    high = 1  # does not, or is past the last
     while high <= last and cost(high) <= budget:
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     high = min(high, last + 1)
     while high - low > 1:
         guess = (low + high) // 2
-        low, high = (guess, high) if cost(guess) <= budget else (low, guess)
+        if cost(guess) <= budget:
+            low = guess
+        else:
+            high = guess
     return next((n for n in range(min(low + BEYOND, last), low, -1) if cost(n) <= budget), low)
 
 
@@ -149,27 +152,24 @@ def nearest(
     smallest first; None is any of the job's proportions. `same_training` leaves the changes that
     cost a run which has begun nothing but time: of the policy, and of the micro-batch but for batch
     norm, whose statistics follow it."""
-    kinds = (
-        ["policy", "micro-batch"]
-        if same_training
-        else ["policy", "micro-batch", "dtype", "shape", "filters"]
-    )
-    if same_training and job.unet.norm == "batch":
-        kinds = ["policy"]
+    kinds = ["policy", "micro-batch", "dtype", "shape", "filters"]
+    if same_training:
+        kinds = ["policy"] if job.unet.norm == "batch" else ["policy", "micro-batch"]
 
     def mildest(job: Job, kind: str) -> Optional[Option]:
         """The mildest change that fits; if none does, the strongest; None without any."""
         changes = _smaller(job, kind, grids)
         if not changes.count:
             return None
+
+        def cost(number: int) -> int:
+            return price(changes.number(number)[1]).upper_bound_bytes
+
         if kind == "policy":
-            changed = [changes.number(number)[1] for number in range(1, changes.count + 1)]
-            least = min(price(each).upper_bound_bytes for each in changed)
-            if least >= price(job).upper_bound_bytes:
+            if min(map(cost, range(1, changes.count + 1))) >= price(job).upper_bound_bytes:
                 return None
             choice = fastest_that_fits(job, price, budget_bytes)
             return Option(f"--policy {choice.policy}", choice.estimate)
-        cost = lambda number: price(changes.number(number)[1]).upper_bound_bytes  # noqa: E731
         most = largest_number(cost, budget_bytes, changes.count)
         change, changed = changes.number(max(1, most))
         return Option(change, price(changed))
@@ -178,37 +178,41 @@ def nearest(
     alone = [option for option in options if option.estimate.upper_bound_bytes <= budget_bytes]
     if alone:
         return alone
-    reached, changes = price(job), []
+    reached = price(job)
+    together: List[str] = []
     for kind in kinds:
         option = mildest(reached.job, kind)
         if option:
-            reached, changes = option.estimate, [*changes, option.change]
+            reached = option.estimate
+            together.append(option.change)
         if reached.upper_bound_bytes <= budget_bytes:
-            return [Option(" ".join(changes), reached)]
+            return [Option(" ".join(together), reached)]
     return []
 
 
 def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
     """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError,
     with the bytes of the smallest and memory `name`, if it trains none."""
-    jobs = [
-        dataclasses.replace(job, shape=shape) for shape in patch_shapes(job.shape, job.unet.divisor)
-    ]
+    shapes = patch_shapes(job.shape, job.unet.divisor)
+    jobs = [dataclasses.replace(job, shape=shape) for shape in shapes]
     number = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
     if number:
         return jobs[number - 1].shape
-    at_once = f", {job.micro} at a time," if job.micro > 1 else ","
-    lower = "--filters or --micro-batch" if job.micro > 1 else "--filters"
-    raise ValueError(
-        f"{name} must hold a patch of at least {by(jobs[0].shape, ' x ')}{at_once} which takes "
-        f"{format_bytes(gpu_bytes(jobs[0]))}, got {format_bytes(memory_bytes)}; lower {lower}, or use a larger card"
-    )
+    at_once = ""
+    lower = "--filters"
+    if job.micro > 1:
+        at_once = f", {job.micro} at a time"
+        lower = "--filters or --micro-batch"
+    rule = f"{name} must hold a patch of at least {by(shapes[0], ' x ')}{at_once}"
+    taken = format_bytes(gpu_bytes(jobs[0]))
+    todo = f"lower {lower}, or use a larger card"
+    raise ValueError(f"{rule}, which takes {taken}, got {format_bytes(memory_bytes)}; {todo}")
 
 
 def least_patch(volume: Shape3, divisor: int) -> Shape3:
     """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or all
     of the volume's."""
-    return tuple(min(BOTTOM * divisor, side) for side in volume)
+    return shape3(min(BOTTOM * divisor, side) for side in volume)
 
 
 def check_patch(patch: Sequence[int], volume: Shape3, divisor: int) -> None:
@@ -216,30 +220,29 @@ def check_patch(patch: Sequence[int], volume: Shape3, divisor: int) -> None:
     volume, which is a multiple of its divisor, holds it. A side of the volume that is shorter than
     the least patch is taken whole. The error names the nearest patch that meets all rules."""
     if len(patch) != 3 or min(patch) < 1:
-        raise ValueError(
-            f"--patch must be three positive numbers, got {tuple(patch)}; give voxels X Y Z"
-        )
-    least, outside = least_patch(volume, divisor), any(n > most for n, most in zip(patch, volume))
-    rules = [f"fit into the volumes of {by(volume, ' ')}"] if outside else []
+        rule = "--patch must be three positive numbers"
+        raise ValueError(f"{rule}, got {tuple(patch)}; give voxels X Y Z")
+    least = least_patch(volume, divisor)
+    rules = []
+    instead = ""
+    if any(n > most for n, most in zip(patch, volume)):
+        rules.append(f"fit into the volumes of {by(volume, ' ')}")
+        instead = ", or --mode whole for all of a volume"
     if any(n % divisor or n < low for n, low in zip(patch, least)):
-        rules.append(
-            f"be divisible by {divisor}, the levels' stride, and at least {by(least, ' ')}"
-        )
+        at_least = f"at least {by(least, ' ')}"
+        rules.append(f"be divisible by {divisor}, the levels' stride, and {at_least}")
     if rules:
-        fitting = (
-            min(max(-(-n // divisor) * divisor, low), most)
-            for n, low, most in zip(patch, least, volume)
-        )
-        whole = ", or --mode whole for all of a volume" if outside else ""
-        raise ValueError(
-            f"--patch {by(patch, ' ')} must {' and '.join(rules)}; give {by(fitting, ' ')}{whole}"
-        )
+        fitting = []
+        for n, low, most in zip(patch, least, volume):
+            fitting.append(min(max(-(-n // divisor) * divisor, low), most))
+        todo = f"give {by(fitting, ' ')}{instead}"
+        raise ValueError(f"--patch {by(patch, ' ')} must {' and '.join(rules)}; {todo}")
 
 
 def usual_patch(volume: Shape3, divisor: int) -> Shape3:
     """USUAL_PATCH within a volume, or the least patch that a network of this divisor learns from if
     that is larger."""
-    return tuple(min(max(n, BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, volume))
+    return shape3(min(max(n, BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, volume))
 
 
 def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
@@ -248,13 +251,12 @@ def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
     shortest one that is not yet as long as the volume, of equals the first. The first is
     `least_patch`. All axes are divisible, as the volume's are."""
     shape = list(least_patch(volume, divisor))
-    shapes = [tuple(shape)]
-    while shapes[-1] != tuple(volume):
-        axis = min(
-            (axis for axis in range(3) if shape[axis] < volume[axis]), key=lambda axis: shape[axis]
-        )
+    shapes = [shape3(shape)]
+    while shapes[-1] != shape3(volume):
+        shorter = [axis for axis in range(3) if shape[axis] < volume[axis]]
+        axis = min(shorter, key=lambda axis: shape[axis])
         shape[axis] += divisor
-        shapes.append(tuple(shape))
+        shapes.append(shape3(shape))
     return tuple(shapes)
 
 
@@ -263,11 +265,10 @@ def gpu_bytes(job: Job) -> int:
     times every layer's output, three of the largest for gradients, four sets of weights, and for
     cuDNN a workspace as large as a convolution's input and output, WORKSPACE_BYTES at most. Rough:
     two steps were measured."""
-    layers, value_bytes = layer_plan(job.unet, job.shape), job.micro * DTYPE_BYTES[job.unet.dtype]
-    sizes, weights = (
-        [op.elements * value_bytes for op in layers],
-        sum(op.trainable for op in layers),
-    )
+    layers = layer_plan(job.unet, job.shape)
+    value_bytes = job.micro * DTYPE_BYTES[job.unet.dtype]
+    sizes = [op.elements * value_bytes for op in layers]
+    weights = sum(op.trainable for op in layers)
     held = 4 * 4 * weights + sum(sizes) + 3 * max(sizes) + min(2 * max(sizes), WORKSPACE_BYTES)
     return CONTEXT_BYTES + int(CARD_SHARE * held)
 

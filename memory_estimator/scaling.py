@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.common.schema import given_options, option
 from memory_estimator.common.table import Table
@@ -22,20 +22,21 @@ from memory_estimator.estimate import Component, Estimate
 from memory_estimator.job import Job
 from models.layer_plan import layer_plan
 
-RING_BYTES = (
-    16 * 2**20
-)  # of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
+# of the vector, summed at a time by a ring of its own (`cpu3d.distributed.all_reduce`)
+RING_BYTES = 16 * 2**20
 LATENCY_S = 50e-6  # of a message between two hosts, besides the cost of one inside a host
-DATA_WAIT_SHARE = (
-    0.0004  # of a step's computing, waiting for data that are read in time (docs/log.md, loading)
-)
+# of a step's computing, waiting for data that are read in time (docs/log.md, loading)
+DATA_WAIT_SHARE = 0.0004
 # of the gradients, while they are summed: sent, received, the network's buffers; not measured
 SENT_COPIES = 4
 
-HOSTS_HELP = "time on so many hosts; --batch is then of one worker, --threads its cores, --host-memory of one host"
+HOSTS_HELP = (
+    "time on so many hosts; --batch is then of one worker, --threads its cores, "
+    "--host-memory of one host"
+)
 NOT_COUNTED = (
-    "not counted: validation, start-up, checkpoints, restarts, other traffic, slow storage; whether a larger batch "
-    "learns as much"
+    "not counted: validation, start-up, checkpoints, restarts, other traffic, slow storage; "
+    "whether a larger batch learns as much"
 )
 
 # Costs of working together, by TensorFlow's own collectives over gRPC: medians of two jobs of a
@@ -54,16 +55,14 @@ COSTS = {
     "contention": 0.0312,
 }
 ORIGIN = "measured: 2026-11-21, 2 workers on one AMD EPYC (docs/log.md)"
-ERRORS = (
-    0.063,
-    -0.002,
-)  # of the predicted steps of two workers in these two jobs, each by the constants of the other
+# of the predicted steps of two workers in these two jobs, each by the constants of the other
+ERRORS = (0.063, -0.002)
 
 
 # --- The formula ---
 
 
-def step_parts(
+def step_costs(
     alone_s: float,
     vector_bytes: int,
     hosts: int = 1,
@@ -78,23 +77,25 @@ def step_parts(
     others (Patarasuk and Yuan, J. Parallel Distrib. Comput. 69, 2009). The slowest link sets the
     pace: the one out of each host, if there are several."""
     workers = hosts * workers_per_host
-    compute_s = alone_s * (1 + COSTS["contention"] * (workers_per_host > 1))
-    packing_s = exchange_s = 0.0
+    compute_s = alone_s
+    if workers_per_host > 1:
+        compute_s *= 1 + COSTS["contention"]
+    packing_s = 0.0
+    exchange_s = 0.0
     if workers > 1:
-        network_s, latency_s = (1 / network_bytes_per_s, LATENCY_S) if hosts > 1 else (0, 0)
-        s_per_byte, message_s = (
-            COSTS["endpoint_s_per_byte"] + network_s,
-            COSTS["message_s"] + latency_s,
-        )
+        s_per_byte = COSTS["endpoint_s_per_byte"]
+        message_s = COSTS["message_s"]
+        if hosts > 1:
+            s_per_byte += 1 / network_bytes_per_s
+            message_s += LATENCY_S
         pieces = math.ceil(vector_bytes / RING_BYTES)
         rounds_s = 2 * (workers - 1) * (vector_bytes / workers * s_per_byte + pieces * message_s)
         exchange_s = rounds_s + pieces * COSTS["call_s"]
         packing_s = vector_bytes * COSTS["packing_s_per_byte"]
     return {
         "compute_s": compute_s,  # of the mean worker
-        "slowest_s": compute_s
-        * COSTS["spread"]
-        * largest_of(workers),  # that the slowest takes longer
+        # that the slowest takes longer
+        "slowest_s": compute_s * COSTS["spread"] * largest_of(workers),
         "packing_s": packing_s,
         "exchange_s": exchange_s,
         "data_s": DATA_WAIT_SHARE * compute_s,
@@ -104,7 +105,9 @@ def step_parts(
 def largest_of(count: int) -> float:
     """The largest of `count` standard normal values, on average; 0 for a single one. Blom's
     approximation (1958)."""
-    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+    if count == 1:
+        return 0.0
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def worker_estimate(whole: Estimate, workers: int) -> Estimate:
@@ -120,11 +123,9 @@ def worker_estimate(whole: Estimate, workers: int) -> Estimate:
 
 def worker_share(job: Job, workers: int) -> Job:
     """The part of a job's batches that one of so many workers computes."""
-    return (
-        dataclasses.replace(job, batch=job.batch // workers, micro_batch=job.micro)
-        if workers > 1
-        else job
-    )
+    if workers == 1:
+        return job
+    return dataclasses.replace(job, batch=job.batch // workers, micro_batch=job.micro)
 
 
 def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Job], Estimate]:
@@ -140,17 +141,15 @@ def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Jo
 def parse_rate(text: str) -> float:
     """Bytes a second of a rate such as "25Gbit/s" or "2GB/s". Raises ValueError for others, as
     "25Gb/s"."""
-    match = re.fullmatch(
-        r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s",
-        text.strip(),
-        re.ASCII,
-    )
+    words = r"(\d{1,18}(?:\.\d{1,18})?)\s*(?:([kMGT]?)bit|([kMGT]?B|[KMGT]iB))/s"
+    match = re.fullmatch(words, text.strip(), re.ASCII)
     if not match or not float(match[1]):
-        raise ValueError(
-            f"rate must be a positive number with its unit, got {text!r}; write it like 25Gbit/s or 2GB/s"
-        )
-    unit = UNITS[match[3]] if match[3] else 1000 ** ("", "k", "M", "G", "T").index(match[2]) / 8
-    return float(match[1]) * unit
+        rule = "rate must be a positive number with its unit"
+        raise ValueError(f"{rule}, got {text!r}; write it like 25Gbit/s or 2GB/s")
+    if match[3]:
+        return float(match[1]) * UNITS[match[3]]
+    bits = 1000 ** ("", "k", "M", "G", "T").index(match[2])
+    return float(match[1]) * (bits / 8)
 
 
 # --- The command line ---
@@ -162,7 +161,7 @@ _option = functools.partial(option, group="several hosts, data parallel")
 class ScalingOptions:
     """--hosts and its options."""
 
-    hosts: Optional[Tuple[int, ...]] = _option(None, HOSTS_HELP, "N", at_least=1)
+    hosts: Tuple[int, ...] = _option((), HOSTS_HELP, "N", at_least=1)
     workers_per_host: int = _option(
         1, "processes of a host, such as one per socket", "W", at_least=1
     )
@@ -187,74 +186,71 @@ def check_options(args: argparse.Namespace) -> None:
         return
     if hasattr(args, "plan"):
         raise ValueError("--hosts must be given without --plan, got both; leave one of them out")
-    described = "--host-memory" if hasattr(args, "host_memory") else "--workers-per-host"
-    if ("workers_per_host" in chosen or hasattr(args, "host_memory")) and not hasattr(
-        args, "threads"
-    ):
-        raise ValueError(
-            f"--threads must be given with {described}, got none; add a worker's cores on that host"
-        )
+    described = ""
+    if "workers_per_host" in chosen:
+        described = "--workers-per-host"
+    if hasattr(args, "host_memory"):
+        described = "--host-memory"
+    if described and not hasattr(args, "threads"):
+        rule = f"--threads must be given with {described}"
+        raise ValueError(f"{rule}, got none; add a worker's cores on that host")
 
 
 def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, Any], Table]:
     """The answer from the estimate of a worker, a row for each number of hosts, as JSON content and
     as a table. Raises ValueError for an unreadable rate, and for a batch that cannot be dealt to
     the workers evenly."""
-    job, per_host = worker.job, options.workers_per_host
+    job = worker.job
+    per_host = options.workers_per_host
     gradient_bytes = 4 * sum(op.trainable for op in layer_plan(job.unet, job.shape))  # in float32
-    link = {"network_bytes_per_s": parse_rate(options.link)}
-    rows, lines = [], []
+    network_bytes_per_s = parse_rate(options.link)
+    rows = []
     for hosts in options.hosts:
         workers = hosts * per_host
         batch = options.global_batch or workers * job.batch
         if batch % workers:
-            raise ValueError(
-                f"--global-batch must be a multiple of the {workers} workers, got {batch}; choose another"
-            )
+            rule = f"--global-batch must be a multiple of the {workers} workers"
+            raise ValueError(f"{rule}, got {batch}; choose another")
         alone_s = batch // workers * worker.volume_s
-        parts = step_parts(alone_s, gradient_bytes, hosts, per_host, **link)
-        step_s = sum(parts.values())
+        costs_s = step_costs(alone_s, gradient_bytes, hosts, per_host, network_bytes_per_s)
+        step_s = sum(costs_s.values())
+        row: Dict[str, Any] = {"hosts": hosts, "workers": workers, "batch": batch}
+        row.update(costs_s)
+        row["step_s"] = step_s
         # Whole batches only, as `train` counts them; None without cases, or with fewer than a
         # batch.
-        epoch_s = job.cases // batch * step_s if job.cases >= batch else None
-        row = {
-            "hosts": hosts,
-            "workers": workers,
-            "batch": batch,
-            **parts,
-            "step_s": step_s,
-            "epoch_s": epoch_s,
-        }
+        row["epoch_s"] = job.cases // batch * step_s if job.cases >= batch else None
         row["efficiency"] = alone_s * (1 + DATA_WAIT_SHARE) / step_s  # 1 without any losses
-        row.update(cases_per_s=batch / step_s, network_share=parts["exchange_s"] / step_s)
-        row["total_s"] = None if epoch_s is None else options.epochs * epoch_s
+        row["cases_per_s"] = batch / step_s
+        row["network_share"] = costs_s["exchange_s"] / step_s
+        row["total_s"] = None
+        if row["epoch_s"] is not None:
+            row["total_s"] = options.epochs * row["epoch_s"]
         rows.append(row)
-        times = [
-            "-" if row[name] is None else format_seconds(row[name])
-            for name in ("epoch_s", "total_s")
-        ]
-        shares = [f"{step_s:.3g}", f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}"]
-        lines.append([str(hosts), str(batch), *shares, f"{row['efficiency']:.0%}", *times])
-    worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     content = {
         "job": job.to_json(),
         "volume_s": worker.volume_s,
         "gradient_bytes": gradient_bytes,
-        **link,
+        "network_bytes_per_s": network_bytes_per_s,
+        "rows": rows,
+        "workers_per_host": per_host,
+        "latency_s": LATENCY_S,
+        "costs": COSTS,
+        "errors": list(ERRORS),
     }
-    content.update(
-        rows=rows, workers_per_host=per_host, latency_s=LATENCY_S, costs=COSTS, errors=list(ERRORS)
-    )
-    columns = (
-        "hosts",
-        "batch",
-        "s a step",
-        "summing",
-        "cases/s",
-        "efficiency",
-        "an epoch",
-        "in all",
-    )
-    title = f"{per_host} worker{'s' * (per_host > 1)} a host, {format_bytes(gradient_bytes)} of gradients summed"
+    return content, _table_of(rows, per_host, gradient_bytes)
+
+
+def _table_of(rows: Sequence[Dict[str, Any]], per_host: int, gradient_bytes: int) -> Table:
+    lines = []
+    for row in rows:
+        sizes = (str(row["hosts"]), str(row["batch"]), f"{row['step_s']:.3g}")
+        shares = (f"{row['network_share']:.0%}", f"{row['cases_per_s']:.3g}")
+        times = (format_seconds(row["epoch_s"]), format_seconds(row["total_s"]))
+        lines.append([*sizes, *shares, f"{row['efficiency']:.0%}", *times])
+    columns = ("hosts", "batch", "s a step", "summing", "cases/s", "efficiency")
+    workers = "1 worker" if per_host == 1 else f"{per_host} workers"
+    title = f"{workers} a host, {format_bytes(gradient_bytes)} of gradients summed"
+    worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     caption = f"costs of summing: {ORIGIN}\nworst error: {worst}\n{NOT_COUNTED}"
-    return content, Table(columns, lines, title, caption, names=0)
+    return Table((*columns, "an epoch", "in all"), lines, title, caption, names=0)

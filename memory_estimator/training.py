@@ -30,20 +30,16 @@ CASE_BYTES = 1200
 """Of each case of a store in every worker: its place in the file of records and the facts that are
 kept in memory, 840 measured, and its number in the orders of four epochs."""
 
-SAVED = (
-    "weights",
-    "optimizer slots",
-    "averaged weights",
-)  # groups of tensors that a checkpoint holds
+# groups of tensors that a checkpoint holds
+SAVED = ("weights", "optimizer slots", "averaged weights")
 
 
 @dataclass(frozen=True)
 class Beside:
     """A worker's memory beside the steps of a run, all of it in the upper bound."""
 
-    volume_shape: Optional[Shape3] = (
-        None  # of whole volumes; None if the steps see them, or nothing is validated
-    )
+    # of whole volumes; None if the steps see them, or nothing is validated
+    volume_shape: Optional[Shape3] = None
     resolution: float = 1.0  # of the steps' input, as a share of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
@@ -58,23 +54,20 @@ def price_of_run(
 
     def price(job: Job) -> Estimate:
         saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
-        copies, shape = beside.copies * saved, beside.volume_shape
+        copies = beside.copies * saved
+        shape = beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
         averaged = 0
         if beside.resolution < 1:  # in float32, first the image, then the target
             averaged = 4 * math.prod(job.shape) * max(job.unet.channels, job.unet.outputs)
         records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
+        twice = "exact: from before the timing, or on another grid"
+        scattered = "at most: pages too scattered for maps of full size"
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation"),
             Component("an averaged volume", averaged, "exact: of a sample in preparation"),
-            Component(
-                "variables, once more", copies, "exact: from before the timing, or on another grid"
-            ),
-            Component(
-                "left by coarse steps",
-                beside.left_bytes,
-                "at most: pages too scattered for maps of full size",
-            ),
+            Component("variables, once more", copies, twice),
+            Component("left by coarse steps", beside.left_bytes, scattered),
             Component("case records", records, "measured: of each case what is kept in memory"),
         )
 
@@ -89,9 +82,8 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
     volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs
     scored = 4 + LOGITS_MAPS * 4 * unet.outputs
     averaged = 4 * unet.channels * (1 + resolution) if resolution < 1 else 0
-    return round(
-        math.prod(shape) * (3 * volume + scored + averaged)
-    )  # in use, ahead, and one in preparation
+    held = 3 * volume  # in use, ahead, and one in preparation
+    return round(math.prod(shape) * (held + scored + averaged))
 
 
 @dataclass(frozen=True)
@@ -108,40 +100,45 @@ class Forecast:
 
     def seconds(self, steps: int, coarse_steps: int = 0) -> float:
         """Seconds of so many steps, the coarse ones included; validations aside."""
-        return (
-            coarse_steps * (self.coarse.step_s if self.coarse else 0.0)
-            + (steps - coarse_steps) * self.full.step_s
-        )
+        full_s = (steps - coarse_steps) * self.full.step_s
+        if self.coarse is None:
+            return full_s
+        return coarse_steps * self.coarse.step_s + full_s
 
     def to_json(self) -> Dict[str, Any]:
         """A step's memory and time, for the log and the report to compare with the measured
         ones."""
-        names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
-        full, coarse = (
-            {name: getattr(step, name) for name in names if step}
-            for step in (self.full, self.coarse)
-        )
-        return {
-            **full,
-            "constants": self.full.constants.name,
-            **({"coarse": coarse} if coarse else {}),
-        }
+
+        def figures(step: Estimate) -> Dict[str, Any]:
+            names = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
+            return {name: getattr(step, name) for name in names}
+
+        content = figures(self.full)
+        content["constants"] = self.full.constants.name
+        if self.coarse:
+            content["coarse"] = figures(self.coarse)
+        return content
 
     def describe(self, host: Host, all_s: float) -> List[str]:
         """Lines on memory and time; `all_s` are the seconds of all steps."""
+
+        def line(step: Estimate) -> str:
+            allocator = f"allocator peak {format_bytes(step.allocator_peak_bytes)}"
+            process = f"process peak {format_bytes(step.process_peak_bytes)}"
+            return f"{allocator}, {process}, {format_seconds(step.step_s)} a step"
+
         full = self.full
-        steps = [
-            f"{name}allocator peak {format_bytes(step.allocator_peak_bytes)}, process peak "
-            f"{format_bytes(step.process_peak_bytes)}, {format_seconds(step.step_s)} a step"
-            for name, step in (("coarse steps: ", self.coarse), ("", full))
-            if step
-        ]
+        steps = [line(full)]
+        if self.coarse:
+            steps.insert(0, f"coarse steps: {line(self.coarse)}")
+        bound = format_bytes(self.upper_bound_bytes)
+        basis = full.constants.basis(full.job, host)
         return [
             *steps,
-            f"errors: allocator peak {full.error('allocator_peak')}; process peak {full.error('process_peak')}; "
-            f"seconds a step {full.error('step_s')}",
-            f"up to {format_bytes(self.upper_bound_bytes)} of {format_bytes(host.free_bytes)} free ({full.margin})",
+            f"errors: allocator peak {full.error('allocator_peak')}; "
+            f"process peak {full.error('process_peak')}; seconds a step {full.error('step_s')}",
+            f"up to {bound} of {format_bytes(host.free_bytes)} free ({full.margin})",
             f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch, "
-            f"{format_seconds(all_s)} in all, validation aside; seconds: {full.constants.basis(full.job, host)}",
+            f"{format_seconds(all_s)} in all, validation aside; seconds: {basis}",
             STORE_NOTE,
         ]

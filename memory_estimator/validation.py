@@ -6,6 +6,7 @@ accuracy_json(digest(rows)), page(measured, rows)
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -21,24 +22,18 @@ from memory_estimator.installed import ENGINES, engine_version
 from memory_estimator.job import AUTO, Job
 from models.config import DTYPES, POLICIES, UNetConfig
 
-FITTED_VOXELS = (
-    96**3
-)  # constants are fitted to volumes of at most this size; errors are those of larger ones alone
+# constants are fitted to volumes of at most this size; errors are those of larger ones alone
+FITTED_VOXELS = 96**3
 
 MARGIN_BYTES = 92 * 2**20
 """The least margin of an upper bound: the most that a runtime held beyond the prediction in small
 steps, in which that is most of the error: 89 MiB in one of 1.4 GiB."""
 
-SHARE, CONFIDENCE = (
-    0.99,
-    0.90,
-)  # a bound is to hold for this share of the steps like its records, so surely
+SHARE = 0.99  # of the steps like its records, for which a bound is to hold
+CONFIDENCE = 0.90  # with which it does
 LEAST_RECORDS = 8  # of a kind: fewer steps do not show the spread of their errors
-FIGURES = (
-    "allocator_peak",
-    "process_peak",
-    "step_s",
-)  # that have errors: fields of `Kind`, keys of `Row.errors`
+# that have errors: fields of `Kind`, keys of `Row.errors`
+FIGURES = ("allocator_peak", "process_peak", "step_s")
 
 NETWORKS: Tuple[Tuple[Dict[str, Any], Tuple[int, int, int], Dict[str, Any]], ...] = (
     ({}, (64, 64, 64), {}),
@@ -76,19 +71,13 @@ ON_EVERY_ENGINE = ((32, 32, 32), (128, 128, 128))  # voxels; the others on the f
 def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
     """Every job that `bench validate` measures on a host with so many threads, some
     ON_EVERY_ENGINE."""
-    return tuple(
-        Job(
-            UNetConfig(**unet, dtype=dtype, policy=policy),
-            shape,
-            engine=engine,
-            threads=threads,
-            **more,
-        )
-        for unet, shape, more in NETWORKS
-        for dtype in DTYPES
-        for policy in POLICIES
-        for engine in (engines if shape in ON_EVERY_ENGINE else engines[:1])
-    )
+    jobs = []
+    for unet, shape, more in NETWORKS:
+        for dtype, policy in itertools.product(DTYPES, POLICIES):
+            config = UNetConfig(**unet, dtype=dtype, policy=policy)
+            for engine in engines if shape in ON_EVERY_ENGINE else engines[:1]:
+                jobs.append(Job(config, shape, engine=engine, threads=threads, **more))
+    return tuple(jobs)
 
 
 @dataclass(frozen=True)
@@ -114,32 +103,35 @@ class Measured:
 
 def request_for(job: Job, **more: Any) -> Dict[str, Any]:
     """The request that `bench` makes of a job, which its record begins with, with `more` in it."""
-    request = {
+    return {
         "shape": list(job.shape),
         "batch": job.batch,
         "micro_batch": job.micro,
         "optimizer": job.optimizer,
+        "unet": dataclasses.asdict(job.unet),
+        "engine": job.engine,
+        "threads": job.threads,
+        **more,
     }
-    request.update(unet=dataclasses.asdict(job.unet), engine=job.engine, threads=job.threads)
-    return {**request, **more}
 
 
 def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
     """A record's job, on the engine that really ran; None for TensorFlow without oneDNN, which has
     no constants."""
-    engine, name = record["engine"], record.get("engine_name", "")
+    name = record.get("engine_name", "")
     if "no oneDNN" in name:
         return None
+    engine = record["engine"]
     if engine in (None, AUTO):
         engine = "itex" if "ITEX" in name else "stock"
-    sizes = {name: record[name] for name in ("batch", "micro_batch", "optimizer")}
-    threads = int(record["threads"]["TF_NUM_INTRAOP_THREADS"])
     job = Job(
         UNetConfig(**record["unet"]),
         tuple(record["shape"]),
-        **sizes,
+        batch=record["batch"],
+        micro_batch=record["micro_batch"],
+        optimizer=record["optimizer"],
         engine=engine,
-        threads=threads,
+        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
     )
     by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
     return by_rule if by_rule.micro == job.micro else job
@@ -152,23 +144,35 @@ def instructions_of(record: Mapping[str, Any]) -> str:
     host = record["host"]
     if "instructions" in host:
         return host["instructions"]
-    implied = ("avx512bw", "avx512dq", "avx512vl") if "avx512_vnni" in host["isa"] else ()
-    return instruction_set((*host["isa"], *implied), host["cpu"]) or "avx2"
+    flags = list(host["isa"])
+    if "avx512_vnni" in flags:
+        flags += ["avx512bw", "avx512dq", "avx512vl"]
+    return instruction_set(flags, host["cpu"]) or "avx2"
 
 
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
     """A record's step; None on an engine without constants, and by layers. A record may lack
     seconds, if they were disturbed."""
-    job, host, instructions = job_of_record(record), record["host"], instructions_of(record)
-    if not job or not instructions:
+    job = job_of_record(record)
+    instructions = instructions_of(record)
+    if job is None or not instructions:
         return None
-    about = {"host": host["cpu"], "isa": tuple(host["isa"]), "date": record.get("date", "")}
-    about["instructions"] = instructions
-    about["version"] = engine_version(job.engine, record.get("versions", {}))
+    step = Measured(
+        job,
+        host=record["host"]["cpu"],
+        isa=tuple(record["host"]["isa"]),
+        instructions=instructions,
+        version=engine_version(job.engine, record.get("versions", {})),
+        date=record.get("date", ""),
+    )
     if record.get("error"):
-        return Measured(job, failure=record["error"], **about)
-    peaks = {name: record[name] for name in ("process_peak_bytes", "allocator_peak_bytes")}
-    return Measured(job, record.get("step_s") or math.nan, **peaks, **about)
+        return dataclasses.replace(step, failure=record["error"])
+    return dataclasses.replace(
+        step,
+        step_s=record.get("step_s") or math.nan,
+        process_peak_bytes=record["process_peak_bytes"],
+        allocator_peak_bytes=record["allocator_peak_bytes"],
+    )
 
 
 @dataclass(frozen=True)
@@ -189,28 +193,39 @@ def compare_steps(
     """A row for every step that was measured; `predict` gives the estimate of its job. Failures are
     left out."""
     rows = []
-    for step in (step for step in measured if not step.failure):
-        predicted, allocator, process = (
-            predict(step),
-            step.allocator_peak_bytes,
-            step.process_peak_bytes,
-        )
+    for step in measured:
+        if step.failure:
+            continue
+        predicted = predict(step)
         errors = {
-            "allocator_peak": None
-            if allocator is None
-            else predicted.allocator_peak_bytes / allocator - 1,
-            "process_peak": predicted.process_peak_bytes / process - 1,
-            "upper_bound": predicted.upper_bound_bytes / process - 1,
-            "step_s": None if math.isnan(step.step_s) else predicted.step_s / step.step_s - 1,
+            "allocator_peak": _error(predicted.allocator_peak_bytes, step.allocator_peak_bytes),
+            "process_peak": _error(predicted.process_peak_bytes, step.process_peak_bytes),
+            "upper_bound": _error(predicted.upper_bound_bytes, step.process_peak_bytes),
+            "step_s": _error(predicted.step_s, step.step_s),
         }
         rows.append(Row(step, predicted.process_peak_bytes, predicted.kind is not None, errors))
     return rows
 
 
+def _error(predicted: float, measured: Optional[float]) -> Optional[float]:
+    """As a share of what was measured; None if it was not."""
+    if measured is None or math.isnan(measured):
+        return None
+    return predicted / measured - 1
+
+
+def _errors(rows: Iterable[Row], figure: str) -> List[float]:
+    """Those that are known."""
+    errors = [row.errors[figure] for row in rows]
+    return [error for error in errors if error is not None]
+
+
 def spread(rows: Iterable[Row], figure: str) -> Optional[Bound]:
     """The size of a figure's errors over `rows`, the worst with its sign; None if none is known."""
-    known = [row.errors[figure] for row in rows if row.errors[figure] is not None]
-    return Bound(statistics.median(map(abs, known)), max(known, key=abs)) if known else None
+    known = _errors(rows, figure)
+    if not known:
+        return None
+    return Bound(statistics.median(map(abs, known)), max(known, key=abs))
 
 
 # --- Kinds of steps, made of rows ---
@@ -224,10 +239,8 @@ def digest(rows: Iterable[Row]) -> Accuracy:
 
 
 def accuracy_json(accuracy: Accuracy) -> bytes:
-    return (
-        json.dumps({"schema": SCHEMA, "kinds": dataclasses.asdict(accuracy)["kinds"]}, indent=1)
-        + "\n"
-    ).encode()
+    content = {"schema": SCHEMA, "kinds": dataclasses.asdict(accuracy)["kinds"]}
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def margin_share(rows: Sequence[Row]) -> float:
@@ -236,30 +249,30 @@ def margin_share(rows: Sequence[Row]) -> float:
     CONFIDENCE. That is the one-sided tolerance limit of a normal distribution (NIST/SEMATECH
     Handbook, 7.2.6.3) around the median; its spread is that of the rows above the median, as a peak
     that is predicted too high harms no bound."""
-    needed = [row.measured.process_peak_bytes / row.process_peak_bytes - 1 for row in rows]
-    beyond = [
-        row.measured.process_peak_bytes > row.process_peak_bytes + MARGIN_BYTES for row in rows
-    ]
-    median, quantile = statistics.median(needed), statistics.NormalDist().inv_cdf
-    deviation = math.sqrt(
-        statistics.fmean((error - median) ** 2 for error in needed if error >= median)
-    )
-    share, sure = quantile(SHARE), quantile(CONFIDENCE)
-    a, b = 1 - sure**2 / (2 * (len(rows) - 1)), share**2 - sure**2 / len(rows)
+    needed = []
+    beyond = []  # those that MARGIN_BYTES do not cover
+    for row in rows:
+        measured_bytes = row.measured.process_peak_bytes
+        needed.append(measured_bytes / row.process_peak_bytes - 1)
+        if measured_bytes > row.process_peak_bytes + MARGIN_BYTES:
+            beyond.append(needed[-1])
+    median = statistics.median(needed)
+    squares = [(error - median) ** 2 for error in needed if error >= median]
+    deviation = math.sqrt(statistics.fmean(squares))
+    quantile = statistics.NormalDist().inv_cdf
+    share = quantile(SHARE)
+    sure = quantile(CONFIDENCE)
+    a = 1 - sure**2 / (2 * (len(rows) - 1))
+    b = share**2 - sure**2 / len(rows)
     limit = median + (share + math.sqrt(share**2 - a * b)) / a * deviation
-    return (
-        math.ceil(
-            1000
-            * max(limit, 0.0, *(error for error, is_beyond in zip(needed, beyond) if is_beyond))
-        )
-        / 1000
-    )
+    return math.ceil(1000 * max(limit, 0.0, *beyond)) / 1000
 
 
 def left_out_in_turn(rows: Iterable[Row]) -> Tuple[int, int]:
     """Numbers of rows of covered kinds: those above the bound that the other rows of their kind
     make, and all."""
-    above = count = 0
+    above = 0
+    count = 0
     for key, some in _covered(rows).items():
         for place, row in enumerate(some):
             bound = _kind(key, some[:place] + some[place + 1 :]).upper_bound(row.process_peak_bytes)
@@ -286,8 +299,10 @@ def _covered(rows: Iterable[Row]) -> Dict[Key, List[Row]]:
 
 def _kind(key: Key, rows: Sequence[Row]) -> Kind:
     held_out = [row for row in rows if row.measured.held_out]
+    dtype, policy = key
     return Kind(
-        *key,
+        dtype=dtype,
+        policy=policy,
         versions=tuple(sorted({row.measured.version for row in rows})),
         hosts=tuple(sorted({row.measured.host for row in rows})),
         instructions=tuple(sorted({row.measured.instructions for row in rows})),
@@ -295,14 +310,18 @@ def _kind(key: Key, rows: Sequence[Row]) -> Kind:
         networks=tuple(sorted({row.measured.job.unet.network for row in rows})),
         records=len(rows),
         held_out=len(held_out),
-        **{figure: _shipped(spread(held_out, figure)) for figure in FIGURES},
+        allocator_peak=_shipped(spread(held_out, "allocator_peak")),
+        process_peak=_shipped(spread(held_out, "process_peak")),
+        step_s=_shipped(spread(held_out, "step_s")),
         margin_share=margin_share(rows),
         margin_bytes=MARGIN_BYTES,
     )
 
 
 def _shipped(bound: Optional[Bound]) -> Optional[Bound]:
-    return bound and Bound(round(bound.median, 4), round(abs(bound.worst), 4))
+    if bound is None:
+        return None
+    return Bound(round(bound.median, 4), round(abs(bound.worst), 4))
 
 
 # --- Tables and the page ---
@@ -310,10 +329,11 @@ def _shipped(bound: Optional[Bound]) -> Optional[Bound]:
 VALIDATION_HEAD = """\
 # The estimator against measured steps
 
-Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench validate`) and the code as it
-stands. Errors are shares of the measured value: +2% is predicted too high. A group of runs shows the median size and
-the worst error, and how far the upper bound is above the process's peak, the mean and the least; it is "wide", of the
-largest margin, if a kind has too few records to predict the next error. The margin of an upper bound is that of all
+Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench
+validate`) and the code as it stands. Errors are shares of the measured value: +2% is predicted
+too high. A group of runs shows the median size and the worst error, and how far the upper bound
+is above the process's peak, the mean and the least; it is "wide", of the largest margin, if a
+kind has too few records to predict the next error. The margin of an upper bound is that of all
 records of its kind: of a dtype and a policy.
 """
 
@@ -328,23 +348,29 @@ def error_table(rows: Sequence[Row]) -> Table:
         groups.setdefault((row.measured.host, about), []).append(row)
     cells = []
     for group, some in [(("all", ""), rows), *sorted(groups.items())]:
-        spreads = [spread(some, figure) for figure in FIGURES]
-        errors = [
-            f"{bound.median:.1%}, worst {signed(bound.worst)}" if bound else "-"
-            for bound in spreads
-        ]
-        above = [row.errors["upper_bound"] for row in some]
-        mean = f"{signed(statistics.fmean(above))} ({signed(min(above))})" if above else "-"
-        mean += "" if any(row.covered for row in some) else ", wide"
-        cells.append((*group, str(len(some)), *errors[:2], mean, errors[2]))
+        allocator, process, seconds = (_spread_text(some, figure) for figure in FIGURES)
+        above = _errors(some, "upper_bound")
+        mean = "-"
+        if above:
+            mean = f"{signed(statistics.fmean(above))} ({signed(min(above))})"
+        if not any(row.covered for row in some):
+            mean += ", wide"
+        cells.append((*group, str(len(some)), allocator, process, mean, seconds))
     columns = (
         "host",
         "instruction set, engine, dtype, policy",
         "runs",
         "allocator peak",
         "process peak",
+        "upper bound, mean (least)",
+        "seconds a step",
     )
-    return Table((*columns, "upper bound, mean (least)", "seconds a step"), cells, names=2)
+    return Table(columns, cells, names=2)
+
+
+def _spread_text(rows: Iterable[Row], figure: str) -> str:
+    bound = spread(rows, figure)
+    return f"{bound.median:.1%}, worst {signed(bound.worst)}" if bound else "-"
 
 
 def signed(share: Optional[float]) -> str:
@@ -355,11 +381,11 @@ def signed(share: Optional[float]) -> str:
 def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     """The lines of the validation page. `rows` are those of `compare_steps`; the steps include
     failures."""
-    (above, count), row_of = left_out_in_turn(rows), {row.measured: row for row in rows}
+    row_of = {row.measured: row for row in rows}
     lines = [*VALIDATION_HEAD.splitlines(), "", *error_table(rows).markdown(), ""]
-    lines.append(
-        f"Left out of its kind in turn, {above} of {count} records are above the bound that the others make."
-    )
+    above, count = left_out_in_turn(rows)
+    beyond = f"{above} of {count} records are above the bound that the others make"
+    lines.append(f"Left out of its kind in turn, {beyond}.")
     columns = (
         "configuration",
         "allocator, GiB",
@@ -373,22 +399,18 @@ def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
     for host, instructions in sorted({(step.host, step.instructions) for step in measured}):
         own = [step for step in measured if (step.host, step.instructions) == (host, instructions)]
         own.sort(key=lambda step: (bool(step.failure), not step.held_out))
-        about = "; ".join(
-            sorted({f"{step.version}, {step.job.threads} threads, {step.date}" for step in own})
-        )
+        about = {f"{step.version}, {step.job.threads} threads, {step.date}" for step in own}
         cells = [_cells(step, row_of.get(step)) for step in own]
-        lines += [
-            "",
-            f"## {host}, {instructions}",
-            "",
-            *Table((*columns, ""), cells, title=about).markdown(),
-        ]
+        table = Table((*columns, ""), cells, title="; ".join(sorted(about)))
+        lines += ["", f"## {host}, {instructions}", "", *table.markdown()]
     return lines
 
 
 def _cells(step: Measured, row: Optional[Row]) -> Sequence[str]:
     """A configuration, and its errors; it has no row if it failed."""
-    name = f"{step.job.describe()}{', upsampling' * (step.job.unet.up == 'upsampling')}"
+    name = step.job.describe()
+    if step.job.unet.up == "upsampling":
+        name += ", upsampling"
     if row is None:
         return (name, *7 * ["-"], f"not measured: {step.failure}")
     allocator, process, bound, seconds = map(signed, row.errors.values())

@@ -2,9 +2,24 @@
 read it too."""
 
 from dataclasses import dataclass
-from typing import List, Tuple
+from fractions import Fraction
+from typing import Dict, List, Tuple
 
-NETWORKS = ("unet3d", "cicek2016")
+
+@dataclass(frozen=True)
+class Widths:
+    """How many feature maps a network's convolutions make."""
+
+    summary: str  # for --help
+    convolutions: Tuple[int, ...]  # of a level l, over filters * 2**l, in their order
+    up: Fraction  # of an up-sampled map, over those of the level below
+
+
+NETWORKS: Dict[str, Widths] = {
+    "unet3d": Widths("the paper's", (1, 1), up=Fraction(1, 2)),
+    # 32-64, 64-128, 128-256, 256-512 for filters 32, depth 4
+    "cicek2016": Widths("the wider original", (1, 2), up=Fraction(1)),
+}
 NORMS = ("instance", "batch", "none")
 UPS = ("transposed", "upsampling")
 DTYPES = ("float32", "bfloat16")
@@ -12,7 +27,8 @@ POLICIES = ("speed", "lean")
 """Ways to save memory in a training step (models/step.py), the fastest first.
 
 "speed"  keeps the raw sum of every convolution.
-"lean"   keeps those of the decoder and, below the finest level, the encoder's second; computes the others again.
+"lean"   keeps those of the decoder and, below the finest level, the encoder's last; computes the
+         others again.
 """
 
 MOST_SIDE = 2**31 - 1  # voxels along an axis
@@ -32,58 +48,56 @@ class UNetConfig:
     filters: int = 16  # feature maps of the first convolution; level l has filters * 2**l
     depth: int = 5  # levels of resolution, the bottom included; the input is halved depth - 1 times
     network: str = "unet3d"
-    """ "unet3d": both convolutions of a level are equally wide. "cicek2016": the wider original
-    (Cicek et al. 2016), whose second convolution doubles the maps (32-64, 64-128, 128-256, 256-512
-    for filters 32, depth 4)."""
+    """One of NETWORKS. "unet3d": both convolutions of a level are equally wide. "cicek2016": the
+    wider original (Cicek et al. 2016), whose second convolution doubles the maps."""
     norm: str = "instance"
     """Instance by default: with one whole volume a step, batch statistics are that volume's own
     anyway, and only per-sample statistics make an accumulated batch equal to a full one."""
     # "transposed": a 2x2x2 one; "upsampling": nearest neighbour, then a 1x1x1 convolution
     up: str = "transposed"
-    residual: bool = (
-        False  # add each block's input, through a 1x1x1 convolution, before the last activation
-    )
-    deep_supervision: bool = (
-        False  # one more head on every decoder level below the finest, for the loss only
-    )
+    # add each block's input, through a 1x1x1 convolution, before the last activation
+    residual: bool = False
+    # one more head on every decoder level below the finest, for the loss only
+    deep_supervision: bool = False
     seed: int = 0  # of the initial weights
-    dtype: str = (
-        "float32"  # of the hidden layers; weights, statistics and the loss are float32 either way
-    )
+    # of the hidden layers; weights, statistics and the loss are float32 either way
+    dtype: str = "float32"
     policy: str = "speed"  # one of POLICIES
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("channels", "outputs", "filters"):
             value = getattr(self, name)
             if not isinstance(value, int) or not 1 <= value <= MOST_CHANNELS:
                 rule = f"be an integer from 1 to {MOST_CHANNELS}"
                 raise ValueError(f"{name} must {rule}, got {value!r:.40}; give such a number")
         if not isinstance(self.depth, int) or not 2 <= self.depth <= 8:
-            raise ValueError(
-                f"depth must be between 2 and 8, got {self.depth!r:.40}; 5 is the paper's"
-            )
+            got = f"{self.depth!r:.40}"
+            raise ValueError(f"depth must be between 2 and 8, got {got}; 5 is the paper's")
         choices = {
-            "network": NETWORKS,
+            "network": tuple(NETWORKS),
             "norm": NORMS,
             "up": UPS,
             "dtype": DTYPES,
             "policy": POLICIES,
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}; pick one"
-                )
+            value = getattr(self, name)
+            if value not in allowed:
+                rule = f"{name} must be one of {', '.join(allowed)}"
+                raise ValueError(f"{rule}, got {value!r}; pick one")
         if self.filters > self.most_filters:
             rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
             got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
             raise ValueError(f"filters must {rule}, got {got}; lower filters or depth")
 
     @property
+    def widths(self) -> Widths:
+        return NETWORKS[self.network]
+
+    @property
     def most_filters(self) -> int:
         """The filters of which the deepest level, the widest, has MOST_CHANNELS."""
-        doubled = 2 if self.network == "cicek2016" else 1
-        return MOST_CHANNELS // (doubled * 2 ** (self.depth - 1))
+        return MOST_CHANNELS // (max(self.widths.convolutions) * 2 ** (self.depth - 1))
 
     @property
     def divisor(self) -> int:
@@ -92,8 +106,7 @@ class UNetConfig:
 
     def encoder_widths(self, level: int) -> Tuple[int, ...]:
         """Feature maps after each convolution of an encoder level (the bottom is depth - 1)."""
-        first = self.filters * 2**level
-        return (first, first * 2) if self.network == "cicek2016" else (first, first)
+        return tuple(self.filters * 2**level * width for width in self.widths.convolutions)
 
     def decoder_widths(self, level: int) -> Tuple[int, ...]:
         """Feature maps after each convolution of a decoder level: as many as the skip has."""
@@ -102,13 +115,11 @@ class UNetConfig:
     @property
     def convolutions(self) -> int:
         """Convolutions of a level's block."""
-        return len(self.encoder_widths(0))
+        return len(self.widths.convolutions)
 
     def up_width(self, level: int) -> int:
-        """Feature maps of the up-sampled input to decoder `level`: halved in the paper's net, kept
-        in Cicek's."""
-        below = self.encoder_widths(level + 1)[-1]
-        return below if self.network == "cicek2016" else below // 2
+        """Feature maps of the up-sampled input to decoder `level`."""
+        return int(self.encoder_widths(level + 1)[-1] * self.widths.up)
 
     def up_parts(self, level: int) -> List[Tuple[int, int]]:
         """Channels, first and past the last, of the up-sampled input to decoder `level` that are in

@@ -7,13 +7,19 @@ The Keras model, the memory estimator and the exporter are made from it.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Iterable, List, Optional, Tuple
 
 from models.config import UNetConfig
 from models.network import network_program
 from models.program import Kind, Op, Value
 
 Shape3 = Tuple[int, int, int]
+
+
+def shape3(sides: Iterable[int]) -> Shape3:
+    """Sides X, Y, Z as a shape. Raises ValueError for another number of them."""
+    x, y, z = sides
+    return x, y, z
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,9 @@ class LayerOp:
         kernel tap per output voxel."""
         if self.kind in ("conv", "head", "shortcut"):
             return 2 * self.kernel**3 * self.in_channels * self.elements
-        return 2 * self.in_channels * self.elements if self.kind == "up_conv" else 0
+        if self.kind == "up_conv":
+            return 2 * self.in_channels * self.elements
+        return 0
 
 
 def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
@@ -56,7 +64,9 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
     layers = _Layers(config, shape)
     layers.made[program.image] = layers.add("image", "input", (), 0, config.channels)
     for op in program.forward:
-        layers.made[op.made] = LAYERS[op.kind](layers, op)
+        layer = LAYERS[op.kind](layers, op)
+        if layer is not None:
+            layers.made[op.made] = layer
     return tuple(layers.ops)
 
 
@@ -79,7 +89,7 @@ class _Layers:
         self.config = config
         self.shape = shape
         self.ops: List[LayerOp] = []
-        self.made: Dict[Value, Optional[LayerOp]] = {}  # the layer whose output a value is
+        self.made: Dict[Value, LayerOp] = {}  # the layer whose output a value is
         self._entries: Dict[Tuple[Value, ...], LayerOp] = {}
 
     def add(
@@ -91,8 +101,9 @@ class _Layers:
         channels: int,
         **more: int,
     ) -> LayerOp:
-        grid = tuple(n // 2**level for n in self.shape)
-        op = LayerOp(name, kind, tuple(op.name for op in inputs), level, (*grid, channels), **more)
+        x, y, z = (size // 2**level for size in self.shape)
+        names = tuple(op.name for op in inputs)
+        op = LayerOp(name, kind, names, level, (x, y, z, channels), **more)
         self.ops.append(op)
         return op
 

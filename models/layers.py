@@ -1,7 +1,7 @@
 """The layers of a U-Net as plain ones of Keras."""
 
 import zlib
-from typing import Any, List
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -17,7 +17,7 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     """The Keras layer of a layer of the plan. Only heads have a bias: the layers after the others
     normalise or add one. Logits are of the compute dtype, as all else: the loss casts them to
     float32."""
-    own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
+    own: Dict[str, Any] = {"name": op.name, "dtype": _policy_of(config)}
     if op.kind in ("norm", "norm_act"):
         return NORM_CLASSES[config.norm](config.norm, op.kind == "norm_act", **own)
     plain = {
@@ -28,7 +28,8 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     }
     if op.kind in plain:
         return plain[op.kind]()
-    width, own["kernel_initializer"] = op.shape[3], initial_kernel(config.seed, op.name)
+    width = op.shape[3]
+    own["kernel_initializer"] = initial_kernel(config.seed, op.name)
     if op.kind == "shortcut":
         return Shortcut(width, **own)
     if op.kind == "up_conv":
@@ -42,10 +43,11 @@ def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
     """The output of a layer of the plan by layers that Keras has itself, which any program with
     Keras can load. Their weights have the same order and shapes. Not for a network without norms:
     Keras has no layer that only adds a bias."""
-    own = {"name": op.name, "dtype": "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"}
+    own: Dict[str, Any] = {"name": op.name, "dtype": _policy_of(config)}
     x = inputs[0]
     if op.kind in ("norm", "norm_act"):
-        exact = {"name": op.name, "dtype": "float32", "epsilon": EPSILON}  # statistics are float32
+        # Statistics are float32.
+        exact: Dict[str, Any] = {"name": op.name, "dtype": "float32", "epsilon": EPSILON}
         if config.norm == "instance":
             y = tf.keras.layers.GroupNormalization(-1, **exact)(x)
         else:
@@ -59,20 +61,27 @@ def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
     return plain_layer(config, op)(inputs if len(inputs) > 1 else x)
 
 
+def _policy_of(config: UNetConfig) -> str:
+    """Keras' name of a compute dtype with weights in float32."""
+    return "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"
+
+
 class NormActivation(tf.keras.layers.Layer):
     """Instance, batch or no norm over (N, X, Y, Z, C), then ReLU unless `activate` is false. Same
     shape and dtype out. Without a norm it adds a bias, so that convolutions never need one.
     Statistics, scale and shift are float32."""
 
-    def __init__(self, norm: str = "instance", activate: bool = True, **kwargs):
+    def __init__(self, norm: str = "instance", activate: bool = True, **kwargs: Any):
         super().__init__(**kwargs)
-        self.norm, self.activate = norm, activate
+        self.norm = norm
+        self.activate = activate
 
-    def get_config(self):
+    def get_config(self) -> Dict[str, Any]:
         return {**super().get_config(), "norm": self.norm, "activate": self.activate}
 
-    def build(self, input_shape):
-        single = {"shape": (input_shape[-1],), "dtype": "float32", "experimental_autocast": False}
+    def build(self, input_shape: tf.TensorShape) -> None:
+        single: Dict[str, Any] = {"shape": (input_shape[-1],), "dtype": "float32"}
+        single["experimental_autocast"] = False
         if self.norm == "none":
             self.bias = self.add_weight(name="bias", initializer="zeros", **single)
         else:
@@ -86,7 +95,7 @@ class NormActivation(tf.keras.layers.Layer):
             )
         super().build(input_shape)
 
-    def call(self, x, training=None):
+    def call(self, x: tf.Tensor, training: Optional[bool] = None) -> tf.Tensor:
         if self.norm == "none":
             y = x + tf.cast(self.bias, x.dtype)
         elif self.norm == "instance":
@@ -98,22 +107,20 @@ class NormActivation(tf.keras.layers.Layer):
             y, mean, variance = self._fused(x)
             self.move(mean, variance)
         else:
-            y = self._fused(
-                x, mean=self.moving_mean, variance=self.moving_variance, is_training=False
-            )[0]
+            known = {"mean": self.moving_mean, "variance": self.moving_variance}
+            y, _, _ = self._fused(x, is_training=False, **known)
         return tf.nn.relu(y) if self.activate else y
 
-    def move(self, mean, variance):
+    def move(self, mean: tf.Tensor, variance: tf.Tensor) -> None:
         """Move batch norm's statistics towards those of a batch, (C,), as training does."""
         for moving, moment in ((self.moving_mean, mean), (self.moving_variance, variance)):
             moving.assign_sub((moving - moment) * (1 - MOMENTUM))
 
-    def _fused(self, x, **more):
+    def _fused(self, x: tf.Tensor, **more: Any) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """The norm of all voxels together, their mean and their unbiased variance."""
         _, *grid, channels = x.shape
-        folded = tf.reshape(
-            x, (-1, grid[0] * grid[1], grid[2], channels)
-        )  # the kernel takes four dimensions
+        # The kernel takes four dimensions.
+        folded = tf.reshape(x, (-1, grid[0] * grid[1], grid[2], channels))
         y, mean, variance = tf.compat.v1.nn.fused_batch_norm(
             folded, self.gamma, self.beta, epsilon=EPSILON, **more
         )
@@ -124,15 +131,15 @@ class ShortcutSum(tf.keras.layers.Conv3D):
     """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its
     input, without bias. Takes [maps, entry]."""
 
-    def __init__(self, filters: int, **kwargs):
+    def __init__(self, filters: int, **kwargs: Any):
         super().__init__(filters, 1, use_bias=False, **kwargs)
         self.input_spec = None  # that of one map
 
-    def build(self, input_shape):
+    def build(self, input_shape: Sequence[tf.TensorShape]) -> None:
         super().build(input_shape[1])
         self.input_spec = None
 
-    def call(self, inputs):
+    def call(self, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
         maps, entry = inputs
         return maps + super().call(entry)
 
@@ -161,10 +168,9 @@ BatchNorm.__name__ = "batch_normalization"
 Shortcut.__name__ = "conv3d"
 
 
-def initial_kernel(seed: int, name: str):
+def initial_kernel(seed: int, name: str) -> tf.keras.initializers.Initializer:
     """Glorot's uniform, from the network's seed and the layer's name: no layer depends on those
     built before. On one real glioma Glorot's smaller kernels learn in 20 steps as much as He's in
     30."""
-    return tf.keras.initializers.GlorotUniform(
-        seed=zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF
-    )
+    drawn = zlib.crc32(f"{seed}/{name}".encode()) & 0x7FFFFFFF
+    return tf.keras.initializers.GlorotUniform(seed=drawn)

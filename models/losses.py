@@ -31,6 +31,9 @@ class OfRegion(NamedTuple):
     derivatives: Tuple[Any, Any, Any]  # of the loss, by the first three sums
 
 
+Formula = Callable[[Sums], OfRegion]
+
+
 def dice_cross_entropy(sums: Sums) -> OfRegion:
     """1 - soft Dice + HARD times a cross-entropy of hard voxels; the score is the soft Dice.
 
@@ -55,5 +58,5 @@ def dice_cross_entropy(sums: Sums) -> OfRegion:
 
 
 DEFAULT_LOSS = "dice-cross-entropy"
-LOSSES: Dict[str, Callable[[Sums], OfRegion]] = {DEFAULT_LOSS: dice_cross_entropy}
+LOSSES: Dict[str, Formula] = {DEFAULT_LOSS: dice_cross_entropy}
 """Name, as on the command line -> formula."""

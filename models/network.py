@@ -1,5 +1,5 @@
-"""A U-Net's forward and backward pass as operations of models/program.py: their order, and what each
-reads and makes. No TensorFlow.
+"""A U-Net's forward and backward pass as operations of models/program.py: their order, and what
+each reads and makes. No TensorFlow.
 
     program = network_program(UNetConfig())
     for op in program.forward: print(op.kind.value, op.layer, [value.name for value in op.reads])
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from models.config import UNetConfig
-from models.program import Form, Kind, NetworkProgram, Op, Value, head_of, kernel_of
+from models.program import Form, Kind, NetworkProgram, Op, Value, head_of, kernel_of, slope_of
 
 Maps = Tuple[Value, ...]
 
@@ -47,7 +47,7 @@ class _Network:
         self.is_lean = config.policy == "lean"
         self.image = Value("image", Form.MAP, 0, config.channels)
         self._ops: List[Op] = []
-        self._names: Counter = Counter()
+        self._names: Counter[str] = Counter()
         self._kernels: Dict[Tuple[str, int], Value] = {}
         self._kernel_gradients: Dict[str, Value] = {}
         self._encoders: List[_Block] = []
@@ -60,10 +60,7 @@ class _Network:
     def program(self) -> NetworkProgram:
         logits = self._forward()
         forward = self._taken()
-        slopes = []
-        for head in logits:
-            name = f"{head_of(head.level)}/slope"
-            slopes.append(Value(name, Form.RAW_GRADIENT, head.level, head.channels))
+        slopes = [slope_of(head) for head in logits]
         before_image = self._backward(slopes)
         backward = self._taken()
         self._image_gradient(*before_image)
@@ -101,8 +98,8 @@ class _Network:
         first convolution's raw sum, and of the image by way of the first shortcut."""
         by_level = dict(zip(self._levels_of_heads(), slopes))
         at_skips: Dict[int, Value] = {}
-        at: Optional[Value] = None
         bottom = self.config.depth - 1
+        at = self._through_head(0, by_level.pop(0), None)
         for level in range(bottom):
             if level in by_level:
                 at = self._through_head(level, by_level[level], at)
@@ -111,10 +108,10 @@ class _Network:
             block, at_first, at_sum = self._through_encoder(level, at, at_skips)
             at = self._at_entry(f"encoder{level}", block.entry, 0, at_first, at_sum)
         block, at_first, at_sum = self._through_encoder(0, at, at_skips)
-        at_shortcut = None
-        if at_sum is not None:
-            at_shortcut = self._project_gradient("encoder0_shortcut", block.entry, 0, at_sum, None)
-        return at_first, at_shortcut
+        if at_sum is None:
+            return at_first, None
+        at_image = self._project_gradient("encoder0_shortcut", block.entry, 0, at_sum, None)
+        return at_first, at_image
 
     def _image_gradient(self, at_first: Value, at_shortcut: Optional[Value]) -> None:
         entry = self._encoders[0].entry
@@ -124,9 +121,8 @@ class _Network:
 
     def _levels_of_heads(self) -> List[int]:
         """As the network's outputs are ordered."""
-        if not self.config.deep_supervision:
-            return [0]
-        return [0, *range(self.config.depth - 2, 0, -1)]
+        coarser = range(self.config.depth - 2, 0, -1)
+        return [0, *coarser] if self.config.deep_supervision else [0]
 
     def _below(self, level: int) -> Value:
         """The map that decoder `level` samples up."""
@@ -145,7 +141,10 @@ class _Network:
         for index in range(1 + ups):
             if index:
                 entry += (self._up(level, index - 1, again=False),)
-            total = self._convolve_one(name, entry, index, widths[0], total, index == ups)
+            layer = f"{name}_conv1"
+            kernel = self._kernel_rows(layer, entry, index)
+            norm = self._norm_of(name, 1) if index == ups else ""
+            total = self._convolve(layer, (entry[index],), widths[0], kernel, norm, total)
         return self._block(name, entry, widths, first=total)
 
     def _block(
@@ -160,26 +159,22 @@ class _Network:
         sums = self._sums(name, entry, widths, again, first)
         if not self.config.residual:
             return _Block(entry, sums, sums[-1])
-        total = None
-        for index in range(len(entry)):
-            total = self._project(f"{name}_shortcut", entry, index, widths[-1], total)
+        shortcut = f"{name}_shortcut"
+        total = self._project(shortcut, entry, 0, widths[-1], None)
+        for index in range(1, len(entry)):
+            total = self._project(shortcut, entry, index, widths[-1], total)
         return _Block(entry, sums, self._residual_sum(name, sums[-1], total, again))
 
     def _sums(
-        self,
-        name: str,
-        entry: Maps,
-        widths: Sequence[int],
-        again: bool,
-        first: Optional[Value] = None,
+        self, name: str, entry: Maps, widths: Sequence[int], again: bool, first: Optional[Value]
     ) -> Maps:
-        sums: List[Value] = []
-        for number, width in enumerate(widths, 1):
-            if number == 1 and first is not None:
-                sums.append(first)
-                continue
+        sums = [] if first is None else [first]
+        for index in range(len(sums), len(widths)):
             maps = (sums[-1],) if sums else entry
-            sums.append(self._convolve(name, number, maps, width, again))
+            layer = f"{name}_conv{index + 1}"
+            norm = self._norm_of(name, index + 1)
+            made = self._convolve(layer, maps, widths[index], kernel_of(layer), norm, again=again)
+            sums.append(made)
         return tuple(sums)
 
     def _block_again(self, level: int) -> _Block:
@@ -191,7 +186,7 @@ class _Network:
             return block
         if level == 0:
             return self._block(name, block.entry, widths, again=True)
-        sums = self._sums(name, block.entry, widths[:-1], again=True)
+        sums = self._sums(name, block.entry, widths[:-1], True, first=None)
         return _Block(block.entry, (*sums, block.sums[-1]), block.output)
 
     def _through_head(self, level: int, slope: Value, at: Optional[Value]) -> Value:
@@ -224,11 +219,11 @@ class _Network:
         time."""
         name = f"decoder{level}"
         convolution = f"{name}_conv1"
-        skip = self._block_again(0).output if level == 0 else self._encoders[level].output
-        entry: Maps = (skip,)
+        skip = self._encoders[level] if level else self._block_again(0)
+        entry: Maps = (skip.output,)
         of_parts = [self._filter_gradient(convolution, entry, at_first, "/skip")]
         of_ups = []
-        at_below: Optional[Value] = None
+        at_below: List[Value] = []  # the sum over the parts so far, last
         for index in range(len(self.config.up_parts(level))):
             up = self._up(level, index, again=True)
             entry += (up,)
@@ -236,10 +231,12 @@ class _Network:
             at_up = self._at_entry(name, entry, index + 1, at_first, at_sum)
             of_up, at_part = self._up_gradients(level, index, at_up)
             of_ups.append(of_up)
-            at_below = at_part if at_below is None else self._add(at_part, at_below)
+            if at_below:
+                at_part = self._add(at_part, at_below[-1])
+            at_below.append(at_part)
         self._join_gradients(convolution, of_parts)
         self._join_gradients(self._up_layer(level), of_ups)
-        return self._at_entry(name, entry, 0, at_first, at_sum), at_below
+        return self._at_entry(name, entry, 0, at_first, at_sum), at_below[-1]
 
     def _through_encoder(
         self, level: int, at: Value, at_skips: Dict[int, Value]
@@ -260,8 +257,7 @@ class _Network:
         without."""
         at_sum = None
         if self.config.residual:
-            at_sum = self._residual_gradient(name, block, at)
-            at = at_sum
+            at = at_sum = self._residual_gradient(name, block, at)
         for number in range(len(block.sums), 1, -1):
             layer = f"{name}_conv{number}"
             source = (block.sums[number - 2],)
@@ -281,41 +277,27 @@ class _Network:
 
     # --- Single operations: forward ---
 
-    def _convolve(self, block: str, number: int, maps: Maps, width: int, again: bool) -> Value:
-        name = f"{block}_conv{number}"
+    def _convolve(
+        self,
+        layer: str,
+        maps: Maps,
+        width: int,
+        kernel: Value,
+        norm: str,
+        add: Optional[Value] = None,
+        again: bool = False,
+    ) -> Value:
         return self._emit(
             Kind.CONVOLVE,
-            name,
-            self._value(name, Form.MAP, maps[0].level, width),
+            layer,
+            self._value(layer, Form.MAP, maps[0].level, width),
             maps=maps,
-            kernel=kernel_of(name),
-            norm=self._norm_of(block, number),
-            over=maps[:1],
+            kernel=kernel,
+            add=add,
+            norm=norm,
+            over=maps[:1] if add is None else (add,),
             kept=not again,
             again=again,
-        )
-
-    def _convolve_one(
-        self,
-        block: str,
-        entry: Maps,
-        index: int,
-        width: int,
-        add: Optional[Value],
-        is_last: bool,
-    ) -> Value:
-        """A block's first convolution of one map of its entry, plus `add`."""
-        name = f"{block}_conv1"
-        return self._emit(
-            Kind.CONVOLVE,
-            name,
-            self._value(name, Form.MAP, entry[0].level, width),
-            kernel=self._kernel_rows(name, entry, index),
-            maps=(entry[index],),
-            add=add,
-            norm=self._norm_of(block, 1) if is_last else "",
-            over=(entry[index] if add is None else add,),
-            kept=True,
         )
 
     def _max_pool(self, level: int, source: Value) -> Value:
@@ -326,75 +308,49 @@ class _Network:
     def _up(self, level: int, index: int, again: bool) -> Value:
         layer = self._up_layer(level)
         first, past = self.config.up_parts(level)[index]
+        made = self._value(layer, Form.MAP, level, past - first)
+        maps = (self._below(level),)
+        kernel = self._up_kernel(level, index)
         return self._emit(
-            Kind.UP_CONVOLVE,
-            layer,
-            self._value(layer, Form.MAP, level, past - first),
-            maps=(self._below(level),),
-            kernel=self._up_kernel(level, index),
-            kept=not again,
-            again=again,
+            Kind.UP_CONVOLVE, layer, made, maps=maps, kernel=kernel, kept=not again, again=again
         )
 
     def _project(
         self, name: str, entry: Maps, index: int, width: int, add: Optional[Value]
     ) -> Value:
+        made = self._value(name, Form.MAP, entry[index].level, width)
+        kernel = self._kernel_rows(name, entry, index)
+        over = () if add is None else (add,)
         return self._emit(
-            Kind.PROJECT,
-            name,
-            self._value(name, Form.MAP, entry[index].level, width),
-            maps=(entry[index],),
-            kernel=self._kernel_rows(name, entry, index),
-            add=add,
-            over=() if add is None else (add,),
+            Kind.PROJECT, name, made, maps=(entry[index],), kernel=kernel, add=add, over=over
         )
 
     def _residual_sum(self, name: str, last: Value, total: Value, again: bool) -> Value:
         layer = f"{name}_act{self.config.convolutions}"
+        made = self._value(layer, Form.MAP, last.level, last.channels)
+        more = {"kept": not again, "again": again}
         return self._emit(
-            Kind.RESIDUAL_SUM,
-            layer,
-            self._value(layer, Form.MAP, last.level, last.channels),
-            maps=(last,),
-            add=total,
-            over=(total,),
-            kept=not again,
-            again=again,
+            Kind.RESIDUAL_SUM, layer, made, maps=(last,), add=total, over=(total,), **more
         )
 
     # --- Single operations: backward ---
 
     def _max_pool_gradient(self, level: int, source: Value, at: Value, add: Value) -> Value:
         layer = f"encoder{level}_pool"
+        made = self._gradient(layer, source)
         return self._emit(
-            Kind.MAX_POOL_GRADIENT,
-            layer,
-            self._value(f"{layer}/gradient", Form.GRADIENT, level, source.channels),
-            maps=(source,),
-            gradient=at,
-            add=add,
-            over=(add,),
+            Kind.MAX_POOL_GRADIENT, layer, made, maps=(source,), gradient=at, add=add, over=(add,)
         )
 
     def _up_gradients(self, level: int, index: int, at: Value) -> Tuple[Value, Value]:
         """Of the filters, and of the values of the level below."""
         layer = self._up_layer(level)
-        below = self._below(level)
-        of_up = self._emit(
-            Kind.UP_FILTER_GRADIENT,
-            layer,
-            self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT),
-            maps=(below,),
-            gradient=at,
-        )
-        at_below = self._emit(
-            Kind.UP_INPUT_GRADIENT,
-            layer,
-            self._value(f"{layer}/gradient", Form.GRADIENT, below.level, below.channels),
-            maps=(below,),
-            gradient=at,
-            kernel=self._up_kernel(level, index),
-        )
+        maps = (self._below(level),)
+        of_up = self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT)
+        self._emit(Kind.UP_FILTER_GRADIENT, layer, of_up, maps=maps, gradient=at)
+        at_below = self._gradient(layer, maps[0])
+        kernel = self._up_kernel(level, index)
+        self._emit(Kind.UP_INPUT_GRADIENT, layer, at_below, maps=maps, gradient=at, kernel=kernel)
         return of_up, at_below
 
     def _add(self, at: Value, add: Value) -> Value:
@@ -405,13 +361,11 @@ class _Network:
         self, name: str, entry: Maps, index: int, at: Value, add: Optional[Value]
     ) -> Value:
         source = entry[index]
-        made = self._value(f"{name}/gradient", Form.GRADIENT, source.level, source.channels)
-        of_kernel = self._of_kernel(name)
         return self._emit(
             Kind.PROJECT_GRADIENT,
             name,
-            made,
-            of_kernel,
+            self._gradient(name, source),
+            self._of_kernel(name),
             maps=(source,),
             gradient=at,
             add=add,
@@ -422,45 +376,31 @@ class _Network:
 
     def _project_to_raw(self, block: _Block, at: Value) -> Value:
         """Of the finest head: first come the sums that the norm needs."""
-        source = block.output
-        sums = self._emit(
-            Kind.PROJECT_SUMS,
-            "head",
-            self._value("head/sums", Form.GRADIENT, source.level, source.channels),
-            self._of_kernel("head"),
-            maps=(source,),
-            gradient=at,
-            kernel=kernel_of("head"),
-        )
+        maps = (block.output,)
+        kernel = kernel_of("head")
+        sums = self._value("head/sums", Form.GRADIENT, maps[0].level, maps[0].channels)
+        makes = (sums, self._of_kernel("head"))
+        self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=at, kernel=kernel)
+        at = self._norm_gradient("decoder0", len(block.sums), block, sums)
+        made = self._gradient("head", maps[0], Form.RAW_GRADIENT)
         return self._emit(
-            Kind.PROJECT_TO_RAW,
-            "head",
-            self._value("head/gradient", Form.RAW_GRADIENT, source.level, source.channels),
-            maps=(source,),
-            gradient=self._norm_gradient("decoder0", len(block.sums), block, sums),
-            kernel=kernel_of("head"),
-            over=(source,),
+            Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=at, kernel=kernel, over=maps
         )
 
     def _residual_gradient(self, name: str, block: _Block, at: Value) -> Value:
         layer = f"{name}_act{len(block.sums)}"
-        return self._emit(
-            Kind.RESIDUAL_GRADIENT,
-            layer,
-            self._value(f"{layer}/gradient", Form.GRADIENT, at.level, at.channels),
-            maps=(block.sums[-1], block.output),
-            gradient=at,
-            over=(at,),
-        )
+        made = self._gradient(layer, at)
+        maps = (block.sums[-1], block.output)
+        return self._emit(Kind.RESIDUAL_GRADIENT, layer, made, maps=maps, gradient=at, over=(at,))
 
     def _norm_gradient(self, name: str, number: int, block: _Block, at: Value) -> Value:
         """The gradient of a raw sum, to be formed on reading, from that of its values."""
         if at.form is Form.RAW_GRADIENT:
             return at
         source = block.sums[number - 1]
-        norm = self._norm_of(name, number)
-        made = self._value(f"{norm}/gradient", Form.FORMED_GRADIENT, source.level, source.channels)
-        return self._emit(Kind.NORM_GRADIENT, norm, made, maps=(source,), gradient=at)
+        layer = self._norm_of(name, number)
+        made = self._gradient(layer, source, Form.FORMED_GRADIENT)
+        return self._emit(Kind.NORM_GRADIENT, layer, made, maps=(source,), gradient=at)
 
     def _to_raw(self, name: str, block: _Block, at: Value) -> Value:
         """A first convolution's formed gradient as a map of its own, over the raw sum."""
@@ -472,15 +412,11 @@ class _Network:
     def _input_gradient(
         self, name: str, at: Value, entry: Maps, index: int, sums: bool = False
     ) -> Value:
-        like = entry[index]
+        made = self._gradient(name, entry[index])
+        maps = (entry[index],) if sums else ()
+        kernel = self._kernel_rows(name, entry, index)
         return self._emit(
-            Kind.INPUT_GRADIENT,
-            name,
-            self._value(f"{name}/gradient", Form.GRADIENT, like.level, like.channels),
-            maps=(like,) if sums else (),
-            gradient=at,
-            kernel=self._kernel_rows(name, entry, index),
-            over=(at,),
+            Kind.INPUT_GRADIENT, name, made, maps=maps, gradient=at, kernel=kernel, over=(at,)
         )
 
     def _filter_gradient(self, name: str, entry: Maps, at: Value, of_part: str = "") -> Value:
@@ -508,7 +444,7 @@ class _Network:
     def _up_kernel(self, level: int, index: int) -> Value:
         parts = self.config.up_parts(level)
         name = self._up_layer(level)
-        if self.config.up != "transposed":
+        if self.config.up == "upsampling":
             return self._kernel_part(Kind.KERNEL_TAPS, name, index, parts[index])
         if len(parts) == 1:
             return kernel_of(name)
@@ -538,6 +474,10 @@ class _Network:
         self._names[name] += 1
         count = self._names[name]
         return Value(name if count == 1 else f"{name}/{count}", form, level, channels)
+
+    def _gradient(self, layer: str, like: Value, form: Form = Form.GRADIENT) -> Value:
+        """That which a layer makes, of a map."""
+        return self._value(f"{layer}/gradient", form, like.level, like.channels)
 
     def _emit(self, kind: Kind, layer: str, *makes: Value, **more: Any) -> Value:
         self._ops.append(Op(kind, layer, makes, **more))

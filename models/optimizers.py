@@ -34,12 +34,8 @@ class Weight:
     one_less_beta_2: Any
     epsilon: Any
 
-    def square(self, tensor: Any) -> Any:
-        """Its values' squares."""
-        raise NotImplementedError
-
-    def root(self, tensor: Any) -> Any:
-        """Its values' square roots."""
+    def each(self, function: str, tensor: Any) -> Any:
+        """A function of TensorFlow's `tf.math` of each of its values, such as "sqrt"."""
         raise NotImplementedError
 
     def orthogonal(self, tensor: Any) -> Any:
@@ -61,9 +57,9 @@ def _adam(weight: Weight) -> Any:
     """Kingma and Ba 2015."""
     mean, square = weight.slots
     mean = mean.assign_add((weight.gradient - mean) * weight.one_less_beta_1)
-    of_square = weight.square(weight.gradient) - square
+    of_square = weight.each("square", weight.gradient) - square
     square = square.assign_add(of_square * weight.one_less_beta_2)
-    step = weight.rate * mean / (weight.root(square) + weight.epsilon)
+    step = weight.rate * mean / (weight.each("sqrt", square) + weight.epsilon)
     return weight.value.assign_sub(step)
 
 

@@ -9,7 +9,7 @@ bytes, scratch, multiply-adds and seconds (memory_estimator/step/training_step.p
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 
 class Kind(Enum):
@@ -114,24 +114,45 @@ class NetworkProgram:
     kernel_gradients: Tuple[Tuple[str, Value], ...]  # of each layer with a kernel
 
 
-def loss_program(
-    logits: Sequence[Value], slopes: Sequence[Value]
-) -> Tuple[Tuple[Op, ...], Tuple[Op, ...]]:
+TARGET = Value("target", Form.NUMBERS)  # what a loss compares logits with
+
+
+class LossProgram(NamedTuple):
+    """A loss's operations, one for each head."""
+
+    sums: Tuple[Op, ...]
+    slopes: Tuple[Op, ...]  # the gradients of the logits, from what is made of the sums
+
+
+def loss_program(logits: Sequence[Value]) -> LossProgram:
     """A loss of the logits of each head: the sums of all heads, one after the other; and then
     their gradients, each over the logits themselves."""
-    target = Value("target", Form.NUMBERS)
     of_sums = []
     of_slopes = []
-    for head, slope in zip(logits, slopes):
+    for head in logits:
         name = head_of(head.level)
+        maps = (head, TARGET)
         sums = Value(f"{name}/loss_sums", Form.NUMBERS, head.level)
-        of_sums.append(Op(Kind.LOSS_SUMS, name, (sums,), (head, target)))
-        of_slopes.append(Op(Kind.LOSS_SLOPE, name, (slope,), (head, target), over=(head,)))
-    return tuple(of_sums), tuple(of_slopes)
+        of_sums.append(Op(Kind.LOSS_SUMS, name, (sums,), maps))
+        of_slopes.append(Op(Kind.LOSS_SLOPE, name, (slope_of(head),), maps, over=(head,)))
+    return LossProgram(tuple(of_sums), tuple(of_slopes))
 
 
 def kernel_of(layer: str) -> Value:
     return Value(f"{layer}/kernel", Form.KERNEL)
+
+
+def slope_of(logits: Value) -> Value:
+    """The gradient of a loss by the logits of a head."""
+    name = f"{head_of(logits.level)}/slope"
+    return Value(name, Form.RAW_GRADIENT, logits.level, logits.channels)
+
+
+def needed(value: Optional[Value]) -> Value:
+    """What every operation of a kind has, such as the gradient of FILTER_GRADIENT."""
+    if value is None:
+        raise ValueError("an operation must have all values of its kind, got one without; add it")
+    return value
 
 
 def head_of(level: int) -> str:

@@ -10,10 +10,11 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import tensorflow as tf
 
 from models.config import EPSILON
+from models.layers import NormActivation
 from models.native import operations
 from models.native.operations import AtValues, Gradient, Norm, Source
 from models.network import network_program
-from models.program import Form, Kind, Op, Value
+from models.program import Form, Kind, Op, Value, needed
 
 
 class Pass:
@@ -74,7 +75,18 @@ class Pass:
     def maps(self, op: Op) -> List[Source]:
         return [self[each] for each in op.maps]
 
-    def in_turn(self, operation: Callable, *arguments) -> Any:
+    def kernel(self, op: Op) -> tf.Tensor:
+        return self[needed(op.kernel)]
+
+    def gradient(self, op: Op) -> Any:
+        """What it computes with, an `AtValues` or `Gradient`."""
+        return self[needed(op.gradient)]
+
+    def add(self, op: Op) -> Any:
+        """What is added to the result, None without."""
+        return None if op.add is None else self[op.add]
+
+    def in_turn(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """The outputs of an operation, computed after the one before it."""
         with tf.control_dependencies(self._last):
             outputs = operation(*arguments)
@@ -84,7 +96,7 @@ class Pass:
     def value(self, variable: tf.Variable) -> tf.Tensor:
         return self._replaced.get(variable.name, variable)
 
-    def moves(self, layer: tf.keras.layers.Layer) -> bool:
+    def moves(self, layer: NormActivation) -> bool:
         """Whether a norm is a batch norm that takes the batch's statistics."""
         return layer.norm == "batch" and self.training and layer.trainable
 
@@ -97,20 +109,24 @@ class Pass:
 
 
 def _convolve(run: Pass, op: Op) -> Source:
-    add = None if op.add is None else run[op.add].raw
-    raw, mean, variance = run.in_turn(operations.convolve, run.maps(op), run[op.kernel], add)
+    add = _raw_of(run.add(op))
+    raw, mean, variance = run.in_turn(operations.convolve, run.maps(op), run.kernel(op), add)
     if not op.norm:
         return Source(raw)
     return Source(raw, _norm(run, run.layer(op.norm), raw, mean, variance, op.again))
 
 
+def _raw_of(source: Optional[Source]) -> Optional[tf.Tensor]:
+    return None if source is None else source.raw
+
+
 def _input_gradient(run: Pass, op: Op) -> AtValues:
     below = run[op.maps[0]] if op.maps else None
-    return run.in_turn(operations.input_gradient, run[op.gradient], run[op.kernel], below)
+    return run.in_turn(operations.input_gradient, run.gradient(op), run.kernel(op), below)
 
 
 def _filter_gradient(run: Pass, op: Op) -> tf.Tensor:
-    gradient = run.in_turn(operations.filter_gradient, run.maps(op), run[op.gradient])
+    gradient = run.in_turn(operations.filter_gradient, run.maps(op), run.gradient(op))
     return run.keep_kernel_gradient(op, gradient)
 
 
@@ -123,21 +139,21 @@ def _max_pool(run: Pass, op: Op) -> Source:
 
 def _max_pool_gradient(run: Pass, op: Op) -> AtValues:
     (source,) = run.maps(op)
-    at, add = run[op.gradient].map, run[op.add].map
-    return run.in_turn(operations.max_pool_gradient, source, at, add)
+    at = run.gradient(op).map
+    return run.in_turn(operations.max_pool_gradient, source, at, run.add(op).map)
 
 
 def _up_convolve(run: Pass, op: Op) -> Source:
-    return Source(run.in_turn(operations.up_convolve, *run.maps(op), run[op.kernel]))
+    return Source(run.in_turn(operations.up_convolve, *run.maps(op), run.kernel(op)))
 
 
 def _up_input_gradient(run: Pass, op: Op) -> AtValues:
-    at = run[op.gradient].map
-    return run.in_turn(operations.up_input_gradient, at, run[op.kernel], *run.maps(op))
+    at = run.gradient(op).map
+    return run.in_turn(operations.up_input_gradient, at, run.kernel(op), *run.maps(op))
 
 
 def _up_filter_gradient(run: Pass, op: Op) -> tf.Tensor:
-    return run.in_turn(operations.up_filter_gradient, *run.maps(op), run[op.gradient].map)
+    return run.in_turn(operations.up_filter_gradient, *run.maps(op), run.gradient(op).map)
 
 
 # --- Voxel by voxel ---
@@ -145,18 +161,21 @@ def _up_filter_gradient(run: Pass, op: Op) -> tf.Tensor:
 
 def _project(run: Pass, op: Op) -> Source:
     layer = run.layer(op.layer)
-    bias = tf.zeros(layer.filters) if layer.bias is None else run.value(layer.bias)
-    add = None if op.add is None else run[op.add].raw
+    bias = tf.zeros(layer.filters)
+    if layer.bias is not None:
+        bias = run.value(layer.bias)
+    add = _raw_of(run.add(op))
     (source,) = run.maps(op)
-    return Source(run.in_turn(operations.project, source, run[op.kernel], bias, add))
+    return Source(run.in_turn(operations.project, source, run.kernel(op), bias, add))
 
 
 def _project_gradient(run: Pass, op: Op) -> AtValues:
     layer = run.layer(op.layer)
-    add = None if op.add is None else run[op.add].map
+    known_at = run.add(op)
+    add = None if known_at is None else known_at.map
     (source,) = run.maps(op)
     at, of_rows, of_bias = run.in_turn(
-        operations.project_gradient, source, run[op.gradient].map, run[op.kernel], add
+        operations.project_gradient, source, run.gradient(op).map, run.kernel(op), add
     )
     first, past = op.span
     rows = layer.kernel.shape[3]
@@ -175,9 +194,9 @@ def _project_gradient(run: Pass, op: Op) -> AtValues:
 def _project_sums(run: Pass, op: Op) -> AtValues:
     layer = run.layer(op.layer)
     (source,) = run.maps(op)
-    slope = run[op.gradient].map
+    slope = run.gradient(op).map
     sum1, sum2, of_kernel, of_bias = run.in_turn(
-        operations.project_sums, source, slope, run[op.kernel]
+        operations.project_sums, source, slope, run.kernel(op)
     )
     run.keep_kernel_gradient(op, of_kernel)
     run.gradients[layer.bias.name] = of_bias
@@ -186,22 +205,22 @@ def _project_sums(run: Pass, op: Op) -> AtValues:
 
 def _to_raw(run: Pass, op: Op) -> Gradient:
     if op.kernel is None:
-        return run.in_turn(operations.to_raw, run[op.gradient])
-    return run.in_turn(operations.to_raw, run[op.gradient], run[op.kernel])
+        return run.in_turn(operations.to_raw, run.gradient(op))
+    return run.in_turn(operations.to_raw, run.gradient(op), run.kernel(op))
 
 
 def _residual_sum(run: Pass, op: Op) -> Source:
-    return Source(run.in_turn(operations.residual_sum, *run.maps(op), run[op.add].raw))
+    return Source(run.in_turn(operations.residual_sum, *run.maps(op), run.add(op).raw))
 
 
 def _residual_gradient(run: Pass, op: Op) -> AtValues:
     last, output = run.maps(op)
-    at = run[op.gradient].map
+    at = run.gradient(op).map
     return run.in_turn(operations.residual_gradient, last, output.raw, at)
 
 
 def _add(run: Pass, op: Op) -> AtValues:
-    pairs = zip(run[op.gradient], run[op.add])
+    pairs = zip(run.gradient(op), run.add(op))
     return AtValues(*(run.in_turn(tf.add, *pair) for pair in pairs))
 
 
@@ -210,7 +229,7 @@ def _add(run: Pass, op: Op) -> AtValues:
 
 def _norm(
     run: Pass,
-    layer: tf.keras.layers.Layer,
+    layer: NormActivation,
     raw: tf.Tensor,
     mean: tf.Tensor,
     variance: tf.Tensor,
@@ -245,24 +264,28 @@ def _norm_gradient(run: Pass, op: Op) -> Gradient:
     """The gradient of a raw sum, to be formed on reading, from that of the norm's values (Ioffe and
     Szegedy 2015)."""
     (source,) = run.maps(op)
-    at: AtValues = run[op.gradient]
+    at: AtValues = run.gradient(op)
     layer = run.layer(op.layer)
     norm = source.norm
+    if norm is None:
+        rule = f"the map that {op.layer} reads must have a norm"
+        raise ValueError(f"{rule}, got none; name it at its convolution")
+    scale: tf.Tensor = norm.scale
     if layer.norm == "none":
         run.gradients[layer.bias.name] = tf.reduce_sum(at.sum1, 0)
     else:
         run.gradients[layer.gamma.name] = tf.reduce_sum(at.sum2, 0)
         run.gradients[layer.beta.name] = tf.reduce_sum(at.sum1, 0)
     if layer.norm != "instance" and not run.moves(layer):
-        return Gradient(at.map, source, norm.scale, 0 * norm.scale, 0 * norm.scale)
+        return Gradient(at.map, source, scale, 0 * scale, 0 * scale)
     mean1 = at.sum1 / _voxels(source.raw)
     mean2 = at.sum2 / _voxels(source.raw)
     if layer.norm == "batch":
         mean1 = tf.reduce_mean(mean1, 0, keepdims=True)
         mean2 = tf.reduce_mean(mean2, 0, keepdims=True)
-    of_raw = -norm.scale * norm.rstd * mean2
-    constant = -norm.scale * mean1 - of_raw * norm.mean
-    return Gradient(at.map, source, norm.scale, of_raw, constant)
+    of_raw = -scale * norm.rstd * mean2
+    constant = -scale * mean1 - of_raw * norm.mean
+    return Gradient(at.map, source, scale, of_raw, constant)
 
 
 def _voxels(raw: tf.Tensor) -> float:
@@ -274,14 +297,14 @@ def _voxels(raw: tf.Tensor) -> float:
 
 
 def _kernel_rows(run: Pass, op: Op) -> tf.Tensor:
-    return run.in_turn(lambda: _slice(run[op.kernel], 3, op.span))
+    return run.in_turn(lambda: _slice(run.kernel(op), 3, op.span))
 
 
 def _kernel_taps(run: Pass, op: Op) -> tf.Tensor:
     """Nearest neighbour and a 1x1x1 kernel commute: eight equal taps (2, 2, 2, out, in)."""
-    kernel = run[op.kernel]
+    kernel = run.kernel(op)
     if op.span[1] - op.span[0] < kernel.shape[4]:
-        kernel = run.in_turn(lambda: _slice(run[op.kernel], 4, op.span))
+        kernel = run.in_turn(lambda: _slice(run.kernel(op), 4, op.span))
     return run.in_turn(lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1)))
 
 

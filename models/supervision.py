@@ -8,11 +8,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
-from models.losses import OfRegion, Sums
+from models.losses import Formula, Sums
 from models.native import operations
 from models.program import Form, Kind, Value, loss_program
-
-Formula = Callable[[Sums], OfRegion]
 
 
 class Supervised(NamedTuple):
@@ -46,13 +44,12 @@ def supervise(
         target = tf.cast(target, tf.uint8)
         compute = BY_OWN_OPERATIONS
     heads = [Value(f"logits {index}", Form.MAP, index) for index in range(len(logits))]
-    gradients = [Value(f"slope {index}", Form.RAW_GRADIENT, index) for index in range(len(logits))]
-    of_sums, of_slopes = loss_program(heads, gradients)
+    program = loss_program(heads)
     weights = head_weights(logits)
     tensors = dict(zip(heads, logits))
     losses: List[OfBatch] = []
     before = list(logits)  # when all are there
-    for op in of_sums:
+    for op in program.sums:
         with tf.control_dependencies(before):
             sums = compute[op.kind](tensors[op.maps[0]], target)
         before = [sums]
@@ -60,7 +57,7 @@ def supervise(
 
     def slopes(upstream: Any) -> List[tf.Tensor]:
         made: List[tf.Tensor] = []
-        for op, loss, weight in zip(of_slopes, losses, weights):
+        for op, loss, weight in zip(program.slopes, losses, weights):
             factors = weight * upstream * loss.derivatives
             with tf.control_dependencies(made[-1:]):
                 made.append(compute[op.kind](tensors[op.maps[0]], target, factors))
@@ -83,14 +80,14 @@ def of_batch(formula: Formula, sums: tf.Tensor, by_sample: bool = False) -> OfBa
     return OfBatch(loss, of_region.score, derivatives)
 
 
-def head_weights(heads: Sequence) -> List[float]:
+def head_weights(heads: Sequence[tf.Tensor]) -> List[float]:
     """Weights of the heads' losses, from their logits, the finest first: 1, 1/2, 1/4 ... by
     resolution, with sum 1."""
     weights = [head.shape[1] / heads[0].shape[1] for head in heads]
     return [weight / sum(weights) for weight in weights]
 
 
-def thinned(target, logits):
+def thinned(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """Every 2nd, 4th ... voxel of a target (N, X, Y, Z, R), on the grid of the logits."""
     steps = [fine // coarse for fine, coarse in zip(target.shape[1:4], logits.shape[1:4])]
     if max(steps) == 1:
@@ -103,19 +100,22 @@ def thinned(target, logits):
 
 def _plain_sums(logits: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
     """As `operations.loss_sums`."""
-    z, t = _rows(logits), _rows(thinned(target, logits))
+    z = _rows(logits)
+    t = _rows(thinned(target, logits))
     p = tf.sigmoid(z)
     terms = (tf.nn.sigmoid_cross_entropy_with_logits(t, z), p * t, p, t)
     _, _, _, size_z, regions = logits.shape
-    lines = [tf.reduce_sum(tf.reduce_sum(term, 2), 1) for term in terms]  # (N, Z * R)
-    return tf.stack(
-        [tf.reduce_sum(tf.reshape(line, (-1, size_z, regions)), 1) for line in lines], 1
-    )
+    sums = []
+    for term in terms:
+        along_z = tf.reduce_sum(tf.reduce_sum(term, 2), 1)  # (N, Z * R)
+        sums.append(tf.reduce_sum(tf.reshape(along_z, (-1, size_z, regions)), 1))
+    return tf.stack(sums, 1)
 
 
 def _plain_slope(logits: tf.Tensor, target: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
     """As `operations.loss_slope`."""
-    z, t = _rows(logits), _rows(thinned(target, logits))
+    z = _rows(logits)
+    t = _rows(thinned(target, logits))
     along_z = tf.tile(factors, (1, 1, logits.shape[3]))[:, :, None, None]
     of_cross_entropy, of_overlap, of_p = tf.unstack(along_z, axis=1)
     p = tf.sigmoid(z)

@@ -2,15 +2,15 @@
 
 import dataclasses
 import sys
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import tensorflow as tf
 from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
-from models.layer_plan import LayerOp, layer_plan
+from models.layer_plan import LayerOp, Shape3, layer_plan
 from models.layers import NormActivation, ShortcutSum, keras_layers, plain_layer
-from models.losses import LOSSES
+from models.losses import LOSSES, Formula
 from models.native import operations
 from models.step import Pass
 from models.supervision import supervise
@@ -25,7 +25,7 @@ class UNet3D(tf.keras.Model):
     layers with the same weights: a program without this project loads that.
     """
 
-    def __init__(self, unet: UNetConfig, image, logits):
+    def __init__(self, unet: UNetConfig, image: Any, logits: Any):
         super().__init__(image, logits, name=unet.network)
         self.unet = unet
 
@@ -52,13 +52,13 @@ class UNet3D(tf.keras.Model):
         """The same network of Keras' own layers, with first weights."""
         batch_size, *shape, _ = self.input_shape
         with tf.init_scope():
-            image, logits = _built(self.unet, shape, batch_size, keras_layers)
+            image, logits = _built(self.unet, tuple(shape), batch_size, keras_layers)
             network = tf.keras.Model(image, logits, name=self.name)
         for layer in self.layers:
             network.get_layer(layer.name).trainable = layer.trainable
         return network
 
-    def call(self, inputs, training=None, mask=None):
+    def call(self, inputs: Any, training: Optional[bool] = None, mask: Any = None) -> Any:
         """The logits as Keras asks for them: by own operations if they run, else layer by layer.
         A SavedModel and a step that XLA compiles have the layers, as neither can hold own
         operations.
@@ -76,16 +76,16 @@ class UNet3D(tf.keras.Model):
             logits = Pass(self, False).forward(image)
         return logits if len(logits) > 1 else logits[0]
 
-    def _in_training(self, image) -> List[tf.Tensor]:
+    def _in_training(self, image: tf.Tensor) -> List[tf.Tensor]:
         """The logits of each head, with the backward pass of `Pass` as their gradient."""
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
         names = [weight.name for weight in read]
 
-        @tf.custom_gradient
-        def computed(image, *values):
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        def computed(image: tf.Tensor, *values: tf.Tensor) -> Tuple[List[tf.Tensor], Any]:
             network = Pass(self, True, dict(zip(names, values)))
 
-            def gradient(*slopes):
+            def gradient(*slopes: tf.Tensor) -> Tuple[Optional[tf.Tensor], ...]:
                 of_weights = network.backward(slopes)
                 return (network.image_gradient(), *map(of_weights.get, names))
 
@@ -95,7 +95,11 @@ class UNet3D(tf.keras.Model):
         return computed(image, *map(tf.convert_to_tensor, read))
 
     def loss_and_gradients(
-        self, loss, image, target, share=1.0
+        self,
+        loss: Union[str, Formula],
+        image: tf.Tensor,
+        target: tf.Tensor,
+        share: Union[float, tf.Tensor] = 1.0,
     ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """The loss of (image, target uint8 (N, X, Y, Z, R)) in training, a score (N, R), and the
         gradients of `share` times the loss by `trainable_weights`. `loss` is a name or a formula
@@ -104,19 +108,16 @@ class UNet3D(tf.keras.Model):
         if operations.in_use():
             network = Pass(self, True)
             supervised = supervise(formula, target, network.forward(image))
-            gradients = network.backward(supervised.slopes(share))
-            return (
-                supervised.loss,
-                supervised.score,
-                [gradients[weight.name] for weight in self.trainable_weights],
-            )
+            by_name = network.backward(supervised.slopes(share))
+            gradients = [by_name[weight.name] for weight in self.trainable_weights]
+            return supervised.loss, supervised.score, gradients
         with tf.GradientTape() as tape:
             logits = tf.nest.flatten(self(image, training=True))
         supervised = supervise(formula, target, logits)
         gradients = tape.gradient(logits, self.trainable_weights, supervised.slopes(share))
         return supervised.loss, supervised.score, gradients
 
-    def export(self, filepath, *args, **kwargs):
+    def export(self, filepath: str, *args: Any, **kwargs: Any) -> None:
         """Keras' `export`, of plain layers: other hosts have no own operations."""
         layers = tf.keras.Model(self.input, self.output, name=self.name)
         layers.export(filepath, *args, **kwargs)
@@ -147,9 +148,7 @@ FunctionalUNet3D.__name__ = "Functional"
 FunctionalUNet3D.__module__ = tf.keras.Model.__module__.replace("training", "functional")
 
 
-def build_unet3d(
-    config: UNetConfig, shape: Tuple[int, int, int], batch_size: Optional[int] = None
-) -> UNet3D:
+def build_unet3d(config: UNetConfig, shape: Shape3, batch_size: Optional[int] = None) -> UNet3D:
     """The Keras model of `config` for images of `shape` (X, Y, Z), after Ojika et al. 2020 and
     Cicek et al. 2016.
 
@@ -163,7 +162,7 @@ def build_unet3d(
     return FunctionalUNet3D(config, image, logits)
 
 
-def finest(logits) -> tf.Tensor:
+def finest(logits: Any) -> tf.Tensor:
     """The full-resolution logits of a network's output, which is a list under deep supervision."""
     return logits[0] if isinstance(logits, (list, tuple)) else logits
 
@@ -178,12 +177,12 @@ def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
 
 def _built(
     config: UNetConfig,
-    shape: Sequence[int],
+    shape: Shape3,
     batch_size: Optional[int],
     make: Callable[[UNetConfig, LayerOp, List[Any]], Any],
 ) -> Tuple[Any, Any]:
     """Image and logits of a Keras model whose layers are those of `make`."""
-    plan = layer_plan(config, tuple(shape))
+    plan = layer_plan(config, shape)
     size = (*shape, config.channels)
     image = tf.keras.Input(size, batch_size, dtype=config.dtype, name="image")
     maps = {"image": image}

@@ -22,8 +22,8 @@ ENVIRONMENT = "cpu3d/util/environment.py"
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="run.sh needs bash")
 
 STUB = """#!/bin/bash
-# A Python that says what its test wants: to the probe "{answer}", and it writes down everything else.
-# What makes the environment is run by a real one.
+# A Python that says what its test wants: to the probe "{answer}", and it writes down everything
+# else. What makes the environment is run by a real one.
 case "$1 $2" in
   "-I "*) exec "${{STUB_REAL:-{real}}}" "$@" ;;
   "-c import sys; sys.exit"*) exit {unusable} ;;
@@ -34,7 +34,10 @@ case "$1 $2" in
   "-m pip")
     [ "$3" = install ] || exit 0
     echo "pip ${{@: -1}}" >>"$JOURNAL"
-    [ -z "${{STUB_PIP_WAITS:-}}" ] || for i in {{1..600}}; do [ ! -e "$STUB_PIP_WAITS" ] || break; sleep 0.05; done
+    [ -z "${{STUB_PIP_WAITS:-}}" ] || for i in {{1..600}}; do
+      [ ! -e "$STUB_PIP_WAITS" ] || break
+      sleep 0.05
+    done
     if [ -n "${{STUB_PIP_FAILS:-}}" ]; then echo "ERROR: no matching distribution"; exit 1; fi ;;
   *) echo "{name} $* [$PWD] [$PYTHONPATH]" >>"$JOURNAL"; exit "${{STUB_EXIT:-0}}" ;;
 esac

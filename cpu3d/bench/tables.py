@@ -2,7 +2,8 @@
 each job.
 
     ./run.sh bench tables --records records                         # prints the page
-    ./run.sh bench tables --records records --page validation.md --picture docs/pictures/policies.png
+    ./run.sh bench tables --records records --page validation.md \\
+        --picture docs/pictures/policies.png
     ./run.sh bench tables --studies study.jsonl --learning curves.png
     ./run.sh bench tables --records records --accuracy memory_estimator/hosts/accuracy.json
 

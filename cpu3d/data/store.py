@@ -2,9 +2,11 @@
 
 store/manifest.json         what the store is, with a SHA-256 of its own content; written last
 store/cases-<hash>.jsonl    the records of its cases, one a line
-store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian, axes R A S (or .x.b2nd)
+store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian,
+                            axes R A S (or .x.b2nd)
 store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes (or .y.b2nd)
-store/cases/<id>.json       the case's record; written after its arrays, so they are whole if it is there
+store/cases/<id>.json       the case's record; written after its arrays, so they are whole if it is
+                            there
 store/quarantine.jsonl      cases left out, each with its reasons
 """
 

@@ -1,9 +1,11 @@
 """The checkpoints of a run: its last few, each a whole file named by its step, and the best
 weights.
 
-    write_next(run, 120, arrays, state, keep=3)      run/checkpoints/step-00000120.npz; older ones than the last 3 go
-    checkpoint = newest(run)                         the newest whole one, with the damaged ones after it
-    path = weights_file(run, "last")                 for prediction: "best", or the newest whole one
+    write_next(run, 120, arrays, state, keep=3)   run/checkpoints/step-00000120.npz; those older
+                                                  than the last 3 go
+    checkpoint = newest(run)                      the newest whole one, with the damaged ones after
+                                                  it
+    path = weights_file(run, "last")              for prediction: "best", or the newest whole one
 
 A checkpoint is one uncompressed .npz: every variable as an array, and the run's state as JSON. No
 pickle. It is written atomically, and read, one array at a time, so that neither takes more memory

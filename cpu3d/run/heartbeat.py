@@ -29,7 +29,8 @@ WAITING_PHASES = (
     "waiting for the last checkpoint",
 )
 BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
-# A worker that has sent another host nothing for so long, as one that a signal has stopped, is lost.
+# A worker that has sent another host nothing for so long, as one that a signal has stopped, is
+# lost.
 LOST_S = 20.0
 # A worker whose last beat is older is not alive; network file systems lag by seconds.
 SILENT_S = 60.0

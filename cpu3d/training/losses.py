@@ -82,9 +82,8 @@ class RegionDice(tf.keras.metrics.Mean):
             hard_dice_counts(thinned(_on_grid_or_finer(y_pred, y_true), y_pred), y_pred)
         )
         if self.region is not None and not 0 <= self.region < dice.shape[1]:
-            raise ValueError(
-                f"region must be at least 0, below {dice.shape[1]}, got {self.region}; give an index"
-            )
+            rule = f"region must be at least 0, below {dice.shape[1]}"
+            raise ValueError(f"{rule}, got {self.region}; give an index")
         dice = tf.reduce_mean(dice, 1) if self.region is None else dice[:, self.region]
         return super().update_state(dice, sample_weight)
 
@@ -126,7 +125,6 @@ def _on_grid_or_finer(logits, target):
     is_other = len(target.shape) != len(logits.shape) or target.shape[-1] != logits.shape[-1]
     if is_other or len(steps) > 1 or max(steps) % 1:
         got = f"{tuple(target.shape)} for {tuple(logits.shape)}"
-        raise ValueError(
-            f"y_true must have the shape of y_pred or a finer grid, got {got}; give a map for each region"
-        )
+        rule = "y_true must have the shape of y_pred or a finer grid"
+        raise ValueError(f"{rule}, got {got}; give a map for each region")
     return target

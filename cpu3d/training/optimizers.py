@@ -154,11 +154,8 @@ class _Tensors(Weight):
         dtype = self.gradient.dtype
         return self._optimizer.once(f"{value}", lambda: tf.constant(value, dtype))
 
-    def square(self, tensor: tf.Tensor) -> tf.Tensor:
-        return tf.square(tensor)
-
-    def root(self, tensor: tf.Tensor) -> tf.Tensor:
-        return tf.sqrt(tensor)
+    def each(self, function: str, tensor: tf.Tensor) -> tf.Tensor:
+        return getattr(tf.math, function)(tensor)
 
     def orthogonal(self, tensor: tf.Tensor) -> tf.Tensor:
         if operations.in_use() and tensor.dtype == tf.float32:

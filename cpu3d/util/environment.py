@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -204,7 +204,7 @@ def choose(engine: Engine, kept_version: str = "") -> Choice:
 def _find(versions: Sequence[str]) -> Tuple[Python, Tuple[str, ...]]:
     """The Python of the first of these versions that can make an environment, and the versions
     before it that cannot. Raises SetUpError if there is none."""
-    bare = []
+    bare: List[str] = []
     for wanted in versions:
         names = [f"python{wanted}", "python3", "python"]
         if os.environ.get("PYTHON"):
@@ -402,7 +402,7 @@ class Environment:
 
     def _has_pip(self) -> bool:
         with contextlib.suppress(OSError):
-            command = [self.python, "-m", "pip", "--version"]
+            command = [str(self.python), "-m", "pip", "--version"]
             return subprocess.run(command, capture_output=True).returncode == 0
         return False
 

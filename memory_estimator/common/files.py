@@ -22,7 +22,8 @@ class NotRegularError(OSError, ValueError):
     something."""
 
     def __str__(self) -> str:
-        return f"{self.filename} must be a regular file, got {self.strerror}; put a file there, or name another"
+        todo = "put a file there, or name another"
+        return f"{self.filename} must be a regular file, got {self.strerror}; {todo}"
 
 
 def open_regular(path: AnyPath) -> int:
@@ -94,9 +95,8 @@ def parse_json(text: Union[str, bytes]) -> Any:
     try:
         content = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
-            json.dumps(
-                content, ensure_ascii=False
-            ).encode()  # fails for half a surrogate pair, which no file can hold
+            # Fails for half a surrogate pair, which no file can hold.
+            json.dumps(content, ensure_ascii=False).encode()
         return content
     except RecursionError:
         raise ValueError("brackets that are nested too deep") from None
@@ -147,10 +147,10 @@ def _check_rest(record: Any, content: Any, name: str) -> None:
     elif isinstance(record, (list, tuple)):
         for index, (part, value) in enumerate(zip(record, content)):
             _check_rest(part, value, f"{name}[{index}]")
-    elif type(record) in (int, float) and not abs(record) < (
-        2**63 if type(record) is int else math.inf
-    ):
-        raise ValueError(f"{name} must be {type(record).__name__}, got {_short(record)}")
+    elif type(record) in (int, float):
+        limit = 2**63 if type(record) is int else math.inf
+        if not abs(record) < limit:
+            raise ValueError(f"{name} must be {type(record).__name__}, got {_short(record)}")
 
 
 def _message(error: str, content: Any, name: str) -> str:
@@ -158,35 +158,33 @@ def _message(error: str, content: Any, name: str) -> str:
     rule, _, path = error.partition(" - at ")
     places = [(name, content)]
     for key, index in re.findall(r"\.(\w+)|\[(\d+|\.\.\.)\]", path):
-        if index == "...":  # one of a dict's values
-            places = [
-                (f"{place}.{key}", value) for place, parts in places for key, value in parts.items()
-            ]
-        elif index:
-            places = [
-                (f"{place}[{index}]", parts[int(index)])
-                for place, parts in places
-                if int(index) < len(parts)
-            ]
-        else:
-            places = [(f"{place}.{key}", parts[key]) for place, parts in places if key in parts]
+        inner = []
+        for place, value in places:
+            if index == "...":  # one of a dict's values
+                inner += [(f"{place}.{each}", part) for each, part in value.items()]
+            elif index and int(index) < len(value):
+                inner.append((f"{place}[{index}]", value[int(index)]))
+            elif not index and key in value:
+                inner.append((f"{place}.{key}", value[key]))
+        places = inner
     missing = re.match(r"Object missing required field `(.+)`", rule)
     if missing:
         place = next(place for place, value in places if missing[1] not in value)
         return f"{place} must have its fields and no others, got no {missing[1]}"
     expected = re.sub(r"Expected (.+?)(, got .*)?$", r"must be \1", rule).replace("`", "")
-    kinds, names = re.findall(r"\w+", expected), {type(None): "null", dict: "object", list: "array"}
-    wrong = (
-        part for part in places if names.get(type(part[1]), type(part[1]).__name__) not in kinds
-    )
-    place, value = next(wrong, places[0])
+    kinds = re.findall(r"\w+", expected)
+    names = {type(None): "null", dict: "object", list: "array"}
+
+    def is_wrong(value: Any) -> bool:
+        kind = type(value)
+        return names.get(kind, kind.__name__) not in kinds
+
+    place, value = next((each for each in places if is_wrong(each[1])), places[0])
     return f"{place} {expected}, got {_short(value)}"
 
 
 def _short(content: Any) -> str:
-    text = (
-        content
-        if isinstance(content, str)
-        else json.dumps(content, ensure_ascii=False, default=str)
-    )
+    text = content
+    if not isinstance(content, str):
+        text = json.dumps(content, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -2,7 +2,7 @@
 
     @dataclass(frozen=True)
     class Options:
-        store: Path = option(help="store that `prepare` has written", metavar="DIR")    # no default: required
+        store: Path = option(help="store that `prepare` has written", metavar="DIR")    # required
         batch: int = option(1, help="volumes a step", at_least=1, metavar="N")
         flip: bool = option(True, help="no mirroring")                                  # --no-flip
 
@@ -19,7 +19,6 @@ the command line."""
 
 import argparse
 import dataclasses
-import functools
 import operator
 from pathlib import Path
 from typing import (
@@ -34,10 +33,13 @@ from typing import (
     Type,
     TypeVar,
     Union,
+    get_args,
+    get_origin,
     get_type_hints,
 )
 
 T = TypeVar("T")
+Field = dataclasses.Field[Any]
 
 _KEY = "option"
 
@@ -68,51 +70,69 @@ def option(
 ) -> Any:
     """A dataclass field that is an option; `more` are fields of `Option`. Without `default` it has
     to be given."""
-    choices = more.pop("choices", None)
-    metadata = {
-        _KEY: Option(help, metavar, choices=None if choices is None else tuple(choices), **more)
-    }
+    if more.get("choices") is not None:
+        more["choices"] = tuple(more["choices"])
+    metadata = {_KEY: Option(help, metavar, **more)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def add_options(parser: argparse.ArgumentParser, *classes: Union[type, Tuple[type, ...]]) -> None:
     """Add the options of dataclasses; an option that is not given leaves no attribute."""
-    groups = functools.cache(lambda title: parser.add_argument_group(title) if title else parser)
+    titles: Dict[str, Any] = {"": parser}
     exclusive: Dict[str, Any] = {}
-    each = [cls for part in classes for cls in (part if isinstance(part, tuple) else (part,))]
-    fields = [
-        (get_type_hints(cls)[field.name], field, spec)
-        for cls in each
-        for field, spec in _fields(cls)
-    ]
-    for hint, field, spec in fields:
-        target = groups(spec.group)
-        if spec.one_of and spec.one_of not in exclusive:
-            exclusive[spec.one_of] = target.add_mutually_exclusive_group()
-        target = exclusive.get(spec.one_of, target)
-        flag = _flag(field)
-        more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
-        inner, count = _shape_of(hint)
-        if inner is bool:
-            both = hint == Optional[bool]  # not "is": typing caches only the last of its types
-            pair = target.add_mutually_exclusive_group() if both and not spec.one_of else target
-            for on in (True, False) if both else (field.default is not True,):
-                name = flag if on else flag.replace("--", "--no-")
-                more["help"] = more["help"] if on or not both else f"not {flag}"
-                pair.add_argument(
-                    name, dest=field.name, action="store_true" if on else "store_false", **more
-                )
-            continue
-        nargs = argparse.REMAINDER if spec.rest else None if spec.repeat and count == "+" else count
-        more.update(type=inner, metavar=spec.metavar, choices=spec.choices, nargs=nargs)
-        if spec.repeat:
-            more["action"] = "append"
-        if spec.positional or spec.rest:
-            target.add_argument(field.name, **more)
-        else:
-            target.add_argument(
-                flag, dest=field.name, required=field.default is dataclasses.MISSING, **more
-            )
+    flat: List[type] = []
+    for each in classes:
+        flat += each if isinstance(each, tuple) else (each,)
+    for cls in flat:
+        hints = get_type_hints(cls)
+        for field, spec in _fields(cls):
+            if spec.group not in titles:
+                titles[spec.group] = parser.add_argument_group(spec.group)
+            target = titles[spec.group]
+            if spec.one_of:
+                if spec.one_of not in exclusive:
+                    exclusive[spec.one_of] = target.add_mutually_exclusive_group()
+                target = exclusive[spec.one_of]
+            hint = hints[field.name]
+            if _shape_of(hint)[0] is bool:
+                _add_switch(target, hint, field, spec)
+            else:
+                _add_option(target, hint, field, spec)
+
+
+def _add_switch(target: Any, hint: Any, field: Field, spec: Option) -> None:
+    """--name or --no-name, whichever changes the default; both if there is none."""
+    common = {"dest": field.name, "default": argparse.SUPPRESS}
+    flag = _flag(field)
+    off = flag.replace("--", "--no-")
+    words = _help(field, spec)
+    if hint == Optional[bool]:  # not "is": typing caches only the last of its types
+        if not spec.one_of:
+            target = target.add_mutually_exclusive_group()
+        target.add_argument(flag, action="store_true", help=words, **common)
+        target.add_argument(off, action="store_false", help=f"not {flag}", **common)
+    elif field.default is True:
+        target.add_argument(off, action="store_false", help=words, **common)
+    else:
+        target.add_argument(flag, action="store_true", help=words, **common)
+
+
+def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
+    """An option, or a positional argument, with one word or several."""
+    inner, nargs = _shape_of(hint)
+    if spec.repeat and nargs == "+":
+        nargs = None
+    if spec.rest:
+        nargs = argparse.REMAINDER
+    more: Dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field, spec)}
+    more.update(type=inner, metavar=spec.metavar, choices=spec.choices, nargs=nargs)
+    if spec.repeat:
+        more["action"] = "append"
+    if spec.positional or spec.rest:
+        target.add_argument(field.name, **more)
+    else:
+        required = field.default is dataclasses.MISSING
+        target.add_argument(_flag(field), dest=field.name, required=required, **more)
 
 
 def given_options(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
@@ -133,18 +153,21 @@ def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = V
 
 
 def arguments(
-    parts: Sequence[Union[type, Tuple[type, ...]]],
+    classes: Sequence[Union[type, Tuple[type, ...]]],
     args: argparse.Namespace,
     error: Type[Exception] = ValueError,
 ) -> List[Any]:
     """The arguments of a command's `run`: its OPTIONS as they were given. Raises `error` for a
     value out of range."""
-    return [
-        {name: value for cls in part for name, value in given_options(cls, args).items()}
-        if isinstance(part, tuple)
-        else from_args(part, args, error)
-        for part in parts
-    ]
+    given: List[Any] = []
+    for each in classes:
+        if isinstance(each, tuple):
+            given.append({})
+            for cls in each:
+                given[-1].update(given_options(cls, args))
+        else:
+            given.append(from_args(each, args, error))
+    return given
 
 
 def check(settings: Any, error: Type[Exception] = ValueError) -> None:
@@ -152,10 +175,12 @@ def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     choices."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
-        for part in value if isinstance(value, tuple) else () if value is None else (value,):
-            rule = _broken_rule(part, spec)
+        if value is None:
+            continue
+        for each in value if isinstance(value, tuple) else (value,):
+            rule = _broken_rule(each, spec)
             if rule:
-                raise error(f"{field.name} must {rule}, got {part!r:.40}; see --help")
+                raise error(f"{field.name} must {rule}, got {each!r:.40}; see --help")
 
 
 def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
@@ -164,59 +189,62 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
     for field, spec in _fields(cls):
         if field.name not in settings:
             continue
-        value, flag = settings[field.name], _flag(field)
+        value = settings[field.name]
+        flag = _flag(field)
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))
         elif spec.repeat:
-            for part in value:
-                words += [flag, *_words(part)]
+            for each in value:
+                words += [flag, *_words(each)]
+        elif spec.positional or spec.rest:
+            words += _words(value)
         else:
-            words += [*([] if spec.positional or spec.rest else [flag]), *_words(value)]
+            words += [flag, *_words(value)]
     return words
 
 
-def _flag(field: dataclasses.Field) -> str:
+def _flag(field: Field) -> str:
     return "--" + field.name.replace("_", "-")
 
 
-def _fields(cls: type) -> Iterator[Tuple[dataclasses.Field, Option]]:
-    return (
-        (field, field.metadata[_KEY]) for field in dataclasses.fields(cls) if _KEY in field.metadata
-    )
+def _fields(cls: Any) -> Iterator[Tuple[Field, Option]]:
+    for field in dataclasses.fields(cls):
+        if _KEY in field.metadata:
+            yield field, field.metadata[_KEY]
 
 
 def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
     """(type of one word, how many of them as argparse counts) of a field's annotation."""
-    arguments = getattr(hint, "__args__", ())
-    if getattr(hint, "__origin__", None) is Union:
-        return _shape_of(next(kind for kind in arguments if kind is not type(None)))
-    if getattr(hint, "__origin__", None) is not tuple:
+    inside = get_args(hint)
+    if get_origin(hint) is Union:
+        return _shape_of(next(kind for kind in inside if kind is not type(None)))
+    if get_origin(hint) is not tuple:
         return hint, None
-    if arguments[-1] is not Ellipsis:
-        return arguments[0], len(arguments)
-    inner, count = _shape_of(arguments[0])
-    return inner, count or "+"
+    if inside[-1] is not Ellipsis:
+        return inside[0], len(inside)
+    inner, count = _shape_of(inside[0])
+    return inner, "+" if count is None else count
 
 
-def _help(field: dataclasses.Field, spec: Option) -> str:
+def _help(field: Field, spec: Option) -> str:
     """The help line, with its default if that is a plain value and not named already."""
-    default = (
-        " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-    )
-    plain = (
-        isinstance(default, (int, float, str, Path))
-        and not isinstance(default, bool)
-        and default != ""
-    )
-    if not plain or "default:" in spec.help:
+    default = field.default
+    if isinstance(default, tuple):
+        default = " ".join(map(str, default))
+    has_value = isinstance(default, (int, float, str, Path)) and default != ""
+    if isinstance(default, bool) or not has_value or "default:" in spec.help:
         return spec.help
-    return f"{spec.help} (default: {default})" if spec.help else f"default: {default}"
+    if not spec.help:
+        return f"default: {default}"
+    return f"{spec.help} (default: {default})"
 
 
 def _broken_rule(value: Any, spec: Option) -> str:
     """The rule that a value breaks, as in "be at least 1"; "" for none."""
     if spec.choices is not None:
-        return "" if value in spec.choices else f"be one of {', '.join(map(str, spec.choices))}"
+        if value in spec.choices:
+            return ""
+        return f"be one of {', '.join(map(str, spec.choices))}"
     if isinstance(value, int) and abs(value) >= 2**31:
         return "fit into 32 bits"
     rules = (
@@ -225,17 +253,19 @@ def _broken_rule(value: Any, spec: Option) -> str:
         (spec.at_most, operator.le, "be at most"),
         (spec.below, operator.lt, "be below"),
     )
-    broken = (
-        f"{words} {bound:g}"
-        for bound, holds, words in rules
-        if bound is not None and not holds(value, bound)
-    )
-    return next(broken, "")
+    for bound, holds, words in rules:
+        if bound is not None and not holds(value, bound):
+            return f"{words} {bound:g}"
+    return ""
 
 
 def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(map(_frozen, value))
+    return value
 
 
 def _words(value: Any) -> List[str]:
-    return list(map(str, value)) if isinstance(value, (list, tuple)) else [str(value)]
+    if isinstance(value, (list, tuple)):
+        return list(map(str, value))
+    return [str(value)]

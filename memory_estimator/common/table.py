@@ -7,7 +7,7 @@ step") console.print(table), table.markdown(), table.html()"""
 import html
 import io
 from dataclasses import dataclass
-from typing import Any, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 WIDTH = 120  # columns if the output is no terminal, as in a log
 
@@ -47,15 +47,15 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        look = {
-            "title_justify": "left",
-            "caption_justify": "left",
-            "collapse_padding": True,
-            "pad_edge": False,
-        }
-        table = RichTable(box=box.SIMPLE_HEAD, show_header=any(self.columns), **look)
-        table.title, table.caption = (
-            Text(part) if part else None for part in (self.title, self.caption)
+        table = RichTable(
+            title=Text(self.title) if self.title else None,
+            caption=Text(self.caption) if self.caption else None,
+            title_justify="left",
+            caption_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_header=any(self.columns),
+            collapse_padding=True,
+            pad_edge=False,
         )
         for position, name in enumerate(self.columns):
             left = position < self.names
@@ -69,19 +69,19 @@ class Table:
     def markdown(self) -> List[str]:
         """Lines of a GitHub table; the title stands above it and the caption below it, each a
         paragraph."""
-        marked = [
-            [f"**{cell}**" if isinstance(cell, Bold) else cell for cell in row] for row in self.rows
-        ]
-        dashes = [
-            "---" if position < self.names else "---:" for position in range(len(self.columns))
-        ]
-        lines = [
-            f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
-            for row in (self.columns, *marked)
-        ]
-        lines.insert(1, f"|{'|'.join(dashes)}|")
-        above = [self.title, ""] if self.title else []
-        return [*above, *lines, *(["", self.caption] if self.caption else [])]
+
+        def line(row: Sequence[str]) -> str:
+            cells = (f"**{cell}**" if isinstance(cell, Bold) else cell for cell in row)
+            return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+        numbers = len(self.columns) - self.names
+        dashes = ["---"] * min(self.names, len(self.columns)) + ["---:"] * numbers
+        lines = [line(self.columns), f"|{'|'.join(dashes)}|", *map(line, self.rows)]
+        if self.title:
+            lines = [self.title, "", *lines]
+        if self.caption:
+            lines += ["", self.caption]
+        return lines
 
     def html(self) -> str:
         """A <table> with everything escaped; its title and caption are the <caption>."""
@@ -90,7 +90,9 @@ class Table:
 
         def cell(text: str) -> str:
             escaped = html.escape(text)
-            return f"<td><b>{escaped}</b></td>" if isinstance(text, Bold) else f"<td>{escaped}</td>"
+            if isinstance(text, Bold):
+                escaped = f"<b>{escaped}</b>"
+            return f"<td>{escaped}</td>"
 
         body = "".join(f"<tr>{''.join(map(cell, row))}</tr>\n" for row in self.rows)
         caption = f"<caption>{words}</caption>\n" if words else ""
@@ -104,12 +106,9 @@ def new_console() -> Any:
     WIDTH."""
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    return (
-        console
-        if console.is_terminal
-        else Console(width=WIDTH, highlight=False, markup=False, soft_wrap=True)
-    )
+    as_it_is: Dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
+    console = Console(**as_it_is)
+    return console if console.is_terminal else Console(width=WIDTH, **as_it_is)
 
 
 PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -131,9 +130,8 @@ def new_figure(width: float, height: float, facecolor: str = "white") -> Any:
 def png(figure: Any) -> bytes:
     """The figure as PNG; equal figures give equal bytes."""
     buffer = io.BytesIO()
-    figure.savefig(
-        buffer, format="png", facecolor=figure.get_facecolor(), metadata={"Software": None}
-    )
+    colour = figure.get_facecolor()
+    figure.savefig(buffer, format="png", facecolor=colour, metadata={"Software": None})
     return buffer.getvalue()
 
 

@@ -1,6 +1,7 @@
 """What a command line prints to: streams that lack a letter, and readers that go away."""
 
 import contextlib
+import io
 import os
 import sys
 from typing import Callable, List
@@ -33,8 +34,9 @@ def printing(command: Callable[[], int]) -> int:
     the rest is discarded and the code is `READER_GONE`.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # of a caller's own stream, or none
-            stream.reconfigure(errors="replace")
+        if isinstance(stream, io.TextIOWrapper):  # and not a caller's own stream, or none
+            with contextlib.suppress(ValueError):
+                stream.reconfigure(errors="replace")
     try:
         return _flushed(command)
     except BrokenPipeError:

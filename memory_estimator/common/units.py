@@ -7,9 +7,7 @@ from typing import Optional, Sequence
 UNITS = {
     "B": 1,
     **{f"{letter}iB": 2 ** (10 * power) for power, letter in enumerate("KMGTP", 1)},
-    **{
-        f"{letter}B": 10 ** (3 * power) for power, letter in enumerate(("k", "M", "G", "T", "P"), 1)
-    },
+    **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("kMGTP", 1)},
 }
 """Unit of memory -> bytes."""
 
@@ -25,15 +23,16 @@ def parse_bytes(text: str) -> int:
         shown = text if len(text) <= 60 else f"{text[:57]}..."
         rule = "memory must be a number with its unit, of 18 digits at most"
         raise ValueError(f"{rule}, got {shown!r}; write it like 384GiB or 1.5TiB")
-    whole, fraction, unit = match[1], match[2] or "", match[3].lower()
+    todo = "write it like 384GiB or 1.5TiB"
+    whole = match[1]
+    fraction = match[2] or ""
+    unit = match[3].lower()
     units = {name.lower(): size for name, size in UNITS.items()}
     if unit not in units:
-        raise ValueError(
-            f"memory must be in one of {', '.join(UNITS)}, got {text!r}; write it like 384GiB or 1.5TiB"
-        )
+        raise ValueError(f"memory must be in one of {', '.join(UNITS)}, got {text!r}; {todo}")
     size = int(whole + fraction) * units[unit] // 10 ** len(fraction)
     if size < 1:
-        raise ValueError(f"memory must be positive, got {text!r}; write it like 384GiB or 1.5TiB")
+        raise ValueError(f"memory must be positive, got {text!r}; {todo}")
     return size
 
 

@@ -8,20 +8,17 @@ chunk whole unless it is at least twice as large as asked for or has 128 MiB to 
 depends on the order of all requests since the process began."""
 
 import bisect
-import math
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Set, Tuple
 
 from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
 
 MIB = 2**20
-SMALL_BYTES = (
-    256 * 1024
-)  # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
+# requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
+SMALL_BYTES = 256 * 1024
 SPARE_BYTES = 128 * MIB  # a chunk with this much to spare is always split
-HANDLE_BYTES = (
-    8  # of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
-)
+# of a region's table for every GRANULE_BYTES of it: 3 % of all regions, with malloc
+HANDLE_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,8 @@ class Use:
 def use(program: Program) -> Use:
     """Three steps, of which the third is like all later ones, then the ones between two steps, and
     a step more."""
-    allocator, stays = Allocator(), {tensor.name for tensor in program.resident}
+    allocator = Allocator()
+    stays = {tensor.name for tensor in program.resident}
     allocator.reserve(region_bytes(program))
     made = {tensor.name for op in program.before for tensor in op.writes}
     made |= {tensor.name for tensor in program.outside}
@@ -48,7 +46,8 @@ def use(program: Program) -> Use:
         allocator.run(ops, stays)
     allocator.peak_bytes = allocator.counted_bytes  # as `reset_memory_stats` does
     allocator.run(program.ops, stays)
-    peak, resident = allocator.peak_bytes, allocator.resident_bytes
+    peak = allocator.peak_bytes
+    resident = allocator.resident_bytes
     if program.after:
         allocator.run(program.after, stays)
         allocator.run(program.ops, stays)
@@ -75,7 +74,7 @@ class Chunk:
 class Allocator:
     """Takes and gives back by name; counts the bytes in use, now and at most."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.counted_bytes = 0
         self.peak_bytes = 0
         self.reserved_bytes = 0  # all regions together
@@ -109,7 +108,7 @@ class Allocator:
             return
         size = rounded(size_bytes)
         chunk = self._find(size)
-        if chunk is None:
+        while chunk is None:
             self._extend(size)
             chunk = self._find(size)
         self._touched.add((chunk.start, chunk.start + size))
@@ -123,23 +122,21 @@ class Allocator:
         if chunk is None:
             return
         self.counted_bytes -= chunk.size
-        for neighbour in (chunk.after, chunk.before):
-            if neighbour is not None and neighbour.free:
-                self._remove_free(neighbour)
-                chunk, second = (
-                    (chunk, neighbour) if neighbour is chunk.after else (neighbour, chunk)
-                )
-                chunk.size, chunk.after = chunk.size + second.size, second.after
-                if second.after is not None:
-                    second.after.before = chunk
-                del self._chunks[second.start]
+        if chunk.after is not None and chunk.after.free:
+            self._remove_free(chunk.after)
+            self._join(chunk, chunk.after)
+        if chunk.before is not None and chunk.before.free:
+            self._remove_free(chunk.before)
+            self._join(chunk.before, chunk)
+            chunk = chunk.before
         self._add_free(chunk)
 
     @property
     def resident_bytes(self) -> int:
         """Memory touched so far: each byte that has held a tensor, once, and the regions' tables of
         chunks."""
-        total, end = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES, -math.inf
+        total = self.reserved_bytes * HANDLE_BYTES // GRANULE_BYTES
+        end = 0  # of what is counted; no chunk starts below
         for first, last in sorted(self._touched):
             total += max(0, last - max(first, end))
             end = max(end, last)
@@ -157,9 +154,18 @@ class Allocator:
             rest = Chunk(chunk.start + size, chunk.size - size, before=chunk, after=chunk.after)
             if chunk.after is not None:
                 chunk.after.before = rest
-            chunk.after, chunk.size = rest, size
+            chunk.after = rest
+            chunk.size = size
             self._add_free(rest)
         return chunk
+
+    def _join(self, first: Chunk, second: Chunk) -> None:
+        """The first of two neighbours becomes both."""
+        first.size += second.size
+        first.after = second.after
+        if second.after is not None:
+            second.after.before = first
+        del self._chunks[second.start]
 
     def _extend(self, size: int) -> None:
         """Add a region, in which a chunk of this size fits."""

@@ -84,6 +84,11 @@ def ceil_div(number: int, size: int) -> int:
     return -(-number // size)
 
 
+def round_up(number: int, size: int) -> int:
+    """The next multiple."""
+    return size * ceil_div(number, size)
+
+
 @functools.cache
 def _counts(whole: int, most: int) -> Sequence[int]:
     """Numbers of pieces up to `most`, each the fewest of its largest piece; the most first."""

@@ -6,7 +6,7 @@ orders the operations itself: memory is known roughly, so the bound on it is wid
 """
 
 from dataclasses import replace
-from typing import Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 from memory_estimator.job import Job
 from memory_estimator.step.program import Program, Tensor
@@ -23,8 +23,8 @@ COPIES = {
     ("stock", "bfloat16"): 2,
 }
 """Engine, dtype -> copies of a convolution's maps that the process holds beside them, in oneDNN's
-layout. Thirteen processes on 64^3 to 128^3 voxels held from 8 % less
-to 8 % more than is predicted so (docs/log.md)."""
+layout. Thirteen processes on 64^3 to 128^3 voxels held from 8 % less to 8 % more than is predicted
+so (docs/log.md)."""
 
 
 def step_of(job: Job, instructions: str) -> Program:
@@ -54,7 +54,8 @@ class _Layers:
     """The layers of a network, forward and backward. A layer's output has the layer's name."""
 
     def __init__(self, writer: Writer):
-        self.writer, self.paper = writer, Paper(writer)
+        self.writer = writer
+        self.paper = Paper(writer)
 
     def forward(self) -> List[Value]:
         """The logits of each head, the finest first."""
@@ -101,7 +102,8 @@ class _Layers:
         target = "target"
         if head.level:
             target = self._loss_map(head, "target", [target], value_bytes=1)
-        return self._loss_map(head, "logits", [head.name]), self._loss_map(head, "target", [target])
+        logits = self._loss_map(head, "logits", [head.name])
+        return logits, self._loss_map(head, "target", [target])
 
     def _loss_map(
         self,
@@ -117,9 +119,10 @@ class _Layers:
 
     def backward(self, slopes: Dict[str, str]) -> Dict[str, str]:
         """Gradients of the kernels, by their layers, from those of the logits."""
-        at, kernels = dict(slopes), {}
+        of_outputs = dict(slopes)
+        kernels = {}
         for op in reversed(self.writer.plan[1:]):
-            gradient = at.pop(op.name)
+            gradient = of_outputs.pop(op.name)
             if op.kind in ("norm_act", "act"):
                 gradient = self._make(op, "relu/gradient", [gradient, op.name], op)
             if op.kernel:
@@ -129,31 +132,47 @@ class _Layers:
                 if below.kind == "input":
                     continue
                 made = self._gradient(op, below, gradient)
-                if name in at:
-                    made = self._make(below, "gradients", [at[name], made], below, over=[made])
-                at[name] = made
+                if name in of_outputs:
+                    both = [of_outputs[name], made]
+                    made = self._make(below, "gradients", both, below, over=[made])
+                of_outputs[name] = made
         return kernels
 
     def _gradient(self, op: LayerOp, below: LayerOp, gradient: str) -> str:
         """The gradient of a layer's input, from that of its output."""
         if op.kind == "act" or (op.kind == "shortcut" and below.name == op.inputs[0]):
             return gradient
-        reads = {"norm_act": [gradient, below.name], "norm": [gradient, below.name]}
-        reads["pool"] = [gradient, op.name, below.name]
+        reads = [gradient]
+        if op.kind == "pool":
+            reads += [op.name, below.name]
+        elif op.kind in ("norm_act", "norm"):
+            reads += [below.name]
         kind = _kind(op)
-        kind = "input_gradient" if kind == "convolve" else kind
+        if kind == "convolve":
+            kind = "input_gradient"
         more = self._counted(op, kind)
-        return self._make(op, "gradient", reads.get(op.kind, [gradient]), below, kind, **more)
+        return self._make(op, "gradient", reads, below, kind, **more)
 
     def _kernel_gradient(self, op: LayerOp, gradient: str) -> str:
-        kind = "filter_gradient" if _kind(op) == "convolve" else _kind(op)
-        source = op.inputs[-1]  # of a shortcut its entry
+        kind = _kind(op)
+        if kind == "convolve":
+            kind = "filter_gradient"
+        reads = [op.inputs[-1], gradient]  # of a shortcut its entry
         more = self._counted(op, kind)
         size = 4 * kernel_elements(op)
-        name, reads = f"{op.name}/filter_gradient", [source, gradient]
-        return self.writer.make(name, kind, reads, size, "gradients", **more)
+        return self.writer.make(
+            f"{op.name}/filter_gradient", kind, reads, size, "gradients", **more
+        )
 
-    def _make(self, op: LayerOp, what: str, reads: List[str], like: LayerOp, kind="pass", **more):
+    def _make(
+        self,
+        op: LayerOp,
+        what: str,
+        reads: List[str],
+        like: LayerOp,
+        kind: str = "pass",
+        **more: Any,
+    ) -> str:
         """An operation of a layer that makes a map as large as another's; returns its name."""
         return self.writer.make(f"{op.name}/{what}", kind, reads, self._bytes(like), **more)
 
@@ -165,7 +184,8 @@ class _Layers:
         own: copies of them."""
         if not op.kernel:
             return {}
-        job, source = self.writer.job, self.writer.layers[op.inputs[-1]]
+        job = self.writer.job
+        source = self.writer.layers[op.inputs[-1]]
         size = self._bytes(op) + self._bytes(source)
         size *= COPIES[job.engine, job.unet.dtype]
         copies = (Tensor(f"{op.name}/{kind}/reordered", size, "scratch"),)

@@ -5,7 +5,7 @@ A tensor lives from the operation that writes it to the last one that reads it.
 """
 
 from dataclasses import dataclass
-from typing import Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 GRANULE_BYTES = 256  # TensorFlow's allocator rounds every request up to this
 
@@ -40,9 +40,8 @@ class StepOp:
     # "decoder0_conv1/filter_gradient"
     name: str
     kind: str  # of operations with the same costs: of `calibration.FEATURES`
-    reads: Tuple[
-        str, ...
-    ] = ()  # names of tensors that must live until it is done; a tensor goes with its last reader
+    # names of tensors that must live until it is done; a tensor goes with its last reader
+    reads: Tuple[str, ...] = ()
     writes: Tuple[Tensor, ...] = ()
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
     takes_over: Optional[str] = None
@@ -51,9 +50,8 @@ class StepOp:
     that it had."""
     own: Optional[OwnOperation] = None  # None for TensorFlow's operations
     flops: int = 0  # multiply-adds counted as 2
-    traffic_bytes: int = (
-        0  # bytes read and written, each tensor once: the least any implementation moves
-    )
+    # bytes read and written, each tensor once: the least any implementation moves
+    traffic_bytes: int = 0
     in_channels: int = 0
     out_channels: int = 0
     phase: str = ""  # of the step: "forward pass", "loss", "backward pass" or "update"
@@ -63,26 +61,22 @@ class StepOp:
 class Program:
     """A whole training step, and the operations before and after it."""
 
-    resident: Tuple[
-        Tensor, ...
-    ]  # that live before, during and after the step: weights, slots, the input batch
+    # that live before, during and after the step: weights, slots, the input batch
+    resident: Tuple[Tensor, ...]
     ops: Tuple[StepOp, ...]  # the step
-    before: Tuple[
-        StepOp, ...
-    ] = ()  # run once to make the resident tensors, in an order that shapes the regions
+    # run once to make the resident tensors, in an order that shapes the regions
+    before: Tuple[StepOp, ...] = ()
     after: Tuple[StepOp, ...] = ()  # now and then between two steps: a validation
-    outside: Tuple[
-        Tensor, ...
-    ] = ()  # resident ones that are not in TensorFlow's allocator: samples
+    # resident ones that are not in TensorFlow's allocator: samples
+    outside: Tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A step's memory."""
 
-    live_bytes: Tuple[
-        int, ...
-    ]  # during each operation: outputs and scratch taken, nothing given back yet
+    # during each operation: outputs and scratch taken, nothing given back yet
+    live_bytes: Tuple[int, ...]
     peak_op: str  # the operation that runs when most is live; the first of equals
     peak_tensors: Tuple[Tensor, ...]  # everything live then, the largest first
     peak_phase: str = ""  # of `peak_op`
@@ -101,15 +95,16 @@ def timeline(program: Program) -> Timeline:
     """Live bytes of a step, from the second on. Raises ValueError if an operation reads a tensor
     that is gone."""
     live_bytes: List[int] = []
-    peak_bytes, peak_op, peak_tensors = -1, program.ops[0], ()
+    peak_bytes = -1
+    peak_op = program.ops[0]
+    peak_tensors: Tuple[Tensor, ...] = ()
     live = {tensor.name: tensor for tensor in program.resident}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
     for op, taken, freed in walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
-            raise ValueError(
-                f"{op.name} must read tensors that are live, got {missing[0]}; correct the program"
-            )
+            rule = f"{op.name} must read tensors that are live"
+            raise ValueError(f"{rule}, got {missing[0]}; correct the program")
         if op.takes_over:
             held -= rounded(live.pop(op.takes_over).bytes)
         for tensor in (op.writes[:1] if op.takes_over else ()) + taken:
@@ -118,7 +113,8 @@ def timeline(program: Program) -> Timeline:
             live[tensor.name] = tensor
             held += rounded(tensor.bytes)
         if held > peak_bytes:
-            peak_bytes, peak_op = held, op
+            peak_bytes = held
+            peak_op = op
             peak_tensors = tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
         live_bytes.append(held)
         for name in freed:
@@ -126,11 +122,16 @@ def timeline(program: Program) -> Timeline:
     return Timeline(tuple(live_bytes), peak_op.name, peak_tensors, peak_op.phase)
 
 
-def walk(
-    ops: Sequence[StepOp], stays: Set[str]
-) -> Iterator[Tuple[StepOp, Tuple[Tensor, ...], List[str]]]:
-    """(operation, tensors it takes memory for, names that give theirs back after it) in order;
-    `stays` never do."""
+class Turn(NamedTuple):
+    """An operation's turn."""
+
+    op: StepOp
+    taken: Tuple[Tensor, ...]  # tensors that it takes memory for
+    freed: List[str]  # names of those that give theirs back after it
+
+
+def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Turn]:
+    """The operations in order; tensors named in `stays` give nothing back."""
     last: Dict[str, int] = {}
     for index, op in enumerate(ops):
         for name in (*op.reads, *(tensor.name for tensor in op.writes)):
@@ -142,11 +143,8 @@ def walk(
     for index, op in enumerate(ops):
         new = op.writes[1:] if op.takes_over else op.writes
         freed = [tensor.name for tensor in reversed(op.scratch)]
-        yield (
-            op,
-            new + op.scratch,
-            freed + [name for name in gone.get(index, ()) if name != op.takes_over],
-        )
+        freed += [name for name in gone.get(index, ()) if name != op.takes_over]
+        yield Turn(op, new + op.scratch, freed)
 
 
 def kernel_made(kernel: Tensor) -> List[StepOp]:
@@ -159,9 +157,10 @@ def kernel_made(kernel: Tensor) -> List[StepOp]:
 
 
 def inputs_made(image: Tensor, target: Tensor, values: int) -> List[StepOp]:
-    """The operations of `cpu3d.bench.step_costs.made_up`: an image of so many values is noise scaled and
-    shifted, in float32 the image already; a target is numbers compared with one of them. Both are
-    drawn, in four bytes a value, then both are cast, and the drawn ones go when that is done."""
+    """The operations of `cpu3d.bench.step_costs.made_up`: an image of so many values is noise
+    scaled and shifted, in float32 the image already; a target is numbers compared with one of them.
+    Both are drawn, in four bytes a value, then both are cast, and the drawn ones go when that is
+    done."""
     wide = [
         Tensor(f"{image.name}/{name}", 4 * values, image.group)
         for name in ("noise", "scaled", "shifted")

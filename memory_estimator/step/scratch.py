@@ -7,8 +7,7 @@ the next. A buffer is as large as the largest operation so far has made it, whic
 
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
-from memory_estimator.step.cut import Cut, Work, cut_of, cut_of_rows
-from memory_estimator.step.cut import ceil_div as _parts
+from memory_estimator.step.cut import Cut, Work, ceil_div, cut_of, cut_of_rows, round_up
 from memory_estimator.step.program import OwnOperation, StepOp
 from models.native import shared
 from models.native.instruction_sets import BFLOAT16_PRODUCTS
@@ -40,7 +39,8 @@ FILTER_GRADIENTS = ("filter_gradient", "project_gradient", "project_sums", "up_f
 GROUP = 16  # channels that are stored together
 TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # direct products, of bfloat16 maps
 LOSS_TERMS = 4  # sums of each region
-LINE_BYTES, PAGE_BYTES = 64, 4096  # in front of a buffer; what a buffer is rounded up to
+LINE_BYTES = 64  # in front of a buffer
+PAGE_BYTES = 4096  # what a buffer is rounded up to
 
 
 class Scratch(NamedTuple):
@@ -122,7 +122,7 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
     if op.kind.startswith("loss_"):
         return cut_of_rows(_loss_blocks(op), threads)
     if op.kind == "up_filter_gradient":
-        blocks = {"inputs": _parts(op.channels, GROUP), "outputs": _parts(op.outputs, GROUP)}
+        blocks = {"inputs": ceil_div(op.channels, GROUP), "outputs": ceil_div(op.outputs, GROUP)}
         if in_tiles:
             products = shared.UP_DIRECT_PRODUCTS_COST
             sums = products * shared.DIRECT_SUMS_POSITIONS // z
@@ -136,7 +136,7 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
         return cut_of(work, threads)
     if op.kind not in CONVOLUTIONS:
         return cut_of_rows(op.batch * x * y, threads)
-    grid = {"planes": op.batch * x, "rows": y, "outputs": _parts(op.outputs, GROUP), "border": 1}
+    grid = {"planes": op.batch * x, "rows": y, "outputs": ceil_div(op.outputs, GROUP), "border": 1}
     if op.kind == "filter_gradient":
         return cut_of(_work_of_filters(op, grid, rows, in_tiles), threads)
     unit = grid["outputs"] if in_place else 1
@@ -160,13 +160,13 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
 def _work_of_filters(op: OwnOperation, grid: Dict[str, int], rows: Rows, in_tiles: bool) -> Work:
     z = op.grid[2]
     if in_tiles:
-        inputs = _parts(_direct_width(op.channels), GROUP)
-        pitch = _up(z + 1, 2)
+        inputs = ceil_div(_direct_width(op.channels), GROUP)
+        pitch = round_up(z + 1, 2)
         products = shared.DIRECT_PRODUCTS_COST
         load = products * shared.DIRECT_LOAD_POSITIONS // pitch
         sums = products * shared.DIRECT_SUMS_POSITIONS // pitch
     else:
-        inputs = _parts(op.channels, GROUP)
+        inputs = ceil_div(op.channels, GROUP)
         units = _padded_tiles(z, rows) // rows.unit
         products = shared.ROW_PRODUCTS_COST
         load = products * shared.ROW_LOAD_UNITS // units
@@ -195,8 +195,8 @@ def _of_convolution(
     others overwrite."""
     z = op.grid[2]
     is_gradient = op.kind == "filter_gradient"
-    width = _up(op.channels, GROUP)
-    output_width = _up(op.outputs, GROUP)
+    width = round_up(op.channels, GROUP)
+    output_width = round_up(op.outputs, GROUP)
     tiles = _padded_tiles(z, rows)
 
     ring_width = cut.inputs * GROUP if is_gradient else width
@@ -204,7 +204,7 @@ def _of_convolution(
     row = _row_bytes(ring_width, tiles, rows)
     gradient_row = _row_bytes(line_width, tiles, rows) if is_gradient else 0
     most = max(1, l2_bytes * shared.RING_PERMILLE // 1000 // (3 * row + gradient_row) - 2)
-    y_rows = _parts(cut.rows, _parts(cut.rows, most))
+    y_rows = ceil_div(cut.rows, ceil_div(cut.rows, most))
     kept = (3 * (y_rows + 2) + 1) * row + y_rows * gradient_row
     kept += 4 * (tiles * rows.tile + 2) * (ring_width + line_width)  # two lines
     kept += 4 * rows.streams * max(tiles, 64) * GROUP  # sums
@@ -213,7 +213,7 @@ def _of_convolution(
     if is_gradient:
         sums = 4 * 9 * rows.streams * width * output_width
         return Scratch(cut.pieces, kept, cut.positions * sums)
-    packed = _parts(op.channels, rows.unit)
+    packed = ceil_div(op.channels, rows.unit)
     passing = 4 * output_width * rows.streams * 9 * packed
     passing += cut.positions * 8 * (op.batch * 2 * output_width + 16)
     passing += cut.pieces * _copies(op, cut, in_place)
@@ -227,13 +227,13 @@ def _copies(op: OwnOperation, cut: Cut, in_place: bool) -> int:
     rows = 2 * cut.rows + cut.planes
     if cut.is_along_y:
         rows += 4 + cut.planes
-    return _up(rows * op.grid[2] * op.outputs * op.value_bytes, LINE_BYTES)
+    return round_up(rows * op.grid[2] * op.outputs * op.value_bytes, LINE_BYTES)
 
 
 def _direct_columns(op: OwnOperation) -> Tuple[int, int, int]:
     """Of direct.c: blocks of outputs, voxels of a line of a tile, rows that are multiplied at
     once."""
-    blocks = _parts(op.outputs, GROUP)
+    blocks = ceil_div(op.outputs, GROUP)
     voxels = 2 if _direct_width(op.channels) <= 16 else 1
     return blocks, voxels, 2 if voxels == 2 or blocks > 1 else 4
 
@@ -251,16 +251,16 @@ def _of_direct_convolution(
     blocks, voxels, together = _direct_columns(op)
     terms = (voxels + 2) * width
     depth = min(16, terms // 2)
-    terms = _up(terms, 2 * depth)
+    terms = round_up(terms, 2 * depth)
 
-    lines = _parts(z, voxels)
-    tiles = _parts(lines, 16)
-    lines = tiles * _parts(lines, tiles)
+    lines = ceil_div(z, voxels)
+    tiles = ceil_div(lines, 16)
+    lines = tiles * ceil_div(lines, tiles)
     row = 2 * ((lines - 1) * voxels * width + terms)
-    row = LINE_BYTES * (_parts(row, LINE_BYTES) | 1)
+    row = LINE_BYTES * (ceil_div(row, LINE_BYTES) | 1)
     budget = l2_bytes * shared.DIRECT_RING_PERMILLE // 1000
     most = max(shared.MOST_TILE_ROWS, budget // (3 * row) - 2)
-    y_rows = min(cut.rows, _up(_parts(cut.rows, _parts(cut.rows, most)), together))
+    y_rows = min(cut.rows, round_up(ceil_div(cut.rows, ceil_div(cut.rows, most)), together))
     kept = 2 * 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
 
     passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
@@ -273,24 +273,24 @@ def _of_direct_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     gradients', a row and the sums of six tiles; and the positions' sums."""
     z = op.grid[2]
     width = _direct_width(op.channels)
-    groups = _parts(width, GROUP)
-    blocks = _parts(op.outputs, GROUP)
+    groups = ceil_div(width, GROUP)
+    blocks = ceil_div(op.outputs, GROUP)
     shifts = width // 4 if width < 16 else 3
     arrays = cut.inputs * (1 if width < 16 else 2)
-    pitch = _up(z + 1, 2)
+    pitch = round_up(z + 1, 2)
 
     budget = l2_bytes * shared.POSITIONS_PERMILLE // 1000
     most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + cut.outputs))
     most = min(cut.rows, max(1, most * 32 // pitch))
-    y_rows = _parts(cut.rows, _parts(cut.rows, most))
-    steps = _parts(y_rows * pitch, 32)
+    y_rows = ceil_div(cut.rows, ceil_div(cut.rows, most))
+    steps = ceil_div(y_rows * pitch, 32)
     values = arrays * 64 * (pitch + 16 * steps + 1)
     gradients = 1024 * cut.outputs * steps
-    enough = min(shared.MOST_PLANES, _parts(shared.ENOUGH_STEPS, steps), cut.planes)
+    enough = min(shared.MOST_PLANES, ceil_div(shared.ENOUGH_STEPS, steps), cut.planes)
     planes = min(enough, max(1, (budget - 2 * values) // (values + gradients)))
 
     line_width = max(min(width, cut.inputs * GROUP), cut.outputs * GROUP)
-    kept = 4 * 6 * 256 + 2 * _up((pitch + 6) * line_width, 32)
+    kept = 4 * 6 * 256 + 2 * round_up((pitch + 6) * line_width, 32)
     kept += (planes + 2) * values + planes * gradients
     sums = 4 * 9 * shifts * groups * blocks * 256
     return Scratch(cut.pieces, kept, cut.positions * sums)
@@ -301,12 +301,18 @@ def _of_direct_up(op: OwnOperation, cut: Cut) -> Scratch:
     pieces' sums."""
     z = op.grid[2]
     if op.kind == "up_convolve":
-        rows, steps, voxels, made = 1, _parts(op.channels, 32), 2, op.outputs
+        rows = 1
+        steps = ceil_div(op.channels, 32)
+        voxels = 2
+        made = op.outputs
     else:
-        rows, steps, voxels, made = 4, _parts(op.outputs, GROUP), 1, op.channels
-    width = _up(made, GROUP)
-    tiles = _parts(z, 16)
-    kept = 4 * 4 * 256 + rows * tiles * _parts(z, tiles) * 64 * steps
+        rows = 4
+        steps = ceil_div(op.outputs, GROUP)
+        voxels = 1
+        made = op.channels
+    width = round_up(made, GROUP)
+    tiles = ceil_div(z, 16)
+    kept = 4 * 4 * 256 + rows * tiles * ceil_div(z, tiles) * 64 * steps
     passing = width // GROUP * voxels * 4 * steps * 1024
     passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
     return Scratch(cut.pieces, kept, passing)
@@ -316,28 +322,28 @@ def _of_direct_up_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     """`job_of` in direct_up_filters.c: pairs of positions of some rows in the cache, a row, and the
     sums of six tiles; and the positions' sums."""
     z = op.grid[2]
-    groups = _parts(op.channels, GROUP)
-    blocks = _parts(op.outputs, GROUP)
-    pitch = _up(z, 2)
+    groups = ceil_div(op.channels, GROUP)
+    blocks = ceil_div(op.outputs, GROUP)
+    pitch = round_up(z, 2)
     arrays = cut.inputs + 8 * cut.outputs
-    rows = min(_parts(shared.ENOUGH_STEPS * 32, pitch), cut.planes)
+    rows = min(ceil_div(shared.ENOUGH_STEPS * 32, pitch), cut.planes)
     budget = l2_bytes * shared.POSITIONS_PERMILLE // 1000
     rows = max(1, min(rows, budget // (arrays * 32 * pitch)))
-    kept = 4 * 6 * 256 + 2 * _up(pitch * GROUP * max(cut.inputs, 2 * cut.outputs), 32)
-    kept += arrays * 1024 * _parts(rows * pitch, 32)
+    kept = 4 * 6 * 256 + 2 * round_up(pitch * GROUP * max(cut.inputs, 2 * cut.outputs), 32)
+    kept += arrays * 1024 * ceil_div(rows * pitch, 32)
     return Scratch(cut.pieces, kept, cut.positions * 4 * 8 * blocks * groups * 256)
 
 
 def _direct_width(channels: int) -> int:
     """`width_of` in direct.h: few channels are padded to a part of a tile's line."""
-    return next((width for width in (4, 8) if channels <= width), _up(channels, GROUP))
+    return next((width for width in (4, 8) if channels <= width), round_up(channels, GROUP))
 
 
 def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
     """`job_of` in pointwise.c: a row of both maps; sums of each position, and packed filters."""
     taps = 8 if op.kind.startswith("up_") else 1
-    width = _up(op.channels, lanes)
-    output_width = _up(op.outputs, lanes)
+    width = round_up(op.channels, lanes)
+    output_width = round_up(op.outputs, lanes)
     filters = taps * width * output_width
     kept = 4 * op.grid[2] * (width + output_width * taps)
     if op.kind == "up_filter_gradient":
@@ -353,7 +359,7 @@ def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
 def _loss_blocks(op: OwnOperation) -> int:
     """Blocks of rows, of which a loss has its sums."""
     x, y, z = op.grid
-    return op.batch * _parts(x * y, max(1, shared.LOSS_BLOCK_VALUES // (z * op.channels)))
+    return op.batch * ceil_div(x * y, max(1, shared.LOSS_BLOCK_VALUES // (z * op.channels)))
 
 
 def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
@@ -368,27 +374,24 @@ def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
 def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
     """`ORTHOGONALIZE` in orthogonal.c: the matrix and five square ones of its smaller side, in
     panels; all threads share them."""
-    rows, columns = op.grid[0], op.outputs
-    width = _up(min(rows, columns), 32 if lanes == 16 else 16)
+    rows = op.grid[0]
+    columns = op.outputs
+    width = round_up(min(rows, columns), 32 if lanes == 16 else 16)
     tall = max(rows, columns, 8 if lanes == 16 else 4)
     return Scratch(0, 0, 4 * (width * tall + 5 * width**2))
 
 
 def _padded_tiles(z: int, rows: Rows) -> int:
-    tiles = _parts(z, rows.tile)
-    return _up(tiles, 2 if tiles >= 8 else rows.unit)
+    tiles = ceil_div(z, rows.tile)
+    return round_up(tiles, 2 if tiles >= 8 else rows.unit)
 
 
 def _row_bytes(width: int, tiles: int, rows: Rows) -> int:
     """From one row to the next: 17 lines above a multiple of 32, so that rows spread over the
     cache."""
-    lines = _parts(rows.streams * width * tiles // rows.unit, 16)
+    lines = ceil_div(rows.streams * width * tiles // rows.unit, 16)
     return LINE_BYTES * (lines + (49 - lines % 32) % 32)
 
 
 def _mapped(size_bytes: int) -> int:
-    return _up(LINE_BYTES + size_bytes, PAGE_BYTES)
-
-
-def _up(number: int, to: int) -> int:
-    return to * _parts(number, to)
+    return round_up(LINE_BYTES + size_bytes, PAGE_BYTES)

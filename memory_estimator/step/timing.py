@@ -9,10 +9,12 @@ from typing import Dict, Tuple
 
 from memory_estimator.calibration import FEATURES, HostConstants
 from memory_estimator.job import Job
+from memory_estimator.step.cut import round_up
 from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.scratch import cut_for
 
-LANES, FEWEST = 16, 4  # channels are written in blocks of so many, and read in such
+LANES = 16  # channels are written in blocks of so many
+FEWEST = 4  # and read in blocks of so many
 
 
 def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[float, ...]:
@@ -60,24 +62,22 @@ def step_seconds(program: Program, constants: HostConstants, job: Job) -> float:
     """Seconds of a step of `job`, whose program is that of one micro-batch and, at its end, of the
     update."""
     op_s = op_seconds(program, constants, job)
-    part = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
-    return job.parts * sum(op_s[:part]) + sum(op_s[part:])
+    end = max(index for index, op in enumerate(program.ops) if op.kind != "update") + 1
+    return job.micro_batches * sum(op_s[:end]) + sum(op_s[end:])
 
 
 def features(op: StepOp) -> Dict[str, float]:
     """FEATURES of an operation and their amounts.
 
-    work          multiply-adds, counted as 2, with the channels of a 3x3x3 convolution rounded up to whole blocks
+    work          multiply-adds, counted as 2, with the channels of a 3x3x3 convolution rounded up
+                  to whole blocks
     work, values  of maps that such a convolution reads and writes, to be formed and transformed
     traffic       bytes read and written
     """
     counted = {"traffic": float(op.traffic_bytes), "work": float(op.flops)}
     if "work, values" in FEATURES[op.kind]:
-        read, written = _up(op.in_channels, FEWEST), _up(op.out_channels, LANES)
+        read = round_up(op.in_channels, FEWEST)
+        written = round_up(op.out_channels, LANES)
         voxels = op.flops / (54 * op.in_channels * op.out_channels)
         counted = {"work": 54 * voxels * read * written, "work, values": voxels * (read + written)}
     return {feature: counted[feature] for feature in FEATURES[op.kind]}
-
-
-def _up(number: int, to: int) -> int:
-    return -(-number // to) * to

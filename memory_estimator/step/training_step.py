@@ -1,5 +1,5 @@
-"""The training step on paper: the operations of models/program.py, and the update, with the bytes of
-their tensors, their multiply-adds and their traffic.
+"""The training step on paper: the operations of models/program.py, and the update, with the bytes
+of their tensors, their multiply-adds and their traffic.
 
 Forward, loss, backward, update. For a batch in micro-batches the program is one of them, and the
 update. A validation is the forward part alone, and its scores.
@@ -15,7 +15,7 @@ from memory_estimator.step.scratch import KINDS
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer, kernel_elements
 from models.network import network_program
-from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program
+from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program, needed
 
 TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of costs; others have 27
 SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
@@ -30,7 +30,7 @@ def training_step(job: Job) -> Program:
     network = paper.network
     paper.write(network.forward)
     writer.phase = "loss"
-    for ops in loss_program(network.logits, network.slopes):
+    for ops in loss_program(network.logits):
         paper.write(ops)
     writer.phase = "backward pass"
     paper.write(network.backward)
@@ -57,8 +57,7 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     slab = writer.tensor("validation/slab", SLAB_MAPS * 4 * values // SCORED_SLABS)
     reads = [*paper.tensors(logits), "target", *(tensor.name for tensor in ready)]
     writer.run("validation/paint", "pass", reads, scratch=(slab,))
-    sums, _ = loss_program(network.logits, network.slopes)
-    paper.write(sums)
+    paper.write(loss_program(network.logits).sums)
     return writer.program().ops
 
 
@@ -145,7 +144,9 @@ class Paper:
 
     def _grid(self, op: Op) -> Tuple[int, int, int]:
         """The grid of what it computes with and of what it makes; of two the coarser."""
-        made = op.gradient if op.made.form is Form.KERNEL_GRADIENT else op.made
+        made = op.made
+        if made.form is Form.KERNEL_GRADIENT:
+            made = needed(op.gradient)
         return self._level_grid(max(op.reads[0].level, made.level))
 
     def _level_grid(self, level: int) -> Tuple[int, int, int]:
@@ -161,11 +162,11 @@ def _write_map(paper: Paper, op: Op) -> None:
 
 
 def _write_up_input_gradient(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.own(op, op.made.channels, op.gradient.channels))
+    paper.make_map(op, paper.own(op, op.made.channels, needed(op.gradient).channels))
 
 
 def _write_project_gradient(paper: Paper, op: Op) -> None:
-    paper.make_map(op, paper.own(op, op.made.channels, op.gradient.channels))
+    paper.make_map(op, paper.own(op, op.made.channels, needed(op.gradient).channels))
     # The gradients of a kernel's parts are padded and added up.
     of_kernel = op.makes[1]
     size = 4 * kernel_elements(paper.writer.layers[op.layer])
@@ -174,25 +175,27 @@ def _write_project_gradient(paper: Paper, op: Op) -> None:
 
 
 def _write_project_to_raw(paper: Paper, op: Op) -> None:
-    slope, _ = paper.tensors(op.gradient)  # from which the raw gradient is formed, and the map
+    # The raw gradient is formed from the slope, and the map.
+    slope, _ = paper.tensors(needed(op.gradient))
     own = paper.own(op, op.made.channels, paper.network.logits[0].channels)
     counts = paper.counts(op, op.made.channels, op.made.channels)
-    reads = [*paper.tensors(op.maps[0]), slope, *paper.tensors(op.kernel)]
+    reads = [*paper.tensors(op.maps[0]), slope, *paper.tensors(needed(op.kernel))]
     paper.make(op, op.made, paper.map_bytes(op.made), "transients", reads=reads, own=own, **counts)
 
 
 def _write_project_sums(paper: Paper, op: Op) -> None:
     sums, of_kernel = op.makes
-    paper.stands_in(sums, paper.tensors(op.gradient))
+    slope = needed(op.gradient)
+    paper.stands_in(sums, paper.tensors(slope))
     (source,) = op.maps
-    own = paper.own(op, source.channels, op.gradient.channels)
-    reads = [*paper.tensors(source), *paper.tensors(op.gradient)]
+    own = paper.own(op, source.channels, slope.channels)
+    reads = [*paper.tensors(source), *paper.tensors(slope)]
     paper.make_kernel_gradient(op, of_kernel, reads=reads, own=own)
 
 
 def _write_norm_gradient(paper: Paper, op: Op) -> None:
     (source,) = op.maps
-    paper.stands_in(op.made, (*paper.tensors(op.gradient), *paper.tensors(source)))
+    paper.stands_in(op.made, (*paper.tensors(needed(op.gradient)), *paper.tensors(source)))
 
 
 def _write_add(paper: Paper, op: Op) -> None:
@@ -202,7 +205,7 @@ def _write_add(paper: Paper, op: Op) -> None:
 def _write_filter_gradient(paper: Paper, op: Op) -> None:
     layer = paper.writer.layers[op.layer]
     inputs = sum(each.channels for each in op.maps)
-    outputs = op.gradient.channels
+    outputs = needed(op.gradient).channels
     whole = layer.in_channels * layer.shape[3]
     size = 4 * kernel_elements(layer) * inputs * outputs // whole
     counts = paper.counts(op, inputs, outputs)

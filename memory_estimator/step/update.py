@@ -25,7 +25,9 @@ whose rows were divided (oneDNN 3.3 in ITEX 2.15.0.0)."""
 
 def reset_sums(writer: Writer) -> None:
     """The start of a step in micro-batches: zeros, into whose memory the sums of gradients move."""
-    for op in writer.kernels if writer.job.parts > 1 else ():
+    if writer.job.micro_batches == 1:
+        return
+    for op in writer.kernels:
         zeros = writer.make(f"{op.name}/zeros", "update", [], 4 * kernel_elements(op))
         writer.move(f"{op.name}/gradient_sum", "gradient sums", [zeros])
 
@@ -36,14 +38,14 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
     the update reads those."""
     optimizer = OPTIMIZERS[writer.job.optimizer]
     writer.run("gradients/finite", "pass", list(gradients.values()))
-    if writer.job.parts > 1:
+    read = dict(gradients)
+    if writer.job.micro_batches > 1:
         for op in writer.kernels:
-            total = f"{op.name}/gradient_sum"
-            writer.run(f"sums/{op.name}", "pass", [gradients[op.name], total])
-            gradients = {**gradients, op.name: total}
+            read[op.name] = f"{op.name}/gradient_sum"
+            writer.run(f"sums/{op.name}", "pass", [gradients[op.name], read[op.name]])
     for op in writer.kernels:
         rule = optimizer.rule_of(kernel_shape(op))
-        rule.update(_Paper(writer, op, gradients[op.name], len(rule.slots)))
+        rule.update(_Paper(writer, op, read[op.name], len(rule.slots)))
 
 
 class _Expression:
@@ -61,7 +63,9 @@ class _Expression:
             return self
         reads = list(dict.fromkeys([*self.reads, *other.reads]))
         made = self.made or other.made
-        return _Expression(self.paper, reads, made) if made else self.paper.tensor("change", reads)
+        if made:
+            return _Expression(self.paper, reads, made)
+        return self.paper.tensor("change", reads)
 
     __sub__ = __add__
     __truediv__ = __add__
@@ -97,29 +101,30 @@ class _Paper(Weight):
         self.one_less_beta_2 = 1
         self.epsilon = 1
 
-    def square(self, tensor: _Expression) -> _Expression:
-        return self.tensor("square", tensor.reads)
-
-    def root(self, tensor: _Expression) -> _Expression:
-        return self.tensor("root", tensor.reads)
+    def each(self, function: str, tensor: _Expression) -> _Expression:
+        return self.tensor(function, tensor.reads)
 
     def orthogonal(self, tensor: _Expression) -> _Expression:
         """TensorFlow makes it with matrices of the kernel's smaller side, and a last product."""
-        ahead = self.tensor("ahead", tensor.reads, over=tensor.reads)
-        make = self._orthogonal_by_own if self._writer.own else self._orthogonal_by_tensorflow
-        made = make(ahead.made)
+        ahead = self.make("ahead", tensor.reads, over=tensor.reads)
+        make = self._own_orthogonal if self._writer.own else self._plain_orthogonal
+        made = make(ahead)
         return _Expression(self, [made], made)
 
     def tensor(self, name: str, reads: Sequence[str], over: Sequence[str] = ()) -> _Expression:
-        """An operation that makes a tensor of the kernel's size."""
-        size = 4 * kernel_elements(self._op)
-        made = self._writer.make(f"{self._op.name}/{name}", "update", reads, size, over=over)
+        """What `make` makes."""
+        made = self.make(name, reads, over)
         return _Expression(self, [made], made)
+
+    def make(self, name: str, reads: Sequence[str], over: Sequence[str] = ()) -> str:
+        """An operation that makes a tensor of the kernel's size; returns its name."""
+        size = 4 * kernel_elements(self._op)
+        return self._writer.make(f"{self._op.name}/{name}", "update", reads, size, over=over)
 
     def assign(self, tensor: str, change: _Expression) -> None:
         self._writer.run(f"{tensor}/assigned", "update", [*change.reads, tensor])
 
-    def _orthogonal_by_own(self, ahead: str) -> str:
+    def _own_orthogonal(self, ahead: str) -> str:
         op = self._op
         size = 4 * kernel_elements(op)
         rows, columns = kernel_sides(op)
@@ -127,20 +132,27 @@ class _Paper(Weight):
         own = OwnOperation("orthogonal", 1, (rows, 1, 1), 0, columns, 4)
         # Symmetric: half of each product.
         flops = 3 * kernel_elements(op) * few + OWN_SQUARE_PRODUCTS * few**3
-        more = {"over": [ahead], "own": own, "flops": flops}
-        return self._writer.make(f"{op.name}/orthogonal", KINDS[own.kind], [ahead], size, **more)
+        name = f"{op.name}/orthogonal"
+        kind = KINDS[own.kind]
+        return self._writer.make(name, kind, [ahead], size, over=[ahead], own=own, flops=flops)
 
-    def _orthogonal_by_tensorflow(self, ahead: str) -> str:
+    def _plain_orthogonal(self, ahead: str) -> str:
         op = self._op
         few = min(kernel_sides(op))
         square = 4 * few**2
-        squares = [
-            Tensor(f"{op.name}/square{number}", square, "scratch") for number in range(1, SQUARES)
-        ]
-        threads = Tensor(f"{op.name}/threads", _of_threads(self._writer, few), "scratch")
+        names = [f"{op.name}/square{number}" for number in range(1, SQUARES)]
+        scratch = [Tensor(name, square, "scratch") for name in names]
+        of_threads = _of_threads(self._writer, few)
+        scratch.append(Tensor(f"{op.name}/threads", of_threads, "scratch"))
         flops = 2 * kernel_elements(op) * few
-        more = {"scratch": (*squares, threads), "flops": flops + 2 * SQUARE_PRODUCTS * few**3}
-        product = self._writer.make(f"{op.name}/product", "update", [ahead], square, **more)
+        product = self._writer.make(
+            f"{op.name}/product",
+            "update",
+            [ahead],
+            square,
+            scratch=tuple(scratch),
+            flops=flops + 2 * SQUARE_PRODUCTS * few**3,
+        )
         size = 4 * kernel_elements(op)
         reads = [ahead, product]
         return self._writer.make(f"{op.name}/orthogonal", "update", reads, size, flops=flops)
@@ -150,5 +162,7 @@ def _of_threads(writer: Writer, side: int) -> int:
     """What Intel's extension requests for the threads of a matrix's product with itself: sums."""
     if writer.job.engine != "itex":
         return 0
-    sums = 4 * side**2 if writer.job.threads > FEW_THREADS else 0
-    return writer.job.threads * (COPIED_BYTES * side + sums)
+    each = COPIED_BYTES * side
+    if writer.job.threads > FEW_THREADS:
+        each += 4 * side**2
+    return writer.job.threads * each

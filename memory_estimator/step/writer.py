@@ -3,7 +3,7 @@ before it."""
 
 import dataclasses
 from collections import Counter
-from typing import Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made, kernel_made
@@ -30,7 +30,7 @@ class Writer:
         self._before: List[StepOp] = []
         self._ops: List[Tuple[StepOp, Sequence[str]]] = []
         self._bytes: Dict[str, int] = {}
-        self._names: Counter = Counter()
+        self._names: Counter[Tuple[str, str]] = Counter()
         self._make_weights(OPTIMIZERS[job.optimizer])
         image = self.tensor("image", self.value_bytes * job.voxels * job.unet.channels, "input")
         target = self.tensor("target", job.voxels * job.unet.outputs, "input")
@@ -41,7 +41,8 @@ class Writer:
         """The program so far. An operation writes over the first of the tensors it may, that no
         later one reads."""
         last = {name: index for index, (op, _) in enumerate(self._ops) for name in op.reads}
-        stays, ops = {tensor.name for tensor in self.resident}, []
+        stays = {tensor.name for tensor in self.resident}
+        ops = []
         for index, (op, over) in enumerate(self._ops):
             free = [name for name in over if last[name] == index and name not in stays]
             fits = (name for name in free if self._bytes[name] == op.writes[0].bytes)
@@ -61,18 +62,15 @@ class Writer:
         reads: Sequence[str],
         writes: Sequence[Tensor] = (),
         over: Sequence[str] = (),
-        **more,
+        **more: Any,
     ) -> None:
         """Add an operation, which may write its first output `over` one of its inputs; `more` is as
         of `StepOp`."""
         moved = sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes)
-        more = {"traffic_bytes": moved, "phase": self.phase, **more}
-        self._ops.append(
-            (
-                StepOp(self._unique(name, "operation"), kind, tuple(reads), tuple(writes), **more),
-                over,
-            )
-        )
+        more.setdefault("traffic_bytes", moved)
+        name = self._unique(name, "operation")
+        op = StepOp(name, kind, tuple(reads), tuple(writes), phase=self.phase, **more)
+        self._ops.append((op, over))
 
     def make(
         self,
@@ -81,7 +79,7 @@ class Writer:
         reads: Sequence[str],
         size_bytes: int,
         group: str = "transients",
-        **more,
+        **more: Any,
     ) -> str:
         """Add an operation that writes one tensor, and return its name; `more` is as of `run`."""
         made = self.tensor(name, size_bytes, group)
@@ -90,17 +88,13 @@ class Writer:
 
     def move(self, tensor: str, group: str, reads: Sequence[str]) -> None:
         """A resident tensor is computed over the first of `reads`, and is there from now on."""
-        self.run(
-            f"{tensor}/moved",
-            "update",
-            reads,
-            [Tensor(tensor, self._bytes[tensor], group)],
-            over=reads[:1],
-        )
+        made = Tensor(tensor, self._bytes[tensor], group)
+        self.run(f"{tensor}/moved", "update", reads, [made], over=reads[:1])
 
     def _unique(self, name: str, kind: str) -> str:
         self._names[kind, name] += 1
-        return name + f"/{self._names[kind, name]}" * (self._names[kind, name] > 1)
+        count = self._names[kind, name]
+        return name if count == 1 else f"{name}/{count}"
 
     def _make_weights(self, optimizer: Optimizer) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of
@@ -111,31 +105,23 @@ class Writer:
             self.resident.append(kernel)
         trained = sum(op.trainable for op in self.plan) - sum(map(kernel_elements, self.kernels))
         small = trained + sum(op.frozen for op in self.plan)
-        self.resident.append(self.tensor("norms and biases", 4 * small, "weights"))
-        copies = [
-            (op, f"slot{n}", "optimizer slots")
-            for op in self.kernels
-            for n in range(len(optimizer.rule_of(kernel_shape(op)).slots))
-        ]
+        self._add_resident("norms and biases", 4 * small, "weights")
+        copies = []
+        for op in self.kernels:
+            slots = optimizer.rule_of(kernel_shape(op)).slots
+            copies += [(op, f"slot{number}", "optimizer slots") for number in range(len(slots))]
         if optimizer.slots_in_turn:
             copies.sort(key=lambda copy: copy[1])
         if self.job.averaged:
             copies += [(op, "average", "averaged weights") for op in self.kernels]
-        if self.job.parts > 1:
+        if self.job.micro_batches > 1:
             copies += [(op, "gradient_sum", "gradient sums") for op in self.kernels]
         for op, suffix, group in copies:
             self._zeros(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
-        self.resident.append(
-            self.tensor(
-                "slots of norms and biases",
-                4 * len(optimizer.others.slots) * trained,
-                "optimizer slots",
-            )
-        )
-        if self.job.parts > 1:
-            self.resident.append(
-                self.tensor("sums of norms and biases", 4 * trained, "gradient sums")
-            )
+        slots_bytes = 4 * len(optimizer.others.slots) * trained
+        self._add_resident("slots of norms and biases", slots_bytes, "optimizer slots")
+        if self.job.micro_batches > 1:
+            self._add_resident("sums of norms and biases", 4 * trained, "gradient sums")
         if not self.own:
             self._make_diagonals(optimizer)
 
@@ -148,9 +134,13 @@ class Writer:
                 self._zeros(f"diagonal{side}", 4 * side**2, "optimizer slots")
 
     def _zeros(self, name: str, size_bytes: int, group: str) -> None:
-        made = self.tensor(name, size_bytes, group)
+        made = self._add_resident(name, size_bytes, group)
         self._before.append(StepOp(made.name, "update", writes=(made,)))
+
+    def _add_resident(self, name: str, size_bytes: int, group: str) -> Tensor:
+        made = self.tensor(name, size_bytes, group)
         self.resident.append(made)
+        return made
 
 
 def kernel_elements(op: LayerOp) -> int:

@@ -111,9 +111,16 @@ def make_store(
             write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False)
         )
     manifest = make_manifest(
-        name="tiny", layout="decathlon", channels=CHANNELS, labels=LABELS, regions=REGIONS, split=split, split_seed=0,
-        cases=tuple(records), versions={},
-    )  # fmt: skip
+        name="tiny",
+        layout="decathlon",
+        channels=CHANNELS,
+        labels=LABELS,
+        regions=REGIONS,
+        split=split,
+        split_seed=0,
+        cases=tuple(records),
+        versions={},
+    )
     write_store(folder, manifest)
     return open_store(folder)
 
@@ -125,28 +132,60 @@ def tiny_run(tmp_path, tiny_store) -> Path:
     folder.mkdir()
     hash_ = tiny_store.manifest.split_hash
     config = RunConfig(
-        store=str(tiny_store.folder), store_channels=CHANNELS, label_names=LABELS, region_codes=REGIONS,
-        split_hash=hash_, channels=CHANNELS, regions=tuple(REGIONS), grid=(16, 16, 16),
-    )  # fmt: skip
+        store=str(tiny_store.folder),
+        store_channels=CHANNELS,
+        label_names=LABELS,
+        region_codes=REGIONS,
+        split_hash=hash_,
+        channels=CHANNELS,
+        regions=tuple(REGIONS),
+        grid=(16, 16, 16),
+    )
     save_config(config, folder)
     start = {
-        "event": "start", "time": "2025-03-01T10:00:00+00:00", "step": 0, "host": {"cpu": "made up", "cores": 2},
-        "versions": {"tensorflow": "2.15.1"}, "engine": "ITEX 2.15.0.0", "threads": {"intra_op": 2},
-        "split_hash": hash_, "store": str(tiny_store.folder), "grid": [16, 16, 16], "parameters": 1234,
+        "event": "start",
+        "time": "2025-03-01T10:00:00+00:00",
+        "step": 0,
+        "host": {"cpu": "made up", "cores": 2},
+        "versions": {"tensorflow": "2.15.1"},
+        "engine": "ITEX 2.15.0.0",
+        "threads": {"intra_op": 2},
+        "split_hash": hash_,
+        "store": str(tiny_store.folder),
+        "grid": [16, 16, 16],
+        "parameters": 1234,
         "precision": "mixed_bfloat16",
-    }  # fmt: skip
+    }
     lines = [start]
     for step in range(1, 41):
-        lines.append({
-            "event": "step", "step": step, "epoch": step // 3, "case_id": "abc"[step % 3], "loss": 1 / step,
-            "dice": {"WT": 1 - 1 / step, "TC": 0.5, "ET": 0.2}, "learning_rate": 1e-3, "step_s": 2.0, "wait_s": 0.02,
-            "rss_bytes": 3 * 2**30 + step,
-        })  # fmt: skip
+        lines.append(
+            {
+                "event": "step",
+                "step": step,
+                "epoch": step // 3,
+                "case_id": "abc"[step % 3],
+                "loss": 1 / step,
+                "dice": {"WT": 1 - 1 / step, "TC": 0.5, "ET": 0.2},
+                "learning_rate": 1e-3,
+                "step_s": 2.0,
+                "wait_s": 0.02,
+                "rss_bytes": 3 * 2**30 + step,
+            }
+        )
         if step % 20 == 0:
-            lines.append({
-                "event": "validation", "step": step, "epoch": step // 3, "loss": 0.3, "best": True, "cases": 1,
-                "dice": {"WT": 0.8, "TC": 0.7, "ET": 0.6}, "mean_dice": 0.7, "seconds": 3.0,
-            })  # fmt: skip
+            lines.append(
+                {
+                    "event": "validation",
+                    "step": step,
+                    "epoch": step // 3,
+                    "loss": 0.3,
+                    "best": True,
+                    "cases": 1,
+                    "dice": {"WT": 0.8, "TC": 0.7, "ET": 0.6},
+                    "mean_dice": 0.7,
+                    "seconds": 3.0,
+                }
+            )
             lines.append({"event": "checkpoint", "step": step, "seconds": 1.0, "bytes": 1000})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "log.jsonl").write_text(text + '{"event": "step", "step": 41, "lo', encoding="utf-8")

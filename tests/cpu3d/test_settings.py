@@ -103,7 +103,7 @@ def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_bat
 ):
     config = RunConfig(unet=UNetConfig(norm=norm), batch=6, micro_batch=micro_batch)
     job = Job(config.unet, (64, 64, 64), batch=6, micro_batch=micro_batch)
-    assert (config.micro, config.parts) == (job.micro, job.parts) == (micro, parts)
+    assert (config.micro, config.parts) == (job.micro, job.micro_batches) == (micro, parts)
     assert job.voxels == micro * 64**3
 
 

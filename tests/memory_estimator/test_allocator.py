@@ -43,7 +43,8 @@ def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spar
 
 def test_a_recorded_process_is_followed_chunk_by_chunk():
     calls = json.loads(RECORDED.read_text())["calls"]
-    allocator, taken = Allocator(), 0
+    allocator = Allocator()
+    taken = 0
     for call in calls:
         before = allocator.counted_bytes
         if isinstance(call, list):
@@ -69,7 +70,8 @@ CALLS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40 * MIB)), max_siz
 def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_back_is_one_again(
     calls,
 ):
-    allocator, held = Allocator(), {}
+    allocator = Allocator()
+    held = {}
     for name, size in calls:
         if name in held:
             allocator.give_back(name)

@@ -40,9 +40,7 @@ def own(tmp_path):
 
 
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
-def test_there_are_shipped_constants_for_every_instruction_set_and_they_say_where_each_figure_is_from(
-    name,
-):
+def test_there_are_shipped_constants_for_every_instruction_set_and_each_has_its_origin(name):
     constants = load_constants(name)
     for field in ("costs", "baseline_bytes", "op_bytes", "saturating_threads"):
         assert constants.origins[field].startswith(("measured: ", "assumed: "))
@@ -65,7 +63,8 @@ def scale(**changes):
 
 def test_what_was_measured_on_a_host_is_found_there_and_a_damaged_file_is_said():
     here = host(cpu_model="Some CPU")
-    path, shipped = host_file(here), shipped_constants(here.instructions)
+    path = host_file(here)
+    shipped = shipped_constants(here.instructions)
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({**like_shipped(here), "scales": {"bfloat16": scale()}}))
     own = find_constants(here)
@@ -134,10 +133,8 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_a_number_of_threads_beyond_the_measured_one_is_said():
-    measured, other = (
-        dataclasses.replace(shipped_constants("avx512"), origin="measured"),
-        host(cpu_model="Another"),
-    )
+    measured = dataclasses.replace(shipped_constants("avx512"), origin="measured")
+    other = host(cpu_model="Another")
     assert re.match(f"measured .*{measured.cpu}.* {measured.date}$", measured.basis(JOB))
     basis = measured.basis(dataclasses.replace(JOB, threads=56), other)
     assert re.match(f"assumed .*{measured.cpu}.* 2 threads to 56 ", basis)

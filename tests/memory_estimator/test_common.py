@@ -150,8 +150,8 @@ def parsed(*words, kinds=(Options,)):
 
 
 def test_settings_come_from_a_command_line_and_go_back_to_it():
-    line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3 --peer x --peer y --names a b"
-    words = line.split()
+    line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3"
+    words = f"{line} --peer x --peer y --names a b".split()
     args = parsed(*words)
     assert from_args(Options, args) == Options(
         Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b")

@@ -54,7 +54,8 @@ def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(changes, unet, 
 
 
 def test_a_store_adds_the_next_batch_and_to_the_bound_what_a_run_holds_beside_its_steps():
-    fed, from_store = of(), of(from_store=True)
+    fed = of()
+    from_store = of(from_store=True)
     held = {line.name: line.bytes for line in from_store.components}
     assert held["input pipeline, next batch"] == 96**3 * (4 * 2 + 3)
     assert fed.upper_bound_bytes == fed.kind.upper_bound(fed.process_peak_bytes)

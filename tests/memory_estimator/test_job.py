@@ -40,15 +40,26 @@ def test_a_job_that_cannot_be_is_refused(changes, message):
 
 
 def test_every_option_reaches_the_job():
-    job = job_from(parsed(
-        "--shape 64 80 96 --batch 4 --micro-batch 2 --channels 1 --classes 2 --filters 8 --depth 4 --network cicek2016 "
-        "--norm batch --up upsampling --residual --deep-supervision --dtype float32 --optimizer sgd --policy lean "
-        "--engine stock --threads 3"
-    ))  # fmt: skip
+    line = (
+        "--shape 64 80 96 --batch 4 --micro-batch 2 --channels 1 --classes 2 --filters 8 "
+        "--depth 4 --network cicek2016 --norm batch --up upsampling --residual "
+        "--deep-supervision --dtype float32 --optimizer sgd --policy lean --engine stock "
+        "--threads 3"
+    )
+    job = job_from(parsed(line))
     unet = UNetConfig(
-        channels=1, outputs=2, filters=8, depth=4, network="cicek2016", norm="batch", up="upsampling", residual=True,
-        deep_supervision=True, dtype="float32", policy="lean",
-    )  # fmt: skip
+        channels=1,
+        outputs=2,
+        filters=8,
+        depth=4,
+        network="cicek2016",
+        norm="batch",
+        up="upsampling",
+        residual=True,
+        deep_supervision=True,
+        dtype="float32",
+        policy="lean",
+    )
     assert job == Job(
         unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", threads=3
     )
@@ -69,7 +80,8 @@ def test_a_policy_is_open_where_neither_the_command_nor_a_run_has_one(options, i
 
 def test_every_recipe_s_settings_agree_with_its_job():
     for name, recipe in RECIPES.items():
-        config, job = recipe_settings({"recipe": name}), recipe.job
+        config = recipe_settings({"recipe": name})
+        job = recipe.job
         assert (config.unet, config.batch, config.optimizer, config.ema) == (
             job.unet,
             job.batch,
@@ -85,9 +97,17 @@ def test_every_recipe_s_settings_agree_with_its_job():
 
 
 JOB = Job(
-    UNetConfig(filters=8, dtype="bfloat16", policy="lean"), (64, 80, 96), 4, 2, "sgd", "stock", averaged=True,
-    from_store=True, cases=7, case_bytes=123,
-)  # fmt: skip
+    UNetConfig(filters=8, dtype="bfloat16", policy="lean"),
+    (64, 80, 96),
+    batch=4,
+    micro_batch=2,
+    optimizer="sgd",
+    engine="stock",
+    averaged=True,
+    from_store=True,
+    cases=7,
+    case_bytes=123,
+)
 
 
 def write_plan(folder, job=JOB, workers=2, settings=(), **changes):

@@ -87,7 +87,8 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
         )
 
     monkeypatch.setattr("memory_estimator.__main__.estimate", made)
-    ask, policy = SMALL.replace("64GiB", "1GiB"), "lean"
+    ask = SMALL.replace("64GiB", "1GiB")
+    policy = "lean"
     content = answer(f"{ask} --policy auto", capsys)
     choice = content["policy"]
     assert (choice["name"], choice["picked"], "4.00 GiB of 1.00 GiB" in choice["reason"]) == (
@@ -123,7 +124,8 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
         write_plan(tmp_path, job, workers)
         return answer(f"--run {tmp_path} --threads 2 --host-memory 8GiB {options}", capsys, code)
 
-    alone, shared = of_workers(1), of_workers(2)
+    alone = of_workers(1)
+    shared = of_workers(2)
     gradients = next(
         line["bytes"] for line in alone["components"] if line["name"] == "gradient sums"
     )

@@ -11,7 +11,7 @@ from memory_estimator import scaling
 from memory_estimator.__main__ import main
 from memory_estimator.calibration import HostConstants
 from memory_estimator.job import Job
-from memory_estimator.scaling import largest_of, step_parts
+from memory_estimator.scaling import largest_of, step_costs
 from memory_estimator.step.program import OwnOperation, Program, StepOp
 from memory_estimator.step.timing import op_seconds
 from models.config import UNetConfig
@@ -67,7 +67,8 @@ def test_work_divides_by_the_threads_and_traffic_until_the_memory_is_busy():
     at = lambda op, threads: seconds(
         op, threads=threads, constants=dataclasses.replace(CONSTANTS, costs=without)
     )
-    work, traffic = convolution(16, 16), StepOp("n", "pass", traffic_bytes=2 * MIB)
+    work = convolution(16, 16)
+    traffic = StepOp("n", "pass", traffic_bytes=2 * MIB)
     assert at(work, 2) / at(work, 16) == pytest.approx(8)
     assert at(traffic, 2) / at(traffic, 4) == pytest.approx(2)
     assert at(traffic, 4) == at(traffic, 64)
@@ -101,15 +102,15 @@ COSTS = {
 
 def test_workers_that_lose_nothing_take_as_long_as_one(monkeypatch):
     monkeypatch.setattr(scaling, "COSTS", dict.fromkeys(COSTS, 0.0))
-    parts = step_parts(6.0, 100)
+    parts = step_costs(6.0, 100)
     assert sum(parts.values()) == pytest.approx(6 * WAIT)
-    assert step_parts(6.0, 0, hosts=8) == parts
+    assert step_costs(6.0, 0, hosts=8) == parts
 
 
 def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
     monkeypatch.setattr(scaling, "COSTS", COSTS)
     asked = (10.0, 80_000_000)
-    single, two = (step_parts(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
+    single, two = (step_costs(*asked, hosts, 2, network_bytes_per_s=1e9) for hosts in (1, 2))
     assert (
         single["compute_s"] == two["compute_s"] == pytest.approx(10.5)
     )  # contention, as two share each host
@@ -118,7 +119,7 @@ def test_every_part_of_a_step_is_what_it_is_by_hand(monkeypatch):
     # 80 MB are five pieces of 16 MiB, each a ring. Inside a host there is no network.
     assert single["exchange_s"] == pytest.approx(2 * (40e6 * 1e-9 + 5 * 1e-3) + 5 * 0.01)
     assert two["exchange_s"] == pytest.approx(6 * (20e6 * 2e-9 + 5 * 1.05e-3) + 5 * 0.01)
-    alone = step_parts(*asked)
+    alone = step_costs(*asked)
     assert (alone["slowest_s"], alone["packing_s"], alone["exchange_s"]) == (0, 0, 0)
 
 
@@ -166,12 +167,11 @@ def test_memory_is_that_of_one_of_several_as_train_counts_it(capsys):
 
     # One of several adds its gradients up, as one does that has two micro-batches, and has copies
     # of them for the sum.
-    in_parts, several = asked("--hosts 1 --batch 2 --micro-batch 1"), asked("--hosts 2")
+    in_parts = asked("--hosts 1 --batch 2 --micro-batch 1")
+    several = asked("--hosts 2")
     copies = several["upper_bound_bytes"] - in_parts["upper_bound_bytes"]
     assert copies == pytest.approx(scaling.SENT_COPIES * several["gradient_bytes"], rel=0.01)
     assert asked("--hosts 1")["upper_bound_bytes"] < in_parts["upper_bound_bytes"]
-    dealt, each = (
-        asked("--norm batch --hosts 2 4 --global-batch 8"),
-        asked("--norm batch --hosts 2 4 --batch 4"),
-    )
+    dealt = asked("--norm batch --hosts 2 4 --global-batch 8")
+    each = asked("--norm batch --hosts 2 4 --batch 4")
     assert dealt["upper_bound_bytes"] == each["upper_bound_bytes"]

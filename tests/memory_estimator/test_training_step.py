@@ -13,6 +13,7 @@ from memory_estimator.step.layer_step import layer_step
 from memory_estimator.step.program import rounded, timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
+from models.optimizers import OPTIMIZERS
 
 BOTH = (False, True)
 UNETS = {
@@ -20,13 +21,13 @@ UNETS = {
     "outputs": (1, 3),
     "filters": (4, 8, 16, 24),
     "depth": (2, 3),
-    "network": NETWORKS,
+    "network": tuple(NETWORKS),
 }
 UNETS.update(
     norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES
 )
 MORE = {
-    "optimizer": ("muon", "adam", "sgd"),
+    "optimizer": tuple(OPTIMIZERS),
     "engine": ("itex", "stock"),
     "threads": (1, 2, 8),
     "averaged": BOTH,
@@ -58,7 +59,8 @@ def test_every_program_is_consistent(job):
     line = timeline(program)
     assert line.peak_bytes >= sum(tensor.bytes for tensor in program.resident)
     # What a step takes it gives back.
-    allocator, stays = Allocator(), {tensor.name for tensor in program.resident}
+    allocator = Allocator()
+    stays = {tensor.name for tensor in program.resident}
     for tensor in program.resident:
         allocator.take(tensor.name, tensor.bytes)
     for _ in range(2):
@@ -92,7 +94,8 @@ def test_the_allocators_peak_is_the_measured_one(unet, side, optimizer, measured
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
 
 
-KIB, SIDE = 2**10, 16
+KIB = 2**10
+SIDE = 16
 TINY = UNetConfig(channels=1, outputs=1, filters=1, depth=2, dtype="float32")
 # A map of one channel takes 16 KiB on the fine level, 2 on the coarse one; kernels are a few
 # hundred bytes.
@@ -156,7 +159,8 @@ def test_the_gradient_of_logits_takes_their_place_and_the_loss_no_map(dtype):
     # Logits of three regions, and of the target a byte each; of the coarser head's every second row
     # along x and y.
     value_bytes = 2 if dtype == "bfloat16" else 4
-    fine, coarse = 3 * 32**3, 3 * 16**3
+    fine = 3 * 32**3
+    coarse = 3 * 16**3
     assert [op.traffic_bytes for op in loss[:2]] == [
         fine * (value_bytes + 1),
         coarse * (value_bytes + 2),

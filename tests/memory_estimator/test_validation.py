@@ -46,8 +46,12 @@ def rows_of(errors, **about):
 def test_errors_are_signed_shares_of_what_was_measured():
     job = Job(shape=(128,) * 3)
     predicted = SimpleNamespace(
-        allocator_peak_bytes=9 * GIB, process_peak_bytes=11 * GIB, upper_bound_bytes=12 * GIB, step_s=1.5, kind=None,
-    )  # fmt: skip
+        allocator_peak_bytes=9 * GIB,
+        process_peak_bytes=11 * GIB,
+        upper_bound_bytes=12 * GIB,
+        step_s=1.5,
+        kind=None,
+    )
     timed = Measured(job, 1.0, process_peak_bytes=10 * GIB, allocator_peak_bytes=10 * GIB)
     untimed = Measured(job, process_peak_bytes=10 * GIB)
     first, second = compare_steps(
@@ -110,15 +114,14 @@ RECORDS = Path(__file__).resolve().parents[2] / "records"
 @pytest.fixture(scope="module")
 def validated():
     if not (RECORDS / VALIDATION).is_dir():
-        pytest.skip(
-            f"needs records/{VALIDATION}, files that `./run.sh bench validate` makes in an hour each"
-        )
+        maker = "`./run.sh bench validate` makes in an hour each"
+        pytest.skip(f"needs records/{VALIDATION}, files that {maker}")
     return validation(RECORDS)[1]
 
 
 def test_what_the_estimator_says_of_its_errors_is_what_was_measured(validated):
-    remake = "run ./run.sh bench tables --records records --accuracy memory_estimator/hosts/accuracy.json"
-    assert load_accuracy() == digest(validated), remake
+    remake = "run ./run.sh bench tables --records records --accuracy"
+    assert load_accuracy() == digest(validated), f"{remake} memory_estimator/hosts/accuracy.json"
 
 
 def test_no_peak_lies_above_its_bound(validated):
@@ -128,9 +131,13 @@ def test_no_peak_lies_above_its_bound(validated):
 
 @pytest.mark.parametrize(
     ("figure", "side", "median", "worst"),
-    [("allocator_peak", 16, 0.001, 0.02), ("process_peak", 16, 0.02, 0.1), ("step_s", 16, 0.05, 0.25),
-     ("step_s", 48, 0.05, 0.13)],
-)  # fmt: skip
+    [
+        ("allocator_peak", 16, 0.001, 0.02),
+        ("process_peak", 16, 0.02, 0.1),
+        ("step_s", 16, 0.05, 0.25),
+        ("step_s", 48, 0.05, 0.13),
+    ],
+)
 def test_errors_over_all_records_are_as_small_as_the_docs_have_them(
     validated, figure, side, median, worst
 ):

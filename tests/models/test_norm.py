@@ -8,6 +8,10 @@ from models.config import DTYPES, EPSILON, MOMENTUM
 from models.layers import NormActivation
 
 GRID = (4, 6, 4)
+CLOSE = {
+    "float32": {"rtol": 1e-4, "atol": 1e-5},
+    "bfloat16": {"rtol": 1e-2, "atol": 1e-2},
+}
 CHANNELS = (5, 16)
 
 
@@ -39,7 +43,8 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(
     norm, samples, activate, channels, dtype
 ):
     layer, model, x = built(norm, samples, activate, channels, dtype)
-    first, axes = layer.get_weights(), (1, 2, 3) if norm == "instance" else (0, 1, 2, 3)
+    first = layer.get_weights()
+    axes = (1, 2, 3) if norm == "instance" else (0, 1, 2, 3)
     upstream = tf.cast(np.random.default_rng(3).normal(0, 1, x.shape), dtype)
     weights = layer.trainable_weights
 
@@ -60,7 +65,7 @@ def test_a_norm_is_its_definition_and_so_are_its_gradients(
     with tf.GradientTape() as tape:
         tape.watch(inputs)
         expected = by_definition(*inputs)
-    close = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+    close = CLOSE[dtype]
     np.testing.assert_allclose(tf.cast(y, tf.float64), expected, **close)
     assert (tf.reduce_min(y) < 0) == (not activate)
     for gradient, automatic in zip(
@@ -91,7 +96,7 @@ def test_in_inference_a_batch_norm_takes_its_moving_statistics(channels, dtype):
     expected = np.maximum(
         (tf.cast(x, tf.float64) - mean) / np.sqrt(variance + EPSILON) * gamma + beta, 0
     )
-    close = {"rtol": 1e-2, "atol": 1e-2} if dtype == "bfloat16" else {"rtol": 1e-4, "atol": 1e-5}
+    close = CLOSE[dtype]
     np.testing.assert_allclose(tf.cast(model(x), tf.float64), expected, **close)
 
 

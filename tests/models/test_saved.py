@@ -43,7 +43,8 @@ for name in sys.argv[1:]:
 
 def network(config):
     """One with weights unlike the first ones and a frozen layer, compiled."""
-    model, rng = build_unet3d(config, GRID, 1), np.random.default_rng(0)
+    model = build_unet3d(config, GRID, 1)
+    rng = np.random.default_rng(0)
     first = model.get_weights()
     model.set_weights([weight + rng.uniform(0, 0.1, weight.shape) for weight in first])
     model.get_layer("encoder0_conv1").trainable = False

@@ -126,9 +126,11 @@ def distances(arrays, expected):
 @pytest.mark.parametrize("network", NETWORKS)
 def test_answers_gradients_and_moved_statistics_are_those_of_the_layers(network, policy):
     config, batch = NETWORKS[network]
-    config, apart = dataclasses.replace(config, policy=policy), []
+    config = dataclasses.replace(config, policy=policy)
+    apart = []
     for draw in DRAWS:
-        own, of_layers = step(config, batch, draw), step(config, batch, draw, plain)
+        own = step(config, batch, draw)
+        of_layers = step(config, batch, draw, plain)
         assert own.loss == pytest.approx(of_layers.loss, rel=1e-6)
         assert max(distances(own.logits, of_layers.logits)) < 1e-5
         assert max(distances(own.answers, of_layers.answers)) < 1e-5
@@ -184,10 +186,8 @@ def test_a_frozen_batch_norm_takes_and_keeps_its_moving_statistics(policy):
     model.set_weights(
         [weight + rng.uniform(0, 0.1, weight.shape) for weight in model.get_weights()]
     )
-    first, image = (
-        model.get_weights(),
-        tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32),
-    )
+    first = model.get_weights()
+    image = tf.constant(rng.standard_normal((1, 8, 8, 8, 4)), tf.float32)
     for layer in model.layers:
         if isinstance(layer, NormActivation):
             layer.trainable = False
@@ -218,12 +218,14 @@ def test_without_a_compiled_step_and_with_an_open_batch_size_it_is_the_same(poli
 
 
 def test_a_weight_that_keras_updates_at_once_does_not_change_the_gradients_of_others():
-    changes, rng = [], np.random.default_rng(0)
+    changes = []
+    rng = np.random.default_rng(0)
     image = rng.standard_normal((2, *GRID, 4)).astype(np.float32)
     target = (rng.random((2, *GRID, 3)) < 0.1).astype(np.float32)
     for eager in (True, False):
         model = build_unet3d(UNetConfig(filters=4, depth=2), GRID)
-        first, loss = model.get_weights(), tf.keras.losses.BinaryCrossentropy(from_logits=True)
+        first = model.get_weights()
+        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True)
         model.compile(tf.keras.optimizers.SGD(1.0), loss, run_eagerly=eager)
         model.fit(image, target, batch_size=2, verbose=0)
         changes.append([after - before for after, before in zip(model.get_weights(), first)])
@@ -267,7 +269,8 @@ def exact_gradients(image, target, weights, depth):
 
     with tf.GradientTape() as tape:
         tape.watch(weights)
-        x, skips = tf.constant(image, tf.float64), []
+        x = tf.constant(image, tf.float64)
+        skips = []
         for level in range(depth):
             x = block(pooled(x) if level else x)
             skips.append(x)
@@ -284,10 +287,12 @@ def exact_gradients(image, target, weights, depth):
 def test_gradients_are_close_to_float64s(policy):
     """Most of the image is zero, as outside a brain: there one ReLU is that of many voxels
     alike."""
-    config, grid = UNetConfig(filters=4, depth=3, policy=policy), (32, 24, 16)
+    config = UNetConfig(filters=4, depth=3, policy=policy)
+    grid = (32, 24, 16)
     axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in grid), indexing="ij")
     inside = (sum(axis**2 for axis in axes) < 0.8)[None, ..., None]
-    model, apart = build_unet3d(config, grid, 1), []
+    model = build_unet3d(config, grid, 1)
+    apart = []
     weights = [weight.numpy() for weight in model.trainable_variables]
 
     @tf.function
@@ -298,7 +303,8 @@ def test_gradients_are_close_to_float64s(policy):
 
     for draw in DRAWS:
         rng = np.random.default_rng(draw)
-        image, target = rng.standard_normal((1, *grid, 4)) * inside, rng.random((1, *grid, 3)) < 0.1
+        image = rng.standard_normal((1, *grid, 4)) * inside
+        target = rng.random((1, *grid, 3)) < 0.1
         result = gradients(*(tf.constant(array, tf.float32) for array in (image, target)))
         exact = exact_gradients(
             image.astype(np.float32), target.astype(float), weights, config.depth

@@ -13,7 +13,8 @@ from models.unet3d import build_unet3d
 
 pytestmark = pytest.mark.skipif(not operations.available(), reason="own operations are not built")
 
-GRID, BATCH = (8, 8, 4), 2
+GRID = (8, 8, 4)
+BATCH = 2
 NETWORKS = {
     "instance": UNetConfig(filters=4, depth=2),
     "batch, deep supervision": UNetConfig(filters=4, depth=3, norm="batch", deep_supervision=True),

@@ -21,7 +21,8 @@ VARIANTS = [
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_plan_has_the_shapes_and_weights_of_every_built_layer(variant):
-    config, shape = UNetConfig(filters=4, **variant), (32, 16, 48)
+    config = UNetConfig(filters=4, **variant)
+    shape = (32, 16, 48)
     model = build_unet3d(config, shape, batch_size=1)
     plan = {op.name: op for op in layer_plan(config, shape)}
     assert sorted(layer.name for layer in model.layers) == sorted(plan)
@@ -62,7 +63,9 @@ def test_flops_of_a_single_level_are_those_worked_out_by_hand():
     # image.
     image_conv = top = 2 * 27 * 64
     below = 2 * 27 * 1 * 2 * 8 + 2 * 27 * 2 * 2 * 8
-    up, decoder, head = 2 * 2 * 1 * 64, 2 * 27 * 2 * 64 + 2 * 27 * 64, 2 * 64
+    up = 2 * 2 * 1 * 64
+    decoder = 2 * 27 * 2 * 64 + 2 * 27 * 64
+    head = 2 * 64
     assert training_flops(config, (4, 4, 4)) == 2 * image_conv + 3 * (
         top + below + up + decoder + head
     )

@@ -1,8 +1,8 @@
 """An array's file: .npy, which maps into memory as it is, or .b2nd (Blosc2), a tenth of the size.
 
 A .npy file is for fast disks or data that stays in the page cache: nothing is unpacked, a box is
-read from its place in the file. A .b2nd file is for slow disks and networks: less is read, and all of it has to be
-unpacked."""
+read from its place in the file. A .b2nd file is for slow disks and networks: less is read, and all
+of it has to be unpacked."""
 
 import contextlib
 import functools

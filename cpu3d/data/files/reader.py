@@ -1,8 +1,9 @@
 """Reading the arrays of a store's cases, whole or a box of them: mapped, or with pread.
 
-mmap   Pages of the file are the array: no copy, and only touched pages are read. A file that is cut while it is mapped
-       ends the process (SIGBUS), and so does a network that fails.
-pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes are always read so.
+mmap   Pages of the file are the array: no copy, and only touched pages are read. A file that is cut
+       while it is mapped ends the process (SIGBUS), and so does a network that fails.
+pread  Reads into memory: one copy more, but every failure is an error that names the file. Boxes
+       are always read so.
 
 A file's length is compared with its record before it is mapped, because a map past the end of its
 file ends the process. Stores replace files and never change them in place."""

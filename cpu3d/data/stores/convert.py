@@ -74,7 +74,8 @@ def convert(
     """Write a case's arrays, then its record. A new case whose arrays are there and good stays as
     it is.
 
-    Returns the record, or the problems of the case; with problems nothing is written. Raises OSError.
+    Returns the record, or the problems of the case; with problems nothing is written. Raises
+    OSError.
     """
     files, before = job
     if before is None:

@@ -1,7 +1,9 @@
 """The data set layouts that `prepare` and `predict` understand: the files that make up a case.
 
-    decathlon   dataset.json beside imagesTr/ and labelsTr/; one 4D image a case (Medical Segmentation Decathlon)
-    brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/ (BraTS 2017-2021)
+    decathlon   dataset.json beside imagesTr/ and labelsTr/; one 4D image a case
+                (Medical Segmentation Decathlon)
+    brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/
+                (BraTS 2017-2021)
     brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
 
 Label codes differ between releases: they come from dataset.json or the layout, never from voxels.

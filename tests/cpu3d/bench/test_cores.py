@@ -17,8 +17,8 @@ PLAIN |= {"up_convolve", "up_input_gradient", "up_filter_gradient", "orthogonal"
 @pytest.mark.skipif(own_operations().kernels is None, reason="own operations are not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_own_operation_of_a_step_is_measured_for_each_number_of_threads(dtype, capsys):
-    words = f"bench kernels --threads 5 2 --shape 32 48 32 --filters 4 --rounds 1 --dtype {dtype} --json"
-    assert main(words.split()) == 0
+    measured = "--threads 5 2 --shape 32 48 32 --filters 4 --rounds 1"
+    assert main(f"bench kernels {measured} --dtype {dtype} --json".split()) == 0
     record = json.loads(capsys.readouterr().out)
     assert {row["kind"] for row in record["rows"]} == PLAIN
     assert {row["kind"] for row in record["rows"]} <= set(KINDS)

@@ -13,13 +13,22 @@ from memory_estimator.job import Job
 from models.config import UNetConfig
 
 RECORD = {
-    "schema": 1, "kind": "memory", "date": "2026-11-20", "shape": [64, 64, 64], "batch": 2,
+    "schema": 1,
+    "kind": "memory",
+    "date": "2026-11-20",
+    "shape": [64, 64, 64],
+    "batch": 2,
     "micro_batch": 2,
-    "unet": {"filters": 8, "dtype": "bfloat16", "policy": "speed"}, "optimizer": "sgd", "engine": "auto",
-    "engine_name": "TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0", "threads": {"TF_NUM_INTRAOP_THREADS": "7"},
-    "host": {"cpu": "some CPU", "isa": ["avx"]}, "step_s": 0.5, "process_peak_bytes": 1000,
+    "unet": {"filters": 8, "dtype": "bfloat16", "policy": "speed"},
+    "optimizer": "sgd",
+    "engine": "auto",
+    "engine_name": "TensorFlow 2.15.1, oneDNN, ITEX 2.15.0.0",
+    "threads": {"TF_NUM_INTRAOP_THREADS": "7"},
+    "host": {"cpu": "some CPU", "isa": ["avx"]},
+    "step_s": 0.5,
+    "process_peak_bytes": 1000,
     "allocator_peak_bytes": 500,
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -141,8 +141,10 @@ def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, r
 
 
 FACTS = {
-    "threads": {"TF_NUM_INTRAOP_THREADS": "2"}, "versions": {}, "engine_name": "TensorFlow 2.15.1, oneDNN",
-}  # fmt: skip
+    "threads": {"TF_NUM_INTRAOP_THREADS": "2"},
+    "versions": {},
+    "engine_name": "TensorFlow 2.15.1, oneDNN",
+}
 
 
 @pytest.fixture

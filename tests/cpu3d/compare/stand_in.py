@@ -4,8 +4,10 @@ train.
 stand_in.py TEMPLATE train|evaluate ...: train writes a run of its options, continuing one that is
 there, and evaluate copies the template's scores. Every call is added to "calls.txt" beside the
 template. Other files there make train
-    fail       "GLOB CODE WORDS": a run of such a name says the words and ends with the code, after its first step
-    cut        stop after half of its steps, and wait for SIGINT or SIGTERM, which "signals" then holds
+    fail       "GLOB CODE WORDS": a run of such a name says the words and ends with the code, after
+               its first step
+    cut        stop after half of its steps, and wait for SIGINT or SIGTERM, which "signals" then
+               holds
 """
 
 import argparse

@@ -150,7 +150,8 @@ def test_vectors_of_different_lengths_are_an_error(workers):
 # --- What engines say ---
 
 KILLED = """failed to connect to all addresses
-Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling /tensorflow.Worker
+Additional GRPC error information from remote target /job:worker/replica:0/task:2 while calling \
+/tensorflow.Worker
 :{"created":"@1795226903.719250855","description":"Failed to pick subchannel"}"""
 
 STOPPED = (

@@ -219,7 +219,8 @@ def test_memory_that_runs_out_is_an_error_with_what_to_do_and_other_errors_stay(
 
     errors = SimpleNamespace(ResourceExhaustedError=OutOfMemoryError)
     monkeypatch.setitem(sys.modules, "tensorflow", SimpleNamespace(errors=errors))
-    message = r"^memory must hold a training step, got .*shape\[1,16,240,240,160\] on GPU:0\W+choose a smaller --patch$"
+    got = r"shape\[1,16,240,240,160\] on GPU:0"
+    message = rf"^memory must hold a training step, got .*{got}\W+choose a smaller --patch$"
     with (
         pytest.raises(DoesNotFitError, match=message),
         fits_memory("a training step", "choose a smaller --patch"),

@@ -237,9 +237,14 @@ def taken_by_predict(paths, inputs):
 def taken_by_program(paths, inputs):
     """The same in the program of an export."""
     config = RunConfig(
-        label_names=LABELS, region_codes=REGIONS, regions=tuple(REGIONS), channels=inputs,
-        store_channels=STORE, grid=(8, 8, 8), unet=UNetConfig(channels=len(inputs), outputs=len(REGIONS)),
-    )  # fmt: skip
+        label_names=LABELS,
+        region_codes=REGIONS,
+        regions=tuple(REGIONS),
+        channels=inputs,
+        store_channels=STORE,
+        grid=(8, 8, 8),
+        unet=UNetConfig(channels=len(inputs), outputs=len(REGIONS)),
+    )
     about = json.loads(json.dumps(contract(config, "float32", "onnx")))
     try:
         image = segment.in_order(segment.read_image(paths)[0], paths, about)
@@ -249,15 +254,26 @@ def taken_by_program(paths, inputs):
 
 
 FILES = {  # name -> the channel whose voxels it holds
-    "x_flair.nii.gz": "FLAIR", "x_T1_Gd.NII.GZ": "t1gd", "x_t2.nii": "T2w",
-    "p_T1w_bet.nii.gz": "T1w", "p_T1c_bet.nii.gz": "t1gd",
-    "q_0001_t1_bet.nii.gz": "T1w", "q_0001_t1gd_bet.nii.gz": "t1gd",
-    "case_0000.nii.gz": "FLAIR", "case_0001.nii.gz": "T1w",
-    "case_0002.nii.gz": "t1gd", "case_0003.nii.gz": "T2w",
-    "sub-1_T1w.nii.gz": "T1w", "sub-1_ce-gd_T1w.nii.gz": "t1gd", "y_CE_t1.nii": "t1gd",
-    "sub-2_ce-gd_T1w_bet.nii.gz": "t1gd", "sub-2_flair_bet.nii.gz": "FLAIR",
-    "one.nii.gz": "T1w", "two.nii.gz": "t1gd", "p_0042.nii.gz": "t1gd",
-}  # fmt: skip
+    "x_flair.nii.gz": "FLAIR",
+    "x_T1_Gd.NII.GZ": "t1gd",
+    "x_t2.nii": "T2w",
+    "p_T1w_bet.nii.gz": "T1w",
+    "p_T1c_bet.nii.gz": "t1gd",
+    "q_0001_t1_bet.nii.gz": "T1w",
+    "q_0001_t1gd_bet.nii.gz": "t1gd",
+    "case_0000.nii.gz": "FLAIR",
+    "case_0001.nii.gz": "T1w",
+    "case_0002.nii.gz": "t1gd",
+    "case_0003.nii.gz": "T2w",
+    "sub-1_T1w.nii.gz": "T1w",
+    "sub-1_ce-gd_T1w.nii.gz": "t1gd",
+    "y_CE_t1.nii": "t1gd",
+    "sub-2_ce-gd_T1w_bet.nii.gz": "t1gd",
+    "sub-2_flair_bet.nii.gz": "FLAIR",
+    "one.nii.gz": "T1w",
+    "two.nii.gz": "t1gd",
+    "p_0042.nii.gz": "t1gd",
+}
 BOTH = ("T1w", "t1gd")
 
 

@@ -175,9 +175,13 @@ def made_up_answers(seed, regions):
 def test_the_program_removes_the_small_parts_that_predict_removes(chosen, more):
     regions, spacing_mm = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), **more}, (0.7, 1.1, 2.5)
     config = RunConfig(
-        label_names=dict(enumerate("0abcde")), region_codes=regions, regions=tuple(regions), channels=("FLAIR",),
-        grid=(24, 20, 16), unet=UNetConfig(channels=1, outputs=len(regions)),
-    )  # fmt: skip
+        label_names=dict(enumerate("0abcde")),
+        region_codes=regions,
+        regions=tuple(regions),
+        channels=("FLAIR",),
+        grid=(24, 20, 16),
+        unet=UNetConfig(channels=1, outputs=len(regions)),
+    )
     steps = {"postprocessing": chosen.steps(regions)}
     about = json.loads(json.dumps({**contract(config, "float32", "onnx"), **steps}))
     for seed in range(3):
@@ -322,9 +326,15 @@ def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, 
     if mode == "whole":  # which fits, or is exported larger
         size = tuple(max(pair) for pair in zip(box.size, size))
     config = RunConfig(
-        label_names=dict(enumerate("0abcd")), region_codes=REGIONS, regions=tuple(REGIONS),
-        channels=("FLAIR", "T1w"), mode=mode, extent=extent, grid=size, unet=UNetConfig(channels=2, outputs=4),
-    )  # fmt: skip
+        label_names=dict(enumerate("0abcd")),
+        region_codes=REGIONS,
+        regions=tuple(REGIONS),
+        channels=("FLAIR", "T1w"),
+        mode=mode,
+        extent=extent,
+        grid=size,
+        unet=UNetConfig(channels=2, outputs=4),
+    )
     region = centred(box, tuple(max(pair) for pair in zip(box.size, size)), shape)
     stats, part = statistics(image), crop(image, region)
     window = size if config.is_patch else region.size

@@ -35,9 +35,14 @@ def settings_of(mode="whole", **options):
         **{"channels": 2, "outputs": 2, "filters": 2, "depth": 3, "policy": "speed", **options}
     )
     config = RunConfig(
-        label_names={0: "background", 1: "edema", 2: "tumour"}, region_codes=REGIONS, channels=("FLAIR", "T1w"),
-        regions=tuple(REGIONS), mode=mode, grid=SIZE, unet=dataclasses.replace(unet, policy="speed"),
-    )  # fmt: skip
+        label_names={0: "background", 1: "edema", 2: "tumour"},
+        region_codes=REGIONS,
+        channels=("FLAIR", "T1w"),
+        regions=tuple(REGIONS),
+        mode=mode,
+        grid=SIZE,
+        unet=dataclasses.replace(unet, policy="speed"),
+    )
     return config, unet
 
 

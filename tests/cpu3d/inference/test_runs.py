@@ -189,9 +189,12 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
     with pytest.raises(InputError, match="must hold a config"):
         load_configs([tmp_path / "none"])
     other = {
-        "store_channels": ("T1gd", "FLAIR"), "label_names": {0: "background", 1: "liver"},
-        "region_codes": {**REGIONS, "ET": (2,)}, "regions": ("WT", "ET", "TC"), "split_hash": "another",
-    }  # fmt: skip
+        "store_channels": ("T1gd", "FLAIR"),
+        "label_names": {0: "background", 1: "liver"},
+        "region_codes": {**REGIONS, "ET": (2,)},
+        "regions": ("WT", "ET", "TC"),
+        "split_hash": "another",
+    }
     second = tmp_path / "second"
     second.mkdir()
     save_config(dataclasses.replace(load_config(tmp_path / "run-1"), **other), second)

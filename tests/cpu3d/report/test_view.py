@@ -312,8 +312,9 @@ class Page:
         return [
             tuple(
                 self.run(
-                    "const c = document.querySelector(`[data-is=${arguments[0]}]`), [x, y] = arguments[1];"
-                    "return [...c.getContext('2d').getImageData(x * c.width, y * c.height, 1, 1).data].slice(0, 3)",
+                    "const c = document.querySelector(`[data-is=${arguments[0]}]`);"
+                    "const [x, y] = [arguments[1][0] * c.width, arguments[1][1] * c.height];"
+                    "return [...c.getContext('2d').getImageData(x, y, 1, 1).data].slice(0, 3)",
                     name,
                     [1 - (self.at()[axis] + 0.5) / self.shape()[axis] for axis in axes],
                 )
