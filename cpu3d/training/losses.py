@@ -59,8 +59,8 @@ class DiceCrossEntropy(RegionLoss):
         return config
 
 
-# compile(loss="dice_cross_entropy"). No class: in a .keras file Keras finds the name again, and calls
-# what it stands for with a target and logits.
+# compile(loss="dice_cross_entropy"). No class: a model that is loaded from a .keras file calls what
+# the name stands for with a target and logits.
 tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy()
 
 
