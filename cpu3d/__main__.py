@@ -8,7 +8,6 @@ import sys
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, exit_code_of
-from cpu3d.settings import TrainOptions
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.common.terminal import printing, use_utf8
 from memory_estimator.installed import as_typed, how_to_install
@@ -117,7 +116,7 @@ def _run(argv: Sequence[str]) -> int:
         return exit_code_of(error)
 
 
-def _train(command: Any, options: TrainOptions, settings: Dict[str, Any]) -> int:
+def _train(command: Any, options: Any, settings: Dict[str, Any]) -> int:
     """Train all folds, or one run and then decide its post-processing: both are in rooms above that
     of training, which cannot call them."""
     if options.folds is not None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cpu3d.__main__ import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,6 +56,30 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
         check=False,
     )
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+WITHOUT_NUMPY = """
+import sys
+sys.modules["numpy"] = None  # as if it were not installed
+from cpu3d.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "words"),
+    [("--help", 0, "exit codes"), ("train --help", 2, "numpy must be installed")],
+)
+def test_a_python_without_the_packages_is_told_what_to_install(command, exit_code, words):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMPY, *command.split()],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert words in done.stdout + done.stderr
+    assert done.returncode == exit_code
 
 
 EXPORTS = """

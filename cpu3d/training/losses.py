@@ -59,8 +59,9 @@ class DiceCrossEntropy(RegionLoss):
         return config
 
 
-# compile(loss="dice_cross_entropy")
-tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy
+# compile(loss="dice_cross_entropy"). No class: a model that is loaded from a .keras file calls what
+# the name stands for with a target and logits.
+tf.keras.utils.get_custom_objects()["dice_cross_entropy"] = DiceCrossEntropy()
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")

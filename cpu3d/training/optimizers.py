@@ -181,6 +181,7 @@ class Muon(RuleOptimizer):
         self,
         learning_rate: float = 0.02,
         adam_scale: float = 1.5,
+        *,
         name: str = "Muon",
         **options: Any,
     ):

@@ -220,3 +220,15 @@ def test_compile_takes_the_loss_by_its_name_and_arrays():
     loss = float(DiceCrossEntropy()(tf.constant(target), tf.constant(image)))
     assert model.evaluate(image, target, verbose=0) == pytest.approx(loss, rel=1e-6)
     assert float(DiceCrossEntropy()(target, image)) == loss
+
+
+def test_a_saved_model_keeps_a_loss_that_was_compiled_by_its_name(tmp_path):
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(1, 4, 4, 4, 2)).astype(np.float32)
+    target = rng.integers(0, 2, (1, 4, 4, 4, 2), np.uint8)
+    model = tf.keras.Sequential([tf.keras.layers.Activation("linear", input_shape=(4, 4, 4, 2))])
+    model.compile("sgd", loss="dice_cross_entropy")
+    loss = model.evaluate(image, target, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = tf.keras.models.load_model(tmp_path / "model.keras")
+    assert again.evaluate(image, target, verbose=0) == pytest.approx(loss, rel=1e-6)
