@@ -95,9 +95,9 @@ def test_another_user_of_the_host_is_not_heard(monkeypatch):
 
 
 def test_those_who_came_say_who_did_not(three):
-    for error in meeting_of([three.of_rank(0), three.of_rank(2)], limit_s=1):
+    for error in meeting_of([three.of_rank(0), three.of_rank(2)], limit_s=3):
         assert isinstance(error, WorkerLostError)
-        assert f"worker 1 ({three.addresses[1]}) must come within 1 s" in str(error)
+        assert f"worker 1 ({three.addresses[1]}) must come within 3 s" in str(error)
         assert three.addresses[2] not in str(error)
     with pytest.raises(WorkerLostError, match=r"worker 0 \(127.* must come within 0.3 s"):
         meet(three.of_rank(1), 0.3)
