@@ -78,6 +78,17 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
+class SourceGrid:
+    """The grid that a case was resampled from, in axes R A S, and the source's label on it."""
+
+    shape: Shape3
+    label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]  # as those of the case
+    label_voxels_sha256: str
+    label_bytes: Count = 0  # of its file; 0 as for a case that is in no store
+    label_sha256: str = ""
+
+
+@dataclass(frozen=True)
 class CaseRecord:
     """One case of the store. Everything spatial is in the store's grid: axes R A S, voxels X, Y,
     Z."""
@@ -118,6 +129,7 @@ class CaseRecord:
     background: Tuple[float, ...] = ()
     """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
     is 0 in all channels."""
+    resampled_from: Optional[SourceGrid] = None  # None if the case is on its source's grid
 
     @property
     def has_label(self) -> bool:
@@ -153,6 +165,8 @@ class Manifest:
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
+    spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
+    """Along R, A, S: what all cases are resampled to. None if they are stored as they are."""
     schema: int = SCHEMA
 
 
@@ -421,7 +435,7 @@ def split_problems(
 
 
 def array_path(folder: Path, record: CaseRecord, kind: str) -> Path:
-    """The file of a case's image, `kind` "x", or label, "y"."""
+    """The file of a case's image, `kind` "x", its label, "y", or its source's label, "t"."""
     return Path(folder) / "cases" / f"{record.stem}.{kind}.{record.format}"
 
 
@@ -433,10 +447,15 @@ def record_path(folder: Path, case_id: str) -> Path:
 def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     """A record, or a manifest without its cases, as JSON content."""
     if isinstance(record, CaseRecord):
-        return msgspec.to_builtins(record)
+        content: Dict[str, Any] = msgspec.to_builtins(record)
+        if record.resampled_from is None:  # as records were before cases were resampled
+            del content["resampled_from"]
+        return content
     left_out = {"cases"}
     if not record.folds:  # the manifest is then as it was before there were given folds
         left_out.add("folds")
+    if record.spacing_mm is None:
+        left_out.add("spacing_mm")
     return {name: value for name, value in vars(record).items() if name not in left_out}
 
 
@@ -462,12 +481,17 @@ def case_from_json(content: bytes) -> CaseRecord:
     )
     counts = {len(numbers) for numbers in statistics}
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
+    source_shape = shape
+    if record.resampled_from:
+        source_shape = record.resampled_from.shape
+        has_files &= bool(record.resampled_from.label_bytes) == record.has_label
+    is_turned = sorted(geometry.shape) == sorted(source_shape)
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
         ("image_bytes and label_bytes must fit image and label", not record.format or has_files),
         ("centres must be voxels of shape", _within(record.centres, shape)),
-        ("geometry must be of shape, turned", sorted(geometry.shape) == sorted(shape)),
+        ("geometry must be of shape, turned, or of resampled_from's", is_turned),
         ("forms must be none or 22 numbers", len(geometry.forms) in (0, 22)),
     )
     broken = [rule for rule, holds in rules if not holds]

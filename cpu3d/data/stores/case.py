@@ -11,10 +11,18 @@ import numpy as np
 from cpu3d.data import nifti
 from cpu3d.data.background import border_value, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
+from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
+from cpu3d.data.stores.resample import (
+    Spacing3,
+    in_mm,
+    resample_image,
+    resample_label,
+    resampled_shape,
+    spacing_at,
+)
 from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
@@ -36,6 +44,7 @@ class LoadedCase:
     """`(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A
     S."""
     label: Optional[Array]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
+    source_label: Optional[Array]  # the same before the case was resampled; None if it was not
     record: CaseRecord  # without format, lengths and hashes of the store's files
 
 
@@ -46,16 +55,32 @@ def load_case(
     labels: Optional[Dict[int, str]] = None,
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
+    spacing_mm: Optional[Spacing3] = None,
 ) -> LoadedCase:
-    """Read and check a case, and turn it to axes R A S.
+    """Read and check a case, turn it to axes R A S, and resample it to `spacing_mm`, if given.
 
     The image is int16 if every voxel is integral and in range, else `float16_image`. `labels` are
     the codes that may occur; None leaves the label unread. Sources are recorded relative to
-    `dataset_folder`, by default that of the first image. Holds about two volumes. Raises InputError
-    with every problem of the case."""
+    `dataset_folder`, by default that of the first image. Holds about two volumes, of a resampled
+    case four of the larger grid. Raises InputError with every problem of the case."""
     volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, zero_nan)
     background = tuple(map(border_value, volumes))
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    if label is not None:
+        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
+    voxel_mm = nifti.ras_spacing_mm(geometry)
+    source = None
+    source_label = None
+    if spacing_mm:
+        shape = resampled_shape(files.case_id, nifti.ras_shape(geometry), voxel_mm, spacing_mm)
+        if shape != nifti.ras_shape(geometry):
+            source = _source_grid(geometry, label)
+            source_label = label
+            for index, volume in enumerate(volumes):  # each is forgotten at once
+                volumes[index] = resample_image(volume, shape, voxel_mm)
+            if label is not None:
+                label = resample_label(label, shape)
+            voxel_mm = spacing_at(source.shape, voxel_mm, shape)
     error = 0.0
     if all(volume.dtype == np.int16 for volume in volumes):
         image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
@@ -64,14 +89,12 @@ def load_case(
         names = [f"channel {name} of {files.case_id}" for name in channels]
         image, error = float16_image(volumes, names)
     del volumes
-    if label is not None:
-        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
-        spacing_mm=nifti.ras_spacing_mm(geometry),
+        spacing_mm=voxel_mm,
         **facts_of(image, label),
         max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
@@ -85,8 +108,16 @@ def load_case(
         label_bytes=0,
         label_sha256="",
         background=background if any(background) else (),
+        resampled_from=source,
     )
-    return LoadedCase(image, label, record)
+    return LoadedCase(image, label, source_label, record)
+
+
+def _source_grid(geometry: Geometry, label: Optional[Array]) -> SourceGrid:
+    shape = nifti.ras_shape(geometry)
+    if label is None:
+        return SourceGrid(shape, {}, "")
+    return SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))
 
 
 def _source_file(path: Path, folder: Path) -> SourceFile:
@@ -182,9 +213,8 @@ def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
     if label is not None:
         mask |= label > 0
-        voxels = np.bincount(label.reshape(-1)).tolist()
         facts = {
-            "label_voxels": {code: n for code, n in enumerate(voxels) if n},
+            "label_voxels": label_voxels_of(label),
             "centres": centres_of(label),
             "label_voxels_sha256": voxels_sha256(label),
         }
@@ -200,6 +230,12 @@ def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
         "channel_voxels": tuple(channel.size for channel in values),
         "image_voxels_sha256": voxels_sha256(image),
     }
+
+
+def label_voxels_of(label: Array) -> Dict[int, int]:
+    """Code -> voxels, of those that occur in a label map (X, Y, Z)."""
+    voxels = np.bincount(label.reshape(-1)).tolist()
+    return {code: n for code, n in enumerate(voxels) if n}
 
 
 def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
@@ -338,6 +374,12 @@ def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
         notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
     if not nifti.is_placed(record.geometry):
         notes.append(nifti.orientation_note(record.geometry))
+    source = record.resampled_from
+    for code, voxels in source.label_voxels.items() if source else ():
+        if code not in record.label_voxels:
+            sizes = in_mm(record.spacing_mm)
+            rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
+            notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")
     names: Dict[str, List[str]] = {}  # value -> channels
     for name, border in zip(channels, record.background):
         if border:

@@ -28,6 +28,7 @@ from cpu3d.data.manifest import (
 from cpu3d.data.region import Array, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
+from cpu3d.data.stores.resample import Spacing3
 from cpu3d.data.stores.unsupported import refuse_hounsfield
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
@@ -51,6 +52,7 @@ class Settings:
     )
     crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+    spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
 
     def __post_init__(self) -> None:
         check(self)
@@ -92,6 +94,7 @@ def convert(
             labels=dataset.labels,
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
+            spacing_mm=settings.spacing_mm,
         )
     except InputError as error:
         return error.problems
@@ -108,6 +111,7 @@ def convert(
         before or case.record,
         case.image,
         case.label,
+        source_label=case.source_label,
         format_=settings.format,
         cropped=settings.crop,
     )
@@ -115,8 +119,10 @@ def convert(
     return record
 
 
-def _voxels(record: CaseRecord) -> Tuple[str, str]:
-    return record.image_voxels_sha256, record.label_voxels_sha256
+def _voxels(record: CaseRecord) -> Tuple[str, ...]:
+    source = record.resampled_from
+    of_source = source.label_voxels_sha256 if source else ""
+    return record.image_voxels_sha256, record.label_voxels_sha256, of_source
 
 
 def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
@@ -161,13 +167,15 @@ def write_arrays(
     image: Array,
     label: Optional[Array],
     *,
+    source_label: Optional[Array] = None,
     format_: str,
     cropped: bool,
 ) -> CaseRecord:
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and
+    `cropped` keeps only the brain's box; outside it the voxels are 0. `source_label` is that of a
+    case that was resampled, on its source's grid, and is kept whole. Files are read back and
     compared. Raises OSError."""
     stored = record.box if cropped else whole(record.shape)
     record = replace(record, format=cast(Format, format_), stored=stored)
@@ -176,7 +184,12 @@ def write_arrays(
     if label is None:
         return record
     size_bytes, sha256 = _write_array(array_path(store, record, "y"), crop(label, stored), format_)
-    return replace(record, label_bytes=size_bytes, label_sha256=sha256)
+    record = replace(record, label_bytes=size_bytes, label_sha256=sha256)
+    if source_label is None or record.resampled_from is None:
+        return record
+    size_bytes, sha256 = _write_array(array_path(store, record, "t"), source_label, format_)
+    source = replace(record.resampled_from, label_bytes=size_bytes, label_sha256=sha256)
+    return replace(record, resampled_from=source)
 
 
 def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:

@@ -77,13 +77,18 @@ def claimed(
 def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
     """The content of source.json: the data set and the settings of a store."""
     labels = labels_in_use(dataset.layout, dataset.labels, ())
+    chosen = asdict(settings)
+    if settings.spacing_mm is None:  # as source.json was before cases were resampled
+        del chosen["spacing_mm"]
+    else:
+        chosen["spacing_mm"] = list(settings.spacing_mm)
     return {
         "schema": SCHEMA,
         "name": dataset.name,
         "layout": dataset.layout,
         "channels": list(dataset.channels),
         "labels": {str(code): name for code, name in labels.items()},
-        **asdict(settings),
+        **chosen,
     }
 
 
@@ -112,6 +117,7 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         "channels": list(manifest.channels),
         "labels": {str(code): name for code, name in labels.items()},
     }
+    own["spacing_mm"] = list(manifest.spacing_mm) if manifest.spacing_mm else None
     for record in manifest.cases:
         own["format"] = record.format
         if record.stored != whole(record.shape):
@@ -122,9 +128,9 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
             own["zero_nan"] = True
     lost = f"store {store_dir}, whose source.json is lost or damaged,"
     raise_if_any(
-        f"{name} of {lost} must be {value!r}, got {content[name]!r}; give that"
+        f"{name} of {lost} must be {value!r}, got {content.get(name)!r}; give that"
         for name, value in own.items()
-        if content[name] != value
+        if content.get(name) != value
     )
     own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
     grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)
@@ -138,7 +144,9 @@ def settings_of(store_dir: Path) -> Settings:
     damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
-        return typed({name: content[name] for name in vars(USUAL)}, Settings, "source")
+        chosen = {name: content[name] for name in vars(USUAL) if name != "spacing_mm"}
+        chosen["spacing_mm"] = content.get("spacing_mm")  # stores without it have no such field
+        return typed(chosen, Settings, "source")
 
     first = "`prepare` of its first data set with the same settings"
     todo = f"restore it, or run {first}, which writes it again"

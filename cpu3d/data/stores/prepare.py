@@ -2,6 +2,7 @@
 memory.
 
 Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
+          ./run.sh prepare --dataset Task01_BrainTumour --store store --spacing 1 1 1
           ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
 
 Each case is written whole or not at all: its record is written after its arrays, and the manifest
@@ -9,10 +10,14 @@ of the finished store last. The same command continues after an interruption. so
 data set and the settings, quarantine.jsonl the cases that were left out. A store has cases whose
 files give the patient's orientation, or cases whose files do not: those of the smaller group are
 bad cases.
+
+Where voxels of the training cases differ by more than 10 % along an axis, all cases are resampled
+to the median of their sizes (of thick slices to a fine one, as in nnU-Net). Scores and predictions
+are on the images' own grids all the same.
 """
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -37,6 +42,7 @@ from cpu3d.data.stores.folder import (
     identity,
     read_quarantine,
     restore_source,
+    settings_of,
     write_quarantine,
 )
 from cpu3d.data.stores.layouts import (
@@ -47,6 +53,14 @@ from cpu3d.data.stores.layouts import (
     regions_of,
 )
 from cpu3d.data.stores.repair import fitting, open_mended, repair
+from cpu3d.data.stores.resample import (
+    Keep,
+    Spacing3,
+    in_mm,
+    parse_spacing,
+    target_spacing,
+    voxels_of,
+)
 from cpu3d.data.stores.splits import (
     Fractions,
     Split,
@@ -75,7 +89,14 @@ SPLITS_HELP = (
     "folds as nnU-Net's splits_final.json has them, kept in the store for `train --fold I/K`; cases"
     " that no fold names are the split test"
 )
-WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
+WORKERS_HELP = (
+    "processes; each holds about two volumes, or four of what it resamples to (default: one per"
+    " usable core)"
+)
+SPACING_HELP = (
+    "voxels X Y Z in mm that all cases are resampled to; off: as they are; auto: resampled if those"
+    " of the training cases differ by more than 10 % (default: auto)"
+)
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 
 
@@ -97,6 +118,7 @@ class Options:
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
+    spacing: Tuple[str, ...] = option((Keep.AUTO.value,), SPACING_HELP, metavar="MM")
 
 
 OPTIONS = (Options, Settings)
@@ -113,6 +135,7 @@ def run(options: Options, settings: Settings) -> int:
         workers=options.workers,
         skip_bad=options.skip_bad,
         settings=settings,
+        spacing=parse_spacing(options.spacing),
     )
     return 0
 
@@ -128,11 +151,12 @@ def prepare(
     settings: Settings = USUAL,
     patients: Optional[Path] = None,
     splits: Optional[Path] = None,
+    spacing: Union[Keep, Spacing3] = Keep.AUTO,
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
     `patients` and `splits` are files as in the options; `splits` takes the place of `fractions`
-    and `seed`.
+    and `seed`. `spacing` in mm takes the place of that in `settings`, as the option does.
 
     A finished store stays as it is, but for cases whose files are gone or of another length, which
     are made again, also if `store append` has added others; an unfinished one is continued with its
@@ -147,9 +171,11 @@ def prepare(
     refuse_unsupported(dataset)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed))
     finished = (store_dir / "manifest.json").exists()
+    split: Split = {}
     if not finished:  # fail early
-        splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+        split = splitting.split({case.case_id: case.patient_id for case in dataset.cases})
     _announce(dataset)
+    settings = _with_spacing(settings, spacing, store_dir, dataset, split)
     if store_dir.resolve() == dataset.folder.resolve():
         rule = f"store {store_dir} must be another folder than the data set"
         raise InputError(f"{rule}, got the same; choose one")
@@ -170,7 +196,7 @@ def prepare(
         problems.update({**dataset.problems, **mixed})
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-        manifest = _manifest_of(dataset, records, splitting)
+        manifest = _manifest_of(dataset, records, splitting, settings)
         write_quarantine(store_dir, problems)
         if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
             write_json(store_dir / SOURCE, content)
@@ -190,7 +216,44 @@ def _folds_of(dataset: Dataset, splits: Optional[Path], seed: int) -> Tuple[Spli
     return read_folds(splits, patients_of, unlabelled=unlabelled, bad=dataset.problems)
 
 
-def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
+def _with_spacing(
+    settings: Settings,
+    spacing: Union[Keep, Spacing3],
+    store_dir: Path,
+    dataset: Dataset,
+    split: Split,
+) -> Settings:
+    """The settings with the spacing that cases are resampled to: the chosen one, or that of a store
+    that was begun, or what the training cases of a new one tell, which is printed."""
+    chosen = None if isinstance(spacing, Keep) else spacing
+    is_begun = has_settings(store_dir)
+    if is_begun or not split:
+        if is_begun:
+            begun = settings_of(store_dir).spacing_mm
+        else:
+            begun = open_store(store_dir).manifest.spacing_mm
+        if spacing is not Keep.AUTO and chosen != begun:
+            rule = f"--spacing must be {in_mm(begun)}, as store {store_dir} was begun"
+            raise InputError(f"{rule}, got {in_mm(chosen)}; leave it out, or choose another store")
+        return replace(settings, spacing_mm=begun)
+    if spacing is not Keep.AUTO:
+        return replace(settings, spacing_mm=chosen)
+    trained = [files for files in dataset.cases if files.case_id in split["train"]]
+    spacings, shapes = voxels_of(trained)
+    target = target_spacing(spacings, shapes) if spacings else None
+    if target:
+        ranges = []
+        for axis, lengths in zip("RAS", zip(*spacings)):
+            ranges.append(f"{min(lengths):.3g} to {max(lengths):.3g} along {axis}")
+        found = f"voxels of training cases have {', '.join(ranges)} mm"
+        todo = "--spacing off stores them as they are"
+        say(f"Spacing: {found}; all are resampled to {in_mm(target)}; {todo}", stderr=False)
+    return replace(settings, spacing_mm=target)
+
+
+def _manifest_of(
+    dataset: Dataset, records: CaseList, splitting: Splitting, settings: Settings
+) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
     codes = {code for record in records for code in record.label_voxels}
@@ -207,6 +270,7 @@ def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> M
         cases=records,
         versions=versions(),
         patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
+        spacing_mm=settings.spacing_mm,
     )
 
 
@@ -358,6 +422,7 @@ def summary_lines(store: Store) -> List[str]:
     size_bytes = 0
     error = 0.0
     zeroed = 0
+    resampled = 0
     images: Counter[str] = Counter()  # kind of image -> cases
     shapes: Counter[str] = Counter()
     cases: Counter[int] = Counter()  # label code -> cases
@@ -368,6 +433,9 @@ def summary_lines(store: Store) -> List[str]:
         if case:
             notes[record.case_id] = case
         size_bytes += record.image_bytes + record.label_bytes
+        if record.resampled_from:
+            resampled += 1
+            size_bytes += record.resampled_from.label_bytes
         image = f"{record.image_dtype} .{record.format}"
         if record.stored.size != record.shape:
             image += " cropped"
@@ -393,6 +461,8 @@ def summary_lines(store: Store) -> List[str]:
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
         "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
     }
+    if manifest.spacing_mm:
+        lines["spacing"] = f"{in_mm(manifest.spacing_mm)}, {count(resampled, 'case')} resampled"
     if zeroed:
         lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)
