@@ -14,8 +14,9 @@ another folder than the run's; several runs together need it, the folder of `tra
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds
 are cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-The written label map is scored, after the run's post-processing; --raw leaves that out. The store's
-grid is the original one with axes turned, so scores on it are scores on the original grid."""
+The written label map is scored, after the run's post-processing; --raw leaves that out. It is on
+the original grid, with axes turned: where a case was resampled, the network's answer is brought
+back, and compared with the file's own label."""
 
 import dataclasses
 import datetime
@@ -253,7 +254,7 @@ def _score(
     steps_mm = ras_steps_mm(record.geometry)
     label = postprocessing.paint(answers, predictor.regions, steps_mm)
     predicted = time.monotonic()
-    truth = np.asarray(store.label(record.case_id))
+    truth = np.asarray(store.truth(record.case_id))
     regions = {}
     for name, codes in predictor.regions.items():
         masks = region_mask(truth, codes), region_mask(label, codes)

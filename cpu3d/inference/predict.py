@@ -28,7 +28,8 @@ decided, if all did, or as the cases of such a folder did; --raw leaves that out
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
-another size than the training's, or with a background other than 0. --page adds <case_id>.html, to
+another size than the training's, or with a background other than 0. A run whose store was resampled
+sees the image at that spacing, and its answer is brought back to the image's own grid. --page adds <case_id>.html, to
 scroll through the slices; --probabilities adds the network's probabilities.
 """
 
@@ -43,10 +44,11 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
-from cpu3d.data.manifest import CaseRecord, Geometry
-from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
-from cpu3d.data.stores.case import case_notes, load_case, note_lines
+from cpu3d.data.manifest import CaseRecord
+from cpu3d.data.nifti import ras_spacing_mm, ras_steps_mm, write_label, write_volume
+from cpu3d.data.stores.case import LoadedCase, case_notes, load_case, note_lines
 from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
+from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
@@ -174,7 +176,12 @@ def predict_case(
     if options.page:
         outputs.append(page_file)
     _check_replaceable(sidecar, outputs, files)
-    loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
+    loaded = load_case(
+        files,
+        channels=case.channels,
+        zero_nan=options.zero_nan,
+        spacing_mm=predictor.spacing_mm,
+    )
     record = loaded.record
     geometry = record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
@@ -191,22 +198,24 @@ def predict_case(
         write_volume(out / name, probability, geometry, compression=1)
     write_label(label_file, label, geometry)
     if options.page:
-        write_case_page(page_file, _viewed(case, loaded.image, geometry, label), "predict")
+        write_case_page(page_file, _viewed(case, loaded, label), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
 
 
-def _viewed(case: Case, image: np.ndarray, geometry: Geometry, label: np.ndarray) -> ViewedCase:
-    """A case with its prediction, to scroll through."""
+def _viewed(case: Case, loaded: LoadedCase, label: np.ndarray) -> ViewedCase:
+    """A case with its prediction, to scroll through on the grid that the network has seen."""
+    image = loaded.image
+    record = loaded.record
     return ViewedCase(
         name=case.files.case_id,
         image=image,
         channels=case.channels,
-        geometry=geometry,
+        geometry=grid_of(record),
         regions=case.regions,
         labels=case.labels,
-        predictions={"prediction": label},
+        predictions={"prediction": resample_label(label, record.shape)},
         unit=SCORES if image.dtype.kind == "f" else "",
     )
 
@@ -219,6 +228,8 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         voxels = int(np.count_nonzero(region_mask(label, codes)))
         volumes_ml[name] = round(voxels * voxel_ml, 4)
     meanings = code_meanings(case.regions, case.labels)
+    if record.resampled_from:
+        about["seen_spacing_mm"] = list(record.spacing_mm)  # by the network
     return {
         "schema": SCHEMA,
         "written_by": WRITER,
@@ -232,7 +243,7 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         "threshold": THRESHOLD,
         **about,
         "axes": record.geometry.axes,
-        "spacing_mm": list(record.spacing_mm),
+        "spacing_mm": list(ras_spacing_mm(record.geometry)),
         "zeroed_voxels": record.zeroed_voxels,
         "sources": [dataclasses.asdict(source) for source in record.sources],
     }

@@ -37,7 +37,7 @@ FOLLOWING = (
     "unet.channels", "unet.outputs", "unet.seed",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
-FACTS = ("spacing_mm", "oriented")
+FACTS = ("spacing_mm", "target_spacing_mm", "oriented")
 """Fields that follow from the training cases, which a split's hash fixes. Runs of earlier versions
 lack them."""
 
