@@ -449,7 +449,7 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     if isinstance(record, CaseRecord):
         content: Dict[str, Any] = msgspec.to_builtins(record)
         if record.resampled_from is None:  # as records were before cases were resampled
-            del content["resampled_from"]
+            content.pop("resampled_from", None)
         return content
     left_out = {"cases"}
     if not record.folds:  # the manifest is then as it was before there were given folds

@@ -29,8 +29,8 @@ decided, if all did, or as the cases of such a folder did; --raw leaves that out
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
 another size than the training's, or with a background other than 0. A run whose store was resampled
-sees the image at that spacing, and its answer is brought back to the image's own grid. --page adds <case_id>.html, to
-scroll through the slices; --probabilities adds the network's probabilities.
+sees images at its spacing; the answer is on their own grid all the same. --page adds
+<case_id>.html, to scroll through the slices; --probabilities adds the network's probabilities.
 """
 
 import dataclasses
