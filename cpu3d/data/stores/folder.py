@@ -152,7 +152,7 @@ def settings_of(store_dir: Path) -> Settings:
     todo = f"restore it, or run {first}, which writes it again"
     try:
         return read_record(store_dir / SOURCE, SCHEMA, made, todo, InputError)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         rule = f"store {store_dir} must hold source.json with its settings"
         raise InputError(f"{rule}, found none; {todo}") from None
 
