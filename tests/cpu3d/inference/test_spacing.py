@@ -3,7 +3,6 @@ pages."""
 
 import json
 
-import nibabel
 import numpy as np
 import pytest
 
@@ -19,7 +18,7 @@ from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
 from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config
-from tests.cpu3d.data.spaced import LABELS, SPACINGS, geometry_of, spaced_set, write_drawn
+from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
 from tests.cpu3d.runs import run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in
 
@@ -175,7 +174,7 @@ def test_an_export_refuses_what_predict_refuses(exported, tmp_path):
 
 
 def test_a_report_shows_the_store_s_grid(store, run, data):
-    scores = {case_id: "Dice" for case_id in "bdf"}
+    scores = dict.fromkeys("bdf", "Dice")
     shown = list(
         shown_cases(store, scores, {"core": (2,)}, {"the source's label": data / "labelsTr"})
     )
