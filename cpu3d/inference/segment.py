@@ -112,7 +112,7 @@ def weights_of(count, made, cubic):
     """How much each of `count` voxels is part of each of `made`: float32 (made, count)."""
     size = count / made
     wide = max(size, 1.0)
-    reach = (2 if cubic else 1) * wide
+    reach = wide * (1 + cubic)
     centres = ((np.arange(made) + 0.5) * size - 0.5)[:, None]
     places = np.floor(centres - reach) + 1 + np.arange(np.ceil(2 * reach))
     away = np.abs(places - centres) / wide
@@ -404,7 +404,9 @@ def notes_on(file, about):
         rule = "an image with orientation, but the network was trained on images without"
         yield f"{rule}: left and right may be exchanged in the answer"
     spacing = spacing_of(file)
-    trained = None if about.get("target_spacing_mm") else about.get("trained_spacing_mm")
+    trained = about.get("trained_spacing_mm")
+    if about.get("target_spacing_mm"):  # images are resampled
+        trained = None
     if trained and any(abs(got - n) > 0.1 * n * (1 + 1e-6) for got, n in zip(spacing, trained)):
         own, usual = (" x ".join(f"{n:.3g}" for n in sizes) for sizes in (spacing, trained))
         rule = f"voxels of {own} mm, but the network was trained on {usual} mm"

@@ -69,18 +69,17 @@ def load_case(
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
     voxel_mm = nifti.ras_spacing_mm(geometry)
+    own_shape = nifti.ras_shape(geometry)
+    shape = own_shape
+    if spacing_mm:
+        shape = resampled_shape(files.case_id, own_shape, voxel_mm, spacing_mm)
     source = None
     source_label = None
-    if spacing_mm:
-        shape = resampled_shape(files.case_id, nifti.ras_shape(geometry), voxel_mm, spacing_mm)
-        if shape != nifti.ras_shape(geometry):
-            source = _source_grid(geometry, label)
-            source_label = label
-            for index, volume in enumerate(volumes):  # each is forgotten at once
-                volumes[index] = resample_image(volume, shape, voxel_mm)
-            if label is not None:
-                label = resample_label(label, shape)
-            voxel_mm = spacing_at(source.shape, voxel_mm, shape)
+    if shape != own_shape:
+        source = _source_grid(own_shape, label)
+        source_label = label
+        label = _resample(volumes, label, voxel_mm, shape)
+        voxel_mm = spacing_at(own_shape, voxel_mm, shape)
     error = 0.0
     if all(volume.dtype == np.int16 for volume in volumes):
         image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
@@ -113,8 +112,17 @@ def load_case(
     return LoadedCase(image, label, source_label, record)
 
 
-def _source_grid(geometry: Geometry, label: Optional[Array]) -> SourceGrid:
-    shape = nifti.ras_shape(geometry)
+def _resample(
+    volumes: List[Array], label: Optional[Array], voxel_mm: Sequence[float], shape: Shape3
+) -> Optional[Array]:
+    """The label with another shape; and the volumes in their places, one after the other, so that
+    each is forgotten at once."""
+    for index, volume in enumerate(volumes):
+        volumes[index] = resample_image(volume, shape, voxel_mm)
+    return None if label is None else resample_label(label, shape)
+
+
+def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
     if label is None:
         return SourceGrid(shape, {}, "")
     return SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))

@@ -19,7 +19,7 @@ are on the images' own grids all the same.
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, make_manifest
@@ -240,7 +240,7 @@ def _with_spacing(
         return replace(settings, spacing_mm=chosen)
     trained = [files for files in dataset.cases if files.case_id in split["train"]]
     spacings, shapes = voxels_of(trained)
-    target = target_spacing(spacings, shapes) if spacings else None
+    target = target_spacing(spacings, shapes)
     if target:
         ranges = []
         for axis, lengths in zip("RAS", zip(*spacings)):
@@ -256,7 +256,11 @@ def _manifest_of(
 ) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
-    codes = {code for record in records for code in record.label_voxels}
+    codes: Set[int] = set()
+    for record in records:
+        codes.update(record.label_voxels)
+        if record.resampled_from:  # also those that are too small for its voxels
+            codes.update(record.resampled_from.label_voxels)
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
     return make_manifest(
         name=dataset.name,

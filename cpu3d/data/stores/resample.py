@@ -97,13 +97,15 @@ def voxels_of(cases: Iterable[CaseFiles]) -> Tuple[List[Spacing3], List[Shape3]]
 
 
 def target_spacing(spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]) -> Optional[Spacing3]:
-    """The spacing to bring cases to that have these spacings and voxels; None if none of them is
-    more than 10 % above another, along any axis.
+    """The spacing to bring cases to that have these spacings and voxels; None if there are none, or
+    none of them is more than 10 % above another, along any axis.
 
     By nnU-Net's planner: the median along each axis. Where that is of thick slices, 3 times the
     other spacings or more, and of as few, the 10th percentile of the thick axis, yet at least the
     larger of the others.
     """
+    if not spacings_mm:
+        return None
     all_mm = np.array(spacings_mm)
     if (all_mm.max(0) <= all_mm.min(0) * (1 + DIFFERS + 1e-6)).all():
         return None
