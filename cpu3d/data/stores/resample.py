@@ -111,7 +111,7 @@ def target_spacing(spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]) ->
         return None
     target = np.median(all_mm, axis=0)
     voxels = np.median(shapes, axis=0)
-    thick = thick_axis(target)
+    thick = thick_axis(target.tolist())
     if thick is not None and THICK * voxels[thick] <= np.delete(voxels, thick).min():
         fine = np.percentile(all_mm[:, thick], THICK_PERCENTILE)
         target[thick] = max(fine, np.delete(target, thick).max())
@@ -297,8 +297,8 @@ def _taps(count: int, made: int, kernel: Kernel) -> Taps:
 
 def _resample(volume: Array, taps: Sequence[Taps]) -> Array:
     """A volume `(X, Y, Z)` with the voxels of `taps` along its axes, float32."""
-    growth = [len(each.places) / count for each, count in zip(taps, volume.shape)]
-    for axis in np.argsort(growth).tolist():  # what makes the volume smaller first
+    # Most taps first, which make the volume smaller. The order is the same for a part of a volume.
+    for axis in sorted(range(3), key=lambda axis: -taps[axis].places.shape[1]):
         if not taps[axis].is_identity:
             volume = _along(volume, axis, taps[axis])
     return volume.astype(np.float32, copy=False)
