@@ -168,8 +168,8 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
     for config in configs:
         trained = config.spacing_mm or record.spacing_mm
         shares = [abs(got / usual - 1) for got, usual in zip(record.spacing_mm, trained)]
-        is_seen_so = config.target_spacing_mm is None  # else images are resampled
-        if is_seen_so and max(shares) > SPACING_SHARE + 1e-6:  # 1.1 mm are not above 10 % more
+        is_as_it_was = config.target_spacing_mm is None  # else it was resampled
+        if is_as_it_was and max(shares) > SPACING_SHARE + 1e-6:  # 1.1 mm are not above 10 % more
             own, usual = (" x ".join(f"{n:.3g}" for n in mm) for mm in (record.spacing_mm, trained))
             effect = "the answer may be worse; resample the image to the latter"
             notes.append(f"voxels of {own} mm, but the run was trained on {usual} mm: {effect}")
