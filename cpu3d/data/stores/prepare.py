@@ -90,8 +90,8 @@ SPLITS_HELP = (
     " that no fold names are the split test"
 )
 WORKERS_HELP = (
-    "processes; each holds about two volumes, or four of what it resamples to (default: one per"
-    " usable core)"
+    "processes; each holds about two volumes, where it resamples four of the larger grid (default:"
+    " one per usable core)"
 )
 SPACING_HELP = (
     "voxels X Y Z in mm that all cases are resampled to; off: as they are; auto: resampled if those"
