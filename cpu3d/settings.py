@@ -15,6 +15,7 @@ import dataclasses
 import fractions
 import functools
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple, TypeVar
@@ -37,6 +38,7 @@ from memory_estimator.job import (
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
+from models.weights import FREEZE
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -130,6 +132,18 @@ class Settings:
         "cpu", "cpu, or gpu:0 (default: for patches a GPU if there is one, else cpu)", "D"
     )
 
+    init: str = _training(
+        "",
+        "start from the weights of a run, its best ones, or from a weights file of a run; channels "
+        "and regions are matched by name",
+        "RUN",
+    )
+    """An absolute path, which is read once: a run that continues has its own weights."""
+    freeze: str = _training(
+        "none",
+        "with --init: layers that stay as they are; encoder: all but the decoder and the heads",
+        choices=FREEZE,
+    )
     epochs: int = _training(
         100, "passes over the cases, at either resolution", "N", at_least=1, one_of="length"
     )
@@ -239,6 +253,9 @@ class Settings:
         if self.is_patch and self.resolution != 1:
             rule = "resolution must be 1 with --mode patch"
             raise InputError(f"{rule}, got {self.resolution}; see `train --help`")
+        if self.freeze != "none" and not self.init:
+            rule = f"--freeze {self.freeze} must come with --init"
+            raise InputError(f"{rule}, got none: its weights would stay random; add --init")
 
     @property
     def micro(self) -> int:
@@ -267,6 +284,26 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class InitRecord:
+    """The weights that a run has started from, and what of them it took."""
+
+    file: str  # its absolute path
+    sha256: str  # of the file
+    step: int  # steps after which these weights were saved
+    split_hash: str  # of their run
+    layers: int  # of the network that have weights
+    fresh_layers: Tuple[str, ...]  # of them, those of which nothing was taken
+    channels: Tuple[str, ...]  # of this run, whose kernels were taken
+    new_channels: Tuple[str, ...]
+    regions: Tuple[str, ...]  # of this run, whose heads were taken
+    new_regions: Tuple[str, ...]
+    are_named: bool  # whether the names are known; else channels and regions were taken in order
+    seen: Optional[Tuple[str, ...]]
+    """Held-out cases of this run whose patients those weights were trained on. None if that is not
+    known."""
+
+
+@dataclass(frozen=True)
 class RunConfig(Settings, StoreFacts):
     """A training run, all of it: nothing is left open. Two runs of equal configs on equal hosts are
     equal."""
@@ -276,6 +313,7 @@ class RunConfig(Settings, StoreFacts):
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
     """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
+    init_record: Optional[InitRecord] = None  # of a run that started from `init`
 
     @property
     def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
@@ -412,6 +450,14 @@ class TrainOptions:
 
 
 TRAIN_OPTIONS = (TrainOptions, SETTINGS)  # "OPTIONS" of `train`, which `launch` reads too
+
+
+def located(chosen: Chosen) -> Dict[str, Any]:
+    """The chosen settings with absolute paths: a process that starts in another folder reads them
+    too."""
+    if not chosen.get("init"):
+        return dict(chosen)
+    return {**chosen, "init": os.path.abspath(chosen["init"])}
 
 
 def left_open(value: Optional[str]) -> Optional[str]:

@@ -37,9 +37,9 @@ FOLLOWING = (
     "unet.channels", "unet.outputs", "unet.seed",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
-FACTS = ("spacing_mm", "oriented")
-"""Fields that follow from the training cases, which a split's hash fixes. Runs of earlier versions
-lack them."""
+FACTS = ("spacing_mm", "oriented", "init_record")
+"""Fields that follow from the training cases, which a split's hash fixes, or from the weights that
+the run has started from. Runs of earlier versions lack them."""
 
 
 def save_config(config: RunConfig, run: Path) -> None:
@@ -80,6 +80,8 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     content = {
         "weight_decay": 0.0,
         "loss": DEFAULT_LOSS,
+        "init": "",
+        "freeze": "none",
         **content,
     }  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):
