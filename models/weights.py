@@ -86,4 +86,4 @@ def _shapes(config: UNetConfig, op: LayerOp) -> Dict[str, Tuple[int, ...]]:
     names = ["gamma", "beta"]
     if config.norm == "batch":
         names += ["moving_mean", "moving_variance"]
-    return {name: (width,) for name in names}
+    return dict.fromkeys(names, (width,))

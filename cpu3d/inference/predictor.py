@@ -16,7 +16,7 @@ from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import DivergedError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, config_of_state, window_of
 from cpu3d.run.checkpoint import weights_file
