@@ -26,7 +26,13 @@ from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import differences, load_config, rate_growth
-from cpu3d.run.transfer import Transfer, freeze_words, init_rows, open_transfer
+from cpu3d.run.transfer import (
+    SEEN,
+    Transfer,
+    freeze_words,
+    init_rows,
+    open_transfer,
+)
 from cpu3d.settings import (
     VALIDATIONS,
     Chosen,
@@ -186,7 +192,9 @@ class Plan:
             f"run: {length}; {batch}, workers {self.workers}",
         ]
         if config.init_record:
-            lines += [f"init: {name}: {text}" for name, text in init_rows(config.init_record)]
+            mark = "warning: init" if config.init_record.seen else "init"
+            for name, text in init_rows(config.init_record):
+                lines.append(f"{mark if name == SEEN else 'init'}: {name}: {text}")
         if config.freeze != "none":
             lines.append(f"freeze: {freeze_words(config)}; a step takes less than is predicted")
         return lines
