@@ -109,9 +109,8 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
         alerts.append(f"Held-out cases are NOT untouched: {seen_words(files.init)}.")
     title = f"Report of {files.folder.name}"
     command = "./run.sh report"
-    write_page(
-        out, title, command, page_sections(files), notes=_missing(files), alert=" ".join(alerts)
-    )
+    alert = " ".join(alerts)
+    write_page(out, title, command, page_sections(files), notes=_missing(files), alert=alert)
     return out
 
 

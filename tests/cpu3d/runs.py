@@ -92,7 +92,7 @@ class NumpyLearner:
 def shared_learner(config):
     """The network of a run from its initial weights; one that was compiled for an equal run before
     is taken again."""
-    names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
+    names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device", "freeze")
     key = repr([getattr(config, name) for name in names])
     if key not in _LEARNERS:
         learner = Learner(config)
