@@ -28,6 +28,7 @@ from cpu3d.run.log import iter_events
 from cpu3d.run.weights import RunWeights, run_weights
 from cpu3d.settings import InitRecord, RunConfig
 from cpu3d.util.records import count, listed
+from memory_estimator.common.files import typed
 from models.config import UNetConfig
 from models.weights import Weight, is_frozen, network_weights
 
@@ -51,15 +52,11 @@ class Transfer:
 
     def first(self, name: str, fresh: Array) -> Array:
         """An array of the new run before its first step, from the one that the run would have by
-        itself. Raises InputError for weights that are not finite."""
+        itself."""
         piece = self._pieces.get(name)
         if piece is None:
             return fresh
-        saved = self._weights.arrays[piece.array]
-        if not np.isfinite(saved).all():
-            rule = f"init {self.record.file} must hold finite weights"
-            raise InputError(f"{rule}, got others in {piece.array}; {NAMED}")
-        return piece.placed(saved, fresh)
+        return piece.placed(self._weights.arrays[piece.array], fresh)
 
 
 def open_transfer(config: RunConfig, store: Store) -> Transfer:
@@ -69,7 +66,9 @@ def open_transfer(config: RunConfig, store: Store) -> Transfer:
     Raises InputError if they are missing or damaged, and for another network, naming what differs.
     """
     source = _found(Path(config.init))
-    old = source.config if source.config else dataclasses.replace(config, freeze="none")
+    old = source.config
+    if old is None:  # that its channels, regions and network are those of the new run is checked
+        old = dataclasses.replace(config, freeze="none")
     raise_if_any(_differences(old.unet, config.unet, config.init))
     weights = _opened(old, source.file)
     pieces, of_layers = _matched(old, config, weights)
@@ -78,8 +77,8 @@ def open_transfer(config: RunConfig, store: Store) -> Transfer:
     record = InitRecord(
         file=str(source.file),
         sha256=weights.arrays.sha256(),
-        step=weights.state.get("step", 0),
-        split_hash=weights.state.get("split_hash", ""),
+        step=weights.state["step"],
+        split_hash=weights.state["split_hash"],
         layers=len(of_layers),
         fresh_layers=tuple(layer for layer, is_taken in of_layers.items() if not is_taken),
         channels=tuple(name for name in config.channels if name not in new_channels),
@@ -178,18 +177,31 @@ def _found(path: Path) -> _Source:
     if path.suffix.lower() in KERAS:
         todo = "load it in Python and train it with `fit` (docs/training.md), or " + NAMED
         raise InputError(f"{rule}, got one of Keras, without names of channels; {todo}")
-    run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
-    if not (run / "config.json").is_file():
-        return _Source(path)
-    return _Source(path, run, load_config(run))
+    run = _run_of(path)
+    return _Source(path, run, load_config(run) if run else None)
+
+
+def _run_of(file: Path) -> Optional[Path]:
+    """The run of a file of weights, which may be gone."""
+    folder = file.parent
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    return folder if (folder / "config.json").is_file() else None
 
 
 def _opened(config: RunConfig, path: Path) -> RunWeights:
+    """The weights in a file, all of which are finite."""
+    rule = f"init {path} must be whole weights that `train` has written"
     try:
-        return run_weights(config, path)
-    except DamagedCheckpointError:
-        rule = f"init {path} must be whole weights that `train` has written"
+        weights = run_weights(config, path)
+        typed(weights.state.get("step"), int, "step")
+        typed(weights.state.get("split_hash"), str, "split_hash")
+    except (DamagedCheckpointError, ValueError):
         raise InputError(f"{rule}, got a damaged or another file; {NAMED}") from None
+    for name in weights.names:
+        if not np.isfinite(weights.arrays[name]).all():
+            raise InputError(f"{rule}, got some in {name} that are not finite; {NAMED}")
+    return weights
 
 
 def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
@@ -323,13 +335,7 @@ def _lineage(run: Optional[Path], store: Store) -> Iterator[Optional[_Trained]]:
         yield _trained(run, config, store)
         if config.init_record is None:
             return
-        run = _found_run(Path(config.init_record.file))
-
-
-def _found_run(file: Path) -> Optional[Path]:
-    with contextlib.suppress(InputError, OSError):
-        return _found(file).run
-    return None
+        run = _run_of(Path(config.init_record.file))
 
 
 def _trained(run: Path, config: RunConfig, store: Store) -> Optional[_Trained]:
