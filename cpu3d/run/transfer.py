@@ -341,15 +341,15 @@ def _lineage(run: Optional[Path], store: Store) -> Iterator[Optional[_Trained]]:
 def _trained(run: Path, config: RunConfig, store: Store) -> Optional[_Trained]:
     """The training cases of a run: those of its store's split, or if the store has got new cases
     since, those in its log."""
-    if store.manifest.split_hash != config.split_hash:
-        try:
+    try:
+        if store.manifest.split_hash != config.split_hash:
             store = open_store(config.store)
-        except (InputError, OSError):
-            return None
-    if store.manifest.split_hash == config.split_hash:
-        ids = set(with_fold(store, config.fold).manifest.split["train"])
-    else:
-        ids = _ids_of_log(run)
+        if store.manifest.split_hash == config.split_hash:
+            ids = set(with_fold(store, config.fold).manifest.split["train"])
+        else:
+            ids = _ids_of_log(run)
+    except (InputError, OSError):
+        return None
     known = list(case_list(store.manifest.cases).known)
     cases = [case for case in known if case.case_id in ids]
     return _Trained(cases, known) if cases else None
