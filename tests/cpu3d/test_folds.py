@@ -421,6 +421,8 @@ def test_all_folds_start_from_the_same_weights_and_need_them_only_once(
     records = [load_config(folder / f"fold-{number}").init_record for number in (1, 2)]
     assert records[0] == records[1]
     assert records[0].file == str(source / "checkpoints" / "best.npz")
+    page = write_folds_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert records[0].file in page
     shutil.rmtree(source)
     train_folds(phantom_store.folder, folder, 2, settings={"epochs": 3})
     written_weights(elsewhere, source, seed=1)
