@@ -95,10 +95,11 @@ def assert_same(arrays, expected):
 # --- What is taken ---
 
 
+@pytest.mark.parametrize("computed", [{}, {"dtype": "bfloat16", "policy": "lean"}], ids=str)
 def test_a_run_of_the_same_network_takes_all_weights_the_averaged_ones(
-    phantom_store, source, tmp_path
+    phantom_store, source, tmp_path, computed
 ):
-    plan, learner, first, _ = started(phantom_store, tmp_path, source)
+    plan, learner, first, _ = started(phantom_store, tmp_path, source, **computed)
     assert_same(first, of_run(source))
     record = plan.config.init_record
     assert record.fresh_layers == record.new_channels == record.new_regions == ()
