@@ -26,13 +26,7 @@ from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import differences, load_config, rate_growth
-from cpu3d.run.transfer import (
-    SEEN,
-    Transfer,
-    freeze_words,
-    init_rows,
-    open_transfer,
-)
+from cpu3d.run.transfer import SEEN, Transfer, freeze_words, init_rows, open_transfer
 from cpu3d.settings import (
     VALIDATIONS,
     Chosen,

@@ -67,13 +67,17 @@ def open_transfer(config: RunConfig, store: Store) -> Transfer:
     """
     source = _found(Path(config.init))
     old = source.config
-    if old is None:  # that its channels, regions and network are those of the new run is checked
+    if old is None:
         old = dataclasses.replace(config, freeze="none")
     raise_if_any(_differences(old.unet, config.unet, config.init))
-    weights = _opened(old, source.file)
+    weights = _opened(source, old)
     pieces, of_layers = _matched(old, config, weights)
     new_channels = tuple(name for name in config.channels if name not in old.channels)
     new_regions = tuple(name for name in config.regions if name not in old.regions)
+    if new_channels and config.freeze != "none":
+        rule = f"--freeze {config.freeze} must come with channels that the weights know"
+        todo = "leave it out, so that the first layers learn to use them"
+        raise InputError(f"{rule}, got new {listed(new_channels)}; {todo}")
     record = InitRecord(
         file=str(source.file),
         sha256=weights.arrays.sha256(),
@@ -189,8 +193,10 @@ def _run_of(file: Path) -> Optional[Path]:
     return folder if (folder / "config.json").is_file() else None
 
 
-def _opened(config: RunConfig, path: Path) -> RunWeights:
-    """The weights in a file, all of which are finite."""
+def _opened(source: _Source, config: RunConfig) -> RunWeights:
+    """The weights in a file, all of which are finite; `config` is of their run, or for a file
+    without one of the new run, whose shapes they must have then."""
+    path = source.file
     rule = f"init {path} must be whole weights that `train` has written"
     try:
         weights = run_weights(config, path)
@@ -198,6 +204,12 @@ def _opened(config: RunConfig, path: Path) -> RunWeights:
         typed(weights.state.get("split_hash"), str, "split_hash")
     except (DamagedCheckpointError, ValueError):
         raise InputError(f"{rule}, got a damaged or another file; {NAMED}") from None
+    except InputError:
+        if source.config:
+            raise
+        rule = f"init {path}, a file alone, must have the shapes of this run's weights"
+        todo = "put the config.json of its run beside it, which has names, or name that run"
+        raise InputError(f"{rule}, got others; {todo}") from None
     for name in weights.names:
         if not np.isfinite(weights.arrays[name]).all():
             raise InputError(f"{rule}, got some in {name} that are not finite; {NAMED}")

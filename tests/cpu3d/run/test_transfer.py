@@ -125,8 +125,11 @@ def test_a_file_that_lies_elsewhere_is_taken_in_order_if_all_shapes_are_the_same
     assert_same(first, of_run(source))
     assert not plan.config.init_record.are_named
     assert plan.config.init_record.seen is None
-    with pytest.raises(InputError, match="must hold"):
+    with pytest.raises(InputError, match=r"alone.*config\.json"):
         started(phantom_store, tmp_path / "run", copied, channels=["FLAIR"])
+    shutil.copy(source / "config.json", tmp_path)
+    plan, *_ = started(phantom_store, tmp_path / "run", copied, channels=["FLAIR"])
+    assert plan.config.init_record.are_named
 
 
 def volume(seed, config):
@@ -237,9 +240,16 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     assert_same(by_name(config, predictor.weights), last)
 
 
-def test_freezing_needs_weights_to_start_from(phantom_store, tmp_path):
+def test_freezing_needs_weights_to_start_from_that_know_all_channels(
+    phantom_store, source, tmp_path
+):
+    frozen = {**OPTIONS, "freeze": "encoder"}
     with pytest.raises(InputError, match="--init"):
-        make_plan(phantom_store, tmp_path, HOST, {**OPTIONS, "freeze": "encoder"})
+        make_plan(phantom_store, tmp_path, HOST, frozen)
+    with pytest.raises(InputError, match="T2w"):
+        make_plan(
+            phantom_store, tmp_path, HOST, {**frozen, "init": str(source), "channels": ["T2w"]}
+        )
 
 
 # --- Going on ---
@@ -424,8 +434,8 @@ def test_a_store_that_has_got_new_cases_is_known_by_the_log(phantom_store, sourc
 
 def test_plan_status_and_report_say_what_was_taken(phantom_store, source, tmp_path, capsys):
     run = tmp_path / "run"
-    more = {"channels": [*CHANNELS, "T2w"], "freeze": "encoder"}
-    config = train(phantom_store.folder, run, settings={**OF_SOURCE, **more, "init": str(source)})
+    more = {"regions": [*REGIONS, "ET"], "freeze": "encoder", "init": str(source)}
+    config = train(phantom_store.folder, run, settings={**OF_SOURCE, **more})
     printed = capsys.readouterr().err
     assert main(["status", "--run", str(run)]) == 0
     shown = capsys.readouterr().out
@@ -438,5 +448,5 @@ def test_plan_status_and_report_say_what_was_taken(phantom_store, source, tmp_pa
         assert digest[:12] in text
         assert "encoder" in text
     for text in (printed, page):
-        assert "T2w new" in text
+        assert "ET new" in text
     assert json.loads((run / "config.json").read_text())["init_record"]["file"] == path
