@@ -94,15 +94,18 @@ static struct job job_of(const struct operation *op)
     size_t row = (j.tiles * j.lines - 1) * p->line_bytes + (size_t)p->steps * p->depth * 4;
     p->row_bytes = ((row + 63) / 64 | 1) * 64;
     j.tap_bytes = (size_t)p->steps * p->depth * 64;
-    j.block_bytes = 9 * j.tap_bytes + (j.voxels - 1) * j.width * 32;
+    /* Of pairs, a voxel of zeros ends the block. */
+    j.block_bytes = 9 * j.tap_bytes + (j.voxels == 2 ? (size_t)j.width * 32 : 0);
 
     j.cut = cut_for(op, &j);
-    long rows = l2_budget(DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes) - 2;
+    long rows = l2_budget(DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes);
+    rows -= 2; /* of a band, beside its two borders */
     int most = rows < MOST_TILE_ROWS ? MOST_TILE_ROWS : least(rows, j.cut.rows);
     int bands = ceil_div(j.cut.rows, most);
     int height = ceil_div(j.cut.rows, bands); /* all are about equal */
     j.y_rows = least(j.cut.rows, round_up(height, MOST_TILE_ROWS / j.columns));
-    j.kept = sizeof(float) * 2 * MOST_TILE_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
+    j.kept = sizeof(float) * 2 * MOST_TILE_ROWS * TILE_FLOATS;
+    j.kept += 3 * (j.y_rows + 2) * p->row_bytes;
 
     j.weight_bytes = j.blocks * j.block_bytes;
     /* A cache line between threads. */
@@ -116,9 +119,9 @@ struct thread {
     struct piece piece;
     struct band band;
     struct made made;
-    float *sums; /* of twice up to four tiles */
-    char *ring;  /* [3 planes][y_rows + 2 rows][row_bytes] */
-    double *totals;
+    float *sums;    /* of twice up to four tiles */
+    char *ring;     /* [3 planes][y_rows + 2 rows][row_bytes] */
+    double *totals; /* of the piece's position: [batch][2][width of the map that is made] */
 };
 
 /* Row (x, y) in the ring. */
@@ -164,16 +167,19 @@ static void ask_for_next(const struct thread *t, int x, int y, int rows, int z0,
     const struct operation *op = t->job->op;
     const struct input *in = &t->job->input;
     const void *maps[] = {in->maps[0], in->maps[1], in->raw};
-    int channels[] = {in->channels[0], in->channels[1], in->raw ? in->channels[0] : 0};
+    size_t voxel_bytes[] = {2 * in->channels[0], 2 * in->channels[1], 2 * in->channels[0]};
     if (x > t->band.x1 || x >= op->x)
         return;
-    for (int row = 0; row < rows; row++)
+    for (int row = 0; row < rows; row++) {
+        size_t voxel = voxel_of(op, 1, t->band.batch, x, y + row) + z0;
         for (int m = 0; m < 3; m++) {
-            size_t voxel = voxel_of(op, 1, t->band.batch, x, y + row) + z0;
-            const char *from = (const char *)maps[m] + voxel * channels[m] * 2;
-            for (int at = 0; at < count * channels[m] * 2; at += 64)
+            if (!maps[m])
+                continue;
+            const char *from = (const char *)maps[m] + voxel * voxel_bytes[m];
+            for (size_t at = 0; at < count * voxel_bytes[m]; at += 64)
                 __builtin_prefetch(from + at, 0, 2);
         }
+    }
 }
 
 /* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1.
@@ -184,6 +190,7 @@ static void convolve_plane(struct thread *t, int x)
     const struct job *j = t->job;
     const struct band *band = &t->band;
     size_t tile_bytes = j->lines * j->products.line_bytes;
+    size_t row_values = (size_t)j->op->z * j->outputs; /* of a row of the map that is made */
     struct finished turns[2] = {{0}};
     int now = 0;                                       /* of `turns`, and of the sums of both */
     int wide = t->piece.past_output - t->piece.output; /* in blocks of outputs */
@@ -197,7 +204,6 @@ static void convolve_plane(struct thread *t, int x)
             int z0 = tile * j->lines * j->voxels;
             int left = least(j->op->z - z0, j->lines * j->voxels);
             size_t voxel = voxel_of(j->op, 1, band->batch, x, band->y0) + z0;
-            size_t row_values = (size_t)j->op->z * j->outputs;
             const struct spans top =
                 spans_of(t->sums, columns, count, voxel, left, j->voxels, j->outputs);
             const char *first[9];
@@ -339,22 +345,31 @@ int DIRECT_UP_FILTERS(const struct operation *);
 int POINTWISE(const struct operation *);
 int LOSS(const struct operation *);
 
+static int run_kind(const struct operation *op)
+{
+    switch (op->kind) {
+    case CONVOLVE:
+    case INPUT_GRADIENT:
+        return convolve(op);
+    case FILTER_GRADIENT:
+        return DIRECT_FILTERS(op);
+    case UP_CONVOLVE:
+    case UP_INPUT_GRADIENT:
+        return DIRECT_UP(op);
+    case UP_FILTER_GRADIENT:
+        return DIRECT_UP_FILTERS(op);
+    case LOSS_SUMS:
+    case LOSS_SLOPE:
+        return LOSS(op);
+    default: /* it knows all others */
+        return POINTWISE(op);
+    }
+}
+
 static int run(const struct operation *op)
 {
-    int code;
     begin_operation();
-    if (op->kind == UP_CONVOLVE || op->kind == UP_INPUT_GRADIENT)
-        code = DIRECT_UP(op);
-    else if (op->kind == UP_FILTER_GRADIENT)
-        code = DIRECT_UP_FILTERS(op);
-    else if (op->kind >= LOSS_SUMS)
-        code = LOSS(op);
-    else if (op->kind >= MAX_POOL)
-        code = POINTWISE(op);
-    else if (op->kind == FILTER_GRADIENT)
-        code = DIRECT_FILTERS(op);
-    else
-        code = convolve(op);
+    int code = run_kind(op);
     end_operation();
     return code;
 }

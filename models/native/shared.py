@@ -60,6 +60,7 @@ MOST_PLANES = 8  # of positions that are multiplied at once
 ENOUGH_STEPS = 64  # of 32 positions: adding up the sums of more costs next to nothing
 MOST_TARGETS = 6  # tiles B whose sums are in registers at once
 LOSS_BLOCK_VALUES = 8192  # of logits in a block of rows, about: some microseconds of work
+ORTHOGONAL_BLOCKS = 8  # of a symmetric matrix; fewer are over before another thread is awake
 
 # Costs of a cut (pieces.h), about: in units of forming a row of a block of 16 channels.
 ROW_PRODUCTS_COST = 8  # of transformed rows; their loads take as long as products of
