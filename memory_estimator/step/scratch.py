@@ -119,6 +119,8 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
     x, y, z = op.grid
     rows = rows_of(instructions, op.value_bytes)
     in_tiles = is_in_tiles(op, instructions)
+    if op.kind == "orthogonal":
+        return _cut_of_orthogonal(op, threads, rows.lanes)
     if op.kind.startswith("loss_"):
         return cut_of_rows(_loss_blocks(op), threads)
     if op.kind == "up_filter_gradient":
@@ -379,6 +381,18 @@ def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
     width = round_up(min(rows, columns), 32 if lanes == 16 else 16)
     tall = max(rows, columns, 8 if lanes == 16 else 4)
     return Scratch(0, 0, 4 * (width * tall + 5 * width**2))
+
+
+def _cut_of_orthogonal(op: OwnOperation, threads: int, lanes: int) -> Cut:
+    """`threads_for` in orthogonal.c: the blocks of a symmetric matrix, in turn to as many threads
+    as have enough of them."""
+    rows_of_block = 8 if lanes == 16 else 4
+    columns_of_block = 32 if lanes == 16 else 16
+    across = ceil_div(min(op.grid[0], op.outputs), columns_of_block)
+    blocks = columns_of_block // rows_of_block * across * (across + 1) // 2
+    taking = max(1, min(blocks // shared.ORTHOGONAL_BLOCKS, threads))
+    cut = cut_of_rows(blocks, taking)
+    return cut._replace(efficiency=cut.efficiency * taking / threads)
 
 
 def _padded_tiles(z: int, rows: Rows) -> int:
