@@ -28,13 +28,8 @@ from tests.models.native.reference import (
 
 ROUNDED_ROWS = ("avx512_bf16", "amx", "amx_in_c", "amx_in_c_avx512")
 SHAPES = [(5, 7, 9), (3, 5, 33), (1, 1, 1), (2, 3, 66), (1, 6, 4), (2, 3, 3), (3, 3, 2)]
-SHAPES += [
-    (2, 11, 4),
-    (1, 13, 12),
-    (1, 7, 20),
-    (2, 3, 28),
-    (1, 2, 130),
-]  # several rows at once; several registers a row
+# several rows at once; several registers a row
+SHAPES += [(2, 11, 4), (1, 13, 12), (1, 7, 20), (2, 3, 28), (1, 2, 130)]
 CHANNELS = [(1, 16), (3, 6), (6, 2), (16, 4), (8, 13), (20, 32), (16, 16), (48, 8), (33, 48)]
 CHANNELS += [(16, 32), (32, 16)]
 THREADS = (1, 2, 3, 8, MANY_THREADS)
@@ -160,8 +155,14 @@ def error(result, truth, values, factors, terms):
 def cases():
     """Shapes with a batch, channels and threads: all shapes and channels, each with other
     threads."""
-    for number, (shape, channels) in enumerate(itertools.product(SHAPES, CHANNELS)):
-        yield (1 + number % 2, *shape), channels, THREADS[number % len(THREADS)]
+    for number, (grid, channels) in enumerate(itertools.product(SHAPES, CHANNELS)):
+        shape = (1 + number % 2, *grid)
+        threads = THREADS[number % len(THREADS)]
+        name = "{}-{}to{}-on{}".format("x".join(map(str, shape)), *channels, threads)
+        yield pytest.param(shape, *channels, threads, id=name)
+
+
+EVERY_CASE = pytest.mark.parametrize(("shape", "channels", "outputs", "threads"), cases())
 
 
 def two_parts(channels):
@@ -169,70 +170,66 @@ def two_parts(channels):
     return (channels // 3, channels - channels // 3) if channels > 2 else (channels,)
 
 
-def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(kernel):
+@EVERY_CASE
+def test_convolution_of_raw_and_normalised_maps_one_or_two_with_moments(
+    kernel, shape, channels, outputs, threads
+):
     rng = np.random.default_rng(1)
-    for shape, (channels, outputs), threads in cases():
-        filters = filters_of(rng, (channels, outputs))
-        parts, norms = two_parts(channels), coefficients_of(rng, shape, channels)
-        first_raw = norms.copy()
-        first_raw[:, :3, : parts[0]] = np.array([1, 0, -np.inf])[:, None]
-        for channels_of_maps, coefficients in (
-            ((channels,), None),
-            (parts, None),
-            (parts, norms),
-            (parts, first_raw),
-        ):
-            maps = kernel.maps(rng, shape, *channels_of_maps)
-            values = formed(maps, coefficients)
-            case = (shape, channels_of_maps, outputs, threads, coefficients is not None)
-            result, moments = kernel.convolve(shape, threads, maps, filters, coefficients)
-            truth = convolved(values, filters)
-            assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
-            add = (rms(truth) / 2 * kernel.maps(rng, shape, outputs)[0].astype(np.float32)).astype(
-                kernel.numpy
-            )
-            alone, _ = kernel.convolve(
-                shape, threads, maps, filters, coefficients, add=add, sums=False
-            )
-            result, moments = kernel.convolve(
-                shape, threads, maps, filters, coefficients, add=add, over=add.copy()
-            )
-            truth += add.astype(np.float64)
-            assert error(result, truth, values, filters, 27 * channels) < kernel.map_error, case
-            assert alone.tobytes() == result.tobytes(), case
-            written = result.astype(np.float64)
-            expected = np.stack([written.mean((1, 2, 3)), written.var((1, 2, 3))], 1)
-            np.testing.assert_allclose(moments, expected, rtol=1e-5, atol=1e-6, err_msg=str(case))
+    filters = filters_of(rng, (channels, outputs))
+    parts = two_parts(channels)
+    norms = coefficients_of(rng, shape, channels)
+    first_raw = norms.copy()
+    first_raw[:, :3, : parts[0]] = np.array([1, 0, -np.inf])[:, None]
+    for channels_of_maps, coefficients in (
+        ((channels,), None),
+        (parts, None),
+        (parts, norms),
+        (parts, first_raw),
+    ):
+        maps = kernel.maps(rng, shape, *channels_of_maps)
+        values = formed(maps, coefficients)
+        truth = convolved(values, filters)
+        result, _ = kernel.convolve(shape, threads, maps, filters, coefficients)
+        assert error(result, truth, values, filters, 27 * channels) < kernel.map_error
+        (noise,) = kernel.maps(rng, shape, outputs)
+        add = (rms(truth) / 2 * noise.astype(np.float32)).astype(kernel.numpy)
+        alone, _ = kernel.convolve(shape, threads, maps, filters, coefficients, add=add, sums=False)
+        result, moments = kernel.convolve(
+            shape, threads, maps, filters, coefficients, add=add, over=add.copy()
+        )
+        truth += add.astype(np.float64)
+        assert error(result, truth, values, filters, 27 * channels) < kernel.map_error
+        assert alone.tobytes() == result.tobytes()
+        written = result.astype(np.float64)
+        expected = np.stack([written.mean((1, 2, 3)), written.var((1, 2, 3))], 1)
+        np.testing.assert_allclose(moments, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(kernel):
+@EVERY_CASE
+def test_input_gradient_through_a_norm_with_the_sums_of_the_norm_below(
+    kernel, shape, channels, outputs, threads
+):
     rng = np.random.default_rng(2)
-    for shape, (channels, outputs), threads in cases():
-        filters = filters_of(rng, (channels, outputs))
-        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
-        (raw_below,) = kernel.maps(rng, shape, channels)
-        coefficients, below = (
-            coefficients_of(rng, shape, outputs),
-            coefficients_of(rng, shape, channels),
-        )
-        values = formed([gradient], coefficients, raw)
-        result, sums = kernel.input_gradient(
-            shape, threads, gradient, filters, (raw, coefficients), (raw_below, below)
-        )
-        flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
-        truth = convolved(values, flipped)
-        case = (shape, channels, outputs, threads)
-        assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error, case
-        scale, shift, floor, mean, rstd, _ = np.moveaxis(below.astype(np.float64), 1, 0)[
-            :, :, None, None, None, :
-        ]
-        r = raw_below.astype(np.float64)
-        g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
-        for total, terms in ((sums[:, 0], g), (sums[:, 1], g * (r - mean) * rstd)):
-            size = np.abs(terms).sum((1, 2, 3)).max() + 1e-30
-            np.testing.assert_allclose(
-                total / size, terms.sum((1, 2, 3)) / size, atol=1e-6, err_msg=str(case)
-            )
+    filters = filters_of(rng, (channels, outputs))
+    gradient, raw = kernel.maps(rng, shape, outputs, outputs)
+    (raw_below,) = kernel.maps(rng, shape, channels)
+    coefficients = coefficients_of(rng, shape, outputs)
+    below = coefficients_of(rng, shape, channels)
+    result, sums = kernel.input_gradient(
+        shape, threads, gradient, filters, (raw, coefficients), (raw_below, below)
+    )
+    values = formed([gradient], coefficients, raw)
+    flipped = np.swapaxes(filters[::-1, ::-1, ::-1], 3, 4)
+    truth = convolved(values, flipped)
+    assert error(result, truth, values, filters, 27 * outputs) < kernel.map_error
+
+    rows = np.moveaxis(below.astype(np.float64), 1, 0)
+    scale, shift, floor, mean, rstd, _ = rows[:, :, None, None, None, :]
+    r = raw_below.astype(np.float64)
+    g = np.where(scale * r + shift > floor, result.astype(np.float64), 0)
+    for total, terms in ((sums[:, 0], g), (sums[:, 1], g * (r - mean) * rstd)):
+        size = np.abs(terms).sum((1, 2, 3)).max() + 1e-30
+        np.testing.assert_allclose(total / size, terms.sum((1, 2, 3)) / size, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -299,29 +296,30 @@ def test_one_thread_after_the_other_computes_what_all_at_once_do(kernel):
     assert kernel.library.native_time_on_paper(0) == 0  # no more was counted
 
 
-def test_filter_gradient_of_raw_and_formed_maps(kernel):
+@EVERY_CASE
+@pytest.mark.parametrize("are_formed", [False, True], ids=["raw", "formed"])
+def test_filter_gradient_of_raw_and_formed_maps(
+    kernel, shape, channels, outputs, threads, are_formed
+):
     rng = np.random.default_rng(4)
-    for shape, (channels, outputs), threads in cases():
-        gradient, raw = kernel.maps(rng, shape, outputs, outputs)
-        for parts, coefficients, above in (
-            ((channels,), None, None),
-            (
-                two_parts(channels),
-                coefficients_of(rng, shape, channels),
-                coefficients_of(rng, shape, outputs),
-            ),
-        ):
-            maps = kernel.maps(rng, shape, *parts)
-            values = formed(maps, coefficients)
-            raw_above = None if above is None else raw
-            gradients = formed([gradient], above, raw_above)
-            result = kernel.filter_gradient(
-                shape, threads, maps, gradient, coefficients, (raw_above, above)
-            )
-            truth = filter_gradient_of(values, gradients)
-            case = (shape, parts, outputs, threads, above is not None)
-            limit = kernel.raw_filter_error if above is None else kernel.filter_error
-            assert error(result, truth, values, gradients, np.prod(shape)) < limit, case
+    gradient, raw = kernel.maps(rng, shape, outputs, outputs)
+    parts = (channels,)
+    coefficients = above = raw_above = None
+    limit = kernel.raw_filter_error
+    if are_formed:
+        parts = two_parts(channels)
+        coefficients = coefficients_of(rng, shape, channels)
+        above = coefficients_of(rng, shape, outputs)
+        raw_above = raw
+        limit = kernel.filter_error
+    maps = kernel.maps(rng, shape, *parts)
+    result = kernel.filter_gradient(
+        shape, threads, maps, gradient, coefficients, (raw_above, above)
+    )
+    values = formed(maps, coefficients)
+    gradients = formed([gradient], above, raw_above)
+    truth = filter_gradient_of(values, gradients)
+    assert error(result, truth, values, gradients, np.prod(shape)) < limit
 
 
 def test_moments_hold_far_from_zero_for_any_number_of_threads(kernel):
