@@ -167,19 +167,16 @@ static void ask_for_next(const struct thread *t, int x, int y, int rows, int z0,
     const struct operation *op = t->job->op;
     const struct input *in = &t->job->input;
     const void *maps[] = {in->maps[0], in->maps[1], in->raw};
-    size_t voxel_bytes[] = {2 * in->channels[0], 2 * in->channels[1], 2 * in->channels[0]};
+    int channels[] = {in->channels[0], in->channels[1], in->raw ? in->channels[0] : 0};
     if (x > t->band.x1 || x >= op->x)
         return;
-    for (int row = 0; row < rows; row++) {
-        size_t voxel = voxel_of(op, 1, t->band.batch, x, y + row) + z0;
+    for (int row = 0; row < rows; row++)
         for (int m = 0; m < 3; m++) {
-            if (!maps[m])
-                continue;
-            const char *from = (const char *)maps[m] + voxel * voxel_bytes[m];
-            for (size_t at = 0; at < count * voxel_bytes[m]; at += 64)
+            size_t voxel = voxel_of(op, 1, t->band.batch, x, y + row) + z0;
+            const char *from = (const char *)maps[m] + voxel * channels[m] * 2;
+            for (int at = 0; at < count * channels[m] * 2; at += 64)
                 __builtin_prefetch(from + at, 0, 2);
         }
-    }
 }
 
 /* Rows are innermost: two neighbours share two thirds of what they read, still in the cache L1.
@@ -190,7 +187,6 @@ static void convolve_plane(struct thread *t, int x)
     const struct job *j = t->job;
     const struct band *band = &t->band;
     size_t tile_bytes = j->lines * j->products.line_bytes;
-    size_t row_values = (size_t)j->op->z * j->outputs; /* of a row of the map that is made */
     struct finished turns[2] = {{0}};
     int now = 0;                                       /* of `turns`, and of the sums of both */
     int wide = t->piece.past_output - t->piece.output; /* in blocks of outputs */
@@ -204,6 +200,7 @@ static void convolve_plane(struct thread *t, int x)
             int z0 = tile * j->lines * j->voxels;
             int left = least(j->op->z - z0, j->lines * j->voxels);
             size_t voxel = voxel_of(j->op, 1, band->batch, x, band->y0) + z0;
+            size_t row_values = (size_t)j->op->z * j->outputs;
             const struct spans top =
                 spans_of(t->sums, columns, count, voxel, left, j->voxels, j->outputs);
             const char *first[9];

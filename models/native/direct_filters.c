@@ -204,8 +204,7 @@ static void form_gradients(struct thread *t, int x, int number)
     int full = 0; /* tiles */
     for (int row = 0; row < rows; row++) {
         int y = t->band.y0 + row;
-        int is_last = row + 1 == rows;
-        int now = is_last ? tiles : (row + 1) * pairs / 16; /* tiles that this row fills */
+        int now = row + 1 < rows ? (row + 1) * pairs / 16 : tiles;
         size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
         const uint16_t *formed = NULL;
         if (!j->gradients_are_whole)
@@ -218,7 +217,7 @@ static void form_gradients(struct thread *t, int x, int number)
             else
                 form_pairs(to, NULL, pairs, &j->gradient, t->band.batch, voxel,
                            16 * (t->piece.output + block), op->z);
-            if (is_last)
+            if (row + 1 == rows)
                 memset(of_block + formed_bytes, 0, (size_t)TILE_BYTES * tiles - formed_bytes);
             for (int i = full; i < now; i++)
                 transpose_tile(of_block + (size_t)i * TILE_BYTES);
