@@ -476,8 +476,8 @@ static void finish(struct thread *t, const float *row_sums, int block, size_t vo
     }
 }
 
-/* Rows that are multiplied at once, of `left` ones of a band. Where rows are short these are several
-   neighbours: they share the weights, and keep more sums in flight. */
+/* Rows that are multiplied at once, of `left` ones of a band. Where rows are short these are
+   several neighbours: they share the weights, and keep more sums in flight. */
 static int rows_at_once(const struct job *j, int left)
 {
     int rows = MOST_ROWS;
