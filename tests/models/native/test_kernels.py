@@ -165,7 +165,7 @@ def cases():
         yield pytest.param(shape, *channels, threads, id=name)
 
 
-EVERY_CASE = pytest.mark.parametrize(("shape", "channels", "outputs", "threads"), cases())
+EVERY_CASE = pytest.mark.parametrize(("shape", "channels", "outputs", "threads"), [*cases()])
 
 
 def two_parts(channels):
