@@ -6,9 +6,8 @@
    z = t * TILE - 1 ... t * TILE + TILE, from which STREAMS sums are formed; the filters are
    transformed likewise; products of equal stream are added over channels and over the nine (x, y)
    taps; and the outputs of a tile are sums of the streams' totals. float32 has four outputs a tile
-   (points 0, +-1, +-1/2, infinity: 5e-7 relative), bfloat16 two (0, +-1, infinity): of a norm and
-   ReLU formed on load 0.0029 relative, where plain products of values rounded to bfloat16 have
-   0.0027; four outputs would have three times that.
+   (points 0, +-1, +-1/2, infinity), bfloat16 two (0, +-1, infinity): four would have three times
+   the error. docs/kernels.md has the errors of both, beside those of a plain convolution.
 
    A row is stored as [stream][group of 16 channels][tile][16 channels]. A unit is what one product
    instruction spreads over all outputs: 4 bytes, one float32 or two neighbouring bfloat16 values.
