@@ -518,19 +518,37 @@ thread.join()
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(LIBRARY), reason="this is the run under sanitizers")
-def test_no_sanitizer_finds_anything(tmp_path):
-    sanitizers = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
+@pytest.mark.parametrize(
+    ("sanitizers", "runtime", "tests"),
+    [
+        ("address,undefined", "libasan.so", [__file__, *FILES]),
+        (
+            "thread",
+            "libtsan.so",
+            [__file__, "-k", "equal_threads or in_place or one_thread or moments"],
+        ),
+        ("thread", "libtsan.so", FILES),
+    ],
+    ids=["memory", "threads of convolutions", "threads of all else"],
+)
+def test_no_sanitizer_finds_anything(tmp_path, sanitizers, runtime, tests):
+    options = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined", "-g")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    if sanitizers == "thread":  # knows no addresses that are drawn by lot
+        command = ["setarch", "--addr-no-randomize", *command]
+        if subprocess.run([*command[:2], "true"], check=False).returncode:
+            pytest.skip("needs a system that lets a process choose its addresses")
     try:
-        path = build(sanitizers, tmp_path)[0]
+        path = build(options, tmp_path)[0]
     except OSError as error:
         pytest.skip(str(error))
-    runtime = subprocess.check_output(["cc", "-print-file-name=libasan.so"], text=True).strip()
+    library = subprocess.check_output(["cc", f"-print-file-name={runtime}"], text=True).strip()
     environment = {
         **os.environ,
         "CPU3D_KERNELS": str(path),
-        "LD_PRELOAD": runtime,
+        "LD_PRELOAD": library,
         "ASAN_OPTIONS": "detect_leaks=0",
+        "TSAN_OPTIONS": "die_after_fork=0",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, *FILES]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert ended.returncode == 0, ended.stdout + ended.stderr
