@@ -516,17 +516,16 @@ thread.join()
     subprocess.run([sys.executable, "-c", script], cwd=root, check=True, timeout=120)
 
 
+WITH_THREADS = "equal_threads or in_place or one_thread or moments"  # names of tests
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(bool(LIBRARY), reason="this is the run under sanitizers")
 @pytest.mark.parametrize(
     ("sanitizers", "runtime", "tests"),
     [
         ("address,undefined", "libasan.so", [__file__, *FILES]),
-        (
-            "thread",
-            "libtsan.so",
-            [__file__, "-k", "equal_threads or in_place or one_thread or moments"],
-        ),
+        ("thread", "libtsan.so", [__file__, "-k", WITH_THREADS]),
         ("thread", "libtsan.so", FILES),
     ],
     ids=["memory", "threads of convolutions", "threads of all else"],
