@@ -1,6 +1,7 @@
 """How exact own convolutions are: errors against float64, for each instruction set of this host.
 
     ./run.sh bench kernels --exact
+    ./run.sh bench kernels --exact --record records/exactness.jsonl
 
 An error is the root mean square of the differences, over that of the result: a map, or the
 gradient of the filters. Beside them stands a plain convolution of the same values: of float32 maps
