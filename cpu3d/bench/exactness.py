@@ -142,7 +142,9 @@ class Noise:
         """What the definition says, in a dtype; `rounded`: factors and maps made to bfloat16."""
 
         def factor(values: np.ndarray) -> np.ndarray:
-            return _to_bfloat16(values).astype(dtype) if rounded else values.astype(dtype)
+            if rounded:
+                values = _to_bfloat16(values)
+            return values.astype(dtype)
 
         values = factor(self._values())
         if self.case.kind == FORWARD:
