@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.data.labels import mirrored_axes
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
@@ -94,9 +93,9 @@ def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
 def mirrored_axes_of(config: RunConfig, inference: Inference) -> Tuple[int, ...]:
     """The axes of X, Y, Z along which this run's answers are averaged over mirror images: those
     that it was trained on; none without them."""
-    if inference.flips is False or not config.augment.flip:
+    if inference.flips is False:
         return ()
-    return mirrored_axes(config.label_names.values())
+    return config.augment.mirrored_axes(config.label_names.values())
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
