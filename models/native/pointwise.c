@@ -15,7 +15,7 @@ struct job {
     struct input raw, other;
     int from_raw;           /* whether products are of the raw map's values, */
     int reads_other;        /* or of the other map's */
-    int edge, taps;         /* of the filters: 2 and 8 of a transposed convolution, else 1 and 1 */
+    int edge, taps;         /* of the filters */
     int width, other_width; /* channels of the raw and of the other map, in whole vectors */
     struct cut cut;
     size_t kept_floats;  /* of a thread's rows */
@@ -71,9 +71,7 @@ ALWAYS_INLINE void pool_row(struct thread *t, int kind, int batch, int x, int y)
         for (int z = 0; z < op->z; z++) {
             size_t pooled = (voxel_of(op, 1, batch, x, y) + z) * channels + c;
             size_t at[8];
-            vec raw[8];
-            vec value[8];
-            vec best;
+            vec raw[8], value[8], best, left;
 #pragma GCC unroll 8
             for (int i = 0; i < 8; i++) {
                 at[i] = (under[i / 2] + 2 * z + i % 2) * channels + c;
@@ -85,7 +83,7 @@ ALWAYS_INLINE void pool_row(struct thread *t, int kind, int batch, int x, int y)
                 store_values(op->map, pooled, best, n, type);
                 continue;
             }
-            vec left = load_values(op->others[0], pooled, n, type); /* of the pooled gradient */
+            left = load_values(op->others[0], pooled, n, type);
             for (int i = 0; i < 8; i++) {
                 ivec is_best = value[i] == best;
                 vec gradient =
@@ -252,7 +250,7 @@ static void clear_filter_sums(struct thread *t)
         memset(bias_sums(t), 0, sizeof(double) * j->other_width);
 }
 
-/* Rows are read before a map may be written over them. Of a transposed convolution the other map's
+/* Lines are read before a map may be written over them. Of a transposed convolution the other map's
    are four, on the finer grid. */
 static void compute_row(struct thread *t, int batch, int x, int y)
 {
