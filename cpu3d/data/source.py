@@ -295,7 +295,7 @@ def _dataset(
         stream.augment,
         form,
         share=stream.share,
-        mirrored=mirrored_axes(store.manifest.labels.values()),
+        mirrored=mirrored_axes([*store.manifest.labels.values(), *store.manifest.regions]),
     )
     return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 

@@ -71,7 +71,8 @@ class Predictor:
             scores = normalise(image, record, region)[None, ..., picked]  # (1, x, y, z, inputs)
             seen = tf.cast(scores, self.config.unet.dtype)
             if self.inference.flips:
-                axes = mirrored_axes(self.config.label_names.values())
+                config = self.config
+                axes = mirrored_axes([*config.label_names.values(), *config.region_codes])
                 logits = over_mirror_images(logits_of, seen, axes)
             else:
                 logits = logits_of(seen)

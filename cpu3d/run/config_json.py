@@ -33,7 +33,7 @@ batch norm the micro-batch is none of them, as its statistics are of the volumes
 together."""
 
 FOLLOWING = (
-    "store_channels", "label_names", "region_codes", "split_hash", "grid", "coarse_grid",
+    "store_channels", "label_names", "region_codes", "paint", "split_hash", "grid", "coarse_grid",
     "unet.channels", "unet.outputs", "unet.seed",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
@@ -80,6 +80,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     content = {
         "weight_decay": 0.0,
         "loss": DEFAULT_LOSS,
+        "paint": {},
         **content,
     }  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):

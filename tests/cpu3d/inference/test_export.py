@@ -18,7 +18,7 @@ from cpu3d.data.labels import label_from_regions
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.windows import sliding_window
 from cpu3d.inference import export_network as network
 from cpu3d.inference import segment
