@@ -171,17 +171,26 @@ def made_up_answers(seed, regions):
         PostProcessing(RULES.rules, nested=True, off="not decided"),
     ],
 )
-@pytest.mark.parametrize("more", [{}, {"left": (4,), "right": (5,)}])
-def test_the_program_removes_the_small_parts_that_predict_removes(chosen, more):
+@pytest.mark.parametrize(
+    ("more", "paint"),
+    [
+        ({}, {}),
+        ({"left": (4,), "right": (5,)}, {}),
+        ({"left": (4,), "right": (5,)}, {"right": 5, "WT": 1, "left": 4, "TC": 2, "ET": 3}),
+    ],
+)
+def test_the_program_paints_and_removes_the_small_parts_as_predict_does(chosen, more, paint):
     regions, spacing_mm = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), **more}, (0.7, 1.1, 2.5)
     config = RunConfig(
         label_names=dict(enumerate("0abcde")),
         region_codes=regions,
+        paint=paint,
         regions=tuple(regions),
         channels=("FLAIR",),
         grid=(24, 20, 16),
         unet=UNetConfig(channels=1, outputs=len(regions)),
     )
+    regions = config.codes_by_region
     steps = {"postprocessing": chosen.steps(regions)}
     about = json.loads(json.dumps({**contract(config, "float32", "onnx"), **steps}))
     for seed in range(3):
