@@ -45,7 +45,7 @@ class Entry(msgspec.Struct):
 class ListedCase(msgspec.Struct):
     """A case that a dataset.json of nnU-Net 2 lists under its id."""
 
-    images: List[str]
+    images: Annotated[List[str], msgspec.Meta(min_length=1)]  # files of a channel each
     label: Optional[str] = None
 
 

@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.nifti import channel_count
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
@@ -16,7 +16,6 @@ from cpu3d.data.stores.dataset_json import (
     LABELS_RULE,
     Description,
     Entry,
-    ListedCase,
     describe,
     entries_of,
     listing_of,
@@ -39,6 +38,14 @@ Numbered = Dict[str, Dict[int, List[Path]]]  # case -> number of a channel -> it
 _AGAIN = "fetch it again, or leave the case out"
 
 
+class _Named(NamedTuple):
+    """A case as a list names it."""
+
+    case_id: str
+    images: List[str]
+    label: Optional[str]
+
+
 def read_listed(path: Path, regions: Optional[Mapping[str, Tuple[int, ...]]] = None) -> Dataset:
     """The data set of a dataset.json, or of a list of that form, each case a patient of its own.
     `regions` name the codes of a list without labels.
@@ -52,24 +59,30 @@ def read_listed(path: Path, regions: Optional[Mapping[str, Tuple[int, ...]]] = N
     if not about.labels:
         problems.append(f"labels of {path} {LABELS_RULE}, got none; add them")
     entries: List[Entry] = []
-    listing: Dict[str, ListedCase] = {}
+    named: List[_Named] = []
     if about.is_nnunet2:
-        listing = listing_of(path)
-        names = [name for case in listing.values() for name in (*case.images, case.label)]
+        for case_id, case in listing_of(path).items():
+            named.append(_Named(case_id, case.images, case.label))
     else:
         entries = entries_of(path)
-        names = [name for entry in entries for name in (*entry.images, entry.label)]
-    raise_if_any([*problems, *_outside(path, names)])
+        for entry in entries:
+            case_id = _id_of(path.parent, entry.images)
+            named.append(_Named(case_id, entry.images, entry.label))
+    raise_if_any([*problems, *_outside(path, named)])
     layout = "nnunet"
     if about.is_nnunet2:
         ending = _ending_of(about)
-        cases, bad = _of_listing(about, listing) if listing else _in_folders(about, ending)
+        if named:
+            _check_number(about, len(named))
+            cases, bad = _of_files(about, named)
+        else:
+            cases, bad = _in_folders(about, ending)
     elif _is_nnunet1(about, entries):
         cases, bad = _of_nnunet1(about, entries)
     else:
         has_lists = any(isinstance(entry.image, list) for entry in entries)
         layout = "datalist" if has_lists else "decathlon"
-        cases, bad = _of_entries(about, entries)
+        cases, bad = _of_files(about, named)
     return Dataset(
         folder=path.parent,
         name=about.name or name_of(path.parent),
@@ -89,54 +102,34 @@ def read_listed(path: Path, regions: Optional[Mapping[str, Tuple[int, ...]]] = N
 # --- Private helpers ---
 
 
-def _outside(path: Path, names: Iterable[Optional[str]]) -> List[str]:
+def _outside(path: Path, named: Iterable[_Named]) -> List[str]:
     """A problem for each path that leads out of the list's folder: a downloaded list must not reach
-    beyond it; a link may, as it is the owner's."""
-    named = [PurePosixPath(name) for name in names if name]
-    outside = [str(name) for name in named if name.is_absolute() or ".." in name.parts]
-    rule = f"paths in {path} must stay inside its folder"
-    return [f"{rule}, got {name!r}; make it relative" for name in outside]
+    beyond it; a link may, as it is the owner's. So for each id that is no name of a file."""
+    problems = []
+    for case in named:
+        for name in (*case.images, case.label):
+            parts = PurePosixPath(name or "")
+            if parts.is_absolute() or ".." in parts.parts:
+                rule = f"paths in {path} must stay inside its folder"
+                problems.append(f"{rule}, got {str(parts)!r}; make it relative")
+        if "/" in case.case_id or case.case_id in ("", ".", ".."):
+            rule = f"case ids in {path} must be names of files"
+            problems.append(f"{rule}, got {case.case_id!r}; correct it")
+    return problems
 
 
-def _of_entries(about: Description, entries: Sequence[Entry]) -> Tuple[List[CaseFiles], Problems]:
-    """The cases of a list, whose images are 4D files or files of a channel each."""
+def _of_files(about: Description, named: Iterable[_Named]) -> Tuple[List[CaseFiles], Problems]:
+    """The cases whose files a list names: images in 4D, or a file for each channel."""
     folder = about.path.parent
     cases = []
     bad: Problems = {}
-    for entry in entries:
-        case_id = _id_of(folder, entry.images)
-        label = folder / entry.label if entry.label else None
-        images = tuple(folder / name for name in entry.images)
-        cases.append(CaseFiles(case_id, case_id, images, label))
-        problems = []
-        if len(entry.images) > 1:
-            problems += _order_problems(about, case_id, entry.images)
-        problems += _absent(about, case_id, entry.images, entry.label)
-        if problems:
-            bad[case_id] = problems
-    return cases, bad
-
-
-def _of_listing(
-    about: Description, listing: Mapping[str, ListedCase]
-) -> Tuple[List[CaseFiles], Problems]:
-    """The cases that a dataset.json of nnU-Net 2 lists, each image the file of a channel. Raises
-    InputError for an id that cannot be the name of a file."""
-    folder = about.path.parent
-    _check_number(about, len(listing))
-    raise_if_any(
-        f"case ids in {about.path} must be names of files, got {case_id!r}; correct it"
-        for case_id in listing
-        if "/" in case_id or case_id in ("", ".", "..")
-    )
-    cases = []
-    bad: Problems = {}
-    for case_id, case in listing.items():
-        label = folder / case.label if case.label else None
-        images = tuple(folder / name for name in case.images)
-        cases.append(CaseFiles(case_id, case_id, images, label))
-        problems = _order_problems(about, case_id, case.images)
-        problems += _absent(about, case_id, case.images, case.label)
+    for case_id, images, label in named:
+        paths = tuple(folder / name for name in images)
+        cases.append(CaseFiles(case_id, case_id, paths, folder / label if label else None))
+        problems = _order_problems(about, case_id, images)
+        for kind, name in [*(("image", name) for name in images), ("label", label)]:
+            if name is None or not (folder / name).is_file():
+                problems.append(_no_file(about, kind, case_id, name))
         if problems:
             bad[case_id] = problems
     return cases, bad
@@ -179,7 +172,9 @@ def _is_nnunet1(about: Description, entries: Sequence[Entry]) -> bool:
     folder = about.path.parent
     singles = [folder / entry.image for entry in entries if isinstance(entry.image, str)]
     for image in singles:
-        if not image.is_file() and _with_number(image, 0).is_file():
+        stem = stem_of(image)
+        first = image.with_name(f"{stem}_0000{image.name[len(stem) :]}")
+        if not image.is_file() and first.is_file():
             return True
     if not singles or len(about.channels) == 1 or read_name(singles[0]).number is None:
         return False
@@ -216,44 +211,25 @@ def _of_nnunet1(about: Description, entries: Sequence[Entry]) -> Tuple[List[Case
 def _of_channels(
     about: Description, files: Numbered, label_of: Mapping[str, Optional[Path]]
 ) -> Tuple[List[CaseFiles], Problems]:
-    """The cases of nnU-Net's files, by case and number, and their labels. Raises InputError for a
-    channel that no case has, and for files of more channels than there are."""
-    folder = about.path.parent
-    numbers = {number for by_number in files.values() for number in by_number}
-    known = range(len(about.channels))
-    beyond = [
-        path.name
-        for by_number in files.values()
-        for number, paths in by_number.items()
-        if number not in known
-        for path in paths
-    ]
-    problems = []
-    if beyond:
-        order = ", ".join(f"{number:04d} {about.channels[number]}" for number in known)
-        rule = f"files of {folder} must be of the channels that {about.path.name} names, {order}"
-        got = f"{beyond[0]}{_more(beyond)}"
-        problems.append(f"{rule}, got {got}; name the channel there, or remove the files")
-    absent = [f"{number:04d} {about.channels[number]}" for number in known if number not in numbers]
-    if absent:
-        rule = f"channels of {about.path} must have files CASE_0000 and so on"
-        problems.append(f"{rule}, got none of {', '.join(absent)}; fetch them or correct the list")
-    raise_if_any(problems)
+    """The cases of nnU-Net's files, by case and number, and their labels. Raises InputError as
+    `_check_channels`."""
+    _check_channels(about, files)
     cases = []
     bad: Problems = {}
     for case_id, label in label_of.items():
         by_number = files.get(case_id, {})
         problems = []
         images = []
-        for number in known:
-            own = by_number.get(number, [])
-            images += own[:1]
-            if by_number and len(own) != 1:
-                rule = f"channel {about.channels[number]} of case {case_id} in {folder} must be"
-                got = ", ".join(path.name for path in own) or "none"
-                problems.append(f"{rule} one file {case_id}_{number:04d}, got {got}; {_AGAIN}")
+        own = f"of case {case_id} in {about.path.parent} must be"
+        for number, channel in enumerate(about.channels):
+            paths = by_number.get(number, [])
+            images += paths[:1]
+            if by_number and len(paths) != 1:
+                got = ", ".join(path.name for path in paths) or "none"
+                rule = f"channel {channel} {own} one file {case_id}_{number:04d}"
+                problems.append(f"{rule}, got {got}; {_AGAIN}")
         if not by_number:
-            rule = f"images of case {case_id} in {folder} must be files {case_id}_0000 and so on"
+            rule = f"images {own} files {case_id}_0000 and so on"
             problems.append(f"{rule}, got none; {_AGAIN}")
         if label is None or not label.is_file():
             problems.append(_no_file(about, "label", case_id, label))
@@ -261,6 +237,29 @@ def _of_channels(
         if problems:
             bad[case_id] = problems
     return cases, bad
+
+
+def _check_channels(about: Description, files: Numbered) -> None:
+    """Raise InputError for a channel that no case has, and for files of more channels than there
+    are."""
+    order = [f"{number:04d} {channel}" for number, channel in enumerate(about.channels)]
+    numbers = set()
+    beyond = []
+    for by_number in files.values():
+        numbers.update(by_number)
+        for number, paths in by_number.items():
+            if number >= len(order):
+                beyond += [path.name for path in paths]
+    problems = []
+    if beyond:
+        rule = f"files of {about.path.parent} must be of the channels that {about.path.name} names"
+        todo = "name the others there, or remove their files"
+        problems.append(f"{rule}, {', '.join(order)}, got {_and_more(beyond)}; {todo}")
+    absent = [words for number, words in enumerate(order) if number not in numbers]
+    if absent:
+        rule = f"channels of {about.path} must have files CASE_0000 and so on"
+        problems.append(f"{rule}, got none of {', '.join(absent)}; fetch them or correct the list")
+    raise_if_any(problems)
 
 
 def _check_number(about: Description, number: int) -> None:
@@ -277,21 +276,20 @@ def _numbered_files(folder: Path, ending: str = "") -> Numbered:
     files: Numbered = defaultdict(lambda: defaultdict(list))
     unnamed = []
     for path in _volumes_of(folder, ending):
-        stem = stem_of(path)
-        case_id, mark, number = stem[:-5], stem[-5:-4], stem[-4:]
-        if case_id and mark == "_" and number.isascii() and number.isdigit():
-            files[case_id][int(number)].append(path)
-        else:
+        name = read_name(path)
+        if name.number is None:
             unnamed.append(path.name)
+        else:
+            files[name.case][name.number].append(path)
     if ending and unnamed:
         rule = f"images in {folder} must be named CASE_0000{ending}, by case and channel"
-        raise InputError(f"{rule}, got {unnamed[0]}{_more(unnamed)}; rename or remove them")
+        raise InputError(f"{rule}, got {_and_more(unnamed)}; rename or remove them")
     return files
 
 
-def _more(names: Sequence[str]) -> str:
-    """Words for the names after the first."""
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+def _and_more(names: Sequence[str]) -> str:
+    """The first name, and how many follow."""
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 def _volumes_of(folder: Path, ending: str) -> List[Path]:
@@ -300,11 +298,6 @@ def _volumes_of(folder: Path, ending: str) -> List[Path]:
     if not ending:
         return paths
     return [path for path in paths if path.name[len(stem_of(path)) :].lower() == ending.lower()]
-
-
-def _with_number(image: Path, number: int) -> Path:
-    stem = stem_of(image)
-    return image.with_name(f"{stem}_{number:04d}{image.name[len(stem) :]}")
 
 
 def _id_of(folder: Path, images: Sequence[str]) -> str:
@@ -320,8 +313,10 @@ def _id_of(folder: Path, images: Sequence[str]) -> str:
 
 
 def _order_problems(about: Description, case_id: str, images: Sequence[str]) -> List[str]:
-    """The problems of a case whose files are not one a channel, or are named after other channels
-    of the list than those in their places."""
+    """The problems of a case whose files are several but not one a channel, or are named after
+    other channels of the list than those in their places."""
+    if len(images) == 1:
+        return []
     own = f"images of case {case_id} in {about.path} must be"
     if len(images) != len(about.channels):
         rule = f"{own} {count(about.channels, 'file')}, of {', '.join(about.channels)}"
@@ -333,18 +328,6 @@ def _order_problems(about: Description, case_id: str, images: Sequence[str]) -> 
         if told in keys and told != key:
             rule = f"{own} in the order {', '.join(about.channels)}"
             problems.append(f"{rule}, got {name} for {channel}; correct it")
-    return problems
-
-
-def _absent(
-    about: Description, case_id: str, images: Sequence[str], label: Optional[str]
-) -> List[str]:
-    """The problems of a case whose files are not there."""
-    folder = about.path.parent
-    problems = []
-    for kind, name in [*(("image", name) for name in images), ("label", label)]:
-        if name is None or not (folder / name).is_file():
-            problems.append(_no_file(about, kind, case_id, name))
     return problems
 
 
