@@ -24,7 +24,10 @@ from cpu3d.util.records import listed
 from memory_estimator.common.files import read_text
 
 NAME = "dataset.json"
-LABELS_RULE = "must be distinct names of codes 0..255, at least one besides the background"
+LABELS_RULE = (
+    "must be distinct names of codes 0..255, or of lists of codes 1..255, at least one besides the"
+    " background"
+)
 IGNORE = "ignore"  # nnU-Net's name of the label that is not to be learnt
 Regions = Mapping[str, Tuple[int, ...]]  # region -> its label codes
 
@@ -226,13 +229,15 @@ def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -
         ignore = _highest(about.path, labels[IGNORE], codes_of)
         del codes_of[IGNORE]
     regions = {name: codes for name, codes in codes_of.items() if codes != (0,)}
-    if any(0 in codes for codes in regions.values()):
-        raise ValueError("background within a region")
+    background = [name for name in codes_of if name not in regions]
+    if not regions or len(background) > 1 or any(0 in codes for codes in regions.values()):
+        raise ValueError("no label, or a background of two names or within a region")
     has_regions = any(len(codes) > 1 for codes in regions.values())
-    if not regions or (not has_regions and len(set(codes_of.values())) < len(codes_of)):
-        raise ValueError("no label, or a code of two names")
+    if not has_regions and len(set(regions.values())) < len(regions):
+        raise ValueError("a code of two names")
     names = names_of_codes(regions)
-    names.update((0, name) for name, codes in codes_of.items() if codes == (0,))
+    if background:
+        names[0] = background[0]
     if ignore is not None:
         names[ignore] = IGNORE
     by_code = _names_by_code({str(code): name for code, name in names.items()})
@@ -284,7 +289,8 @@ def _checked_order(path: Path, order: Any, regions: Regions) -> Tuple[int, ...]:
     if order is None:
         return ()
     words = ", ".join(f"{name} {list(codes)}" for name, codes in regions.items())
-    is_whole = isinstance(order, list) and len(order) == len(regions)
+    are_codes = isinstance(order, list) and all(type(code) is int for code in order)
+    is_whole = are_codes and len(order) == len(regions)
     if not is_whole or any(code not in codes for code, codes in zip(order, regions.values())):
         rule = f"regions_class_order of {path} must have a code of each region, in the order of"
         raise InputError(f"{rule} {words}, got {order}; correct it")
@@ -298,5 +304,5 @@ def _decoded(path: Path, kind: Any) -> Any:
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        rule = f'{path} must be JSON with "modality", "labels" and "training" with image and label'
+        rule = f"{path} must be a list in JSON, as of the Decathlon, nnU-Net or MONAI"
         raise InputError(f"{rule}, got {error}; correct it") from None

@@ -131,7 +131,7 @@ def regions_in(dataset: Dataset, labels: Dict[int, str]) -> Dict[str, Tuple[int,
     """The regions of a data set with these of its labels: as they are named, else `regions_of`."""
     if dataset.regions is not None:
         return dataset.regions
-    return regions_of({code: name for code, name in labels.items() if code != dataset.ignore})
+    return regions_of(labels, dataset.ignore)
 
 
 def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
@@ -140,10 +140,10 @@ def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) ->
     return {code: name for code, name in labels.items() if code not in optional or code in codes}
 
 
-def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
+def regions_of(labels: Dict[int, str], ignore: Optional[int] = None) -> Dict[str, Tuple[int, ...]]:
     """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if
-    they show a resection cavity; else each label is a region."""
-    codes = [code for code in sorted(labels) if code != 0]
+    they show a resection cavity; else each label is a region. `ignore` is a code of none."""
+    codes = [code for code in sorted(labels) if code not in (0, ignore)]
 
     def named(pattern: str) -> Tuple[int, ...]:
         return tuple(code for code in codes if re.search(pattern, labels[code].lower()))
@@ -201,9 +201,8 @@ def label_codes_of(files: CaseFiles) -> Optional[LabelCodes]:
     if about and about.labels:
         regions = about.regions
         if regions is None:
-            learnt = {code: name for code, name in about.labels.items() if code != about.ignore}
-            regions = regions_of(learnt)
-        paint = paint_by_order(regions, about.class_order) if about.class_order else {}
+            regions = regions_of(about.labels, about.ignore)
+        paint = paint_by_order(regions, about.class_order)
         return LabelCodes(str(about.path), about.labels, PaintedRegions(regions, paint))
     if _other_codes(files.images[0].parent, [files.case_id]):
         return None

@@ -57,7 +57,7 @@ def read_listed(path: Path, regions: Optional[Mapping[str, Tuple[int, ...]]] = N
         about = replace(about, labels=names_of_codes(regions))
     problems = []
     if not about.labels:
-        problems.append(f"labels of {path} {LABELS_RULE}, got none; add them")
+        problems.append(f"labels of {path} {LABELS_RULE}, got none; add them, or --regions")
     entries: List[Entry] = []
     named: List[_Named] = []
     if about.is_nnunet2:
@@ -196,7 +196,9 @@ def _of_nnunet1(about: Description, entries: Sequence[Entry]) -> Tuple[List[Case
         if image.parent not in in_folder and image.parent.is_dir():
             in_folder[image.parent] = _numbered_files(image.parent)
         name = read_name(image)
-        case_id = name.case if name.number is not None and image.is_file() else stem_of(image)
+        case_id = stem_of(image)
+        if name.number is not None and image.is_file():
+            case_id = name.case
         times[case_id] += 1
         files[case_id] = in_folder.get(image.parent, {}).get(case_id, {})
         label_of[case_id] = folder / entry.label if entry.label else None
@@ -289,7 +291,9 @@ def _numbered_files(folder: Path, ending: str = "") -> Numbered:
 
 def _and_more(names: Sequence[str]) -> str:
     """The first name, and how many follow."""
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _volumes_of(folder: Path, ending: str) -> List[Path]:

@@ -221,7 +221,7 @@ def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> M
         channels=dataset.channels,
         labels=labels,
         regions=regions,
-        paint=paint_by_order(regions, dataset.class_order) if dataset.class_order else {},
+        paint=paint_by_order(regions, dataset.class_order),
         split=splitting.split(patients_of),
         split_seed=splitting.seed,
         folds=splitting.folds_of(patients_of),

@@ -172,7 +172,7 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
         ({"labels": {"background": 0, "a": 1, "b": 1}}, "distinct names"),
         ({"labels": {"background": 0, "other": 0, "a": 1}}, "distinct names"),
         ({"labels": {"background": 0, "a": 300}}, "0..255"),
-        ({"labels": {"background": 0, "a": [0, 1]}}, "distinct names"),
+        ({"labels": {"background": 0, "a": [0, 1]}}, "codes 1..255"),
         ({"labels": {"background": 0, "a": "1", "b": 2}}, "distinct names"),
         ({"labels": {"background": 0}}, "at least one"),
         ({"labels": None}, "got none"),
