@@ -77,7 +77,7 @@ class StoreFacts:
     label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
     # region -> label codes of the store
     region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)
-    paint: Dict[str, Code] = field(default_factory=dict)  # as of the store's manifest
+    paint: Tuple[Tuple[str, Code], ...] = ()  # as of the store's manifest
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     spacing_mm: Optional[Tuple[float, float, float]] = None
     """Along R, A, S: the median of the training cases on each axis. None in runs of earlier

@@ -18,7 +18,6 @@ codes:
 
 import re
 from collections import defaultdict
-from types import MappingProxyType
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
@@ -48,22 +47,22 @@ class PaintedRegions(Dict[str, Tuple[int, ...]]):
     def __init__(
         self,
         codes: Union[Mapping[str, Tuple[int, ...]], Iterable[Tuple[str, Tuple[int, ...]]]],
-        paint: Mapping[str, int] = MappingProxyType({}),
+        paint: Iterable[Tuple[str, int]] = (),
     ):
-        """`paint` is region -> the code to paint, in the order of painting; regions that are not
-        among `codes` are left out. Empty: as of any other dict."""
+        """`paint` are pairs of a region and its code, in the order of painting; regions that are
+        not among `codes` are left out. Without any: painted as of any other dict."""
         super().__init__(codes)
-        self.paint = {name: code for name, code in paint.items() if name in self}
+        self.paint = {name: code for name, code in paint if name in self}
 
 
 def paint_by_order(
     regions: Mapping[str, Tuple[int, ...]], class_order: Sequence[int]
-) -> Dict[str, int]:
+) -> Tuple[Tuple[str, int], ...]:
     """The `paint` of regions that are painted one after the other, each with its code of
     `class_order`; empty where the rules at the top of this file paint the same."""
-    paint = dict(zip(regions, class_order))
+    paint = tuple(zip(regions, class_order))
     is_usual = paint_order(PaintedRegions(regions, paint)) == paint_order(regions)
-    return {} if is_usual else paint
+    return () if is_usual else paint
 
 
 def painted_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, int]:

@@ -153,9 +153,9 @@ class Manifest:
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
-    paint: Dict[str, Code] = field(default_factory=dict)
-    """Region -> the code that it is painted with, in the order of painting, as of
-    `labels.PaintedRegions`; empty if it follows from `regions`."""
+    paint: Tuple[Tuple[str, Code], ...] = ()
+    """Regions and the codes that they are painted with, in the order of painting, as of
+    `labels.PaintedRegions`; empty if that follows from `regions`."""
     schema: int = SCHEMA
 
 

@@ -139,10 +139,10 @@ def _painted(
     names = {name.casefold(): name for name in codes}
     order = {name.casefold(): code for name, code in own.paint.items()}
     if order.keys() >= names.keys():
-        return PaintedRegions(codes, {names[key]: order[key] for key in order if key in names})
+        return PaintedRegions(codes, [(names[key], order[key]) for key in order if key in names])
     usual = painted_codes(codes)
     paint = of_run.paint if isinstance(of_run, PaintedRegions) else {}
-    return PaintedRegions(codes, {name: usual[name] for name in paint if name in usual})
+    return PaintedRegions(codes, [(name, usual[name]) for name in paint if name in usual])
 
 
 class _Search:

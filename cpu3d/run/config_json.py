@@ -80,7 +80,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     content = {
         "weight_decay": 0.0,
         "loss": DEFAULT_LOSS,
-        "paint": {},
+        "paint": (),
         **content,
     }  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):

@@ -101,9 +101,9 @@ def test_regions_with_an_order_are_painted_one_over_the_other_as_nnunet_does(
 
 
 def test_an_order_is_kept_only_where_the_usual_painting_differs():
-    assert paint_by_order(NESTED, (1, 2, 3)) == {}
-    assert paint_by_order(ORGANS, (1, 2)) == {"liver": 1, "spleen": 2}
-    some = PaintedRegions({"c": (4,), "a": (1, 2)}, {"a": 2, "b": 3, "c": 4})
+    assert paint_by_order(NESTED, (1, 2, 3)) == ()
+    assert paint_by_order(ORGANS, (1, 2)) == (("liver", 1), ("spleen", 2))
+    some = PaintedRegions({"c": (4,), "a": (1, 2)}, [("a", 2), ("b", 3), ("c", 4)])
     assert painted_codes(some) == {"a": 2, "c": 4}  # of a network that learns these alone
     assert painted_codes({"WT": (1, 2, 3), "both": (1, 2), "one": (1,), "two": (2,)}) == {
         "WT": 3,
@@ -113,7 +113,7 @@ def test_an_order_is_kept_only_where_the_usual_painting_differs():
 
 
 def test_what_a_code_means_that_a_data_set_has_chosen():
-    painted = PaintedRegions(OVERLAPPING, {"a": 2, "b": 3, "c": 4})
+    painted = PaintedRegions(OVERLAPPING, [("a", 2), ("b", 3), ("c", 4)])
     names = {0: "background", 1: "one", 2: "two", 3: "three", 4: "four"}
     assert code_meanings(painted, names) == {
         0: "background",

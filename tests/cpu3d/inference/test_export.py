@@ -159,6 +159,9 @@ def made_up_answers(seed, regions):
     return (smooth - np.quantile(smooth, 0.95) + 0.5).astype(np.float32)
 
 
+SIDES = {"left": (4,), "right": (5,)}
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -174,9 +177,9 @@ def made_up_answers(seed, regions):
 @pytest.mark.parametrize(
     ("more", "paint"),
     [
-        ({}, {}),
-        ({"left": (4,), "right": (5,)}, {}),
-        ({"left": (4,), "right": (5,)}, {"right": 5, "WT": 1, "left": 4, "TC": 2, "ET": 3}),
+        ({}, ()),
+        (SIDES, ()),
+        (SIDES, (("right", 5), ("WT", 1), ("left", 4), ("TC", 2), ("ET", 3))),
     ],
 )
 def test_the_program_paints_and_removes_the_small_parts_as_predict_does(chosen, more, paint):

@@ -39,7 +39,7 @@ def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
     np.testing.assert_array_equal(answers, kept)
 
 
-@pytest.mark.parametrize(("paint", "kept"), [({}, 1), ({"WT": 2, "ET": 3}, 2)])
+@pytest.mark.parametrize(("paint", "kept"), [([], 1), ([("WT", 2), ("ET", 3)], 2)])
 def test_a_part_that_is_removed_becomes_what_its_larger_region_is_painted_with(paint, kept):
     regions = PaintedRegions({"WT": (1, 2, 3), "ET": (3,)}, paint)
     answers = np.zeros((4, 1, 1, 2), np.float32)
