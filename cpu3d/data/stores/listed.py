@@ -8,7 +8,7 @@ import contextlib
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from cpu3d.data.nifti import channel_count
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
@@ -245,8 +245,8 @@ def _check_channels(about: Description, files: Numbered) -> None:
     """Raise InputError for a channel that no case has, and for files of more channels than there
     are."""
     order = [f"{number:04d} {channel}" for number, channel in enumerate(about.channels)]
-    numbers = set()
-    beyond = []
+    numbers: Set[int] = set()
+    beyond: List[str] = []
     for by_number in files.values():
         numbers.update(by_number)
         for number, paths in by_number.items():

@@ -6,7 +6,7 @@ runs go on. The store may have grown from several data sets: each gives back its
 
 from dataclasses import replace
 from pathlib import Path
-from typing import List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Tuple
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order
@@ -89,7 +89,7 @@ def fitting(dataset: Dataset, store: Store) -> Dataset:
     for other channels, labels or regions."""
     dataset = dataset.with_channels(store.manifest.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
-    values = {"labels": labels}
+    values: Dict[str, Any] = {"labels": labels}
     if dataset.regions is not None:  # else the store may have others, by `prepare --regions`
         values["regions"] = dataset.regions
         values["paint"] = paint_by_order(dataset.regions, dataset.class_order)
