@@ -190,7 +190,7 @@ class Plan:
             notes.append(of_batch_norm)
         manifest = self.store.manifest
         pair = mirror_pair([*manifest.labels.values(), *manifest.regions])
-        if pair and config.augment.flip:
+        if pair and config.augment.flip and "X" in config.augment.flip_axes:
             sides = " and ".join(pair)
             notes.append(f"no mirroring along X, as the labels {sides} are left and right")
         if not self.store.manifest.split["val"]:
