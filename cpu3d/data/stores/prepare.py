@@ -195,18 +195,16 @@ def _folds_of(
 ) -> Tuple[Split, ...]:
     """The folds of a file for the cases of a data set, else those of its own list unless the user
     `draws` a split."""
+    if splits is None and (draws or not dataset.folds):
+        return ()
     if splits is not None and seed:
         raise InputError(f"--seed must be left out with --splits, got {seed}; nothing is drawn")
     patients_of = {case.case_id: case.patient_id for case in dataset.cases}
     unlabelled = {case.case_id for case in dataset.cases if case.label is None}
+    known = {"unlabelled": unlabelled, "bad": dataset.problems}
     if splits is not None:
-        return read_folds(splits, patients_of, unlabelled=unlabelled, bad=dataset.problems)
-    if draws or not dataset.folds:
-        return ()
-    name = f"data set {dataset.folder}"
-    return checked_folds(
-        name, dataset.folds, patients_of, unlabelled=unlabelled, bad=dataset.problems
-    )
+        return read_folds(splits, patients_of, **known)
+    return checked_folds(f"data set {dataset.folder}", dataset.folds, patients_of, **known)
 
 
 def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
@@ -298,7 +296,9 @@ def _announce(dataset: Dataset) -> None:
 def _named_codes(dataset: Dataset) -> Set[int]:
     """The codes of the regions that a data set or a user names, which a store has even if they
     occur in none of its cases."""
-    return {code for codes in (dataset.regions or {}).values() for code in codes}
+    if dataset.regions is None:
+        return set()
+    return {code for codes in dataset.regions.values() for code in codes}
 
 
 def _regions_with(code: int, regions: Mapping[str, Sequence[int]]) -> str:
@@ -333,8 +333,8 @@ def _differences(
             differences.append(f"{rule} the source of case {case_id} has changed")
     regions = regions_in(dataset, old.labels)
     if regions != old.regions:
-        kept = _worded(old.regions)
-        differences.append(f"{rule} --regions asks for {_worded(regions)}, not {kept}")
+        got = f"{_worded(regions)}, not {_worded(old.regions)}"
+        differences.append(f"{rule} the regions are now {got}")
     left_out = read_quarantine(store_dir)
     new = [case_id for case_id in files_of if case_id not in left_out]
     differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
