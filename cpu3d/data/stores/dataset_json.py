@@ -93,8 +93,10 @@ def describe(path: Path) -> Description:
     """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
     is missing, if two channels have one name, or if labels are no names of codes or of regions."""
     content = _decoded(path, _Names)
+    # With a list of its cases, also if channels are named in both ways.
+    has_modality = isinstance(content.modality, dict)
     numbered = content.channel_names
-    if numbered is None and isinstance(content.modality, dict):
+    if not numbered and has_modality:
         numbered = content.modality
     problems = _doubled(path)
     if not numbered:
@@ -114,7 +116,7 @@ def describe(path: Path) -> Description:
         path=path,
         channels=channels,
         labels={},
-        is_nnunet2=content.channel_names is not None,
+        is_nnunet2=content.channel_names is not None and not has_modality,
         name=content.name or "",
         file_ending=content.file_ending,
         training_cases=content.numTraining,

@@ -269,7 +269,7 @@ def _check_number(about: Description, number: int) -> None:
     said = about.training_cases
     if said is not None and said != number:
         rule = f"numTraining of {about.path} must be the number of its training cases, {number}"
-        raise InputError(f"{rule}, got {said}; fetch the missing cases, or correct it")
+        raise InputError(f"{rule}, got {said!r}; fetch the missing cases, or correct it")
 
 
 def _numbered_files(folder: Path, ending: str = "") -> Numbered:
