@@ -136,7 +136,8 @@ def code_meanings(
     meanings = {0: labels.get(0, "background")}
     own = own_codes(regions)
     for name, painted in painted_codes(regions).items():
-        names = [labels.get(code, f"label {code}") for code in own[name] or regions[name]]
+        codes = own[name] if own[name] else regions[name]
+        names = [labels.get(code, f"label {code}") for code in codes]
         if own[name] == (painted,):
             meanings[painted] = names[0]
         else:
