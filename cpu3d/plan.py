@@ -200,7 +200,8 @@ class Plan:
         of_batch_norm = statistics_note(config.unet.norm, config.batch, config.micro)
         if of_batch_norm:
             notes.append(of_batch_norm)
-        pair = mirror_pair(self.store.manifest.labels.values())
+        manifest = self.store.manifest
+        pair = mirror_pair([*manifest.labels.values(), *manifest.regions])
         if pair and config.augment.flip and "X" in config.augment.flip_axes:
             sides = " and ".join(pair)
             notes.append(f"no mirroring along X, as the labels {sides} are left and right")

@@ -22,6 +22,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Tuple, TypeVar
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.manifest import Code
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
@@ -78,6 +79,7 @@ class StoreFacts:
     label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
     # region -> label codes of the store
     region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)
+    paint: Tuple[Tuple[str, Code], ...] = ()  # as of the store's manifest
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     spacing_mm: Optional[Tuple[float, float, float]] = None
     """Along R, A, S: the median of the training cases on each axis. None in runs of earlier
@@ -316,10 +318,11 @@ class RunConfig(Settings, StoreFacts):
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
 
     @property
-    def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
+    def codes_by_region(self) -> PaintedRegions:
         """Region -> its label codes, of the regions that are learnt, in the order of the network's
         outputs."""
-        return {name: self.region_codes[name] for name in self.regions}
+        codes = {name: self.region_codes[name] for name in self.regions}
+        return PaintedRegions(codes, self.paint)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the

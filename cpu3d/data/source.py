@@ -294,7 +294,9 @@ def _dataset(
         stream.augment,
         form,
         share=stream.share,
-        mirrored=stream.augment.mirrored_axes(store.manifest.labels.values()),
+        mirrored=stream.augment.mirrored_axes(
+            [*store.manifest.labels.values(), *store.manifest.regions]
+        ),
     )
     return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 

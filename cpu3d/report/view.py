@@ -24,19 +24,24 @@ import numpy as np
 from cpu3d.data.background import without_residue
 from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
 from cpu3d.data.stores.case import grid_problems, label_codes, note_lines
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.dataset_json import describing
 from cpu3d.data.stores.layouts import (
     FOLDER_LAYOUTS,
-    CaseFiles,
+    LabelCodes,
     channels_of,
     label_codes_of,
     labels_in_use,
     modality_of,
+)
+from cpu3d.data.stores.names import (
+    FileName,
+    channel_key,
     name_of,
-    regions_of,
+    read_name,
+    stem_of,
     volumes_in,
 )
-from cpu3d.data.stores.names import FileName, channel_key, read_name, stem_of
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
@@ -227,7 +232,7 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
 
 
 def _meanings(
-    known: Optional[Tuple[str, Dict[int, str]]], maps: Sequence[np.ndarray]
+    known: Optional[LabelCodes], maps: Sequence[np.ndarray]
 ) -> Tuple[Mapping[int, str], Mapping[str, Sequence[int]]]:
     """Code -> name and region -> codes; codes that the files' names do not explain are regions of
     their own."""
@@ -235,8 +240,10 @@ def _meanings(
     labels: Mapping[int, str] = {0: "background"}
     regions: Dict[str, Sequence[int]] = {}
     if known:
-        labels = labels_in_use(*known, codes)
-        regions.update(regions_of(labels))
+        labels = labels_in_use(known.of, known.labels, codes)
+        for region, own in known.regions.items():
+            if set(own) & set(labels):
+                regions[region] = own
     for code in codes:
         if code not in labels:
             regions[f"label {code}"] = (code,)

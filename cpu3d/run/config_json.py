@@ -33,7 +33,7 @@ batch norm the micro-batch is none of them, as its statistics are of the volumes
 together."""
 
 FOLLOWING = (
-    "store_channels", "label_names", "region_codes", "split_hash", "grid", "coarse_grid",
+    "store_channels", "label_names", "region_codes", "paint", "split_hash", "grid", "coarse_grid",
     "unet.channels", "unet.outputs", "unet.seed",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
@@ -82,6 +82,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
         "loss": DEFAULT_LOSS,
         "init": "",
         "freeze": "none",
+        "paint": (),
         **content,
     }  # runs of earlier versions had none
     if isinstance(content.get("augment"), dict):

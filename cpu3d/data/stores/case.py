@@ -13,7 +13,7 @@ from cpu3d.data.background import border_value, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
-from cpu3d.data.stores.layouts import CaseFiles, Problems
+from cpu3d.data.stores.dataset import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
 from cpu3d.errors import InputError, raise_if_any

@@ -17,7 +17,8 @@ from cpu3d.data.manifest import SCHEMA, case_list
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import USUAL, Settings
-from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use
+from cpu3d.data.stores.dataset import Dataset, Problems
+from cpu3d.data.stores.layouts import labels_in_use
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,

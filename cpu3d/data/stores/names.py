@@ -51,6 +51,16 @@ def is_volume(path: Path) -> bool:
     return VOLUME_END.search(path.name) is not None
 
 
+def volumes_in(folder: Path) -> List[Path]:
+    """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
+    named = (path for path in sorted(folder.iterdir()) if is_volume(path))
+    return [path for path in named if not path.name.startswith(".") and path.is_file()]
+
+
+def name_of(folder: Path) -> str:
+    return folder.resolve().name
+
+
 def stem_of(path: Path) -> str:
     """A volume's name without its ending."""
     return VOLUME_END.sub("", path.name)

@@ -8,7 +8,7 @@ import numpy as np
 
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.region import Array
-from cpu3d.data.stores.layouts import CaseFiles, Dataset
+from cpu3d.data.stores.dataset import CaseFiles, Dataset
 from cpu3d.errors import InputError, raise_if_any
 
 CT_NAMES = {
