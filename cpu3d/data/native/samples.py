@@ -7,6 +7,10 @@ no library and none can be built.
 Without a drawn turn nothing is interpolated: at full resolution an image's values are those of
 `normalise.normalise`. A target's region is where its mean over a voxel, averaged and interpolated
 like the image, is at least 1/2.
+
+Voxels that are not to be learnt have no say in that: the mean is over the others. A voxel is
+IGNORED in all regions where all that it is averaged of, or more than half of what it is turned
+from, is not to be learnt. What is around a volume is background, and learnt.
 """
 
 import ctypes
@@ -93,6 +97,7 @@ class _Sample(ctypes.Structure):
         ("gamma", ctypes.c_void_p),
         ("is_negative", ctypes.c_int),
         ("is_bfloat16", ctypes.c_int),
+        ("has_ignored", ctypes.c_int),
         ("to_image", ctypes.c_void_p),
         ("to_target", ctypes.c_void_p),
     )
@@ -118,7 +123,7 @@ class _Call:
             ),
             label=_Box(
                 kind=KINDS["label"],
-                channels=len(form.codes),
+                channels=form.table.shape[1],
                 table=self._pointer(form.table),
                 **self._place(stored.label, stored.start),
             ),
@@ -133,6 +138,7 @@ class _Call:
             gamma=self._pointer(drawn.gamma),
             is_negative=drawn.negative,
             is_bfloat16=form.dtype == "bfloat16",
+            has_ignored=form.ignore is not None,
             to_image=image.ctypes.data,
             to_target=target.ctypes.data,
         )
