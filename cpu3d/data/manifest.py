@@ -153,6 +153,8 @@ class Manifest:
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
+    ignore: Optional[Code] = None
+    """Label code of voxels that are not annotated: neither learnt nor scored, and in no region."""
     schema: int = SCHEMA
 
 
@@ -437,6 +439,8 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     left_out = {"cases"}
     if not record.folds:  # the manifest is then as it was before there were given folds
         left_out.add("folds")
+    if record.ignore is None:  # and as before there were ignored voxels
+        left_out.add("ignore")
     return {name: value for name, value in vars(record).items() if name not in left_out}
 
 

@@ -36,7 +36,7 @@ from cpu3d.data.stores.layouts import (
     regions_of,
     volumes_in,
 )
-from cpu3d.data.stores.names import FileName, channel_key, read_name, stem_of
+from cpu3d.data.stores.names import FileName, channel_key, is_ignored, read_name, stem_of
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
@@ -125,6 +125,7 @@ def read_case(
         else:
             channels += channels_of(path, volume.shape[3])
     meanings, regions = _meanings(label_codes_of(files), list(maps.values()))
+    ignored = [code for code, meaning in meanings.items() if code and is_ignored(meaning)]
     volumes = list(images.values())
     return ViewedCase(
         name=files.case_id,
@@ -133,6 +134,7 @@ def read_case(
         geometry=first[1],
         regions=regions,
         labels=meanings,
+        ignore=ignored[0] if ignored else None,
         truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
     )

@@ -17,7 +17,7 @@ from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, U
 
 from cpu3d.data.nifti import channel_count
 from cpu3d.data.stores.dataset_json import LABELS_RULE, NAME, describe, describing, entries_of
-from cpu3d.data.stores.names import is_volume, places_of, read_name, stem_of
+from cpu3d.data.stores.names import is_ignored, is_volume, places_of, read_name, stem_of
 from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, raise_if_any
 
@@ -101,6 +101,7 @@ class Dataset:
     problems: Problems  # of the cases with a file missing or double, which are not in `cases`
     patient_rules: Dict[str, str]
     """Case id -> the rule that tells its patient, from `patient_of`, or TABLE."""
+    ignore: Optional[int] = None  # code of voxels that are not annotated, and not to be learnt
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""
@@ -115,14 +116,31 @@ class Dataset:
 
         return replace(self, channels=tuple(wanted), cases=tuple(map(picked, self.cases)))
 
+    def ignoring(self, code: int) -> "Dataset":
+        """The same cases, with the voxels of a label code not to be learnt. Raises InputError if it
+        is no code of a label, if the data set has another such code, or if nothing else is left."""
+        rule = f"the label to be ignored in data set {self.folder} must"
+        codes = [other for other in sorted(self.labels) if other]
+        if code not in codes:
+            known = ", ".join(map(str, codes))
+            raise InputError(f"{rule} be one of its codes {known}, got {code}; choose one of them")
+        if self.ignore not in (None, code):
+            name = f"{self.ignore} {self.labels[self.ignore]}"
+            raise InputError(f"{rule} be the one that its names show, {name}, got {code}")
+        if not regions_of(self.labels, code):
+            todo = "name the labels that are to be learnt"
+            raise InputError(f"{rule} leave a region to be learnt, got {code} alone; {todo}")
+        return replace(self, ignore=code)
+
 
 def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set
     of one.
 
     `patients` is a table of the cases' patients, else their names show them. Links are followed.
-    Raises InputError for no folder, no cases, two layouts, a case id twice, a dataset.json that is
-    damaged or names files outside its folder."""
+    A label whose name says so is to be ignored. Raises InputError for no folder, no cases, two
+    layouts, a case id twice, a dataset.json that is damaged or names files outside its folder, and
+    for several labels to be ignored."""
     folder = Path(folder)
     if not folder.is_dir():
         got = "a file" if folder.exists() else "none"
@@ -147,7 +165,13 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
         patient_ids = read_patients(patients, ids)
         rules = dict.fromkeys(ids, TABLE)
     cases = tuple(replace(case, patient_id=patient_ids[case.case_id]) for case in whole)
-    return replace(dataset, cases=cases, patient_rules=rules)
+    dataset = replace(dataset, cases=cases, patient_rules=rules)
+    ignored = [code for code, name in dataset.labels.items() if code and is_ignored(name)]
+    if len(ignored) > 1:
+        names = ", ".join(f"{code} {dataset.labels[code]}" for code in ignored)
+        rule = f"labels of data set {folder} must have at most one to be ignored"
+        raise InputError(f"{rule}, got {names}; give their voxels one code")
+    return dataset.ignoring(ignored[0]) if ignored else dataset
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
@@ -169,10 +193,12 @@ def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) ->
     return {code: name for code, name in labels.items() if code not in optional or code in codes}
 
 
-def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
+def regions_of(labels: Dict[int, str], ignore: Optional[int] = None) -> Dict[str, Tuple[int, ...]]:
     """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if
-    they show a resection cavity; else each label is a region."""
-    codes = [code for code in sorted(labels) if code != 0]
+    they show a resection cavity; else each label is a region. The code `ignore`, or one whose name
+    says that it is to be ignored, is in none."""
+    not_learnt = {0, ignore, *(code for code, name in labels.items() if is_ignored(name))}
+    codes = [code for code in sorted(labels) if code not in not_learnt]
 
     def named(pattern: str) -> Tuple[int, ...]:
         return tuple(code for code in codes if re.search(pattern, labels[code].lower()))

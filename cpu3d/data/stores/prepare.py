@@ -76,6 +76,10 @@ SPLITS_HELP = (
     " that no fold names are the split test"
 )
 WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
+IGNORE_HELP = (
+    "label code of voxels that are not annotated: neither learnt nor scored, and never predicted"
+    ' (default: that of a label named as such, as "ignore" or "unlabelled")'
+)
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 
 
@@ -97,6 +101,7 @@ class Options:
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
+    ignore: Optional[int] = option(None, IGNORE_HELP, metavar="CODE", at_least=1, at_most=255)
 
 
 OPTIONS = (Options, Settings)
@@ -112,6 +117,7 @@ def run(options: Options, settings: Settings) -> int:
         patients=options.patients,
         workers=options.workers,
         skip_bad=options.skip_bad,
+        ignore=options.ignore,
         settings=settings,
     )
     return 0
@@ -128,11 +134,12 @@ def prepare(
     settings: Settings = USUAL,
     patients: Optional[Path] = None,
     splits: Optional[Path] = None,
+    ignore: Optional[int] = None,
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
     `patients` and `splits` are files as in the options; `splits` takes the place of `fractions`
-    and `seed`.
+    and `seed`. `ignore` is a label code of voxels that are not to be learnt.
 
     A finished store stays as it is, but for cases whose files are gone or of another length, which
     are made again, also if `store append` has added others; an unfinished one is continued with its
@@ -144,6 +151,8 @@ def prepare(
     workers = worker_count(workers)
     store_dir = Path(store_dir)
     dataset = read_dataset(dataset_dir, patients)
+    if ignore is not None:
+        dataset = dataset.ignoring(ignore)
     refuse_unsupported(dataset)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed))
     finished = (store_dir / "manifest.json").exists()
@@ -193,14 +202,15 @@ def _folds_of(dataset: Dataset, splits: Optional[Path], seed: int) -> Tuple[Spli
 def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
-    codes = {code for record in records for code in record.label_voxels}
+    codes = {code for record in records for code in record.label_voxels} | {dataset.ignore}
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
     return make_manifest(
         name=dataset.name,
         layout=dataset.layout,
         channels=dataset.channels,
         labels=labels,
-        regions=regions_of(labels),
+        regions=regions_of(labels, dataset.ignore),
+        ignore=dataset.ignore,
         split=splitting.split(patients_of),
         split_seed=splitting.seed,
         folds=splitting.folds_of(patients_of),
@@ -254,13 +264,13 @@ def split_sizes(manifest: Manifest) -> str:
 
 def _announce(dataset: Dataset) -> None:
     """Print the data set's cases, channels, patients and label codes."""
-    regions = regions_of(dataset.labels)
+    regions = regions_of(dataset.labels, dataset.ignore)
     always = labels_in_use(dataset.layout, dataset.labels, ())
     facts = f"{count(dataset.cases, 'case')}, layout {dataset.layout}"
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
     lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
-        line = f"  {code} {name} -> {_regions_with(code, regions)}"
+        line = f"  {code} {name} -> {_regions_with(code, regions, dataset.ignore)}"
         if code not in always:
             line += ", if a label holds it"
         lines.append(line)
@@ -274,8 +284,10 @@ def _announce(dataset: Dataset) -> None:
     say(*lines, stderr=False)
 
 
-def _regions_with(code: int, regions: Mapping[str, Sequence[int]]) -> str:
-    """The names of the regions that a label code belongs to."""
+def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optional[int]) -> str:
+    """The names of the regions that a label code belongs to, or that it is the one to ignore."""
+    if code == ignore:
+        return "not annotated: neither learnt nor scored"
     return ", ".join(name for name, codes in regions.items() if code in codes) or "no region"
 
 
@@ -399,7 +411,7 @@ def summary_lines(store: Store) -> List[str]:
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
-        regions = _regions_with(code, manifest.regions)
+        regions = _regions_with(code, manifest.regions, manifest.ignore)
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]

@@ -83,11 +83,14 @@ def repair(store: Store, dataset: Dataset, settings: Settings, workers: int) -> 
 
 
 def fitting(dataset: Dataset, store: Store) -> Dataset:
-    """The data set with the channels, by name, and the labels that the store has. Raises InputError
-    for other channels, labels or regions."""
+    """The data set with the channels, by name, and the labels that the store has, of which the same
+    is ignored. Raises InputError for other channels, labels or regions."""
     dataset = dataset.with_channels(store.manifest.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
-    values = {"labels": labels, "regions": regions_of(labels)}
+    if store.manifest.ignore in labels:
+        dataset = dataset.ignoring(store.manifest.ignore)
+    regions = regions_of(labels, dataset.ignore)
+    values = {"labels": labels, "regions": regions, "ignore": dataset.ignore}
     for name, value in values.items():
         expected = getattr(store.manifest, name)
         if value != expected:
