@@ -124,6 +124,26 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
 
 
+def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(case, tmp_path):
+    """They do not make the page's box larger."""
+    image, truth, _ = made_case()
+    truth[truth == 3] = 2
+    truth[..., ::2] = 200
+    images = tmp_path / "data/imagesTr"
+    images.mkdir(parents=True)
+    write_volume(images / "a.nii.gz", image[..., 0], GEOMETRY)
+    write_volume(tmp_path / "truth.nii.gz", truth, GEOMETRY)
+    labels = {"0": "background", "2": "organ", "200": "void"}
+    about = {"modality": {"0": "MRI"}, "labels": labels}
+    (tmp_path / "data/dataset.json").write_text(json.dumps(about))
+    words = ("--image", images / "a.nii.gz", "--label", tmp_path / "truth.nii.gz")
+    assert view(*words, "--out", tmp_path / "page.html") == 0
+    (shown,) = shown_cases(tmp_path / "page.html")
+    assert (shown["ignore"], shown["labels"]["200"]) == (200, "void")
+    assert [region["name"] for region in shown["regions"]] == ["organ"]
+    assert shown["shape"] == [11, 14, 8]
+
+
 def test_channels_are_named_by_the_list_of_their_data_set(case, tmp_path):
     names = {"0": "T2w", "1": "t1ce", "2": "FLAIR"}
     content = {"channel_names": names, "labels": {"background": 0, "core": 1}}
