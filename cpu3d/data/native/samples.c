@@ -138,8 +138,9 @@ static int make_target(const struct sample *sample, const struct box *box)
             continue;
         if (sample->has_ignored)
             decide_row(row, sample->grid[Z], regions, to);
-        for (int i = 0; i < count && !sample->has_ignored; i++)
-            to[i] = row[i] >= INSIDE;
+        else
+            for (int i = 0; i < count; i++)
+                to[i] = row[i] >= INSIDE;
     }
     end_rows(&rows);
     free(row);
