@@ -15,8 +15,8 @@ enum { IGNORED = 255 }; /* in a target: not learnt, as in models/native/shared.p
 enum kind { INT16, FLOAT16, FLOAT32, LABEL }; /* as in samples.py */
 
 /* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift, LABEL
-   by a table of the codes, 1 where a code belongs to the channel, which then is a region; or, of the
-   last channel if there are ignored voxels, where it is that of them. */
+   by a table of the codes, 1 where a code belongs to the channel, which then is a region; a last
+   channel may be of the code that is to be ignored. */
 struct box {
     const void *values; /* of the box's first voxel */
     int kind;
