@@ -126,7 +126,8 @@ class Dataset:
             raise InputError(f"{rule} be one of its codes {known}, got {code}; choose one of them")
         if self.ignore not in (None, code):
             name = f"{self.ignore} {self.labels[self.ignore]}"
-            raise InputError(f"{rule} be the one that its names show, {name}, got {code}")
+            todo = "leave --ignore out, or correct the names"
+            raise InputError(f"{rule} be the one that its names show, {name}, got {code}; {todo}")
         if not regions_of(self.labels, code):
             todo = "name the labels that are to be learnt"
             raise InputError(f"{rule} leave a region to be learnt, got {code} alone; {todo}")

@@ -202,7 +202,9 @@ def _folds_of(dataset: Dataset, splits: Optional[Path], seed: int) -> Tuple[Spli
 def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
-    codes = {code for record in records for code in record.label_voxels} | {dataset.ignore}
+    codes = {code for record in records for code in record.label_voxels}
+    if dataset.ignore is not None:
+        codes.add(dataset.ignore)  # it keeps its name, also if no label holds it
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
     return make_manifest(
         name=dataset.name,

@@ -87,8 +87,9 @@ def fitting(dataset: Dataset, store: Store) -> Dataset:
     is ignored. Raises InputError for other channels, labels or regions."""
     dataset = dataset.with_channels(store.manifest.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
-    if store.manifest.ignore in labels:
-        dataset = dataset.ignoring(store.manifest.ignore)
+    ignore = store.manifest.ignore
+    if ignore is not None and ignore in labels:
+        dataset = dataset.ignoring(ignore)
     regions = regions_of(labels, dataset.ignore)
     values = {"labels": labels, "regions": regions, "ignore": dataset.ignore}
     for name, value in values.items():
