@@ -109,6 +109,7 @@ class _Call:
     def __init__(self, stored: Stored, drawn: Drawn, form: Form, image: Array, target: Array):
         self._kept: List[Any] = [stored, image, target]
         picked = np.array(form.channels, np.int32)
+        table = form.table
         shrinking = None
         if form.shrinking is not None:
             shrinking = self._bands(form.shrinking)
@@ -123,8 +124,8 @@ class _Call:
             ),
             label=_Box(
                 kind=KINDS["label"],
-                channels=form.table.shape[1],
-                table=self._pointer(form.table),
+                channels=table.shape[1],
+                table=self._pointer(table),
                 **self._place(stored.label, stored.start),
             ),
             grid=(ctypes.c_int * 3)(*form.grid),
