@@ -172,7 +172,9 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
         names = ", ".join(f"{code} {dataset.labels[code]}" for code in ignored)
         rule = f"labels of data set {folder} must have at most one to be ignored"
         raise InputError(f"{rule}, got {names}; give their voxels one code")
-    return dataset.ignoring(ignored[0]) if ignored else dataset
+    if ignored and dataset.ignore is None:  # else its layout has told
+        dataset = dataset.ignoring(ignored[0])
+    return dataset
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
