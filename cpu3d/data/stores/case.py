@@ -184,7 +184,7 @@ def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array
     are annotated, and training would take the memory of that. Raises InputError if no voxel in the
     box is annotated."""
     is_ignored = label == ignore
-    box = _box(image, np.where(is_ignored, 0, label)).slices(label.shape)
+    box = _box(image, np.where(is_ignored, 0, label)).slices(xyz(label.shape))
     if is_ignored[box].all():
         rule = f"{name} must have annotated voxels"
         todo = "annotate some, or leave the case out"

@@ -124,7 +124,7 @@ class Dataset:
         if code not in codes:
             known = ", ".join(map(str, codes))
             raise InputError(f"{rule} be one of its codes {known}, got {code}; choose one of them")
-        if self.ignore not in (None, code):
+        if self.ignore is not None and self.ignore != code:
             name = f"{self.ignore} {self.labels[self.ignore]}"
             todo = "leave --ignore out, or correct the names"
             raise InputError(f"{rule} be the one that its names show, {name}, got {code}; {todo}")
