@@ -483,6 +483,7 @@ def _price(
         copies=copies,
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
         cases=len(plan.store.manifest.cases),
+        has_ignored=plan.store.manifest.ignore is not None,
     )
     return price_of_run(constants, accuracy, beside, workers=plan.workers)
 

@@ -10,6 +10,8 @@ codes:
   code, so that a smaller region overrides. A region without a code of its own paints nothing.
 - Regions of equal size (one per organ, say) compete: the highest probability wins, the first named
   region in a tie.
+- A code may be of voxels that are not annotated, to be ignored: it is in no region and never
+  painted, and what is answered there counts nowhere.
 - Several own codes cannot be distinguished. A network that only knows WT writes 1 for "1, 2 or 3";
   `code_meanings` gives the words for that.
 - A data set may name the code of each region and the order of painting itself, as nnU-Net's
@@ -79,6 +81,15 @@ def region_mask(label: Array, codes: Sequence[int]) -> Array:
     # A table look-up is several times faster than np.isin on a whole volume; uint8 labels index it
     # as they are.
     return table[label if label.dtype == np.uint8 else label.astype(np.int64)]
+
+
+def ignored_voxels(truth: Array, ignore: Optional[int]) -> Optional[Array]:
+    """Where a true label (X, Y, Z) is not annotated, which holds `ignore` there: a boolean array;
+    None if it is annotated everywhere."""
+    if ignore is None:
+        return None
+    mask = truth == ignore
+    return mask if mask.any() else None
 
 
 def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]]:

@@ -156,6 +156,8 @@ class Manifest:
     paint: Tuple[Tuple[str, Code], ...] = ()
     """Regions and the codes that they are painted with, in the order of painting, as of
     `labels.PaintedRegions`; empty if that follows from `regions`."""
+    ignore: Optional[Code] = None
+    """Label code of voxels that are not annotated: neither learnt nor scored, and in no region."""
     schema: int = SCHEMA
 
 
@@ -438,6 +440,8 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     if isinstance(record, CaseRecord):
         return msgspec.to_builtins(record)
     left_out = {"cases"}
+    if record.ignore is None:
+        left_out.add("ignore")
     for name in ("folds", "paint"):  # the manifest is then as it was before there were these
         if not getattr(record, name):
             left_out.add(name)

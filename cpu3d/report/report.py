@@ -184,6 +184,9 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     if files.store:
         manifest = files.store.manifest
         data = f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases"
+        if manifest.ignore is not None:
+            name = manifest.labels[manifest.ignore]
+            data += f"; voxels of label {manifest.ignore} {name} count nowhere"
     facts = [
         ("run", str(files.folder)),
         ("data", data),

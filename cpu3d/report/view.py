@@ -37,6 +37,7 @@ from cpu3d.data.stores.layouts import (
 from cpu3d.data.stores.names import (
     FileName,
     channel_key,
+    is_ignored,
     name_of,
     read_name,
     stem_of,
@@ -130,6 +131,7 @@ def read_case(
         else:
             channels += channels_of(path, volume.shape[3])
     meanings, regions = _meanings(label_codes_of(files), list(maps.values()))
+    ignored = [code for code, meaning in meanings.items() if code and is_ignored(meaning)]
     volumes = list(images.values())
     return ViewedCase(
         name=files.case_id,
@@ -138,6 +140,7 @@ def read_case(
         geometry=first[1],
         regions=regions,
         labels=meanings,
+        ignore=ignored[0] if ignored else None,
         truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
     )

@@ -90,6 +90,7 @@ def convert(
             files,
             channels=dataset.channels,
             labels=dataset.labels,
+            ignore=dataset.ignore,
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
         )

@@ -22,7 +22,7 @@ from cpu3d.data.labels import PaintedRegions, paint_by_order
 from cpu3d.data.stores.dataset import CaseFiles, Dataset
 from cpu3d.data.stores.dataset_json import NAME, describing
 from cpu3d.data.stores.listed import read_listed
-from cpu3d.data.stores.names import name_of, read_name, stem_of, volumes_in
+from cpu3d.data.stores.names import is_ignored, name_of, read_name, stem_of, volumes_in
 from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, raise_if_any
 
@@ -75,14 +75,17 @@ def read_dataset(
     folder: Union[str, Path],
     patients: Optional[Path] = None,
     regions: Optional[Dict[str, Tuple[int, ...]]] = None,
+    ignore: Optional[int] = None,
 ) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set
     of one. `folder` may also be a list itself, a file .json.
 
     `patients` is a table of the cases' patients, else their names show them. `regions`, by name,
-    take the place of those that the data set has. Links are followed. Raises InputError for no
+    take the place of those that the data set has. `ignore` is the code of voxels that are not to be
+    learnt, else that of a label whose name says so. Links are followed. Raises InputError for no
     folder, no cases, two layouts, a case id twice, a dataset.json that is damaged or names files
-    outside its folder, and as `Dataset.with_regions`."""
+    outside its folder, several labels to be ignored, and as `Dataset.with_regions` and
+    `ignoring`."""
     folder = Path(folder)
     if folder.is_file() and folder.suffix.lower() == ".json":
         dataset = read_listed(folder, regions)
@@ -93,6 +96,7 @@ def read_dataset(
         dataset = read_listed(folder / NAME, regions)
     else:
         dataset = _read_folders(folder)
+    dataset = _with_ignored(dataset, ignore)
     if regions:
         dataset = dataset.with_regions(regions)
     times = Counter(case.case_id for case in dataset.cases)
@@ -112,6 +116,43 @@ def read_dataset(
         rules = dict.fromkeys(ids, TABLE)
     cases = tuple(replace(case, patient_id=patient_ids[case.case_id]) for case in whole)
     return replace(dataset, cases=cases, patient_rules=rules)
+
+
+def ignoring(dataset: Dataset, code: int) -> Dataset:
+    """The same cases, with the voxels of a label code not to be learnt. Raises InputError if it is
+    no code of a label, if the data set has another such code or a region with it, or if nothing
+    else is left."""
+    rule = f"the label to be ignored in data set {dataset.folder} must"
+    codes = [other for other in sorted(dataset.labels) if other]
+    if code not in codes:
+        known = ", ".join(map(str, codes))
+        raise InputError(f"{rule} be one of its codes {known}, got {code}; choose one of them")
+    if dataset.ignore is not None and dataset.ignore != code:
+        name = f"{dataset.ignore} {dataset.labels[dataset.ignore]}"
+        todo = "leave --ignore out, or correct the names"
+        raise InputError(f"{rule} be the one that its names show, {name}, got {code}; {todo}")
+    learnt = regions_in(replace(dataset, ignore=code), dataset.labels)
+    if not learnt:
+        todo = "name the labels that are to be learnt"
+        raise InputError(f"{rule} leave a region to be learnt, got {code} alone; {todo}")
+    within = [name for name, codes_of in learnt.items() if code in codes_of]
+    if within:
+        todo = "correct the regions, or leave --ignore out"
+        raise InputError(f"{rule} be in no region, got {code} of {', '.join(within)}; {todo}")
+    return replace(dataset, ignore=code)
+
+
+def _with_ignored(dataset: Dataset, ignore: Optional[int]) -> Dataset:
+    """The data set with the voxels of a code ignored, by default of a label whose name says so.
+    Raises InputError as `ignoring`, and for several such labels."""
+    named = [code for code, name in dataset.labels.items() if code and is_ignored(name)]
+    if len(named) > 1:
+        names = ", ".join(f"{code} {dataset.labels[code]}" for code in named)
+        rule = f"labels of data set {dataset.folder} must have at most one to be ignored"
+        raise InputError(f"{rule}, got {names}; give their voxels one code")
+    if named and dataset.ignore is None:  # else its layout has told
+        dataset = ignoring(dataset, named[0])
+    return dataset if ignore is None else ignoring(dataset, ignore)
 
 
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
@@ -142,8 +183,10 @@ def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) ->
 
 def regions_of(labels: Dict[int, str], ignore: Optional[int] = None) -> Dict[str, Tuple[int, ...]]:
     """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if
-    they show a resection cavity; else each label is a region. `ignore` is a code of none."""
-    codes = [code for code in sorted(labels) if code not in (0, ignore)]
+    they show a resection cavity; else each label is a region. The code `ignore`, or one whose name
+    says that it is to be ignored, is in none."""
+    not_learnt = {0, ignore, *(code for code, name in labels.items() if is_ignored(name))}
+    codes = [code for code in sorted(labels) if code not in not_learnt]
 
     def named(pattern: str) -> Tuple[int, ...]:
         return tuple(code for code in codes if re.search(pattern, labels[code].lower()))

@@ -79,6 +79,10 @@ REGIONS_HELP = (
     "regions to learn, each of one label code or several, as in WT=1,2,3 TC=2,3 (default: those of"
     " the data set's list, else found by the labels' names)"
 )
+IGNORE_HELP = (
+    "label code of voxels that are not annotated: neither learnt nor scored, and never predicted"
+    ' (default: that of a label named as such, as "ignore" or "unlabelled")'
+)
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 
 
@@ -104,6 +108,7 @@ class Options:
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
+    ignore: Optional[int] = option(None, IGNORE_HELP, metavar="CODE", at_least=1, at_most=255)
 
 
 OPTIONS = (Options, Settings)
@@ -119,6 +124,7 @@ def run(options: Options, settings: Settings) -> int:
         patients=options.patients,
         workers=options.workers,
         skip_bad=options.skip_bad,
+        ignore=options.ignore,
         settings=settings,
         regions=parse_regions(options.regions),
     )
@@ -137,12 +143,14 @@ def prepare(
     patients: Optional[Path] = None,
     splits: Optional[Path] = None,
     regions: Optional[Dict[str, Tuple[int, ...]]] = None,
+    ignore: Optional[int] = None,
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
     `patients` and `splits` are files as in the options; `splits` takes the place of `fractions`
     and `seed`, and so do folds that the data set's list gives, unless these are chosen. `regions`,
-    name -> label codes, take the place of the data set's own.
+    name -> label codes, take the place of the data set's own. `ignore` is a label code of voxels
+    that are not to be learnt.
 
     A finished store stays as it is, but for cases whose files are gone or of another length, which
     are made again, also if `store append` has added others; an unfinished one is continued with its
@@ -153,7 +161,7 @@ def prepare(
     """
     workers = worker_count(workers)
     store_dir = Path(store_dir)
-    dataset = read_dataset(dataset_dir, patients, regions)
+    dataset = read_dataset(dataset_dir, patients, regions, ignore)
     refuse_unsupported(dataset)
     draws = (fractions, seed) != (USUAL_SPLIT, 0)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed, draws=draws))
@@ -211,7 +219,10 @@ def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> M
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
     codes = {code for record in records for code in record.label_voxels}
-    labels = labels_in_use(dataset.layout, dataset.labels, codes | _named_codes(dataset))
+    named = _named_codes(dataset)
+    if dataset.ignore is not None:
+        named.add(dataset.ignore)  # it keeps its name, also if no label holds it
+    labels = labels_in_use(dataset.layout, dataset.labels, codes | named)
     regions = regions_in(dataset, labels)
     return make_manifest(
         name=dataset.name,
@@ -220,6 +231,7 @@ def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> M
         labels=labels,
         regions=regions,
         paint=paint_by_order(regions, dataset.class_order),
+        ignore=dataset.ignore,
         split=splitting.split(patients_of),
         split_seed=splitting.seed,
         folds=splitting.folds_of(patients_of),
@@ -279,7 +291,7 @@ def _announce(dataset: Dataset) -> None:
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
     lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
-        line = f"  {code} {name} -> {_regions_with(code, regions)}"
+        line = f"  {code} {name} -> {_regions_with(code, regions, dataset.ignore)}"
         if code not in always:
             line += ", if a label holds it"
         lines.append(line)
@@ -301,8 +313,10 @@ def _named_codes(dataset: Dataset) -> Set[int]:
     return {code for codes in dataset.regions.values() for code in codes}
 
 
-def _regions_with(code: int, regions: Mapping[str, Sequence[int]]) -> str:
-    """The names of the regions that a label code belongs to."""
+def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optional[int]) -> str:
+    """The names of the regions that a label code belongs to, or that it is the one to ignore."""
+    if code == ignore:
+        return "not annotated: neither learnt nor scored"
     return ", ".join(name for name, codes in regions.items() if code in codes) or "no region"
 
 
@@ -435,7 +449,7 @@ def summary_lines(store: Store) -> List[str]:
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
-        regions = _regions_with(code, manifest.regions)
+        regions = _regions_with(code, manifest.regions, manifest.ignore)
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
