@@ -155,6 +155,7 @@ def store_facts(store: Store) -> StoreFacts:
         store_channels=manifest.channels,
         label_names=manifest.labels,
         region_codes=manifest.regions,
+        paint=manifest.paint,
         split_hash=manifest.split_hash,
         spacing_mm=tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
         target_spacing_mm=manifest.spacing_mm,

@@ -167,6 +167,11 @@ class Manifest:
     cases."""
     spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
     """Along R, A, S: what all cases are resampled to. None if they are stored as they are."""
+    paint: Tuple[Tuple[str, Code], ...] = ()
+    """Regions and the codes that they are painted with, in the order of painting, as of
+    `labels.PaintedRegions`; empty if that follows from `regions`."""
+    ignore: Optional[Code] = None
+    """Label code of voxels that are not annotated: neither learnt nor scored, and in no region."""
     schema: int = SCHEMA
 
 
@@ -452,10 +457,11 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
             content.pop("resampled_from", None)
         return content
     left_out = {"cases"}
-    if not record.folds:  # the manifest is then as it was before there were given folds
-        left_out.add("folds")
-    if record.spacing_mm is None:
-        left_out.add("spacing_mm")
+    if record.ignore is None:
+        left_out.add("ignore")
+    for name in ("folds", "paint", "spacing_mm"):  # the manifest is then as before there were these
+        if not getattr(record, name):
+            left_out.add(name)
     return {name: value for name, value in vars(record).items() if name not in left_out}
 
 

@@ -16,7 +16,8 @@ are cross-validated instead: each case is predicted by the one run that has not 
 
 The written label map is scored, after the run's post-processing; --raw leaves that out. It is on
 the original grid, with axes turned: where a case was resampled, the network's answer is brought
-back, and compared with the file's own label."""
+back, and compared with the file's own label. Voxels that are not annotated (`prepare --ignore`) are
+predicted and written, and count in no score."""
 
 import dataclasses
 import datetime
@@ -29,7 +30,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.labels import code_meanings, region_mask
+from cpu3d.data.labels import code_meanings, ignored_voxels, region_mask
 from cpu3d.data.manifest import SPLITS, CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label
 from cpu3d.data.store import Store
@@ -255,14 +256,16 @@ def _score(
     label = postprocessing.paint(answers, predictor.regions, steps_mm)
     predicted = time.monotonic()
     truth = np.asarray(store.truth(record.case_id))
+    ignored = ignored_voxels(truth, store.manifest.ignore)
     regions = {}
     for name, codes in predictor.regions.items():
         masks = region_mask(truth, codes), region_mask(label, codes)
-        regions[name] = score_region(*masks, steps_mm, tolerance_mm)
+        regions[name] = score_region(*masks, steps_mm, tolerance_mm, ignored)
     write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
     more = {}
     if evidence:
-        more["evidence"] = gather(answers, truth, predictor.regions, steps_mm).to_json()
+        gathered = gather(answers, truth, predictor.regions, steps_mm, ignored)
+        more["evidence"] = gathered.to_json()
     return {
         "case_id": record.case_id,
         "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),

@@ -29,7 +29,8 @@ WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --
 # Settings that runs must share to be averaged. With another split, test cases of one are training
 # cases of the other.
 COMMON = (
-    "store_channels", "label_names", "region_codes", "regions", "split_hash", "target_spacing_mm",
+    "store_channels", "label_names", "region_codes", "paint", "regions", "split_hash",
+    "target_spacing_mm",
 )  # fmt: skip
 SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
@@ -97,7 +98,7 @@ def mirrored_axes_of(config: RunConfig, inference: Inference) -> Tuple[int, ...]
     that it was trained on; none without them."""
     if inference.flips is False:
         return ()
-    return config.augment.mirrored_axes(config.label_names.values())
+    return config.augment.mirrored_axes([*config.label_names.values(), *config.region_codes])
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:

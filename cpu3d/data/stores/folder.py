@@ -17,7 +17,8 @@ from cpu3d.data.manifest import SCHEMA, case_list
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import USUAL, Settings
-from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use
+from cpu3d.data.stores.dataset import Dataset, Problems
+from cpu3d.data.stores.layouts import labels_in_use
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,
@@ -32,6 +33,7 @@ from memory_estimator.common.files import read_json, read_record, read_text, typ
 SOURCE = "source.json"
 QUARANTINE = "quarantine.jsonl"
 GROWN = "grown"  # field of source.json that is true once cases were appended
+IGNORE = "ignore"  # and the one of the label that is to be ignored, absent without one
 
 
 @contextlib.contextmanager
@@ -55,7 +57,8 @@ def claimed(
         if path.is_file():
             begun = _read_object(path)
             differences = []
-            for field, value in content.items():
+            for field in dict.fromkeys((*content, IGNORE)):
+                value = content.get(field)
                 if begun.get(field) != value:
                     rule = f"{field} of {kind} {folder} must be {begun.get(field)!r}"
                     differences.append(f"{rule}, as it was begun, got {value!r}")
@@ -82,7 +85,7 @@ def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
         del chosen["spacing_mm"]
     else:
         chosen["spacing_mm"] = list(settings.spacing_mm)
-    return {
+    content = {
         "schema": SCHEMA,
         "name": dataset.name,
         "layout": dataset.layout,
@@ -90,6 +93,9 @@ def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
         "labels": {str(code): name for code, name in labels.items()},
         **chosen,
     }
+    if dataset.ignore is not None:
+        content[IGNORE] = dataset.ignore
+    return content
 
 
 def has_grown(store_dir: Path) -> bool:
@@ -116,6 +122,7 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         "layout": manifest.layout,
         "channels": list(manifest.channels),
         "labels": {str(code): name for code, name in labels.items()},
+        IGNORE: manifest.ignore,
     }
     own["spacing_mm"] = list(manifest.spacing_mm) if manifest.spacing_mm else None
     for record in manifest.cases:

@@ -36,7 +36,7 @@ from cpu3d.data.nifti import (
     read_grid,
 )
 from cpu3d.data.region import Array, Shape3, bounding_box, xyz
-from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.errors import InputError
 from cpu3d.util.child import worker_count
 from memory_estimator.common.units import by

@@ -15,7 +15,7 @@ from cpu3d.data.nifti import (
     write_volume,
 )
 from cpu3d.data.stores.case import case_notes, load_case
-from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.resample import (
     Keep,
     grid_of,

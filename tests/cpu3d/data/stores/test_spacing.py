@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.folder import read_quarantine, settings_of
@@ -180,3 +180,23 @@ def test_a_lost_source_json_comes_back_with_the_spacing(data, tmp_path):
         prepare(data, store, **ALL, spacing=Keep.OFF)
     prepare(data, store, **ALL)
     assert content_of(store) == before
+
+
+def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
+    data = spaced_set(tmp_path / "data", {"a": ISO, "b": (1.0, 1.0, 2.0), "c": ISO})
+    content = json.loads((data / "dataset.json").read_text())
+    content["labels"]["9"] = "not drawn"
+    (data / "dataset.json").write_text(json.dumps(content))
+    path = data / "labelsTr/b.nii.gz"
+    label, geometry = read_volume(path)
+    label = label.copy()
+    label[:20] = 9  # about the half of the field, in which the head reaches
+    write_volume(path, to_ras(label, geometry), geometry)
+    manifest = prepare(data, tmp_path / "store", **ALL, ignore=9)
+    assert (manifest.ignore, manifest.spacing_mm) == (9, ISO)
+    store = open_store(tmp_path / "store")
+    np.testing.assert_array_equal(store.truth("b") == 9, to_ras(label, geometry) == 9)
+    half = np.zeros((48, 40, 32), bool)
+    half[28:] = True  # the file's first axis runs to the left
+    box = store.case("b").box.slices(half.shape)
+    np.testing.assert_array_equal((store.label("b") == 9)[box], half[box])
