@@ -225,7 +225,7 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
         raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
     manifest = dataclasses.replace(bare, cases=cases)
     raise_if_any(split_problems(manifest.split, cases.known))
-    got = split_hash(manifest.split, cases.known, manifest.folds)
+    got = split_hash(manifest.split, cases.known, manifest.folds, manifest.normalisation)
     if got != manifest.split_hash:
         rule = f"split of store {folder} must have hash {manifest.split_hash}"
         raise InputError(f"{rule}, got {got}; {ADVICE}")

@@ -174,7 +174,12 @@ def predict_case(
     if options.page:
         outputs.append(page_file)
     _check_replaceable(sidecar, outputs, files)
-    loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
+    loaded = load_case(
+        files,
+        channels=case.channels,
+        zero_nan=options.zero_nan,
+        normalisation=predictor.normalisation_of(case.channels),
+    )
     record = loaded.record
     geometry = record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)

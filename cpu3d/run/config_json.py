@@ -34,7 +34,7 @@ together."""
 
 FOLLOWING = (
     "store_channels", "label_names", "region_codes", "split_hash", "grid", "coarse_grid",
-    "unet.channels", "unet.outputs", "unet.seed",
+    "unet.channels", "unet.outputs", "unet.seed", "normalisation",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
 FACTS = ("spacing_mm", "oriented")
@@ -44,7 +44,11 @@ lack them."""
 
 def save_config(config: RunConfig, run: Path) -> None:
     """Write `run`/config.json, atomically."""
-    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
+    content = {"schema": SCHEMA, **dataclasses.asdict(config)}
+    content["normalisation"] = [each.to_json() for each in config.normalisation]
+    if not config.normalisation:  # as before there was another than over the foreground
+        del content["normalisation"]
+    write_json(Path(run) / "config.json", content)
 
 
 def load_config(run: Path) -> RunConfig:
@@ -86,7 +90,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
         content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")
     nested = {f"{outer}.{name}" for outer in NESTED for name in content.get(outer, {})}
-    missing = sorted(set(settings_by_name(config)) - set(content) - nested - set(FACTS))
+    missing = sorted(set(settings_by_name(config)) - set(content) - nested - {*FACTS, "normalisation"})
     problems = []
     if missing:
         problems.append(f"config must hold every setting, got none for {', '.join(missing)}")

@@ -51,6 +51,9 @@ class FakePredictor:
     inference: Inference = AS_TRAINED
     window: Optional[Tuple[int, int, int]] = None
 
+    def normalisation_of(self, channels):
+        return ()
+
     def probabilities(self, image, record, channels=()):
         channels = channels or self.channels
         if np.isnan(self.sure):

@@ -1,21 +1,23 @@
 """One case read from its files: checked, on one grid in axes R A S, with its statistics."""
 
+import math
 import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data import nifti
-from cpu3d.data.background import border_value, without_residue
+from cpu3d.data.background import border_value, surroundings, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
+from cpu3d.data.normalise import Kind, Normalisation, if_any_differs, of_all
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
-from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
+from cpu3d.data.stores.normalisation import ct_problem, is_ct, looks_like_ct
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
 
@@ -26,6 +28,10 @@ CENTRES = 32  # most voxels of each label code in a record; patches are shifted 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
+INT16 = np.iinfo(np.int16)
+FOREGROUND_VALUES = 1000  # of a CT's labelled voxels in a record
+
+Units = Tuple[Tuple[float, float], ...]  # as in a record; none if the source's values are stored
 
 
 @dataclass(frozen=True)
@@ -33,8 +39,8 @@ class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
     image: Array
-    """`(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A
-    S."""
+    """`(X, Y, Z, C)` int16 as in the source or in steps, or float16 after normalisation; C order,
+    axes R A S."""
     label: Optional[Array]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
     record: CaseRecord  # without format, lengths and hashes of the store's files
 
@@ -46,22 +52,30 @@ def load_case(
     labels: Optional[Dict[int, str]] = None,
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
+    normalisation: Sequence[Normalisation] = (),
 ) -> LoadedCase:
     """Read and check a case, and turn it to axes R A S.
 
-    The image is int16 if every voxel is integral and in range, else `float16_image`. `labels` are
+    The image is int16 if every voxel is integral and in range, else `float16_image`, or
+    `image_in_steps` if a channel of `normalisation` is not over the foreground. `labels` are
     the codes that may occur; None leaves the label unread. Sources are recorded relative to
     `dataset_folder`, by default that of the first image. Holds about two volumes. Raises InputError
     with every problem of the case."""
-    volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, zero_nan)
-    background = tuple(map(border_value, volumes))
+    kinds = of_all(normalisation, len(channels))
+    volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
+    background = []
+    for volume, each in zip(volumes, kinds):
+        background.append(border_value(volume) if each.has_background else 0.0)
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
     error = 0.0
+    units: Units = ()
+    names = [f"channel {name} of {files.case_id}" for name in channels]
     if all(volume.dtype == np.int16 for volume in volumes):
         image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
         np.stack(volumes, -1, out=image)
+    elif if_any_differs(kinds):
+        image, error, units = image_in_steps(volumes, names, kinds)
     else:
-        names = [f"channel {name} of {files.case_id}" for name in channels]
         image, error = float16_image(volumes, names)
     del volumes
     if label is not None:
@@ -72,7 +86,8 @@ def load_case(
         case_id=files.case_id,
         patient_id=files.patient_id,
         spacing_mm=nifti.ras_spacing_mm(geometry),
-        **facts_of(image, label),
+        **facts_of(image, label, kinds, units),
+        units=units,
         max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
@@ -84,7 +99,7 @@ def load_case(
         image_sha256="",
         label_bytes=0,
         label_sha256="",
-        background=background if any(background) else (),
+        background=tuple(background) if any(background) else (),
     )
     return LoadedCase(image, label, record)
 
@@ -102,6 +117,7 @@ def _read(
     files: CaseFiles,
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]],
+    kinds: Sequence[Normalisation],
     zero_nan: bool,
 ) -> Tuple[List[Array], Optional[Array], Geometry, int]:
     """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
@@ -109,11 +125,10 @@ def _read(
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
         raise InputError(f"{rule}, got {len(files.images)} files; add or leave out files")
-    channels_of: Dict[Path, Tuple[str, ...]] = {}
-    if len(files.images) == 1:
-        channels_of[files.images[0]] = channels
-    else:
-        channels_of.update((path, (name,)) for path, name in zip(files.images, channels))
+    wanted = tuple(zip(channels, kinds))
+    wanted_of = {files.images[0]: wanted}
+    if len(files.images) > 1:
+        wanted_of = {path: (channel,) for path, channel in zip(files.images, wanted)}
     volumes: List[Array] = []
     label = None
     grids: Dict[Path, Geometry] = {}  # the first is that of the others, too
@@ -129,10 +144,9 @@ def _read(
     for path in files.images:
         try:
             array = read_on_grid(path)
-            if zero_nan and not np.isfinite(array).all():
+            if zero_nan:
                 zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
-                array = np.where(np.isfinite(array), array, 0)
-            volumes += _channels(path, array, channels_of[path], files.names)
+            volumes += _channels(path, array, wanted_of[path], files.names, zero_nan)
         except InputError as error:
             problems += error.problems
     if labels is not None and files.label is not None:
@@ -174,11 +188,83 @@ def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array
     return image, error
 
 
-def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
+def image_in_steps(
+    volumes: Sequence[Array],
+    names: Sequence[str],
+    kinds: Sequence[Normalisation],
+) -> Tuple[Array, float, Units]:
+    """Channels stacked last, int16, with the step and the offset of each, by which the values come
+    back: to half a step, of which a channel's range has 65,534.
+
+    Where 0 is background, the offset is 0 and only 0 becomes 0. Returned with the largest rounding
+    error, in standard deviations. Raises InputError, with their `names`, for channels whose range
+    is no number."""
+    image = np.zeros((*volumes[0].shape, len(volumes)), "<i2")
+    units = []
+    problems = []
+    error = 0.0
+    for index, volume in enumerate(volumes):
+        if volume.dtype == np.int16:
+            image[..., index] = volume
+            units.append((1.0, 0.0))
+            continue
+        values = volume.astype(np.float64)
+        step, offset = _steps(values, kinds[index].has_background)
+        with np.errstate(all="ignore"):  # an overflow is refused below
+            std = float(values.std())
+        if not (0 < std < math.inf and 0 < step < math.inf):
+            rule = f"{names[index]} must have a deviation that is a number"
+            problems.append(f"{rule}, got {std:g}; rescale it or leave the case out")
+            continue
+        stored = np.rint((values - offset) / step)
+        if kinds[index].has_background:
+            stored = np.where((stored == 0) & (values != 0), np.copysign(1, values), stored)
+        error = max(error, float(np.abs(stored * step + offset - values).max()) / std)
+        image[..., index] = stored
+        units.append((step, offset))
+    raise_if_any(problems)
+    return image, error, tuple(units)
+
+
+def _steps(values: Array, has_background: bool) -> Tuple[float, float]:
+    """(step, offset) of a channel's values in int16."""
+    low = float(values.min())
+    high = float(values.max())
+    if has_background:
+        return max(-low, high) / INT16.max, 0.0
+    if high - low <= INT16.max - INT16.min and np.array_equal(np.rint(values), values):
+        return 1.0, low - INT16.min
+    return (high / 2 - low / 2) / INT16.max, low / 2 + high / 2
+
+
+def facts_of(
+    image: Array,
+    label: Optional[Array],
+    normalisation: Sequence[Normalisation] = (),
+    units: Units = (),
+) -> Dict[str, Any]:
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
     on the whole grid."""
-    values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
-    mask = image.any(axis=-1)
+    kinds = of_all(normalisation, image.shape[-1])
+    channels = np.moveaxis(image, -1, 0)
+    around: Tuple[float, ...] = ()
+    foreground: Tuple[Tuple[float, ...], ...] = ()
+    if if_any_differs(kinds):
+        around = tuple(
+            0.0 if each.has_background else surroundings(channel)
+            for channel, each in zip(channels, kinds)
+        )
+    if any(each.kind is Kind.CT for each in kinds):
+        foreground = _foreground(image, label, kinds, units)
+        mask = np.ones(image.shape[:3], bool)
+    elif around:
+        mask = (image != np.array(around)).any(axis=-1)
+    else:
+        mask = image.any(axis=-1)
+    statistics = [
+        _over_foreground(channel) if each.has_background else _over_all(channel)
+        for channel, each in zip(channels, kinds)
+    ]
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
     if label is not None:
         mask |= label > 0
@@ -193,13 +279,72 @@ def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
         "shape": tuple(image.shape[:3]),
         "box": bounding_box(mask),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(float(channel.mean()) for channel in values),
-        "channel_std": tuple(float(channel.std()) for channel in values),
-        "channel_min": tuple(float(channel.min()) for channel in values),
-        "channel_max": tuple(float(channel.max()) for channel in values),
-        "channel_voxels": tuple(channel.size for channel in values),
+        "channel_mean": tuple(each.mean for each in statistics),
+        "channel_std": tuple(each.std for each in statistics),
+        "channel_min": tuple(each.low for each in statistics),
+        "channel_max": tuple(each.high for each in statistics),
+        "channel_voxels": tuple(each.voxels for each in statistics),
         "image_voxels_sha256": voxels_sha256(image),
+        "around": around,
+        "foreground": foreground,
     }
+
+
+class _Statistics(NamedTuple):
+    mean: float
+    std: float
+    low: float
+    high: float
+    voxels: int
+
+
+def _over_foreground(channel: Array) -> _Statistics:
+    """Of the voxels of a channel that are not 0."""
+    values = channel[channel != 0].astype(np.float64)
+    return _Statistics(
+        float(values.mean()),
+        float(values.std()),
+        float(values.min()),
+        float(values.max()),
+        values.size,
+    )
+
+
+def _over_all(channel: Array) -> _Statistics:
+    """Of all voxels of a channel of whole numbers: exact, a plane at a time."""
+    count = channel.size
+    total = 0
+    squares = 0
+    for plane in channel:
+        values = plane.astype(np.int64)
+        total += int(values.sum())
+        squares += int((values * values).sum())
+    variance = (count * squares - total * total) / count**2
+    low = float(channel.min())
+    high = float(channel.max())
+    return _Statistics(total / count, math.sqrt(variance), low, high, count)
+
+
+def _foreground(
+    image: Array,
+    label: Optional[Array],
+    kinds: Sequence[Normalisation],
+    units: Units,
+) -> Tuple[Tuple[float, ...], ...]:
+    """Of each channel of a CT, values of the source at even ranks of the labelled voxels."""
+    if label is None or not label.any():
+        return ((),) * len(kinds)
+    is_labelled = label > 0
+    samples: List[Tuple[float, ...]] = []
+    for index, each in enumerate(kinds):
+        if each.kind is not Kind.CT:
+            samples.append(())
+            continue
+        step, offset = units[index] if units else (1.0, 0.0)
+        values = np.sort(image[..., index][is_labelled])
+        ranks = (2 * np.arange(FOREGROUND_VALUES) + 1) * values.size // (2 * FOREGROUND_VALUES)
+        samples.append(tuple((values[ranks] * step + offset).tolist()))
+    return tuple(samples)
 
 
 def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
@@ -243,14 +388,18 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
 def _channels(
     path: Path,
     array: Array,
-    names: Sequence[str],
+    wanted: Sequence[Tuple[str, Normalisation]],
     present: Sequence[str],
+    zero_nan: bool,
 ) -> List[Array]:
-    """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
+    """The channels `wanted` of a file, by name and normalisation, in int16 if exact; the file's own
+    are `present` if that is known.
 
     A background is exactly 0 if it was that but for what an interpolation left. Raises InputError
-    for channels without contrast, for CT, for NaN and infinity, and for another number of channels.
+    for channels without contrast, for CT in the place of others, for NaN and infinity unless they
+    are to be background, and for another number of channels.
     """
+    names = [name for name, _ in wanted]
     if array.ndim == 3:
         array = array[..., None]
     count = len(names)
@@ -263,24 +412,29 @@ def _channels(
         raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
     volumes = []
     problems = []
-    for place, name in zip(places, names):
+    for place, (name, each) in zip(places, wanted):
         volume = array[..., place]
         rule = f"channel {name} of {path} must"
         advice = "fetch it again or leave the case out"
-        bad = volume.size - int(np.count_nonzero(np.isfinite(volume)))
-        if not bad:
+        is_finite = np.isfinite(volume)
+        bad = volume.size - int(np.count_nonzero(is_finite))
+        if bad and zero_nan:
+            volume = np.where(is_finite, volume, 0 if each.has_background else surroundings(volume))
+            bad = 0
+        if each.has_background and not bad:
             volume = without_residue(volume)
-        inside = volume[volume != 0]
+        inside = volume[volume != 0] if each.has_background else volume
         if bad:
             advice = "repair it, leave it out, or make them background with --zero-nan"
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
         elif inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
-        elif looks_like_ct(volume):
-            problems.append(ct_problem(f"channel {name} of {path}"))
+        elif each.is_of_case and not is_ct(name) and looks_like_ct(volume):
+            problems.append(ct_problem(name, path))
         elif inside.min() == inside.max():
-            got = f"{inside[0]:g} everywhere"
-            problems.append(f"{rule} vary over its non-zero voxels, got {got}; {advice}")
+            got = f"{inside.min():g} everywhere"
+            over = " over its non-zero voxels" if each.has_background else ""
+            problems.append(f"{rule} vary{over}, got {got}; {advice}")
         else:
             volumes.append(_as_int16(volume))
     raise_if_any(problems)
@@ -289,9 +443,8 @@ def _channels(
 
 def _as_int16(volume: Array) -> Array:
     """A volume as int16 if that is exact, else as it is."""
-    limits = np.iinfo(np.int16)
     is_whole = volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume)
-    if is_whole and limits.min <= volume.min() and volume.max() <= limits.max:
+    if is_whole and INT16.min <= volume.min() and volume.max() <= INT16.max:
         return volume.astype(np.int16)
     return volume
 

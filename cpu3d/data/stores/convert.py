@@ -25,10 +25,11 @@ from cpu3d.data.manifest import (
     record_path,
     to_json,
 )
+from cpu3d.data.normalise import Kind
 from cpu3d.data.region import Array, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
-from cpu3d.data.stores.unsupported import refuse_hounsfield
+from cpu3d.data.stores.normalisation import refuse_hounsfield
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
@@ -51,6 +52,13 @@ class Settings:
     )
     crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+    normalise: Tuple[str, ...] = option(
+        (),
+        "how channels are normalised, such as CT=zscore: "
+        + ", ".join(kind.value for kind in Kind)
+        + " (default: by name and voxels, docs/data.md)",
+        metavar="CHANNEL=KIND",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -92,6 +100,7 @@ def convert(
             labels=dataset.labels,
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
+            normalisation=dataset.normalisation,
         )
     except InputError as error:
         return error.problems
@@ -206,7 +215,7 @@ def convert_all(
     kept."""
     if not jobs:
         return case_list(()), {}
-    refuse_hounsfield([job.files for job in jobs if job.before is None])
+    refuse_hounsfield([job.files for job in jobs if job.before is None], dataset)
     problems: Problems = {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.nifti import channel_count
+from cpu3d.data.normalise import Normalisation
 from cpu3d.data.stores.dataset_json import LABELS_RULE, NAME, describe, describing, entries_of
 from cpu3d.data.stores.names import is_volume, places_of, read_name, stem_of
 from cpu3d.data.stores.splits import TABLE, read_patients
@@ -101,6 +102,8 @@ class Dataset:
     problems: Problems  # of the cases with a file missing or double, which are not in `cases`
     patient_rules: Dict[str, str]
     """Case id -> the rule that tells its patient, from `patient_of`, or TABLE."""
+    normalisation: Tuple[Normalisation, ...] = ()
+    """Of each channel, as decided for its store; none is over the foreground in all of them."""
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""

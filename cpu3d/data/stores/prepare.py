@@ -11,13 +11,16 @@ files give the patient's orientation, or cases whose files do not: those of the 
 bad cases.
 """
 
+import math
+import statistics
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, make_manifest
+from cpu3d.data.normalise import if_any_differs
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import (
@@ -35,6 +38,9 @@ from cpu3d.data.stores.folder import (
     has_grown,
     has_settings,
     identity,
+    normalisation_begun,
+    note_no_growth,
+    note_normalisation,
     read_quarantine,
     restore_source,
     write_quarantine,
@@ -46,6 +52,7 @@ from cpu3d.data.stores.layouts import (
     read_dataset,
     regions_of,
 )
+from cpu3d.data.stores.normalisation import decide, with_windows
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import (
     Fractions,
@@ -57,9 +64,6 @@ from cpu3d.data.stores.splits import (
 )
 from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.atomic import (
-    write_json,
-)
 from cpu3d.util.child import worker_count
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, versions
@@ -163,6 +167,7 @@ def prepare(
     with claimed(store_dir, "store", SOURCE, claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, splitting)
+        dataset = _with_kinds(dataset, store_dir, splitting, settings, workers)
         jobs = [Job(files) for files in dataset.cases]
         records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
         mixed = mixed_orientation(records)
@@ -173,7 +178,7 @@ def prepare(
         manifest = _manifest_of(dataset, records, splitting)
         write_quarantine(store_dir, problems)
         if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
-            write_json(store_dir / SOURCE, content)
+            note_no_growth(store_dir)
         write_store(store_dir, manifest)
     print_summary(store_dir)
     return manifest
@@ -190,23 +195,41 @@ def _folds_of(dataset: Dataset, splits: Optional[Path], seed: int) -> Tuple[Spli
     return read_folds(splits, patients_of, unlabelled=unlabelled, bad=dataset.problems)
 
 
+def _with_kinds(
+    dataset: Dataset, store_dir: Path, splitting: Splitting, settings: Settings, workers: int
+) -> Dataset:
+    """The data set with the kind of normalisation of each channel: as its store was begun, or as is
+    decided now by its training cases."""
+    begun = normalisation_begun(store_dir)
+    if begun is not None:
+        return replace(dataset, normalisation=begun)
+    split = splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+    decided = decide(dataset, split["train"], settings.normalise, workers)
+    note_normalisation(store_dir, decided)
+    return replace(dataset, normalisation=decided)
+
+
 def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
     codes = {code for record in records for code in record.label_voxels}
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
+    split = splitting.split(patients_of)
+    training = records.chosen(split["train"]) if split["train"] else records
+    normalisation = with_windows(dataset.normalisation, dataset.channels, training)
     return make_manifest(
         name=dataset.name,
         layout=dataset.layout,
         channels=dataset.channels,
         labels=labels,
         regions=regions_of(labels),
-        split=splitting.split(patients_of),
+        split=split,
         split_seed=splitting.seed,
         folds=splitting.folds_of(patients_of),
         cases=records,
         versions=versions(),
         patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
+        normalisation=if_any_differs(normalisation),
     )
 
 
@@ -358,6 +381,7 @@ def summary_lines(store: Store) -> List[str]:
     size_bytes = 0
     error = 0.0
     zeroed = 0
+    foregrounds: List[List[float]] = [[] for _ in manifest.channels]  # share of the voxels
     images: Counter[str] = Counter()  # kind of image -> cases
     shapes: Counter[str] = Counter()
     cases: Counter[int] = Counter()  # label code -> cases
@@ -377,6 +401,8 @@ def summary_lines(store: Store) -> List[str]:
         voxels.update(record.label_voxels)
         error = max(error, record.max_abs_error)
         zeroed += record.zeroed_voxels
+        for shares, n in zip(foregrounds, record.channel_voxels):
+            shares.append(n / math.prod(record.shape))
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
     exact = f"rounded by up to {error:.1g} std" if error else "exact"
     kinds = ", ".join(f"{n} {image}" for image, n in images.most_common())
@@ -393,6 +419,9 @@ def summary_lines(store: Store) -> List[str]:
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
         "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
     }
+    for index, each in enumerate(manifest.normalisations):
+        why = each.why or f"{statistics.median(foregrounds[index]):.0%} of the voxels are not 0"
+        lines[f"input {index}"] = f"{manifest.channels[index]}: {each.words}; {why}"
     if zeroed:
         lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)

@@ -12,6 +12,7 @@ from cpu3d.data.augment import AugmentConfig, Drawn, draw
 from cpu3d.data.native import plain
 from cpu3d.data.native.form import Form, Stored
 from cpu3d.data.native.samples import SOURCES, make_sample
+from cpu3d.data.normalise import Statistics, levels_of
 from cpu3d.data.resolution import field_of, shrinking
 from models.native.build import find_compiler
 
@@ -262,7 +263,7 @@ def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
     centre_mm = np.array([8.0, 12, -9])
     config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=44)
     of_voxels, of_mm = (
-        draw(config, np.ones(1), np.zeros(1), size, seed=1, position=position)
+        draw(config, levels_of([Statistics(0, 1, 0, 1)], ()), size, seed=1, position=position)
         for size in (spacing_mm, (1, 1, 1))
     )
 
