@@ -90,7 +90,9 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
         content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")
     nested = {f"{outer}.{name}" for outer in NESTED for name in content.get(outer, {})}
-    missing = sorted(set(settings_by_name(config)) - set(content) - nested - {*FACTS, "normalisation"})
+    missing = sorted(
+        set(settings_by_name(config)) - set(content) - nested - {*FACTS, "normalisation"}
+    )
     problems = []
     if missing:
         problems.append(f"config must hold every setting, got none for {', '.join(missing)}")

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.normalisation import is_ct
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.unsupported import is_ignored
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
