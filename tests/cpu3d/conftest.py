@@ -103,13 +103,24 @@ SPLIT = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e", "f")}
 
 
 def make_store(
-    folder: Path, source: Path, *, labelled: bool = True, split=SPLIT, geometry: Geometry = LPS_2MM
+    folder: Path,
+    source: Path,
+    *,
+    labelled: bool = True,
+    split=SPLIT,
+    geometry: Geometry = LPS_2MM,
+    normalisation=(),
 ) -> Store:
     (folder / "cases").mkdir(parents=True)
     records = []
     for seed, case_id in enumerate(sorted(sum(split.values(), ()))):
         files = write_case(source, case_id, seed, geometry)
-        case = load_case(files, channels=CHANNELS, labels=LABELS if labelled else None)
+        case = load_case(
+            files,
+            channels=CHANNELS,
+            labels=LABELS if labelled else None,
+            normalisation=normalisation,
+        )
         records.append(
             write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False)
         )
@@ -123,6 +134,7 @@ def make_store(
         split_seed=0,
         cases=tuple(records),
         versions={},
+        normalisation=normalisation,
     )
     write_store(folder, manifest)
     return open_store(folder)
