@@ -115,7 +115,9 @@ class CaseRecord:
     sources: Tuple[SourceFile, ...]
     stem: BareName  # name of the arrays' files up to the first dot
     format: Union[Literal[""], Format]  # of the arrays' files; "" for a case that is in no store
-    stored: Region  # the box of the grid that the arrays hold. Outside it, image and label are 0
+    stored: Region
+    """The box of the grid that the arrays hold. Outside it, label and image are 0, or the image is
+    what is `around`."""
     image_bytes: Count
     image_sha256: str
     # of dtype, shape and voxels of the whole grid: the same in every format, cropped or not

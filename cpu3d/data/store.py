@@ -101,7 +101,8 @@ class Store:
         record = self.case(case_id)
         array = self._reader.array(record, kind)
         if record.stored != whole(record.shape):
-            array = paste(array, record.stored, record.shape)
+            around = record.around if kind == "x" else ()
+            array = paste(array, record.stored, record.shape, around)
         array.flags.writeable = False
         return array
 

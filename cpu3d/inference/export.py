@@ -33,6 +33,7 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
+from cpu3d.data.normalise import in_units
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
@@ -346,10 +347,7 @@ def verify(
     Raises InputError if `exact`'s answer is not finite."""
     regions = exact.regions
     steps_mm = ras_steps_mm(record.geometry)
-    values = image.astype(np.float32)
-    if record.units:
-        steps, offsets = zip(*record.units)
-        values = (image * np.array(steps) + np.array(offsets)).astype(np.float32)
+    values = in_units(image, record.units).astype(np.float32)
     answer = probabilities_of(load_network(folder, about), about, values)
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     raw = painted(answer, about)

@@ -50,7 +50,7 @@ class Settings:
         " packed to a tenth, for slow disks and networks",
         choices=FORMATS,
     )
-    crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
+    crop: bool = option(False, "store each brain's box only; voxels outside it are background")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
     normalise: Tuple[str, ...] = option(
         (),

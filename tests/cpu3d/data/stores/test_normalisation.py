@@ -230,6 +230,7 @@ def test_a_box_is_around_what_differs_from_the_border_and_its_crop_loses_nothing
         own, cropped = (samples(store, augment) for store in stores)
         np.testing.assert_array_equal(own, cropped)
     image = np.asarray(stores[0].image(record.case_id))
+    np.testing.assert_array_equal(stores[1].image(record.case_id), image)
     kinds = stores[0].manifest.normalisation
     made = normalise(image, record, Region((-1, -1, -1), (16, 14, 12)), kinds)
     assert made[0, 0, 0] == made[1, 1, 1]  # padding, and the volume's own corner
