@@ -211,7 +211,7 @@ def in_units(image: Array, units: Sequence[Tuple[float, float]]) -> Array:
     """An image (X, Y, Z, C) in the source's units, as a record has them; as it is without."""
     if not units:
         return image
-    steps, offsets = (np.float32(column) for column in zip(*units))
+    steps, offsets = (np.array(column, np.float32) for column in zip(*units))
     return image * steps + offsets
 
 

@@ -110,7 +110,7 @@ class _Call:
         self._kept: List[Any] = [stored, image, target]
         picked = np.array(form.channels, np.int32)
         kind = KINDS[stored.image.dtype.name]
-        background = np.zeros(len(picked), np.float32)
+        background: Optional[Array] = np.zeros(len(picked), np.float32)
         if drawn.window is not None:
             kind = _windowed(stored)
             background = drawn.background

@@ -3,7 +3,7 @@
 Coordinates run from -1 to 1 across the volume: u to the right, v to the front, w up. Values are in
 Hounsfield units."""
 
-from typing import Sequence, Tuple
+from typing import Iterable, Tuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def ct_case(shape: Shape3, seed: int, index: int) -> Tuple[Array, Array]:
     voxel = 2 / min(shape)
     edge = voxel / 2
 
-    def ball(centre: Sequence[float], radii: Sequence[float]) -> Array:
+    def ball(centre: Iterable[float], radii: Iterable[float]) -> Array:
         """The distance from `centre` in units of `radii`."""
         squares = (((x - c) / r) ** 2 for x, c, r in zip((u, v, w), centre, radii))
         return np.sqrt(sum(squares)).astype(np.float32)
