@@ -227,7 +227,7 @@ def normalise(
     shape = xyz(image.shape[:3])
     stored = image[region.slices(shape)].astype(np.float32)
     if not levels.all_have_background:
-        stored = np.clip(stored, np.float32(levels.low), np.float32(levels.high))
+        np.clip(stored, np.float32(levels.low), np.float32(levels.high), out=stored)
         stored -= np.float32(levels.origin)
     values = stored * np.float32(levels.scale) + np.float32(levels.shift)
     values = np.where(stored == 0, np.float32(0), values)
@@ -237,4 +237,4 @@ def normalise(
     if levels.all_have_background:
         return values
     values += np.float32(levels.outside)
-    return np.clip(values, np.float32(levels.lowest), np.float32(levels.highest))
+    return np.clip(values, np.float32(levels.lowest), np.float32(levels.highest), out=values)

@@ -17,7 +17,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
-from tests.cpu3d.runs import HOST, assert_same_weights, start
+from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
 
 CHANGES = {
     "hu": lambda volume: volume.astype(np.int16),
@@ -72,6 +72,15 @@ def test_a_run_keeps_the_window_and_predicts_without_its_store(stores, runs, tmp
         answers[name] = read_volume(out / "BRATS_001.nii.gz")[0]
     np.testing.assert_array_equal(answers["shifted"], answers["hu"])
     np.testing.assert_array_equal(answers["float"], answers["hu"])
+
+
+def test_a_run_is_scored_and_reported(stores, runs):
+    assert main(["evaluate", "--run", str(runs["hu"])]) == 0
+    assert main(["report", "--run", str(runs["hu"])]) == 0
+    shown = shown_cases(runs["hu"] / "report.html")
+    modality = shown[0]["modalities"][0]
+    kind = stores["hu"].manifest.normalisation[0]
+    assert (modality["unit"], modality["window"]) == ("HU", [kind.low, kind.high])
 
 
 def test_a_run_is_not_continued_on_a_store_of_another_normalisation(stores, runs, tmp_path):

@@ -3,6 +3,7 @@ memory.
 
 Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
           ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
+          ./run.sh prepare --dataset Task03_Liver --store store --normalise CT=zscore
 
 Each case is written whole or not at all: its record is written after its arrays, and the manifest
 of the finished store last. The same command continues after an interruption. source.json names the
