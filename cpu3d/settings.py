@@ -293,6 +293,14 @@ class RunConfig(Settings, StoreFacts):
         outputs."""
         return {name: self.region_codes[name] for name in self.regions}
 
+    def to_json(self) -> Dict[str, Any]:
+        """All settings as JSON content."""
+        content = dataclasses.asdict(self)
+        content["normalisation"] = [each.to_json() for each in self.normalisation]
+        if not self.normalisation:  # as before there was another than over the foreground
+            del content["normalisation"]
+        return content
+
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the
         decay, under a curriculum over the coarse steps and again, from FULL_RATE_SHARE of the peak,

@@ -44,11 +44,7 @@ lack them."""
 
 def save_config(config: RunConfig, run: Path) -> None:
     """Write `run`/config.json, atomically."""
-    content = {"schema": SCHEMA, **dataclasses.asdict(config)}
-    content["normalisation"] = [each.to_json() for each in config.normalisation]
-    if not config.normalisation:  # as before there was another than over the foreground
-        del content["normalisation"]
-    write_json(Path(run) / "config.json", content)
+    write_json(Path(run) / "config.json", {"schema": SCHEMA, **config.to_json()})
 
 
 def load_config(run: Path) -> RunConfig:
@@ -79,7 +75,7 @@ def _one_line(error: Exception) -> str:
 
 
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
-    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a
+    """The configuration that its `to_json` gave. Raises ValueError or InputError if a
     setting is missing, as a default is not what the run has, or if one is not valid."""
     content = {
         "weight_decay": 0.0,
