@@ -70,11 +70,17 @@ def probabilities_of(network, about, image):
     seen[place] = image[inside]
     statistics = {"mean": mean, "std": std} if "mean" in about["inputs"] else {}
     if slides:
-        answer = windows(network, about, seen, statistics)
+
+        def logits_of(mirror):
+            return blended(network, about, mirror, statistics)
     else:
-        answer = network(image=seen, **statistics)
-    probabilities = np.zeros((*shape, answer.shape[-1]), np.float32)
-    probabilities[inside] = answer[place]
+
+        def logits_of(mirror):
+            return network(image=mirror, **statistics)
+
+    logits = over_mirror_images(logits_of, seen, about["mirrored_axes"])
+    probabilities = np.zeros((*shape, logits.shape[-1]), np.float32)
+    probabilities[inside] = 0.5 + 0.5 * np.tanh(logits[place] / 2)  # the sigmoid
     return probabilities
 
 
@@ -100,8 +106,20 @@ def numbers_of(volume, kind):
     return values.mean(), values.std(), around
 
 
-def windows(network, about, seen, statistics):
-    """Probabilities of what is `seen` of an image, from windows that slide over it."""
+def over_mirror_images(logits_of, seen, axes):
+    """The mean logits of what is seen and of its mirror images along some of the axes, each
+    mirrored back."""
+    counts = range(len(axes) + 1)
+    images = [some for count in counts for some in itertools.combinations(axes, count)]
+    total = 0
+    for some in images:
+        logits = logits_of(np.ascontiguousarray(np.flip(seen, some)))
+        total = total + np.flip(logits, some) / np.float32(len(images))
+    return total
+
+
+def blended(network, about, seen, statistics):
+    """The logits of windows over what is seen, blended by a bell."""
     bells = []  # along each axis
     starts = []
     for n, w in zip(seen.shape, about["size"]):
@@ -115,10 +133,9 @@ def windows(network, about, seen, statistics):
     weight = np.zeros((*seen.shape[:3], 1), np.float32)
     for corner in itertools.product(*starts):
         tile = tuple(slice(start, start + w) for start, w in zip(corner, about["size"]))
-        logits = network(image=seen[tile], **statistics)
-        total[tile] += bell * logits
+        total[tile] += bell * network(image=seen[tile], **statistics)
         weight[tile] += bell
-    return 0.5 + 0.5 * np.tanh(total / weight / 2)  # logits are blended, and then the sigmoid
+    return total / weight
 
 
 def painted(probabilities, about):
