@@ -44,7 +44,7 @@ FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it hol
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
-LATER = ("folds", "normalisation", "around", "units", "foreground")
+LATER = ("folds", "normalisation", "around", "units", "foreground", "peaks")
 """Fields that are left out of the JSON where they are empty: it is then as it was before them."""
 
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
@@ -92,7 +92,7 @@ class CaseRecord:
     spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region
     """Smallest box around every voxel that is labelled, or in any channel not what surrounds the
-    volume. Of a CT, whose surroundings its data set's window tells, the whole grid."""
+    volume: of a CT all up to the lower end of its window."""
     image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact, or as `units` say. "float16": (value - mean) / std of
     the source, rounded."""
@@ -138,6 +138,9 @@ class CaseRecord:
     foreground: Tuple[Tuple[float, ...], ...] = ()
     """Per channel of a CT, values of the source at even ranks of the labelled voxels; none of
     other channels, and of a case without labelled voxels."""
+    peaks: Tuple[Tuple[Tuple[float, ...], ...], ...] = ()
+    """Per channel of a CT whose window is not known yet, the largest stored value of each plane of
+    X, of Y and of Z: with the window they tell the box. Empty in a finished store."""
 
     @property
     def statistics(self) -> Tuple[Statistics, ...]:
@@ -506,13 +509,13 @@ def case_from_json(content: bytes) -> CaseRecord:
         record.channel_voxels,
     )
     counts = {len(numbers) for numbers in statistics}
-    later = (record.around, record.units, record.foreground)
+    later = (record.around, record.units, record.foreground, record.peaks)
     are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
-        ("around, units and foreground must be none or of each channel", are_of_channels),
+        ("around, units, foreground and peaks must be none or of each channel", are_of_channels),
         ("image_bytes and label_bytes must fit image and label", not record.format or has_files),
         ("centres must be voxels of shape", _within(record.centres, shape)),
         ("geometry must be of shape, turned", sorted(geometry.shape) == sorted(shape)),

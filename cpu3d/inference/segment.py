@@ -45,9 +45,9 @@ def probabilities_of(network, about, image):
     slides = about["mode"] == "patch"
     low = (0, 0, 0)
     high = shape
-    # The box around all that is not as what surrounds the volume.
-    if about["extent"] == "brain" and all(each["kind"] != "ct" for each in kinds):
-        x, y, z = np.nonzero((image != around).any(-1))
+    if about["extent"] == "brain":  # the box around all that is not as what surrounds the volume
+        is_ct = np.array([each["kind"] == "ct" for each in kinds])
+        x, y, z = np.nonzero(np.where(is_ct, image > around, image != around).any(-1))
         low = [x.min(), y.min(), z.min()]
         high = [x.max() + 1, y.max() + 1, z.max() + 1]
     boxed = [max(b - a, w) for a, b, w in zip(low, high, size)]

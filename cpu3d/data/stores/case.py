@@ -254,13 +254,21 @@ def facts_of(
             0.0 if each.has_background else surroundings(channel)
             for channel, each in zip(channels, kinds)
         )
+    peaks: Tuple[Tuple[Tuple[float, ...], ...], ...] = ()
     if any(each.kind is Kind.CT for each in kinds):
         foreground = _foreground(image, label, kinds, units)
-        mask = np.ones(image.shape[:3], bool)
-    elif around:
-        mask = (image != np.array(around)).any(axis=-1)
-    else:
-        mask = image.any(axis=-1)
+    if any(each.kind is Kind.CT and each.low is None for each in kinds):
+        peaks = tuple(
+            _peaks(channel) if each.kind is Kind.CT else ()
+            for channel, each in zip(channels, kinds)
+        )
+    mask = np.zeros(image.shape[:3], bool)
+    for index, each in enumerate(kinds):
+        if each.kind is not Kind.CT:
+            mask |= channels[index] != (around[index] if around else 0)
+        elif each.low is not None:
+            step, offset = units[index] if units else (1.0, 0.0)
+            mask |= channels[index] > (each.low - offset) / step
     statistics = [
         _over_foreground(channel) if each.has_background else _over_all(channel)
         for channel, each in zip(channels, kinds)
@@ -287,7 +295,14 @@ def facts_of(
         "image_voxels_sha256": voxels_sha256(image),
         "around": around,
         "foreground": foreground,
+        "peaks": peaks,
     }
+
+
+def _peaks(channel: Array) -> Tuple[Tuple[float, ...], ...]:
+    """The largest value of each plane of X, of Y and of Z."""
+    axes = ((1, 2), (0, 2), (0, 1))
+    return tuple(tuple(channel.max(axis=others).tolist()) for others in axes)
 
 
 class _Statistics(NamedTuple):

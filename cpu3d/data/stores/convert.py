@@ -112,13 +112,15 @@ def convert(
     if before and _voxels(case.record) != _voxels(before):
         got = "got others from the same files; use the versions in manifest.json"
         return (f"{rule} get back the voxels that it had in store {store_dir}, {got}",)
+    # A case may have been stored before its box was known.
+    was_whole = before is not None and before.stored == whole(before.shape)
     record = write_arrays(
         store_dir,
         before or case.record,
         case.image,
         case.label,
         format_=settings.format,
-        cropped=settings.crop,
+        cropped=settings.crop and not was_whole,
     )
     write_json(record_path(store_dir, record.case_id), to_json(record))
     return record
@@ -176,9 +178,10 @@ def write_arrays(
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the brain's box; outside it the voxels are 0. Files are read back and
-    compared. Raises OSError."""
-    stored = record.box if cropped else whole(record.shape)
+    `cropped` keeps only the brain's box, if it is known; outside it is background. Files are read
+    back and compared. Raises OSError."""
+    is_box_known = not record.peaks
+    stored = record.box if cropped and is_box_known else whole(record.shape)
     record = replace(record, format=cast(Format, format_), stored=stored)
     size_bytes, sha256 = _write_array(array_path(store, record, "x"), crop(image, stored), format_)
     record = replace(record, image_bytes=size_bytes, image_sha256=sha256)

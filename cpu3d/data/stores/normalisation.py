@@ -7,7 +7,7 @@ or by what its voxels are. Decided once, when a data set is prepared.
 
 import re
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Collection, Dict, Iterable, Iterator, List, Sequence, Tuple
 
@@ -16,8 +16,8 @@ import numpy as np
 from cpu3d.data.background import background_share, without_residue
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.normalise import Kind, Normalisation, ct_of, of_all
-from cpu3d.data.region import Array
+from cpu3d.data.normalise import Kind, Normalisation, ct_of, levels_of, of_all
+from cpu3d.data.region import Array, Region, xyz
 from cpu3d.data.stores.layouts import CaseFiles, Dataset
 from cpu3d.data.stores.names import channel_key
 from cpu3d.errors import InputError, raise_if_any
@@ -137,6 +137,23 @@ def with_windows(
             problems.append(_without_foreground(name, str(error)))
     raise_if_any(problems)
     return tuple(windowed)
+
+
+def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> CaseRecord:
+    """The record with the box that the windows of its CT tell, if they were not known before."""
+    if not record.peaks:
+        return record
+    start = list(record.box.start)
+    stop = list(record.box.stop)
+    levels = levels_of(record.statistics, normalisation)
+    for low, planes in zip(levels.low, record.peaks):
+        for axis, largest in enumerate(planes):
+            above = np.flatnonzero(np.array(largest) > low)
+            if above.size:
+                start[axis] = min(start[axis], int(above[0]))
+                stop[axis] = max(stop[axis], int(above[-1]) + 1)
+    size = xyz(b - a for a, b in zip(start, stop))
+    return replace(record, box=Region(xyz(start), size), peaks=())
 
 
 def _without_foreground(name: str, got: str) -> str:

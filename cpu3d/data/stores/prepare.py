@@ -17,10 +17,19 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, make_manifest
+from cpu3d.data.manifest import (
+    SPLITS,
+    CaseList,
+    CaseRecord,
+    Manifest,
+    case_list,
+    make_manifest,
+    record_path,
+    to_json,
+)
 from cpu3d.data.normalise import if_any_differs
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
@@ -53,7 +62,7 @@ from cpu3d.data.stores.layouts import (
     read_dataset,
     regions_of,
 )
-from cpu3d.data.stores.normalisation import decide, with_windows
+from cpu3d.data.stores.normalisation import decide, in_window, with_windows
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import (
     Fractions,
@@ -65,6 +74,7 @@ from cpu3d.data.stores.splits import (
 )
 from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, raise_if_any
+from cpu3d.util.atomic import write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, versions
@@ -176,6 +186,7 @@ def prepare(
         problems.update({**dataset.problems, **mixed})
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
+        dataset, records = _with_windows(dataset, records, splitting, store_dir)
         manifest = _manifest_of(dataset, records, splitting)
         write_quarantine(store_dir, problems)
         if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
@@ -210,27 +221,45 @@ def _with_kinds(
     return replace(dataset, normalisation=decided)
 
 
+def _with_windows(
+    dataset: Dataset, records: CaseList, splitting: Splitting, store_dir: Path
+) -> Tuple[Dataset, CaseList]:
+    """The data set with the windows of its CT, by the records of the training cases; and the
+    records with the boxes that follow."""
+    split = splitting.split({case.case_id: case.patient_id for case in records.known})
+    training = records.chosen(split["train"]) if split["train"] else records
+    windows = with_windows(dataset.normalisation, dataset.channels, training)
+    dataset = replace(dataset, normalisation=windows)
+    if all(each.low is None for each in windows):
+        return dataset, records
+
+    def boxed() -> Iterator[CaseRecord]:
+        for record in records:
+            known = in_window(record, windows)
+            write_json(record_path(store_dir, record.case_id), to_json(known))
+            yield known
+
+    return dataset, CaseList.collected(boxed(), store_dir)
+
+
 def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
     codes = {code for record in records for code in record.label_voxels}
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
-    split = splitting.split(patients_of)
-    training = records.chosen(split["train"]) if split["train"] else records
-    normalisation = with_windows(dataset.normalisation, dataset.channels, training)
     return make_manifest(
         name=dataset.name,
         layout=dataset.layout,
         channels=dataset.channels,
         labels=labels,
         regions=regions_of(labels),
-        split=split,
+        split=splitting.split(patients_of),
         split_seed=splitting.seed,
         folds=splitting.folds_of(patients_of),
         cases=records,
         versions=versions(),
         patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
-        normalisation=if_any_differs(normalisation),
+        normalisation=if_any_differs(dataset.normalisation),
     )
 
 

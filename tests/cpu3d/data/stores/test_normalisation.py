@@ -7,9 +7,10 @@ import pytest
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import labelled, loader, open_reading
+from cpu3d.data.manifest import case_from_json
 from cpu3d.data.native.form import Form
 from cpu3d.data.normalise import Kind, Normalisation, normalise
-from cpu3d.data.region import Region, whole
+from cpu3d.data.region import Region, bounding_box, whole
 from cpu3d.data.sampling import ALL, PatchSampling
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.case import case_notes, load_case
@@ -187,7 +188,6 @@ def test_water_is_between_its_neighbours(tmp_path):
     assert at[1] - at[0] == pytest.approx(at[2] - at[1], rel=1e-4)
     assert at[1] > at[0]
     assert made.min() == pytest.approx(float(made[image < -900].max()))  # all air is one value
-    assert record.box == whole(SHAPE)
 
 
 def test_a_fraction_of_hu_comes_back_to_within_the_stated_error(tmp_path):
@@ -208,6 +208,38 @@ def test_a_fraction_of_hu_comes_back_to_within_the_stated_error(tmp_path):
 
 
 # --- What surrounds a volume ---
+
+
+@pytest.mark.parametrize("names", [("CT",), ("CT", "MRI")])
+def test_the_box_of_a_ct_is_what_is_above_its_window_and_nothing_else_is_seen(tmp_path, names):
+    def off_the_middle(seed):
+        return np.roll(in_hounsfield_units(seed), (2, 0, -1), (0, 1, 2))
+
+    def with_roll(seed):
+        return np.roll(stripped(seed), (-1, 0, 0), (0, 1, 2))
+
+    volumes = (off_the_middle, with_roll)[: len(names)]
+    store = prepared(tmp_path, *volumes, names=names)
+    kinds = store.manifest.normalisation
+    data = tmp_path / "store-data"
+    for record in store.manifest.cases:
+        image = np.asarray(store.image(record.case_id))
+        is_seen = (image[..., 0] > kinds[0].low) | (image[..., 1:] != 0).any(-1)
+        label = np.asarray(store.label(record.case_id))
+        assert record.box == bounding_box(is_seen | (label > 0)) != whole(SHAPE)
+        own = tmp_path / f"store/cases/{record.case_id}.json"
+        assert case_from_json(own.read_bytes()) == record
+        # As an image that only `predict` sees.
+        path = data / f"imagesTr/{record.case_id}.nii.gz"
+        alone = load_case(
+            CaseFiles("x", "x", (path,), None), channels=names, normalisation=kinds
+        ).record
+        assert alone.peaks == ()
+        assert alone.box == bounding_box(is_seen)
+        made = normalise(image, record, whole(SHAPE), kinds)
+        outside = np.ones(SHAPE, bool)
+        outside[record.box.slices(SHAPE)] = False
+        assert len(np.unique(made[outside], axis=0)) == 1
 
 
 @pytest.mark.parametrize("kind", ["zscore", "none", "rescale"])
@@ -299,12 +331,16 @@ def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):
         prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
 
 
-def test_lost_files_of_a_ct_come_back_to_the_byte(tmp_path):
-    store = prepared(tmp_path, in_hounsfield_units, names=("CT",))
+@pytest.mark.parametrize("cropped", [False, True])
+def test_lost_files_of_a_ct_come_back_to_the_byte(tmp_path, cropped):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    settings = Settings(crop=cropped)
+    prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=settings)
+    store = open_store(tmp_path / "store")
     path = tmp_path / "store/cases/c_1.x.npy"
     content = path.read_bytes()
     path.unlink()
-    prepare(tmp_path / "store-data", tmp_path / "store", fractions=(2, 1, 1), workers=1)
+    prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=settings)
     assert path.read_bytes() == content
     assert open_store(tmp_path / "store").manifest == store.manifest
 
