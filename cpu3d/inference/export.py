@@ -410,7 +410,8 @@ def _case_to_try(
         say(*note_lines({record.case_id: notes}))
     else:
         store = store_of_run(config)
-        record = next(record for split in ("test", "val", "train") for record in store.cases(split))
+        splits = map(store.cases, ("test", "val", "train"))
+        record = next(record for records in splits for record in records)
         image = store.image(record.case_id)
         channels = store.manifest.channels
     places = [channels.index(name) for name in config.channels]

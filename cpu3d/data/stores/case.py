@@ -1,11 +1,10 @@
 """One case read from its files: checked, on one grid in axes R A S, with its statistics."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 
@@ -13,8 +12,16 @@ from cpu3d.data import nifti
 from cpu3d.data.background import border_value, surroundings, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
-from cpu3d.data.normalise import Kind, Normalisation, if_any_differs, of_all
+from cpu3d.data.normalise import Normalisation, if_any_differs, of_all
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
+from cpu3d.data.stores.channels import (
+    AS_IT_IS,
+    INT16,
+    Unit,
+    facts_of_channel,
+    image_in_steps,
+    is_shown,
+)
 from cpu3d.data.stores.layouts import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.normalisation import ct_problem, is_ct, looks_like_ct
@@ -28,10 +35,9 @@ CENTRES = 32  # most voxels of each label code in a record; patches are shifted 
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
-INT16 = np.iinfo(np.int16)
-FOREGROUND_VALUES = 1000  # of a CT's labelled voxels in a record
 
-Units = Tuple[Tuple[float, float], ...]  # as in a record; none if the source's values are stored
+T = TypeVar("T")
+Units = Tuple[Unit, ...]  # as in a record; none if the source's values are stored
 
 
 @dataclass(frozen=True)
@@ -188,55 +194,6 @@ def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array
     return image, error
 
 
-def image_in_steps(
-    volumes: Sequence[Array],
-    names: Sequence[str],
-    kinds: Sequence[Normalisation],
-) -> Tuple[Array, float, Units]:
-    """Channels stacked last, int16, with the step and the offset of each, by which the values come
-    back: to half a step, of which a channel's range has 65,534.
-
-    Where 0 is background, the offset is 0 and only 0 becomes 0. Returned with the largest rounding
-    error, in standard deviations. Raises InputError, with their `names`, for channels whose range
-    is no number."""
-    image = np.zeros((*volumes[0].shape, len(volumes)), "<i2")
-    units = []
-    problems = []
-    error = 0.0
-    for index, volume in enumerate(volumes):
-        if volume.dtype == np.int16:
-            image[..., index] = volume
-            units.append((1.0, 0.0))
-            continue
-        values = volume.astype(np.float64)
-        step, offset = _steps(values, kinds[index].has_background)
-        with np.errstate(all="ignore"):  # an overflow is refused below
-            std = float(values.std())
-        if not (0 < std < math.inf and 0 < step < math.inf):
-            rule = f"{names[index]} must have a deviation that is a number"
-            problems.append(f"{rule}, got {std:g}; rescale it or leave the case out")
-            continue
-        stored = np.rint((values - offset) / step)
-        if kinds[index].has_background:
-            stored = np.where((stored == 0) & (values != 0), np.copysign(1, values), stored)
-        error = max(error, float(np.abs(stored * step + offset - values).max()) / std)
-        image[..., index] = stored
-        units.append((step, offset))
-    raise_if_any(problems)
-    return image, error, tuple(units)
-
-
-def _steps(values: Array, has_background: bool) -> Tuple[float, float]:
-    """(step, offset) of a channel's values in int16."""
-    low = float(values.min())
-    high = float(values.max())
-    if has_background:
-        return max(-low, high) / INT16.max, 0.0
-    if high - low <= INT16.max - INT16.min and np.array_equal(np.rint(values), values):
-        return 1.0, low - INT16.min
-    return (high / 2 - low / 2) / INT16.max, low / 2 + high / 2
-
-
 def facts_of(
     image: Array,
     label: Optional[Array],
@@ -246,36 +203,17 @@ def facts_of(
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
     on the whole grid."""
     kinds = of_all(normalisation, image.shape[-1])
-    channels = np.moveaxis(image, -1, 0)
-    around: Tuple[float, ...] = ()
-    foreground: Tuple[Tuple[float, ...], ...] = ()
-    if if_any_differs(kinds):
-        around = tuple(
-            0.0 if each.has_background else surroundings(channel)
-            for channel, each in zip(channels, kinds)
-        )
-    peaks: Tuple[Tuple[Tuple[float, ...], ...], ...] = ()
-    if any(each.kind is Kind.CT for each in kinds):
-        foreground = _foreground(image, label, kinds, units)
-    if any(each.kind is Kind.CT and each.low is None for each in kinds):
-        peaks = tuple(
-            _peaks(channel) if each.kind is Kind.CT else ()
-            for channel, each in zip(channels, kinds)
-        )
+    is_labelled = None if label is None else label > 0
     mask = np.zeros(image.shape[:3], bool)
+    channels = []
     for index, each in enumerate(kinds):
-        if each.kind is not Kind.CT:
-            mask |= channels[index] != (around[index] if around else 0)
-        elif each.low is not None:
-            step, offset = units[index] if units else (1.0, 0.0)
-            mask |= channels[index] > (each.low - offset) / step
-    statistics = [
-        _over_foreground(channel) if each.has_background else _over_all(channel)
-        for channel, each in zip(channels, kinds)
-    ]
+        channel = image[..., index]
+        unit = units[index] if units else AS_IT_IS
+        channels.append(facts_of_channel(channel, each, unit, is_labelled))
+        mask |= is_shown(channel, each, unit, channels[-1].around)
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
     if label is not None:
-        mask |= label > 0
+        mask |= is_labelled
         voxels = np.bincount(label.reshape(-1)).tolist()
         facts = {
             "label_voxels": {code: n for code, n in enumerate(voxels) if n},
@@ -287,79 +225,22 @@ def facts_of(
         "shape": tuple(image.shape[:3]),
         "box": bounding_box(mask),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(each.mean for each in statistics),
-        "channel_std": tuple(each.std for each in statistics),
-        "channel_min": tuple(each.low for each in statistics),
-        "channel_max": tuple(each.high for each in statistics),
-        "channel_voxels": tuple(each.voxels for each in statistics),
+        "channel_mean": tuple(of.mean for of in channels),
+        "channel_std": tuple(of.std for of in channels),
+        "channel_min": tuple(of.low for of in channels),
+        "channel_max": tuple(of.high for of in channels),
+        "channel_voxels": tuple(of.voxels for of in channels),
         "image_voxels_sha256": voxels_sha256(image),
-        "around": around,
-        "foreground": foreground,
-        "peaks": peaks,
+        "around": tuple(of.around for of in channels) if if_any_differs(kinds) else (),
+        "foreground": _if_any(of.foreground for of in channels),
+        "peaks": _if_any(of.peaks for of in channels),
     }
 
 
-def _peaks(channel: Array) -> Tuple[Tuple[float, ...], ...]:
-    """The largest value of each plane of X, of Y and of Z."""
-    axes = ((1, 2), (0, 2), (0, 1))
-    return tuple(tuple(channel.max(axis=others).tolist()) for others in axes)
-
-
-class _Statistics(NamedTuple):
-    mean: float
-    std: float
-    low: float
-    high: float
-    voxels: int
-
-
-def _over_foreground(channel: Array) -> _Statistics:
-    """Of the voxels of a channel that are not 0."""
-    values = channel[channel != 0].astype(np.float64)
-    return _Statistics(
-        float(values.mean()),
-        float(values.std()),
-        float(values.min()),
-        float(values.max()),
-        values.size,
-    )
-
-
-def _over_all(channel: Array) -> _Statistics:
-    """Of all voxels of a channel of whole numbers: exact, a plane at a time."""
-    count = channel.size
-    total = 0
-    squares = 0
-    for plane in channel:
-        values = plane.astype(np.int64)
-        total += int(values.sum())
-        squares += int((values * values).sum())
-    variance = (count * squares - total * total) / count**2
-    low = float(channel.min())
-    high = float(channel.max())
-    return _Statistics(total / count, math.sqrt(variance), low, high, count)
-
-
-def _foreground(
-    image: Array,
-    label: Optional[Array],
-    kinds: Sequence[Normalisation],
-    units: Units,
-) -> Tuple[Tuple[float, ...], ...]:
-    """Of each channel of a CT, values of the source at even ranks of the labelled voxels."""
-    if label is None or not label.any():
-        return ((),) * len(kinds)
-    is_labelled = label > 0
-    samples: List[Tuple[float, ...]] = []
-    for index, each in enumerate(kinds):
-        if each.kind is not Kind.CT:
-            samples.append(())
-            continue
-        step, offset = units[index] if units else (1.0, 0.0)
-        values = np.sort(image[..., index][is_labelled])
-        ranks = (2 * np.arange(FOREGROUND_VALUES) + 1) * values.size // (2 * FOREGROUND_VALUES)
-        samples.append(tuple((values[ranks] * step + offset).tolist()))
-    return tuple(samples)
+def _if_any(values: Iterable[Tuple[T, ...]]) -> Tuple[Tuple[T, ...], ...]:
+    """The values of all channels, none if they are empty."""
+    of_channels = tuple(values)
+    return of_channels if any(of_channels) else ()
 
 
 def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
