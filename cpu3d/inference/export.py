@@ -416,6 +416,8 @@ def _case_to_try(
         channels = store.manifest.channels
     places = [channels.index(name) for name in config.channels]
     image = image[..., places]
-    units = tuple(record.units[place] for place in places) if record.units else ()
+    units = ()
+    if record.units:
+        units = tuple(record.units[place] for place in places)
     facts = facts_of(image, None, config.normalisation_of(config.channels), units)
     return dataclasses.replace(record, units=units, **facts), image
