@@ -58,7 +58,7 @@ def looks_like_ct(volume: Array) -> bool:
 def ct_problem(name: str, path: Path) -> str:
     """The problem of a file whose channel looks like CT, and is of a data set of another kind."""
     got = f"at least {AIR_SHARE:.0%} of its voxels there"
-    return f"channel {name} of {path} {_RULE}, got {got}; leave the case out"
+    return f"channel {name} of {path} {_RULE}, got {got}; leave it out or name another"
 
 
 def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> None:
