@@ -81,7 +81,7 @@ def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
     labels = labels_in_use(dataset.layout, dataset.labels, ())
     of_settings = asdict(settings)
     # Not written if nothing is chosen, as before there was a choice.
-    of_settings["normalise"] = list(settings.normalise) or None
+    of_settings["normalise"] = list(settings.normalise) if settings.normalise else None
     return {
         "schema": SCHEMA,
         "name": dataset.name,
@@ -116,10 +116,15 @@ def note_no_growth(store_dir: Path) -> None:
 def normalisation_begun(store_dir: Path) -> Optional[Tuple[Normalisation, ...]]:
     """The kinds by which the cases of an unfinished store were converted; None if there are none
     yet. Nothing is noted of a store whose channels are all over the foreground."""
-    noted = _read_object(store_dir / SOURCE).get(NORMALISATION)
-    if noted is not None:
+    path = store_dir / SOURCE
+    noted = _read_object(path).get(NORMALISATION)
+    if noted is None:
+        is_begun = any((store_dir / "cases").glob("*.json"))
+        return () if is_begun else None
+    try:
         return typed(noted, Tuple[Normalisation, ...], NORMALISATION)
-    return () if any((store_dir / "cases").glob("*.json")) else None
+    except ValueError as error:
+        raise InputError(f"{path} must be as it was written, got {error}; restore it") from None
 
 
 def note_normalisation(store_dir: Path, normalisation: Sequence[Normalisation]) -> None:

@@ -326,6 +326,10 @@ def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):
     again = prepare(data, tmp_path / "store", fractions=(1, 1, 2), workers=1)
     assert again.normalisation[0].kind is Kind.ZSCORE
     (tmp_path / "store/manifest.json").unlink()
+    content["normalisation"][0]["kind"] = "half"
+    (tmp_path / "store" / SOURCE).write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"source\.json must be as it was written"):
+        prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1)
     chosen = Settings(normalise=("MRI=none",))
     with pytest.raises(InputError, match="normalise of store"):
         prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
