@@ -48,8 +48,9 @@ def probabilities_of(network, about, image):
     if about["extent"] == "brain":  # the box around all that is not as what surrounds the volume
         is_ct = np.array([each["kind"] == "ct" for each in kinds])
         x, y, z = np.nonzero(np.where(is_ct, image > around, image != around).any(-1))
-        low = [x.min(), y.min(), z.min()]
-        high = [x.max() + 1, y.max() + 1, z.max() + 1]
+        if x.size:  # else nothing is, and all of it is seen
+            low = [x.min(), y.min(), z.min()]
+            high = [x.max() + 1, y.max() + 1, z.max() + 1]
     boxed = [max(b - a, w) for a, b, w in zip(low, high, size)]
     if not slides and boxed != list(size):
         sys.exit(f"the image must fit into {size}, got {boxed}; export with a larger --size")

@@ -9,7 +9,7 @@ import pytest
 from cpu3d.data.manifest import case_from_json, record_line, to_json
 from cpu3d.data.normalise import Kind, Normalisation, Statistics, ct_of, levels_of, normalise
 from cpu3d.data.region import Region
-from cpu3d.data.store import open_store, write_store
+from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
@@ -126,8 +126,6 @@ def test_a_store_keeps_the_kinds_of_its_channels_and_its_hash_covers_them(tmp_pa
     ],
 )
 def test_a_store_with_a_damaged_kind_is_refused(tmp_path, damage):
-    from cpu3d.data.store import sealed
-
     write_store(tmp_path, manifest_of([make_record()], normalisation=(CT,)))
     path = tmp_path / "manifest.json"
     content = json.loads(path.read_text())

@@ -163,20 +163,19 @@ def samples(store, augment=NO_AUGMENT):
 
 
 @pytest.mark.parametrize("augment", [NO_AUGMENT, EVERY], ids=["plain", "every change"])
-def test_hu_with_1024_added_and_as_float32_give_the_same_samples(tmp_path, augment):
-    def made(name, change):
-        store = prepared(
-            tmp_path, lambda seed: change(in_hounsfield_units(seed)), names=("CT",), name=name
-        )
-        return samples(store, augment)
+@pytest.mark.parametrize(("dtype", "added"), [("int16", 1024), ("float32", 0), ("uint16", 32000)])
+def test_hu_with_numbers_added_and_as_float32_give_the_same_samples(
+    tmp_path, augment, dtype, added
+):
+    def other(seed):
+        return (in_hounsfield_units(seed).astype(np.int64) + added).astype(dtype)
 
-    expected = made("hu", lambda volume: volume)
-    for name, change in {
-        "shifted": lambda volume: (volume + 1024).astype(np.int16),
-        "float": lambda volume: volume.astype(np.float32),
-        "unsigned": lambda volume: (volume + 32000).astype(np.uint16),
-    }.items():
-        np.testing.assert_array_equal(made(name, change), expected, err_msg=name)
+    stores = (
+        prepared(tmp_path, volume, names=("CT",), name=name)
+        for volume, name in ((in_hounsfield_units, "hu"), (other, "other"))
+    )
+    expected, made = (samples(store, augment) for store in stores)
+    np.testing.assert_array_equal(made, expected)
 
 
 def test_water_is_between_its_neighbours(tmp_path):
