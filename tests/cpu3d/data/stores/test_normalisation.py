@@ -10,7 +10,7 @@ from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.manifest import case_from_json
 from cpu3d.data.native.form import Form
 from cpu3d.data.normalise import Kind, Normalisation, normalise
-from cpu3d.data.region import Region, bounding_box, whole
+from cpu3d.data.region import Region, bounding_box, centred, whole
 from cpu3d.data.sampling import ALL, PatchSampling
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.case import case_notes, load_case
@@ -265,6 +265,24 @@ def test_a_box_is_around_what_differs_from_the_border_and_its_crop_loses_nothing
     kinds = stores[0].manifest.normalisation
     made = normalise(image, record, Region((-1, -1, -1), (16, 14, 12)), kinds)
     assert made[0, 0, 0] == made[1, 1, 1]  # padding, and the volume's own corner
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in Kind])
+@pytest.mark.parametrize("divisor", [1, 7])
+def test_a_sample_is_what_is_predicted_on(tmp_path, kind, divisor):
+    def volume(seed):
+        made = np.where(ball(0.6), with_skull(seed), 0) / divisor
+        return made.astype(np.int16 if divisor == 1 else np.float32)
+
+    store = prepared(tmp_path, volume, normalise=(f"MRI={kind}",))
+    records = store.cases("train")
+    made = {sample.tobytes() for sample in samples(store)}
+    assert len(made) == len(records)
+    for record in records:
+        image = np.asarray(store.image(record.case_id))
+        region = centred(whole(SHAPE), (16, 16, 16), SHAPE)
+        expected = normalise(image, record, region, store.manifest.normalisation)
+        assert expected.tobytes() in made
 
 
 def test_statistics_are_over_the_voxels_that_the_kind_looks_at(tmp_path):
