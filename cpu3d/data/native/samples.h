@@ -15,8 +15,8 @@ enum kind { INT16, FLOAT16, FLOAT32, LABEL, WINDOWED }; /* as in samples.py */
 enum { LOW, HIGH, ORIGIN, WINDOW }; /* of a window: what it reads, and what it takes away */
 
 /* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift,
-   WINDOWED, which is int16, by its window before them, LABEL by a table of the codes, 1 where a code
-   belongs to the channel, which then is a region. */
+   WINDOWED, which is int16, by its window before them, LABEL by a table of the codes, 1 where a
+   code belongs to the channel, which then is a region. */
 struct box {
     const void *values; /* of the box's first voxel */
     int kind;
