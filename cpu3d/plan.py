@@ -136,7 +136,7 @@ class Plan:
             "reasons": dict(self.reasons),
             "predicted": self.predicted,
             "job": dataclasses.asdict(self.job),  # which `estimate --run` starts from
-            "config": dataclasses.asdict(self.config),
+            "config": self.config.to_json(),
         }
 
     def describe(self, host: Host) -> List[str]:

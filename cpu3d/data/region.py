@@ -131,10 +131,12 @@ def crop(volume: Array, region: Region) -> Array:
     return np.pad(cut, [*padding, *[(0, 0)] * (volume.ndim - 3)])
 
 
-def paste(box: Array, region: Region, shape: Shape3) -> Array:
-    """The way back from `crop`: a zero volume of `shape` with the voxels of a box in its place;
-    padding is dropped."""
+def paste(box: Array, region: Region, shape: Shape3, around: Sequence[float] = ()) -> Array:
+    """The way back from `crop`: a zero volume of `shape`, or one of values `around` along the last
+    axis, with the voxels of a box in its place; padding is dropped."""
     full = np.zeros(xyz(shape) + box.shape[3:], box.dtype)
+    if around:
+        full[...] = around
     inside = xyz(
         slice(before, size - after)
         for (before, after), size in zip(region.padding(shape), region.size)

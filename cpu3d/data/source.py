@@ -64,9 +64,10 @@ def volume_dataset(
         for image, target in volume_dataset(open_store("store"), seed=1, stop=100, batch=2):
             ...  # image (2, X, Y, Z, C) float32, target (2, X, Y, Z, R) uint8
 
-    image: (batch, X, Y, Z, C) in `dtype`: per channel (value - mean) / std over the whole volume's
-    non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region;
-    255 in all regions where the store has a label that is to be ignored.
+    image: (batch, X, Y, Z, C) in `dtype`, normalised as the store says: by default per channel
+    (value - mean) / std over the whole volume's non-zero voxels, 0 where the voxel is 0. target:
+    (batch, X, Y, Z, R) uint8, 1 inside the region; 255 in all regions where the store has a label
+    that is to be ignored.
 
     Args:
         store: an open store, of `open_store`.
@@ -81,8 +82,8 @@ def volume_dataset(
             samples of a step.
         extent: "brain" cuts a box of the same size out of every case, around its brain, large
             enough to lose no voxel; "full" keeps the whole grid.
-        grid: voxels X, Y, Z of all volumes, padded with zeros, at least those of the largest case;
-            None for the least that are a multiple of `multiple`.
+        grid: voxels X, Y, Z of all volumes, padded with what surrounds them, at least those of the
+            largest case; None for the least that are a multiple of `multiple`.
         multiple: of voxels along each axis, for a network that halves them several times.
         resolution: share of the store's voxels along each axis, above 0 and at most 1, to which
             volumes are averaged down, before they are padded. A region stays where it fills half of
@@ -151,8 +152,9 @@ def patch_dataset(
         for image, target in patches:
             ...  # image (1, 128, 128, 128, C) float32, target (1, 128, 128, 128, R) uint8
 
-    A patch is the crop of its normalised volume, 0 outside of it; of a volume that is turned and
-    zoomed about the patch's centre, if that is drawn. An epoch is one patch of each case.
+    A patch is the crop of its normalised volume, background outside of it; of a volume that is
+    turned and zoomed about the patch's centre, if that is drawn. An epoch is one patch of each
+    case.
 
     Args:
         patch_shape: voxels X, Y, Z of a patch.
@@ -299,6 +301,7 @@ def _dataset(
         mirrored=stream.augment.mirrored_axes(
             [*store.manifest.labels.values(), *store.manifest.regions]
         ),
+        normalisation=store.manifest.normalisation,
     )
     return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 

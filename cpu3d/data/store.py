@@ -101,7 +101,8 @@ class Store:
         record = self.case(case_id)
         array = self._reader.array(record, kind)
         if record.stored != whole(record.shape):
-            array = paste(array, record.stored, record.shape)
+            around = record.around if kind == "x" else ()
+            array = paste(array, record.stored, record.shape, around)
         array.flags.writeable = False
         return array
 
@@ -225,7 +226,7 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
         raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
     manifest = dataclasses.replace(bare, cases=cases)
     raise_if_any(split_problems(manifest.split, cases.known))
-    got = split_hash(manifest.split, cases.known, manifest.folds)
+    got = split_hash(manifest.split, cases.known, manifest.folds, manifest.normalisation)
     if got != manifest.split_hash:
         rule = f"split of store {folder} must have hash {manifest.split_hash}"
         raise InputError(f"{rule}, got {got}; {ADVICE}")
