@@ -549,6 +549,7 @@ def test_no_sanitizer_finds_anything(tmp_path, sanitizers, runtime, tests):
         **os.environ,
         "CPU3D_KERNELS": str(path),
         "LD_PRELOAD": library,
+        "OPENBLAS_NUM_THREADS": "1",  # NumPy's own threads are not looked at
         "ASAN_OPTIONS": "detect_leaks=0",
         "TSAN_OPTIONS": f"suppressions={suppressions}",
     }
