@@ -1,9 +1,19 @@
 """The network's settings, as one frozen record. No TensorFlow: the estimator and the command line
 read it too."""
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Dict, List, Tuple
+from typing import Any, Dict, Iterable, List, Tuple
+
+Shape3 = Tuple[int, int, int]
+
+
+def shape3(sides: Iterable[int]) -> Shape3:
+    """Sides X, Y, Z as a shape. Raises ValueError for another number of them."""
+    x, y, z = sides
+    return x, y, z
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,12 @@ POLICIES = ("speed", "lean")
 "lean"   keeps those of the decoder and, below the finest level, the encoder's last; computes the
          others again.
 """
+
+EVERY_AXIS = (2, 2, 2)
+# of a halving, by axis X, Y, Z
+STRIDES: Tuple[Shape3, ...] = tuple(
+    (x, y, z) for x in (2, 1) for y in (2, 1) for z in (2, 1) if (x, y, z) != (1, 1, 1)
+)
 
 MOST_SIDE = 2**31 - 1  # voxels along an axis
 MOST_CHANNELS = 2**14  # of a map, as own operations take it (models/native/door.c)
@@ -63,6 +79,9 @@ class UNetConfig:
     # of the hidden layers; weights, statistics and the loss are float32 either way
     dtype: str = "float32"
     policy: str = "speed"  # one of POLICIES
+    strides: Tuple[Shape3, ...] = ()
+    """Of each of the depth - 1 halvings, the finest first: 2 along the axes X, Y, Z that it halves,
+    else 1. () halves all axes each time."""
 
     def __post_init__(self) -> None:
         for name in ("channels", "outputs", "filters"):
@@ -89,6 +108,33 @@ class UNetConfig:
             rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
             got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
             raise ValueError(f"filters must {rule}, got {got}; lower filters or depth")
+        self._check_strides()
+
+    def _check_strides(self) -> None:
+        """Raise ValueError unless each halving halves some axes; those of all axes become ()."""
+        try:
+            strides = tuple(map(tuple, self.strides))
+        except TypeError:
+            strides = ((self.strides,),)
+        got = f"{self.strides!r:.60}"
+        if strides and len(strides) != self.depth - 1:
+            rule = f"strides must be {self.depth - 1}, one of each halving of {self.depth} levels"
+            raise ValueError(f"{rule}, got {got}; give as many, or choose another depth")
+        for each in strides:
+            if each not in STRIDES:
+                rule = "strides must be 1 or 2 along X, Y and Z, and 2 along one axis at least"
+                raise ValueError(f"{rule}, got {got}; write them as 2,2,1")
+        if set(strides) == {EVERY_AXIS}:
+            strides = ()
+        object.__setattr__(self, "strides", strides)
+
+    def to_json(self) -> Dict[str, Any]:
+        """JSON content, of which the network can be made again; without strides if it halves all
+        axes each time, as files of earlier versions have it."""
+        fields = dataclasses.asdict(self)
+        if not self.strides:
+            del fields["strides"]
+        return fields
 
     @property
     def widths(self) -> Widths:
@@ -99,10 +145,22 @@ class UNetConfig:
         """The filters of which the deepest level, the widest, has MOST_CHANNELS."""
         return MOST_CHANNELS // (max(self.widths.convolutions) * 2 ** (self.depth - 1))
 
+    def stride(self, level: int) -> Shape3:
+        """Voxels of `level` along X, Y, Z that become one of the level below."""
+        return self.strides[level] if self.strides else EVERY_AXIS
+
+    def reduction(self, level: int) -> Shape3:
+        """Voxels of the input along X, Y, Z that become one of `level`."""
+        return shape3(map(math.prod, zip((1, 1, 1), *map(self.stride, range(level)))))
+
     @property
-    def divisor(self) -> int:
-        """Every side of the input must be a multiple of this: 2**(depth - 1)."""
-        return 2 ** (self.depth - 1)
+    def divisors(self) -> Shape3:
+        """The sides X, Y, Z of the input must be multiples of these."""
+        return self.reduction(self.depth - 1)
+
+    def grid(self, shape: Shape3, level: int) -> Shape3:
+        """Voxels X, Y, Z of `level`, of an input of `shape`."""
+        return shape3(side // voxels for side, voxels in zip(shape, self.reduction(level)))
 
     def encoder_widths(self, level: int) -> Tuple[int, ...]:
         """Feature maps after each convolution of an encoder level (the bottom is depth - 1)."""
@@ -135,8 +193,17 @@ class UNetConfig:
         if len(shape) != 3 or min(shape) < 1 or max(shape) > MOST_SIDE:
             rule = f"{name} must be three numbers from 1 to {MOST_SIDE}"
             raise ValueError(f"{rule}, got {tuple(shape)!s:.80}; give X Y Z in voxels")
-        if any(n % self.divisor for n in shape):
-            up = tuple(-(-n // self.divisor) * self.divisor for n in shape)
-            down = tuple(max(n // self.divisor, 1) * self.divisor for n in shape)
+        if any(n % divisor for n, divisor in zip(shape, self.divisors)):
+            up = tuple(-(-n // d) * d for n, d in zip(shape, self.divisors))
+            down = tuple(max(n // d, 1) * d for n, d in zip(shape, self.divisors))
             todo = f"pad to {up} or crop to {down}"
-            raise ValueError(f"{name} {tuple(shape)} must be divisible by {self.divisor}; {todo}")
+            by = divisors_text(self.divisors)
+            raise ValueError(f"{name} {tuple(shape)} must be divisible by {by}; {todo}")
+
+
+def divisors_text(divisors: Shape3) -> str:
+    """Divisors by axis in words: "16", or "16, 16 and 4 along X, Y and Z"."""
+    x, y, z = divisors
+    if x == y == z:
+        return str(x)
+    return f"{x}, {y} and {z} along X, Y and Z"

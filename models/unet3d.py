@@ -1,6 +1,5 @@
 """The 3D U-Net as a Keras model: plain layers, and own operations in their place if they run."""
 
-import dataclasses
 import sys
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -32,7 +31,7 @@ class UNet3D(tf.keras.Model):
     def get_config(self) -> Dict[str, Any]:
         batch_size, *shape, _ = self.input_shape
         own = {
-            "unet": dataclasses.asdict(self.unet),
+            "unet": self.unet.to_json(),
             "shape": shape,
             "batch_size": batch_size,
             "frozen": [layer.name for layer in self.layers if not layer.trainable],
