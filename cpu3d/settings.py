@@ -283,6 +283,10 @@ class RunConfig(Settings, StoreFacts):
         outputs."""
         return {name: self.region_codes[name] for name in self.regions}
 
+    def to_json(self) -> Dict[str, Any]:
+        """JSON content, of which the run can be made again."""
+        return {**dataclasses.asdict(self), "unet": self.unet.to_json()}
+
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the
         decay, under a curriculum over the coarse steps and again, from FULL_RATE_SHARE of the peak,

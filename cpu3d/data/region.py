@@ -84,9 +84,9 @@ class Region:
         return Region(start, size) if min(size) > 0 else None
 
 
-def round_up(shape: Shape3, multiple: int) -> Shape3:
-    """The smallest shape that holds `shape` and is divisible by `multiple` along every axis."""
-    return xyz(-(-n // multiple) * multiple for n in shape)
+def round_up(shape: Shape3, multiples: Shape3) -> Shape3:
+    """The smallest shape that holds `shape` and is divisible by `multiples` along X, Y, Z."""
+    return xyz(-(-n // multiple) * multiple for n, multiple in zip(shape, multiples))
 
 
 def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:

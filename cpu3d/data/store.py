@@ -264,12 +264,13 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
     return CaseList(lines, range(len(lines.known)))
 
 
-def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
+def grid_size(store: Store, *, extent: str, multiple: Union[int, Shape3]) -> Shape3:
     """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the
-    store, rounded up."""
+    store, rounded up to multiples of a number, or of one for each axis."""
+    multiples = (multiple,) * 3 if isinstance(multiple, int) else multiple
     if extent == "brain":
-        return round_up(store.manifest.largest_box, multiple)
-    return round_up(store.manifest.largest_shape, multiple)
+        return round_up(store.manifest.largest_box, multiples)
+    return round_up(store.manifest.largest_shape, multiples)
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:

@@ -92,9 +92,9 @@ class Predictor:
         elif self.window:
             size = tuple(map(max, self.window, needed))
         elif config.is_patch:
-            size = round_up(needed, config.unet.divisor)
+            size = round_up(needed, config.unet.divisors)
         else:
-            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisor)
+            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisors)
         return case_region(record, size, config.extent)
 
     def _needed(self, record: CaseRecord) -> Shape3:
@@ -106,7 +106,7 @@ class Predictor:
         if config.resolution == 1:
             return None
         return resizing_for(
-            self._needed(record), config.resolution, config.unet.divisor, at_least=config.grid
+            self._needed(record), config.resolution, config.unet.divisors, at_least=config.grid
         )
 
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:
@@ -163,7 +163,7 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     and the run as they predict: those of coarse steps on the coarse grid. Raises InputError as
     `load_predictor`."""
     arrays, state = load_checkpoint(path)
-    model = build_unet3d(config.unet, (config.unet.divisor,) * 3, 1)
+    model = build_unet3d(config.unet, config.unet.divisors, 1)
     names = weight_names(model.weights)
     shapes = {name: tuple(weight.shape) for name, weight in zip(names, model.weights)}
     needed = {**shapes, "channels and regions": (len(config.channels), len(config.regions))}

@@ -44,7 +44,7 @@ lack them."""
 
 def save_config(config: RunConfig, run: Path) -> None:
     """Write `run`/config.json, atomically."""
-    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
+    write_json(Path(run) / "config.json", {"schema": SCHEMA, **config.to_json()})
 
 
 def load_config(run: Path) -> RunConfig:
@@ -75,13 +75,15 @@ def _one_line(error: Exception) -> str:
 
 
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
-    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a
+    """The configuration that `RunConfig.to_json` gave. Raises ValueError or InputError if a
     setting is missing, as a default is not what the run has, or if one is not valid."""
     content = {
         "weight_decay": 0.0,
         "loss": DEFAULT_LOSS,
         **content,
     }  # runs of earlier versions had none
+    if isinstance(content.get("unet"), dict):
+        content["unet"] = {"strides": (), **content["unet"]}  # left out if all axes are halved
     if isinstance(content.get("augment"), dict):
         content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")

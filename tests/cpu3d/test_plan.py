@@ -779,17 +779,17 @@ def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store
     patch=st.tuples(*[st.integers(1, 800)] * 3),
 )
 def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, patch):
-    divisor = UNetConfig(depth=depth).divisor
-    grid = tuple(divisor * n for n in sides)
-    for shape in (*patch_shapes(grid, divisor), usual_patch(grid, divisor)):
+    divisors = UNetConfig(depth=depth).divisors
+    grid = tuple(divisor * n for divisor, n in zip(divisors, sides))
+    for shape in (*patch_shapes(grid, divisors), usual_patch(grid, divisors)):
         check_patch(
             shape, grid, divisor
         )  # what a card is given, thin volumes whole, is what may be asked for
     try:
-        check_patch(patch, grid, divisor)
+        check_patch(patch, grid, divisors)
     except ValueError as error:
         offered = str(error).rpartition("; give ")[2].partition(",")[0]
-        check_patch(tuple(map(int, offered.split())), grid, divisor)
+        check_patch(tuple(map(int, offered.split())), grid, divisors)
 
 
 def test_a_batch_is_at_most_an_epoch_s_patches(phantom_store, tmp_path):

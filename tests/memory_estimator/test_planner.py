@@ -188,7 +188,7 @@ def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_
 ):
     divisor = 2 ** (depth - 1)
     volume = tuple(divisor * n for n in sides)
-    shapes = patch_shapes(volume, divisor)
+    shapes = patch_shapes(volume, (divisor,) * 3)
     assert shapes[-1] == volume
     assert all(n % divisor == 0 and n <= most for shape in shapes for n, most in zip(shape, volume))
     # Two voxels at the bottom, where the volume has them: a norm over one voxel alone is zero.

@@ -34,7 +34,7 @@ def step_ops(config: UNetConfig) -> List[Op]:
 
 
 def kernel_layers(config: UNetConfig) -> Set[str]:
-    side = config.divisor
+    side = config.divisors[0]
     return {layer.name for layer in layer_plan(config, (side, side, side)) if layer.kernel}
 
 
