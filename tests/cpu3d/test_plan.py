@@ -782,9 +782,8 @@ def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, p
     divisors = UNetConfig(depth=depth).divisors
     grid = tuple(divisor * n for divisor, n in zip(divisors, sides))
     for shape in (*patch_shapes(grid, divisors), usual_patch(grid, divisors)):
-        check_patch(
-            shape, grid, divisor
-        )  # what a card is given, thin volumes whole, is what may be asked for
+        # What a card is given, thin volumes whole, is what may be asked for.
+        check_patch(shape, grid, divisors)
     try:
         check_patch(patch, grid, divisors)
     except ValueError as error:
