@@ -366,7 +366,7 @@ def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
         content = {**content, "job": fields}
     plan: _SavedPlan = typed(content, _SavedPlan, "plan")
     job = plan["job"]
-    unet = {"strides": (), **fields["unet"]}
+    unet = {"strides": (), **fields.get("unet", {})}  # left out if all axes are halved
     if set(fields) != set(vars(job)) or set(unet) != set(vars(job.unet)):
         raise ValueError("a job without all of its fields")
     if plan["workers"] < 1 or job.batch % plan["workers"]:

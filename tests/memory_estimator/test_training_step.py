@@ -20,7 +20,8 @@ UNETS = {
     "channels": (1, 4),
     "outputs": (1, 3),
     "filters": (4, 8, 16, 24),
-    "depth": (2, 3),
+    "depth": (3,),
+    "strides": ((), ((2, 2, 1), (2, 2, 2)), ((1, 2, 2), (2, 1, 1))),
     "network": tuple(NETWORKS),
 }
 UNETS.update(
