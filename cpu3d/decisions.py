@@ -28,7 +28,8 @@ from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, Job, micro_of
-from models.config import UNetConfig, divisors_text
+from models.config import UNetConfig
+from models.strides import divisors_text
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half

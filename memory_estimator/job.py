@@ -14,6 +14,7 @@ from memory_estimator.common.units import by
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
+from models.strides import Strides, strides_text
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
@@ -116,11 +117,6 @@ class Job:
     def fields(self) -> Dict[str, Any]:
         """JSON content, of which the job can be made again."""
         return {**dataclasses.asdict(self), "unet": self.unet.to_json()}
-
-
-def strides_text(strides: Sequence[Sequence[int]]) -> str:
-    """Strides as on the command line: "2,2,1 2,2,2"."""
-    return " ".join(by(each, ",") for each in strides)
 
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
@@ -243,7 +239,7 @@ class Architecture:
         "instance", "normalisation after each convolution", choices=NORMS, group="network"
     )
     up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
-    strides: Tuple[Tuple[int, int, int], ...] = option(
+    strides: Strides = option(
         (),
         "voxels along X, Y, Z that become one, for each of the L - 1 halvings, the finest first: 2 "
         "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2 (default: 2,2,2 each)",

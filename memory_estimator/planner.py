@@ -11,8 +11,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import DTYPE_BYTES, USUAL_PATCH, Job, divisors
-from models.config import POLICIES, divisors_text
-from models.layer_plan import Shape3, layer_plan, shape3
+from models.config import POLICIES
+from models.layer_plan import layer_plan
+from models.strides import Shape3, divisors_text, shape3
 
 Price = Callable[[Job], Estimate]
 

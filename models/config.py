@@ -5,15 +5,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Dict, Iterable, List, Tuple
+from typing import Any, Dict, List, Tuple
 
-Shape3 = Tuple[int, int, int]
-
-
-def shape3(sides: Iterable[int]) -> Shape3:
-    """Sides X, Y, Z as a shape. Raises ValueError for another number of them."""
-    x, y, z = sides
-    return x, y, z
+from models.strides import EVERY_AXIS, Shape3, Strides, checked_strides, divisors_text, shape3
 
 
 @dataclass(frozen=True)
@@ -40,12 +34,6 @@ POLICIES = ("speed", "lean")
 "lean"   keeps those of the decoder and, below the finest level, the encoder's last; computes the
          others again.
 """
-
-EVERY_AXIS = (2, 2, 2)
-# of a halving, by axis X, Y, Z
-STRIDES: Tuple[Shape3, ...] = tuple(
-    (x, y, z) for x in (2, 1) for y in (2, 1) for z in (2, 1) if (x, y, z) != (1, 1, 1)
-)
 
 MOST_SIDE = 2**31 - 1  # voxels along an axis
 MOST_CHANNELS = 2**14  # of a map, as own operations take it (models/native/door.c)
@@ -79,9 +67,8 @@ class UNetConfig:
     # of the hidden layers; weights, statistics and the loss are float32 either way
     dtype: str = "float32"
     policy: str = "speed"  # one of POLICIES
-    strides: Tuple[Shape3, ...] = ()
-    """Of each of the depth - 1 halvings, the finest first: 2 along the axes X, Y, Z that it halves,
-    else 1. () halves all axes each time."""
+    # of each of the depth - 1 halvings, as models/strides.py has them; () halves every axis
+    strides: Strides = ()
 
     def __post_init__(self) -> None:
         for name in ("channels", "outputs", "filters"):
@@ -108,25 +95,7 @@ class UNetConfig:
             rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
             got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
             raise ValueError(f"filters must {rule}, got {got}; lower filters or depth")
-        self._check_strides()
-
-    def _check_strides(self) -> None:
-        """Raise ValueError unless each halving halves some axes; those of all axes become ()."""
-        try:
-            strides = tuple(map(tuple, self.strides))
-        except TypeError:
-            strides = ((self.strides,),)
-        got = f"{self.strides!r:.60}"
-        if strides and len(strides) != self.depth - 1:
-            rule = f"strides must be {self.depth - 1}, one of each halving of {self.depth} levels"
-            raise ValueError(f"{rule}, got {got}; give as many, or choose another depth")
-        for each in strides:
-            if each not in STRIDES:
-                rule = "strides must be 1 or 2 along X, Y and Z, and 2 along one axis at least"
-                raise ValueError(f"{rule}, got {got}; write them as 2,2,1")
-        if set(strides) == {EVERY_AXIS}:
-            strides = ()
-        object.__setattr__(self, "strides", strides)
+        object.__setattr__(self, "strides", checked_strides(self.strides, self.depth))
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, of which the network can be made again; without strides if it halves all
@@ -146,7 +115,7 @@ class UNetConfig:
         return MOST_CHANNELS // (max(self.widths.convolutions) * 2 ** (self.depth - 1))
 
     def stride(self, level: int) -> Shape3:
-        """Voxels of `level` along X, Y, Z that become one of the level below."""
+        """Voxels of `level` along X, Y, Z that become one of the next coarser level."""
         return self.strides[level] if self.strides else EVERY_AXIS
 
     def reduction(self, level: int) -> Shape3:
@@ -199,11 +168,3 @@ class UNetConfig:
             todo = f"pad to {up} or crop to {down}"
             by = divisors_text(self.divisors)
             raise ValueError(f"{name} {tuple(shape)} must be divisible by {by}; {todo}")
-
-
-def divisors_text(divisors: Shape3) -> str:
-    """Divisors by axis in words: "16", or "16, 16 and 4 along X, Y and Z"."""
-    x, y, z = divisors
-    if x == y == z:
-        return str(x)
-    return f"{x}, {y} and {z} along X, Y and Z"

@@ -9,9 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from models.config import Shape3, UNetConfig, shape3  # noqa: F401
+from models.config import UNetConfig
 from models.network import network_program
 from models.program import Kind, Op, Value
+from models.strides import Shape3
 
 
 @dataclass(frozen=True)

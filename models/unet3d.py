@@ -7,11 +7,12 @@ import tensorflow as tf
 from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
-from models.layer_plan import LayerOp, Shape3, layer_plan
+from models.layer_plan import LayerOp, layer_plan
 from models.layers import NormActivation, ShortcutSum, keras_layers, plain_layer
 from models.losses import LOSSES, Formula
 from models.native import operations
 from models.step import Pass
+from models.strides import Shape3
 from models.supervision import supervise
 
 

@@ -21,7 +21,8 @@ from memory_estimator.planner import (
     patch_shapes,
     plan,
 )
-from models.config import POLICIES, STRIDES, UNetConfig
+from models.config import POLICIES, UNetConfig
+from models.strides import STRIDES
 
 GIB = 2**30
 JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), batch=16, micro_batch=16)

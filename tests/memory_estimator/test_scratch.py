@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from memory_estimator.host import read_host
 from memory_estimator.step.program import OwnOperation, StepOp
 from memory_estimator.step.scratch import KINDS, scratch_bytes, scratch_of
-from models.config import STRIDES
 from models.native.build import build
+from models.strides import STRIDES
 from tests.models.native import reference
 from tests.models.native.reference import DTYPES, KERNELS, LIBRARY, operation
 

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from models.config import EVERY_AXIS, STRIDES
+from models.strides import EVERY_AXIS, STRIDES
 from tests.models.native.reference import (
     DTYPES,
     KERNELS,
