@@ -293,6 +293,15 @@ def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(
     assert seen == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
 
 
+def test_a_side_of_the_grid_is_a_multiple_of_what_its_own_axis_is_halved_by(
+    phantom_store, tmp_path
+):
+    extent = phantom_store.manifest.largest_box
+    strides = ((2, 2, 1), (2, 1, 1))
+    seen = decided(phantom_store, tmp_path, **SMALL, strides=strides).grid
+    assert seen == tuple(-(-n // divisor) * divisor for n, divisor in zip(extent, (4, 2, 1)))
+
+
 # --- Several workers ---
 
 
@@ -376,6 +385,8 @@ def test_a_run_made_longer_has_the_validations_of_its_new_length(phantom_store, 
             "off",
             0,
         ),  # half of it would be one voxel at the deepest of five levels
+        # so it would not along Z, which is halved once
+        ({"depth": 5, "strides": ((2, 2, 1), (2, 2, 1), (2, 1, 1), (1, 2, 2))}, "half", 6),
         ({"steps": 1}, "half", 0),  # which is in full
         ({"mode": "patch", "patch": (16, 16, 16)}, "half", 6),
     ],

@@ -84,6 +84,8 @@ RUNS = {  # format and kind of run -> its settings
         "dtype": "bfloat16",
     },
     "onnx windows": {"mode": "patch", "grid": (8, 8, 4), "channels": ("T1gd",)},
+    "onnx strides": {"strides": ((2, 2, 1), (1, 2, 2)), "up": "upsampling"},
+    "savedmodel strides": {"strides": ((2, 1, 2), (2, 2, 1)), "residual": True},
 }
 
 
