@@ -57,7 +57,8 @@ class UNetConfig:
     norm: str = "instance"
     """Instance by default: with one whole volume a step, batch statistics are that volume's own
     anyway, and only per-sample statistics make an accumulated batch equal to a full one."""
-    # "transposed": a 2x2x2 one; "upsampling": nearest neighbour, then a 1x1x1 convolution
+    # "transposed": one of the level's stride; "upsampling": nearest neighbour, then a 1x1x1
+    # convolution
     up: str = "transposed"
     # add each block's input, through a 1x1x1 convolution, before the last activation
     residual: bool = False

@@ -186,14 +186,12 @@ card_bytes = functools.lru_cache(maxsize=None)(gpu_bytes)
 
 @given(
     sides=st.tuples(*[st.integers(1, 12)] * 3),
-    strides=st.lists(st.sampled_from(STRIDES), max_size=5),
+    strides=st.lists(st.sampled_from(STRIDES), min_size=1, max_size=5),
 )
 def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_the_last(
     sides, strides
 ):
-    divisors = (
-        UNetConfig(depth=len(strides) + 1, strides=strides).divisors if strides else (4, 4, 4)
-    )
+    divisors = UNetConfig(depth=len(strides) + 1, strides=strides).divisors
     volume = tuple(divisor * n for divisor, n in zip(divisors, sides))
     shapes = patch_shapes(volume, divisors)
     assert shapes[-1] == volume
