@@ -9,12 +9,12 @@ from typing import Any, Optional, Sequence
 
 import numpy as np
 
-from cpu3d.data.region import Array, Shape3, round_up, xyz
+from cpu3d.data.region import Array, Multiple, Shape3, round_up, xyz
 
 TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
 
-def network_grid(grid: Shape3, resolution: float, divisors: Shape3) -> Shape3:
+def network_grid(grid: Shape3, resolution: float, divisors: Multiple) -> Shape3:
     """The network's voxels X, Y, Z for an extent of `grid`, rounded up to the network's
     divisors."""
     return round_up(xyz(max(_ceil(n * resolution), 1) for n in grid), divisors)
@@ -76,7 +76,7 @@ class Resizing:
 
 
 def resizing_for(
-    grid: Shape3, resolution: float, divisors: Shape3, at_least: Optional[Shape3] = None
+    grid: Shape3, resolution: float, divisors: Multiple, at_least: Optional[Shape3] = None
 ) -> Resizing:
     """The resizing of an extent of `grid`, to at least `at_least` network voxels."""
     seen = network_grid(grid, resolution, divisors)

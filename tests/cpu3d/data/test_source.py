@@ -225,7 +225,7 @@ def test_at_any_resolution_a_volume_is_what_resizing_makes_of_the_whole_one(
     phantom_store, resolution
 ):
     extent = grid_size(phantom_store, extent="brain", multiple=1)
-    grid = network_grid(extent, resolution, (8, 8, 8))
+    grid = network_grid(extent, resolution, 8)
     resizing = Resizing(grid, resolution, at_least=extent)
     whole = volume_dataset(phantom_store, grid=resizing.field)
     for (image, target), (small, regions) in zip(
@@ -392,7 +392,7 @@ def test_a_resolution_out_of_range_is_refused(phantom_store, resolution):
 
 
 def test_a_coarse_grid_that_would_lose_voxels_is_refused(phantom_store):
-    least = network_grid(grid_size(phantom_store, extent="brain", multiple=1), 0.5, (1, 1, 1))
+    least = network_grid(grid_size(phantom_store, extent="brain", multiple=1), 0.5, 1)
     image, _ = next(iter(volume_dataset(phantom_store, grid=least, resolution=0.5)))
     assert image.shape[1:4] == least
     with pytest.raises(InputError, match=f"grid must be three integers of at least {by(least)}"):
