@@ -13,7 +13,7 @@ Shape3 = Tuple[int, int, int]
 Strides = Tuple[Shape3, ...]  # of each halving, the finest first
 
 EVERY_AXIS: Shape3 = (2, 2, 2)
-STRIDES: Strides = tuple(itertools.product((2, 1), repeat=3))[:-1]  # all but (1, 1, 1)
+STRIDES: Strides = tuple(itertools.product((2, 1), (2, 1), (2, 1)))[:-1]  # all but (1, 1, 1)
 
 LEAST_SIDE = 4  # voxels that an axis keeps: nnU-Net's
 THICK = 2.0  # an axis with voxels so many times as long as the shortest is not halved: likewise

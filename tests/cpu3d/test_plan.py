@@ -776,12 +776,10 @@ def test_whole_and_patch_runs_share_everything_else(phantom_store, tmp_path):
 def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store, tmp_path):
     config = decided(phantom_store, tmp_path, **SMALL, mode="patch")
     assert config.grid == grid_size(phantom_store, extent="brain", multiple=4)
-    assert usual_patch((240, 240, 160), 16) == (128, 128, 128)
-    assert usual_patch((512, 512, 128), 128) == (
-        256,
-        256,
-        128,
-    )  # two voxels at the bottom of 8 levels
+    assert usual_patch((240, 240, 160), (16, 16, 16)) == (128, 128, 128)
+    assert usual_patch((240, 240, 20), (16, 16, 4)) == (128, 128, 20)
+    # two voxels at the bottom of 8 levels
+    assert usual_patch((512, 512, 128), (128, 128, 128)) == (256, 256, 128)
 
 
 @given(
