@@ -24,6 +24,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
 from cpu3d.inference.postprocessing.joint import decide_jointly
+from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.plan import Plan, check_fits, make_plan, read_plan, volume_shape
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
@@ -132,13 +133,14 @@ def beside_s(plan: Plan) -> Optional[float]:
     if not validations:
         validations = plan.steps // (plan.steps_per_epoch * config.validate_every)
     coarse_share = config.coarse_steps / plan.steps
-    full_s = _answer_s(plan, plan.forecast.full.step_s, config.grid)
+    full_s = _pass_s(plan, plan.forecast.full.step_s, config.grid)
     coarse_s = full_s
     if plan.forecast.coarse:
-        coarse_s = _answer_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
+        coarse_s = _pass_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
     validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
     score_s = SCORE_S * math.prod(manifest.largest_shape) / 1e6
-    decided_and_scored_s = 2 * (full_s + score_s)  # it answers again for each
+    answer_s = 2 ** len(mirrored_axes_of(config, Inference())) * full_s
+    decided_and_scored_s = 2 * (answer_s + score_s)  # it answers again for each
     return START_S + held_out * (validations * validation_s + decided_and_scored_s)
 
 
@@ -404,8 +406,8 @@ def _command_line(chosen: Chosen, *, force: bool, mlflow: str) -> List[str]:
     return words
 
 
-def _answer_s(plan: Plan, step_s: float, grid: Sequence[int]) -> float:
-    """Predicted seconds of a network's answer to a whole case, from those of a step on volumes of
+def _pass_s(plan: Plan, step_s: float, grid: Sequence[int]) -> float:
+    """Predicted seconds of a network's pass over a whole case, from those of a step on volumes of
     `grid`."""
     windows = 1
     if plan.config.is_patch:

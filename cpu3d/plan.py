@@ -193,7 +193,7 @@ class Plan:
         if of_batch_norm:
             notes.append(of_batch_norm)
         pair = mirror_pair(self.store.manifest.labels.values())
-        if pair and config.augment.flip:
+        if pair and config.augment.flip and "X" in config.augment.flip_axes:
             sides = " and ".join(pair)
             notes.append(f"no mirroring along X, as the labels {sides} are left and right")
         if not self.store.manifest.split["val"]:

@@ -8,10 +8,11 @@ intensity are those of nnU-Net.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Iterator, Optional, Sequence, Tuple
+from typing import Iterable, Iterator, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.labels import mirrored_axes
 from cpu3d.data.region import Array, xyz
 from cpu3d.data.resolution import growing
 from cpu3d.data.sampling import random_units, random_words
@@ -27,6 +28,7 @@ _NOISE_KEY = 0x6E6F697365
 PROBABILITY = {"noise": 0.1, "blur": 0.2, "contrast": 0.15, "low_resolution": 0.25, "gamma": 0.4}
 CHANNEL_PROBABILITY = {"blur": 0.5, "low_resolution": 0.5}  # the others change all channels
 NEGATIVE_PROBABILITY = 0.25  # of a sample with gamma: that it is the negative's
+AXES = ("X", "Y", "Z")
 BLUR_REACH = 4  # standard deviations of a Gaussian, beyond which it is 0
 
 
@@ -41,7 +43,14 @@ class AugmentConfig:
     flip: bool = option(
         True, "no mirroring, for data whose left and right differ", group="augmentation"
     )
-    """Mirror along X, Y and Z, each with probability 1/2; not X if labels pair left and right."""
+    """Mirror along each of `mirrored_axes` with probability 1/2."""
+    flip_axes: Tuple[str, ...] = option(
+        AXES,
+        "axes to mirror along, of X (left to right), Y (to the front) and Z (up); never X if "
+        "labels pair left and right",
+        choices=AXES,
+        group="augmentation",
+    )
     gain: float = _augmentation(
         0.1, "brightness: each channel, normalised, times up to 1 +- G; below 1", "G"
     )
@@ -91,6 +100,20 @@ class AugmentConfig:
             if not 0 <= strength < limit:
                 rule = f"augment {name} must be in [0, {limit})"
                 raise ValueError(f"{rule}, got {strength}; 0 turns it off")
+        axes = self.flip_axes
+        if not axes or len(set(axes)) < len(axes) or not set(axes) <= set(AXES):
+            rule = f"augment flip_axes must be among {', '.join(AXES)}, each once"
+            raise ValueError(
+                f"{rule}, got {', '.join(axes) or 'none'}; --no-flip mirrors along none"
+            )
+
+    def mirrored_axes(self, label_names: Iterable[str]) -> Tuple[int, ...]:
+        """The axes of X, Y, Z, as 0, 1, 2, that images with labels of these names are mirrored
+        along: not X if labels are left and right, none without flips."""
+        if not self.flip:
+            return ()
+        allowed = mirrored_axes(label_names)
+        return tuple(axis for axis in allowed if AXES[axis] in self.flip_axes)
 
     @property
     def needs_volume(self) -> bool:
@@ -156,8 +179,8 @@ def draw(
 ) -> Drawn:
     """The numbers for the sample at `position`, the same on every machine.
 
-    `scale` and `shift` (C,) are the normalisation of the case's channels, `mirrored` the axes that
-    may be mirrored.
+    `scale` and `shift` (C,) are the normalisation of the case's channels, `mirrored` is from
+    `AugmentConfig.mirrored_axes`.
     """
     units = random_units(seed, position, _KEY)
     channels = len(scale)

@@ -22,7 +22,6 @@ import tensorflow as tf
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.labels import mirrored_axes
 from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Array, Multiple, Shape3, is_integer, require, xyz
@@ -296,7 +295,7 @@ def _dataset(
         stream.augment,
         form,
         share=stream.share,
-        mirrored=mirrored_axes(store.manifest.labels.values()),
+        mirrored=stream.augment.mirrored_axes(store.manifest.labels.values()),
     )
     return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 

@@ -71,6 +71,7 @@ def origin(
     origins = []
     for run, config, predictor in zip(runs, configs, predictors):
         how = predictor.inference.to_json()
+        how["flips"] = bool(predictor.mirrored)
         how["window"] = predictor.window
         how["one_pass"] = not predictor.window
         origins.append({"run": str(Path(run).resolve()), "fold": config.fold, "inference": how})

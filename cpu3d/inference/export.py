@@ -42,7 +42,13 @@ from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases
 from cpu3d.inference.postprocessing.decision import postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing
-from cpu3d.inference.runs import WEIGHTS, store_of_run, training_notes
+from cpu3d.inference.runs import (
+    WEIGHTS,
+    Inference,
+    mirrored_axes_of,
+    store_of_run,
+    training_notes,
+)
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.segment import load_network, painted, probabilities_of, processed
 from cpu3d.run.checkpoint import weights_file
@@ -62,6 +68,8 @@ FILES = {"savedmodel": "saved_model", "onnx": "model.onnx"}
 # Largest difference of a probability from the same network in float32. In a brain of 144 x 176 x
 # 128 voxels it is 2e-6 in ONNX and 0 as a SavedModel.
 TOLERANCE = 1e-4
+# The export is tried without mirror images, which add nothing but time to what is compared.
+ONE_PASS = Inference(flips=False)
 
 
 @dataclass(frozen=True)
@@ -100,16 +108,16 @@ def run(options: Options) -> int:
     config, weights = load_weights(config, path)
     digest = file_sha256(path)
     exported = exported_config(config, options.size)
-    own = Predictor(dataclasses.replace(config, grid=exported.grid), weights)
+    own = Predictor(dataclasses.replace(config, grid=exported.grid), weights, ONE_PASS)
     packages = versions()
     if options.format == "onnx":
         # A program that reads ONNX computes norms by their definition.
-        exact = networks.ExactPredictor(exported, weights)
+        exact = networks.ExactPredictor(exported, weights, ONE_PASS)
         write = networks.write_onnx
         packages |= {name: metadata.version(name) for name in ("onnx", "onnxruntime")}
     else:
         # A SavedModel has predict's own operations.
-        exact = Predictor(exported, weights)
+        exact = Predictor(exported, weights, ONE_PASS)
         write = networks.write_saved_model
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
@@ -191,9 +199,9 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
     """Inputs and outputs of an exported network: everything in export.json that follows from
     `exported_config`.
 
-    A network of whole volumes computes the statistics of their non-zero voxels and returns
-    probabilities. A window does not see the volume: the caller passes the statistics, and gets
-    logits to blend."""
+    It returns logits: the caller takes their mean over windows and mirror images, and then the
+    sigmoid. A network of whole volumes computes the statistics of their non-zero voxels; a window
+    does not see the volume, so the caller passes them."""
     regions = config.codes_by_region  # in the order of the answer's last axis
     answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
     paint = []
@@ -207,7 +215,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "written_by": "cpu3d export",
         "file": FILES[format_],
         "inputs": _inputs(config),
-        "outputs": {"logits" if config.is_patch else "probabilities": answer},
+        "outputs": {"logits": answer},
         "channels": config.channels,
         "channel_names": _channel_names(config),
         "regions": regions,
@@ -220,6 +228,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "trained_with_orientation": config.oriented,
         "extent": config.extent,
         "mode": config.mode,
+        "mirrored_axes": mirrored_axes_of(config, Inference()),
         "size": config.grid,
         "overlap": OVERLAP if config.is_patch else None,
         "sigma": SIGMA_SHARE if config.is_patch else None,
@@ -329,14 +338,15 @@ def verify(
     own: Any,
     postprocessing: PostProcessing,
 ) -> Dict[str, Any]:
-    """Differences of the exported network, as the program of USAGE.md applies it, from `exact`, the
-    predictor in float32, and from `own`, in the run's dtype as `predict` computes, as in
+    """Differences of the exported network, in one pass of the program of USAGE.md, from `exact`,
+    the predictor in float32, and from `own`, in the run's dtype as `predict` computes, as in
     export.json; "passed" is whether it may be used. Labels are compared after the run's
     `postprocessing`, those of `predict --raw` without it. `image` has the channels of the run.
     Raises InputError if `exact`'s answer is not finite."""
     regions = exact.regions
     steps_mm = ras_steps_mm(record.geometry)
-    answer = probabilities_of(load_network(folder, about), about, image.astype(np.float32))
+    one_pass = {**about, "mirrored_axes": ()}
+    answer = probabilities_of(load_network(folder, about), one_pass, image.astype(np.float32))
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     raw = painted(answer, about)
     label = processed(answer, about, voxel_mm3(steps_mm))

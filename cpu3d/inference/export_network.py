@@ -37,8 +37,7 @@ def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder:
     (output,) = about["outputs"]
 
     def answer(image, mean=None, std=None):
-        logits = network(_normalised_tensor(image, mean, std)[None], training=False)[0]
-        return {output: logits if output == "logits" else tf.sigmoid(logits)}
+        return {output: network(_normalised_tensor(image, mean, std)[None], training=False)[0]}
 
     module = tf.Module()
     module.weights = network.weights  # not the Keras model, whose layers would be saved as well
@@ -96,11 +95,7 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
         elif op.kind != "head" or op.name == "head":  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
-    if output == "logits":
-        answer = tensors["head"]
-    else:
-        answer = graph.add("Sigmoid", [tensors["head"]])
-    turned = graph.add("Transpose", [answer], perm=[0, 2, 3, 4, 1])
+    turned = graph.add("Transpose", [tensors["head"]], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
     helper = onnx.helper
     ends = []

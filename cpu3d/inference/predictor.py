@@ -9,7 +9,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.labels import mirrored_axes
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste, round_up
@@ -18,7 +17,7 @@ from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.host.gpu import fits_memory
-from cpu3d.inference.runs import Inference, config_of_state, window_of
+from cpu3d.inference.runs import Inference, config_of_state, mirrored_axes_of, window_of
 from cpu3d.run.checkpoint import how_to_go_on, load_checkpoint, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
@@ -52,6 +51,11 @@ class Predictor:
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
 
+    @property
+    def mirrored(self) -> Tuple[int, ...]:
+        """The axes of X, Y, Z along which answers are averaged over mirror images."""
+        return mirrored_axes_of(self.config, self.inference)
+
     def probabilities(
         self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
     ) -> np.ndarray:
@@ -70,11 +74,7 @@ class Predictor:
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
             scores = normalise(image, record, region)[None, ..., picked]  # (1, x, y, z, inputs)
             seen = tf.cast(scores, self.config.unet.dtype)
-            if self.inference.flips:
-                axes = mirrored_axes(self.config.label_names.values())
-                logits = over_mirror_images(logits_of, seen, axes)
-            else:
-                logits = logits_of(seen)
+            logits = over_mirror_images(logits_of, seen, self.mirrored)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
         if not np.isfinite(answers).all():
             rule = f"probabilities for case {record.case_id} must be finite, got NaN or infinity"
@@ -140,6 +140,8 @@ def _finest_logits(model: Any, image: Any) -> Any:
 def over_mirror_images(logits_of: Callable, image, axes: Sequence[int] = (0, 1, 2)) -> np.ndarray:
     """Mean of the logits (X, Y, Z, R) of `image` (1, X, Y, Z, C) and of its mirror images along
     some `axes` of X, Y, Z, seven along all three, each mirrored back."""
+    if not axes:
+        return logits_of(image)
     counts = range(len(axes) + 1)
     images = [some for count in counts for some in itertools.combinations(axes, count)]
     total = 0

@@ -38,7 +38,10 @@ _RUN = (
 _WEIGHTS = f"{WEIGHTS} (default: best; of a folder of folds last)"
 _WINDOW = "slide a window of this size in voxels, also for a run on whole volumes"
 _OVERLAP = "minimum overlap of neighbouring windows, as a share of the window; ignored in one pass"
-_FLIPS = "average the logits over eight mirror images, four if labels are left and right; slower"
+_FLIPS = (
+    "the mean of the logits of all mirror images, eight, or four if labels are left and right; or "
+    "one pass, which is as many times faster (default: on if the run was trained on mirror images)"
+)
 _DEVICE = (
     "auto, cpu, or gpu:0 (default: auto, a GPU if the host has one and every run slides a window)"
 )
@@ -66,7 +69,7 @@ class Inference:
         False, "predict whole volumes, also with a run on patches", group=GROUP, one_of="size"
     )
     overlap: float = option(OVERLAP, _OVERLAP, metavar="S", at_least=0, below=1, group=GROUP)
-    flips: bool = option(False, _FLIPS, group=GROUP)
+    flips: Optional[bool] = option(None, _FLIPS, group=GROUP)
     device: str = option(AUTO, _DEVICE, metavar="D", group=GROUP)
 
     def __post_init__(self):
@@ -85,6 +88,14 @@ def window_of(config: RunConfig, inference: Inference) -> Optional[Shape3]:
     if config.is_patch and not inference.one_pass:
         return tuple(config.grid)
     return None
+
+
+def mirrored_axes_of(config: RunConfig, inference: Inference) -> Tuple[int, ...]:
+    """The axes of X, Y, Z along which this run's answers are averaged over mirror images: those
+    that it was trained on; none without them."""
+    if inference.flips is False:
+        return ()
+    return config.augment.mirrored_axes(config.label_names.values())
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:

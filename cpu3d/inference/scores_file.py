@@ -11,7 +11,7 @@ import numpy as np
 
 from cpu3d.data.manifest import SPLITS
 from cpu3d.errors import InputError
-from cpu3d.inference.runs import Inference
+from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config
@@ -58,12 +58,14 @@ def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "
     except (InputError, FileNotFoundError):
         return "none that can be read"
     config = load_config(run)
+    as_trained = Inference()
     window = list(config.grid) if config.is_patch else None
+    how = {"flips": bool(mirrored_axes_of(config, as_trained)), "window": window}
     wanted = {
         "split_hash": config.split_hash,
         "tolerance_mm": tolerance_mm,
         "weights": weights,
-        "inference": {**Inference().to_json(), "window": window, "one_pass": not window},
+        "inference": {**as_trained.to_json(), **how, "one_pass": not window},
     }
     differing = [name for name, value in wanted.items() if scores.get(name) != value]
     reasons = [f"{name} {scores.get(name)}" for name in differing]

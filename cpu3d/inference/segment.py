@@ -65,16 +65,32 @@ def probabilities_of(network, about, image):
     seen = np.zeros((*boxed, image.shape[3]), np.float32)
     seen[place] = image[inside]
     if slides:
-        answer = windows(network, about, image, seen)
+        logits_of = windows(network, about, image)
     else:
-        answer = network(image=seen)
-    probabilities = np.zeros((*shape, answer.shape[-1]), np.float32)
-    probabilities[inside] = answer[place]
+
+        def logits_of(mirror):
+            return network(image=mirror)
+
+    logits = over_mirror_images(logits_of, seen, about["mirrored_axes"])
+    probabilities = np.zeros((*shape, logits.shape[-1]), np.float32)
+    probabilities[inside] = 0.5 + 0.5 * np.tanh(logits[place] / 2)  # the sigmoid
     return probabilities
 
 
-def windows(network, about, image, seen):
-    """Probabilities of what is `seen` of an image, from windows that slide over it."""
+def over_mirror_images(logits_of, seen, axes):
+    """The mean logits of what is seen and of its mirror images along some of the axes, each
+    mirrored back."""
+    counts = range(len(axes) + 1)
+    images = [some for count in counts for some in itertools.combinations(axes, count)]
+    total = 0
+    for some in images:
+        logits = logits_of(np.ascontiguousarray(np.flip(seen, some)))
+        total = total + np.flip(logits, some) / np.float32(len(images))
+    return total
+
+
+def windows(network, about, image):
+    """The function that makes logits of what is seen of an image, by windows that slide over it."""
     means = []
     deviations = []
     for channel in range(image.shape[3]):
@@ -82,6 +98,12 @@ def windows(network, about, image, seen):
         values = values[values != 0].astype(np.float64)
         means.append(values.mean())
         deviations.append(values.std())
+    statistics = {"mean": np.float32(means), "std": np.float32(deviations)}
+    return lambda seen: blended(network, about, seen, statistics)
+
+
+def blended(network, about, seen, statistics):
+    """The logits of windows over what is seen, blended by a bell."""
     bells = []  # along each axis
     starts = []
     for n, w in zip(seen.shape, about["size"]):
@@ -95,10 +117,9 @@ def windows(network, about, image, seen):
     weight = np.zeros((*seen.shape[:3], 1), np.float32)
     for corner in itertools.product(*starts):
         tile = tuple(slice(start, start + w) for start, w in zip(corner, about["size"]))
-        logits = network(image=seen[tile], mean=np.float32(means), std=np.float32(deviations))
-        total[tile] += bell * logits
+        total[tile] += bell * network(image=seen[tile], **statistics)
         weight[tile] += bell
-    return 0.5 + 0.5 * np.tanh(total / weight / 2)  # logits are blended, and then the sigmoid
+    return total / weight
 
 
 def painted(probabilities, about):

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any, Dict, List, Mapping
 
-from cpu3d.data.augment import LATER
+from cpu3d.data.augment import AXES, LATER
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import RunConfig, Settings
@@ -106,6 +106,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
 def _with_later(augment: Dict[str, Any]) -> Dict[str, Any]:
     """The augmentation of a config.json, with what runs of its version did not have turned off.
     Their rotation and scaling were others."""
+    augment = {"flip_axes": list(AXES), **augment}
     if set(LATER) & set(augment):
         return augment
     completed: Dict[str, Any] = dict.fromkeys(LATER, 0.0)

@@ -49,6 +49,7 @@ class FakePredictor:
     """Voxels along X by which every answer is off."""
     sure: float = 0.9
     inference: Inference = AS_TRAINED
+    mirrored: Tuple[int, ...] = (0, 1, 2)
     window: Optional[Tuple[int, int, int]] = None
 
     def probabilities(self, image, record, channels=()):

@@ -70,7 +70,7 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
         if scored:
             fake_predictor.shift = shift
             window = list(config.grid) if config.is_patch else None
-            how = {"window": window, "one_pass": not window, "overlap": 0.5, "flips": False}
+            how = {"window": window, "one_pass": not window, "overlap": 0.5, "flips": True}
             evaluate_split(
                 fake_predictor,
                 tiny_store,

@@ -111,8 +111,8 @@ def test_scores_that_are_older_of_another_kind_or_another_way_to_predict_do_not_
     assert outdated_scores(folder, "val", 1.0)
     path, later = folder / "evaluation" / "scores.json", time.time() + 60
     scores = path.read_text()
-    path.write_text(scores.replace('"flips": false', '"flips": true'))
-    assert "'flips': True" in outdated_scores(folder, "test", 1.0)
+    path.write_text(scores.replace('"flips": true', '"flips": false'))
+    assert "'flips': False" in outdated_scores(folder, "test", 1.0)
     path.write_text(scores)
     os.utime(folder / "checkpoints" / "best.npz", (later, later))
     assert "older" in outdated_scores(folder, "test", 1.0)

@@ -12,6 +12,7 @@ import pytest
 from scipy.ndimage import uniform_filter
 
 from cpu3d.__main__ import main
+from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.background import without_residue
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
@@ -25,7 +26,7 @@ from cpu3d.inference import segment
 from cpu3d.inference.export import contract
 from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
-from cpu3d.inference.predictor import load_predictor
+from cpu3d.inference.predictor import load_predictor, over_mirror_images
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
@@ -82,8 +83,14 @@ RUNS = {  # format and kind of run -> its settings
         "channels": ("T1gd",),
         "deep_supervision": True,
         "dtype": "bfloat16",
+        "flip": False,
     },
-    "onnx windows": {"mode": "patch", "grid": (8, 8, 4), "channels": ("T1gd",)},
+    "onnx windows": {
+        "mode": "patch",
+        "grid": (8, 8, 4),
+        "channels": ("T1gd",),
+        "flip": False,
+    },
     "onnx strides": {"strides": ((2, 2, 1), (1, 2, 2)), "up": "upsampling"},
     "savedmodel strides": {"strides": ((2, 1, 2), (2, 2, 1)), "residual": True},
 }
@@ -138,10 +145,8 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     ]
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/best.npz")
     assert sorted(path.name for path in out.iterdir()) == sorted(["export.json", *about["files"]])
-    (answer,) = about["outputs"]
-    assert (answer, "mean" in about["inputs"]) == (
-        ("logits", True) if config.is_patch else ("probabilities", False)
-    )
+    assert list(about["outputs"]) == ["logits"]
+    assert ("mean" in about["inputs"]) == config.is_patch
     checked = about["verification"]
     assert checked["case_id"] == "e"  # the first of test
     assert checked["largest_difference"] < 1e-4
@@ -314,13 +319,14 @@ def made_up_logits(image, mean, std):
     return (waves + np.stack([first, -second, second - first, second], -1) - 0.2).astype(np.float32)
 
 
+@pytest.mark.parametrize("flip", [True, False])
 @pytest.mark.parametrize("extent", ["brain", "full"])
 @pytest.mark.parametrize("mode", ["whole", "patch"])
 @pytest.mark.parametrize(
     ("shape", "size"),
     [((9, 12, 7), (12, 8, 8)), ((10, 5, 11), (8, 8, 12)), ((13, 13, 13), (4, 12, 8))],
 )
-def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, shape, size):
+def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, flip, shape, size):
     rng, image = np.random.default_rng(4), np.zeros((*shape, 2), np.float32)
     inside = tuple(slice(1, max(min(n - 2, want), 3)) for n, want in zip(shape, size))
     image[inside] = rng.integers(0, 99, image[inside].shape)
@@ -336,17 +342,22 @@ def test_the_program_crops_pads_blends_and_paints_as_predict_does(mode, extent, 
         extent=extent,
         grid=size,
         unet=UNetConfig(channels=2, outputs=4),
+        augment=AugmentConfig(flip=flip),
     )
     region = centred(box, tuple(max(pair) for pair in zip(box.size, size)), shape)
     stats, part = statistics(image), crop(image, region)
     window = size if config.is_patch else region.size
-    logits = sliding_window(lambda tile: made_up_logits(tile[0], *stats)[None], part[None], window)
+
+    def logits_of(seen):
+        return sliding_window(lambda tile: made_up_logits(tile[0], *stats)[None], seen, window)
+
+    axes = (0, 1, 2) if flip else ()
+    logits = over_mirror_images(logits_of, part[None], axes)
     expected = label_from_regions(paste(1 / (1 + np.exp(-logits)), region, shape), REGIONS)
     assert len(np.unique(expected)) == 5
 
     def made_up(image, mean=None, std=None):
-        logits = made_up_logits(image, *(statistics(image) if mean is None else (mean, std)))
-        return logits if config.is_patch else 1 / (1 + np.exp(-logits))
+        return made_up_logits(image, *(statistics(image) if mean is None else (mean, std)))
 
     about = json.loads(json.dumps(contract(config, "float32", "onnx")))
     np.testing.assert_array_equal(

@@ -84,7 +84,7 @@ def test_the_answer_has_the_sources_grid_and_codes_and_the_sidecar_says_whose_it
         "window": None,
         "one_pass": True,
         "overlap": 0.5,
-        "flips": False,
+        "flips": True,
     }
 
 
