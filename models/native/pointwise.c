@@ -39,8 +39,8 @@ struct thread {
     double *sums;               /* [2][width] of the sample */
 };
 
-/* Where of the fine rows over a coarse one, of `edge` z voxels each, the voxels of a tap begin; they
-   are `edge` apart. */
+/* Where of the fine rows over a coarse one, of `edge` z voxels each, the voxels of a tap begin;
+   they are `edge` apart. */
 ALWAYS_INLINE size_t fine_voxel(const struct operation *op, int edge, int tap)
 {
     return (size_t)(tap / edge) * edge * op->z + tap % edge;
