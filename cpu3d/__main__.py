@@ -19,7 +19,7 @@ COMMANDS = {
         "make phantoms, train on them, score, predict, report: everything once, in minutes",
     ),
     "phantom": ("cpu3d.data.stores.phantom", "write a data set of made-up brains with tumours"),
-    "prepare": ("cpu3d.data.stores.prepare", "read a BraTS or Decathlon data set into a store"),
+    "prepare": ("cpu3d.data.stores.prepare", "read a data set into a store"),
     "store": ("cpu3d.data.stores.upkeep", "print the content of a store, check it, add cases"),
     "train": (
         "cpu3d.training.train",

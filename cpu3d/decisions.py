@@ -156,6 +156,7 @@ def store_facts(store: Store) -> StoreFacts:
         store_channels=manifest.channels,
         label_names=manifest.labels,
         region_codes=manifest.regions,
+        paint=manifest.paint,
         split_hash=manifest.split_hash,
         spacing_mm=tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
         oriented=placed.pop() if len(placed) == 1 else None,

@@ -33,7 +33,8 @@ from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
-from cpu3d.settings import SETTINGS, Chosen, TrainOptions, chosen_again
+from cpu3d.run.transfer import leak
+from cpu3d.settings import SETTINGS, Chosen, RunConfig, TrainOptions, chosen_again, located
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import writable_folder
@@ -84,7 +85,7 @@ def train_folds(
     done.
     """
     folder = Path(folder)
-    settings = dict(settings or {})
+    settings = located(settings or {})
     if mlflow:
         require_mlflow()
     raise_if_any(_problems(folder, parts, settings))
@@ -254,16 +255,30 @@ def _plan(
             raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
         planned.append(PlannedFold(fold, run, plan))
     raise_if_any(problem for fold in planned for problem in _stopped_by_scores(fold))
+    leaks = {fold.fold: leak(fold.plan.config.init_record) for fold in planned}
+    raise_if_any(f"fold {fold}: {problem}" for fold, problem in leaks.items() if problem)
     raise_if_any(problem for fold in planned for problem in _made_shorter(fold))
     first = planned[0].plan.config
     for other in planned[1:]:
         alike = replace(first, fold=other.fold)
-        problems = differences(alike, other.plan.config)
+        problems = differences(alike, other.plan.config) + _other_start(first, other.plan.config)
         raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
         if not (force or fold.is_trained):
             check_fits(fold.plan, host, gpus)
     return planned
+
+
+def _other_start(first: RunConfig, other: RunConfig) -> List[str]:
+    """What is wrong if two folds start from different weights: their file has changed."""
+    if first.init_record is None or other.init_record is None:  # other settings, which are named
+        return []
+    wanted = first.init_record.sha256
+    got = other.init_record.sha256
+    if wanted == got:
+        return []
+    rule = f"init must hold weights of SHA-256 {wanted}, got {got}"
+    return [f"{rule}; restore them, or choose another folder"]
 
 
 def _stopped_by_scores(fold: PlannedFold) -> List[str]:

@@ -26,12 +26,14 @@ from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import differences, load_config, rate_growth
+from cpu3d.run.transfer import SEEN, Transfer, freeze_words, init_rows, open_transfer
 from cpu3d.settings import (
     VALIDATIONS,
     Chosen,
     RunConfig,
     Settings,
     chosen_again,
+    located,
     recipe_settings,
     with_settings,
 )
@@ -66,6 +68,9 @@ class Plan:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Name of a setting that was left open -> why it was decided so; under "memory" why there is no
     forecast."""
+    transfer: Optional[Transfer] = None
+    """The weights that a run with `init` starts from; None for one that continues, which has its
+    own."""
 
     @property
     def samples_per_epoch(self) -> int:
@@ -179,11 +184,18 @@ class Plan:
         levels = f"{unet.depth} levels"
         if unet.strides:
             levels += f" of strides {strides_text(unet.strides)}"
-        return [
+        lines = [
             f"network: {unet.network}, {levels}, {unet.filters} filters, "
             f"{unet.norm} norm, {unet.dtype}, policy {unet.policy}, {gigaflops:,.0f} GFLOP a step",
             f"run: {length}; {batch}, workers {self.workers}",
         ]
+        if config.init_record:
+            mark = "warning: init" if config.init_record.seen else "init"
+            for name, text in init_rows(config.init_record):
+                lines.append(f"{mark if name == SEEN else 'init'}: {name}: {text}")
+        if config.freeze != "none":
+            lines.append(f"freeze: {freeze_words(config)}; a step takes less than is predicted")
+        return lines
 
     def _notes(self) -> List[str]:
         """What may be unexpected of a run like this."""
@@ -192,7 +204,8 @@ class Plan:
         of_batch_norm = statistics_note(config.unet.norm, config.batch, config.micro)
         if of_batch_norm:
             notes.append(of_batch_norm)
-        pair = mirror_pair(self.store.manifest.labels.values())
+        manifest = self.store.manifest
+        pair = mirror_pair([*manifest.labels.values(), *manifest.regions])
         if pair and config.augment.flip and "X" in config.augment.flip_axes:
             sides = " and ".join(pair)
             notes.append(f"no mirroring along X, as the labels {sides} are left and right")
@@ -220,7 +233,7 @@ def make_plan(
 
     Raises InputError for settings that do not suit the store or the saved run, and, unless `force`,
     if the host's calibration cannot be read."""
-    in_all, start = _start(run_folder, chosen, workers)
+    in_all, start = _start(run_folder, located(chosen), workers)
     saved = start.saved
     try:
         if saved and saved.mode != start.settings.mode:
@@ -230,6 +243,12 @@ def make_plan(
     except ValueError as error:
         raise InputError(str(error)) from None
     raise_if_any(differences(saved, config) if saved else ())
+    transfer: Optional[Transfer] = None
+    if saved and start.is_begun:
+        config = dataclasses.replace(config, init_record=saved.init_record)
+    elif config.init:
+        transfer = open_transfer(config, store)
+        config = dataclasses.replace(config, init_record=transfer.record)
     reasons = {}
     if config.device == "cpu":
         for line in why_no_card(start.wanted("device"), config.mode, gpus):
@@ -245,6 +264,7 @@ def make_plan(
         chosen=in_all,
         rate_growth=growth,
         reasons=reasons,
+        transfer=transfer,
     )
     if not plan.steps_per_epoch:
         kind = "patches of an epoch" if config.is_patch else "training cases"
@@ -467,6 +487,7 @@ def _price(
         copies=copies,
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
         cases=len(plan.store.manifest.cases),
+        has_ignored=plan.store.manifest.ignore is not None,
     )
     return price_of_run(constants, accuracy, beside, workers=plan.workers)
 

@@ -15,12 +15,14 @@ import dataclasses
 import fractions
 import functools
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, Mapping, Optional, Tuple, TypeVar
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.manifest import Code
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
@@ -37,6 +39,7 @@ from memory_estimator.job import (
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
+from models.weights import FREEZE
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -76,6 +79,7 @@ class StoreFacts:
     label_names: Dict[int, str] = field(default_factory=dict)  # by label code, of predictions too
     # region -> label codes of the store
     region_codes: Dict[str, Tuple[Code, ...]] = field(default_factory=dict)
+    paint: Tuple[Tuple[str, Code], ...] = ()  # as of the store's manifest
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     spacing_mm: Optional[Tuple[float, float, float]] = None
     """Along R, A, S: the median of the training cases on each axis. None in runs of earlier
@@ -130,6 +134,18 @@ class Settings:
         "cpu", "cpu, or gpu:0 (default: for patches a GPU if there is one, else cpu)", "D"
     )
 
+    init: str = _training(
+        "",
+        "start from the weights of a run, its best ones, or from a weights file of a run; channels "
+        "and regions are matched by name",
+        "RUN",
+    )
+    """An absolute path, which is read once: a run that continues has its own weights."""
+    freeze: str = _training(
+        "none",
+        "with --init: layers that stay as they are; encoder: all but the decoder and the heads",
+        choices=FREEZE,
+    )
     epochs: int = _training(
         100, "passes over the cases, at either resolution", "N", at_least=1, one_of="length"
     )
@@ -239,6 +255,9 @@ class Settings:
         if self.is_patch and self.resolution != 1:
             rule = "resolution must be 1 with --mode patch"
             raise InputError(f"{rule}, got {self.resolution}; see `train --help`")
+        if self.freeze != "none" and not self.init:
+            rule = f"--freeze {self.freeze} must come with --init"
+            raise InputError(f"{rule}, got none: its weights would stay random; add --init")
 
     @property
     def micro(self) -> int:
@@ -267,6 +286,26 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class InitRecord:
+    """The weights that a run has started from, and what of them it took."""
+
+    file: str  # its absolute path
+    sha256: str  # of the file
+    step: int  # steps after which these weights were saved
+    split_hash: str  # of their run
+    layers: int  # of the network that have weights
+    fresh_layers: Tuple[str, ...]  # of them, those of which nothing was taken
+    channels: Tuple[str, ...]  # of this run, whose kernels were taken
+    new_channels: Tuple[str, ...]
+    regions: Tuple[str, ...]  # of this run, whose heads were taken
+    new_regions: Tuple[str, ...]
+    are_named: bool  # whether the names are known; else channels and regions were taken in order
+    seen: Optional[Tuple[str, ...]]
+    """Held-out cases of this run whose patients those weights were trained on. None if that is not
+    known."""
+
+
+@dataclass(frozen=True)
 class RunConfig(Settings, StoreFacts):
     """A training run, all of it: nothing is left open. Two runs of equal configs on equal hosts are
     equal."""
@@ -276,12 +315,14 @@ class RunConfig(Settings, StoreFacts):
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
     """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
+    init_record: Optional[InitRecord] = None  # of a run that started from `init`
 
     @property
-    def codes_by_region(self) -> Dict[str, Tuple[int, ...]]:
+    def codes_by_region(self) -> PaintedRegions:
         """Region -> its label codes, of the regions that are learnt, in the order of the network's
         outputs."""
-        return {name: self.region_codes[name] for name in self.regions}
+        codes = {name: self.region_codes[name] for name in self.regions}
+        return PaintedRegions(codes, self.paint)
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, of which the run can be made again."""
@@ -416,6 +457,14 @@ class TrainOptions:
 
 
 TRAIN_OPTIONS = (TrainOptions, SETTINGS)  # "OPTIONS" of `train`, which `launch` reads too
+
+
+def located(chosen: Chosen) -> Dict[str, Any]:
+    """The chosen settings with absolute paths: a process that starts in another folder reads them
+    too."""
+    if not chosen.get("init"):
+        return dict(chosen)
+    return {**chosen, "init": os.path.abspath(chosen["init"])}
 
 
 def left_open(value: Optional[str]) -> Optional[str]:

@@ -44,6 +44,7 @@ class Beside:
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
     cases: int = 0  # of the store
+    has_ignored: bool = False  # whether the store has voxels that are not to be learnt
 
 
 def price_of_run(
@@ -59,7 +60,8 @@ def price_of_run(
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
         averaged = 0
         if beside.resolution < 1:  # in float32, first the image, then the target
-            averaged = 4 * math.prod(job.shape) * max(job.unet.channels, job.unet.outputs)
+            of_target = job.unet.outputs + beside.has_ignored
+            averaged = 4 * math.prod(job.shape) * max(job.unet.channels, of_target)
         records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
         twice = "exact: from before the timing, or on another grid"
         scattered = "at most: pages too scattered for maps of full size"

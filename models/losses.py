@@ -4,6 +4,9 @@ where one is computed.
 With p the sigmoid of the logits and t the target, the sums are those of the cross-entropy, of p *
 t, of p, and of t; models/supervision.py has what makes the sums of logits, and the logits' gradient
 of the formula's derivatives. A new loss is a formula and its line in LOSSES.
+
+Voxels whose target is IGNORED (`models.native.shared`) are in none of the sums, so that no formula
+knows of them.
 """
 
 from typing import Any, Callable, Dict, NamedTuple, Tuple

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from models.losses import Formula, Sums
 from models.native import operations
+from models.native.shared import IGNORED
 from models.program import Form, Kind, Value, loss_program
 
 
@@ -35,8 +36,9 @@ def supervise(
     formula: Formula, target: tf.Tensor, logits: Sequence[tf.Tensor], by_sample: bool = False
 ) -> Supervised:
     """The loss of one head's logits or several', the finest first; of the batch, or (N, 1) of each
-    sample. `target` is (N, X, Y, Z, R), 0 or 1; the first head has its grid, the others every 2nd,
-    4th ... voxel of it along an axis, and their losses are weighted as `head_weights`.
+    sample. `target` is (N, X, Y, Z, R), 0, 1 or IGNORED; the first head has its grid, the others
+    every 2nd, 4th ... voxel of it along an axis, and their losses are weighted as
+    `head_weights`. An ignored voxel is in no sum, and has a gradient of 0.
 
     A target of a floating dtype may have values in between; TensorFlow's operations then
     compute."""
@@ -107,9 +109,11 @@ def _plain_sums(logits: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
     p = tf.sigmoid(z)
     terms = (tf.nn.sigmoid_cross_entropy_with_logits(t, z), p * t, p, t)
     _, _, _, size_z, regions = logits.shape
+    has_ignored = _has_ignored(t)
     sums = []
     for term in terms:
-        along_z = tf.reduce_sum(tf.reduce_sum(term, 2), 1)  # (N, Z * R)
+        learnt = _learnt(term, t, has_ignored)
+        along_z = tf.reduce_sum(tf.reduce_sum(learnt, 2), 1)  # (N, Z * R)
         sums.append(tf.reduce_sum(tf.reshape(along_z, (-1, size_z, regions)), 1))
     return tf.stack(sums, 1)
 
@@ -118,11 +122,22 @@ def _plain_slope(logits: tf.Tensor, target: tf.Tensor, factors: tf.Tensor) -> tf
     """As `operations.loss_slope`."""
     z = _rows(logits)
     t = _rows(thinned(target, logits))
+    has_ignored = _has_ignored(t)
     along_z = tf.tile(factors, (1, 1, logits.shape[3]))[:, :, None, None]
     of_cross_entropy, of_overlap, of_p = tf.unstack(along_z, axis=1)
     p = tf.sigmoid(z)
     slope = of_cross_entropy * (p - t) + p * (1 - p) * (of_overlap * t + of_p)
+    slope = _learnt(slope, t, has_ignored)
     return tf.reshape(tf.cast(slope, logits.dtype), tf.shape(logits))
+
+
+def _has_ignored(target: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_max(target) == IGNORED  # without a map
+
+
+def _learnt(rows: tf.Tensor, target: tf.Tensor, has_ignored: tf.Tensor) -> tf.Tensor:
+    """Rows with 0 where the target's are IGNORED, whatever is there; as they are where none is."""
+    return tf.cond(has_ignored, lambda: tf.where(target == IGNORED, 0.0, rows), lambda: rows)
 
 
 def _rows(map_: tf.Tensor) -> tf.Tensor:

@@ -14,6 +14,7 @@ from models.native import operations
 from models.step import Pass
 from models.strides import Shape3
 from models.supervision import supervise
+from models.weights import array_name
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -169,7 +170,7 @@ def finest(logits: Any) -> tf.Tensor:
 
 def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
     """A network's weights as checkpoints name them, in Keras' order."""
-    return [f"model/{index:03d}" for index in range(len(weights))]
+    return [array_name(place) for place in range(len(weights))]
 
 
 # --- Private helpers ---

@@ -264,6 +264,7 @@ NET = (
     " --validations 1"
 )
 TRAIN = f"train --store store --run run --steps 3 {NET}"
+INIT = f"train --store store --run new --init run --steps 1 {NET}"
 PREDICT = "predict --run run --image data/imagesTr/BRATS_001.nii.gz --out out"
 COMPARE = f"compare --store store --out comparison --seeds 0 1 --epochs 1 {NET}"
 PREPARE = "prepare --workers 1 --dataset data --store"
@@ -280,6 +281,7 @@ OF_RUN = (
     "report --run run --out out/page.html",
     "estimate --run run",
     TRAIN,
+    INIT,
     PREDICT,
 )
 OF_RUN += ("evaluate --run run --out out", "compare --runs run other --out out")
@@ -294,7 +296,7 @@ TARGETS = {
     "checkpoint": (
         12,
         ("run/checkpoints/*",),
-        (PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN),
+        (PREDICT, f"{PREDICT} --weights last", "status --run run", TRAIN, INIT),
     ),
     "comparison": (3, ("comparison/compare.json",), (COMPARE,)),
     "calibration": (
@@ -310,7 +312,7 @@ WRITES = {
     "prepare": ("new/*", "begun/*", "packed/*", "store/*"),
     "store append": ("packed/*", "store/*"),
     "store": ("packed/*", "*/quarantine.jsonl"),
-    "train": ("run/*",),
+    "train": ("run/*", "new/*"),
     "compare": ("out/*", "comparison/*"),
 }
 """Command -> what it may write. Of a store's arrays it may only make damaged ones as they were."""

@@ -7,7 +7,7 @@ scored_cases(cases, predictions, ["WT", "TC", "ET"])
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
-from cpu3d.data.labels import region_mask
+from cpu3d.data.labels import ignored_voxels, region_mask
 from cpu3d.data.manifest import case_list
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.store import Store
@@ -58,10 +58,11 @@ def scored_cases(
             rule = f"codes of case {case_id} must have the regions {listed(regions)}"
             raise InputError(f"{rule}, got none of {listed(lacking)}; leave it out of --also")
         steps_mm = ras_steps_mm(case.geometry)
+        ignored = ignored_voxels(case.truth, case.ignore)
         scores = {}
         for region in regions:
             codes = case.regions[region]
             masks = region_mask(case.truth, codes), region_mask(label, codes)
-            scores[region] = score_region(*masks, steps_mm)
+            scores[region] = score_region(*masks, steps_mm, ignored=ignored)
         scored.append({"case_id": case_id, "regions": scores})
     return scored

@@ -3,6 +3,7 @@
     ./run.sh bench kernels
     ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
     ./run.sh bench kernels --threads 2 8 28 56      # how well that many cores are filled, on paper
+    ./run.sh bench kernels --exact                  # errors against float64, in place of times
     ./run.sh bench tables --records records --roofline docs/pictures/roofline.png
 
 GFLOP/s count the multiplications and additions of a plain convolution, however an operation
@@ -19,7 +20,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.bench import cores
+from cpu3d.bench import cores, exactness
 from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up_for
 from cpu3d.errors import InputError
 from cpu3d.report.pictures import Line, chart
@@ -60,12 +61,19 @@ class Options:
     )
     filters: int = option(16, "feature maps of its first convolution", "F", at_least=1)
     rounds: int = option(5, "runs of each operation; the fastest counts", at_least=1)
+    exact: bool = option(
+        False, "errors of every instruction set of this host against float64, in place of times"
+    )
 
 
 OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
+    if options.exact:
+        result = in_fresh_process(exactness.measure, {})
+        output.publish("exactness", result, exactness.exactness_table(result))
+        return 0
     host = read_host()
     request = dict(vars(options))
     threads = options.threads or ()

@@ -57,6 +57,7 @@ from cpu3d.processes import RunFailedError, call, evaluate_run, train_run
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
+from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import writable_folder, write_json
 from cpu3d.util.progress import say
@@ -264,6 +265,12 @@ class Study:
             words.append("--force")
         return dataclasses.replace(self, steps=begun["steps"], options=tuple(words))
 
+    def _refuse_leaks(self, todo: Sequence[Network]) -> None:
+        """Raise InputError if the first weights have seen cases that a network is scored on."""
+        of_folds = {network.fold: network for network in todo}
+        plans = map(self.plan_of, of_folds.values())
+        raise_if_any(filter(None, (leak(plan.config.init_record) for plan in plans)))
+
     def kept(self) -> Dict[Network, Result]:
         """The results that the folder has, of earlier calls too. Raises InputError for a damaged
         one."""
@@ -281,6 +288,8 @@ class Study:
         lines = [f"{self.task}, {self.name}: {count(self.networks, 'run')}, {done}"]
         if todo:
             plan = self.plan_of(todo[0])
+            if plan.config.init:
+                self._refuse_leaks(todo)
             is_timed = self.steps_of(plan) == 0
             run_s = plan.config.budget_minutes * 60 if is_timed else plan.training_s
             steps = "as many steps as fit" if is_timed else count(plan.steps, "step")
@@ -320,6 +329,8 @@ class Study:
         words += ["--seed", str(network.seed)]
         if network.fold:
             words += ["--fold", network.fold]
+        if "init" in self.settings:  # as an absolute path
+            words += ["--init", self.settings["init"]]
         steps = self.steps_of(self.plan_of(network))
         train_run(run, self.store.folder, words, self.log, label, steps=steps)
         words = ["--split", HELD_OUT, "--weights", "last", "--raw"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from cpu3d.bench.estimator_errors import VALIDATION, validation
+from cpu3d.bench.exactness import exactness_table
 from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.learning_results import (
     draw_learning,
@@ -217,6 +218,10 @@ SECTIONS = {
     "kernels.jsonl": (
         "Own operations beside the engine's",
         lambda path: _tables(path, KERNELS, kernels_table),
+    ),
+    "exactness.jsonl": (
+        "How exact own operations are",
+        lambda path: _tables(path, ("grid", "channels"), exactness_table),
     ),
 }
 

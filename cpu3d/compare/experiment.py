@@ -22,7 +22,8 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import Plan, make_plan
-from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, recipe_settings
+from cpu3d.run.transfer import leak
+from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, located, recipe_settings
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import add_options, arguments, option, to_command_line
@@ -141,7 +142,7 @@ def read_train_options(words: Sequence[str], who: str) -> Json:
         rule = f"{who} must have options of train"
         got = f"{shlex.join(words)!r}: {error}"
         raise InputError(f"{rule}, got {got}; see `train --help`") from None
-    return settings
+    return located(settings)
 
 
 def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[str, Json]:
@@ -184,6 +185,8 @@ def resolve_variants(
             problems += [f"variant {name}: {problem}" for problem in error.problems]
             continue
         config = plan.config
+        if leak(config.init_record):
+            problems.append(f"variant {name}: {leak(config.init_record)}")
         settings = dict(chosen)
         settings.update(
             mode=config.mode,

@@ -43,7 +43,15 @@ COSTS_OF = (
 )
 
 # Settings that are not those of a variant, or belong to the store. By their first letters.
-NOT_SETTINGS = ("seed", "unet.seed", "save_minutes", "store", "label_names", "region_codes")
+NOT_SETTINGS = (
+    "seed",
+    "unet.seed",
+    "save_minutes",
+    "store",
+    "label_names",
+    "region_codes",
+    "paint",
+)
 
 
 # --- Tables ---
@@ -254,8 +262,7 @@ def _cases(comparison: Comparison, store: Store) -> Json:
         for name, runs in comparison.runs.items()
     }
     config = comparison.runs[comparison.baseline][0].config
-    regions = {name: config.region_codes[name] for name in config.regions}
-    return viewer(shown_cases(store, scores, regions, predictions))
+    return viewer(shown_cases(store, scores, config.codes_by_region, predictions))
 
 
 def case_strips(comparison: Comparison) -> Figures:

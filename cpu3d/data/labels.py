@@ -10,13 +10,17 @@ codes:
   code, so that a smaller region overrides. A region without a code of its own paints nothing.
 - Regions of equal size (one per organ, say) compete: the highest probability wins, the first named
   region in a tie.
+- A code may be of voxels that are not annotated, to be ignored: it is in no region and never
+  painted, and what is answered there counts nowhere.
 - Several own codes cannot be distinguished. A network that only knows WT writes 1 for "1, 2 or 3";
   `code_meanings` gives the words for that.
+- A data set may name the code of each region and the order of painting itself, as nnU-Net's
+  regions_class_order does: `PaintedRegions`. No regions compete then, a later one overrides.
 """
 
 import re
 from collections import defaultdict
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -39,6 +43,37 @@ SIDES = (
 """Words for left and right in the names of labels."""
 
 
+class PaintedRegions(Dict[str, Tuple[int, ...]]):
+    """Region -> its label codes, of a data set that names how regions become codes."""
+
+    def __init__(
+        self,
+        codes: Union[Mapping[str, Tuple[int, ...]], Iterable[Tuple[str, Tuple[int, ...]]]],
+        paint: Iterable[Tuple[str, int]] = (),
+    ):
+        """`paint` are pairs of a region and its code, in the order of painting; regions that are
+        not among `codes` are left out. Without any: painted as of any other dict."""
+        super().__init__(codes)
+        self.paint = {name: code for name, code in paint if name in self}
+
+
+def paint_by_order(
+    regions: Mapping[str, Tuple[int, ...]], class_order: Sequence[int]
+) -> Tuple[Tuple[str, int], ...]:
+    """The `paint` of regions that are painted one after the other, each with its code of
+    `class_order`; empty where the rules at the top of this file paint the same."""
+    paint = tuple(zip(regions, class_order))
+    is_usual = paint_order(PaintedRegions(regions, paint)) == paint_order(regions)
+    return () if is_usual else paint
+
+
+def painted_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, int]:
+    """Region -> the code that it is painted with; a region that paints nothing is left out."""
+    if isinstance(regions, PaintedRegions) and regions.paint:
+        return regions.paint
+    return {name: own[0] for name, own in own_codes(regions).items() if own}
+
+
 def region_mask(label: Array, codes: Sequence[int]) -> Array:
     """The voxels of `label` that hold one of `codes`: a boolean array of the same shape."""
     table = np.zeros(256, bool)
@@ -46,6 +81,15 @@ def region_mask(label: Array, codes: Sequence[int]) -> Array:
     # A table look-up is several times faster than np.isin on a whole volume; uint8 labels index it
     # as they are.
     return table[label if label.dtype == np.uint8 else label.astype(np.int64)]
+
+
+def ignored_voxels(truth: Array, ignore: Optional[int]) -> Optional[Array]:
+    """Where a true label (X, Y, Z) is not annotated, which holds `ignore` there: a boolean array;
+    None if it is annotated everywhere."""
+    if ignore is None:
+        return None
+    mask = truth == ignore
+    return mask if mask.any() else None
 
 
 def own_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, Tuple[int, ...]]:
@@ -82,10 +126,13 @@ def label_from_regions(answers: Array, regions: Mapping[str, Sequence[int]]) -> 
 def paint_order(regions: Mapping[str, Sequence[int]]) -> List[List[Tuple[int, int]]]:
     """(position of a region, its code) in the groups that compete, in the order that
     `label_from_regions` paints."""
+    positions = {name: position for position, name in enumerate(regions)}
+    painted = painted_codes(regions)
+    if isinstance(regions, PaintedRegions) and regions.paint:
+        return [[(positions[name], code)] for name, code in painted.items()]
     groups = defaultdict(list)
-    for position, (name, own) in enumerate(own_codes(regions).items()):
-        if own:
-            groups[len(set(regions[name]))].append((position, own[0]))
+    for name, code in painted.items():
+        groups[len(set(regions[name]))].append((positions[name], code))
     return [groups[size] for size in sorted(groups, reverse=True)]
 
 
@@ -98,12 +145,14 @@ def code_meanings(
     `labels` are the data set's code -> name. A code for several reads like "WT (edema, enhancing
     tumour)"."""
     meanings = {0: labels.get(0, "background")}
-    for name, codes in own_codes(regions).items():
+    own = own_codes(regions)
+    for name, painted in painted_codes(regions).items():
+        codes = own[name] if own[name] else regions[name]
         names = [labels.get(code, f"label {code}") for code in codes]
-        if len(codes) == 1:
-            meanings[codes[0]] = names[0]
-        elif codes:
-            meanings[codes[0]] = f"{name} ({', '.join(names)})"
+        if own[name] == (painted,):
+            meanings[painted] = names[0]
+        else:
+            meanings[painted] = f"{name} ({', '.join(names)})"
     return dict(sorted(meanings.items()))
 
 

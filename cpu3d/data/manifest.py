@@ -153,6 +153,11 @@ class Manifest:
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
+    paint: Tuple[Tuple[str, Code], ...] = ()
+    """Regions and the codes that they are painted with, in the order of painting, as of
+    `labels.PaintedRegions`; empty if that follows from `regions`."""
+    ignore: Optional[Code] = None
+    """Label code of voxels that are not annotated: neither learnt nor scored, and in no region."""
     schema: int = SCHEMA
 
 
@@ -435,8 +440,11 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     if isinstance(record, CaseRecord):
         return msgspec.to_builtins(record)
     left_out = {"cases"}
-    if not record.folds:  # the manifest is then as it was before there were given folds
-        left_out.add("folds")
+    if record.ignore is None:
+        left_out.add("ignore")
+    for name in ("folds", "paint"):  # the manifest is then as it was before there were these
+        if not getattr(record, name):
+            left_out.add(name)
     return {name: value for name, value in vars(record).items() if name not in left_out}
 
 

@@ -65,7 +65,8 @@ def volume_dataset(
             ...  # image (2, X, Y, Z, C) float32, target (2, X, Y, Z, R) uint8
 
     image: (batch, X, Y, Z, C) in `dtype`: per channel (value - mean) / std over the whole volume's
-    non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region.
+    non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region;
+    255 in all regions where the store has a label that is to be ignored.
 
     Args:
         store: an open store, of `open_store`.
@@ -283,7 +284,8 @@ def _dataset(
     them."""
     records = labelled(store, stream.split)
     channels = _pick("channels", stream.channels, store.manifest.channels)
-    form = Form(grid, channels, _codes(store, stream.regions), stream.dtype, weights)
+    codes = _codes(store, stream.regions)
+    form = Form(grid, channels, codes, stream.dtype, weights, store.manifest.ignore)
     indices = stream.indices(len(records))
     reader = stream.read_mode
     if not isinstance(reader, Reader):
@@ -295,7 +297,9 @@ def _dataset(
         stream.augment,
         form,
         share=stream.share,
-        mirrored=stream.augment.mirrored_axes(store.manifest.labels.values()),
+        mirrored=stream.augment.mirrored_axes(
+            [*store.manifest.labels.values(), *store.manifest.regions]
+        ),
     )
     return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 

@@ -14,17 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from cpu3d.data.labels import PaintedRegions, painted_codes
 from cpu3d.data.nifti import channel_count
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.dataset_json import Description, describing
-from cpu3d.data.stores.layouts import (
-    LABEL_CODES,
-    CaseFiles,
-    label_codes_of,
+from cpu3d.data.stores.layouts import LABEL_CODES, LabelCodes, label_codes_of
+from cpu3d.data.stores.names import (
+    FileName,
+    channel_key,
     name_of,
-    regions_of,
+    places_of,
+    read_name,
+    read_names,
+    stem_of,
     volumes_in,
 )
-from cpu3d.data.stores.names import FileName, channel_key, places_of, read_name, read_names, stem_of
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.settings import AUTO
 from cpu3d.util.records import listed
@@ -101,28 +105,44 @@ def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str
     """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the
     store's if that is not known or lacks a region of the run. Raises InputError if codes that were
     chosen lack one."""
-    of = choice
-    labels = LABEL_CODES.get(choice, {})
     if choice == AUTO:
-        of, labels = label_codes_of(files) or (STORE, {})
-    # Each label by itself is a region too, unless the release has one of its name.
-    regions = {name.casefold(): (code,) for code, name in labels.items() if code}
-    for name, members in regions_of(labels).items():
-        regions[name.casefold()] = members
-    missing = [name for name in predictor.regions if name.casefold() not in regions]
-    if not labels or (missing and choice == AUTO):
+        own = label_codes_of(files)
+    else:
+        own = LabelCodes.of_layout(choice) if choice in LABEL_CODES else None
+    if own is None:
         return STORE, predictor.labels, predictor.regions
-    known = ", ".join(f"{code} {label}" for code, label in labels.items())
+    # Each label by itself is a region too, unless the release has one of its name.
+    regions = {name.casefold(): (code,) for code, name in own.labels.items() if code}
+    regions.update((name.casefold(), codes) for name, codes in own.regions.items())
+    missing = [name for name in predictor.regions if name.casefold() not in regions]
+    if missing and choice == AUTO:
+        return STORE, predictor.labels, predictor.regions
+    known = ", ".join(f"{code} {label}" for code, label in own.labels.items())
     raise_if_any(
-        f"region {name} of the run must have a code among those of {of} for case "
+        f"region {name} of the run must have a code among those of {own.of} for case "
         f"{files.case_id}, got {known}; "
         "choose other --codes"
         for name in missing
     )
-    return of, labels, {name: regions[name.casefold()] for name in predictor.regions}
+    codes = {name: regions[name.casefold()] for name in predictor.regions}
+    return own.of, own.labels, _painted(codes, own.regions, predictor.regions)
 
 
 # --- Private helpers ---
+
+
+def _painted(
+    codes: Dict[str, Tuple[int, ...]], own: PaintedRegions, of_run: Mapping[str, Tuple[int, ...]]
+) -> PaintedRegions:
+    """The run's regions in the codes of a case's data set, painted in that one's order if it names
+    one, else in the run's."""
+    names = {name.casefold(): name for name in codes}
+    order = {name.casefold(): code for name, code in own.paint.items()}
+    if order.keys() >= names.keys():
+        return PaintedRegions(codes, [(names[key], order[key]) for key in order if key in names])
+    usual = painted_codes(codes)
+    paint = of_run.paint if isinstance(of_run, PaintedRegions) else {}
+    return PaintedRegions(codes, [(name, usual[name]) for name in paint if name in usual])
 
 
 class _Search:

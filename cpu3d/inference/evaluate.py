@@ -15,7 +15,8 @@ Several runs predict together, as in `predict`, by the mean of their probabiliti
 are cross-validated instead: each case is predicted by the one run that has not trained on it.
 
 The written label map is scored, after the run's post-processing; --raw leaves that out. The store's
-grid is the original one with axes turned, so scores on it are scores on the original grid."""
+grid is the original one with axes turned, so scores on it are scores on the original grid. Voxels
+that are not annotated (`prepare --ignore`) are predicted and written, and count in no score."""
 
 import dataclasses
 import datetime
@@ -28,7 +29,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.labels import code_meanings, region_mask
+from cpu3d.data.labels import code_meanings, ignored_voxels, region_mask
 from cpu3d.data.manifest import SPLITS, CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label
 from cpu3d.data.store import Store
@@ -254,14 +255,16 @@ def _score(
     label = postprocessing.paint(answers, predictor.regions, steps_mm)
     predicted = time.monotonic()
     truth = np.asarray(store.label(record.case_id))
+    ignored = ignored_voxels(truth, store.manifest.ignore)
     regions = {}
     for name, codes in predictor.regions.items():
         masks = region_mask(truth, codes), region_mask(label, codes)
-        regions[name] = score_region(*masks, steps_mm, tolerance_mm)
+        regions[name] = score_region(*masks, steps_mm, tolerance_mm, ignored)
     write_label(predictions / f"{record.case_id}.nii.gz", label, record.geometry)
     more = {}
     if evidence:
-        more["evidence"] = gather(answers, truth, predictor.regions, steps_mm).to_json()
+        gathered = gather(answers, truth, predictor.regions, steps_mm, ignored)
+        more["evidence"] = gathered.to_json()
     return {
         "case_id": record.case_id,
         "mean_dice": float(np.mean([scores["dice"] for scores in regions.values()])),

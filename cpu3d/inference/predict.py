@@ -46,7 +46,8 @@ from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
 from cpu3d.data.stores.case import case_notes, load_case, note_lines
-from cpu3d.data.stores.layouts import LABEL_CODES, CaseFiles
+from cpu3d.data.stores.dataset import CaseFiles
+from cpu3d.data.stores.layouts import LABEL_CODES
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors

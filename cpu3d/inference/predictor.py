@@ -15,13 +15,14 @@ from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
 from cpu3d.data.windows import sliding_window
-from cpu3d.errors import DivergedError, InputError
+from cpu3d.errors import DivergedError
 from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, config_of_state, mirrored_axes_of, window_of
-from cpu3d.run.checkpoint import how_to_go_on, load_checkpoint, weights_file
+from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
+from cpu3d.run.weights import run_weights
 from cpu3d.settings import RunConfig
-from models.unet3d import build_unet3d, finest, weight_names
+from models.unet3d import build_unet3d, finest
 
 AS_TRAINED = Inference()
 # Grids whose networks are kept: the training grid, which most cases share, and the last other grid.
@@ -164,23 +165,6 @@ def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndar
     """A run's weights from one of its checkpoints, averaged if the run averages, in Keras' order;
     and the run as they predict: those of coarse steps on the coarse grid. Raises InputError as
     `load_predictor`."""
-    arrays, state = load_checkpoint(path)
-    model = build_unet3d(config.unet, config.unet.divisors, 1)
-    names = weight_names(model.weights)
-    shapes = {name: tuple(weight.shape) for name, weight in zip(names, model.weights)}
-    needed = {**shapes, "channels and regions": (len(config.channels), len(config.regions))}
-    saved = {**arrays.shapes, "channels and regions": (config.unet.channels, config.unet.outputs)}
-    for name, size in needed.items():
-        if saved.get(name) != size:
-            rule = f"checkpoint {path} must hold the weights of its run's config.json"
-            got = f"{name} {saved.get(name)} for {size}"
-            todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
-            raise InputError(f"{rule}, got {got}; {todo}")
-    # The best weights were averaged when they were saved; a whole checkpoint has both.
-    trained = enumerate(model.trainable_variables)
-    averages = {id(weight): f"average/{place:03d}" for place, weight in trained}
-    taken = []
-    for name, weight in zip(names, model.weights):
-        average = averages.get(id(weight))
-        taken.append(arrays[average if average in arrays else name])
-    return config_of_state(config, state), taken
+    weights = run_weights(config, path)
+    arrays = [weights.arrays[name] for name in weights.names]
+    return config_of_state(config, weights.state), arrays

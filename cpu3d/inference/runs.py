@@ -28,7 +28,7 @@ from memory_estimator.common.schema import check, option
 WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --weights
 # Settings that runs must share to be averaged. With another split, test cases of one are training
 # cases of the other.
-COMMON = ("store_channels", "label_names", "region_codes", "regions", "split_hash")
+COMMON = ("store_channels", "label_names", "region_codes", "paint", "regions", "split_hash")
 SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
 _RUN = (
@@ -95,7 +95,7 @@ def mirrored_axes_of(config: RunConfig, inference: Inference) -> Tuple[int, ...]
     that it was trained on; none without them."""
     if inference.flips is False:
         return ()
-    return config.augment.mirrored_axes(config.label_names.values())
+    return config.augment.mirrored_axes([*config.label_names.values(), *config.region_codes])
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:

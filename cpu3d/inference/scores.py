@@ -25,6 +25,11 @@ the same ones.
 Voxels are boxes, or on a sheared grid (a tilted gantry) parallelepipeds: functions take the spacing
 along X, Y and Z, or the matrix of `ras_steps_mm`, whose columns are the steps along them.
 
+Voxels that are not annotated are taken out of both masks, and every metric is of what is left: a
+lesion or component is what hangs together of it. Where an annotated part ends is no surface: a
+voxel is on the surface of a mask if a face neighbour that is annotated, or beyond the image, is
+outside the mask. A mask that has no such voxel has the surface of what is left.
+
 Empty masks are scored by the rule of the BraTS challenge: both empty is right, one empty as wrong
 as possible (HD95 is 373.13 mm for 240x240x155 at 1 mm). Without a true lesion, sensitivity is 1
 whatever was predicted, and lesion-wise Dice 1 without and 0 with false positives.
@@ -40,7 +45,7 @@ import numpy as np
 from scipy.ndimage import binary_dilation, binary_erosion, generate_binary_structure, label
 from scipy.spatial import cKDTree
 
-from cpu3d.data.region import bounding_box
+from cpu3d.data.region import bounding_box, xyz
 
 # Of the surface Dice, unless another is chosen: one BraTS voxel, about what two raters differ by.
 TOLERANCE_MM = 1.0
@@ -111,15 +116,23 @@ class Masks:
     tolerance_mm: float
     diagonal_mm: float  # of the whole image grid
     empty: str  # which mask is: "", "truth", "prediction" or "both"
+    ignored: Optional[np.ndarray] = None  # (X, Y, Z), in neither mask; None if no voxel is
 
     @cached_property
     def distances_mm(self) -> Tuple[np.ndarray, np.ndarray]:
         """Surface distances, neither mask empty: (truth to prediction, prediction to truth),
         float64, unordered."""
-        masks = self.truth, self.prediction
-        surfaces = [np.argwhere(mask & ~binary_erosion(mask)) for mask in masks]
-        true, predicted = (voxels @ self.steps_mm.T for voxels in surfaces)
+        true = np.argwhere(self._surface(self.truth)) @ self.steps_mm.T
+        predicted = np.argwhere(self._surface(self.prediction)) @ self.steps_mm.T
         return cKDTree(predicted).query(true)[0], cKDTree(true).query(predicted)[0]
+
+    def _surface(self, mask: np.ndarray) -> np.ndarray:
+        """The surface voxels of a mask that is not empty."""
+        if self.ignored is not None:
+            surface = mask & ~binary_erosion(mask | self.ignored)
+            if surface.any():
+                return surface
+        return mask & ~binary_erosion(mask)
 
     @cached_property
     def lesions(self) -> Lesions:
@@ -227,13 +240,18 @@ def score_region(
     prediction: np.ndarray,
     spacing_mm: Spacing,
     tolerance_mm: float = TOLERANCE_MM,
+    ignored: Optional[np.ndarray] = None,
 ) -> Dict[str, Any]:
     """Score boolean masks `(X, Y, Z)` of one region on the full image grid; voxels measure
-    `spacing_mm`, or have the steps (3, 3) of `ras_steps_mm`.
+    `spacing_mm`, or have the steps (3, 3) of `ras_steps_mm`. Those of `ignored`, a mask of
+    `ignored_voxels`, do not count.
 
     Metric -> value; truth_voxels, prediction_voxels, truth_ml, prediction_ml; true_lesions and
     detected_lesions, the counts behind the sensitivity; and "empty": which mask is, as in `Masks`.
     """
+    if ignored is not None:
+        truth = truth & ~ignored
+        prediction = prediction & ~ignored
     voxels = {
         "truth": int(np.count_nonzero(truth)),
         "prediction": int(np.count_nonzero(prediction)),
@@ -244,7 +262,10 @@ def score_region(
     box = bounding_box(truth | prediction).slices(truth.shape)
     steps_mm = steps_of(spacing_mm)
     diagonal_mm = _diagonal_mm(truth.shape, steps_mm)
-    masks = Masks(truth[box], prediction[box], steps_mm, tolerance_mm, diagonal_mm, empty)
+    if ignored is not None:  # with the neighbours of its outermost voxels
+        box = xyz(slice(max(axis.start - 1, 0), axis.stop + 1) for axis in box)
+        ignored = ignored[box]
+    masks = Masks(truth[box], prediction[box], steps_mm, tolerance_mm, diagonal_mm, empty, ignored)
     voxel_ml = voxel_mm3(steps_mm) / 1000.0
     return {
         **{name: metric.of(masks) for name, metric in METRICS.items()},

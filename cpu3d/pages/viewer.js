@@ -11,6 +11,8 @@
     { name: "coronal", across: 0, down: 2, through: 1, letters: "RLSI" },
     { name: "sagittal", across: 1, down: 2, through: 0, letters: "APSI" },
   ];
+  const NOT_ANNOTATED = "#a8a8a8"; // lines over voxels of the truth that are to be ignored
+  const HATCH = 4; // voxels from one line to the next
   const ERRORS = { missed: "#2a66ff", false: "#ff4a33", both: "#c388ff" };
   const OPAQUE = 0xff000000; // of a little-endian RGBA pixel
 
@@ -123,10 +125,16 @@
       const withAnswer = prediction && answerOn.checked;
       const inTruth = (voxel) => table[truth[voxel]];
       const inAnswer = (voxel) => table[prediction[voxel]];
+      const withError = truth && prediction && errorOn.checked;
+      const ignored = withTruth || withError ? shown.ignore : null;
+      const lines = rgb(NOT_ANNOTATED);
       if (!Number(opacity.value)) return () => null;
-      if (truth && prediction && errorOn.checked)
-        return (voxel) => errorColours[errorOf(inTruth(voxel), inAnswer(voxel))] || null;
-      return (voxel, neighbours) => {
+      return (voxel, neighbours, onLine) => {
+        if (ignored !== null && truth[voxel] === ignored) {
+          if (onLine) return lines;
+          return withAnswer && !withError ? colours[inAnswer(voxel)] : null;
+        }
+        if (withError) return errorColours[errorOf(inTruth(voxel), inAnswer(voxel))] || null;
         if (!withAnswer) return withTruth ? colours[inTruth(voxel)] : null;
         const here = withTruth && inTruth(voxel);
         return here && neighbours.some((neighbour) => inTruth(neighbour) !== here)
@@ -170,7 +178,7 @@
           neighbours[2] = b > 0 ? voxel - strides[down] : voxel;
           neighbours[3] = b < height - 1 ? voxel + strides[down] : voxel;
           const grey = table[image[voxel]];
-          const colour = colourOf(voxel, neighbours);
+          const colour = colourOf(voxel, neighbours, (row + column) % HATCH === 0);
           let [red, green, blue] = [grey, grey, grey];
           if (colour) {
             const share = colour[3] || alpha;
@@ -288,6 +296,8 @@
       } else if (truth || prediction) {
         entries = regions().map((area) => [area.name, area.colour]);
       }
+      if (truth && shown.ignore !== null && (truthOn.checked || both))
+        entries.push([`not annotated: ${nameOf(shown.ignore)}`, NOT_ANNOTATED]);
       const shows = entries.map(([name, colour]) => {
         const entry = element("span", name);
         const key = element("i", "");

@@ -47,6 +47,7 @@ class ViewedCase:
     geometry: Geometry
     regions: Mapping[str, Sequence[int]] = field(default_factory=dict)
     labels: Mapping[int, str] = field(default_factory=dict)
+    ignore: Optional[int] = None  # code of the truth's voxels that are not annotated
     truth: Optional[np.ndarray] = None  # (X, Y, Z) uint8 of label codes, as each of `predictions`
     predictions: Mapping[str, np.ndarray] = field(default_factory=dict)
     note: str = ""  # such as "best"
@@ -144,6 +145,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         "modalities": modalities,
         "labels": {int(code): label for code, label in case.labels.items()},
         "regions": regions,
+        "ignore": case.ignore,
         "truth": truth_key,
         "predictions": predictions,
     }, packed
@@ -155,7 +157,7 @@ def _box(case: ViewedCase) -> Region:
     for number in range(len(case.channels)):
         mask |= case.image[..., number] != 0
     if case.truth is not None:
-        mask |= case.truth != 0
+        mask |= (case.truth != 0) & (case.truth != case.ignore)
     for prediction in case.predictions.values():
         mask |= prediction != 0
     return bounding_box(mask)

@@ -27,6 +27,7 @@ from cpu3d.run.config_json import CHANGEABLE, FACTS, FOLLOWING, load_config, set
 from cpu3d.run.folds import FILE, fold_folder, read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import History
+from cpu3d.run.transfer import start_words
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import count, listed, plus_minus
 from memory_estimator.common.table import PALETTE, Table
@@ -223,6 +224,8 @@ def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
         config = files.configs[first]
         sees = f"{by(config.grid, ' x ')}, {config.mode}, resolution {config.resolution:g}"
         facts += [("sees", sees), ("split hash", config.split_hash)]
+        if config.init:
+            facts.append(("init", start_words(config)))
     costs = [history.costs() for history in files.histories.values()]
     known_s = [each.train_s for each in costs if each.train_s]
     peaks = [each.peak_rss_bytes or 0 for each in costs]

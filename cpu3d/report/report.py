@@ -43,6 +43,8 @@ from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import Costs, Events, History, median, numbers
+from cpu3d.run.transfer import freeze_words, init_rows, seen_words
+from cpu3d.settings import InitRecord
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
@@ -74,6 +76,7 @@ class RunFiles:
 
     folder: Path
     config: Dict[str, Any]
+    init: Optional[InitRecord]  # the weights that it has started from
     history: History  # of log.jsonl
     scores: Optional[Dict[str, Any]]  # of the test cases, else of "val", else of "train"
     store: Optional[Store]  # with the run's fold; None if it was moved or deleted
@@ -98,11 +101,14 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     if out is None:
         out = run_dir / "report.html"
     page_file(out)
-    alert = ""
+    alerts = []
     if files.scores and not files.scores["untouched"]:
-        alert = warning(files.scores["split"])
+        alerts.append(warning(files.scores["split"]))
+    if files.init and files.init.seen:
+        alerts.append(f"Held-out cases are NOT untouched: {seen_words(files.init)}.")
     title = f"Report of {files.folder.name}"
     command = "./run.sh report"
+    alert = " ".join(alerts)
     write_page(out, title, command, page_sections(files), notes=_missing(files), alert=alert)
     return out
 
@@ -123,6 +129,7 @@ def gather(run_dir: Path) -> RunFiles:
     return RunFiles(
         folder=run_dir,
         config=config.to_json(),
+        init=config.init_record,
         history=History(iter_events(run_dir)),
         scores=scores,
         store=store,
@@ -153,6 +160,7 @@ def page_sections(files: RunFiles) -> List[Section]:
     ]
     return [
         ("The run", [Table(("", ""), _facts(files, starts), names=2)]),
+        ("First weights", [_first_weights(files)] if files.init else []),
         ("Scores", _scores_section(files) if scores else []),
         ("Post-processing", [decided]),
         ("Cases", [_cases(files)] if scores and files.store else []),
@@ -175,6 +183,9 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     if files.store:
         manifest = files.store.manifest
         data = f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases"
+        if manifest.ignore is not None:
+            name = manifest.labels[manifest.ignore]
+            data += f"; voxels of label {manifest.ignore} {name} count nowhere"
     facts = [
         ("run", str(files.folder)),
         ("data", data),
@@ -189,6 +200,13 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
         applied = dict.fromkeys(case["postprocessing"] for case in files.scores["cases"])
         facts.append(("post-processing of the scores", "; ".join(applied)))
     return facts
+
+
+def _first_weights(files: RunFiles) -> Table:
+    """What the run has taken from other weights, and what of it stays."""
+    rows = init_rows(files.init)
+    rows.append(("frozen", freeze_words(load_config(files.folder))))
+    return Table(("", ""), rows, names=2)
 
 
 def _ended(history: History) -> str:

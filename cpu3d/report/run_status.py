@@ -29,6 +29,7 @@ from cpu3d.run.heartbeat import (
 )
 from cpu3d.run.log import FINISHED, recent_events
 from cpu3d.run.summary import Columns, History, known, median
+from cpu3d.run.transfer import start_words
 from cpu3d.settings import RunConfig
 from memory_estimator.common.units import format_seconds
 
@@ -79,6 +80,7 @@ class RunStatus:
     loss: Optional[float]
     dice: Dict[str, float]
     validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
+    init: str  # the weights that it has started from, and what of them stays; "" for its own
     # The mean Dice of the best weights, from their file; None without validation.
     best: Optional[float]
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
@@ -128,6 +130,7 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         seconds_left=history.pace.seconds_left(step, steps) if is_alive else None,
         **_recent(history.steps),
         validation=history.last_validation or None,
+        init=start_words(config) if config else "",
         best=best_score(run),
         checkpoint=checkpoint,
     )

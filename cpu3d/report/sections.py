@@ -95,6 +95,7 @@ def shown_cases(
                 geometry=record.geometry,
                 regions=regions,
                 labels=store.manifest.labels,
+                ignore=store.manifest.ignore,
                 truth=truth,
                 predictions=answers,
                 note=" and ".join(of_case) if len(ids) > 1 else "",

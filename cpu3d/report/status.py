@@ -317,6 +317,8 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         if status.best is not None:
             text += f", best {status.best:.3f}"
         lines.append((f"validation after step {status.validation.get('step')}", text))
+    if status.init:
+        lines.append(("init", status.init))
     saved = status.checkpoint
     text = "none yet"
     if saved:

@@ -24,19 +24,25 @@ import numpy as np
 from cpu3d.data.background import without_residue
 from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
 from cpu3d.data.stores.case import grid_problems, label_codes, note_lines
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.dataset_json import describing
 from cpu3d.data.stores.layouts import (
     FOLDER_LAYOUTS,
-    CaseFiles,
+    LabelCodes,
     channels_of,
     label_codes_of,
     labels_in_use,
     modality_of,
+)
+from cpu3d.data.stores.names import (
+    FileName,
+    channel_key,
+    is_ignored,
     name_of,
-    regions_of,
+    read_name,
+    stem_of,
     volumes_in,
 )
-from cpu3d.data.stores.names import FileName, channel_key, read_name, stem_of
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
@@ -125,6 +131,7 @@ def read_case(
         else:
             channels += channels_of(path, volume.shape[3])
     meanings, regions = _meanings(label_codes_of(files), list(maps.values()))
+    ignored = [code for code, meaning in meanings.items() if code and is_ignored(meaning)]
     volumes = list(images.values())
     return ViewedCase(
         name=files.case_id,
@@ -133,6 +140,7 @@ def read_case(
         geometry=first[1],
         regions=regions,
         labels=meanings,
+        ignore=ignored[0] if ignored else None,
         truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
     )
@@ -227,7 +235,7 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
 
 
 def _meanings(
-    known: Optional[Tuple[str, Dict[int, str]]], maps: Sequence[np.ndarray]
+    known: Optional[LabelCodes], maps: Sequence[np.ndarray]
 ) -> Tuple[Mapping[int, str], Mapping[str, Sequence[int]]]:
     """Code -> name and region -> codes; codes that the files' names do not explain are regions of
     their own."""
@@ -235,8 +243,10 @@ def _meanings(
     labels: Mapping[int, str] = {0: "background"}
     regions: Dict[str, Sequence[int]] = {}
     if known:
-        labels = labels_in_use(*known, codes)
-        regions.update(regions_of(labels))
+        labels = labels_in_use(known.of, known.labels, codes)
+        for region, own in known.regions.items():
+            if set(own) & set(labels):
+                regions[region] = own
     for code in codes:
         if code not in labels:
             regions[f"label {code}"] = (code,)

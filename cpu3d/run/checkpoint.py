@@ -13,6 +13,7 @@ than the largest array. Instead of a damaged one the one before is taken."""
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import json
 import math
@@ -34,6 +35,7 @@ from memory_estimator.common.files import open_regular, typed
 SCHEMA = 1
 BEST = "best.npz"
 STATE_BYTES = 2**20  # the most that is read of a state; none has as many
+PIECE_BYTES = 2**20  # of a file, read at a time
 _STATE = "state.json"
 
 
@@ -82,6 +84,15 @@ class SavedArrays(Mapping[str, Array]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+    def sha256(self) -> str:
+        """The SHA-256 of the whole file, as it was opened."""
+        digest = hashlib.sha256()
+        with self._damage():
+            self._buffered.seek(0)
+            for piece in iter(lambda: self._buffered.read(PIECE_BYTES), b""):
+                digest.update(piece)
+        return digest.hexdigest()
 
     def __del__(self) -> None:
         if hasattr(self, "_buffered"):

@@ -33,13 +33,13 @@ batch norm the micro-batch is none of them, as its statistics are of the volumes
 together."""
 
 FOLLOWING = (
-    "store_channels", "label_names", "region_codes", "split_hash", "grid", "coarse_grid",
+    "store_channels", "label_names", "region_codes", "paint", "split_hash", "grid", "coarse_grid",
     "unet.channels", "unet.outputs", "unet.seed",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
-FACTS = ("spacing_mm", "oriented")
-"""Fields that follow from the training cases, which a split's hash fixes. Runs of earlier versions
-lack them."""
+FACTS = ("spacing_mm", "oriented", "init_record")
+"""Fields that follow from the training cases, which a split's hash fixes, or from the weights that
+the run has started from. Runs of earlier versions lack them."""
 
 
 def save_config(config: RunConfig, run: Path) -> None:
@@ -80,6 +80,9 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     content = {
         "weight_decay": 0.0,
         "loss": DEFAULT_LOSS,
+        "init": "",
+        "freeze": "none",
+        "paint": (),
         **content,
     }  # runs of earlier versions had none
     if isinstance(content.get("unet"), dict):

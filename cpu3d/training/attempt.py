@@ -103,6 +103,8 @@ class Attempt:
         plan = self.plan
         if not self.cluster.is_chief or plan.forecast is None or not computes_as_predicted():
             return None
+        if plan.config.freeze != "none":  # a step leaves out what is predicted
+            return None
         job = plan.forecast.full.job
         of_this_worker = dataclasses.replace(
             job,

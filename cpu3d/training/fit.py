@@ -89,6 +89,7 @@ class Fit:
         self.steps = plan.steps
         self._rate_growth = plan.rate_growth
         self._least_steps = plan.least_steps
+        self._transfer = plan.transfer
         self._exchange = exchange
         self._guard = Guard(self.folder, say=say) if guard is None else guard
         if make_learner is None:
@@ -102,6 +103,8 @@ class Fit:
         # Made early if the time of its steps was measured.
         self._full_learner: Optional[Learner] = None
         self._has_validated = False  # with this learner: it takes memory of its own the first time
+        # Of weights from elsewhere, which a restart does not read again.
+        self._owes_first_save = False
         self.warnings = self._restore()  # a line for each damaged checkpoint
         if exchange.is_chief:
             forget_after(self.folder, self.step, owes_validation=self.progress.owes_validation)
@@ -193,6 +196,8 @@ class Fit:
                 track = tracked(self.folder, self.config, mlflow)
                 self._listeners = [stack.enter_context(show), stack.enter_context(track)]
             stop = Stop.NONE
+            if self._owes_first_save:
+                self._save()
             if not was_over:
                 stop = self._loop(lambda: stop_of(noted, self._guard))
             if not was_over or last_event(self.folder).get("event") != "end":
@@ -540,7 +545,8 @@ class Fit:
         checkpoint = newest(self.folder) if self._exchange.is_chief else None
         has_cases = bool(self.store.cases("val"))
         lost = ""
-        if checkpoint and (isinstance(checkpoint.state.get("best"), float) or not has_cases):
+        has_begun = bool(checkpoint and checkpoint.state.get("step"))
+        if has_begun and (isinstance(checkpoint.state.get("best"), float) or not has_cases):
             lost = lost_best(self.folder, checkpoint)
         if lost and has_cases:
             checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
@@ -548,11 +554,14 @@ class Fit:
         if text:
             name = str(checkpoint.path) if checkpoint else "of the chief"
             self._take_state(text, name)
+        self._owes_first_save = bool(self.config.init) and not text
         self._saved_step = self.step
         self._enter()
         if checkpoint:
             self.learner.restore(checkpoint.arrays)
-        if text and self._exchange.count > 1:
+        elif self._transfer:
+            self.learner.start_from(self._transfer.first)
+        if (text or self._owes_first_save) and self._exchange.count > 1:
             for variable in self.learner.named_variables().values():
                 variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
         if not checkpoint:

@@ -19,6 +19,7 @@ from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.optimizers import optimizer_of
 from models.unet3d import build_unet3d, finest, weight_names
+from models.weights import is_frozen
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ class Learner:
         self.config = config
         self._exchange = exchange
         self.model = build_unet3d(config.unet, config.grid, config.micro)
+        for layer in self.model.layers:
+            layer.trainable = not is_frozen(layer.name, config.freeze)
+        # Those that a step moves without a gradient: frozen layers have none.
+        self._moving = [
+            statistic
+            for layer in self.model.layers
+            if layer.trainable
+            for statistic in layer.non_trainable_variables
+        ]
         self.optimizer = optimizer_of(config)
         weights = self.model.trainable_variables
         self.optimizer.build(weights)
@@ -89,7 +99,7 @@ class Learner:
             total.assign(tf.zeros(total.shape))
         before = []
         if self._exchange.count > 1:
-            before = [moving.numpy() for moving in self.model.non_trainable_variables]
+            before = [moving.numpy() for moving in self._moving]
         share = config.parts // self._exchange.count
         first = self._exchange.rank * share
         losses = np.zeros(config.parts, np.float32)
@@ -110,7 +120,7 @@ class Learner:
             try:
                 losses, dice, notes = self._summed(losses, dice, own_note)
             except WorkerLostError:
-                for moving, value in zip(self.model.non_trainable_variables, before):
+                for moving, value in zip(self._moving, before):
                     moving.assign(value)
                 raise
             exchange_s = time.perf_counter() - begin
@@ -137,6 +147,14 @@ class Learner:
     def parameters(self) -> int:
         """The number of trainable parameters."""
         return sum(v.shape.num_elements() for v in self.model.trainable_variables)
+
+    def start_from(self, first: Callable[[str, np.ndarray], np.ndarray]) -> None:
+        """Take the network's first weights, and their averages, from a function of a weight's name
+        in `arrays()` and of what it is by itself."""
+        for name, weight in zip(weight_names(self.model.weights), self.model.weights):
+            weight.assign(first(name, weight.numpy()))
+        for mean, weight in zip(self._average, self.model.trainable_variables):
+            mean.assign(weight)
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another
@@ -221,15 +239,17 @@ class Learner:
     def _packed(self, losses, dice, notes, is_own):
         """(n,) float32: gradients, moving statistics, losses, Dice, notes, and the fingerprints of
         the workers' weights, of which this one knows its own."""
-        fingerprints = fingerprint(self.model.trainable_variables) * is_own
-        shares = [moving / self._exchange.count for moving in self.model.non_trainable_variables]
+        are_moving = {id(moving) for moving in self._moving}
+        alike = [weight for weight in self.model.weights if id(weight) not in are_moving]
+        fingerprints = fingerprint(alike) * is_own
+        shares = [moving / self._exchange.count for moving in self._moving]
         members = (*self._sums, *shares, losses, dice, notes, fingerprints)
         return tf.concat([tf.reshape(member, [-1]) for member in members], 0)
 
     def _take_vector(self, total):
         """Put the summed gradients and statistics in their places, those of `_packed`."""
         begin = 0
-        for variable in (*self._sums, *self.model.non_trainable_variables):
+        for variable in (*self._sums, *self._moving):
             end = begin + variable.shape.num_elements()
             variable.assign(tf.reshape(total[begin:end], variable.shape))
             begin = end

@@ -5,8 +5,9 @@ and hard Dice.
 
 Another loss is another formula of models/losses.py, by its name: `RegionLoss(name)`.
 
-Both take logits, and a target of 0 and 1 of any dtype. With deep supervision each output is
-compared with every 2nd, 4th ... voxel of the same target;
+Both take logits, and a target of 0 and 1 of any dtype; a voxel of 255 (`IGNORED`) counts in
+neither. With deep supervision each output is compared with every 2nd, 4th ... voxel of the same
+target;
 `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their losses the one
 that `train` minimises."""
 
@@ -15,6 +16,7 @@ from typing import Any, Dict, Optional
 import tensorflow as tf
 
 from models.losses import DEFAULT_LOSS, LOSSES
+from models.native.shared import IGNORED
 from models.supervision import supervise, thinned
 
 
@@ -101,9 +103,10 @@ def hard_dice(counts) -> tf.Tensor:
 
 def hard_dice_counts(target, logits) -> tf.Tensor:
     """Voxel counts (N, R, 3) float64: overlap, predicted, true, with a voxel predicted from a
-    probability of 0.5 on."""
-    truth = tf.cast(target, tf.bool)
-    predicted = logits >= 0
+    probability of 0.5 on; without those whose target is IGNORED."""
+    counts_at = tf.cast(target, tf.uint8) != IGNORED
+    truth = tf.cast(target, tf.bool) & counts_at
+    predicted = (logits >= 0) & counts_at
     counts = [
         # Counted per X slab in float32 (exact below 2**24 voxels), then summed in float64.
         tf.reduce_sum(tf.cast(tf.reduce_sum(tf.cast(mask, tf.float32), (2, 3)), tf.float64), 1)

@@ -37,8 +37,10 @@ SCALARS = {
 SENT_BY = ("step/loss", "step/learning_rate", "validation/loss")
 # Of the run's folder, as they are when an attempt ends.
 FILES = ("config.json", "plan.json", "report.html")
-# Settings of a run that are not sent: its store's folder and the hash of its split tell them.
+# Settings of a run that are not sent: its store's folder, the hash of its split and `init` tell
+# them.
 DERIVED = {field.name for field in dataclasses.fields(StoreFacts)} - {"store", "split_hash"}
+DERIVED.add("init_record")
 PATIENCE_S = 60.0  # how long the end of a training waits for MLflow
 MOST_METRICS = 1000  # the most that MLflow takes in one call
 WAITING = 1000  # the most steps that wait for a slow server, less than 2 MB; the log has the others

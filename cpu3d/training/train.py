@@ -5,10 +5,14 @@
     ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
     ./run.sh train --store store --run runs/folds --folds 5
+    ./run.sh train --store store --run runs/second --init runs/first --freeze encoder
 
 The same command continues an interrupted run; more --epochs, --steps or --budget-minutes extend a
 finished one. `launch` starts several processes that train one run together. If TF_CONFIG is set, as
 by Kubernetes, this process is one of them.
+
+--init starts from the weights of another run of the same network; image channels and regions are
+matched by name, and what is new is fresh (docs/annotate.md).
 
 --folds trains all folds one after the other, each by a process of its own; scores every case once,
 by the fold that has not seen it; decides post-processing on all of them; and writes

@@ -23,6 +23,7 @@ from cpu3d.training.learner import Learner
 from cpu3d.training.watchdog import Stop, Wish
 from memory_estimator.step.training_step import SCORED_SLABS
 from models.losses import LOSSES
+from models.native.shared import IGNORED
 from models.supervision import supervise
 
 
@@ -97,7 +98,7 @@ def _painted_dice(
     target: tf.Tensor, logits: tf.Tensor, regions: Mapping[str, Sequence[int]], inside: Inside
 ) -> np.ndarray:
     """(R,) Dice of the regions of the painted label of a case, in its own voxels `inside` the
-    volume. Slab by slab of X, as each map of a whole volume is a large one."""
+    volume that are not IGNORED. Slab by slab of X, as each map of a whole volume is a large one."""
     counts = np.zeros((len(regions), 3), np.int64)  # voxels: of both, predicted, true
     along_x, *across = inside
     size = -(-logits.shape[1] // SCORED_SLABS)
@@ -105,9 +106,10 @@ def _painted_dice(
         slab = (0, slice(first, min(first + size, along_x.stop)), *across)
         probabilities = tf.sigmoid(tf.cast(logits[slab], tf.float32)).numpy()
         label = label_from_regions(probabilities, regions)
-        truth = np.asarray(target[slab], bool)
+        truth = np.asarray(target[slab])
+        label[truth[..., 0] == IGNORED] = 0  # of all regions alike
         for position, codes in enumerate(regions.values()):
-            true = truth[..., position]
+            true = truth[..., position] == 1
             predicted = region_mask(label, codes)
             for column, mask in enumerate((true & predicted, predicted, true)):
                 counts[position, column] += np.count_nonzero(mask)

@@ -120,6 +120,8 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
     x, y, z = op.grid
     rows = rows_of(instructions, op.value_bytes)
     in_tiles = is_in_tiles(op, instructions)
+    if op.kind == "orthogonal":
+        return _cut_of_orthogonal(op, threads, rows.lanes)
     if op.kind.startswith("loss_"):
         return cut_of_rows(_loss_blocks(op), threads)
     if op.kind == "up_filter_gradient":
@@ -379,11 +381,28 @@ def _of_loss(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
 def _of_orthogonal(op: OwnOperation, lanes: int) -> Scratch:
     """`ORTHOGONALIZE` in orthogonal.c: the matrix and five square ones of its smaller side, in
     panels; all threads share them."""
+    block_rows, block_columns = _orthogonal_block(lanes)
     rows = op.grid[0]
     columns = op.outputs
-    width = round_up(min(rows, columns), 32 if lanes == 16 else 16)
-    tall = max(rows, columns, 8 if lanes == 16 else 4)
+    width = round_up(min(rows, columns), block_columns)
+    tall = max(rows, columns, block_rows)
     return Scratch(0, 0, 4 * (width * tall + 5 * width**2))
+
+
+def _cut_of_orthogonal(op: OwnOperation, threads: int, lanes: int) -> Cut:
+    """`threads_for` in orthogonal.c: the blocks of a symmetric matrix, in turn to as many threads
+    as have enough of them."""
+    block_rows, block_columns = _orthogonal_block(lanes)
+    across = ceil_div(min(op.grid[0], op.outputs), block_columns)
+    blocks = block_columns // block_rows * across * (across + 1) // 2
+    taking = max(1, min(blocks // shared.ORTHOGONAL_BLOCKS, threads))
+    cut = cut_of_rows(blocks, taking)
+    return cut._replace(efficiency=cut.efficiency * taking / threads)
+
+
+def _orthogonal_block(lanes: int) -> Tuple[int, int]:
+    """Rows and columns of a block whose sums are in registers, in orthogonal.c."""
+    return (8, 32) if lanes == 16 else (4, 16)
 
 
 def _padded_tiles(z: int, rows: Rows) -> int:

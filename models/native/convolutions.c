@@ -5,10 +5,7 @@
    cut into bands along y so low that three planes of a band's rows stay in the cache L2. It goes
    along x through each band: forms the rows of the next plane, then multiplies and finishes row
    after row. So each map is read from memory once, and once more what bands and pieces share.
-
-   In place, the output is written over the one map that is read. Rows that are read later are
-   saved first: those beside each piece before any thread writes, and in each plane of a piece the
-   last row of the band before. */
+   What is written in place of the map that is read has its own chapter in pieces.h. */
 #include "pieces.h"
 
 /* --- The micro-kernels: all the arithmetic that counts --- */
@@ -33,9 +30,10 @@ enum { MOST_SUMS = 28, CHANNELS_AT_ONCE = 16 }; /* sums in registers, of 32 */
 enum { MOST_SUMS = 6, CHANNELS_AT_ONCE = 4 }; /* of 16 */
 #endif
 
-/* sums[row][tile][16 outputs] of `r` rows of `n` tiles: over nine rows each (rows[tap][row]) and
-   `units` units a tile of each. A group's tiles follow each other; `next_group` units on is the
-   next group. Weights are [tap][unit][16 outputs], each as large as a unit. */
+/* sums[row][tile][16 outputs], rows `next_sums` floats apart, of `r` rows of `n` tiles: over nine
+   rows each (rows[tap][row]) and `units` units a tile of each. A group's tiles follow each other;
+   `next_group` units on is the next group. Weights are [tap][unit][16 outputs], each as large as a
+   unit. */
 ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const unit *const *rows,
                               const unit *weights, int units, size_t next_group)
 {
@@ -43,7 +41,7 @@ ALWAYS_INLINE void multiply_n(int r, int n, float *sums, size_t next_sums, const
     for (int tap = 0; tap < 9; tap++, rows += r)
         for (int done = 0; done < units; done += GROUP_UNITS) {
             size_t group = done / GROUP_UNITS * next_group;
-            int count = units - done < GROUP_UNITS ? units - done : GROUP_UNITS;
+            int count = least(units - done, GROUP_UNITS);
             for (int u = 0; u < count; u++, weights += 16) {
                 vec weight[VECS];
                 for (int v = 0; v < VECS; v++)
@@ -81,6 +79,8 @@ NEVER_INLINE void multiply(int r, int n, float *sums, size_t next_sums, const un
         CASE(8, 1) CASE(8, 2) CASE(8, 3)
 #endif
         /* clang-format on */
+    default:
+        __builtin_trap();
     }
 }
 
@@ -129,7 +129,7 @@ NEVER_INLINE void correlate(int channels, float *sums, int rows, const unit *con
 {
     for (int c = 0; c < channels;
          c += CHANNELS_AT_ONCE, at += CHANNELS_AT_ONCE, sums += CHANNELS_AT_ONCE * 16) {
-        int n = channels - c < CHANNELS_AT_ONCE ? channels - c : CHANNELS_AT_ONCE;
+        int n = least(channels - c, CHANNELS_AT_ONCE);
         switch (n) {
 #define CHANNELS(n) \
     case n: \
@@ -139,6 +139,8 @@ NEVER_INLINE void correlate(int channels, float *sums, int rows, const unit *con
 #ifdef __AVX512F__
             CHANNELS(8) CHANNELS(12) CHANNELS(16)
 #endif
+        default:
+            __builtin_trap();
         }
     }
 }
@@ -163,13 +165,13 @@ struct job {
     struct cut cut;
     int inputs, outputs;     /* channels */
     int width, output_width; /* the same, rounded up to whole groups */
-    int ring_width;          /* of the largest piece */
-    int gradient_width;      /* the same; of outputs one group */
-    int tiles, step;         /* of a row; a row is padded to whole steps */
-    int most;                /* tiles of one call of `multiply` */
+    int ring_width;          /* channels of a row of the ring: of the largest piece's inputs */
+    int gradient_width;      /* of a row of the output's gradient; else one group of outputs */
+    int tiles, step;         /* of a row; a row is padded to whole steps of tiles */
+    int most;                /* tiles of one call of `multiply`, of all its rows together */
     int y_rows;              /* of a band, without its borders */
-    size_t row_units;        /* from one row to the next */
-    size_t gradient_units;
+    size_t row_units;        /* from one row of the ring to the next */
+    size_t gradient_units;   /* from one row of the output's gradient to the next */
 
     /* A thread's memory: */
     size_t ring_units;    /* of all rows */
@@ -218,13 +220,10 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
     return cut_of(&work, op->threads);
 }
 
-/* A thread keeps a ring of rows, two formed rows, and sums of the streams of a row, or of as many
-   as are multiplied at once: at most 64 tiles. What else an operation takes passes on.
-   memory_estimator/step/scratch.py has all as a formula. */
+/* What an operation reads and makes, and its rows. */
 static struct job job_of(const struct operation *op)
 {
-    int is_gradient = op->kind == FILTER_GRADIENT;
-    int tiles = (op->z + TILE - 1) / TILE;
+    int tiles = (int)ceil_div(op->z, TILE);
     struct job j = {
         .op = op,
         .inputs = op->channels[0] + op->channels[1],
@@ -251,33 +250,45 @@ static struct job job_of(const struct operation *op)
     j.width = round_up(j.inputs, GROUP);
     j.output_width = round_up(j.outputs, GROUP);
     j.cut = cut_for(op, &j);
-    j.ring_width = is_gradient ? j.cut.inputs * GROUP : j.width;
-    j.gradient_width = is_gradient ? j.cut.outputs * GROUP : GROUP;
-    j.row_units = units_of_row(j.ring_width, j.tiles);
-    j.gradient_units = is_gradient ? units_of_row(j.gradient_width, j.tiles) : 0;
-
-    long y_bytes = (long)(sizeof(unit) * (3 * j.row_units + j.gradient_units));
-    long rows = l2_budget(RING_PERMILLE) / y_bytes;
-    int most = rows - 2 < 1 ? 1 : (int)rows - 2;
-    long bands = ceil_div(j.cut.rows, most);
-    j.y_rows = (int)ceil_div(j.cut.rows, bands); /* all are about equal */
-    j.ring_units = (3 * (j.y_rows + 2) + 1) * j.row_units + j.y_rows * j.gradient_units;
-    j.row_floats = (size_t)(j.tiles * TILE + 2) * j.ring_width;
-    j.output_floats = (size_t)(j.tiles * TILE + 2) * j.gradient_width;
-    j.sums_floats = (size_t)STREAMS * 16 * (j.tiles > 64 ? j.tiles : 64);
-    j.kept = j.ring_units * sizeof(unit);
-    j.kept += (j.row_floats + j.output_floats + j.sums_floats) * sizeof(float);
-    j.kept += 2 * j.y_rows * sizeof(void *);
-    if (is_gradient) {
-        j.position_sums = (size_t)9 * STREAMS * j.width * j.output_width;
-    } else {
-        j.weight_bytes = sizeof(unit) * j.output_width * STREAMS * 9 * units_of(j.inputs);
-        /* A cache line between threads. */
-        j.position_totals = (size_t)op->batch * 2 * j.output_width + 16;
-    }
-    size_t position_bytes = sizeof(double) * j.position_totals + sizeof(float) * j.position_sums;
-    j.passing = j.weight_bytes + j.cut.positions * position_bytes;
     return j;
+}
+
+/* A thread keeps a ring of rows, two formed rows, and sums of the streams of a row, or of as many
+   as are multiplied at once: at most 64 tiles. What else an operation takes passes on.
+   memory_estimator/step/scratch.py has all as a formula. */
+static void set_memory(struct job *j)
+{
+    int is_gradient = j->op->kind == FILTER_GRADIENT;
+    j->ring_width = is_gradient ? j->cut.inputs * GROUP : j->width;
+    j->gradient_width = is_gradient ? j->cut.outputs * GROUP : GROUP;
+    j->row_units = units_of_row(j->ring_width, j->tiles);
+    j->gradient_units = is_gradient ? units_of_row(j->gradient_width, j->tiles) : 0;
+
+    long y_bytes = (long)(sizeof(unit) * (3 * j->row_units + j->gradient_units));
+    long rows = l2_budget(RING_PERMILLE) / y_bytes - 2; /* of a band, beside its two borders */
+    int most = rows < 1 ? 1 : least(rows, j->cut.rows);
+    long bands = ceil_div(j->cut.rows, most);
+    j->y_rows = (int)ceil_div(j->cut.rows, bands); /* all are about equal */
+
+    size_t ring_rows = (size_t)3 * (j->y_rows + 2) + 1; /* and the row of zeros */
+    size_t padded = (size_t)j->tiles * TILE + 2;        /* voxels of a formed row */
+    j->ring_units = ring_rows * j->row_units + j->y_rows * j->gradient_units;
+    j->row_floats = padded * j->ring_width;
+    j->output_floats = padded * j->gradient_width;
+    j->sums_floats = (size_t)STREAMS * 16 * (j->tiles > 64 ? j->tiles : 64);
+    j->kept = j->ring_units * sizeof(unit);
+    j->kept += (j->row_floats + j->output_floats + j->sums_floats) * sizeof(float);
+    j->kept += sizeof(void *) * 2 * j->y_rows; /* pointers to rows, of both maps */
+
+    if (is_gradient) {
+        j->position_sums = (size_t)9 * STREAMS * j->width * j->output_width;
+    } else {
+        j->weight_bytes = sizeof(unit) * j->output_width * STREAMS * 9 * units_of(j->inputs);
+        /* A cache line between threads. */
+        j->position_totals = (size_t)j->op->batch * 2 * j->output_width + 16;
+    }
+    size_t position_bytes = sizeof(double) * j->position_totals + sizeof(float) * j->position_sums;
+    j->passing = j->weight_bytes + j->cut.positions * position_bytes;
 }
 
 /* A thread's memory, and where it is in its ring of rows. */
@@ -296,7 +307,8 @@ struct thread {
     float *filter_sums;
 };
 
-/* Where the sums of a tap's stream and a group of inputs begin, of the piece's outputs. */
+/* Where the sums of a stream of a tap (tap * STREAMS + stream) and a group of inputs begin, of the
+   piece's outputs. */
 static float *panel_of(const struct thread *t, int stream, int group)
 {
     size_t groups = t->job->width / GROUP;
@@ -385,6 +397,25 @@ static void fill_ring_row(struct thread *t, int x, int y)
 
 /* --- Convolution and input gradient --- */
 
+/* Adds the values of a row, written[z][LANES], to the sums of values and of squares: squares of
+   what is left without the row's mean, or they would lose the digits that all values share. */
+ALWAYS_INLINE void add_moments(double *totals, int width, float *written, int z, vec row_sum)
+{
+    vec mean = row_sum / (float)z;
+    vec squares[2] = {{0}}; /* of even and of uneven voxels: two sums in flight */
+    store(written + (size_t)z * LANES, mean); /* pairs are whole */
+    for (int i = 0; i < z; i += 2)
+        for (int k = 0; k < 2; k++) {
+            vec difference = load(written + (size_t)(i + k) * LANES) - mean;
+            squares[k] += difference * difference;
+        }
+    squares[0] += squares[1];
+    for (int i = 0; i < LANES; i++) {
+        totals[i] += (double)z * mean[i];
+        totals[width + i] += squares[0][i] + (double)z * mean[i] * mean[i];
+    }
+}
+
 /* Makes outputs of the streams' totals, of channels c .. c + n of a row: rounds, writes and sums
    them. */
 ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, size_t voxel, int n,
@@ -420,29 +451,15 @@ ALWAYS_INLINE void finish_channels(struct thread *t, const float *sums, int c, s
                 add_norm_sums(of_row, below, load_values(op->others[0], at, n, dtype), value);
             else
                 tile_sum += value;
-            store(written + (tile * TILE + j) * LANES, value);
+            store(written + (size_t)(tile * TILE + j) * LANES, value);
         }
         of_row[0] += tile_sum;
     }
     double *totals = t->totals + (size_t)batch * 2 * width + c;
-    if (kind == MOMENTS) {
-        vec mean = of_row[0] / (float)z;
-        vec more = {0};
-        store(written + z * LANES, mean); /* pairs are whole */
-        for (int i = 0; i < z; i += 2) {
-            vec a = load(written + i * LANES) - mean;
-            vec b = load(written + (i + 1) * LANES) - mean;
-            of_row[1] += a * a;
-            more += b * b;
-        }
-        of_row[1] += more;
-        for (int i = 0; i < LANES; i++) {
-            totals[i] += (double)z * mean[i];
-            totals[width + i] += of_row[1][i] + (double)z * mean[i] * mean[i];
-        }
-    } else if (kind == NORM_SUMS) {
+    if (kind == MOMENTS)
+        add_moments(totals, width, written, z, of_row[0]);
+    else if (kind == NORM_SUMS)
         add_row(totals, width, of_row);
-    }
 }
 
 static void finish(struct thread *t, const float *row_sums, int block, size_t voxel)
@@ -459,8 +476,16 @@ static void finish(struct thread *t, const float *row_sums, int block, size_t vo
     }
 }
 
-/* Where rows are short several neighbours are multiplied at once: they share the weights, and keep
-   more sums in flight. */
+/* Rows that are multiplied at once, of `left` ones of a band. Where rows are short these are
+   several neighbours: they share the weights, and keep more sums in flight. */
+static int rows_at_once(const struct job *j, int left)
+{
+    int rows = MOST_ROWS;
+    while (rows > 1 && (rows > left || rows * j->tiles > j->most))
+        rows /= 2;
+    return rows;
+}
+
 static void convolve_plane(struct thread *t, int x)
 {
     const struct job *j = t->job;
@@ -471,14 +496,11 @@ static void convolve_plane(struct thread *t, int x)
     size_t stream = next_group * (j->width / GROUP);
     size_t next_sums = (size_t)STREAMS * j->tiles * 16;
     const unit *first_weights = j->weights + (size_t)t->piece.output * STREAMS * 9 * units * 16;
-    int r; /* rows at once */
-    for (int y = band->y0; y < band->y1; y += r) {
+    for (int y = band->y0, r; y < band->y1; y += r) {
         const unit *weights = first_weights;
         const unit *around[9 * MOST_ROWS]; /* [tap][row] */
         const unit *rows[9 * MOST_ROWS];   /* the same, at a stream and a tile */
-        r = MOST_ROWS;
-        while (r > 1 && (r > band->y1 - y || r * j->tiles > j->most))
-            r /= 2;
+        r = rows_at_once(j, band->y1 - y);
         for (int i = 0; i < 9 * r; i++) {
             int tap = i / r;
             around[i] = ring_row(t, x + tap / 3 - 1, y + i % r + tap % 3 - 1);
@@ -666,6 +688,7 @@ static void write_map_sums(struct job *j)
 static int convolve(const struct operation *op)
 {
     struct job j = job_of(op);
+    set_memory(&j);
     struct steps steps = {
         .op = op,
         .cut = &j.cut,
@@ -706,7 +729,7 @@ static int run_kind(const struct operation *op)
     case ORTHOGONAL:
         return ORTHOGONALIZE(op);
 #endif
-    default:
+    default: /* it knows all others */
         return POINTWISE(op);
     }
 }

@@ -94,15 +94,18 @@ static struct job job_of(const struct operation *op)
     size_t row = (j.tiles * j.lines - 1) * p->line_bytes + (size_t)p->steps * p->depth * 4;
     p->row_bytes = ((row + 63) / 64 | 1) * 64;
     j.tap_bytes = (size_t)p->steps * p->depth * 64;
-    j.block_bytes = 9 * j.tap_bytes + (j.voxels - 1) * j.width * 32;
+    /* Of pairs, a voxel of zeros ends the block. */
+    j.block_bytes = 9 * j.tap_bytes + (j.voxels == 2 ? (size_t)j.width * 32 : 0);
 
     j.cut = cut_for(op, &j);
-    long rows = l2_budget(DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes) - 2;
+    long rows = l2_budget(DIRECT_RING_PERMILLE) / (long)(3 * p->row_bytes);
+    rows -= 2; /* of a band, beside its two borders */
     int most = rows < MOST_TILE_ROWS ? MOST_TILE_ROWS : least(rows, j.cut.rows);
     int bands = ceil_div(j.cut.rows, most);
     int height = ceil_div(j.cut.rows, bands); /* all are about equal */
     j.y_rows = least(j.cut.rows, round_up(height, MOST_TILE_ROWS / j.columns));
-    j.kept = sizeof(float) * 2 * MOST_TILE_ROWS * TILE_FLOATS + 3 * (j.y_rows + 2) * p->row_bytes;
+    j.kept = sizeof(float) * 2 * MOST_TILE_ROWS * TILE_FLOATS;
+    j.kept += 3 * (j.y_rows + 2) * p->row_bytes;
 
     j.weight_bytes = j.blocks * j.block_bytes;
     /* A cache line between threads. */
@@ -116,9 +119,9 @@ struct thread {
     struct piece piece;
     struct band band;
     struct made made;
-    float *sums; /* of twice up to four tiles */
-    char *ring;  /* [3 planes][y_rows + 2 rows][row_bytes] */
-    double *totals;
+    float *sums;    /* of twice up to four tiles */
+    char *ring;     /* [3 planes][y_rows + 2 rows][row_bytes] */
+    double *totals; /* of the piece's position: [batch][2][width of the map that is made] */
 };
 
 /* Row (x, y) in the ring. */
@@ -339,22 +342,31 @@ int DIRECT_UP_FILTERS(const struct operation *);
 int POINTWISE(const struct operation *);
 int LOSS(const struct operation *);
 
+static int run_kind(const struct operation *op)
+{
+    switch (op->kind) {
+    case CONVOLVE:
+    case INPUT_GRADIENT:
+        return convolve(op);
+    case FILTER_GRADIENT:
+        return DIRECT_FILTERS(op);
+    case UP_CONVOLVE:
+    case UP_INPUT_GRADIENT:
+        return DIRECT_UP(op);
+    case UP_FILTER_GRADIENT:
+        return DIRECT_UP_FILTERS(op);
+    case LOSS_SUMS:
+    case LOSS_SLOPE:
+        return LOSS(op);
+    default: /* it knows all others */
+        return POINTWISE(op);
+    }
+}
+
 static int run(const struct operation *op)
 {
-    int code;
     begin_operation();
-    if (op->kind == UP_CONVOLVE || op->kind == UP_INPUT_GRADIENT)
-        code = DIRECT_UP(op);
-    else if (op->kind == UP_FILTER_GRADIENT)
-        code = DIRECT_UP_FILTERS(op);
-    else if (op->kind >= LOSS_SUMS)
-        code = LOSS(op);
-    else if (op->kind >= MAX_POOL)
-        code = POINTWISE(op);
-    else if (op->kind == FILTER_GRADIENT)
-        code = DIRECT_FILTERS(op);
-    else
-        code = convolve(op);
+    int code = run_kind(op);
     end_operation();
     return code;
 }

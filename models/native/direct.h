@@ -63,6 +63,8 @@ static void multiply(const struct products *p, int rows, int columns, float *sum
         multiply_as(p, rows, columns, sums, first, weights); \
         break;
         BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(1, 2) BLOCK(2, 2)
+    default:
+        __builtin_trap();
     }
 }
 
@@ -210,7 +212,9 @@ ALWAYS_INLINE void store_span(void *map, size_t at, vec (*value)[VECS], int is_s
 
 /* How the spans of a call are finished: constants of the functions below. */
 struct how {
-    int kind, adds, is_whole;
+    enum map_sums kind;
+    int adds;     /* the other map is added */
+    int is_whole; /* both halves have 16 channels, and lie side by side in the map */
 };
 
 /* What is summed over the spans of a call, of both halves. Moments are of the differences
@@ -343,8 +347,9 @@ static void finish(const struct made *made, const struct finished *f)
         FINISH(NO_SUMS, 0, 0) FINISH(NO_SUMS, 0, 1) FINISH(NO_SUMS, 1, 0) FINISH(NO_SUMS, 1, 1)
         FINISH(MOMENTS, 0, 0) FINISH(MOMENTS, 0, 1) FINISH(MOMENTS, 1, 0) FINISH(MOMENTS, 1, 1)
         FINISH(NORM_SUMS, 0, 0) FINISH(NORM_SUMS, 0, 1)
-            /* clang-format on */
-            default : __builtin_trap();
+        /* clang-format on */
+    default:
+        __builtin_trap();
     }
 }
 

@@ -49,7 +49,7 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
     return cut_of(&work, op->threads);
 }
 
-/* memory_estimator/step/scratch.py has the bytes as a formula. */
+/* What an operation reads and makes, and its lines of positions. */
 static struct job job_of(const struct operation *op)
 {
     struct job j = {.op = op, .outputs = op->outputs};
@@ -75,41 +75,41 @@ static struct job job_of(const struct operation *op)
     j.gradients_are_whole = j.outputs % 16 == 0;
     j.pitch = round_up(op->z + 1, 2);
     j.cut = cut_for(op, &j);
-
-    /* There are two planes of values more than of gradients; and of values a row more on each
-       side, and a line that the last shift reads. */
-    long arrays = j.cut.inputs * j.copies;
-    long budget = l2_budget(POSITIONS_PERMILLE);
-    long borders = 3 * arrays * 64 * (j.pitch + 1);
-    long rows = (budget - borders) / (TILE_BYTES * (3 * arrays + j.cut.outputs)) * 32 / j.pitch;
-    int most = j.cut.rows;
-    if (rows < most)
-        most = rows < 1 ? 1 : (int)rows;
-    int bands = ceil_div(j.cut.rows, most);
-    j.y_rows = ceil_div(j.cut.rows, bands); /* all are about equal */
-    j.steps = ceil_div(j.y_rows * j.pitch, 32);
-    j.copy_bytes = 64 * ((size_t)j.pitch + 16 * (size_t)j.steps + 1);
-    j.values_bytes = arrays * j.copy_bytes;
-    j.block_bytes = (size_t)TILE_BYTES * j.steps;
-    j.gradient_bytes = j.cut.outputs * j.block_bytes;
-
-    long plane_bytes = (long)(j.values_bytes + j.gradient_bytes);
-    long planes = (budget - 2 * (long)j.values_bytes) / plane_bytes;
-    int enough = least(MOST_PLANES, ceil_div(ENOUGH_STEPS, j.steps));
-    j.planes = least(enough, j.cut.planes);
-    if (planes < j.planes)
-        j.planes = planes < 1 ? 1 : (int)planes;
-
-    int width = j.width < 16 ? j.width : 16 * j.cut.inputs;
-    int output_width = 16 * j.cut.outputs;
-    int wide = width > output_width ? width : output_width;
-    size_t voxels = j.pitch + 6; /* lines of few channels reach so far */
-    j.row_values = (voxels * wide + 31) / 32 * 32;
-    j.kept = sizeof(float) * MOST_TARGETS * TILE_FLOATS + sizeof(uint16_t) * j.row_values;
-    j.kept += (j.planes + 2) * j.values_bytes + j.planes * j.gradient_bytes;
-    j.position_sums = (size_t)9 * j.shifts * j.groups * j.blocks * TILE_FLOATS;
-    j.passing = j.cut.positions * sizeof(float) * j.position_sums;
     return j;
+}
+
+/* Rows and planes that are taken at a time, so many that they stay in the cache L2: there are two
+   planes of values more than of gradients; and of values a row more on each side, and a line that
+   the last shift reads. memory_estimator/step/scratch.py has the bytes as a formula. */
+static void set_memory(struct job *j)
+{
+    long arrays = j->cut.inputs * j->copies; /* of values, in a plane */
+    long budget = l2_budget(POSITIONS_PERMILLE);
+    long borders = 3 * arrays * 64 * (j->pitch + 1);
+    long rows = (budget - borders) / (TILE_BYTES * (3 * arrays + j->cut.outputs)) * 32 / j->pitch;
+    int most = rows < 1 ? 1 : least(rows, j->cut.rows);
+    int bands = ceil_div(j->cut.rows, most);
+    j->y_rows = ceil_div(j->cut.rows, bands); /* all are about equal */
+    j->steps = ceil_div((long)j->y_rows * j->pitch, 32);
+    j->copy_bytes = 64 * ((size_t)j->pitch + 16 * (size_t)j->steps + 1);
+    j->values_bytes = arrays * j->copy_bytes;
+    j->block_bytes = (size_t)TILE_BYTES * j->steps;
+    j->gradient_bytes = j->cut.outputs * j->block_bytes;
+
+    long plane_bytes = (long)(j->values_bytes + j->gradient_bytes);
+    long planes = (budget - 2 * (long)j->values_bytes) / plane_bytes;
+    int enough = least(ceil_div(ENOUGH_STEPS, j->steps), MOST_PLANES);
+    j->planes = planes < 1 ? 1 : least(planes, least(j->cut.planes, enough));
+
+    int width = j->width < 16 ? j->width : 16 * j->cut.inputs;
+    int output_width = 16 * j->cut.outputs;
+    int wide = width > output_width ? width : output_width;
+    size_t voxels = j->pitch + 6; /* lines of few channels reach so far */
+    j->row_values = (voxels * wide + 31) / 32 * 32;
+    j->kept = sizeof(float) * MOST_TARGETS * TILE_FLOATS + sizeof(uint16_t) * j->row_values;
+    j->kept += (j->planes + 2) * j->values_bytes + j->planes * j->gradient_bytes;
+    j->position_sums = (size_t)9 * j->shifts * j->groups * j->blocks * TILE_FLOATS;
+    j->passing = j->cut.positions * sizeof(float) * j->position_sums;
 }
 
 struct thread {
@@ -137,8 +137,9 @@ static int is_outside(const struct operation *op, int x, int y)
     return x < 0 || x >= op->x || y < 0 || y >= op->y;
 }
 
-/* Row (x, y) of a map, after a voxel of zeros and followed by zeros. Channels that are there for
-   the width alone have any values: they are multiplied into sums that are not read. */
+/* The first voxel of row (x, y) of a map, formed, after a voxel of zeros and followed by zeros.
+   Channels that are there for the width alone have any values: they are multiplied into sums that
+   are not read. */
 static const uint16_t *formed_row(struct thread *t, const struct input *in, int width, int x, int y)
 {
     const struct operation *op = t->job->op;
@@ -152,7 +153,8 @@ static const uint16_t *formed_row(struct thread *t, const struct input *in, int 
 }
 
 /* The lines of row (x, y) of values: of each group and copy, `copy_bytes` apart. Pair p begins with
-   position 2 p - 1, in the second copy with 2 p. */
+   position 2 p - 1, in the second copy with 2 p. Maps of whole groups are formed straight into both
+   copies at once. */
 static void form_values_row(struct thread *t, char *to, int x, int y)
 {
     const struct job *j = t->job;
@@ -164,7 +166,7 @@ static void form_values_row(struct thread *t, char *to, int x, int y)
         formed = formed_row(t, &t->values_of, t->width, x, y);
     for (int i = 0; i < groups * j->copies; i++, to += j->copy_bytes) {
         int group = i / j->copies;
-        int first = i % j->copies - 1;
+        int first = i % j->copies - 1; /* voxel of pair 0; 0 in the second copy */
         if (is_outside(op, x, y)) {
             memset(to, 0, (size_t)pairs * 64);
         } else if (formed) {
@@ -275,8 +277,8 @@ static void correlate_band(struct thread *t)
     const struct job *j = t->job;
     const struct band *band = &t->band;
     int next = band->x0 - 1; /* plane of values */
-    for (int x = band->x0, planes; x < band->x1; x += planes) {
-        planes = least(j->planes, band->x1 - x);
+    for (int x = band->x0; x < band->x1; x += j->planes) {
+        int planes = least(j->planes, band->x1 - x);
         for (; next <= x + planes; next++)
             form_values(t, next);
         for (int i = 0; i < planes; i++)
@@ -322,9 +324,8 @@ static void write_tile(const struct job *j, const double *sums, int target, int 
     int tap = target / j->shifts;
     int shift = target % j->shifts;
     int first = 16 * block;
-    /* of a line */
-    int width = least(j->width, 16);
-    int z_taps = 16 / width;
+    int width = least(j->width, 16); /* values of a voxel in a line, */
+    int z_taps = 16 / width;         /* and voxels, each of its own tap along z */
     for (int value = 0; value < 16; value++) {
         int z = shift * z_taps + value / width;
         int input = 16 * group + value % width;
@@ -356,6 +357,7 @@ static void place(struct job *j, char *memory) { j->filter_sums = (float *)memor
 int DIRECT_FILTERS(const struct operation *op)
 {
     struct job j = job_of(op);
+    set_memory(&j);
     struct steps steps = {
         .op = op,
         .cut = &j.cut,

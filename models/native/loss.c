@@ -93,44 +93,46 @@ ALWAYS_INLINE struct sigmoid sigmoid_of(vec z)
     };
 }
 
-/* Lanes where the target is not 0; not those from n on. */
-ALWAYS_INLINE ivec true_lanes(const uint8_t *target, int n)
+/* What a vector of the target says of its lanes. */
+struct truth {
+    ivec counts; /* neither IGNORED nor beyond the row's end */
+    ivec is_true; /* of those: not 0 */
+};
+
+/* Of the first n values of a target. */
+ALWAYS_INLINE struct truth truth_of(const uint8_t *target, int n)
 {
     typedef uint8_t bytes __attribute__((vector_size(LANES)));
     bytes some = {0};
+    bytes none = some + IGNORED;
+    if (n < LANES)
+        some = none; /* so that lanes from n on do not count */
     memcpy(&some, target, n == LANES ? sizeof some : (size_t)n);
-    return __builtin_convertvector(some, ivec) != 0;
+    ivec value = __builtin_convertvector(some, ivec);
+    ivec counts = value != IGNORED;
+    return (struct truth){.counts = counts, .is_true = counts & (value != 0)};
 }
 
-ALWAYS_INLINE ivec lanes_below(int n)
-{
-    ivec lane;
-    for (int i = 0; i < LANES; i++)
-        lane[i] = i;
-    return lane < n;
-}
-
-/* Adds the values of a vector, the first n, to the sums of its phase. */
-ALWAYS_INLINE void add_terms(vec *sums, vec z, ivec is_true, int n)
+/* Adds the values of a vector to the sums of its phase. */
+ALWAYS_INLINE void add_terms(vec *sums, vec z, struct truth truth)
 {
     struct sigmoid of_z = sigmoid_of(z);
+    vec larger = at_least(choose(truth.is_true, -z, z), (vec){0});
     /* 0 * z: of an infinite logit a NaN, so that the loss shows it. */
-    vec cross_entropy = at_least(choose(is_true, -z, z), (vec){0}) + log_of_1_and(of_z.e) + 0 * z;
-    if (n < LANES) {
-        cross_entropy = keep_where(lanes_below(n), cross_entropy);
-        of_z.p = keep_where(lanes_below(n), of_z.p);
-    }
-    sums[CROSS_ENTROPY] += cross_entropy;
-    sums[OVERLAP] += keep_where(is_true, of_z.p);
-    sums[PREDICTED] += of_z.p;
-    sums[TRUE] += keep_where(is_true, (vec){0} + 1);
+    vec cross_entropy = larger + log_of_1_and(of_z.e) + 0 * z;
+    sums[CROSS_ENTROPY] += keep_where(truth.counts, cross_entropy);
+    sums[OVERLAP] += keep_where(truth.is_true, of_z.p);
+    sums[PREDICTED] += keep_where(truth.counts, of_z.p);
+    sums[TRUE] += keep_where(truth.is_true, (vec){0} + 1);
 }
 
-ALWAYS_INLINE vec slope_of(const vec *factors, vec z, ivec is_true)
+ALWAYS_INLINE vec slope_of(const vec *factors, vec z, struct truth truth)
 {
     struct sigmoid of_z = sigmoid_of(z);
-    vec of_p = keep_where(is_true, factors[OVERLAP]) + factors[PREDICTED];
-    return factors[CROSS_ENTROPY] * choose(is_true, -of_z.rest, of_z.p) + of_z.slope * of_p;
+    vec of_p = keep_where(truth.is_true, factors[OVERLAP]) + factors[PREDICTED];
+    vec error = choose(truth.is_true, -of_z.rest, of_z.p); /* p - t */
+    vec slope = factors[CROSS_ENTROPY] * error + of_z.slope * of_p;
+    return keep_where(truth.counts, slope);
 }
 
 /* --- Rows --- */
@@ -141,11 +143,11 @@ ALWAYS_INLINE void compute_vector(const struct operation *op, vec *phases, int p
 {
     prefetch(op->maps[0], at, dtype, 0);
     vec z = load_values(op->maps[0], at, n, dtype);
-    ivec is_true = true_lanes(target, n);
+    struct truth truth = truth_of(target, n);
     if (kind == LOSS_SUMS) {
-        add_terms(phases + phase * TERMS, z, is_true, n);
+        add_terms(phases + phase * TERMS, z, truth);
     } else {
-        vec slope = slope_of(phases + phase * FACTORS, z, is_true);
+        vec slope = slope_of(phases + phase * FACTORS, z, truth);
         store_values(op->map, at, slope, n, dtype);
     }
 }

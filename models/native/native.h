@@ -25,7 +25,8 @@ enum { SCALE, SHIFT, FLOOR, MEAN, RSTD, COEFFICIENTS = 6, OF_GRADIENT = 3, OF_RA
    0. The terms are sums over a sample's voxels: of cross-entropies, of p where t, of p, and of t.
    The loss is a function of them; its derivatives by the first three are the factors,
    [batch][FACTORS][channels], and with those the gradient of a logit is
-     factor[CROSS_ENTROPY] * (p - t) + p * (1 - p) * (factor[OVERLAP] * t + factor[PREDICTED]) */
+     factor[CROSS_ENTROPY] * (p - t) + p * (1 - p) * (factor[OVERLAP] * t + factor[PREDICTED])
+   Where a byte is IGNORED the logit is in no sum, whatever it is, and its gradient is 0. */
 enum { CROSS_ENTROPY, OVERLAP, PREDICTED, TRUE, TERMS, FACTORS = TRUE };
 
 /* Of an operation's memory besides its maps: the threads that keep some, the bytes that each of

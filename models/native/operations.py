@@ -212,7 +212,7 @@ def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
     return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
 
 
-# --- The loss: logits (batch, x, y, z, R) against a target uint8 that is 0 or not ---
+# --- The loss: logits (batch, x, y, z, R) against a target uint8 that is 0, not 0, or IGNORED ---
 
 
 def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
@@ -221,6 +221,7 @@ def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
 
     Their bits do not depend on the number of threads. Of a target on a finer grid every 2nd, 3rd
     ... voxel counts, as each axis has it. A logit that is not finite makes a sum not finite.
+    Where the target is IGNORED a logit is in no sum, whatever it is.
     """
     sums = _module().cpu_loss_sums(logits, target)
     sums.set_shape((logits.shape[0], 4, logits.shape[-1]))
@@ -229,7 +230,7 @@ def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
 
 def loss_slope(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
     """The gradient of a loss by the logits, in their dtype, from its derivatives by the first three
-    of `loss_sums`, (batch, 3, R)."""
+    of `loss_sums`, (batch, 3, R); 0 where the target is IGNORED."""
     slope = _module().cpu_loss_slope(logits, target, factors)
     slope.set_shape(logits.shape)
     return slope

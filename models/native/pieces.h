@@ -111,6 +111,7 @@ static struct cut cut_of(const struct work *w, int threads)
                         cost = of_cut;
                     }
                 }
+#undef EACH
     /* clang-format on */
     return best;
 }
@@ -319,9 +320,9 @@ struct steps {
 struct run {
     struct job *job;
     const struct steps *steps;
-    char *saved; /* of all pieces */
-    size_t piece_saved;
-    int failed;
+    char *saved;        /* rows of all pieces, in place */
+    size_t piece_saved; /* bytes of one piece's; 0 if the output is elsewhere */
+    _Atomic int failed; /* a thread got no memory */
 };
 
 static struct piece piece_of_run(const struct run *run, int number)
@@ -410,9 +411,9 @@ static void write_sums(const struct operation *op, enum map_sums sums, const dou
                        size_t next, int channels, int width, int positions)
 {
     double voxels = (double)op->x * op->y * op->z;
-    for (int i = 0; i < op->batch * channels; i++) {
-        int batch = i / channels;
-        int c = i % channels;
+    for (long i = 0; i < (long)op->batch * channels; i++) {
+        int batch = (int)(i / channels);
+        int c = (int)(i % channels);
         const double *at = totals + (size_t)batch * 2 * width + c;
         double first = total(at, next, positions);
         double second = total(at + width, next, positions);

@@ -1,5 +1,5 @@
-/* What a network does besides 3 x 3 x 3 convolutions: pools, doubles the grid, and projects voxel
-   by voxel, and their gradients.
+/* What a network does besides 3 x 3 x 3 convolutions: pools, residual sums, transposed convolutions
+   of 2 x 2 x 2, projections, and their gradients.
 
    A thread has a piece of the rows; of a transposed convolution's filter gradient, of the channels
    as well. Each voxel is read before it is written, so a map may be written over one that it is
@@ -123,7 +123,8 @@ ALWAYS_INLINE void multiply_voxels(vec *sums, int n, const float *values, int st
 ALWAYS_INLINE vec finished(const struct operation *op, int kind, const vec *k, vec product, vec raw,
                            size_t at, int n)
 {
-    const void *first = op->others[0], *second = op->others[1];
+    const void *first = op->others[0];
+    const void *second = op->others[1];
     switch (kind) {
     case RESIDUAL_SUM:
         return at_least(normed(k, raw) + load_values(first, at, n, op->dtype), (vec){0});
@@ -144,7 +145,7 @@ ALWAYS_INLINE vec finished(const struct operation *op, int kind, const vec *k, v
 }
 
 /* A row of the map from element `to` on, of voxels `step` apart: over `taps` the products of a row
-   with filters. */
+   with filters. Without taps nothing is multiplied: value by value. */
 ALWAYS_INLINE void make_row(struct thread *t, int kind, size_t to, int step, const float *filters,
                             int taps, int edge)
 {
@@ -306,6 +307,12 @@ static void compute_row(struct thread *t, int batch, int x, int y)
         else
             make_row(t, UP_INPUT_GRADIENT, voxel * channels, channels, j->filters, j->taps, edge);
         break;
+    case PROJECT:
+    case UP_CONVOLVE: /* from the raw map, below */
+    case UP_FILTER_GRADIENT:
+        break;
+    default:
+        __builtin_trap();
     }
     for (int tap = 0; tap < j->taps && j->from_raw; tap++) {
         size_t to = finer_voxel(op, j->finer, batch, x, y, tap / edge) + tap % edge;
@@ -388,8 +395,9 @@ static void write_results(void *argument, int thread, int threads)
     int outputs = op->outputs;
     int width = j->width;
     int positions = j->cut.positions;
-    for (int i = thread; op->sums_to && i < 2 * op->batch * channels; i += threads) {
-        const double *sums = j->sums + (size_t)(i / channels) * width + i % channels;
+    long sums_count = op->sums_to ? 2L * op->batch * channels : 0;
+    for (long i = thread; i < sums_count; i += threads) {
+        const double *sums = j->sums + i / channels * width + i % channels;
         op->sums_to[i] = (float)total(sums, j->sum_count, positions);
     }
     for (int row = thread; op->filter_gradient && row < j->taps * outputs; row += threads)

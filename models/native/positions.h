@@ -131,6 +131,8 @@ static void correlate(int count, float *sums, int planes, int steps, const char 
         correlate_as(n, sums, planes, steps, left, right); \
         break;
         COUNT(1) COUNT(2) COUNT(3) COUNT(4) COUNT(5) COUNT(6)
+    default:
+        __builtin_trap();
     }
 }
 

@@ -6,9 +6,8 @@
    z = t * TILE - 1 ... t * TILE + TILE, from which STREAMS sums are formed; the filters are
    transformed likewise; products of equal stream are added over channels and over the nine (x, y)
    taps; and the outputs of a tile are sums of the streams' totals. float32 has four outputs a tile
-   (points 0, +-1, +-1/2, infinity: 5e-7 relative), bfloat16 two (0, +-1, infinity): of a norm and
-   ReLU formed on load 0.0029 relative, where plain products of values rounded to bfloat16 have
-   0.0027; four outputs would have three times that.
+   (points 0, +-1, +-1/2, infinity), bfloat16 two (0, +-1, infinity): four would have three times
+   the error. docs/kernels.md has the errors of both, beside those of a plain convolution.
 
    A row is stored as [stream][group of 16 channels][tile][16 channels]. A unit is what one product
    instruction spreads over all outputs: 4 bytes, one float32 or two neighbouring bfloat16 values.
@@ -109,7 +108,8 @@ static const float FILTER_TRANSFORM[STREAMS][3] = {
 };
 #endif
 
-static inline int least(int a, int b) { return a < b ? a : b; }
+/* The smaller of two, of which an int holds one at least: nothing is cut off before. */
+static inline int least(long a, long b) { return (int)(a < b ? a : b); }
 static inline long ceil_div(long number, long size) { return (number + size - 1) / size; }
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
@@ -194,8 +194,7 @@ static double total(const double *sums, size_t next, int count)
 struct input {
     int channels[2];     /* of each map; the second is 0 where there is only one */
     const void *maps[2]; /* read as if concatenated */
-    const void
-        *raw; /* where maps[0] is a gradient with coefficients: the map that was normalised */
+    const void *raw;     /* the map that was normalised, where maps[0] is its norm's gradient */
     const float *coefficients;
     int first, past; /* channels that are formed, of those of both maps */
 };
@@ -239,19 +238,20 @@ ALWAYS_INLINE void load_norm_of(vec *k, const struct input *in, int m, int batch
 ALWAYS_INLINE void form_channels(void *row, int made, int width, const struct input *in, int m,
                                  int batch, size_t voxel, int c, int z, int n, int dtype, int form)
 {
-    const void *map = in->maps[m], *raw = in->raw;
+    const void *map = in->maps[m];
+    const void *raw = in->raw;
     int stride = in->channels[m];
-    int to = m ? in->channels[0] + c : c;
-    size_t at = voxel * stride + c;
+    size_t at = voxel * stride + c; /* in the map, */
+    size_t to = (m ? in->channels[0] + c : c) - in->first; /* and in the row */
     vec k[COEFFICIENTS];
     load_norm_of(k, in, m, batch, c, n, form);
-    for (int i = 0; i < z; i++, at += stride)
-        if (form == RAW && dtype == BFLOAT16 && made == BFLOAT16)
-            memcpy((uint16_t *)row + (size_t)i * width + to - in->first, (const uint16_t *)map + at,
-                   2 * n);
-        else
-            store_values(row, (size_t)i * width + to - in->first,
-                         formed_value(k, map, raw, at, n, dtype, form), n, made);
+    for (int i = 0; i < z; i++, at += stride, to += width)
+        if (form == RAW && dtype == BFLOAT16 && made == BFLOAT16) {
+            memcpy((uint16_t *)row + to, (const uint16_t *)map + at, sizeof(uint16_t) * n);
+        } else {
+            vec value = formed_value(k, map, raw, at, n, dtype, form);
+            store_values(row, to, value, n, made);
+        }
 }
 
 ALWAYS_INLINE void form_row_as(void *row, int made, int width, const struct input *in, int batch,
@@ -336,7 +336,8 @@ ALWAYS_INLINE void store_row(unit *row, const float *formed, int width, int tile
                 else
                     transform_values(d, streams[i]);
             }
-            unit *to = row + ((size_t)(c / GROUP * tiles + t) * GROUP + c % GROUP * step) / UNIT;
+            size_t of_group = (size_t)(c / GROUP) * tiles + t;
+            unit *to = row + (of_group * GROUP + c % GROUP * step) / UNIT;
             for (int k = 0; k < STREAMS; k++, to += stream_units)
                 if (step == UNIT)
                     store_units(to, streams[0][k], streams[1][k]);

@@ -59,7 +59,9 @@ MOST_TILE_ROWS = 4  # tiles A of direct products that are multiplied at once
 MOST_PLANES = 8  # of positions that are multiplied at once
 ENOUGH_STEPS = 64  # of 32 positions: adding up the sums of more costs next to nothing
 MOST_TARGETS = 6  # tiles B whose sums are in registers at once
+IGNORED = 255  # value of a target's voxel that is not learnt; of the others 0 is outside a region
 LOSS_BLOCK_VALUES = 8192  # of logits in a block of rows, about: some microseconds of work
+ORTHOGONAL_BLOCKS = 8  # of a symmetric matrix; fewer are over before another thread is awake
 
 # Costs of a cut (pieces.h), about: in units of forming a row of a block of 16 channels.
 ROW_PRODUCTS_COST = 8  # of transformed rows; their loads take as long as products of
@@ -80,26 +82,34 @@ CONSTANTS = {name: value for name, value in globals().items() if isinstance(valu
 
 def header() -> str:
     """The text of shared.h."""
-    kinds = [f"    {kind.upper()}, /* {text} */" for kind, text in KINDS.items()]
-    constants = [f"    {name} = {value}," for name, value in CONSTANTS.items()]
+    return f'{_definitions()}\n#define SHARED "{fingerprint()}"\n'
+
+
+def fingerprint() -> str:
+    """What a library that was built of this text answers to `native_shared`."""
+    return hashlib.sha256(_definitions().encode()).hexdigest()[:16]
+
+
+def _definitions() -> str:
+    lines = ["/* build.py makes this of shared.py and instruction_sets.py. */"]
+    lines.append("enum kind {")
+    for kind, text in KINDS.items():
+        lines.append(f"    {kind.upper()}, /* {text} */")
+    lines += ["    KINDS", "};"]
+    lines.append("enum {")
+    for name, value in CONSTANTS.items():
+        lines.append(f"    {name} = {value},")
+    lines.append("};")
+    lines.append(
+        "/* Name, flags of a CPU that it needs, and whether it computes bfloat16 maps alone,"
+    )
+    lines.append("   is slow on Intel's CPUs, is taken by name alone; the fastest first. */")
+    lines.append("#define EACH_INSTRUCTION_SET(SET) \\")
     sets = []
     for name, each in INSTRUCTION_SETS.items():
         needs = " ".join(each.needs)
         flags = (each.bfloat16_alone, each.slow_on_intel, each.emulated)
         words = ", ".join(str(int(flag)) for flag in flags)
         sets.append(f'    SET({name}, "{needs}", {words})')
-    lines = [
-        *("/* build.py makes this of shared.py and instruction_sets.py. */",),
-        *("enum kind {", *kinds, "    KINDS", "};"),
-        *("enum {", *constants, "};"),
-        "/* Name, flags of a CPU that it needs, and whether it computes bfloat16 maps alone,",
-        "   is slow on Intel's CPUs, is taken by name alone; the fastest first. */",
-        *("#define EACH_INSTRUCTION_SET(SET) \\", " \\\n".join(sets)),
-    ]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-    return "\n".join((*lines, f'#define SHARED "{digest}"', ""))
-
-
-def fingerprint() -> str:
-    """What a library that was built of this text answers to `native_shared`."""
-    return header().split('"')[-2]
+    lines.append(" \\\n".join(sets))
+    return "\n".join(lines)

@@ -70,18 +70,22 @@ ALWAYS_INLINE vec load_values(const void *map, size_t at, int n, int dtype)
     halves some = {0};
     if (n == LANES && dtype == FLOAT32)
         return load(floats);
+    if (n == LANES) {
+        memcpy(&some, shorts, sizeof some);
+        return from_bfloat16(some);
+    }
 #ifdef __AVX512F__ /* a copy of so few would wait for its own stores */
     __mmask16 lanes = (__mmask16)((1u << n) - 1);
-    if (n < LANES && dtype == FLOAT32)
-        return (vec)_mm512_maskz_loadu_ps(lanes, floats);
-    if (n < LANES)
-        return from_bfloat16((halves)_mm256_maskz_loadu_epi16(lanes, shorts));
-#endif
     if (dtype == FLOAT32)
+        return (vec)_mm512_maskz_loadu_ps(lanes, floats);
+    return from_bfloat16((halves)_mm256_maskz_loadu_epi16(lanes, shorts));
+#endif
+    if (dtype == FLOAT32) {
         memcpy(&value, floats, sizeof(float) * n);
-    else
-        memcpy(&some, shorts, n == LANES ? sizeof some : sizeof(uint16_t) * n);
-    return dtype == FLOAT32 ? value : from_bfloat16(some);
+        return value;
+    }
+    memcpy(&some, shorts, sizeof(uint16_t) * n);
+    return from_bfloat16(some);
 }
 
 ALWAYS_INLINE vec load_some(const float *from, int n) { return load_values(from, 0, n, FLOAT32); }
@@ -93,18 +97,21 @@ ALWAYS_INLINE vec store_values(void *map, size_t at, vec value, int n, int dtype
     float *floats = (float *)map + at;
     uint16_t *shorts = (uint16_t *)map + at;
     halves rounded = to_bfloat16(value);
+    if (n == LANES && dtype == FLOAT32)
+        memcpy(floats, &value, sizeof value);
+    else if (n == LANES)
+        memcpy(shorts, &rounded, sizeof rounded);
 #ifdef __AVX512F__
-    __mmask16 lanes = (__mmask16)((1u << n) - 1);
-    if (n < LANES && dtype == FLOAT32)
-        _mm512_mask_storeu_ps(floats, lanes, (__m512)value);
-    else if (n < LANES)
-        _mm256_mask_storeu_epi16(shorts, lanes, (__m256i)rounded);
+    else if (dtype == FLOAT32)
+        _mm512_mask_storeu_ps(floats, (__mmask16)((1u << n) - 1), (__m512)value);
     else
+        _mm256_mask_storeu_epi16(shorts, (__mmask16)((1u << n) - 1), (__m256i)rounded);
+#else
+    else if (dtype == FLOAT32)
+        memcpy(floats, &value, sizeof(float) * n);
+    else
+        memcpy(shorts, &rounded, sizeof(uint16_t) * n);
 #endif
-        if (dtype == FLOAT32)
-        memcpy(floats, &value, n == LANES ? sizeof value : sizeof(float) * n);
-    else
-        memcpy(shorts, &rounded, n == LANES ? sizeof rounded : sizeof(uint16_t) * n);
     return dtype == FLOAT32 ? value : from_bfloat16(rounded);
 }
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from cpu3d.data.manifest import Geometry, make_manifest
-from cpu3d.data.nifti import write_volume
+from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import write_arrays
-from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.errors import DivergedError
 from cpu3d.inference.runs import Inference
 from cpu3d.run.config_json import load_config, save_config
@@ -101,13 +101,28 @@ SPLIT = {"train": ("a", "b", "c"), "val": ("d",), "test": ("e", "f")}
 
 
 def make_store(
-    folder: Path, source: Path, *, labelled: bool = True, split=SPLIT, geometry: Geometry = LPS_2MM
+    folder: Path,
+    source: Path,
+    *,
+    labelled: bool = True,
+    split=SPLIT,
+    geometry: Geometry = LPS_2MM,
+    ignore: Optional[int] = None,
 ) -> Store:
+    """A store of cases of `write_case`. Of their labels every second slice is `ignore`."""
+    labels = dict(LABELS)
+    if ignore is not None:
+        labels[ignore] = "ignore"
     (folder / "cases").mkdir(parents=True)
     records = []
     for seed, case_id in enumerate(sorted(sum(split.values(), ()))):
         files = write_case(source, case_id, seed, geometry)
-        case = load_case(files, channels=CHANNELS, labels=LABELS if labelled else None)
+        if ignore is not None:
+            label = to_ras(*read_volume(files.label)).copy()
+            label[..., ::2] = ignore
+            write_volume(files.label, label, geometry)
+        known = labels if labelled else None
+        case = load_case(files, channels=CHANNELS, labels=known, ignore=ignore)
         records.append(
             write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False)
         )
@@ -115,8 +130,9 @@ def make_store(
         name="tiny",
         layout="decathlon",
         channels=CHANNELS,
-        labels=LABELS,
+        labels=labels,
         regions=REGIONS,
+        ignore=ignore,
         split=split,
         split_seed=0,
         cases=tuple(records),

@@ -11,13 +11,21 @@ import pytest
 
 from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
-from cpu3d.run.checkpoint import checkpoints, load_checkpoint, newest, weights_file
+from cpu3d.run.checkpoint import (
+    BEST,
+    checkpoints,
+    load_checkpoint,
+    newest,
+    save_checkpoint,
+    weights_file,
+)
 from cpu3d.run.config_json import save_config
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner, Outcome
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
+from models.weights import network_weights
 
 HOST = dataclasses.replace(read_host(), available_bytes=20 * 2**30, cgroup_limit_bytes=None)
 """This one, with memory enough: nothing is decided by what is free while tests run."""
@@ -81,6 +89,10 @@ class NumpyLearner:
     def weights(self):
         return {"model/000": self._arrays["model/000"].copy()}
 
+    def start_from(self, first):
+        """From a norm's scale: it is no network that could take all."""
+        self._arrays["model/000"][:] = np.mean(first("model/001", np.zeros(1)))
+
     def restore(self, arrays):
         for name, array in self._arrays.items():
             array[...] = arrays[name]
@@ -92,7 +104,7 @@ class NumpyLearner:
 def shared_learner(config):
     """The network of a run from its initial weights; one that was compiled for an equal run before
     is taken again."""
-    names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device")
+    names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device", "freeze")
     key = repr([getattr(config, name) for name in names])
     if key not in _LEARNERS:
         learner = Learner(config)
@@ -137,6 +149,18 @@ def start(store, folder, *, learner=shared_learner, **settings):
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(plan.config, folder)
     return Fit(plan, folder, make_learner=learner)
+
+
+def written_weights(config, folder, seed=0):
+    """A run of `config` in `folder` that has its best weights, drawn, and was never trained."""
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    save_config(config, folder)
+    rng = np.random.default_rng(seed)
+    weights = network_weights(config.unet)
+    arrays = {weight.array: rng.normal(size=weight.shape).astype("f4") for weight in weights}
+    state = {"step": 1, "best": 0.5, "coarse_steps": 0, "split_hash": config.split_hash}
+    save_checkpoint(folder / "checkpoints" / BEST, arrays, state)
+    return folder
 
 
 def weights(folder, name="last"):

@@ -25,6 +25,7 @@ from cpu3d.inference import evaluate
 from cpu3d.inference.postprocessing import decision
 from cpu3d.inference.runs import seen_notes
 from cpu3d.inference.scores_file import read_scores, scores_path
+from cpu3d.plan import make_plan
 from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.run_status import run_status
@@ -38,7 +39,14 @@ from cpu3d.training.train import train
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.lock import locked
 from tests.cpu3d.conftest import FakePredictor
-from tests.cpu3d.runs import HOST, SMALL, NumpyLearner, assert_same_run, shown_cases
+from tests.cpu3d.runs import (
+    HOST,
+    SMALL,
+    NumpyLearner,
+    assert_same_run,
+    shown_cases,
+    written_weights,
+)
 
 SETTINGS = {**SMALL, "epochs": 2, "validations": 2, "save_minutes": 0.0}
 WEIGHTS = {"train": 2, "val": 3}
@@ -399,6 +407,29 @@ def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
         train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
     assert not folder.exists()
     assert commands.seen() == []
+
+
+def test_all_folds_start_from_the_same_weights_and_need_them_only_once(
+    commands, phantom_store, tmp_path
+):
+    own = make_plan(phantom_store, tmp_path / "nowhere", HOST, SETTINGS).config
+    elsewhere = dataclasses.replace(own, store="/nowhere", split_hash="0" * 12)
+    source = written_weights(elsewhere, tmp_path / "source")
+    settings = {**SETTINGS, "init": str(source)}
+    folder = tmp_path / "folds"
+    train_folds(phantom_store.folder, folder, 2, settings=settings)
+    records = [load_config(folder / f"fold-{number}").init_record for number in (1, 2)]
+    assert records[0] == records[1]
+    assert records[0].file == str(source / "checkpoints" / "best.npz")
+    page = write_folds_report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert records[0].file in page
+    shutil.rmtree(source)
+    train_folds(phantom_store.folder, folder, 2, settings={"epochs": 3})
+    written_weights(elsewhere, source, seed=1)
+    shutil.rmtree(folder / "fold-2")
+    with pytest.raises(InputError, match="SHA-256"):
+        train_folds(phantom_store.folder, folder, 2, settings={"epochs": 3})
+    assert not (folder / "fold-2").exists()
 
 
 def test_a_fold_that_diverges_is_named_and_the_others_go_on(

@@ -7,10 +7,12 @@ import math
 import re
 import shutil
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
 from cpu3d.decisions import job_of
@@ -110,6 +112,23 @@ def test_a_run_knows_the_voxels_of_its_training_cases_and_one_of_an_earlier_vers
     path.write_text(json.dumps(content))
     assert (load_config(run).spacing_mm, load_config(run).oriented) == (None, None)
     assert decided(store, run).spacing_mm == (0.9, 1.0, 2.0)
+
+
+def test_a_run_keeps_its_stores_order_of_painting_for_the_regions_that_it_learns(tmp_path):
+    store = make_store(tmp_path / "store", tmp_path / "source")
+    paint = (("ET", 3), ("WT", 2), ("TC", 3))
+    store = Store(store.folder, dataclasses.replace(store.manifest, paint=paint))
+    config = decided(store, tmp_path, regions=("WT", "ET"))
+    save_config(config, tmp_path)
+    assert load_config(tmp_path) == config
+    assert list(config.codes_by_region) == ["WT", "ET"]
+    answers = np.full((1, 1, 1, 2), 0.9, np.float32)
+    assert label_from_regions(answers, config.codes_by_region) == 2  # WT over ET
+    path = tmp_path / "config.json"
+    content = json.loads(path.read_text())
+    del content["paint"]  # as of an earlier version
+    path.write_text(json.dumps(content))
+    assert load_config(tmp_path) == dataclasses.replace(config, paint=())
 
 
 def test_the_others_take_the_chief_s_plan_on_their_own_store_and_engine(phantom_store, tmp_path):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from memory_estimator.calibration import load_constants
 from memory_estimator.job import Job
 from memory_estimator.step.cut import Work, cut_of
+from memory_estimator.step.program import OwnOperation
 from memory_estimator.step.scratch import cut_for
 from memory_estimator.step.timing import step_busy_share
 from memory_estimator.step.training_step import training_step
@@ -52,13 +53,31 @@ def test_pieces_share_the_grid_first_and_channels_where_it_is_small():
     assert cut_of(whole, 8).pieces == 1
 
 
+@pytest.mark.parametrize(
+    ("columns", "instructions", "pieces", "busy"),
+    [
+        (16, "avx512", 1, 1 / 8),  # a block column of 32: 4 blocks of 8 x 32, for one thread
+        (128, "avx512", 5, 5 / 8),  # four: 16 + 12 + 8 + 4 blocks, 8 for each of five threads
+        (512, "avx512", 8, 1),  # sixteen: 544 blocks, 68 for each thread
+        (128, "avx2", 8, 1),  # eight of 16: 144 blocks of 4 x 16, 18 for each thread
+    ],
+)
+def test_a_kernel_is_made_orthogonal_by_threads_that_have_enough_blocks(
+    columns, instructions, pieces, busy
+):
+    op = OwnOperation("orthogonal", 1, (27 * 64, 1, 1), 0, columns, 4)
+    cut = cut_for(op, 8, instructions)
+    assert cut.pieces == pieces
+    assert cut.efficiency == pytest.approx(busy)
+
+
 @pytest.mark.parametrize("instructions", ["avx2", "avx512", "avx512_bf16", "amx"])
 @pytest.mark.parametrize("threads", [28, 56])
 def test_a_step_keeps_the_cores_of_a_socket_busy(instructions, threads):
     job = Job(UNetConfig(dtype="bfloat16"), (240, 240, 160), threads=threads)
     program = training_step(job)
     for op in program.ops:
-        if op.own:
+        if op.own and op.own.kind != "orthogonal":  # too small for so many
             cut = cut_for(op.own, threads, instructions, op.takes_over == op.reads[0])
             assert cut.efficiency > 0.55, op.own
     assert step_busy_share(program, load_constants(instructions), job) > 0.85

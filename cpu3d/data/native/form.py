@@ -10,7 +10,8 @@ from cpu3d.data.region import Array, Shape3
 from cpu3d.errors import InputError
 from models.config import DTYPES
 
-ImageAndTarget = Tuple[Array, Array]  # (X, Y, Z, C), and (X, Y, Z, R) uint8
+# (X, Y, Z, C), and (X, Y, Z, R) uint8: 1 in a region, 0 outside, IGNORED where it is not learnt
+ImageAndTarget = Tuple[Array, Array]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Form:
     shrinking: Optional[Tuple[Array, ...]] = None
     """Weights (grid, store voxels) of each axis, of `resolution.shrinking`; None at full
     resolution."""
+    ignore: Optional[int] = None  # code of the voxels that are not to be learnt
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -42,6 +44,10 @@ class Form:
 
     @property
     def table(self) -> Array:
-        """(256, R) uint8: 1 where a code belongs to a region."""
-        rows = [[code in codes for codes in self.codes] for code in range(256)]
+        """(256, R) uint8: 1 where a code belongs to a region. A column more, if there is a code to
+        be ignored: where it is that."""
+        columns = list(self.codes)
+        if self.ignore is not None:
+            columns.append((self.ignore,))
+        rows = [[code in codes for codes in columns] for code in range(256)]
         return np.array(rows, np.uint8)

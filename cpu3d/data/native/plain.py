@@ -9,6 +9,7 @@ from cpu3d.data.augment import Drawn, smoothing
 from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.region import Array, Region, Shape3, crop, xyz
 from cpu3d.data.resolution import TIE
+from models.native.shared import IGNORED
 
 
 def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
@@ -20,14 +21,36 @@ def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
     if form.shrinking is not None:
         image = _shrunk(image, start, form.shrinking)
         target = _shrunk(target, start, form.shrinking)
+        if form.ignore is not None:
+            target = _without_ignored(target)
         start = (0, 0, 0)
     image = _placed(image, start, drawn.matrix, form.grid)
     target = _placed(target, start, drawn.matrix, form.grid)
     image = _flipped(_changed(image, drawn), drawn.flips)
-    target = _flipped(target >= np.float32(0.5 - TIE), drawn.flips)
+    target = _flipped(_decided(target, form), drawn.flips)
     if form.dtype == "bfloat16":
         image = _bfloat16_bits(image)
     return np.ascontiguousarray(image), np.ascontiguousarray(target, np.uint8)
+
+
+def _without_ignored(target: Array) -> Array:
+    """Of means (X, Y, Z, R + 1), the last of ignored voxels, those over the others alone; 0 and 1
+    where there are no others."""
+    ignored = target[..., -1:]
+    is_ignored = ignored >= np.float32(1 - TIE)
+    others = np.where(is_ignored, np.float32(1), 1 - ignored)
+    regions = np.where(is_ignored, np.float32(0), target[..., :-1] / others)
+    return np.concatenate([regions, is_ignored], -1, dtype=np.float32)
+
+
+def _decided(target: Array, form: Form) -> Array:
+    """The target of means (X, Y, Z, R), or with those of ignored voxels (X, Y, Z, R + 1)."""
+    inside = np.float32(0.5 - TIE)
+    if form.ignore is None:
+        return target >= inside
+    ignored = target[..., -1:]
+    regions = target[..., :-1] >= inside * (1 - ignored)
+    return np.where(ignored > np.float32(0.5 + TIE), IGNORED, regions)
 
 
 def smoothings(drawn: Drawn, grid: Shape3) -> List[Optional[Tuple[Array, ...]]]:

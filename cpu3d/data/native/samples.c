@@ -9,6 +9,10 @@
 
 /* A region's mean from which on a voxel is inside: resolution.TIE below a half. */
 static const float INSIDE = 0.5f - 1e-4f;
+/* The share of ignored voxels in a voxel from which on it is ignored too: more than half of what it
+   is turned from, or all that it is averaged of. */
+static const float MOST_IGNORED = 0.5f + 1e-4f;
+static const float ALL_IGNORED = 1 - 1e-4f;
 
 static void round_row(const float *restrict from, int count, uint16_t *restrict to)
 {
@@ -54,7 +58,7 @@ static int make_image(const struct sample *sample, const struct box *box)
     return failed ? -1 : 0;
 }
 
-/* Cut a label's box to the voxels of a region; returns whether there are any. */
+/* Cut a label's box to the voxels of a region, or ignored; returns whether there are any. */
 static int cut_to_regions(struct box *box)
 {
     uint8_t is_of_region[256] = {0};
@@ -92,19 +96,49 @@ static int cut_to_regions(struct box *box)
     return 1;
 }
 
+/* Of an averaged label the means over those voxels that are not ignored, where there are some. */
+static void leave_out_ignored(struct box *box)
+{
+    int regions = box->channels - 1;
+    float *mean = (float *)box->values;
+    size_t voxels = (size_t)box->size[X] * box->size[Y] * box->size[Z];
+    for (size_t i = 0; i < voxels; i++, mean += box->channels) {
+        float ignored = mean[regions];
+        int is_ignored = ignored >= ALL_IGNORED;
+        for (int c = 0; c < regions && ignored > 0; c++)
+            mean[c] = is_ignored ? 0 : mean[c] / (1 - ignored);
+        mean[regions] = is_ignored;
+    }
+}
+
+/* A row of the target, of means over each voxel of `regions` channels and of the ignored voxels. */
+static void decide_row(const float *mean, int voxels, int regions, uint8_t *to)
+{
+    for (int z = 0; z < voxels; z++, mean += regions + 1, to += regions) {
+        float ignored = mean[regions];
+        for (int c = 0; c < regions; c++)
+            to[c] = ignored > MOST_IGNORED ? IGNORED : mean[c] >= INSIDE * (1 - ignored);
+    }
+}
+
 /* The target from the label's box on the network's grid. */
 static int make_target(const struct sample *sample, const struct box *box)
 {
     size_t rows_of_all = (size_t)sample->grid[X] * sample->grid[Y];
-    int count = sample->grid[Z] * box->channels;
-    float *row = floats(count);
+    int regions = box->channels - sample->has_ignored;
+    int count = sample->grid[Z] * regions;
+    float *row = floats((size_t)sample->grid[Z] * box->channels);
     struct rows rows = {0};
     int failed = !row || begin_rows(&rows, box);
     for (size_t r = 0; r < rows_of_all && !failed; r++) {
         int x = (int)(r / sample->grid[Y]);
         int y = (int)(r % sample->grid[Y]);
         uint8_t *to = sample->to_target + r * count;
-        if (sample_row(&rows, sample, x, y, row))
+        if (!sample_row(&rows, sample, x, y, row))
+            continue;
+        if (sample->has_ignored)
+            decide_row(row, sample->grid[Z], regions, to);
+        else
             for (int i = 0; i < count; i++)
                 to[i] = row[i] >= INSIDE;
     }
@@ -137,7 +171,10 @@ int make_sample(const struct sample *sample)
     free(memory);
     if (failed || !cut_to_regions(&label))
         return failed ? -1 : 0;
-    failed = on_grid(sample, &label, &memory) || make_target(sample, &label);
+    failed = on_grid(sample, &label, &memory);
+    if (memory && sample->has_ignored)
+        leave_out_ignored(&label);
+    failed = failed || make_target(sample, &label);
     free(memory);
     return failed ? -1 : 0;
 }

@@ -11,10 +11,12 @@
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 
 enum { X, Y, Z, AXES, HUGE_PAGE = 1 << 21 };
+enum { IGNORED = 255 }; /* in a target: not learnt, as in models/native/shared.py */
 enum kind { INT16, FLOAT16, FLOAT32, LABEL }; /* as in samples.py */
 
 /* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift, LABEL
-   by a table of the codes, 1 where a code belongs to the channel, which then is a region. */
+   by a table of the codes, 1 where a code belongs to the channel, which then is a region; a last
+   channel may be of the code that is to be ignored. */
 struct box {
     const void *values; /* of the box's first voxel */
     int kind;
@@ -47,6 +49,7 @@ struct sample {
     const float *gamma;
     int is_negative; /* whether gamma is that of the negative image */
     int is_bfloat16; /* the image; else it is float32 */
+    int has_ignored; /* whether the label's last channel is not a region: voxels not to be learnt */
     void *to_image;
     uint8_t *to_target; /* all 0 */
 };

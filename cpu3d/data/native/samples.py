@@ -7,6 +7,10 @@ no library and none can be built.
 Without a drawn turn nothing is interpolated: at full resolution an image's values are those of
 `normalise.normalise`. A target's region is where its mean over a voxel, averaged and interpolated
 like the image, is at least 1/2.
+
+Voxels that are not to be learnt have no say in that: the mean is over the others. A voxel is
+IGNORED in all regions where all that it is averaged of, or more than half of what it is turned
+from, is not to be learnt. What is around a volume is background, and learnt.
 """
 
 import ctypes
@@ -93,6 +97,7 @@ class _Sample(ctypes.Structure):
         ("gamma", ctypes.c_void_p),
         ("is_negative", ctypes.c_int),
         ("is_bfloat16", ctypes.c_int),
+        ("has_ignored", ctypes.c_int),
         ("to_image", ctypes.c_void_p),
         ("to_target", ctypes.c_void_p),
     )
@@ -104,6 +109,7 @@ class _Call:
     def __init__(self, stored: Stored, drawn: Drawn, form: Form, image: Array, target: Array):
         self._kept: List[Any] = [stored, image, target]
         picked = np.array(form.channels, np.int32)
+        table = form.table
         shrinking = None
         if form.shrinking is not None:
             shrinking = self._bands(form.shrinking)
@@ -118,8 +124,8 @@ class _Call:
             ),
             label=_Box(
                 kind=KINDS["label"],
-                channels=len(form.codes),
-                table=self._pointer(form.table),
+                channels=table.shape[1],
+                table=self._pointer(table),
                 **self._place(stored.label, stored.start),
             ),
             grid=(ctypes.c_int * 3)(*form.grid),
@@ -133,6 +139,7 @@ class _Call:
             gamma=self._pointer(drawn.gamma),
             is_negative=drawn.negative,
             is_bfloat16=form.dtype == "bfloat16",
+            has_ignored=form.ignore is not None,
             to_image=image.ctypes.data,
             to_target=target.ctypes.data,
         )

@@ -12,8 +12,8 @@ from cpu3d.data import nifti
 from cpu3d.data.background import border_value, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
-from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
-from cpu3d.data.stores.layouts import CaseFiles, Problems
+from cpu3d.data.region import Array, Region, Shape3, bounding_box, whole, xyz
+from cpu3d.data.stores.dataset import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
 from cpu3d.errors import InputError, raise_if_any
@@ -44,15 +44,17 @@ def load_case(
     *,
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]] = None,
+    ignore: Optional[int] = None,
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
 ) -> LoadedCase:
     """Read and check a case, and turn it to axes R A S.
 
     The image is int16 if every voxel is integral and in range, else `float16_image`. `labels` are
-    the codes that may occur; None leaves the label unread. Sources are recorded relative to
-    `dataset_folder`, by default that of the first image. Holds about two volumes. Raises InputError
-    with every problem of the case."""
+    the codes that may occur; None leaves the label unread. `ignore` is the one of them that is not
+    to be learnt; outside of the box of all else it becomes background. Sources are recorded
+    relative to `dataset_folder`, by default that of the first image. Holds about two volumes.
+    Raises InputError with every problem of the case."""
     volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, zero_nan)
     background = tuple(map(border_value, volumes))
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
@@ -66,6 +68,8 @@ def load_case(
     del volumes
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
+        if ignore is not None:
+            label = _ignored_in_box(label, image, ignore, f"label {files.label}")
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
     record = CaseRecord(
@@ -174,14 +178,36 @@ def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array
     return image, error
 
 
+def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array:
+    """The label with `ignore` as background outside of the box around voxels that are annotated, or
+    not zero in some channel. A box around all ignored voxels would be the whole grid where slices
+    are annotated, and training would take the memory of that. Raises InputError if no voxel in the
+    box is annotated."""
+    is_ignored = label == ignore
+    box = _box(image, np.where(is_ignored, 0, label)).slices(xyz(label.shape))
+    if is_ignored[box].all():
+        rule = f"{name} must have annotated voxels"
+        todo = "annotate some, or leave the case out"
+        raise InputError(f"{rule}, got {ignore}, to be ignored, in all of the image; {todo}")
+    inside = np.zeros_like(label)
+    inside[box] = label[box]
+    return inside
+
+
+def _box(image: Array, label: Optional[Array]) -> Region:
+    """The smallest box around every voxel that is not zero in some channel, or labelled."""
+    mask = image.any(axis=-1)
+    if label is not None:
+        mask |= label > 0
+    return bounding_box(mask)
+
+
 def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
     on the whole grid."""
     values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
-    mask = image.any(axis=-1)
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
     if label is not None:
-        mask |= label > 0
         voxels = np.bincount(label.reshape(-1)).tolist()
         facts = {
             "label_voxels": {code: n for code, n in enumerate(voxels) if n},
@@ -191,7 +217,7 @@ def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
     return {
         **facts,
         "shape": tuple(image.shape[:3]),
-        "box": bounding_box(mask),
+        "box": _box(image, label),
         "image_dtype": image.dtype.name,
         "channel_mean": tuple(float(channel.mean()) for channel in values),
         "channel_std": tuple(float(channel.std()) for channel in values),

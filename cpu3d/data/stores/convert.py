@@ -27,7 +27,7 @@ from cpu3d.data.manifest import (
 )
 from cpu3d.data.region import Array, crop, whole
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.layouts import CaseFiles, Dataset, Problems
+from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.unsupported import refuse_hounsfield
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
@@ -90,6 +90,7 @@ def convert(
             files,
             channels=dataset.channels,
             labels=dataset.labels,
+            ignore=dataset.ignore,
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
         )

@@ -1,43 +1,75 @@
-"""dataset.json: the channels and label codes of a data set, as the Decathlon, nnU-Net 1 and nnU-Net
-2 write them.
+"""dataset.json: the channels, label codes and regions of a data set, as the Decathlon, nnU-Net 1
+and nnU-Net 2 write them, and MONAI in its lists of the same form.
 
 about = describing(Path("Task01/imagesTs/a.nii.gz"))    # of Task01/dataset.json, or None
 about.channels, about.labels
 """
 
+import contextlib
 import functools
-from dataclasses import dataclass
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Optional, Tuple
+from typing import Annotated, Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import msgspec
 
-from cpu3d.data.stores.names import same_channels
+from cpu3d.data.stores.names import (
+    read_names,
+    same_channels,
+)
 from cpu3d.errors import InputError, raise_if_any
+from cpu3d.util.records import listed
 from memory_estimator.common.files import read_text
 
 NAME = "dataset.json"
-LABELS_RULE = "must be distinct names of codes 0..255, at least one besides the background"
+LABELS_RULE = (
+    "must be distinct names of codes 0..255, or of lists of codes 1..255, at least one besides the"
+    " background"
+)
+IGNORE = "ignore"  # nnU-Net's name of the label that is not to be learnt
+Regions = Mapping[str, Tuple[int, ...]]  # region -> its label codes
 
 
 class Entry(msgspec.Struct):
     """A training case."""
 
-    image: str
+    image: Union[str, Annotated[List[str], msgspec.Meta(min_length=1)]]
+    """A 4D file, or in MONAI's lists also a 3D file for each channel."""
+    label: Optional[str] = None
+    fold: Optional[int] = None  # in MONAI's lists, the fold that holds the case out
+
+    @property
+    def images(self) -> List[str]:
+        return [self.image] if isinstance(self.image, str) else self.image
+
+
+class ListedCase(msgspec.Struct):
+    """A case that a dataset.json of nnU-Net 2 lists under its id."""
+
+    images: Annotated[List[str], msgspec.Meta(min_length=1)]  # files of a channel each
     label: Optional[str] = None
 
 
 class _Names(msgspec.Struct):
     """What `describe` needs. Entries, of which there may be thousands, are passed over."""
 
-    modality: Optional[Dict[int, str]] = None
+    modality: Union[Dict[int, str], str, None] = None  # MONAI may write "MRI", which names none
     channel_names: Optional[Dict[int, str]] = None  # of nnU-Net 2
     labels: Optional[Dict[str, Any]] = None  # code -> name; of nnU-Net 2 name -> code or codes
     name: Optional[str] = None
+    regions_class_order: Any = None
+    file_ending: Any = None
+    numTraining: Any = None  # noqa: N815, nnU-Net's name
 
 
 class _Entries(msgspec.Struct):
     training: Annotated[List[Entry], msgspec.Meta(min_length=1)]
+
+
+class _Cases(msgspec.Struct):
+    dataset: Optional[Dict[str, ListedCase]] = None
 
 
 @dataclass(frozen=True)
@@ -46,39 +78,67 @@ class Description:
 
     path: Path
     channels: Tuple[str, ...]  # in the order of a 4D file's volumes, and of nnU-Net's numbers
-    labels: Dict[int, str]  # code -> name; empty if there are none, or regions in their place
+    labels: Dict[int, str]  # code -> name; empty if there are none
     is_nnunet2: bool
     name: str = ""
+    regions: Optional[Dict[str, Tuple[int, ...]]] = None
+    """Region -> its label codes, in the order of the list; None if it names labels alone."""
+    class_order: Tuple[int, ...] = ()  # the code to paint for each of `regions`; () if not told
+    ignore: Optional[int] = None  # label code of voxels that are not to be learnt
+    file_ending: Any = None  # of nnU-Net 2, as the next
+    training_cases: Any = None
 
 
 def describe(path: Path) -> Description:
     """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
-    is missing, if two channels have one name, or if labels are no names of codes."""
+    is missing, if two channels have one name, or if labels are no names of codes or of regions."""
     content = _decoded(path, _Names)
-    numbered = content.channel_names or content.modality
+    # With a list of its cases, also if channels are named in both ways.
+    has_modality = isinstance(content.modality, dict)
+    numbered = content.channel_names
+    if not numbered and has_modality:
+        numbered = content.modality
+    problems = _doubled(path)
     if not numbered:
-        rule = f'{path} must name channels, as "modality" or "channel_names"'
-        raise InputError(f"{rule}, got none; add them")
-    is_nnunet2 = content.modality is None
-    channels = tuple(name for _, name in sorted(numbered.items()))
-    problems = []
-    if sorted(numbered) != list(range(len(numbered))):
-        rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
-        problems.append(f"{rule}, got {sorted(numbered)}; correct it")
+        channels = _named_by_files(path)
+    else:
+        channels = tuple(name for _, name in sorted(numbered.items()))
+        if sorted(numbered) != list(range(len(numbered))):
+            rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
+            problems.append(f"{rule}, got {sorted(numbered)}; correct it")
+    if not channels:
+        rule = f'{path} must name channels, as "modality" (Decathlon, nnU-Net 1, MONAI)'
+        raise InputError(f'{rule} or "channel_names" (nnU-Net 2), got none; add them')
     for names in same_channels(channels):
         rule = f"channels of {path} must have different names"
         problems.append(f"{rule}, got {', '.join(names)}, which mean the same; correct them")
+    about = Description(
+        path=path,
+        channels=channels,
+        labels={},
+        is_nnunet2=content.channel_names is not None and not has_modality,
+        name=content.name or "",
+        file_ending=content.file_ending,
+        training_cases=content.numTraining,
+    )
     try:
-        labels = _codes(content.labels or {})
+        about = _with_labels(about, content.labels or {}, content.regions_class_order)
+    except InputError as error:
+        problems += error.problems
     except ValueError:
         problems.append(f"labels of {path} {LABELS_RULE}, got {content.labels}; correct it")
     raise_if_any(problems)
-    return Description(path, channels, labels, is_nnunet2, content.name or "")
+    return about
 
 
 def entries_of(path: Path) -> List[Entry]:
     """The training cases that a dataset.json lists. Raises InputError if it lists none."""
     return _decoded(path, _Entries).training
+
+
+def listing_of(path: Path) -> Dict[str, ListedCase]:
+    """The cases that a dataset.json of nnU-Net 2 lists, by id; it may have none."""
+    return _decoded(path, _Cases).dataset or {}
 
 
 def describing(image: Path) -> Optional[Description]:
@@ -94,6 +154,18 @@ def describing(image: Path) -> Optional[Description]:
             return _kept(place.parent / NAME)
     beside = folder / NAME
     return _kept(beside, may_be_other=True) if beside.is_file() else None
+
+
+def names_of_codes(regions: Regions) -> Dict[int, str]:
+    """Code -> name, of codes that have names by their regions alone: that of the region with no
+    other code, or else that it is a code of the smallest region."""
+    names = {0: "background"}
+    smallest_first = sorted(regions, key=lambda name: len(regions[name]))
+    for name in smallest_first:
+        for code in regions[name]:
+            words = name if len(regions[name]) == 1 else f"code {code} of {name}"
+            names.setdefault(code, words)
+    return dict(sorted(names.items()))
 
 
 # --- Private helpers ---
@@ -114,15 +186,72 @@ def _described(path: Path, may_be_other: bool, mtime_ns: int, size: int) -> Opti
     return describe(path)
 
 
-def _codes(labels: Dict[str, Any]) -> Dict[int, str]:
-    """Code -> name, of labels in either direction; empty for regions of several codes, which have
-    no names. Raises ValueError for other content."""
-    if any(isinstance(code, list) for code in labels.values()):
-        return {}
-    if all(isinstance(code, int) for code in labels.values()):
-        labels = {str(code): name for name, code in labels.items()}
+def _named_by_files(path: Path) -> Tuple[str, ...]:
+    """The channels that the files of a list's cases are named after, in their order; () if that is
+    not the same for all of them, or not told."""
+    orders = set()
+    with contextlib.suppress(InputError):
+        for entry in entries_of(path):
+            names = read_names([Path(name) for name in entry.images])
+            orders.add(tuple(name.channel or "" for name in names.values()))
+    order = orders.pop() if len(orders) == 1 else ()
+    return order if all(order) else ()
+
+
+def _doubled(path: Path) -> List[str]:
+    """A problem for each object of channels, labels or cases with a name twice, of which a reader
+    of JSON silently keeps the last."""
+
+    def noted(pairs: List[Tuple[str, Any]]) -> Any:
+        times = Counter(name for name, _ in pairs)
+        twice = [name for name, n in times.items() if n > 1]
+        return (twice, dict(pairs))
+
+    problems = []
+    with contextlib.suppress(ValueError, RecursionError):  # of fields that nobody reads
+        _, content = json.loads(read_text(path), object_pairs_hook=noted)
+        for name in ("modality", "channel_names", "labels", "dataset"):
+            value = content.get(name)
+            if isinstance(value, tuple) and value[0]:
+                rule = f"names in {name} of {path} must be there once"
+                problems.append(f"{rule}, got {listed(value[0])} twice; correct it")
+    return problems
+
+
+def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -> Description:
+    """The description with its labels in either direction, regions of several codes, and the label
+    to be ignored. Raises ValueError for other content, InputError for what contradicts itself."""
     if not labels:
-        return {}
+        return about
+    if not any(isinstance(value, (int, list)) for value in labels.values()):
+        return replace(about, labels=_names_by_code(labels))
+    codes_of = {name: _region_codes(value) for name, value in labels.items()}
+    ignore = None
+    if IGNORE in codes_of:
+        ignore = _highest(about.path, labels[IGNORE], codes_of)
+        del codes_of[IGNORE]
+    regions = {name: codes for name, codes in codes_of.items() if codes != (0,)}
+    background = [name for name in codes_of if name not in regions]
+    if not regions or len(background) > 1 or any(0 in codes for codes in regions.values()):
+        raise ValueError("no label, or a background of two names or within a region")
+    has_regions = any(len(codes) > 1 for codes in regions.values())
+    if not has_regions and len(set(regions.values())) < len(regions):
+        raise ValueError("a code of two names")
+    names = names_of_codes(regions)
+    if background:
+        names[0] = background[0]
+    if ignore is not None:
+        names[ignore] = IGNORE
+    by_code = _names_by_code({str(code): name for code, name in names.items()})
+    about = replace(about, labels=by_code, ignore=ignore)
+    if not has_regions:
+        return about
+    order = _checked_order(about.path, class_order, regions)
+    return replace(about, regions=regions, class_order=order)
+
+
+def _names_by_code(labels: Dict[str, Any]) -> Dict[int, str]:
+    """Code -> name. Raises ValueError for other content."""
     try:
         named = msgspec.convert(labels, Dict[int, str], str_keys=True)
     except msgspec.ValidationError as error:
@@ -134,6 +263,42 @@ def _codes(labels: Dict[str, Any]) -> Dict[int, str]:
     return codes
 
 
+def _region_codes(value: Any) -> Tuple[int, ...]:
+    """The codes of a label, a number, or of a region, a list of numbers, ascending. Raises
+    ValueError for others."""
+    codes = value if isinstance(value, list) else [value]
+    are_numbers = all(type(code) is int and 0 <= code <= 255 for code in codes)
+    if not codes or not are_numbers or len(set(codes)) < len(codes):
+        raise ValueError("codes")
+    return tuple(sorted(codes))
+
+
+def _highest(path: Path, ignore: Any, codes_of: Regions) -> int:
+    """The code of the label to be ignored. Raises InputError if it is not one, above all others."""
+    others = [code for name, codes in codes_of.items() if name != IGNORE for code in codes]
+    highest = max(others, default=0)
+    if type(ignore) is not int or ignore <= highest:
+        rule = (
+            f"label {IGNORE} of {path} must be one code above all others, the highest of which is"
+        )
+        raise InputError(f"{rule} {highest}, got {ignore}; change it here and in the label files")
+    return ignore
+
+
+def _checked_order(path: Path, order: Any, regions: Regions) -> Tuple[int, ...]:
+    """The codes to paint for regions, in their order; () if the list does not tell. Raises
+    InputError if they are not one code of each region."""
+    if order is None:
+        return ()
+    words = ", ".join(f"{name} {list(codes)}" for name, codes in regions.items())
+    are_codes = isinstance(order, list) and all(type(code) is int for code in order)
+    is_whole = are_codes and len(order) == len(regions)
+    if not is_whole or any(code not in codes for code, codes in zip(order, regions.values())):
+        rule = f"regions_class_order of {path} must have a code of each region, in the order of"
+        raise InputError(f"{rule} {words}, got {order}; correct it")
+    return tuple(order)
+
+
 def _decoded(path: Path, kind: Any) -> Any:
     """A dataset.json as `kind`."""
     try:
@@ -141,5 +306,5 @@ def _decoded(path: Path, kind: Any) -> Any:
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        rule = f'{path} must be JSON with "modality", "labels" and "training" with image and label'
+        rule = f"{path} must be a list in JSON, as of the Decathlon, nnU-Net or MONAI"
         raise InputError(f"{rule}, got {error}; correct it") from None

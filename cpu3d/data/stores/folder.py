@@ -17,7 +17,8 @@ from cpu3d.data.manifest import SCHEMA, case_list
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import USUAL, Settings
-from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use
+from cpu3d.data.stores.dataset import Dataset, Problems
+from cpu3d.data.stores.layouts import labels_in_use
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,
@@ -32,6 +33,7 @@ from memory_estimator.common.files import read_json, read_record, read_text, typ
 SOURCE = "source.json"
 QUARANTINE = "quarantine.jsonl"
 GROWN = "grown"  # field of source.json that is true once cases were appended
+IGNORE = "ignore"  # and the one of the label that is to be ignored, absent without one
 
 
 @contextlib.contextmanager
@@ -55,7 +57,8 @@ def claimed(
         if path.is_file():
             begun = _read_object(path)
             differences = []
-            for field, value in content.items():
+            for field in dict.fromkeys((*content, IGNORE)):
+                value = content.get(field)
                 if begun.get(field) != value:
                     rule = f"{field} of {kind} {folder} must be {begun.get(field)!r}"
                     differences.append(f"{rule}, as it was begun, got {value!r}")
@@ -77,7 +80,7 @@ def claimed(
 def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
     """The content of source.json: the data set and the settings of a store."""
     labels = labels_in_use(dataset.layout, dataset.labels, ())
-    return {
+    content = {
         "schema": SCHEMA,
         "name": dataset.name,
         "layout": dataset.layout,
@@ -85,6 +88,9 @@ def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
         "labels": {str(code): name for code, name in labels.items()},
         **asdict(settings),
     }
+    if dataset.ignore is not None:
+        content[IGNORE] = dataset.ignore
+    return content
 
 
 def has_grown(store_dir: Path) -> bool:
@@ -111,6 +117,7 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         "layout": manifest.layout,
         "channels": list(manifest.channels),
         "labels": {str(code): name for code, name in labels.items()},
+        IGNORE: manifest.ignore,
     }
     for record in manifest.cases:
         own["format"] = record.format
@@ -122,9 +129,9 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
             own["zero_nan"] = True
     lost = f"store {store_dir}, whose source.json is lost or damaged,"
     raise_if_any(
-        f"{name} of {lost} must be {value!r}, got {content[name]!r}; give that"
+        f"{name} of {lost} must be {value!r}, got {content.get(name)!r}; give that"
         for name, value in own.items()
-        if content[name] != value
+        if content.get(name) != value
     )
     own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
     grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)

@@ -2,6 +2,9 @@
 
     decathlon   dataset.json beside imagesTr/ and labelsTr/; one 4D image a case
                 (Medical Segmentation Decathlon)
+    nnunet      dataset.json beside imagesTr/<id>_0000, _0001, ... and labelsTr/<id>, .nii or
+                .nii.gz; a 3D image for each channel (raw data of nnU-Net 1 and 2)
+    datalist    a JSON list as the Decathlon's, with a list of 3D images for each case (MONAI)
     brats2017   <id>/<id>_flair _t1 _t1ce _t2 _seg .nii or .nii.gz, also below HGG/ and LGG/
                 (BraTS 2017-2021)
     brats2023   <id>/<id>-t2f -t1n -t1c -t2w -seg .nii or .nii.gz (BraTS 2023 and later)
@@ -12,12 +15,14 @@ Code 4 of brats2023, the resection cavity, is a region RC."""
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
-from cpu3d.data.nifti import channel_count
-from cpu3d.data.stores.dataset_json import LABELS_RULE, NAME, describe, describing, entries_of
-from cpu3d.data.stores.names import is_volume, places_of, read_name, stem_of
+from cpu3d.data.labels import PaintedRegions, paint_by_order
+from cpu3d.data.stores.dataset import CaseFiles, Dataset
+from cpu3d.data.stores.dataset_json import NAME, describing
+from cpu3d.data.stores.listed import read_listed
+from cpu3d.data.stores.names import is_ignored, name_of, read_name, stem_of, volumes_in
 from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, raise_if_any
 
@@ -64,73 +69,36 @@ PATIENT_NAMES = {
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
 }
-Problems = Dict[str, List[str]]  # case that cannot be used -> the reasons why
 
 
-@dataclass(frozen=True)
-class CaseFiles:
-    """The files of one case."""
-
-    case_id: str
-    patient_id: str
-    images: Tuple[Path, ...]
-    """One 4D file with the channels last, or one 3D file per channel in the order of the
-    channels."""
-    label: Optional[Path]
-    names: Tuple[str, ...] = ()
-    """The channels that a 4D file holds, in its order, if they are not the ones that are wanted."""
-
-    @property
-    def paths(self) -> Tuple[Path, ...]:
-        """The images, then the label if there is one."""
-        if self.label is None:
-            return self.images
-        return (*self.images, self.label)
-
-
-@dataclass(frozen=True)
-class Dataset:
-    """A data set as found on disk; no volume has been opened yet."""
-
-    folder: Path
-    name: str
-    layout: str  # "decathlon", or one of FOLDER_LAYOUTS
-    channels: Tuple[str, ...]
-    labels: Dict[int, str]  # label code -> name; 0 is background
-    cases: Tuple[CaseFiles, ...]  # the complete cases, by case id
-    problems: Problems  # of the cases with a file missing or double, which are not in `cases`
-    patient_rules: Dict[str, str]
-    """Case id -> the rule that tells its patient, from `patient_of`, or TABLE."""
-
-    def with_channels(self, wanted: Sequence[str]) -> "Dataset":
-        """The same cases with these channels, by name. Raises InputError if one is missing."""
-        places = places_of(wanted, self.channels, f"data set {self.folder}")
-        if places == tuple(range(len(self.channels))):
-            return replace(self, channels=tuple(wanted))
-
-        def picked(case: CaseFiles) -> CaseFiles:
-            if len(case.images) == 1:
-                return replace(case, names=self.channels)
-            return replace(case, images=tuple(case.images[place] for place in places))
-
-        return replace(self, channels=tuple(wanted), cases=tuple(map(picked, self.cases)))
-
-
-def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> Dataset:
+def read_dataset(
+    folder: Union[str, Path],
+    patients: Optional[Path] = None,
+    regions: Optional[Dict[str, Tuple[int, ...]]] = None,
+    ignore: Optional[int] = None,
+) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set
-    of one.
+    of one. `folder` may also be a list itself, a file .json.
 
-    `patients` is a table of the cases' patients, else their names show them. Links are followed.
-    Raises InputError for no folder, no cases, two layouts, a case id twice, a dataset.json that is
-    damaged or names files outside its folder."""
+    `patients` is a table of the cases' patients, else their names show them. `regions`, by name,
+    take the place of those that the data set has. `ignore` is the code of voxels that are not to be
+    learnt, else that of a label whose name says so. Links are followed. Raises InputError for no
+    folder, no cases, two layouts, a case id twice, a dataset.json that is damaged or names files
+    outside its folder, several labels to be ignored, and as `Dataset.with_regions` and
+    `ignoring`."""
     folder = Path(folder)
-    if not folder.is_dir():
+    if folder.is_file() and folder.suffix.lower() == ".json":
+        dataset = read_listed(folder, regions)
+    elif not folder.is_dir():
         got = "a file" if folder.exists() else "none"
         raise InputError(f"data set {folder} must be a folder, found {got}; check the path")
-    if (folder / NAME).is_file():
-        dataset = _read_decathlon(folder)
+    elif (folder / NAME).is_file():
+        dataset = read_listed(folder / NAME, regions)
     else:
         dataset = _read_folders(folder)
+    dataset = _with_ignored(dataset, ignore)
+    if regions:
+        dataset = dataset.with_regions(regions)
     times = Counter(case.case_id for case in dataset.cases)
     rule = f"in {folder} must be used once"
     raise_if_any(
@@ -150,6 +118,43 @@ def read_dataset(folder: Union[str, Path], patients: Optional[Path] = None) -> D
     return replace(dataset, cases=cases, patient_rules=rules)
 
 
+def ignoring(dataset: Dataset, code: int) -> Dataset:
+    """The same cases, with the voxels of a label code not to be learnt. Raises InputError if it is
+    no code of a label, if the data set has another such code or a region with it, or if nothing
+    else is left."""
+    rule = f"the label to be ignored in data set {dataset.folder} must"
+    codes = [other for other in sorted(dataset.labels) if other]
+    if code not in codes:
+        known = ", ".join(map(str, codes))
+        raise InputError(f"{rule} be one of its codes {known}, got {code}; choose one of them")
+    if dataset.ignore is not None and dataset.ignore != code:
+        name = f"{dataset.ignore} {dataset.labels[dataset.ignore]}"
+        todo = "leave --ignore out, or correct the names"
+        raise InputError(f"{rule} be the one that its names show, {name}, got {code}; {todo}")
+    learnt = regions_in(replace(dataset, ignore=code), dataset.labels)
+    if not learnt:
+        todo = "name the labels that are to be learnt"
+        raise InputError(f"{rule} leave a region to be learnt, got {code} alone; {todo}")
+    within = [name for name, codes_of in learnt.items() if code in codes_of]
+    if within:
+        todo = "correct the regions, or leave --ignore out"
+        raise InputError(f"{rule} be in no region, got {code} of {', '.join(within)}; {todo}")
+    return replace(dataset, ignore=code)
+
+
+def _with_ignored(dataset: Dataset, ignore: Optional[int]) -> Dataset:
+    """The data set with the voxels of a code ignored, by default of a label whose name says so.
+    Raises InputError as `ignoring`, and for several such labels."""
+    named = [code for code, name in dataset.labels.items() if code and is_ignored(name)]
+    if len(named) > 1:
+        names = ", ".join(f"{code} {dataset.labels[code]}" for code in named)
+        rule = f"labels of data set {dataset.folder} must have at most one to be ignored"
+        raise InputError(f"{rule}, got {names}; give their voxels one code")
+    if named and dataset.ignore is None:  # else its layout has told
+        dataset = ignoring(dataset, named[0])
+    return dataset if ignore is None else ignoring(dataset, ignore)
+
+
 def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
     """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) if no rule
     matches."""
@@ -163,16 +168,25 @@ def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
     return case_id, UNKNOWN
 
 
+def regions_in(dataset: Dataset, labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
+    """The regions of a data set with these of its labels: as they are named, else `regions_of`."""
+    if dataset.regions is not None:
+        return dataset.regions
+    return regions_of(labels, dataset.ignore)
+
+
 def labels_in_use(layout: str, labels: Dict[int, str], codes: Container[int]) -> Dict[int, str]:
     """`labels` without the optional ones of `layout`, unless they are among `codes`."""
     optional = FOLDER_LAYOUTS[layout].optional if layout in FOLDER_LAYOUTS else ()
     return {code: name for code, name in labels.items() if code not in optional or code in codes}
 
 
-def regions_of(labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:
+def regions_of(labels: Dict[int, str], ignore: Optional[int] = None) -> Dict[str, Tuple[int, ...]]:
     """Region -> codes: WT, TC, ET if the names show one oedema and one enhancing tumour, and RC if
-    they show a resection cavity; else each label is a region."""
-    codes = [code for code in sorted(labels) if code != 0]
+    they show a resection cavity; else each label is a region. The code `ignore`, or one whose name
+    says that it is to be ignored, is in none."""
+    not_learnt = {0, ignore, *(code for code, name in labels.items() if is_ignored(name))}
+    codes = [code for code in sorted(labels) if code not in not_learnt]
 
     def named(pattern: str) -> Tuple[int, ...]:
         return tuple(code for code in codes if re.search(pattern, labels[code].lower()))
@@ -204,21 +218,40 @@ def channels_of(image: Path, count: int) -> List[str]:
     return [f"channel {n + 1}" for n in range(count)]
 
 
-def label_codes_of(files: CaseFiles) -> Optional[Tuple[str, Dict[int, str]]]:
-    """(source, code -> name) of the label codes that belong to a case's images: those of their data
-    set's dataset.json, else of the release that the files' names follow.
+@dataclass(frozen=True)
+class LabelCodes:
+    """Label codes that images belong to."""
+
+    of: str  # a layout, or the path of a dataset.json
+    labels: Dict[int, str]  # code -> name
+    regions: PaintedRegions  # in these codes
+
+    @classmethod
+    def of_layout(cls, layout: str) -> "LabelCodes":
+        """Those of LABEL_CODES."""
+        labels = LABEL_CODES[layout]
+        return cls(layout, labels, PaintedRegions(regions_of(labels)))
+
+
+def label_codes_of(files: CaseFiles) -> Optional[LabelCodes]:
+    """The label codes that belong to a case's images: those of their data set's dataset.json, else
+    of the release that the files' names follow.
 
     None for others, and for BraTS-PED, which has the names of BraTS 2023 and other codes. Raises
     InputError as `describing`.
     """
     about = describing(files.images[0])
     if about and about.labels:
-        return str(about.path), about.labels
+        regions = about.regions
+        if regions is None:
+            regions = regions_of(about.labels, about.ignore)
+        paint = paint_by_order(regions, about.class_order)
+        return LabelCodes(str(about.path), about.labels, PaintedRegions(regions, paint))
     if _other_codes(files.images[0].parent, [files.case_id]):
         return None
     for layout in FOLDER_LAYOUTS:
         if all(modality_of(path, layout) for path in files.images):
-            return layout, LABEL_CODES[layout]
+            return LabelCodes.of_layout(layout)
     return None
 
 
@@ -302,86 +335,6 @@ def _other_codes(folder: Path, ids: Sequence[str]) -> List[str]:
     problems = [f"case {case_id} of {folder} {rule}" for case_id in others]
     way = "bring them into the Decathlon layout with a dataset.json that names their codes"
     return [*problems, f"{way}, or leave them out"]
-
-
-def _read_decathlon(folder: Path) -> Dataset:
-    """The data set of a dataset.json, each case a patient of its own."""
-    path = folder / NAME
-    about = describe(path)
-    if about.is_nnunet2:
-        raise InputError(_not_decathlon(folder, "nnU-Net 2's raw data, with channel_names"))
-    entries = entries_of(path)
-    problems = []
-    if not about.labels:
-        problems.append(f"labels of {path} {LABELS_RULE}, got none; add them")
-    # A downloaded list must not reach beyond its folder; a link may, as it is the owner's.
-    files = [name for entry in entries for name in (entry.image, entry.label) if name]
-    named = [PurePosixPath(name) for name in files]
-    outside = [str(name) for name in named if name.is_absolute() or ".." in name.parts]
-    problems += [
-        f"paths in {path} must stay inside its folder, got {name!r}; make it relative"
-        for name in outside
-    ]
-    raise_if_any(problems)
-    images = [folder / entry.image for entry in entries]
-    first = _first_of_nnunet(images, len(about.channels))
-    if first:
-        got = f"nnU-Net's files for each channel, such as {first.name}"
-        raise InputError(_not_decathlon(folder, got))
-    cases = []
-    bad: Problems = {}
-    for entry, image in zip(entries, images):
-        case_id = stem_of(image)
-        label = folder / entry.label if entry.label else None
-        cases.append(CaseFiles(case_id, case_id, (image,), label))
-        for kind, name in (("image", entry.image), ("label", entry.label)):
-            if name is None or not (folder / name).is_file():
-                rule = f"{kind} of case {case_id} in {path} must be a file, got {name or 'none'}"
-                todo = "fetch it again, or leave the case out"
-                bad.setdefault(case_id, []).append(f"{rule}; {todo}")
-    return Dataset(
-        folder=folder,
-        name=about.name or name_of(folder),
-        layout="decathlon",
-        channels=about.channels,
-        labels=about.labels,
-        cases=tuple(cases),
-        problems=bad,
-        patient_rules={},
-    )
-
-
-def _not_decathlon(folder: Path, got: str) -> str:
-    """The problem of a data set whose layout is recognised and cannot be prepared."""
-    rule = f"data set {folder} must be in the Decathlon layout, one image file for each case"
-    todo = "join each case's files _0000, _0001, ... in a 4D file, and list these under training"
-    return f"{rule}, got {got}, which is not supported yet; {todo}"
-
-
-def _first_of_nnunet(images: Sequence[Path], channels: int) -> Optional[Path]:
-    """A file of a first channel, if nnU-Net's files lie in the place of an image; else None."""
-    for image in images:
-        stem = stem_of(image)
-        first = image.with_name(f"{stem}_0000{image.name[len(stem) :]}")
-        if not image.is_file() and first.is_file():
-            return first
-    image = images[0]
-    if channels == 1 or read_name(image).number is None:
-        return None
-    try:
-        return image if channel_count(image) == 1 else None
-    except InputError:
-        return None  # its problem is named when it is loaded
-
-
-def volumes_in(folder: Path) -> List[Path]:
-    """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
-    named = (path for path in sorted(folder.iterdir()) if is_volume(path))
-    return [path for path in named if not path.name.startswith(".") and path.is_file()]
-
-
-def name_of(folder: Path) -> str:
-    return folder.resolve().name
 
 
 def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:

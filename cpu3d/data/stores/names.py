@@ -1,5 +1,5 @@
 """What names tell: the channel that is meant, in a data set's list or at the end of a file's name;
-the case; the number that nnU-Net gives a channel.
+the case; the number that nnU-Net gives a channel; that a label is not to be learnt.
 
 read_name(Path("p7_T1ce.NII.GZ"))     # FileName(case="p7", channel="T1gd", number=None)
 read_name(Path("p7_0002.nii.gz"))     # FileName(case="p7", channel=None, number=2)
@@ -34,6 +34,12 @@ _MARK = re.compile(r"[\s_.-]")
 # Before T1 at the end of a name: that contrast was given, as in BIDS (sub-1_ce-gd_T1w), or a word.
 _CONTRAST = re.compile(r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)", re.IGNORECASE)
 _NUMBERED = re.compile(r"(.+)_(\d{4})")  # as nnU-Net names a file: case, channel
+# A name that says "do not learn this": some of the first words, and else only such as the second.
+_IGNORED = r"ignor\w*|exclud\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
+_IGNORED += r"|do ?n[o']?t (care|use)|(not|non) (annotated|label+ed|used)|no (annotation|label)"
+_FILLING = r"background|label|region|area|class|voxels?|pixels?|value|index|mask|\d+"
+_FILLING += r"|to|be|or|and|the"
+_IGNORE_NAME = re.compile(rf"(({_FILLING}) )*({_IGNORED})( ({_IGNORED}|{_FILLING}))*")
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,16 @@ class FileName:
 def is_volume(path: Path) -> bool:
     """Whether a name ends in .nii or .nii.gz, in letters of any case."""
     return VOLUME_END.search(path.name) is not None
+
+
+def volumes_in(folder: Path) -> List[Path]:
+    """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
+    named = (path for path in sorted(folder.iterdir()) if is_volume(path))
+    return [path for path in named if not path.name.startswith(".") and path.is_file()]
+
+
+def name_of(folder: Path) -> str:
+    return folder.resolve().name
 
 
 def stem_of(path: Path) -> str:
@@ -84,6 +100,13 @@ def places_of(wanted: Sequence[str], present: Sequence[str], where: str) -> Tupl
         todo = "correct its names, or take images of these channels"
         raise InputError(f"{rule}, got {', '.join(present)}; {todo}")
     return tuple(keys.index(channel_key(name)) for name in wanted)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a label's name says that its voxels are not to be learnt, such as "ignore" or "don't
+    care"."""
+    plain = re.sub(r"[^a-z0-9']+", " ", name.lower().replace("\u2019", "'")).strip()
+    return _IGNORE_NAME.fullmatch(plain) is not None
 
 
 def read_name(path: Path, channels: Sequence[str] = ()) -> FileName:

@@ -30,8 +30,9 @@ from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import affine_rows, write_label, write_volume
 from cpu3d.data.region import Array, Region, Shape3, bounding_box, xyz
 from cpu3d.data.stores.case import LoadedCase, load_case
+from cpu3d.data.stores.dataset import Dataset
 from cpu3d.data.stores.folder import claimed
-from cpu3d.data.stores.layouts import Dataset, labels_in_use, read_dataset
+from cpu3d.data.stores.layouts import labels_in_use, read_dataset
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count

@@ -3,6 +3,7 @@ memory.
 
 Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
           ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
+          ./run.sh prepare --dataset Dataset001_Tumour --store store --regions WT=1,2,3 TC=2,3
 
 Each case is written whole or not at all: its record is written after its arrays, and the manifest
 of the finished store last. The same command continues after an interruption. source.json names the
@@ -14,9 +15,10 @@ bad cases.
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
+from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, make_manifest
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
@@ -28,6 +30,7 @@ from cpu3d.data.stores.convert import (
     refuse_bad_cases,
     same_sources,
 )
+from cpu3d.data.stores.dataset import Dataset, parse_regions
 from cpu3d.data.stores.folder import (
     QUARANTINE,
     SOURCE,
@@ -39,18 +42,13 @@ from cpu3d.data.stores.folder import (
     restore_source,
     write_quarantine,
 )
-from cpu3d.data.stores.layouts import (
-    UNKNOWN,
-    Dataset,
-    labels_in_use,
-    read_dataset,
-    regions_of,
-)
+from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import (
     Fractions,
     Split,
     Splitting,
+    checked_folds,
     describe_folds,
     describe_patients,
     read_folds,
@@ -66,6 +64,7 @@ from cpu3d.util.records import count, versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, format_bytes
 
+USUAL_SPLIT = (0.8, 0.1, 0.1)  # of the patients, unless a user or folds say others
 PATIENTS_HELP = (
     "table of two columns, case and patient (CSV, or with semicolons or tabs), for cases whose"
     " names do not show the patient as BraTS-GLI-00001-000 does; a patient's cases stay in one"
@@ -76,6 +75,14 @@ SPLITS_HELP = (
     " that no fold names are the split test"
 )
 WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
+REGIONS_HELP = (
+    "regions to learn, each of one label code or several, as in WT=1,2,3 TC=2,3 (default: those of"
+    " the data set's list, else found by the labels' names)"
+)
+IGNORE_HELP = (
+    "label code of voxels that are not annotated: neither learnt nor scored, and never predicted"
+    ' (default: that of a label named as such, as "ignore" or "unlabelled")'
+)
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 
 
@@ -83,10 +90,13 @@ SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 class Options:
     """The options of `prepare`."""
 
-    dataset: Path = option(help="folder in Decathlon or BraTS layout, or one BraTS case")
+    dataset: Path = option(
+        help="folder in the layout of the Decathlon, of nnU-Net's raw data or of BraTS, one BraTS"
+        " case, or a list of MONAI's, a file .json"
+    )
     store: Path = option(help="folder to write; made if absent, continued if unfinished")
     split: Fractions = option(
-        (0.8, 0.1, 0.1),
+        USUAL_SPLIT,
         "shares of the patients: fractions that sum to 1, or a ratio in whole numbers; for"
         " `train --folds` 1 0 0 puts all of them into the folds, and leaves none for a test split",
         metavar=("TRAIN", "VAL", "TEST"),
@@ -94,9 +104,11 @@ class Options:
     )
     splits: Optional[Path] = option(None, SPLITS_HELP, metavar="FILE", one_of="split")
     seed: int = option(0, "seed of the split")
+    regions: Tuple[str, ...] = option((), REGIONS_HELP, metavar="NAME=CODE,CODE")
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
+    ignore: Optional[int] = option(None, IGNORE_HELP, metavar="CODE", at_least=1, at_most=255)
 
 
 OPTIONS = (Options, Settings)
@@ -112,7 +124,9 @@ def run(options: Options, settings: Settings) -> int:
         patients=options.patients,
         workers=options.workers,
         skip_bad=options.skip_bad,
+        ignore=options.ignore,
         settings=settings,
+        regions=parse_regions(options.regions),
     )
     return 0
 
@@ -121,18 +135,22 @@ def prepare(
     dataset_dir: Union[str, Path],
     store_dir: Union[str, Path],
     *,
-    fractions: Fractions = (0.8, 0.1, 0.1),
+    fractions: Fractions = USUAL_SPLIT,
     seed: int = 0,
     workers: Optional[int] = None,
     skip_bad: bool = False,
     settings: Settings = USUAL,
     patients: Optional[Path] = None,
     splits: Optional[Path] = None,
+    regions: Optional[Dict[str, Tuple[int, ...]]] = None,
+    ignore: Optional[int] = None,
 ) -> Manifest:
     """Write the store of the data set in `dataset_dir`, print a summary and return its manifest.
 
     `patients` and `splits` are files as in the options; `splits` takes the place of `fractions`
-    and `seed`.
+    and `seed`, and so do folds that the data set's list gives, unless these are chosen. `regions`,
+    name -> label codes, take the place of the data set's own. `ignore` is a label code of voxels
+    that are not to be learnt.
 
     A finished store stays as it is, but for cases whose files are gone or of another length, which
     are made again, also if `store append` has added others; an unfinished one is continued with its
@@ -143,9 +161,10 @@ def prepare(
     """
     workers = worker_count(workers)
     store_dir = Path(store_dir)
-    dataset = read_dataset(dataset_dir, patients)
+    dataset = read_dataset(dataset_dir, patients, regions, ignore)
     refuse_unsupported(dataset)
-    splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed))
+    draws = (fractions, seed) != (USUAL_SPLIT, 0)
+    splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed, draws=draws))
     finished = (store_dir / "manifest.json").exists()
     if not finished:  # fail early
         splitting.split({case.case_id: case.patient_id for case in dataset.cases})
@@ -179,28 +198,40 @@ def prepare(
     return manifest
 
 
-def _folds_of(dataset: Dataset, splits: Optional[Path], seed: int) -> Tuple[Split, ...]:
-    """The folds of a file for the cases of a data set; none without a file."""
-    if splits is None:
+def _folds_of(
+    dataset: Dataset, splits: Optional[Path], seed: int, *, draws: bool
+) -> Tuple[Split, ...]:
+    """The folds of a file for the cases of a data set, else those of its own list unless the user
+    `draws` a split."""
+    if splits is None and (draws or not dataset.folds):
         return ()
-    if seed:
+    if splits is not None and seed:
         raise InputError(f"--seed must be left out with --splits, got {seed}; nothing is drawn")
     patients_of = {case.case_id: case.patient_id for case in dataset.cases}
     unlabelled = {case.case_id for case in dataset.cases if case.label is None}
-    return read_folds(splits, patients_of, unlabelled=unlabelled, bad=dataset.problems)
+    known = {"unlabelled": unlabelled, "bad": dataset.problems}
+    if splits is not None:
+        return read_folds(splits, patients_of, **known)
+    return checked_folds(f"data set {dataset.folder}", dataset.folds, patients_of, **known)
 
 
 def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
     codes = {code for record in records for code in record.label_voxels}
-    labels = labels_in_use(dataset.layout, dataset.labels, codes)
+    named = _named_codes(dataset)
+    if dataset.ignore is not None:
+        named.add(dataset.ignore)  # it keeps its name, also if no label holds it
+    labels = labels_in_use(dataset.layout, dataset.labels, codes | named)
+    regions = regions_in(dataset, labels)
     return make_manifest(
         name=dataset.name,
         layout=dataset.layout,
         channels=dataset.channels,
         labels=labels,
-        regions=regions_of(labels),
+        regions=regions,
+        paint=paint_by_order(regions, dataset.class_order),
+        ignore=dataset.ignore,
         split=splitting.split(patients_of),
         split_seed=splitting.seed,
         folds=splitting.folds_of(patients_of),
@@ -254,13 +285,13 @@ def split_sizes(manifest: Manifest) -> str:
 
 def _announce(dataset: Dataset) -> None:
     """Print the data set's cases, channels, patients and label codes."""
-    regions = regions_of(dataset.labels)
-    always = labels_in_use(dataset.layout, dataset.labels, ())
+    regions = regions_in(dataset, dataset.labels)
+    always = labels_in_use(dataset.layout, dataset.labels, _named_codes(dataset))
     facts = f"{count(dataset.cases, 'case')}, layout {dataset.layout}"
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
     lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
-        line = f"  {code} {name} -> {_regions_with(code, regions)}"
+        line = f"  {code} {name} -> {_regions_with(code, regions, dataset.ignore)}"
         if code not in always:
             line += ", if a label holds it"
         lines.append(line)
@@ -274,8 +305,18 @@ def _announce(dataset: Dataset) -> None:
     say(*lines, stderr=False)
 
 
-def _regions_with(code: int, regions: Mapping[str, Sequence[int]]) -> str:
-    """The names of the regions that a label code belongs to."""
+def _named_codes(dataset: Dataset) -> Set[int]:
+    """The codes of the regions that a data set or a user names, which a store has even if they
+    occur in none of its cases."""
+    if dataset.regions is None:
+        return set()
+    return {code for codes in dataset.regions.values() for code in codes}
+
+
+def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optional[int]) -> str:
+    """The names of the regions that a label code belongs to, or that it is the one to ignore."""
+    if code == ignore:
+        return "not annotated: neither learnt nor scored"
     return ", ".join(name for name, codes in regions.items() if code in codes) or "no region"
 
 
@@ -304,6 +345,10 @@ def _differences(
             differences.append(f"{rule} case {case_id} is of patient {got}")
         elif case_id not in but and not same_sources(files, record):
             differences.append(f"{rule} the source of case {case_id} has changed")
+    regions = regions_in(dataset, old.labels)
+    if regions != old.regions:
+        got = f"{_worded(regions)}, not {_worded(old.regions)}"
+        differences.append(f"{rule} the regions are now {got}")
     left_out = read_quarantine(store_dir)
     new = [case_id for case_id in files_of if case_id not in left_out]
     differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
@@ -325,6 +370,11 @@ def _differences(
     elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
         differences.append(f"{rule} --split and --seed ask for another split than {kept}")
     return differences
+
+
+def _worded(regions: Mapping[str, Sequence[int]]) -> str:
+    """Regions as --regions takes them."""
+    return " ".join(f"{name}={','.join(map(str, codes))}" for name, codes in regions.items())
 
 
 def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting) -> bool:
@@ -399,7 +449,7 @@ def summary_lines(store: Store) -> List[str]:
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
-        regions = _regions_with(code, manifest.regions)
+        regions = _regions_with(code, manifest.regions, manifest.ignore)
         lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]

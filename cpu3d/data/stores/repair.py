@@ -6,9 +6,10 @@ runs go on. The store may have grown from several data sets: each gives back its
 
 from dataclasses import replace
 from pathlib import Path
-from typing import List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Tuple
 
 from cpu3d.data.files.reader import Reader
+from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
     CaseList,
     CaseRecord,
@@ -19,7 +20,8 @@ from cpu3d.data.manifest import (
 )
 from cpu3d.data.store import RecordsLostError, Store, open_store, restore_records, write_store
 from cpu3d.data.stores.convert import Job, Settings, convert_all
-from cpu3d.data.stores.layouts import Dataset, Problems, labels_in_use, regions_of
+from cpu3d.data.stores.dataset import Dataset, Problems
+from cpu3d.data.stores.layouts import ignoring, labels_in_use
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_regular
@@ -83,11 +85,17 @@ def repair(store: Store, dataset: Dataset, settings: Settings, workers: int) -> 
 
 
 def fitting(dataset: Dataset, store: Store) -> Dataset:
-    """The data set with the channels, by name, and the labels that the store has. Raises InputError
-    for other channels, labels or regions."""
+    """The data set with the channels, by name, and the labels that the store has, of which the same
+    is ignored. Raises InputError for other channels, labels or regions."""
     dataset = dataset.with_channels(store.manifest.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
-    values = {"labels": labels, "regions": regions_of(labels)}
+    ignore = store.manifest.ignore
+    if ignore is not None and ignore in labels:
+        dataset = ignoring(dataset, ignore)
+    values: Dict[str, Any] = {"labels": labels, "ignore": dataset.ignore}
+    if dataset.regions is not None:  # else the store may have others, by `prepare --regions`
+        values["regions"] = dataset.regions
+        values["paint"] = paint_by_order(dataset.regions, dataset.class_order)
     for name, value in values.items():
         expected = getattr(store.manifest, name)
         if value != expected:

@@ -224,8 +224,21 @@ def read_folds(
     read = [_read_fold(f"fold {number} of {name}", fold) for number, fold in enumerate(content, 1)]
     raise_if_any(problem for _, problems in read for problem in problems)
     folds = tuple(fold for fold, _ in read)
+    return checked_folds(name, folds, patients, unlabelled=unlabelled, bad=bad)
+
+
+def checked_folds(
+    name: str,
+    folds: Sequence[Split],
+    patients: Mapping[str, str],
+    *,
+    unlabelled: Collection[str] = (),
+    bad: Collection[str] = (),
+) -> Tuple[Split, ...]:
+    """Folds that the source `name` gives. Raises InputError as `read_folds` for cases and
+    patients."""
     raise_if_any(_fold_problems(name, folds, patients, unlabelled, bad))
-    return folds
+    return tuple(folds)
 
 
 def _read_fold(name: str, content: Any) -> Tuple[Split, List[str]]:

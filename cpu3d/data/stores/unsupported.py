@@ -1,5 +1,4 @@
-"""Data sets that are recognised and refused, as what they need is not supported yet: CT, and labels
-to be ignored."""
+"""Data sets that are recognised and refused, as what they need is not supported yet: CT."""
 
 import re
 from typing import Iterator, Sequence
@@ -8,7 +7,7 @@ import numpy as np
 
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.region import Array
-from cpu3d.data.stores.layouts import CaseFiles, Dataset
+from cpu3d.data.stores.dataset import CaseFiles, Dataset
 from cpu3d.errors import InputError, raise_if_any
 
 CT_NAMES = {
@@ -21,22 +20,11 @@ AIR_SHARE = 0.05  # of the voxels, from which on a volume looks like CT
 _RULE = "must not be CT, with large parts at -1000 or -1024 as air in Hounsfield units"
 _NO_CT = "normalisation of CT is not supported yet"
 
-# A name that says "do not learn this": some of the first words, and else only such as the second.
-_IGNORED = r"ignor\w*|exclud\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
-_IGNORED += r"|do ?n[o']?t (care|use)|(not|non) (annotated|label+ed|used)|no (annotation|label)"
-_FILLING = r"background|label|region|area|class|voxels?|pixels?|value|index|mask|\d+"
-_FILLING += r"|to|be|or|and|the"
-IGNORE_NAME = re.compile(rf"(({_FILLING}) )*({_IGNORED})( ({_IGNORED}|{_FILLING}))*")
-
 
 def refuse_unsupported(dataset: Dataset) -> None:
-    """Raise InputError for a data set whose names show CT, or labels that are to be ignored."""
+    """Raise InputError for a data set whose names show CT."""
     rule = f"channels of data set {dataset.folder} must not be CT"
     raise_if_any(f"{rule}, got {name}; {_NO_CT}" for name in dataset.channels if is_ct(name))
-    rule = f"labels of data set {dataset.folder} must all be learnt"
-    todo = "an ignore label is not supported yet: annotate its voxels, or leave its cases out"
-    ignored = {code: name for code, name in dataset.labels.items() if code and is_ignored(name)}
-    raise_if_any(f"{rule}, got {code} {name}; {todo}" for code, name in ignored.items())
 
 
 def refuse_hounsfield(cases: Sequence[CaseFiles]) -> None:
@@ -70,13 +58,6 @@ def looks_like_ct(volume: Array) -> bool:
 def ct_problem(name: str) -> str:
     """The problem of a channel that looks like CT."""
     return f"{name} {_RULE}, got at least {AIR_SHARE:.0%} of its voxels there; {_NO_CT}"
-
-
-def is_ignored(name: str) -> bool:
-    """Whether a label's name says that its voxels are not to be learnt, such as "ignore" or "don't
-    care"."""
-    plain = re.sub(r"[^a-z0-9']+", " ", name.lower().replace("\u2019", "'")).strip()
-    return IGNORE_NAME.fullmatch(plain) is not None
 
 
 def _volumes(files: CaseFiles) -> Iterator[Array]:

@@ -21,8 +21,9 @@ from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, remake
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
+from cpu3d.data.stores.dataset import CaseFiles, Dataset
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
-from cpu3d.data.stores.layouts import CaseFiles, Dataset, read_dataset
+from cpu3d.data.stores.layouts import read_dataset
 from cpu3d.data.stores.prepare import (
     PATIENTS_HELP,
     SKIP_BAD_HELP,

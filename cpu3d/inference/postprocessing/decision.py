@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 
 from cpu3d.data.files.arrays import file_sha256
+from cpu3d.data.labels import ignored_voxels
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.store import Store
@@ -162,7 +163,8 @@ def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> Li
             answers = predictor.probabilities(store.image(record.case_id), record)
             truth = np.asarray(store.label(record.case_id))
             steps_mm = ras_steps_mm(record.geometry)
-            evidences.append(gather(answers, truth, predictor.regions, steps_mm))
+            ignored = ignored_voxels(truth, store.manifest.ignore)
+            evidences.append(gather(answers, truth, predictor.regions, steps_mm, ignored))
             del answers  # else they are in memory while the next case is predicted
             advance()
     return evidences

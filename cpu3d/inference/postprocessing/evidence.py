@@ -36,8 +36,10 @@ from memory_estimator.common.files import typed
 
 DETECTED_SHARE = 0.1  # of its voxels: from there on a true lesion counts as found
 
-# Index of a true lesion or component, of a predicted component, voxels that they share.
+# Index of a true lesion or component, of a part of a predicted one, voxels that they share.
 Pairs = Tuple[Tuple[int, int, int], ...]
+# Index of a predicted component, voxels of a part of it.
+Parts = Tuple[Tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -56,17 +58,22 @@ class Components:
     component_voxels: Tuple[int, ...]
     """(C,) of the components of the truth."""
     component_pairs: Pairs
+    parts: Optional[Parts] = None
+    """What is left of the predicted components where voxels are annotated: rules judge a whole
+    component, scores its parts. None: all of each, as its only part."""
 
     def __post_init__(self):
         count = len(self.voxels)
         if any(len(numbers) != count for numbers in (self.probability, *self.inside.values())):
             raise ValueError(f"each of {count} components must have one number, got more or fewer")
+        if not all(0 <= index < count for index, _ in self.parts or ()):
+            raise ValueError(f"parts must be of {count} components, got {self.parts}")
         self._check_pairs(self.lesion_pairs, len(self.lesion_voxels))
         self._check_pairs(self.component_pairs, len(self.component_voxels))
 
     def _check_pairs(self, pairs: Pairs, true_count: int) -> None:
         """Raise ValueError for a pair with an index out of range."""
-        count = len(self.voxels)
+        count = len(self.voxels if self.parts is None else self.parts)
         for true, predicted, _ in pairs:
             if not (0 <= true < true_count and 0 <= predicted < count):
                 rule = f"pairs must be of {true_count} true and {count} predicted components"
@@ -83,7 +90,12 @@ class Evidence:
 
     def to_json(self) -> Dict[str, Any]:
         """The content of `evidence_from_json`."""
-        return dataclasses.asdict(self)
+        content = dataclasses.asdict(self)
+        for answers in (content["plain"], content["nested"] or {}):
+            for components in answers.values():
+                if components["parts"] is None:
+                    del components["parts"]
+        return content
 
     def has(self, region: str) -> bool:
         """Whether the region is in the truth."""
@@ -98,7 +110,7 @@ class Evidence:
         kept: Dict[str, np.ndarray] = {}
         for name, larger in larger_regions(regions).items():
             of_region = touching[name]
-            sizes_mm3 = of_region.matching.predicted_mm3
+            sizes_mm3 = of_region.sizes_mm3
             stays = np.ones(len(sizes_mm3), bool)
             for other in larger:
                 stays &= kept[other][of_region.inside[other]]
@@ -146,15 +158,18 @@ def gather(
     truth: np.ndarray,
     regions: Regions,
     spacing_mm: Spacing,
+    ignored: Optional[np.ndarray] = None,
 ) -> Evidence:
     """The evidence of probabilities `(X, Y, Z, R)` in the order of `regions` beside the true label
-    `(X, Y, Z)`. `spacing_mm` is as in `score_region`."""
+    `(X, Y, Z)`. `spacing_mm` and `ignored` are as in `score_region`."""
+    if ignored is not None:
+        truth = np.where(ignored, 0, truth)
     plain = PostProcessing().paint(answers, regions, spacing_mm)
     nested = PostProcessing(nested=True).paint(answers, regions, spacing_mm)
-    components = _components(plain, answers, truth, spacing_mm, regions)
+    components = _components(plain, answers, truth, spacing_mm, regions, ignored)
     if np.array_equal(plain, nested):
         return Evidence(voxel_mm3(spacing_mm), components)
-    nested_components = _components(nested, answers, truth, spacing_mm, regions)
+    nested_components = _components(nested, answers, truth, spacing_mm, regions, ignored)
     return Evidence(voxel_mm3(spacing_mm), components, nested_components)
 
 
@@ -199,12 +214,17 @@ class _Touching:
     def __init__(self, components: Components, mm3: float):
         lesions = np.array(components.lesion_voxels, np.int64)
         voxels = np.array(components.voxels, np.int64)
+        self.sizes_mm3 = voxels * mm3  # (P,)
+        parts = components.parts
+        if parts is None:
+            parts = tuple(enumerate(components.voxels))
+        self.part_of, part_voxels = np.reshape(parts, (-1, 2)).astype(np.int64).T
         lesion, predicted, shared = np.reshape(components.lesion_pairs, (-1, 3)).astype(np.int64).T
         self.matching = Matching(
             truth_voxels=lesions,
             counted=lesions * mm3 > LESION_MM3,
-            predicted_voxels=voxels,
-            predicted_mm3=voxels * mm3,
+            predicted_voxels=part_voxels,
+            predicted_mm3=part_voxels * mm3,
             lesion=lesion,
             predicted=predicted,
             shared_voxels=shared,
@@ -218,6 +238,7 @@ class _Touching:
 
     def scores(self, kept: np.ndarray) -> Scores:
         """The scores if only the predicted components of `kept` (P,) are left."""
+        kept = kept[self.part_of]
         pairs = kept[self.predicted]
         answered = np.bincount(
             self.true[pairs],
@@ -239,6 +260,7 @@ def _components(
     truth: np.ndarray,
     spacing_mm: Spacing,
     regions: Regions,
+    ignored: Optional[np.ndarray],
 ) -> Dict[str, Components]:
     """Region, the largest first -> its components in a painted label."""
     # Lesions grow together inside of this box.
@@ -254,21 +276,30 @@ def _components(
             index[predicted] = numbered[other]  # index[0], of voxels in no component, means nothing
             inside[other] = tuple((index[1:] - 1).tolist())
         truth_mask = region_mask(truth[box], regions[name])
-        matching = match_lesions(truth_mask, predicted, spacing_mm)
+        scored = predicted
+        parts = None
+        if ignored is not None:
+            scored = connected_components((predicted > 0) & ~ignored[box])
+            holder = np.zeros(scored.max() + 1, np.int64)
+            holder[scored] = predicted
+            sizes = np.bincount(scored.ravel())
+            parts = tuple(zip((holder[1:] - 1).tolist(), sizes[1:].tolist()))
+        matching = match_lesions(truth_mask, scored, spacing_mm)
         true = connected_components(truth_mask)
-        both = truth_mask & (predicted > 0)
-        touching = np.stack([true[both], predicted[both]])
+        both = truth_mask & (scored > 0)
+        touching = np.stack([true[both], scored[both]])
         pairs, shared = np.unique(touching, axis=1, return_counts=True)
         answer = answers[box][..., list(regions).index(name)]
         probability = largest_probability(answer, predicted)
         components[name] = Components(
-            voxels=tuple(matching.predicted_voxels.tolist()),
+            voxels=tuple(np.bincount(predicted.ravel())[1:].tolist()),
             probability=tuple(probability.tolist()),
             inside=inside,
             lesion_voxels=tuple(matching.truth_voxels.tolist()),
             lesion_pairs=_pairs(matching.lesion, matching.predicted, matching.shared_voxels),
             component_voxels=tuple(np.bincount(true.ravel())[1:].tolist()),
             component_pairs=_pairs(*(pairs - 1), shared),
+            parts=parts,
         )
     return components
 

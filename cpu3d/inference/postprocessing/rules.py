@@ -22,7 +22,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 from scipy import ndimage
 
-from cpu3d.data.labels import THRESHOLD, label_from_regions, own_codes, region_mask
+from cpu3d.data.labels import THRESHOLD, label_from_regions, painted_codes, region_mask
 from cpu3d.data.region import bounding_box
 from cpu3d.inference.scores import Spacing, connected_components, voxel_mm3
 from cpu3d.util.records import listed
@@ -228,23 +228,23 @@ def larger_regions(regions: Regions) -> Dict[str, List[str]]:
 
 
 def codes_below(regions: Regions) -> Dict[str, int]:
-    """Region, the largest first -> the code of voxels removed from it: the next larger region's
-    own, or background. Only for regions whose voxels can be removed without a change to any other
-    region but those within them."""
-    own = own_codes(regions)
+    """Region, the largest first -> the code of voxels removed from it: that of the next larger
+    region, or background. Only for regions whose voxels can be removed without a change to any
+    other region but those within them."""
+    painted = painted_codes(regions)
     below = {}
     members = {name: set(codes) for name, codes in regions.items()}
     for name, larger in larger_regions(regions).items():
-        codes = own[larger[0]] if larger else (0,)
-        holders = {other for other in regions if members[other].intersection(codes[:1])}
+        code = painted.get(larger[0]) if larger else 0
+        holders = {other for other in regions if code in members[other]}
         own_members = members[name]
         is_apart = all(
             other > own_members or other < own_members or other.isdisjoint(own_members)
             for other_name, other in members.items()
             if other_name != name
         )
-        if codes and is_apart and holders == set(larger):
-            below[name] = codes[0]
+        if code is not None and is_apart and holders == set(larger):
+            below[name] = code
     return below
 
 

@@ -22,11 +22,13 @@ from cpu3d.bench.learning_results import (
 )
 from cpu3d.bench.tables import tables
 from cpu3d.errors import DivergedError, InputError
+from cpu3d.plan import make_plan
 from cpu3d.processes import RunFailedError
 from cpu3d.run.config_json import load_config
 from cpu3d.util.records import append_record, read_records
 from memory_estimator.common.table import PALETTE
 from tests.cpu3d.data.datasets import brats_case
+from tests.cpu3d.runs import HOST, written_weights
 
 NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer", "sgd"]
 
@@ -377,3 +379,25 @@ def test_settings_are_chosen_from_one_or_two_files_and_their_differences_recorde
     assert main(command) == 0
     assert picture.stat().st_size > 5000
     assert "c against a" in capsys.readouterr().out
+
+
+def test_a_start_from_other_weights_is_measured_unless_they_have_seen_what_is_scored(
+    tmp_path, phantom_store, calls, monkeypatch, capsys
+):
+    small = {"filters": 2, "depth": 2, "dtype": "float32", "optimizer": "sgd", "steps": 1}
+    config = make_plan(phantom_store, tmp_path / "nowhere", HOST, small).config
+    written_weights(config, tmp_path / "seen")
+    elsewhere = dataclasses.replace(config, store="/nowhere", split_hash="0" * 12)
+    written_weights(elsewhere, tmp_path / "source")
+    monkeypatch.chdir(tmp_path)
+    line = ["bench", "learning", "--store", str(phantom_store.folder), "--workdir", "work"]
+    line += ["--folds", "2", "--only", "2", "--seeds", "0", "--name"]
+    options = ["--", *NETWORK, "--steps", "1", "--init"]
+    assert main([*line, "seen", *options, "seen"]) == 2
+    assert "held-out patients" in capsys.readouterr().err
+    assert calls == []
+    assert main([*line, "tiny", *options, "source"]) == 0
+    record = load_config(tmp_path / "work/tiny/seed0-fold2of2").init_record
+    assert record.file == str(tmp_path / "source/checkpoints/best.npz")
+    (command,) = [command for command in calls if command[0] == "train"]
+    assert command[-command[::-1].index("--init")] == str(tmp_path / "source")

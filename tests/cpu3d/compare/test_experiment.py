@@ -12,10 +12,11 @@ from cpu3d.compare.experiment import (
     resolve_variants,
     usual_variants,
 )
+from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.settings import SETTINGS
 from memory_estimator.common.schema import add_options, arguments
-from tests.cpu3d.runs import decided
+from tests.cpu3d.runs import decided, written_weights
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
@@ -111,3 +112,19 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
         assert course["options"][course["options"].index("--validations") + 1] == str(
             few[0]["steps"]
         )
+
+
+def test_a_variant_whose_first_weights_have_seen_a_held_out_patient_is_refused(
+    phantom_store, tmp_path
+):
+    (held_out,) = phantom_store.manifest.split["val"]
+    folds = [
+        fold
+        for fold in ("1/2", "2/2")
+        if held_out in with_fold(phantom_store, fold).manifest.split["train"]
+    ]
+    network = {"filters": 4, "depth": 3}
+    trained = decided(phantom_store, tmp_path / "none", fold=folds[0], **network)
+    source = written_weights(trained, tmp_path / "source")
+    with pytest.raises(InputError, match=rf"variant whole.*{held_out}"):
+        resolve_variants({"whole": {**network, "init": str(source)}}, phantom_store)

@@ -6,11 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.labels import (
+    PaintedRegions,
     code_meanings,
     label_from_regions,
     mirror_pair,
     mirrored_axes,
     own_codes,
+    paint_by_order,
+    painted_codes,
     region_mask,
 )
 
@@ -69,6 +72,55 @@ def test_painting_the_masks_of_a_label_gives_that_label(regions, seed):
     label = np.random.default_rng(seed).choice(np.array(codes, np.uint8), (3, 4, 2))
     masks = np.stack([region_mask(label, own) for own in regions.values()], axis=-1)
     np.testing.assert_array_equal(label_from_regions(masks, regions), label)
+
+
+NESTED = {"whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,)}
+OVERLAPPING = {"a": (1, 2), "b": (2, 3), "c": (4,)}
+NNUNETS = [
+    (NESTED, (1, 2, 3)),
+    (NESTED, (3, 2, 3)),
+    ({"enhancing": (3,), "core": (2, 3), "whole": (1, 2, 3)}, (3, 2, 1)),
+    (ORGANS, (1, 2)),
+    ({"spleen": (2,), "liver": (1,)}, (2, 1)),
+    (OVERLAPPING, (1, 3, 4)),
+    (OVERLAPPING, (2, 2, 4)),
+]
+
+
+@pytest.mark.parametrize(("regions", "class_order"), NNUNETS)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_regions_with_an_order_are_painted_one_over_the_other_as_nnunet_does(
+    regions, class_order, seed
+):
+    answers = np.random.default_rng(seed).random((3, 4, 2, len(regions)), np.float32)
+    expected = np.zeros(answers.shape[:3], np.uint8)
+    for position, code in enumerate(class_order):
+        expected[answers[..., position] > 0.5] = code
+    painted = PaintedRegions(regions, paint_by_order(regions, class_order))
+    np.testing.assert_array_equal(label_from_regions(answers, painted), expected)
+
+
+def test_an_order_is_kept_only_where_the_usual_painting_differs():
+    assert paint_by_order(NESTED, (1, 2, 3)) == ()
+    assert paint_by_order(ORGANS, (1, 2)) == (("liver", 1), ("spleen", 2))
+    some = PaintedRegions({"c": (4,), "a": (1, 2)}, [("a", 2), ("b", 3), ("c", 4)])
+    assert painted_codes(some) == {"a": 2, "c": 4}  # of a network that learns these alone
+    assert painted_codes({"WT": (1, 2, 3), "both": (1, 2), "one": (1,), "two": (2,)}) == {
+        "WT": 3,
+        "one": 1,
+        "two": 2,
+    }
+
+
+def test_what_a_code_means_that_a_data_set_has_chosen():
+    painted = PaintedRegions(OVERLAPPING, [("a", 2), ("b", 3), ("c", 4)])
+    names = {0: "background", 1: "one", 2: "two", 3: "three", 4: "four"}
+    assert code_meanings(painted, names) == {
+        0: "background",
+        2: "a (one, two)",
+        3: "b (two, three)",
+        4: "four",
+    }
 
 
 @pytest.mark.parametrize(

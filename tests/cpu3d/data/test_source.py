@@ -421,3 +421,6 @@ def test_volumes_whose_labels_pair_left_and_right_are_not_mirrored_along_x(phant
     store.manifest = dataclasses.replace(store.manifest, labels=paired)
     assert flips(phantom_store) == set(np.ndindex(2, 2, 2))
     assert flips(store) == {(0, y, z) for y, z in np.ndindex(2, 2)}
+    by_region = dict(zip(names[1:], phantom_store.manifest.regions.values()))
+    store.manifest = dataclasses.replace(phantom_store.manifest, regions=by_region)
+    assert flips(store) == {(0, y, z) for y, z in np.ndindex(2, 2)}

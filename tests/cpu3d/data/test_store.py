@@ -11,7 +11,7 @@ from cpu3d.data.manifest import record_path, remake, to_json
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import write_arrays
-from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from tests.cpu3d.data.datasets import make_record, manifest_of, tiny_image, tiny_label, write_nifti

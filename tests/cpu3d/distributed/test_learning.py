@@ -127,6 +127,30 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
             np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("norm", ["instance", "batch"])
+def test_a_frozen_encoder_stays_to_the_bit_on_all_workers(norm):
+    """Of three, by which a third of a number is rounded."""
+    unet = dataclasses.replace(UNET, norm=norm)
+    config = dataclasses.replace(
+        CONFIG, unet=unet, batch=3, init="/a/run", freeze="encoder", optimizer="muon"
+    )
+
+    def train(exchange):
+        learner = Learner(config, exchange)
+        names = [weight.name for weight in learner.model.weights]
+        before = learner.model.get_weights()
+        image, target = (array[exchange.rank : exchange.rank + 1] for array in batch())
+        learner.step(iter([(tf.constant(image), tf.constant(target))]), 0.01)
+        return names, before, learner.model.get_weights()
+
+    results = together(3, train)
+    for names, before, after in results:
+        moved = [name for name, a, b in zip(names, before, after) if not np.array_equal(a, b)]
+        assert moved == [name for name in names if not name.startswith("encoder")]
+        for array, expected in zip(after, results[0][2]):
+            np.testing.assert_array_equal(array, expected)
+
+
 def test_the_fingerprint_hangs_on_every_bit_and_on_no_order_of_addition():
     weights = np.random.default_rng(0).normal(size=2**20).astype("f4")
     other = weights.copy()

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.stores.case import load_case
 from cpu3d.errors import InputError
 from cpu3d.inference import segment
@@ -222,6 +223,36 @@ def test_the_program_of_an_export_finds_channels_by_name(tmp_path):
     for paths in (("x_t1ce.nii.gz", "y.nii.gz"), ("x_t1ce.nii.gz", "x_t1c.nii.gz"), ("a.nii.gz",)):
         with pytest.raises(SystemExit, match="FLAIR, t1gd"):
             segment.in_order(image[..., :2] if len(paths) > 1 else image, paths, about)
+
+
+@pytest.mark.parametrize(
+    ("more", "paint"),
+    [
+        ({}, {"right": 8, "left": 9}),  # the run's order
+        ({"both": [8, 9], "order": [9, 8, 8]}, {"left": 9, "right": 8}),  # its own
+        ({"both": [8, 9], "order": None}, {"right": 8, "left": 9}),
+    ],
+)
+def test_regions_are_painted_in_the_order_of_the_images_data_set_or_else_of_the_run(
+    tmp_path, more, paint
+):
+    run = PaintedRegions({"left": (1,), "right": (2,)}, [("right", 2), ("left", 1)])
+    folder = listed(tmp_path, STORE, key="channel_names")
+    path = tmp_path / "dataset.json"
+    content = json.loads(path.read_text())
+    content["labels"] = {"background": 0, "Left": 9, "right": 8}
+    if more:
+        content["labels"]["both"] = more["both"]
+        content["regions_class_order"] = more["order"]
+    path.write_text(json.dumps(content))
+    for number, channel in enumerate(STORE):
+        write_nifti(folder / f"x_{number:04d}.nii.gz", volume(channel))
+    predictor = FakePredictor(None, run, {0: "background", 1: "left", 2: "right"}, channels=STORE)
+    predictor.inputs = STORE
+    (case,) = find_cases([folder], predictor).cases
+    assert (case.files.case_id, case.codes_of) == ("x", str(path))
+    assert case.regions == {"left": (9,), "right": (8,)}
+    assert (case.regions.paint, list(case.regions.paint)) == (paint, list(paint))
 
 
 def taken_by_predict(paths, inputs):

@@ -82,6 +82,29 @@ def test_a_shifted_answer_scores_what_was_worked_out_by_hand(tiny_store, tiny_ru
     assert scores["summary"]["TC"]["dice"]["mean"] == pytest.approx(18 / 27)
 
 
+def test_voxels_that_are_not_annotated_count_in_no_score_and_are_predicted(
+    tmp_path, tiny_run, fake_predictor
+):
+    """Every second slice is; the answer in the others is of the label before they were taken."""
+    store = make_store(tmp_path / "sparse", tmp_path / "sparse source", ignore=9)
+    fake_predictor.shift = 1
+    labels = {**LABELS, 9: "ignore"}
+    fake_predictor.labels = labels
+    scores = evaluate_split(fake_predictor, store, "test", tiny_run, evidence=True)
+    for case in scores["cases"]:
+        core = case["regions"]["TC"]
+        slices = core["truth_voxels"] / 9  # a cube of 3, of which 1 or 2 slices are annotated
+        assert slices in (1, 2)
+        assert core["dice"] == pytest.approx(6 / 9)
+        kept = case["evidence"]["plain"]["TC"]
+        assert kept["voxels"] == (27,)
+        assert kept["parts"] == ((0, 9),) * int(slices)
+        path = tiny_run / f"evaluation/predictions/{case['case_id']}.nii.gz"
+        written = read_volume(path)[0]
+        assert np.count_nonzero(np.isin(written, (2, 3))) == 27
+        assert 9 not in written
+
+
 @pytest.mark.parametrize(
     ("spacing_mm", "said"), [((1.0, 1.0, 2.0), False), ((1.0, 1.0, 1.0), True), (None, False)]
 )

@@ -19,7 +19,7 @@ from cpu3d.data.labels import label_from_regions
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.windows import sliding_window
 from cpu3d.inference import export_network as network
 from cpu3d.inference import segment
@@ -166,6 +166,9 @@ def made_up_answers(seed, regions):
     return (smooth - np.quantile(smooth, 0.95) + 0.5).astype(np.float32)
 
 
+SIDES = {"left": (4,), "right": (5,)}
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -178,17 +181,26 @@ def made_up_answers(seed, regions):
         PostProcessing(RULES.rules, nested=True, off="not decided"),
     ],
 )
-@pytest.mark.parametrize("more", [{}, {"left": (4,), "right": (5,)}])
-def test_the_program_removes_the_small_parts_that_predict_removes(chosen, more):
+@pytest.mark.parametrize(
+    ("more", "paint"),
+    [
+        ({}, ()),
+        (SIDES, ()),
+        (SIDES, (("right", 5), ("WT", 1), ("left", 4), ("TC", 2), ("ET", 3))),
+    ],
+)
+def test_the_program_paints_and_removes_the_small_parts_as_predict_does(chosen, more, paint):
     regions, spacing_mm = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,), **more}, (0.7, 1.1, 2.5)
     config = RunConfig(
         label_names=dict(enumerate("0abcde")),
         region_codes=regions,
+        paint=paint,
         regions=tuple(regions),
         channels=("FLAIR",),
         grid=(24, 20, 16),
         unet=UNetConfig(channels=1, outputs=len(regions)),
     )
+    regions = config.codes_by_region
     steps = {"postprocessing": chosen.steps(regions)}
     about = json.loads(json.dumps({**contract(config, "float32", "onnx"), **steps}))
     for seed in range(3):

@@ -9,6 +9,7 @@ import nibabel
 import numpy as np
 import pytest
 
+from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
@@ -155,6 +156,39 @@ def test_a_region_without_a_code_there_has_that_of_the_store(predictor, images, 
     assert content("old")["codes_of"] == predict.STORE
     new = content("new")  # the codes of the release, and one more
     assert (new["codes_of"], new["label_codes"]["4"]) == ("brats2023", "resection cavity")
+
+
+@pytest.mark.parametrize(
+    ("order", "codes"),
+    [
+        ([5, 6, 9], (0, 5, 6, 9)),
+        ([9, 6, 9], (0, 9, 6, 9)),
+        (None, (0, 5, 6, 9)),
+    ],
+)
+def test_images_of_nnunets_regions_are_answered_in_their_codes_and_order(
+    predictor, files, call, tmp_path, order, codes
+):
+    predictor.regions = PaintedRegions({"whole": (1, 2, 3), "core": (2, 3), "inner": (3,)})
+    content = {
+        "channel_names": {"0": "T1gd", "1": "FLAIR"},
+        "labels": {"background": 0, "inner": [9], "core": [6, 9], "whole": [9, 5, 6], "ignore": 11},
+        "file_ending": ".nii.gz",
+        "numTraining": 1,
+    }
+    if order:
+        content["regions_class_order"] = order
+        content["labels"] = {"background": 0, "whole": [9, 5, 6], "core": [6, 9], "inner": 9}
+    images = tmp_path / "in/data/imagesTs"
+    images.mkdir(parents=True)
+    (images.parent / "dataset.json").write_text(json.dumps(content))
+    names = [f"data/imagesTs/x_{number}.nii.gz" for number in ("0001", "0000")]
+    split_channels(files.images[0], *names)
+    assert call("--image", images, "--out", tmp_path / "out") == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["x.json", "x.nii.gz"]
+    truth = read_volume(files.label)[0]
+    expected = np.array(codes)[truth]
+    np.testing.assert_array_equal(read_volume(tmp_path / "out/x.nii.gz")[0], expected)
 
 
 def test_nnunets_files_in_capitals_are_answered_as_their_case_in_lower_case(files, tmp_path, call):

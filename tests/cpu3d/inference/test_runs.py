@@ -192,6 +192,7 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
         "store_channels": ("T1gd", "FLAIR"),
         "label_names": {0: "background", 1: "liver"},
         "region_codes": {**REGIONS, "ET": (2,)},
+        "paint": (("WT", 1),),
         "regions": ("WT", "ET", "TC"),
         "split_hash": "another",
     }

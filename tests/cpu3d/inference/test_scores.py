@@ -106,6 +106,49 @@ def _surface(mask):
             yield v
 
 
+@settings(max_examples=60)
+@given(MASKS, MASKS, MASKS, MASKS)
+def test_what_is_in_ignored_voxels_changes_no_score(truth, prediction, ignored, other):
+    spacing_mm = (1, 1, 2.5)
+    scores = score_region(truth & ~ignored, prediction & ~ignored, spacing_mm, ignored=ignored)
+    more = score_region(truth, prediction ^ (other & ignored), spacing_mm, ignored=ignored)
+    assert more == scores
+    left = (truth & ~ignored).sum(), (prediction & ~ignored).sum()
+    assert (scores["truth_voxels"], scores["prediction_voxels"]) == left
+    alone = score_region(truth & ~ignored, prediction & ~ignored, spacing_mm)
+    for name in ("dice", "lesion_dice", "lesion_sensitivity", "false_positives", "empty"):
+        assert scores[name] == alone[name]
+
+
+def test_the_surface_of_annotated_slices_is_their_outline():
+    """A square of 6 x 6 voxels through all slices, answered a voxel off along X; every third slice
+    is annotated. Of an outline's 20 voxels the 6 of one side are a voxel off the other outline, and
+    of the side across from it the 4 between its ends."""
+    truth = np.zeros((12, 12, 9), bool)
+    truth[3:9, 3:9] = True
+    prediction = np.roll(truth, 1, 0)
+    ignored = np.ones(truth.shape, bool)
+    ignored[..., 1::3] = False
+    scores = score_region(truth, prediction, (1, 1, 1), 0.5, ignored)
+    assert scores["dice"] == pytest.approx(30 / 36)
+    assert scores["hd95_mm"] == 1
+    assert scores["surface_dice"] == pytest.approx((20 - 4 - 6) / 20)
+    whole = score_region(truth, prediction, (1, 1, 1), 0.5)
+    assert whole["hd95_mm"] == 1
+
+
+def test_a_mask_that_fills_what_is_annotated_has_the_surface_of_that():
+    truth = np.zeros((9, 9, 9), bool)
+    truth[2:7, 2:7, 2:7] = True
+    ignored = np.ones(truth.shape, bool)
+    ignored[3:6, 3:6, 4] = False
+    prediction = truth.copy()
+    prediction[5, :, 4] = False
+    scores = score_region(truth, prediction, (1, 1, 1), 0.5, ignored)
+    assert scores["dice"] == pytest.approx(2 * 6 / (9 + 6))
+    assert 0 < scores["hd95_mm"] <= 2
+
+
 def boxes(*corners, shape=(30, 12, 12)):
     """A mask of boxes, each (start, stop) along X, Y and Z."""
     mask = np.zeros(shape, bool)

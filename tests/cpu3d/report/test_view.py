@@ -124,6 +124,32 @@ def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(
     assert (shown["shape"], shown["spacing"]) == ([11, 14, 8], [1, 1, 3])
 
 
+@pytest.fixture
+def sparse_page(tmp_path):
+    """The page of a case of which every second slice is annotated."""
+    image, truth, _ = made_case()
+    truth[truth == 3] = 2
+    truth[..., ::2] = 200
+    images = tmp_path / "data/imagesTr"
+    images.mkdir(parents=True)
+    write_volume(images / "a.nii.gz", image[..., 0], GEOMETRY)
+    write_volume(tmp_path / "truth.nii.gz", truth, GEOMETRY)
+    labels = {"0": "background", "2": "organ", "200": "void"}
+    about = {"modality": {"0": "MRI"}, "labels": labels}
+    (tmp_path / "data/dataset.json").write_text(json.dumps(about))
+    words = ("--image", images / "a.nii.gz", "--label", tmp_path / "truth.nii.gz")
+    assert view(*words, "--out", tmp_path / "page.html") == 0
+    return tmp_path / "page.html"
+
+
+def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(sparse_page):
+    """They do not make the page's box larger."""
+    (shown,) = shown_cases(sparse_page)
+    assert (shown["ignore"], shown["labels"]["200"]) == (200, "void")
+    assert [region["name"] for region in shown["regions"]] == ["organ"]
+    assert shown["shape"] == [11, 14, 8]
+
+
 def test_channels_are_named_by_the_list_of_their_data_set(case, tmp_path):
     names = {"0": "T2w", "1": "t1ce", "2": "FLAIR"}
     content = {"channel_names": names, "labels": {"background": 0, "core": 1}}
@@ -449,6 +475,12 @@ def test_overlays_and_regions_toggle_and_predictions_switch(page):
                 key
             )
     assert "missed" in page.find("legend").text
+
+
+def test_voxels_that_are_not_annotated_are_named_in_the_legend(driver, sparse_page):
+    page = Page(driver, sparse_page)
+    assert "not annotated: void" in page.find("legend").text
+    assert page.errors() == []
 
 
 def test_dragging_changes_the_window_and_reset_brings_it_back(page):

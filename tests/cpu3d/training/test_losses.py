@@ -7,6 +7,7 @@ import tensorflow as tf
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice, hard_dice_counts
 from models.losses import DEFAULT_LOSS, HARD, LOSSES, SMOOTH
 from models.native import operations
+from models.native.shared import IGNORED
 from models.supervision import of_batch, supervise
 
 
@@ -134,6 +135,51 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
         expected = tf.reduce_mean(tf.stack(each) * weights)
     for value, own in zip(by_keras(target, logits), (expected, tape.gradient(expected, logits))):
         np.testing.assert_allclose(value, own, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("target_dtype", ["uint8", "float32"])
+def test_ignored_voxels_are_as_if_they_were_not_there(computed_by, target_dtype):
+    """At the end of an axis, so that what is left is a volume; and in the coarser head's target."""
+    rng = np.random.default_rng(3)
+    target = rng.integers(0, 2, (2, 8, 4, 4, 3)).astype(target_dtype)
+    target[:, 4:] = IGNORED
+    heads = [tf.constant(rng.normal(0, 2, (2, n, n // 2, n // 2, 3)), tf.float32) for n in (8, 4)]
+    results = []
+    for kept in (8, 4):
+        logits = [head[:, : kept // (8 // head.shape[1])] for head in heads]
+        with tf.GradientTape() as tape:
+            tape.watch(logits)
+            loss, dice = dice_cross_entropy(tf.constant(target[:, :kept]), *logits)
+        results.append((loss, dice, tape.gradient(loss, logits)))
+    (loss, dice, slopes), (expected, expected_dice, expected_slopes) = results
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(dice, expected_dice, rtol=1e-6)
+    for slope, wanted in zip(slopes, expected_slopes):
+        half = wanted.shape[1]
+        np.testing.assert_allclose(slope[:, :half], wanted, rtol=1e-5, atol=1e-9)
+        assert not np.any(slope[:, half:])
+
+
+@pytest.mark.parametrize("of", ["loss", "metric"])
+def test_what_a_network_answers_where_voxels_are_ignored_changes_nothing(computed_by, of):
+    target = np.array([1, 0, IGNORED, IGNORED], np.uint8)
+    values = []
+    for answer in (5, -5, np.nan):
+        logits = volume([2, 1, answer, -answer])
+        if of == "loss":
+            values.append(float(DiceCrossEntropy()(volume(target), logits)))
+        else:
+            metric = RegionDice()
+            metric.update_state(tf.reshape(target, logits.shape), logits)
+            values.append(float(metric.result()))
+    assert values[0] == values[1] == values[2]
+    assert of == "loss" or values[0] == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint8", "float32"])
+def test_a_target_without_ignored_voxels_may_be_of_any_type(dtype):
+    counts = hard_dice_counts(tf.cast(volume([1, 1, 0, 0]), dtype), volume([3, -1, 0.5, 0]))
+    np.testing.assert_array_equal(counts, [[[1, 3, 2]]])
 
 
 def test_a_target_of_other_regions_is_refused():

@@ -20,6 +20,7 @@ from memory_estimator.step.program import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
+from models.native.shared import IGNORED
 from models.supervision import supervise
 from tests.cpu3d.runs import start
 
@@ -27,12 +28,15 @@ SMALL = (16, 16, 12)
 SHAPE = (48, 48, 44)
 
 
-def feeds(config):
-    """A held-out volume of random numbers, which is there already."""
+def feeds(config, ignored=0.0):
+    """A held-out volume of random numbers, which is there already; a share of its voxels is not
+    annotated."""
     rng = tf.random.Generator.from_seed(0)
     target = rng.uniform((1, *config.grid, config.unet.outputs)) < np.linspace(
         0, 0.5, config.unet.outputs
     )
+    is_ignored = rng.uniform((1, *config.grid, 1)) < ignored
+    target = tf.where(is_ignored, IGNORED, tf.cast(target, tf.int32))
     volume = rng.normal((1, *config.grid, config.unet.channels)), tf.cast(target, tf.uint8)
     return SimpleNamespace(
         config=config,
@@ -53,17 +57,18 @@ def learner(grid, **network):
     return Learner(dataclasses.replace(config, batch=1, micro_batch=1, engine="auto"))
 
 
-def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_the_maps():
+@pytest.mark.parametrize("ignored", [0, 0.5])
+def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_the_maps(ignored):
     learned = learner(SMALL, channels=1, outputs=4, filters=4, depth=2)
-    ((image, target),) = feeds(learned.config).validation()
+    ((image, target),) = feeds(learned.config, ignored).validation()
     logits = learned.logits(image)
-    scores, _ = validate(feeds(learned.config), learned)
+    scores, _ = validate(feeds(learned.config, ignored), learned)
     np.testing.assert_allclose(
         scores.loss, supervise(LOSSES[DEFAULT_LOSS], target, [logits]).loss, rtol=1e-5
     )
     logits, target = (array.numpy()[0, 2:-1, 2:-1, 2:-1] for array in (logits, target))
     for region in range(4):  # painted wherever it or a smaller one is predicted
-        predicted = (logits[..., region:] >= 0).any(-1)
+        predicted = (logits[..., region:] >= 0).any(-1) & (target[..., region] != IGNORED)
         true = target[..., region] == 1
         dice = 2 * np.count_nonzero(predicted & true) / (predicted.sum() + true.sum())
         assert scores.dice[region] == pytest.approx(dice, abs=1e-12)

@@ -24,7 +24,8 @@ class Compiler:
     """A script in the place of the compiler."""
 
     def __init__(self, folder, monkeypatch):
-        self.path, self.log = folder / "my tools" / "cc", folder / "log"
+        self.path = folder / "my tools" / "cc"
+        self.log = folder / "log"
         self.path.parent.mkdir()
         self.path.write_text(COMPILER)
         self.path.chmod(0o755)

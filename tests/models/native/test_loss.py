@@ -4,6 +4,7 @@ the C functions alone."""
 import numpy as np
 import pytest
 
+from models.native.shared import IGNORED
 from tests.models.native.reference import DTYPES, KERNELS, MANY_THREADS, operation, run
 
 THREADS = (1, 2, 3, 8, MANY_THREADS)
@@ -23,18 +24,19 @@ SUM_ERROR = 3e-7
 
 
 class Case:
-    """Random logits, a target whose last region is empty, and factors; and by float64 what is made
-    of them."""
+    """Random logits, a target whose last region is empty and of which a share is ignored, and
+    factors; and by float64 what is made of them."""
 
-    def __init__(self, shape, regions, finer, dtype, scale=6.0, seed=0):
+    def __init__(self, shape, regions, finer, dtype, ignored=0.0, scale=6.0, seed=0):
         rng = np.random.default_rng(seed)
         self.shape, self.finer, self.dtype = shape, finer, dtype
         self.logits = (scale * rng.standard_normal((*shape, regions))).astype(DTYPES[dtype][1])
         sides = [side * times for side, times in zip(shape[1:], finer)]
         share = np.linspace(0.5, 0, regions) if regions > 1 else 0.4
         drawn = rng.random((shape[0], *sides, regions)) < share
-        self.target = drawn * rng.integers(1, 256, drawn.shape).astype(np.uint8)  # any byte but 0
+        self.target = drawn * rng.integers(1, IGNORED, drawn.shape).astype(np.uint8)  # not 0
         self.factors = rng.standard_normal((shape[0], 3, regions)).astype(np.float32)
+        self.target[rng.random(drawn.shape) < ignored] = IGNORED
 
     def run(self, library, name, threads, kind, in_place=False):
         logits = self.logits.copy()
@@ -53,13 +55,16 @@ class Case:
         """Sums, and the gradient."""
         z = self.logits.astype(np.float64)
         x, y, z_step = self.finer
-        t = self.target[:, ::x, ::y, ::z_step] != 0
+        thinned = self.target[:, ::x, ::y, ::z_step]
+        counts = thinned != IGNORED
+        t = counts & (thinned != 0)
         p, rest = 1 / (1 + np.exp(-z)), 1 / (1 + np.exp(z))
         cross_entropy = np.logaddexp(0, np.where(t, -z, z))
-        sums = np.stack([each.sum((1, 2, 3)) for each in (cross_entropy, p * t, p, 1.0 * t)], 1)
+        terms = (cross_entropy, p * t, p, 1.0 * t)
+        sums = np.stack([(counts * each).sum((1, 2, 3)) for each in terms], 1)
         rows = self.factors.astype(np.float64)[:, :, None, None, None]
         slope = rows[:, 0] * np.where(t, -rest, p) + p * rest * (rows[:, 1] * t + rows[:, 2])
-        return sums, slope
+        return sums, counts * slope
 
 
 @pytest.fixture
@@ -75,12 +80,13 @@ in_every_set = pytest.mark.parametrize("kernels", KERNELS, indirect=True, ids="-
 
 
 @in_every_set
+@pytest.mark.parametrize("ignored", [0, 0.3])
 @pytest.mark.parametrize(("shape", "regions", "finer"), SHAPES)
 def test_sums_and_gradient_are_those_of_float64_with_the_same_bits_on_any_number_of_threads(
-    kernels, shape, regions, finer
+    kernels, shape, regions, finer, ignored
 ):
     library, name, dtype = kernels
-    case = Case(shape, regions, finer, dtype)
+    case = Case(shape, regions, finer, dtype, ignored)
     sums, slope = case.expected()
     on_one = {kind: case.run(library, name, 1, kind) for kind in ("loss_sums", "loss_slope")}
     np.testing.assert_allclose(on_one["loss_sums"], sums, rtol=SUM_ERROR, atol=1e-30)
@@ -90,6 +96,24 @@ def test_sums_and_gradient_are_those_of_float64_with_the_same_bits_on_any_number
         for kind, made in on_one.items():
             again = case.run(library, name, threads, kind, in_place=threads > 1)
             assert again.tobytes() == made.tobytes(), (kind, threads)
+
+
+@in_every_set
+@pytest.mark.parametrize("value", [3, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", [0, 40])
+def test_an_ignored_voxel_is_in_no_sum_and_has_no_gradient_whatever_its_logit(
+    kernels, value, place
+):
+    """In a whole vector, and in the rest of a row."""
+    library, name, dtype = kernels
+    case = Case((1, 2, 2, 14), 3, (1, 1, 1), dtype)
+    case.target.reshape(-1)[place] = IGNORED
+    sums = case.run(library, name, 1, "loss_sums")
+    case.logits.reshape(-1)[place] = value
+    assert case.run(library, name, 1, "loss_sums").tobytes() == sums.tobytes()
+    slope = case.run(library, name, 1, "loss_slope").astype(np.float32)
+    assert np.flatnonzero(slope == 0).tolist() == [place]
+    assert np.isfinite(slope).all()
 
 
 @in_every_set

@@ -6,7 +6,8 @@ import pytest
 
 from tests.models.native.reference import FLOAT32, KERNELS, operation
 
-ITERATION, ROUNDS = (3.4445, -4.7750, 2.0315), 5  # Jordan's
+ITERATION = (3.4445, -4.7750, 2.0315)  # Jordan's
+ROUNDS = 5
 SIZES = [
     (1, 1),
     (5, 3),

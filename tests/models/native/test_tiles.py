@@ -94,7 +94,11 @@ def test_a_transposed_convolution_multiplies_nothing_in_vain(
     (coarse,) = maps_of(GRID, channels)
     (fine,) = maps_of(np.multiply(GRID, 2), outputs)
     filters = np.zeros((2, 2, 2, outputs, channels), np.float32)
-    made, others = (fine, []) if kind == "up_convolve" else (coarse.copy(), [fine])
+    made = fine
+    others = []
+    if kind == "up_input_gradient":
+        made = coarse.copy()
+        others = [fine]
     arguments = (kind, "bfloat16", (1, *GRID), 2, [coarse], outputs, others)
     counts = Counts(library, *arguments, filters=filters, map=made)
     assert counts.multiplications == 8 * channels * outputs * VOXELS

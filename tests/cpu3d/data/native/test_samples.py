@@ -14,6 +14,7 @@ from cpu3d.data.native.form import Form, Stored
 from cpu3d.data.native.samples import SOURCES, make_sample
 from cpu3d.data.resolution import field_of, shrinking
 from models.native.build import find_compiler
+from models.native.shared import IGNORED
 
 CODES = ((1, 2, 3), (2, 3), (3, 255))
 FIELD = (36, 32, 40)  # of a sample
@@ -35,13 +36,15 @@ def stored(*, half=False, seed=0, at=AT):
     return Stored(image, label, at)
 
 
-def form(resolution=1.0, channels=(0, 1, 2, 3), dtype="float32", field=FIELD, codes=CODES):
+def form(
+    resolution=1.0, channels=(0, 1, 2, 3), dtype="float32", field=FIELD, codes=CODES, ignore=None
+):
     if resolution == 1:
-        return Form(field, channels, codes, dtype)
+        return Form(field, channels, codes, dtype, ignore=ignore)
     grid = tuple(round(n * resolution) for n in field)
     assert field_of(grid, resolution) == field
     weights = tuple(shrinking(m, n, resolution) for m, n in zip(grid, field))
-    return Form(grid, channels, codes, dtype, weights)
+    return Form(grid, channels, codes, dtype, weights, ignore)
 
 
 def turned(angles_deg=(20, -15, 30), zoom=1.2, spacing_mm=(1, 1, 1)):
@@ -129,6 +132,16 @@ def test_c_computes_what_numpy_does_where_a_lower_resolution_leaves_background_i
     box.image[np.random.default_rng(2).random(SHAPE) < 0.5] = 0
     numbers = dataclasses.replace(drawn(*names), low_resolution=np.float32([0.3, 0.6, 0.4, 0.2]))
     agree(box, numbers, form(), atol=1e-3)
+
+
+@pytest.mark.parametrize("ignore", [1, 9])
+@pytest.mark.parametrize("codes", [((2, 3), (3,)), ((2, 3), (3,), (255,))])
+@pytest.mark.parametrize("name", ["plain", "flips", "turn"])
+@pytest.mark.parametrize("resolution", [1, 0.5, 0.75])
+def test_c_computes_what_numpy_does_with_voxels_that_are_not_to_be_learnt(
+    ignore, codes, name, resolution
+):
+    agree(stored(), drawn(name), form(resolution, codes=codes, ignore=ignore))
 
 
 @pytest.mark.parametrize("name", ["plain", "turn"])
@@ -295,6 +308,72 @@ def test_a_region_is_where_its_interpolated_mean_is_at_least_a_half():
     np.testing.assert_array_equal(
         target[:, 0, 0, 2], [0, 0, 0, 0]
     )  # ET: a quarter of code 3 at most
+
+
+# --- Voxels that are not to be learnt ---
+
+both = pytest.mark.parametrize("made_by", [make_sample, plain.make_sample], ids=["C", "NumPy"])
+
+
+def ignoring(
+    made_by, label, resolution=1.0, matrix=None, flips=PLAIN.flips, at=(0, 0, 0), field=None
+):
+    """The target of one region of code 1, with 255 not to be learnt."""
+    wanted = form(resolution, (0,), field=field or label.shape, codes=((1,),), ignore=255)
+    numbers = Drawn(np.ones(1, np.float32), np.zeros(1, np.float32), flips, matrix)
+    image = np.ones((*label.shape, 1), np.int16)
+    return made_by(Stored(image, label.astype(np.uint8), at), numbers, wanted)[1][..., 0]
+
+
+@both
+def test_an_ignored_voxel_is_ignored_in_all_regions_and_padding_is_not(made_by):
+    label = np.zeros((3, 4, 5), np.uint8)
+    label[0] = 1
+    label[1, 2] = 255
+    box = Stored(np.ones((3, 4, 5, 1), np.int16), label, (2, 1, 0))
+    wanted = form(1, (0,), field=(6, 6, 6), codes=((1,), (2,)), ignore=255)
+    _, target = made_by(box, drawn("flips").of_channels((0,)), wanted)
+    expected = np.zeros((6, 6, 6, 2), np.uint8)
+    expected[2, 1:5, :5, 0] = 1
+    expected[3, 3, :5] = IGNORED
+    np.testing.assert_array_equal(target, expected[::-1, :, ::-1])
+
+
+@both
+def test_at_half_resolution_annotated_voxels_alone_decide(made_by):
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 2, (8, 8, 8))
+    known = label.copy()
+    known[..., 1::2] = known[..., ::2]  # the means of both slices are those of the first
+    expected = ignoring(made_by, known, 0.5)
+    sparse = label.copy()
+    sparse[..., 1::2] = 255
+    np.testing.assert_array_equal(ignoring(made_by, sparse, 0.5), expected)
+    sparse[..., 4:] = 255
+    expected[..., 2:] = IGNORED
+    sparse[0, 0, 7] = 1  # one of eight
+    expected[0, 0, 3] = 1
+    np.testing.assert_array_equal(ignoring(made_by, sparse, 0.5), expected)
+
+
+@both
+def test_a_turned_voxel_is_ignored_where_most_of_it_comes_from_ignored_voxels(made_by):
+    """Zoomed along X alone, a voxel is between two by 1/4 and 3/4."""
+    label = np.zeros((4, 2, 2), np.uint8)
+    label[1:] = np.reshape([1, 255, 255], (3, 1, 1))
+    matrix = np.diag([0.5, 1, 1]).astype(np.float32)  # places along X are 0.75, 1.25, 1.75, 2.25
+    target = ignoring(made_by, label, matrix=matrix)
+    np.testing.assert_array_equal(target[:, 0, 0], [1, 1, IGNORED, IGNORED])
+
+
+@both
+def test_of_slices_that_are_annotated_a_turn_leaves_as_many_voxels(made_by):
+    label = np.full((40, 40, 40), 255, np.uint8)
+    label[..., ::10] = np.arange(40)[:, None, None] % 2
+    target = ignoring(made_by, label, matrix=turned((7, -5, 20), 1.1))
+    inner = target[8:-8, 8:-8, 8:-8]
+    assert (inner != IGNORED).mean() == pytest.approx(0.1, abs=0.02)
+    assert set(np.unique(inner)) == {0, 1, IGNORED}
 
 
 # --- Intensity ---
@@ -477,7 +556,9 @@ kinds = itertools.product((False, True), (1, 0.5, 0.75), ("float32", "bfloat16")
 for half, resolution, dtype in kinds:
     for channels in ((0, 1, 2, 3), (2,), (3, 1)):
         for names in (("plain",), ("flips",), ("turn",), tuple(DRAWS)):
-            samples.make_sample(stored(half=half), drawn(*names), form(resolution, channels, dtype))
+            for ignore in (None, 3):
+                wanted = form(resolution, channels, dtype, ignore=ignore)
+                samples.make_sample(stored(half=half), drawn(*names), wanted)
 print("done")
 """
 

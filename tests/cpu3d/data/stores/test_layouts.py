@@ -169,25 +169,6 @@ def test_a_damaged_list_is_refused_by_name(tmp_path, change):
         read_dataset(tmp_path)
 
 
-NAMED = {
-    "channel_names": {"0": "FLAIR", "1": "T1w"},
-    "labels": {"background": 0, "tumour": 1},
-    "file_ending": ".nii.gz",
-}
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_nnunets_raw_data_is_recognised_and_refused_in_one_line(tmp_path, version):
-    folder = decathlon(tmp_path / "Dataset001", 2)
-    for image in sorted((folder / "imagesTr").iterdir()):
-        image.rename(image.with_name(image.name.replace(".nii", "_0000.nii")))
-    if version == 2:
-        (folder / "dataset.json").write_text(json.dumps(NAMED))
-    with pytest.raises(InputError, match=r"nnU-Net.*not supported yet; .*4D file") as error:
-        read_dataset(folder)
-    assert len(error.value.problems) == 1
-
-
 def test_channels_of_one_name_are_refused(tmp_path):
     folder = decathlon(tmp_path, 1, modality={"0": "FLAIR", "1": "T1w", "2": "t1-N", "3": "T2w"})
     with pytest.raises(InputError, match=r"dataset\.json must have different names, got T1w, t1-N"):

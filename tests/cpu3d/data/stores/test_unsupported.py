@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from cpu3d.data.stores.names import is_ignored
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.unsupported import is_ct, is_ignored
+from cpu3d.data.stores.unsupported import is_ct
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import decathlon, tiny_image, tiny_label, write_nifti
@@ -62,10 +63,9 @@ def in_hounsfield_units(seed):
             {f"c_{n}": in_hounsfield_units(n) for n in range(3)},
             "must not be CT.* -1000 .*c_0.* is not supported yet",
         ),
-        ({"labels": {**LABELS, "255": "ignore"}}, "got 255 ignore; .* is not supported yet"),
     ],
 )
-def test_ct_and_ignore_labels_are_refused_in_one_line(tmp_path, how, message):
+def test_ct_is_refused_in_one_line(tmp_path, how, message):
     data = one_channel(tmp_path / "data", **how)
     store = tmp_path / "store"
     with pytest.raises(InputError, match=message) as error:

@@ -55,6 +55,13 @@ def made_up_case(rng):
     return answers.astype(np.float32), truth
 
 
+def every_third_slice_annotated(shape):
+    ignored = np.ones(shape, bool)
+    ignored[..., ::3] = False
+    return ignored
+
+
+@pytest.mark.parametrize("annotated", ["all", "every third slice"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(
     "rule",
@@ -66,12 +73,16 @@ def made_up_case(rng):
         Rule(region_mm3=400),
     ],
 )
-def test_scores_are_those_of_the_painted_labels(rule, nested):
-    """No rule is painted to be scored."""
+def test_scores_are_those_of_the_painted_labels(rule, nested, annotated):
+    """No rule is painted to be scored. It judges whole components, also where few of their voxels
+    are annotated."""
     rng = np.random.default_rng(0)
     spacing_mm = (0.8, 1.0, 2.5)
     cases = [made_up_case(rng) for _ in range(2)]
-    evidences = [gather(*case, REGIONS, spacing_mm) for case in cases]
+    ignored = None
+    if annotated != "all":
+        ignored = every_third_slice_annotated(cases[0][1].shape)
+    evidences = [gather(*case, REGIONS, spacing_mm, ignored) for case in cases]
     chosen = PostProcessing({"WT": (rule,), "ET": (rule,)}, nested)
     means = means_of(evidences, chosen, REGIONS)
     labels = [(truth, chosen.paint(answers, REGIONS, spacing_mm)) for answers, truth in cases]
@@ -79,13 +90,18 @@ def test_scores_are_those_of_the_painted_labels(rule, nested):
         scores = []
         for truth, label in labels:
             masks = region_mask(truth, codes), region_mask(label, codes)
-            scores.append(score_region(*masks, spacing_mm))
+            scores.append(score_region(*masks, spacing_mm, ignored=ignored))
         for metric, mean in dataclasses.asdict(means[name]).items():
             assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
 
 
-def test_evidence_is_read_from_json_as_it_was_written():
-    evidence = gather(*made_up_case(np.random.default_rng(1)), REGIONS, MM)
+@pytest.mark.parametrize("annotated", ["all", "every third slice"])
+def test_evidence_is_read_from_json_as_it_was_written(annotated):
+    answers, truth = made_up_case(np.random.default_rng(1))
+    ignored = None
+    if annotated != "all":
+        ignored = every_third_slice_annotated(truth.shape)
+    evidence = gather(answers, truth, REGIONS, MM, ignored)
     assert evidence.nested is not None
     written = json.loads(json.dumps(evidence.to_json()))
     assert evidence_from_json(written, REGIONS) == evidence
@@ -98,6 +114,7 @@ def test_evidence_is_read_from_json_as_it_was_written():
         (lambda content: content["plain"]["WT"].update(voxels=[1]), "more or fewer"),
         (lambda content: content["plain"]["WT"].update(component_pairs=[[7, 0, 1]]), "got 7"),
         (lambda content: content["plain"]["TC"].update(inside={}), "TC"),
+        (lambda content: content["plain"]["WT"].update(parts=[[7, 1]]), "got .*7"),
         (lambda content: content.pop("voxel_mm3"), "voxel_mm3"),
         (lambda content: content.update(more=1), "more"),
     ],

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cpu3d.data.labels import PaintedRegions
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule, gentlest
 from tests.cpu3d.conftest import REGIONS
 from tests.cpu3d.inference.postprocessing.made import BIG, MM, answers_of, label_of, unsure
@@ -36,6 +37,17 @@ def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
     places = ((40, 20, 20), (4, 4, 6), (4, 4, 4), (12, 12, 12))
     assert tuple(painted[at] for at in places) == expected
     np.testing.assert_array_equal(answers, kept)
+
+
+@pytest.mark.parametrize(("paint", "kept"), [([], 1), ([("WT", 2), ("ET", 3)], 2)])
+def test_a_part_that_is_removed_becomes_what_its_larger_region_is_painted_with(paint, kept):
+    regions = PaintedRegions({"WT": (1, 2, 3), "ET": (3,)}, paint)
+    answers = np.zeros((4, 1, 1, 2), np.float32)
+    answers[:3, ..., 0] = 0.9
+    answers[1, ..., 1] = 0.9
+    chosen = PostProcessing({"ET": (Rule(mm3=2),)})
+    assert PostProcessing().paint(answers, regions, MM).ravel().tolist() == [kept, 3, kept, 0]
+    assert chosen.paint(answers, regions, MM).ravel().tolist() == [kept, kept, kept, 0]
 
 
 def test_a_bound_is_a_volume_and_parts_touch_at_corners():

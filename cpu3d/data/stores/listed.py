@@ -1,0 +1,353 @@
+"""Data sets whose cases a list names, or a folder in nnU-Net's way: the Decathlon's and MONAI's
+dataset.json, and nnU-Net's raw data.
+
+dataset = read_listed(Path("Dataset001_Tumour/dataset.json"))
+"""
+
+import contextlib
+from collections import Counter, defaultdict
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+from cpu3d.data.nifti import channel_count
+from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
+from cpu3d.data.stores.dataset_json import (
+    LABELS_RULE,
+    Description,
+    Entry,
+    describe,
+    entries_of,
+    listing_of,
+    names_of_codes,
+)
+from cpu3d.data.stores.names import (
+    VOLUME_END,
+    channel_key,
+    name_of,
+    read_name,
+    read_names,
+    stem_of,
+    volumes_in,
+)
+from cpu3d.data.stores.splits import Split
+from cpu3d.errors import InputError, raise_if_any
+from cpu3d.util.records import count
+
+Numbered = Dict[str, Dict[int, List[Path]]]  # case -> number of a channel -> its files
+_AGAIN = "fetch it again, or leave the case out"
+
+
+class _Named(NamedTuple):
+    """A case as a list names it."""
+
+    case_id: str
+    images: List[str]
+    label: Optional[str]
+
+
+def read_listed(path: Path, regions: Optional[Mapping[str, Tuple[int, ...]]] = None) -> Dataset:
+    """The data set of a dataset.json, or of a list of that form, each case a patient of its own.
+    `regions` name the codes of a list without labels.
+
+    Raises InputError as `describe`, and for a list without labels or cases, for paths outside of
+    its folder, and for files of nnU-Net's names that are not as many as its channels."""
+    about = describe(path)
+    if not about.labels and regions:
+        about = replace(about, labels=names_of_codes(regions))
+    problems = []
+    if not about.labels:
+        problems.append(f"labels of {path} {LABELS_RULE}, got none; add them, or --regions")
+    entries: List[Entry] = []
+    named: List[_Named] = []
+    if about.is_nnunet2:
+        for case_id, case in listing_of(path).items():
+            named.append(_Named(case_id, case.images, case.label))
+    else:
+        entries = entries_of(path)
+        for entry in entries:
+            case_id = _id_of(path.parent, entry.images)
+            named.append(_Named(case_id, entry.images, entry.label))
+    raise_if_any([*problems, *_outside(path, named)])
+    layout = "nnunet"
+    if about.is_nnunet2:
+        ending = _ending_of(about)
+        if named:
+            _check_number(about, len(named))
+            cases, bad = _of_files(about, named)
+        else:
+            cases, bad = _in_folders(about, ending)
+    elif _is_nnunet1(about, entries):
+        cases, bad = _of_nnunet1(about, entries)
+    else:
+        has_lists = any(isinstance(entry.image, list) for entry in entries)
+        layout = "datalist" if has_lists else "decathlon"
+        cases, bad = _of_files(about, named)
+    return Dataset(
+        folder=path.parent,
+        name=about.name or name_of(path.parent),
+        layout=layout,
+        channels=about.channels,
+        labels=about.labels,
+        cases=tuple(cases),
+        problems=bad,
+        patient_rules={},
+        regions=about.regions,
+        class_order=about.class_order,
+        ignore=about.ignore,
+        folds=_folds_of(entries, [case.case_id for case in cases]),
+    )
+
+
+# --- Private helpers ---
+
+
+def _outside(path: Path, named: Iterable[_Named]) -> List[str]:
+    """A problem for each path that leads out of the list's folder: a downloaded list must not reach
+    beyond it; a link may, as it is the owner's. So for each id that is no name of a file."""
+    problems = []
+    for case in named:
+        for name in (*case.images, case.label):
+            parts = PurePosixPath(name or "")
+            if parts.is_absolute() or ".." in parts.parts:
+                rule = f"paths in {path} must stay inside its folder"
+                problems.append(f"{rule}, got {str(parts)!r}; make it relative")
+        if "/" in case.case_id or case.case_id in ("", ".", ".."):
+            rule = f"case ids in {path} must be names of files"
+            problems.append(f"{rule}, got {case.case_id!r}; correct it")
+    return problems
+
+
+def _of_files(about: Description, named: Iterable[_Named]) -> Tuple[List[CaseFiles], Problems]:
+    """The cases whose files a list names: images in 4D, or a file for each channel."""
+    folder = about.path.parent
+    cases = []
+    bad: Problems = {}
+    for case_id, images, label in named:
+        paths = tuple(folder / name for name in images)
+        cases.append(CaseFiles(case_id, case_id, paths, folder / label if label else None))
+        problems = _order_problems(about, case_id, images)
+        for kind, name in [*(("image", name) for name in images), ("label", label)]:
+            if name is None or not (folder / name).is_file():
+                problems.append(_no_file(about, kind, case_id, name))
+        if problems:
+            bad[case_id] = problems
+    return cases, bad
+
+
+def _ending_of(about: Description) -> str:
+    """The ending of the files of nnU-Net 2. Raises InputError for one that is not read."""
+    ending = about.file_ending
+    if ending is None:
+        return ".nii.gz"
+    if not isinstance(ending, str) or not VOLUME_END.fullmatch(ending):
+        rule = f"file_ending of {about.path} must be .nii.gz or .nii, which are read"
+        raise InputError(f"{rule}, got {ending}; convert the files")
+    return ending
+
+
+def _in_folders(about: Description, ending: str) -> Tuple[List[CaseFiles], Problems]:
+    """The cases of nnU-Net 2 in imagesTr and labelsTr. Raises InputError for files of other names
+    or of another number than those that dataset.json tells of."""
+    folder = about.path.parent
+    images = folder / "imagesTr"
+    files: Numbered = {}
+    if images.is_dir():
+        files = _numbered_files(images, ending)
+    if not files:
+        rule = f"{images} must hold files CASE_0000{ending}"
+        raise InputError(f"{rule}, found none; check the path and file_ending in {about.path}")
+    _check_number(about, len(files))
+    labels = {}
+    if (folder / "labelsTr").is_dir():
+        labels = {stem_of(path): path for path in _volumes_of(folder / "labelsTr", ending)}
+    label_of = {}
+    for case_id in (*files, *labels):
+        label_of[case_id] = labels.get(case_id, folder / "labelsTr" / f"{case_id}{ending}")
+    return _of_channels(about, files, label_of)
+
+
+def _is_nnunet1(about: Description, entries: Sequence[Entry]) -> bool:
+    """Whether nnU-Net's files of a channel each lie in the place of the images of a list."""
+    folder = about.path.parent
+    singles = [folder / entry.image for entry in entries if isinstance(entry.image, str)]
+    for image in singles:
+        stem = stem_of(image)
+        first = image.with_name(f"{stem}_0000{image.name[len(stem) :]}")
+        if not image.is_file() and first.is_file():
+            return True
+    if not singles or len(about.channels) == 1 or read_name(singles[0]).number is None:
+        return False
+    with contextlib.suppress(InputError):  # its problem is named when it is loaded
+        return channel_count(singles[0]) == 1
+    return False
+
+
+def _of_nnunet1(about: Description, entries: Sequence[Entry]) -> Tuple[List[CaseFiles], Problems]:
+    """The cases of nnU-Net 1, whose list names imagesTr/CASE.nii.gz for imagesTr/CASE_0000.nii.gz
+    and so on."""
+    folder = about.path.parent
+    in_folder: Dict[Path, Numbered] = {}
+    files: Numbered = {}
+    label_of: Dict[str, Optional[Path]] = {}
+    times: Counter[str] = Counter()
+    for entry in entries:
+        image = folder / entry.images[0]
+        if image.parent not in in_folder and image.parent.is_dir():
+            in_folder[image.parent] = _numbered_files(image.parent)
+        name = read_name(image)
+        case_id = stem_of(image)
+        if name.number is not None and image.is_file():
+            case_id = name.case
+        times[case_id] += 1
+        files[case_id] = in_folder.get(image.parent, {}).get(case_id, {})
+        label_of[case_id] = folder / entry.label if entry.label else None
+    raise_if_any(
+        f"case id {case_id} in {about.path} must be used once, got {n} entries; keep one"
+        for case_id, n in times.items()
+        if n > 1
+    )
+    return _of_channels(about, files, label_of)
+
+
+def _of_channels(
+    about: Description, files: Numbered, label_of: Mapping[str, Optional[Path]]
+) -> Tuple[List[CaseFiles], Problems]:
+    """The cases of nnU-Net's files, by case and number, and their labels. Raises InputError as
+    `_check_channels`."""
+    _check_channels(about, files)
+    cases = []
+    bad: Problems = {}
+    for case_id, label in label_of.items():
+        by_number = files.get(case_id, {})
+        problems = []
+        images = []
+        own = f"of case {case_id} in {about.path.parent} must be"
+        for number, channel in enumerate(about.channels):
+            paths = by_number.get(number, [])
+            images += paths[:1]
+            if by_number and len(paths) != 1:
+                got = ", ".join(path.name for path in paths) or "none"
+                rule = f"channel {channel} {own} one file {case_id}_{number:04d}"
+                problems.append(f"{rule}, got {got}; {_AGAIN}")
+        if not by_number:
+            rule = f"images {own} files {case_id}_0000 and so on"
+            problems.append(f"{rule}, got none; {_AGAIN}")
+        if label is None or not label.is_file():
+            problems.append(_no_file(about, "label", case_id, label))
+        cases.append(CaseFiles(case_id, case_id, tuple(images), label))
+        if problems:
+            bad[case_id] = problems
+    return cases, bad
+
+
+def _check_channels(about: Description, files: Numbered) -> None:
+    """Raise InputError for a channel that no case has, and for files of more channels than there
+    are."""
+    order = [f"{number:04d} {channel}" for number, channel in enumerate(about.channels)]
+    numbers: Set[int] = set()
+    beyond: List[str] = []
+    for by_number in files.values():
+        numbers.update(by_number)
+        for number, paths in by_number.items():
+            if number >= len(order):
+                beyond += [path.name for path in paths]
+    problems = []
+    if beyond:
+        rule = f"files of {about.path.parent} must be of the channels that {about.path.name} names"
+        todo = "name the others there, or remove their files"
+        problems.append(f"{rule}, {', '.join(order)}, got {_and_more(beyond)}; {todo}")
+    absent = [words for number, words in enumerate(order) if number not in numbers]
+    if absent:
+        rule = f"channels of {about.path} must have files CASE_0000 and so on"
+        problems.append(f"{rule}, got none of {', '.join(absent)}; fetch them or correct the list")
+    raise_if_any(problems)
+
+
+def _check_number(about: Description, number: int) -> None:
+    """Raise InputError if a dataset.json of nnU-Net 2 tells of another number of cases."""
+    said = about.training_cases
+    if said is not None and said != number:
+        rule = f"numTraining of {about.path} must be the number of its training cases, {number}"
+        raise InputError(f"{rule}, got {said!r}; fetch the missing cases, or correct it")
+
+
+def _numbered_files(folder: Path, ending: str = "") -> Numbered:
+    """nnU-Net's files in a folder, CASE_0000 and so on. Raises InputError for other names, if the
+    ending of all files is known."""
+    files: Numbered = defaultdict(lambda: defaultdict(list))
+    unnamed = []
+    for path in _volumes_of(folder, ending):
+        name = read_name(path)
+        if name.number is None:
+            unnamed.append(path.name)
+        else:
+            files[name.case][name.number].append(path)
+    if ending and unnamed:
+        rule = f"images in {folder} must be named CASE_0000{ending}, by case and channel"
+        raise InputError(f"{rule}, got {_and_more(unnamed)}; rename or remove them")
+    return files
+
+
+def _and_more(names: Sequence[str]) -> str:
+    """The first name, and how many follow."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} and {len(names) - 1} more"
+
+
+def _volumes_of(folder: Path, ending: str) -> List[Path]:
+    """The volumes in a folder with an ending, in letters of any case; with "" of any ending."""
+    paths = volumes_in(folder)
+    if not ending:
+        return paths
+    return [path for path in paths if path.name[len(stem_of(path)) :].lower() == ending.lower()]
+
+
+def _id_of(folder: Path, images: Sequence[str]) -> str:
+    """The name of a case: of its 4D file, or what its files' names have in common without their
+    channels, or else their folder's."""
+    if len(images) == 1:
+        return stem_of(Path(images[0]))
+    paths = [folder / name for name in images]
+    names = {name.case for name in read_names(paths).values()}
+    if len(names) == 1 and "" not in names:
+        return names.pop()
+    return paths[0].parent.name
+
+
+def _order_problems(about: Description, case_id: str, images: Sequence[str]) -> List[str]:
+    """The problems of a case whose files are several but not one a channel, or are named after
+    other channels of the list than those in their places."""
+    if len(images) == 1:
+        return []
+    own = f"images of case {case_id} in {about.path} must be"
+    if len(images) != len(about.channels):
+        rule = f"{own} {count(about.channels, 'file')}, of {', '.join(about.channels)}"
+        return [f"{rule}, got {len(images)}; {_AGAIN}"]
+    keys = [channel_key(name) for name in about.channels]
+    problems = []
+    for name, key, channel in zip(images, keys, about.channels):
+        told = read_name(Path(name)).channel
+        if told in keys and told != key:
+            rule = f"{own} in the order {', '.join(about.channels)}"
+            problems.append(f"{rule}, got {name} for {channel}; correct it")
+    return problems
+
+
+def _no_file(about: Description, kind: str, case_id: str, name: Any) -> str:
+    rule = f"{kind} of case {case_id} in {about.path} must be a file, got {name or 'none'}"
+    return f"{rule}; {_AGAIN}"
+
+
+def _folds_of(entries: Sequence[Entry], case_ids: Sequence[str]) -> Tuple[Split, ...]:
+    """The folds of a list whose cases have the number of the one that holds them out. A case
+    without a number is in the training of all; fewer than two numbers are no folds."""
+    numbers = sorted({entry.fold for entry in entries if entry.fold is not None})
+    folds = []
+    for number in numbers if len(numbers) > 1 else ():
+        sides: Dict[str, List[str]] = {"train": [], "val": []}
+        for entry, case_id in zip(entries, case_ids):
+            sides["val" if entry.fold == number else "train"].append(case_id)
+        folds.append({side: tuple(sorted(ids)) for side, ids in sides.items()})
+    return tuple(folds)

@@ -1,0 +1,396 @@
+"""The start of a run from the weights of another, `train --init`.
+
+    transfer = open_transfer(config, store)     # checked; nothing is computed
+    for row in init_rows(transfer.record): ...  # what is taken, for people
+    array = transfer.first("model/000", fresh)  # a first weight of the new run
+
+Layers are matched by name. In the first convolution a kernel's rows belong to image channels, in a
+head its columns to regions: they are matched by these names. A new channel is zero at first, so
+that the network answers as it did before; a new region is fresh. Of a first convolution that shares
+no channel all is fresh. No TensorFlow."""
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Collection, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+
+import numpy as np
+
+from cpu3d.data.manifest import Known, case_list
+from cpu3d.data.region import Array
+from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.splits import with_fold
+from cpu3d.errors import InputError, raise_if_any
+from cpu3d.run.checkpoint import BEST, DamagedCheckpointError, weights_file
+from cpu3d.run.config_json import load_config
+from cpu3d.run.log import iter_events
+from cpu3d.run.weights import RunWeights, run_weights
+from cpu3d.settings import InitRecord, RunConfig
+from cpu3d.util.records import count, listed
+from memory_estimator.common.files import typed
+from models.config import UNetConfig
+from models.weights import Weight, is_frozen, network_weights
+
+NAMED = "name a run that `train` has written, or one of its .npz files of weights"
+KERAS = (".h5", ".hdf5", ".keras")
+OF_RUN = ("channels", "outputs", "seed", "dtype", "policy", "deep_supervision")
+"""Settings of the network that may differ: they change no layer that both networks have, but for
+the first convolution and the heads."""
+DIGITS = 12  # of a SHA-256 that are shown
+SEEN = "held-out cases"  # the name of the row on what weights have seen
+MOST_NAMED = 5  # cases of a list that are shown
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The weights of another run as a new run takes them."""
+
+    record: InitRecord
+    _weights: RunWeights
+    _pieces: Mapping[str, "_Piece"]  # by the name of the new run's array
+
+    def first(self, name: str, fresh: Array) -> Array:
+        """An array of the new run before its first step, from the one that the run would have by
+        itself."""
+        piece = self._pieces.get(name)
+        if piece is None:
+            return fresh
+        return piece.placed(self._weights.arrays[piece.array], fresh)
+
+
+def open_transfer(config: RunConfig, store: Store) -> Transfer:
+    """The weights that the run of `config` on `store` starts from. Their file stays open: it may be
+    replaced meanwhile.
+
+    Raises InputError if they are missing or damaged, and for another network, naming what differs.
+    """
+    source = _found(Path(config.init))
+    old = source.config
+    if old is None:
+        old = dataclasses.replace(config, freeze="none")
+    raise_if_any(_differences(old.unet, config.unet, config.init))
+    weights = _opened(source, old)
+    pieces, of_layers = _matched(old, config, weights)
+    new_channels = tuple(name for name in config.channels if name not in old.channels)
+    new_regions = tuple(name for name in config.regions if name not in old.regions)
+    if new_channels and config.freeze != "none":
+        rule = f"--freeze {config.freeze} must come with channels that the weights know"
+        todo = "leave it out, so that the first layers learn to use them"
+        raise InputError(f"{rule}, got new {listed(new_channels)}; {todo}")
+    record = InitRecord(
+        file=str(source.file),
+        sha256=weights.arrays.sha256(),
+        step=weights.state["step"],
+        split_hash=weights.state["split_hash"],
+        layers=len(of_layers),
+        fresh_layers=tuple(layer for layer, is_taken in of_layers.items() if not is_taken),
+        channels=tuple(name for name in config.channels if name not in new_channels),
+        new_channels=new_channels,
+        regions=tuple(name for name in config.regions if name not in new_regions),
+        new_regions=new_regions,
+        are_named=source.config is not None,
+        seen=_seen(store, config.fold, source.run),
+    )
+    return Transfer(record, weights, pieces)
+
+
+def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
+    """Name and text of what a run has taken from other weights."""
+    weights = f"{record.file}, after step {record.step}, SHA-256 {record.sha256[:DIGITS]}"
+    layers = f"all {record.layers}"
+    if record.fresh_layers:
+        taken = record.layers - len(record.fresh_layers)
+        layers = f"{taken} of {record.layers}; fresh: {listed(record.fresh_layers)}"
+    first = "zero at first" if record.channels else "fresh"
+    channels = _kept_and_new(record.channels, record.new_channels, first)
+    regions = _kept_and_new(record.regions, record.new_regions, "fresh")
+    if not record.are_named:
+        channels = f"{len(record.channels)} in their order, as there is no config.json to name them"
+        regions = f"{len(record.regions)} in their order"
+    return [
+        ("weights", weights),
+        ("layers", layers),
+        ("channels", channels),
+        ("regions", regions),
+        (SEEN, seen_words(record)),
+    ]
+
+
+def start_words(config: RunConfig) -> str:
+    """Where a run's first weights are from and what of them stays, in short; "" for its own."""
+    record = config.init_record
+    if record is None:
+        return ""
+    words = f"{record.file}, SHA-256 {record.sha256[:DIGITS]}"
+    if config.freeze != "none":
+        words += f"; frozen: {freeze_words(config)}"
+    return words
+
+
+def freeze_words(config: RunConfig) -> str:
+    """What of a run's network stays as it is, in words."""
+    if config.freeze == "none":
+        return "nothing"
+    layers = list(dict.fromkeys(weight.layer for weight in network_weights(config.unet)))
+    frozen = [layer for layer in layers if is_frozen(layer, config.freeze)]
+    return f"{config.freeze}, {len(frozen)} of {count(layers, 'layer')} with weights"
+
+
+def leak(record: Optional[InitRecord]) -> str:
+    """What is wrong with a run that is to be scored on patients whom its first weights have seen;
+    "" if nothing is known."""
+    if record is None or not record.seen:
+        return ""
+    rule = "--init must hold weights that were not trained on the held-out patients"
+    todo = "start from a run of the same fold, or from weights of other patients"
+    return f"{rule}, got {record.file}, trained on {_some(record.seen)}; {todo}"
+
+
+def seen_words(record: InitRecord) -> str:
+    """Whether a run's first weights have seen its held-out patients."""
+    if record.seen is None:
+        return "not known whether these weights were trained on their patients"
+    if not record.seen:
+        return "these weights were trained on none of their patients"
+    effect = "their scores will be too good"
+    return f"these weights were trained on the patients of {_some(record.seen)}: {effect}"
+
+
+# --- Private helpers: the source ---
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Weights that were named."""
+
+    file: Path
+    run: Optional[Path] = None  # None for a file that lies elsewhere, of which nothing is known
+    config: Optional[RunConfig] = None  # of that run
+
+
+def _found(path: Path) -> _Source:
+    """The best weights of a run, else its last; or a file."""
+    if path.is_dir():
+        config = load_config(path)
+        weights = "best" if (path / "checkpoints" / BEST).is_file() else "last"
+        return _Source(weights_file(path, weights), path, config)
+    rule = f"init {path} must be a run or a file of weights"
+    if not path.is_file():
+        raise InputError(f"{rule}, found none; {NAMED}")
+    if path.suffix.lower() in KERAS:
+        todo = "load it in Python and train it with `fit` (docs/training.md), or " + NAMED
+        raise InputError(f"{rule}, got one of Keras, without names of channels; {todo}")
+    run = _run_of(path)
+    return _Source(path, run, load_config(run) if run else None)
+
+
+def _run_of(file: Path) -> Optional[Path]:
+    """The run of a file of weights, which may be gone."""
+    folder = file.parent
+    if folder.name == "checkpoints":
+        folder = folder.parent
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _opened(source: _Source, config: RunConfig) -> RunWeights:
+    """The weights in a file, all of which are finite; `config` is of their run, or for a file
+    without one of the new run, whose shapes they must have then."""
+    path = source.file
+    rule = f"init {path} must be whole weights that `train` has written"
+    try:
+        weights = run_weights(config, path)
+        typed(weights.state.get("step"), int, "step")
+        typed(weights.state.get("split_hash"), str, "split_hash")
+    except (DamagedCheckpointError, ValueError):
+        raise InputError(f"{rule}, got a damaged or another file; {NAMED}") from None
+    except InputError:
+        if source.config:
+            raise
+        rule = f"init {path}, a file alone, must have the shapes of this run's weights"
+        todo = "put the config.json of its run beside it, which has names, or name that run"
+        raise InputError(f"{rule}, got others; {todo}") from None
+    for name in weights.names:
+        if not np.isfinite(weights.arrays[name]).all():
+            raise InputError(f"{rule}, got some in {name} that are not finite; {NAMED}")
+    return weights
+
+
+def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
+    """A line that names in what the networks differ; none if one takes the weights of the other."""
+    differing = []
+    for name, value in vars(new).items():
+        before = getattr(old, name)
+        if name not in OF_RUN and before != value:
+            differing.append(f"{name} {value} for {before}")
+    if not differing:
+        return []
+    rule = f"the network must be that of --init {init}"
+    return [f"{rule}, got {listed(differing)}; give the same settings, or leave --init out"]
+
+
+# --- Private helpers: what is taken ---
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one array of a new run takes from one of another."""
+
+    array: str  # name of the latter
+    axis: Optional[int] = None  # along which places are picked; None if all is taken
+    places: Sequence[Tuple[int, int]] = ()  # along it: here, and in the other array
+    zeroes: bool = False  # whether the other places become zero
+
+    def placed(self, saved: Array, fresh: Array) -> Array:
+        """The first values of the new array."""
+        if self.axis is None:
+            return saved
+        made = np.zeros_like(fresh) if self.zeroes else fresh.copy()
+        source = np.moveaxis(saved, self.axis, 0)
+        target = np.moveaxis(made, self.axis, 0)  # a view
+        for here, there in self.places:
+            target[here] = source[there]
+        return made
+
+
+def _matched(
+    old: RunConfig, new: RunConfig, weights: RunWeights
+) -> Tuple[Dict[str, _Piece], Dict[str, bool]]:
+    """The pieces by the names of the new run's arrays; and layer -> whether any of it is taken."""
+    saved = dict(zip(_keys(network_weights(old.unet)), weights.names))
+    channels = _places(new.channels, old.channels)
+    regions = _places(new.regions, old.regions)
+    pieces: Dict[str, _Piece] = {}
+    of_layers: Dict[str, bool] = {}
+    needed = network_weights(new.unet)
+    for key, weight in zip(_keys(needed), needed):
+        of_layers.setdefault(weight.layer, False)
+        array = saved.get(key)
+        if array is None:  # of a head that only one of the networks has
+            continue
+        piece = _Piece(array)
+        if weight.channel_axis is not None:
+            piece = _Piece(array, weight.channel_axis, channels, zeroes=bool(channels))
+        elif weight.region_axis is not None:
+            piece = _Piece(array, weight.region_axis, regions)
+        if piece.axis is None or piece.places:
+            pieces[weight.array] = piece
+            of_layers[weight.layer] = True
+    return pieces, of_layers
+
+
+def _keys(weights: Sequence[Weight]) -> List[Tuple[str, str]]:
+    """By which the weights of two networks are matched."""
+    return [(weight.layer, weight.name) for weight in weights]
+
+
+def _places(new: Sequence[str], old: Sequence[str]) -> List[Tuple[int, int]]:
+    """The places of each name that both have."""
+    return [(place, old.index(name)) for place, name in enumerate(new) if name in old]
+
+
+# --- Private helpers: what the weights have seen ---
+
+
+def _seen(store: Store, fold: str, run: Optional[Path]) -> Optional[Tuple[str, ...]]:
+    """The held-out cases of a fold whose patients the weights of a run were trained on, or those
+    that it had started from itself. None if no such case is known and not all is known."""
+    own = list(case_list(store.manifest.cases).known)
+    split = with_fold(store, fold).manifest.split
+    held_out = {*split["val"], *split["test"]}
+    seen: Set[str] = set()
+    is_known = True
+    for trained in _lineage(run, store):
+        if trained is None:
+            is_known = False
+        else:
+            seen |= trained.cases_of(own, held_out)
+    return tuple(sorted(seen)) if seen or is_known else None
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The cases that a run was trained on."""
+
+    cases: Sequence[Known]
+    store: Sequence[Known]  # all cases of its store
+
+    def cases_of(self, own: Sequence[Known], wanted: Collection[str]) -> Set[str]:
+        """The `wanted` cases of a store that are of these patients. Stores that share no image may
+        call different patients the same."""
+        images = {case.image_voxels_sha256 for case in self.cases}
+        patients: Set[str] = set()
+        all_images = {case.image_voxels_sha256 for case in self.store}
+        if any(case.image_voxels_sha256 in all_images for case in own):
+            patients = {case.patient_id for case in self.cases}
+        return {
+            case.case_id
+            for case in own
+            if case.case_id in wanted
+            and (case.image_voxels_sha256 in images or case.patient_id in patients)
+        }
+
+
+def _lineage(run: Optional[Path], store: Store) -> Iterator[Optional[_Trained]]:
+    """What a run was trained on, then the run whose weights it started from, and so on; None for
+    one of which it is not known."""
+    visited: Set[Path] = set()
+    while True:
+        config = None
+        if run is not None and run not in visited:
+            with contextlib.suppress(InputError, OSError):
+                config = load_config(run)
+        if run is None or config is None:
+            yield None
+            return
+        visited.add(run)
+        yield _trained(run, config, store)
+        if config.init_record is None:
+            return
+        run = _run_of(Path(config.init_record.file))
+
+
+def _trained(run: Path, config: RunConfig, store: Store) -> Optional[_Trained]:
+    """The training cases of a run: those of its store's split, or if the store has got new cases
+    since, those in its log."""
+    try:
+        if store.manifest.split_hash != config.split_hash:
+            store = open_store(config.store)
+        if store.manifest.split_hash == config.split_hash:
+            ids = set(with_fold(store, config.fold).manifest.split["train"])
+        else:
+            ids = _ids_of_log(run)
+    except (InputError, OSError):
+        return None
+    known = list(case_list(store.manifest.cases).known)
+    cases = [case for case in known if case.case_id in ids]
+    return _Trained(cases, known) if cases else None
+
+
+def _ids_of_log(run: Path) -> Set[str]:
+    """The cases of the steps in a run's log."""
+    ids: Set[str] = set()
+    for event in iter_events(run):
+        names = event.get("case_id", "")
+        ids.update((names, *names.split(" ")))
+    return ids
+
+
+# --- Private helpers: words ---
+
+
+def _kept_and_new(kept: Sequence[str], new: Sequence[str], first: str) -> str:
+    parts = []
+    if kept:
+        parts.append(f"{', '.join(kept)} taken by name")
+    if new:
+        parts.append(f"{', '.join(new)} new, {first}")
+    return "; ".join(parts)
+
+
+def _some(case_ids: Sequence[str]) -> str:
+    """A number of cases, the first of them by name."""
+    named = ", ".join(case_ids[:MOST_NAMED])
+    if len(case_ids) > MOST_NAMED:
+        named += ", ..."
+    return f"{count(case_ids, 'held-out case')} ({named})"

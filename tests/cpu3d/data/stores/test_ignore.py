@@ -1,0 +1,201 @@
+"""A label code of voxels that are not to be learnt, from the files to the samples."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cpu3d.data.source import patch_at, patch_dataset, patch_sampling, volume_dataset
+from cpu3d.data.store import open_store
+from cpu3d.data.stores import prepare as command
+from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.upkeep import append, verify
+from cpu3d.errors import InputError
+from models.native.shared import IGNORED
+from tests.cpu3d.data.datasets import (
+    SHAPE,
+    brats_case,
+    decathlon,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
+from tests.cpu3d.runs import run_command
+
+ALL = {"fractions": (1, 0, 0), "workers": 1}
+LABELS = {"0": "background", "1": "tumour", "200": "ignore"}
+
+
+def sparse_label(*, annotated=slice(None, None, 2), code=200):
+    """Every second slice is annotated, the others are not, also outside of the brain."""
+    label = np.full(SHAPE, code, np.uint8)
+    label[..., annotated] = tiny_label(1)[..., [1]]
+    return label
+
+
+def one_channel(folder, labels=LABELS, names=("c_0", "c_1"), voxels=None):
+    """A data set of 3D images whose labels are `voxels`."""
+    entries = [{kind: f"{kind}sTr/{name}.nii.gz" for kind in ("image", "label")} for name in names]
+    decathlon(folder, 0, modality={"0": "MRI"}, labels=labels, training=entries)
+    for seed, name in enumerate(names):
+        write_nifti(folder / f"imagesTr/{name}.nii.gz", tiny_image(seed))
+        label = sparse_label() if voxels is None else voxels
+        write_nifti(folder / f"labelsTr/{name}.nii.gz", label)
+    return folder
+
+
+def test_a_label_whose_name_says_so_is_in_no_region_and_keeps_its_name(tmp_path, capsys):
+    manifest = prepare(one_channel(tmp_path / "data"), tmp_path / "store", **ALL)
+    assert manifest.ignore == 200
+    assert manifest.labels == {0: "background", 1: "tumour", 200: "ignore"}
+    assert manifest.regions == {"tumour": (1,)}
+    assert open_store(tmp_path / "store").manifest == manifest
+    assert "200 ignore -> not annotated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "regions"),
+    [
+        (3, {"necrotic and non-enhancing tumour core": (1,), "oedema": (2,)}),
+        (4, {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}),  # a code that no case has
+    ],
+)
+def test_any_code_of_a_layout_can_be_ignored(tmp_path, code, regions):
+    for name in ("BraTS-GLI-00001-000", "BraTS-GLI-00002-000"):
+        brats_case(tmp_path / "data" / name)
+    store = tmp_path / "store"
+    words = ("--dataset", tmp_path / "data", "--store", store, "--ignore", code)
+    run_command(command, *words, "--split", 1, 0, 0, "--workers", 1)
+    manifest = open_store(store).manifest
+    assert (manifest.ignore, manifest.regions) == (code, regions)
+    assert manifest.labels[code]
+
+
+def test_a_store_without_ignored_voxels_has_no_word_of_them(tmp_path):
+    decathlon(tmp_path / "data")
+    prepare(tmp_path / "data", tmp_path / "store", **ALL)
+    for name in ("manifest.json", "source.json"):
+        assert "ignore" not in json.loads((tmp_path / "store" / name).read_text())
+
+
+@pytest.mark.parametrize(
+    ("labels", "ignore", "got"),
+    [
+        (LABELS, 9, "1, 200, got 9"),
+        (LABELS, 0, "got 0"),
+        (LABELS, 1, "200 ignore, got 1"),
+        ({"0": "background", "1": "tumour"}, 1, "got 1"),
+        ({"0": "background", "1": "void"}, None, "got 1"),
+        ({**LABELS, "201": "void"}, None, "200 ignore, 201 void"),
+    ],
+)
+def test_a_code_that_cannot_be_ignored_is_refused_in_one_line(tmp_path, labels, ignore, got):
+    data = one_channel(tmp_path / "data", labels)
+    with pytest.raises(InputError, match=got) as error:
+        prepare(data, tmp_path / "store", **ALL, ignore=ignore)
+    assert len(error.value.problems) == 1
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("code", ["0", "256", "x"])
+def test_an_option_that_is_no_code_is_refused(tmp_path, code):
+    data = one_channel(tmp_path / "data")
+    words = ("--dataset", data, "--store", tmp_path / "store", "--ignore", code)
+    with pytest.raises((InputError, SystemExit)):
+        run_command(command, *words)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_case_without_an_annotated_voxel_where_its_image_is_is_refused(tmp_path):
+    label = sparse_label(annotated=slice(0, 1))  # a slice of air
+    label[label == 1] = 0
+    data = one_channel(tmp_path / "data", voxels=label)
+    with pytest.raises(
+        InputError, match=r"c_0\.nii\.gz must have annotated voxels, got 200"
+    ) as bad:
+        prepare(data, tmp_path / "store", **ALL)
+    assert sum("c_0" in problem for problem in bad.value.problems) == 1
+
+
+@pytest.mark.parametrize("crop", [False, True])
+def test_the_box_is_that_of_image_and_annotated_voxels_and_around_it_is_background(tmp_path, crop):
+    data = one_channel(tmp_path / "data")
+    prepare(data, tmp_path / "store", **ALL, settings=Settings(crop=crop))
+    store = open_store(tmp_path / "store")
+    box = store.case("c_0").box.slices(SHAPE)
+    assert box == (slice(1, 5), slice(1, 4), slice(0, 3))  # slice 0 holds a voxel of the tumour
+    expected = np.zeros(SHAPE, np.uint8)
+    expected[box] = sparse_label()[box]
+    np.testing.assert_array_equal(store.label("c_0"), expected)
+    assert store.case("c_0").label_voxels[200] == 4 * 3
+    assert verify(tmp_path / "store", workers=1) == ()
+
+
+def test_more_cases_and_lost_files_come_with_the_same_code_ignored(tmp_path):
+    labels = {"0": "background", "1": "tumour", "2": "rest", "200": "oedema"}
+    whole = {"labels": labels, "voxels": sparse_label()}
+    data = one_channel(tmp_path / "data", **whole)
+    store = tmp_path / "store"
+    manifest = prepare(data, store, **ALL, ignore=200)
+    (store / "cases/c_0.y.npy").unlink()
+    more = one_channel(tmp_path / "more", names=("d_0", "c_0"), **whole)
+    (more / "imagesTr/c_0.nii.gz").write_bytes((data / "imagesTr/c_0.nii.gz").read_bytes())
+    (more / "labelsTr/c_0.nii.gz").write_bytes((data / "labelsTr/c_0.nii.gz").read_bytes())
+    done = append(store, more, workers=1)
+    assert (done.new, done.repaired, done.manifest.ignore) == (("d_0",), ("c_0",), 200)
+    assert verify(store, workers=1) == ()
+    assert done.manifest.cases[0] == manifest.cases[0]
+    other = one_channel(tmp_path / "other", {**labels, "200": "ignore"}, names=("e_0",))
+    with pytest.raises(InputError, match="labels"):
+        append(store, other, workers=1)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize(("first", "then"), [(2, None), (None, 2), (2, 1)])
+def test_a_store_is_continued_with_the_code_that_it_was_begun_with(tmp_path, finished, first, then):
+    labels = {"0": "background", "1": "tumour", "2": "rest", "3": "more"}
+    voxels = tiny_label(1, 2, 3)
+    data = one_channel(tmp_path / "data", labels, voxels=voxels)
+    prepare(data, tmp_path / "store", **ALL, ignore=first)
+    if not finished:
+        (tmp_path / "store/manifest.json").unlink()
+    with pytest.raises(InputError, match=f"ignore of store .* must be {first}.* got {then}"):
+        prepare(data, tmp_path / "store", **ALL, ignore=then)
+    prepare(data, tmp_path / "store", **ALL, ignore=first)
+
+
+# --- Samples ---
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Two cases with every second slice annotated."""
+    prepare(one_channel(tmp_path / "data"), tmp_path / "store", **ALL)
+    return open_store(tmp_path / "store")
+
+
+def test_a_volume_s_target_says_what_is_ignored_and_padding_is_not(store):
+    for _, target in volume_dataset(store, extent="full", grid=(8, 8, 8)):
+        label = sparse_label()
+        label[0] = label[5] = label[:, 0] = label[:, 4] = 0  # outside of the brain's box
+        label[..., 3] = 0
+        expected = np.zeros((8, 8, 8), np.uint8)
+        expected[1:7, 1:6, 2:6] = np.where(label == 200, IGNORED, label == 1)
+        np.testing.assert_array_equal(target[0, ..., 0], expected)
+
+
+def test_a_volume_at_half_resolution_is_decided_by_annotated_voxels(store):
+    ((_, target),) = volume_dataset(store, extent="full", grid=(4, 4, 4), resolution=0.5, stop=1)
+    assert IGNORED not in target.numpy()  # every mean of two slices has an annotated one
+    assert target.numpy().max() <= 1
+
+
+def test_patches_are_drawn_around_voxels_of_regions_alone(store):
+    sampling = patch_sampling(store, (1, 1, 1), sampling="foreground", foreground=1)
+    for position in range(20):
+        start = patch_at(position, sampling, store.cases("train")).region.start
+        assert store.label("c_0")[start] == 1
+    options = {"sampling": "foreground", "foreground": 1, "stop": 4}
+    for _, target in patch_dataset(store, (3, 3, 4), **options):
+        assert (target.numpy() == 1).any()
+        assert (target.numpy() == IGNORED).any()

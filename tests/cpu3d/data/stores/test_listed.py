@@ -1,0 +1,405 @@
+"""Raw data of nnU-Net 1 and 2, MONAI's lists, and regions by name: what is read, what it is
+prepared to, and what is refused."""
+
+import json
+import re
+import shutil
+
+import nibabel
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.layouts import read_dataset
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.splits import with_fold
+from cpu3d.data.stores.upkeep import append
+from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import (
+    SUFFIXES,
+    brats_case,
+    decathlon,
+    nnunet,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
+from tests.cpu3d.data.stores.test_prepare import content_of
+
+ALL = {"fractions": (1, 0, 0), "workers": 1}
+TUMOUR = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3}
+ORDER = {"labels": TUMOUR, "regions_class_order": [1, 2, 3]}
+
+
+def arrays_of(store):
+    return {name: data for name, data in content_of(store / "cases").items() if "json" not in name}
+
+
+def changed(folder, **changes):
+    path = folder / "dataset.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return folder
+
+
+def listing(cases):
+    """The cases of `nnunet` as its dataset.json may list them."""
+    names = [f"BRATS_{number:03d}" for number in range(cases)]
+    return {
+        name: {
+            "images": [f"imagesTr/{name}_{channel:04d}.nii.gz" for channel in range(4)],
+            "label": f"./labelsTr/{name}.nii.gz",
+        }
+        for name in names
+    }
+
+
+@pytest.mark.parametrize("how", [{"version": 1}, {"version": 2}, {"dataset": listing(4)}])
+def test_nnunets_raw_data_prepares_to_the_arrays_and_the_split_of_its_4d_files(tmp_path, how):
+    thirds = {"fractions": (2, 1, 1), "workers": 1}
+    expected = prepare(decathlon(tmp_path / "4D", 4), tmp_path / "expected", **thirds)
+    manifest = prepare(nnunet(tmp_path / "raw", 4, **how), tmp_path / "store", **thirds)
+    assert arrays_of(tmp_path / "store") == arrays_of(tmp_path / "expected")
+    for name in ("channels", "labels", "regions", "paint", "split", "split_hash"):
+        assert getattr(manifest, name) == getattr(expected, name), name
+    assert manifest.layout == "nnunet"
+    record = manifest.cases[0]
+    assert [source.path for source in record.sources] == [
+        *(f"imagesTr/BRATS_000_{channel:04d}.nii.gz" for channel in range(4)),
+        "labelsTr/BRATS_000.nii.gz",
+    ]
+
+
+def test_a_twin_of_brats_folders_prepares_to_their_arrays_and_their_patients_split(tmp_path):
+    names = [f"BraTS-GLI-{patient:05d}-00{time}" for patient in (1, 2, 3) for time in (0, 1)]
+    raw = nnunet(tmp_path / "raw", 0, numTraining=len(names))
+    changed(raw, labels={"background": 0, "core": 1, "oedema": 2, "enhancing": 3})
+    for name in names:
+        files = brats_case(tmp_path / "brats" / name)
+        sources = [files[suffix[1:]] for suffix in SUFFIXES["brats2023"]]
+        targets = [f"imagesTr/{name}_{channel:04d}.nii.gz" for channel in range(4)]
+        for source, target in zip(sources, [*targets, f"labelsTr/{name}.nii.gz"]):
+            (raw / target).parent.mkdir(exist_ok=True)
+            shutil.copy(source, raw / target)
+    thirds = {"fractions": (1, 1, 1), "workers": 1}
+    expected = prepare(tmp_path / "brats", tmp_path / "expected", **thirds)
+    manifest = prepare(raw, tmp_path / "store", **thirds)
+    assert arrays_of(tmp_path / "store") == arrays_of(tmp_path / "expected")
+    assert (manifest.split_hash, manifest.regions) == (expected.split_hash, expected.regions)
+    assert {case.patient_id for case in manifest.cases} == {name[:-4] for name in names}
+
+
+@pytest.mark.parametrize("ending", [".nii", ".NII.GZ"])
+def test_other_files_than_those_of_the_ending_are_left_alone(tmp_path, ending):
+    raw = nnunet(tmp_path / "raw", 0, numTraining=1, file_ending=ending)
+    for channel in range(4):
+        write_nifti(raw / f"imagesTr/a_{channel:04d}{ending}", tiny_image(channel))
+    write_nifti(raw / f"labelsTr/a{ending}", tiny_label(1))
+    if ending == ".nii":
+        write_nifti(raw / "imagesTr/b_0000.nii.gz", tiny_image(9))
+    (raw / "imagesTr/notes.txt").write_text("")
+    (case,) = read_dataset(raw).cases
+    assert [path.name for path in case.images] == [f"a_{n:04d}{ending}" for n in range(4)]
+
+
+def test_labels_of_several_codes_are_regions_with_their_order_and_codes_get_names(tmp_path):
+    labels = {**TUMOUR, "vessel": [7], "ignore": 9}
+    raw = nnunet(tmp_path / "raw", 1, labels=labels, regions_class_order=[1, 2, 3, 7])
+    dataset = read_dataset(raw)
+    assert dataset.regions == {
+        "whole": (1, 2, 3), "core": (2, 3), "enhancing": (3,), "vessel": (7,)
+    }  # fmt: skip
+    assert list(dataset.regions) == ["whole", "core", "enhancing", "vessel"]
+    assert (dataset.class_order, dataset.ignore) == ((1, 2, 3, 7), 9)
+    assert list(dataset.labels) == [0, 1, 2, 3, 7, 9]
+    assert (dataset.labels[3], dataset.labels[9]) == ("enhancing", "ignore")
+    assert "whole" in dataset.labels[1]
+    assert "core" in dataset.labels[2]
+
+
+def test_labels_of_one_code_each_are_labels_and_an_order_means_nothing(tmp_path):
+    raw = nnunet(tmp_path / "raw", 1, regions_class_order=[3, 2, 1])
+    changed(raw, labels={"background": 0, "a": 1, "b": [2], "c": 3, "ignore": 4})
+    dataset = read_dataset(raw)
+    assert (dataset.regions, dataset.class_order, dataset.ignore) == (None, (), 4)
+    assert dataset.labels == {0: "background", 1: "a", 2: "b", 3: "c", 4: "ignore"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "order", "paint"),
+    [
+        (TUMOUR, [1, 2, 3], ()),
+        ({"background": 0, "b": [1, 2], "c": 3}, [1, 3], ()),
+        (TUMOUR, [1, 3, 3], (("whole", 1), ("core", 3), ("enhancing", 3))),
+        (
+            {"background": 0, "b": 1, "c": 2, "d": [3, 2]},
+            [1, 2, 3],
+            (("b", 1), ("c", 2), ("d", 3)),
+        ),
+    ],
+)
+def test_a_store_keeps_the_order_of_painting_where_it_does_not_follow_from_the_regions(
+    tmp_path, labels, order, paint
+):
+    raw = nnunet(tmp_path / "raw", 2, labels=labels, regions_class_order=order)
+    prepare(raw, tmp_path / "store", **ALL)
+    manifest = open_store(tmp_path / "store").manifest
+    assert manifest.paint == paint
+    assert ("paint" in json.loads((tmp_path / "store/manifest.json").read_text())) == bool(paint)
+    assert manifest.regions == {
+        name: tuple(sorted(codes if isinstance(codes, list) else [codes]))
+        for name, codes in labels.items()
+        if codes
+    }
+    more = nnunet(tmp_path / "more", 3, labels=labels, regions_class_order=order)
+    assert append(tmp_path / "store", more, workers=1).new == ("BRATS_002",)
+    assert open_store(tmp_path / "store").manifest.paint == paint
+
+
+NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"file_ending": ".nrrd"}, r"file_ending .* \.nii\.gz or \.nii.* got \.nrrd"),
+        ({"channel_names": None}, "must name channels"),
+        ({"channel_names": {**NAMES, "4": "ADC"}}, "0004 ADC"),
+        ({"channel_names": {"0": "FLAIR", "1": "T1w"}}, "BRATS_000_0002.* and 3 more"),
+        ({"channel_names": {"0": "FLAIR", "2": "T1w"}}, "without gaps"),
+        ({"channel_names": {**NAMES, "3": "T1"}}, "different names"),
+        ({"numTraining": 3}, "numTraining .* 2, got 3"),
+        ({"labels": {"background": 0, "a": 1, "b": 1}}, "distinct names"),
+        ({"labels": {"background": 0, "other": 0, "a": 1}}, "distinct names"),
+        ({"labels": {"background": 0, "a": 300}}, "0..255"),
+        ({"labels": {"background": 0, "a": [0, 1]}}, "codes 1..255"),
+        ({"labels": {"background": 0, "a": "1", "b": 2}}, "distinct names"),
+        ({"labels": {"background": 0}}, "at least one"),
+        ({"labels": None}, "got none"),
+        ({"labels": {"background": 0, "a": 1, "b": 3, "ignore": 2}}, "highest .* 3, got 2"),
+        ({"labels": {"background": 0, "a": 1, "ignore": [2, 3]}}, "ignore .* one code"),
+        ({"labels": TUMOUR, "regions_class_order": [1, 2]}, r"regions_class_order .*\[1, 2\]"),
+        ({"labels": TUMOUR, "regions_class_order": [3, 2, 1]}, "a code of each region"),
+        ({"labels": TUMOUR, "regions_class_order": "123"}, "regions_class_order"),
+        ({"dataset": {"../a": {"images": ["a.nii.gz"], "label": "b.nii.gz"}}}, "names of files"),
+        (
+            {"dataset": {"a": {"images": ["/etc/a.nii.gz"], "label": "b.nii.gz"}}},
+            "inside its folder",
+        ),
+        ({"dataset": {"a": {"images": ["a.nii.gz"], "label": "../b.nii.gz"}}}, "inside its folder"),
+        ({"dataset": {"a": {"label": "b.nii.gz"}}}, "images"),
+    ],
+)
+def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
+    tmp_path, changes, rule, capsys
+):
+    if "dataset" in changes:
+        changes["numTraining"] = 1
+    raw = nnunet(tmp_path / "raw", 2, **changes)
+    store = tmp_path / "store"
+    assert main(["prepare", "--dataset", str(raw), "--store", str(store)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert str(raw) in line
+    assert re.search(rule, line)
+    assert not store.exists()
+
+
+def test_a_name_that_is_there_twice_is_refused(tmp_path):
+    raw = nnunet(tmp_path / "raw", 1)
+    path = raw / "dataset.json"
+    path.write_text(path.read_text().replace('"edema": 1', '"edema": 1, "edema": 2'))
+    with pytest.raises(InputError, match=r"labels of .* got edema twice"):
+        read_dataset(raw)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_case_without_a_file_is_a_bad_case_and_the_others_are_good(tmp_path, version):
+    raw = nnunet(tmp_path / "raw", 4, version=version)
+    (raw / "imagesTr/BRATS_000_0002.nii.gz").unlink()
+    (raw / "labelsTr/BRATS_001.nii.gz").unlink()
+    shutil.copy(raw / "imagesTr/BRATS_002_0001.nii.gz", raw / "imagesTr/BRATS_002_0001.NII.GZ")
+    dataset = read_dataset(raw)
+    assert [case.case_id for case in dataset.cases] == ["BRATS_003"]
+    problems = {case_id: lines for case_id, (lines,) in dataset.problems.items()}
+    assert problems["BRATS_000"].startswith("channel t1gd of case BRATS_000")
+    assert problems["BRATS_001"].startswith("label of case BRATS_001")
+    assert "BRATS_002_0001.NII.GZ" in problems["BRATS_002"]
+    manifest = prepare(raw, tmp_path / "store", **ALL, skip_bad=True)
+    assert [case.case_id for case in manifest.cases] == ["BRATS_003"]
+
+
+def test_a_label_alone_and_a_file_without_a_number_are_named(tmp_path):
+    raw = nnunet(tmp_path / "raw", 2)
+    for path in (raw / "imagesTr").glob("BRATS_001*"):
+        path.unlink()
+    changed(raw, numTraining=1)
+    ((line,),) = read_dataset(raw).problems.values()
+    assert "images of case BRATS_001" in line
+    write_nifti(raw / "imagesTr/BRATS_002.nii.gz", tiny_image())
+    with pytest.raises(InputError, match=r"CASE_0000.*got BRATS_002\.nii\.gz"):
+        read_dataset(raw)
+    shutil.rmtree(raw / "imagesTr")
+    with pytest.raises(InputError, match="found none"):
+        read_dataset(raw)
+
+
+def test_a_listed_case_without_a_channel_or_of_channels_in_another_order_is_bad(tmp_path):
+    cases = listing(3)
+    cases["BRATS_001"]["images"].pop()
+    names = [f"x_{name}.nii.gz" for name in ("flair", "t1", "t1ce", "t2")]
+    cases["BRATS_002"]["images"] = [names[place] for place in (0, 2, 1, 3)]
+    raw = nnunet(tmp_path / "raw", 2, dataset=cases, numTraining=3)
+    for name in names:
+        write_nifti(raw / name, tiny_image())
+    dataset = read_dataset(raw)
+    assert [case.case_id for case in dataset.cases] == ["BRATS_000"]
+    assert "got 3" in dataset.problems["BRATS_001"][0]
+    assert "x_t1ce.nii.gz for T1w" in dataset.problems["BRATS_002"][0]
+
+
+def test_codes_that_no_label_has_are_refused_when_they_are_read(tmp_path):
+    raw = nnunet(tmp_path / "raw", 2, labels={"background": 0, "a": 1, "b": 2})
+    with pytest.raises(InputError, match=r"must hold only the codes .*got 3 \(1 voxels\)"):
+        prepare(raw, tmp_path / "store", **ALL)
+
+
+# --- MONAI's lists ---
+
+
+def datalist(folder, **changes):
+    """A list of five cases of four 3D files each, "fold" 0 to 2, and its path."""
+    training = []
+    for number in range(5):
+        names = [f"p{number}/p{number}_{name}.nii.gz" for name in ("flair", "t1", "t1ce", "t2")]
+        for channel, name in enumerate(names):
+            write_nifti(folder / name, tiny_image(10 * number + channel))
+        label = f"p{number}/p{number}_seg.nii.gz"
+        write_nifti(folder / label, tiny_label(1, 2, 3))
+        training.append({"image": names, "label": label, "fold": number % 3})
+    labels = {"0": "background", "1": "core", "2": "edema", "3": "enhancing"}
+    content = {"training": training, "testing": [{"image": "none.nii.gz"}], "labels": labels}
+    content.update(changes)
+    content = {name: value for name, value in content.items() if value is not None}
+    path = folder / "list.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_list_of_monais_gives_cases_channels_and_folds(tmp_path):
+    path = datalist(tmp_path / "data")
+    manifest = prepare(path, tmp_path / "store", workers=1)
+    assert (manifest.layout, manifest.channels) == ("datalist", ("FLAIR", "T1w", "T1gd", "T2w"))
+    assert [case.case_id for case in manifest.cases] == [f"p{number}" for number in range(5)]
+    assert [fold["val"] for fold in manifest.folds] == [("p0", "p3"), ("p1", "p4"), ("p2",)]
+    assert manifest.regions == {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}
+    view = with_fold(open_store(tmp_path / "store"), "2/3").manifest
+    assert view.split == {"train": ("p0", "p2", "p3"), "val": ("p1", "p4"), "test": ()}
+    assert prepare(path, tmp_path / "store", workers=1) == manifest
+    expected = np.asarray(nibabel.load(tmp_path / "data/p1/p1_t1ce.nii.gz").dataobj)
+    image = open_store(tmp_path / "store").image("p1")
+    assert sorted(image[..., 2].ravel()) == sorted(expected.ravel())
+
+
+@pytest.mark.parametrize("how", [{"fractions": (8, 1, 1)}, {"seed": 1}])
+def test_a_split_that_is_asked_for_goes_before_the_folds_of_a_list(tmp_path, how):
+    manifest = prepare(datalist(tmp_path / "data"), tmp_path / "store", workers=1, **how)
+    assert manifest.folds == ()
+    assert len(manifest.split["test"]) == 1
+
+
+def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
+    folder = decathlon(tmp_path / "data", 4)
+    content = json.loads((folder / "dataset.json").read_text())
+    for number, entry in enumerate(content["training"][:3]):
+        entry["fold"] = number % 2
+    (folder / "dataset.json").write_text(json.dumps(content))
+    dataset = read_dataset(folder)
+    assert dataset.layout == "decathlon"
+    assert [fold["val"] for fold in dataset.folds] == [("BRATS_000", "BRATS_002"), ("BRATS_001",)]
+    assert all("BRATS_003" in fold["train"] for fold in dataset.folds)
+
+
+def test_a_patient_on_both_sides_of_a_fold_of_a_list_is_refused(tmp_path):
+    table = tmp_path / "patients.csv"
+    table.write_text("".join(f"p{number},{number // 2}\n" for number in range(5)))
+    with pytest.raises(InputError, match="patient 0 must be on one side of fold 1"):
+        prepare(datalist(tmp_path / "data"), tmp_path / "store", workers=1, patients=table)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_list_without_labels_takes_them_from_named_regions(tmp_path):
+    path = datalist(tmp_path / "data", labels=None, modality="MRI")
+    with pytest.raises(InputError, match=r"labels .* got none"):
+        read_dataset(path)
+    regions = {"WT": (1, 2, 3), "ET": (3,)}
+    manifest = prepare(path, tmp_path / "store", **ALL, regions=regions)
+    assert manifest.regions == regions
+    assert manifest.labels[3] == "ET"
+
+
+def test_a_list_whose_files_are_named_in_several_orders_must_name_the_channels(tmp_path):
+    path = datalist(tmp_path / "data")
+    content = json.loads(path.read_text())
+    content["training"][0]["image"].reverse()
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match="must name channels"):
+        read_dataset(path)
+    path.write_text(json.dumps({**content, "modality": NAMES}))
+    assert list(read_dataset(path).problems) == ["p0"]
+
+
+# --- Regions by name ---
+
+
+@pytest.mark.parametrize("make", [decathlon, nnunet])
+def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, make, capsys):
+    data = make(tmp_path / "data", 3)
+    store = tmp_path / "store"
+    words = ["prepare", "--dataset", data, "--store", store, "--split", "1", "0", "0"]
+    chosen = ["--regions", "inner=3,2", "edema=1"]
+    assert main([*map(str, words), "--workers", "1", *chosen]) == 0
+    manifest = open_store(store).manifest
+    assert manifest.regions == {"inner": (2, 3), "edema": (1,)}
+    assert list(manifest.regions) == ["inner", "edema"]
+    assert "1 edema -> edema" in capsys.readouterr().out
+    assert append(store, make(tmp_path / "more", 4), workers=1).new == ("BRATS_003",)
+    assert open_store(store).manifest.regions == manifest.regions
+
+
+def test_another_choice_of_regions_for_a_finished_store_is_refused(tmp_path):
+    data = decathlon(tmp_path / "data", 2)
+    prepare(data, tmp_path / "store", **ALL, regions={"all": (1, 2, 3)})
+    prepare(data, tmp_path / "store", **ALL, regions={"all": (1, 2, 3)})
+    with pytest.raises(InputError, match="all=1,2,3"):
+        prepare(data, tmp_path / "store", **ALL)
+
+
+def test_an_optional_code_is_in_a_store_if_a_region_names_it(tmp_path):
+    brats_case(tmp_path / "data/BraTS-GLI-00001-000")
+    regions = {"tumour": (1, 2, 3), "cavity": (4,)}
+    manifest = prepare(tmp_path / "data", tmp_path / "store", **ALL, regions=regions)
+    assert (manifest.regions, sorted(manifest.labels)) == (regions, [0, 1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("texts", "rule"),
+    [
+        (["WT"], "NAME=CODE"),
+        (["=1"], "NAME=CODE"),
+        (["WT="], "NAME=CODE"),
+        (["WT=1,x"], "NAME=CODE"),
+        (["WT=1,1"], "NAME=CODE"),
+        (["WT=0"], "NAME=CODE"),
+        (["WT=256"], "NAME=CODE"),
+        (["WT=1", "wt=2"], "different names"),
+        (["WT=1,7"], r"region WT .* got 7"),
+    ],
+)
+def test_regions_that_cannot_be_are_refused_in_one_line(tmp_path, texts, rule, capsys):
+    data = decathlon(tmp_path / "data", 2)
+    store = tmp_path / "store"
+    words = ["prepare", "--dataset", str(data), "--store", str(store), "--regions", *texts]
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert re.search(rule, line)
+    assert not store.exists()

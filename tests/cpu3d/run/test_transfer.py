@@ -1,0 +1,452 @@
+"""A run that starts from the weights of another: what it takes, what it refuses, what it says."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.sampling import Share
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.splits import with_fold
+from cpu3d.errors import InputError
+from cpu3d.folds import train_folds
+from cpu3d.inference.predictor import load_predictor, load_weights
+from cpu3d.plan import make_plan
+from cpu3d.report.report import write_report
+from cpu3d.run.checkpoint import load_checkpoint, newest, save_checkpoint, weights_file
+from cpu3d.run.config_json import load_config
+from cpu3d.run.weights import run_weights
+from cpu3d.training.feeds import Feeds
+from cpu3d.training.learner import Learner
+from cpu3d.training.train import train
+from models.unet3d import build_unet3d
+from models.weights import network_weights
+from tests.cpu3d.runs import (
+    HOST,
+    SMALL,
+    assert_cut_and_continued_is_uninterrupted,
+    assert_same_run,
+    steps_of,
+)
+
+OPTIONS = {
+    **{name: value for name, value in SMALL.items() if name != "epochs"},
+    "steps": 2,
+    "validations": 1,
+    "no_augment": True,
+}
+CHANNELS = ["FLAIR", "T1w"]
+REGIONS = ["WT", "TC"]
+OF_SOURCE = {**OPTIONS, "channels": CHANNELS, "regions": REGIONS, "ema": 0.5}
+
+
+@pytest.fixture(scope="module")
+def source(phantom_store, tmp_path_factory):
+    """A run of two channels and two regions."""
+    folder = tmp_path_factory.mktemp("source") / "run"
+    train(phantom_store.folder, folder, settings=OF_SOURCE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other_store(tmp_path_factory):
+    """A store of other phantoms, which have the same names."""
+    folder = tmp_path_factory.mktemp("other")
+    write_phantom(folder / "raw", cases=4, shape=(40, 48, 36), seed=6, workers=1)
+    prepare(folder / "raw", folder / "store", workers=1)
+    return open_store(folder / "store")
+
+
+def started(store, folder, source, **settings):
+    """The plan of a run that starts from `source`, its first weights by layer and name, and those
+    that it would have by itself."""
+    chosen = {**OF_SOURCE, "init": str(source), **settings}
+    plan = make_plan(store, folder, HOST, chosen)
+    learner = Learner(plan.config.at(plan.steps))
+    fresh = by_name(plan.config, learner.weights().values())
+    learner.start_from(plan.transfer.first)
+    return plan, learner, by_name(plan.config, learner.weights().values()), fresh
+
+
+def by_name(config, arrays):
+    weights = network_weights(config.unet)
+    return {(w.layer, w.name): np.array(array) for w, array in zip(weights, arrays)}
+
+
+def of_run(run, name="best"):
+    """The weights of a run that predict, by layer and name."""
+    config = load_config(run)
+    weights = run_weights(config, weights_file(run, name))
+    return by_name(config, (weights.arrays[each] for each in weights.names))
+
+
+def assert_same(arrays, expected):
+    assert arrays.keys() == expected.keys()
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(array, expected[key], err_msg=str(key))
+
+
+# --- What is taken ---
+
+
+@pytest.mark.parametrize("computed", [{}, {"dtype": "bfloat16", "policy": "lean"}], ids=str)
+def test_a_run_of_the_same_network_takes_all_weights_the_averaged_ones(
+    phantom_store, source, tmp_path, computed
+):
+    plan, learner, first, _ = started(phantom_store, tmp_path, source, **computed)
+    assert_same(first, of_run(source))
+    record = plan.config.init_record
+    assert record.fresh_layers == record.new_channels == record.new_regions == ()
+    assert (record.channels, record.regions) == (tuple(CHANNELS), tuple(REGIONS))
+    assert record.step == 2
+    arrays = learner.arrays()
+    assert int(arrays["updates"]) == 0
+    slots = [array for name, array in arrays.items() if name.startswith("optimizer/")]
+    assert not any(np.any(array) for array in slots if np.ndim(array)), "its optimizer is new"
+
+
+def test_a_file_of_weights_is_taken_as_its_run_is(phantom_store, source, tmp_path):
+    plan, _, first, _ = started(phantom_store, tmp_path, weights_file(source, "last"))
+    assert_same(first, of_run(source, "last"))
+    assert plan.config.init_record.are_named
+
+
+def test_a_file_that_lies_elsewhere_is_taken_in_order_if_all_shapes_are_the_same(
+    phantom_store, source, tmp_path
+):
+    copied = shutil.copy(weights_file(source, "best"), tmp_path / "w.npz")
+    plan, _, first, _ = started(phantom_store, tmp_path / "run", copied, ema=0.0)
+    assert_same(first, of_run(source))
+    assert not plan.config.init_record.are_named
+    assert plan.config.init_record.seen is None
+    with pytest.raises(InputError, match=r"alone.*config\.json"):
+        started(phantom_store, tmp_path / "run", copied, channels=["FLAIR"])
+    shutil.copy(source / "config.json", tmp_path)
+    plan, *_ = started(phantom_store, tmp_path / "run", copied, channels=["FLAIR"])
+    assert plan.config.init_record.are_named
+
+
+def volume(seed, config):
+    rng = np.random.default_rng(seed)
+    shape = (1, *config.grid, config.unet.channels)
+    return rng.normal(size=shape).astype("f4")
+
+
+def test_channels_and_regions_in_another_order_give_the_same_answers(
+    phantom_store, source, tmp_path
+):
+    plan, same, _, _ = started(phantom_store, tmp_path, source)
+    _, turned, _, _ = started(
+        phantom_store, tmp_path, source, channels=CHANNELS[::-1], regions=REGIONS[::-1]
+    )
+    image = volume(0, plan.config)
+    np.testing.assert_allclose(
+        turned.logits(image[..., ::-1]).numpy()[..., ::-1], same.logits(image), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("network", [{}, {"residual": True}], ids=["plain", "residual"])
+def test_a_new_channel_changes_no_answer_at_first_and_a_new_region_is_fresh(
+    phantom_store, source, tmp_path, network
+):
+    if network:
+        source = tmp_path / "source"
+        train(phantom_store.folder, source, settings={**OF_SOURCE, **network})
+    _, same, _, _ = started(phantom_store, tmp_path / "a", source, **network)
+    more = {"channels": ["T2w", *CHANNELS], "regions": ["WT", "ET", "TC"], **network}
+    plan, learner, first, fresh = started(phantom_store, tmp_path / "b", source, **more)
+    image = volume(0, plan.config)
+    answers = learner.logits(image).numpy()
+    expected = same.logits(image[..., 1:]).numpy()
+    np.testing.assert_allclose(answers[..., [0, 2]], expected, rtol=1e-4, atol=1e-4)
+    head = first[("head", "kernel")], first[("head", "bias")]
+    by_itself = fresh[("head", "kernel")], fresh[("head", "bias")]
+    for array, expected in zip(head, by_itself):
+        np.testing.assert_array_equal(array[..., 1], expected[..., 1])
+        assert not np.array_equal(array[..., 0], expected[..., 0])
+    record = plan.config.init_record
+    assert (record.new_channels, record.new_regions) == (("T2w",), ("ET",))
+
+
+def test_a_run_that_shares_no_channel_has_a_fresh_first_convolution(
+    phantom_store, source, tmp_path
+):
+    plan, _, first, fresh = started(phantom_store, tmp_path, source, channels=["T2w"])
+    key = ("encoder0_conv1", "kernel")
+    np.testing.assert_array_equal(first[key], fresh[key])
+    assert plan.config.init_record.fresh_layers == ("encoder0_conv1",)
+    expected = of_run(source)
+    for other in first.keys() - {key}:
+        np.testing.assert_array_equal(first[other], expected[other])
+
+
+def test_heads_of_deep_supervision_that_are_new_are_fresh(phantom_store, source, tmp_path):
+    plan, _, first, fresh = started(phantom_store, tmp_path, source, deep_supervision=True)
+    assert plan.config.init_record.fresh_layers == ("head1",)
+    key = ("head1", "kernel")
+    np.testing.assert_array_equal(first[key], fresh[key])
+
+
+def test_the_loss_of_the_first_step_is_that_of_the_weights_it_starts_from(
+    phantom_store, source, tmp_path
+):
+    settings = {**OF_SOURCE, "seed": 3, "steps": 1, "init": str(source)}
+    run = tmp_path / "run"
+    config = train(phantom_store.folder, run, settings=settings)
+    feeds = Feeds(phantom_store, config, Share(0, 1, 1))
+    image, target = next(iter(feeds.training(0, 1, lambda name: None)))
+    _, weights = load_weights(load_config(source), weights_file(source, "best"))
+    network = build_unet3d(config.unet, config.grid, 1)
+    network.set_weights(weights)
+    loss, _, _ = network.loss_and_gradients(config.loss, image, target)
+    (step,) = steps_of(run)
+    assert step["loss"] == pytest.approx(float(loss), rel=1e-5)
+
+
+# --- What stays ---
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "muon", "weight_decay": 0.1},
+        {"optimizer": "adam", "weight_decay": 0.1, "norm": "batch", "batch": 2},
+        {"optimizer": "sgd", "batch": 2, "micro_batch": 1, "residual": True},
+    ],
+    ids=["muon", "adam, batch norm", "sgd, in parts"],
+)
+def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
+    phantom_store, tmp_path, monkeypatch, settings
+):
+    settings = {**OPTIONS, **settings}
+    source = tmp_path / "source"
+    train(phantom_store.folder, source, settings=settings)
+    new = {**settings, "steps": 5, "init": str(source), "freeze": "encoder", "ema": 0.5}
+    assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, done=2, **new)
+    old = of_run(source)
+    last = of_run(tmp_path / "whole", "last")
+    stays = {key: np.array_equal(last[key], old[key]) for key in old}
+    assert stays == {key: key[0].startswith("encoder") for key in old}
+    config = load_config(tmp_path / "whole")
+    assert config.freeze == "encoder"
+    # What predicts is the averaged decoder on the encoder that was taken.
+    predictor = load_predictor(tmp_path / "whole", "last")
+    assert_same(by_name(config, predictor.weights), last)
+
+
+def test_freezing_needs_weights_to_start_from_that_know_all_channels(
+    phantom_store, source, tmp_path
+):
+    frozen = {**OPTIONS, "freeze": "encoder"}
+    with pytest.raises(InputError, match="--init"):
+        make_plan(phantom_store, tmp_path, HOST, frozen)
+    with pytest.raises(InputError, match="T2w"):
+        make_plan(
+            phantom_store, tmp_path, HOST, {**frozen, "init": str(source), "channels": ["T2w"]}
+        )
+
+
+# --- Going on ---
+
+
+WAYS = {
+    "half resolution first": {"curriculum": "half", "steps": 6, "depth": 2},
+    "patches": {"mode": "patch", "patch": [16, 16, 16], "depth": 2, "steps": 4},
+}
+
+
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
+def test_a_run_that_is_cut_goes_on_without_the_weights_it_started_from(
+    phantom_store, tmp_path, monkeypatch, settings
+):
+    settings = {**OPTIONS, **settings}
+    source = tmp_path / "source"
+    train(phantom_store.folder, source, settings={**settings, "steps": 3})
+    init = {**settings, "init": str(source)}
+    train(phantom_store.folder, tmp_path / "whole", settings=init)
+    step = Learner.step
+
+    def die(self, *arguments):
+        if newest(tmp_path / "cut").path.stem.endswith("0"):
+            raise MemoryError
+        return step(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "step", die)
+        with pytest.raises(MemoryError):
+            train(phantom_store.folder, tmp_path / "cut", settings=init)
+    record = load_config(tmp_path / "cut").init_record
+    shutil.rmtree(source)
+    config = train(phantom_store.folder, tmp_path / "cut", settings=init)
+    assert config.init_record == record
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", keep=4)
+
+
+def test_a_run_that_has_begun_keeps_its_start(phantom_store, source, tmp_path):
+    run = tmp_path / "run"
+    train(phantom_store.folder, run, settings={**OF_SOURCE, "init": str(source)})
+    for other in ({"init": str(tmp_path)}, {"freeze": "encoder"}):
+        with pytest.raises(InputError, match="must stay"):
+            train(phantom_store.folder, run, settings=other)
+    assert train(phantom_store.folder, run, settings={"steps": 3}).init == str(source)
+
+
+def test_a_path_is_kept_as_seen_from_everywhere(phantom_store, source, tmp_path, monkeypatch):
+    monkeypatch.chdir(source.parent)
+    plan = make_plan(phantom_store, tmp_path, HOST, {**OF_SOURCE, "init": source.name})
+    assert plan.config.init == plan.chosen["init"] == str(source)
+
+
+# --- What is refused ---
+
+
+def damaged(source, folder):
+    path = shutil.copy(weights_file(source, "best"), folder / "damaged.npz")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path
+
+
+def of_numpy(source, folder):
+    np.savez(folder / "foreign.npz", weights=np.zeros(3))
+    return folder / "foreign.npz"
+
+
+def not_finite(source, folder):
+    arrays, state = load_checkpoint(weights_file(source, "best"))
+    arrays = dict(arrays)
+    arrays["model/000"] = np.full_like(arrays["model/000"], np.nan)
+    save_checkpoint(folder / "nan.npz", arrays, state)
+    return folder / "nan.npz"
+
+
+def of_keras(source, folder):
+    (folder / "model.keras").write_bytes(b"PK")
+    return folder / "model.keras"
+
+
+def empty_folder(source, folder):
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+SOURCES = {
+    "damaged": damaged,
+    "another program's": of_numpy,
+    "not finite": not_finite,
+    "Keras": of_keras,
+    "no run": empty_folder,
+    "nothing": lambda source, folder: folder / "nothing",
+    "text": lambda source, folder: Path(__file__),
+}
+
+
+@pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+def test_what_are_no_weights_is_refused_in_a_line_before_anything_is_written(
+    phantom_store, source, tmp_path, capsys, make
+):
+    path = make(source, tmp_path)
+    words = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
+    words += ["--init", str(path), "--channels", *CHANNELS, "--regions", *REGIONS]
+    words += ["--filters", "4", "--depth", "3"]
+    assert main(words) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(errors) == 1
+    assert str(path) in errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"filters": 8}, {"depth": 4}, {"network": "cicek2016"}, {"norm": "batch"}, {"residual": True}],
+    ids=str,
+)
+def test_another_network_is_refused_with_what_differs(phantom_store, source, tmp_path, settings):
+    ((name, value),) = settings.items()
+    with pytest.raises(InputError, match=rf"{name} {value}") as refused:
+        make_plan(phantom_store, tmp_path, HOST, {**OF_SOURCE, **settings, "init": str(source)})
+    assert len(refused.value.problems) == 1
+
+
+# --- What the weights have seen ---
+
+
+def seen(store, source, folder, **settings):
+    chosen = {**OPTIONS, "init": str(source), **settings}
+    return make_plan(store, folder, HOST, chosen).config.init_record.seen
+
+
+def test_patients_of_other_stores_count_by_their_images_and_not_by_their_names(
+    phantom_store, other_store, source, tmp_path
+):
+    names = set(other_store.manifest.split["val"] + other_store.manifest.split["test"])
+    assert names & set(phantom_store.manifest.split["train"]), "as phantoms are numbered"
+    assert seen(other_store, source, tmp_path) == ()
+    assert seen(phantom_store, source, tmp_path) == ()
+
+
+def test_held_out_patients_that_the_weights_were_trained_on_are_named(
+    phantom_store, source, tmp_path, capsys
+):
+    fold = {"fold": "1/3"}
+    held_out = with_fold(phantom_store, "1/3").manifest.split["val"]
+    trained = phantom_store.manifest.split["train"]
+    wanted = tuple(case for case in held_out if case in trained)
+    assert wanted
+    assert seen(phantom_store, source, tmp_path, **fold) == wanted
+    run = tmp_path / "run"
+    train(phantom_store.folder, run, settings={**OF_SOURCE, "init": str(source), **fold})
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert [wanted[0] in line for line in warned] == [True]
+    assert f"{wanted[0]}" in write_report(run).read_text(encoding="utf-8")
+    # Nor is it forgotten by a run that starts from this one.
+    assert seen(phantom_store, run, tmp_path / "next", fold="1/3") == wanted
+    # It is refused where all cases are to be scored by folds that have not seen them.
+    with pytest.raises(InputError, match="held-out patients"):
+        train_folds(
+            phantom_store.folder, tmp_path / "folds", 3, settings={**OF_SOURCE, "init": str(source)}
+        )
+    assert not (tmp_path / "folds").exists()
+
+
+def test_a_store_that_has_got_new_cases_is_known_by_the_log(phantom_store, source, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(source, run)
+    config = json.loads((run / "config.json").read_text())
+    config["split_hash"] = "0" * 12  # as of the store before
+    (run / "config.json").write_text(json.dumps(config))
+    trained = {step["case_id"] for step in steps_of(run)}
+    held_out = set(with_fold(phantom_store, "1/3").manifest.split["val"])
+    assert set(seen(phantom_store, run, tmp_path / "new", fold="1/3")) == trained & held_out
+    (run / "log.jsonl").unlink()
+    assert seen(phantom_store, run, tmp_path / "new", fold="1/3") is None
+
+
+# --- What is said ---
+
+
+def test_plan_status_and_report_say_what_was_taken(phantom_store, source, tmp_path, capsys):
+    run = tmp_path / "run"
+    more = {"regions": [*REGIONS, "ET"], "freeze": "encoder", "init": str(source)}
+    config = train(phantom_store.folder, run, settings={**OF_SOURCE, **more})
+    printed = capsys.readouterr().err
+    assert main(["status", "--run", str(run)]) == 0
+    shown = capsys.readouterr().out
+    page = write_report(run).read_text(encoding="utf-8")
+    path = str(weights_file(source, "best"))
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    assert config.init_record.sha256 == digest
+    for text in (printed, shown.replace("\n", ""), page):
+        assert path in text
+        assert digest[:12] in text
+        assert "encoder" in text
+    for text in (printed, page):
+        assert "ET new" in text
+    assert json.loads((run / "config.json").read_text())["init_record"]["file"] == path
