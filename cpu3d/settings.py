@@ -335,8 +335,8 @@ class RunConfig(Settings, StoreFacts):
         return PaintedRegions(codes, self.paint)
 
     def to_json(self) -> Dict[str, Any]:
-        """All settings as JSON content."""
-        content = dataclasses.asdict(self)
+        """JSON content, of which the run can be made again."""
+        content = {**dataclasses.asdict(self), "unet": self.unet.to_json()}
         content["normalisation"] = [each.to_json() for each in self.normalisation]
         if not self.normalisation:  # as before there was another than over the foreground
             del content["normalisation"]

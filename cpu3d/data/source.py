@@ -24,7 +24,7 @@ from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import Array, Shape3, is_integer, require, xyz
+from cpu3d.data.region import Array, Multiple, Shape3, is_integer, require, xyz
 from cpu3d.data.resolution import field_of, network_grid, shrinking
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
@@ -48,7 +48,7 @@ def volume_dataset(
     batch: int = 1,
     extent: str = "brain",
     grid: Optional[Shape3] = None,
-    multiple: int = 16,
+    multiple: Multiple = 16,
     resolution: float = 1.0,
     channels: Optional[Sequence[str]] = None,
     regions: Optional[Sequence[str]] = None,
@@ -84,7 +84,8 @@ def volume_dataset(
             enough to lose no voxel; "full" keeps the whole grid.
         grid: voxels X, Y, Z of all volumes, padded with what surrounds them, at least those of the
             largest case; None for the least that are a multiple of `multiple`.
-        multiple: of voxels along each axis, for a network that halves them several times.
+        multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
+            several times.
         resolution: share of the store's voxels along each axis, above 0 and at most 1, to which
             volumes are averaged down, before they are padded. A region stays where it fills half of
             a voxel.
@@ -340,7 +341,7 @@ def _pipeline(
 
 
 def _volume_size(
-    store: Store, grid: Optional[Shape3], extent: str, multiple: int, resolution: float
+    store: Store, grid: Optional[Shape3], extent: str, multiple: Multiple, resolution: float
 ) -> Shape3:
     """The size of every volume: `grid`, or the least for all cases. InputError for a grid that
     would lose voxels."""

@@ -35,7 +35,7 @@ from cpu3d.data.manifest import (
     split_problems,
     to_json,
 )
-from cpu3d.data.region import Array, Region, Shape3, centred, paste, round_up, whole
+from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import (
@@ -265,7 +265,7 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
     return CaseList(lines, range(len(lines.known)))
 
 
-def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
+def grid_size(store: Store, *, extent: str, multiple: Multiple) -> Shape3:
     """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the
     store, rounded up."""
     if extent == "brain":

@@ -210,7 +210,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
     for group in paint_order(regions):
         paint.append([{"output": output, "code": code} for output, code in group])
     meanings = code_meanings(regions, config.label_names)
-    network = dataclasses.asdict(config.unet)
+    network = config.unet.to_json()
     del network["policy"]
     normalisation = {}
     if config.normalisation:

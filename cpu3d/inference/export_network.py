@@ -231,8 +231,8 @@ def _layer(
         turned = np.transpose(weights["kernel"], (4, 3, 0, 1, 2))
         kernel = graph.constant(turned, f"{op.name}/kernel")
         if op.kind == "up_conv":
-            return graph.add("ConvTranspose", [inputs[0], kernel], strides=[2, 2, 2])
-        pads = [op.kernel // 2] * 6
+            return graph.add("ConvTranspose", [inputs[0], kernel], strides=op.strides)
+        pads = [side // 2 for side in op.kernel] * 2
         convolved = graph.add("Conv", [inputs[-1], kernel, *weight.values()], pads=pads)
         if op.kind == "shortcut":
             return graph.add("Add", [inputs[0], convolved])
@@ -250,7 +250,7 @@ def _layer(
             y = graph.add("BatchNormalization", tensors, epsilon=EPSILON)
         return y if op.kind == "norm" else graph.add("Relu", [y])
     if op.kind == "upsample":
-        scales = graph.constant(np.float32([1, 1, 2, 2, 2]))
+        scales = graph.constant(np.float32([1, 1, *op.strides]))
         nearest = {
             "mode": "nearest",
             "nearest_mode": "floor",
@@ -258,7 +258,7 @@ def _layer(
         }
         return graph.add("Resize", [inputs[0], "", scales], **nearest)
     if op.kind == "pool":
-        return graph.add("MaxPool", inputs, kernel_shape=[2, 2, 2], strides=[2, 2, 2])
+        return graph.add("MaxPool", inputs, kernel_shape=op.strides, strides=op.strides)
     if op.kind == "concat":
         return graph.add("Concat", inputs, axis=1)
     if op.kind == "act":

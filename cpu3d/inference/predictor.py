@@ -96,9 +96,9 @@ class Predictor:
         elif self.window:
             size = tuple(map(max, self.window, needed))
         elif config.is_patch:
-            size = round_up(needed, config.unet.divisor)
+            size = round_up(needed, config.unet.divisors)
         else:
-            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisor)
+            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisors)
         return case_region(record, size, config.extent)
 
     def _needed(self, record: CaseRecord) -> Shape3:
@@ -110,7 +110,7 @@ class Predictor:
         if config.resolution == 1:
             return None
         return resizing_for(
-            self._needed(record), config.resolution, config.unet.divisor, at_least=config.grid
+            self._needed(record), config.resolution, config.unet.divisors, at_least=config.grid
         )
 
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:

@@ -85,6 +85,8 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
         "paint": (),
         **content,
     }  # runs of earlier versions had none
+    if isinstance(content.get("unet"), dict):
+        content["unet"] = {"strides": (), **content["unet"]}  # left out if all axes are halved
     if isinstance(content.get("augment"), dict):
         content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")

@@ -94,6 +94,8 @@ RUNS = {  # format and kind of run -> its settings
         "channels": ("T1gd",),
         "flip": False,
     },
+    "onnx strides": {"strides": ((2, 2, 1), (1, 2, 2)), "up": "upsampling"},
+    "savedmodel strides": {"strides": ((2, 1, 2), (2, 2, 1)), "residual": True},
 }
 
 
