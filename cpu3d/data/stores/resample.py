@@ -49,6 +49,7 @@ THICK = 3
 THICK_PERCENTILE = 10  # of the thick axis' spacings: fine slices are not thrown together
 MOST_VOXELS = 2**31
 MOST_GROWTH = 8  # times as many voxels as the source has: 2 mm become 1 mm
+TIE = 1e-4  # how far float32's rounding may lift a share above a half
 SLAB_BYTES = 4 << 20  # of a volume that are interpolated at once, in a core's cache
 
 
@@ -184,16 +185,20 @@ def resample_image(
     return made
 
 
-def resample_label(label: Array, shape: Shape3) -> Array:
+def resample_label(label: Array, shape: Shape3, ignore: Optional[int] = None) -> Array:
     """A label map `(X, Y, Z)` uint8 with another `shape`: of each voxel the code that most of it
-    holds, the lowest of equal ones."""
+    holds, the lowest of equal ones.
+
+    As in a turned sample, a voxel is `ignore` if more than half of it is; else the other codes
+    decide.
+    """
     if label.shape == tuple(shape):
         return label
     taps = _taps_of(label.shape, shape)
     most = _resample(label == 0, taps)  # of each voxel, the share of its code
     made = np.zeros(shape, np.uint8)
     for code in np.flatnonzero(np.bincount(label.reshape(-1))):
-        if code == 0:
+        if code in (0, ignore):
             continue
         is_code = label == code
         within = bounding_box(is_code)
@@ -205,6 +210,8 @@ def resample_label(label: Array, shape: Shape3) -> Array:
         wins = share > most[written]
         made[written][wins] = code
         most[written][wins] = share[wins]
+    if ignore is not None:
+        made[_resample(label == ignore, taps) > 0.5 + TIE] = ignore
     return made
 
 
