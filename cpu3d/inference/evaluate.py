@@ -324,8 +324,9 @@ def _decided(
 def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, List[str]]:
     """Case id -> what is unusual about it."""
     notes = {}
+    manifest = store.manifest
     for record in store.cases(split):
-        of_case = case_notes(record, store.manifest.channels)
+        of_case = case_notes(record, manifest.channels, manifest.ignore)
         notes[record.case_id] = [*of_case, *training_notes(record, configs)]
     return notes
 

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.nifti import read_volume
-from cpu3d.data.normalise import Kind
+from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.normalise import Kind, in_units
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.resample import resample_image
 from cpu3d.errors import InputError
+from cpu3d.inference import segment
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
 from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
@@ -98,3 +100,97 @@ def test_the_config_of_a_run_on_other_channels_is_as_before_there_were_kinds(
     content = json.loads((tmp_path / "run/config.json").read_text())
     assert "normalisation" not in content
     assert load_config(tmp_path / "run").normalisation == ()
+
+
+# --- Of several spacings ---
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """The store of bodies of which two have slices of twice the thickness."""
+    folder = tmp_path_factory.mktemp("mixed")
+    data = write_phantom(folder / "data", cases=4, shape=(24, 28, 24), workers=1, kind="ct")
+    for number in (1, 3):
+        for kind in ("imagesTr", "labelsTr"):
+            path = data / kind / f"BRATS_{number:03}.nii.gz"
+            image = nibabel.load(path)
+            affine = image.affine @ np.diag([1, 1, 2, 1])
+            thick = np.asarray(image.dataobj)[:, :, ::2]
+            nibabel.save(nibabel.Nifti1Image(thick, affine), path)
+    voxels = (1.0, 1.0, 1.0)
+    prepare(data, folder / "store", fractions=(2, 1, 1), workers=1, spacing=voxels)
+    return open_store(folder / "store")
+
+
+@pytest.fixture(scope="module")
+def mixed_run(mixed):
+    """A run of three steps on it."""
+    folder = mixed.folder.parent / "run"
+    start(mixed, folder, **SETTINGS).run()
+    return folder
+
+
+def test_a_ct_is_resampled_within_its_values_to_half_a_step(mixed):
+    resampled = [record for record in mixed.manifest.cases if record.resampled_from]
+    assert len(resampled) == 2
+    kind = mixed.manifest.normalisation[0]
+    assert kind.kind is Kind.CT
+    for record in resampled:
+        data = mixed.folder.parent / "data"
+        source = to_ras(*read_volume(data / f"imagesTr/{record.case_id}.nii.gz"))
+        image = mixed.image(record.case_id)
+        assert (image.dtype, record.image_dtype) == (np.int16, "int16")
+        values = in_units(image, record.units)[..., 0]
+        assert values.shape == record.shape == (24, 28, 24)
+        expected = resample_image(source, record.shape, (1, 1, 2), outside=None)
+        ((step, _),) = record.units
+        assert step <= (int(source.max()) - int(source.min())) / 65_000
+        np.testing.assert_allclose(values, expected, atol=0.51 * step)
+        assert values.min() >= source.min() - step
+        assert values.max() <= source.max() + step
+        assert source.min() < kind.low < kind.high <= source.max() + 1
+        assert record.max_abs_error < 1e-3
+        assert record.box.size != record.shape  # air is not in it
+
+
+def test_a_ct_of_several_spacings_is_scored_on_its_own_grids(mixed, mixed_run):
+    data = mixed.folder.parent / "data"
+    evaluated = evaluate_all(mixed_run)
+    for case_id, case in evaluated.items():
+        truth, _ = read_volume(data / f"labelsTr/{case_id}.nii.gz")
+        answer, _ = read_volume(mixed_run / f"evaluation/predictions/{case_id}.nii.gz")
+        assert answer.shape == truth.shape
+        steps = mixed.case(case_id).geometry
+        voxel_ml = abs(np.linalg.det(np.asarray(steps.affine)[:3, :3])) / 1000
+        for name, codes in load_config(mixed_run).codes_by_region.items():
+            voxels = np.count_nonzero(np.isin(truth, codes))
+            assert case["regions"][name]["truth_ml"] == pytest.approx(voxels * voxel_ml)
+
+
+def evaluate_all(run):
+    """Case id -> its scores, of the cases of all splits, whose predictions are kept."""
+    cases = {}
+    for split in ("train", "test"):
+        assert main(["evaluate", "--run", str(run), "--split", split]) == 0
+        scores = json.loads((run / "evaluation/scores.json").read_text())
+        cases.update({case["case_id"]: case for case in scores["cases"]})
+    return cases
+
+
+def test_a_ct_of_another_spacing_is_predicted_and_exported_alike(mixed, mixed_run, tmp_path):
+    exported = tmp_path / "exported"
+    words = ["export", "--run", mixed_run, "--format", "onnx", "--out", exported]
+    assert main([str(word) for word in words]) == 0
+    for number in (1, 2):
+        name = f"BRATS_{number:03}.nii.gz"
+        image = mixed.folder.parent / "data/imagesTr" / name
+        out = tmp_path / "out"
+        words = ["predict", "--run", mixed_run, "--image", image, "--out", out, "--page"]
+        assert main([str(word) for word in words]) == 0
+        answer, grid = read_volume(out / name)
+        assert grid == read_volume(image)[1]
+        (shown,) = shown_cases(out / name.replace("nii.gz", "html"))
+        assert shown["modalities"][0]["unit"] == "HU"
+        segment.main(exported, str(image), str(tmp_path / "label.nii.gz"))
+        other = to_ras(*read_volume(tmp_path / "label.nii.gz"))
+        assert np.mean(other != to_ras(answer, grid)) < 0.002

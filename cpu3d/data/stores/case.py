@@ -111,9 +111,11 @@ def load_case(
     else:
         image, error = float16_image(volumes, names)
     del volumes
-    # Elsewhere the box is not known before the windows of CT are, or is the whole grid.
-    if label is not None and ignore is not None and not if_any_differs(kinds):
-        label = _ignored_in_box(label, image, ignore, f"label {files.label}")
+    if label is not None and ignore is not None:
+        _check_annotated(label, ignore, f"label {files.label}")
+        # Elsewhere the box is not known before the windows of CT are, or is the whole grid.
+        if not if_any_differs(kinds):
+            label = _ignored_in_box(label, image, ignore, f"label {files.label}")
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
     record = CaseRecord(
@@ -250,16 +252,20 @@ def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array
     not zero in some channel. A box around all ignored voxels would be the whole grid where slices
     are annotated, and training would take the memory of that. Raises InputError if no voxel in the
     box is annotated."""
-    is_ignored = label == ignore
-    mask = image.any(axis=-1) | (~is_ignored & (label > 0))
+    mask = image.any(axis=-1) | ((label != ignore) & (label > 0))
     box = bounding_box(mask).slices(xyz(label.shape))
-    if is_ignored[box].all():
-        rule = f"{name} must have annotated voxels"
-        todo = "annotate some, or leave the case out"
-        raise InputError(f"{rule}, got {ignore}, to be ignored, in all of the image; {todo}")
+    _check_annotated(label[box], ignore, name)
     inside = np.zeros_like(label)
     inside[box] = label[box]
     return inside
+
+
+def _check_annotated(label: Array, ignore: int, name: str) -> None:
+    """Raise InputError for a label of which all is to be ignored."""
+    if (label == ignore).all():
+        rule = f"{name} must have annotated voxels"
+        todo = "annotate some, or leave the case out"
+        raise InputError(f"{rule}, got {ignore}, to be ignored, in all of the image; {todo}")
 
 
 def facts_of(
@@ -455,9 +461,12 @@ def label_codes(path: Path, label: Array) -> Array:
 # --- What is said of cases that can be used but may not be what they seem ---
 
 
-def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
+def case_notes(
+    record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
+) -> List[str]:
     """What to say of a case: that its file gives no orientation, channels whose background is not
-    0, and a size of voxels that only a store of an earlier version can have."""
+    0, codes but the one to `ignore` that resampling has lost, and a size of voxels that only a
+    store of an earlier version can have."""
     notes = []
     if not nifti.is_voxel_size(record.spacing_mm):
         sizes = " x ".join(f"{length:.4g}" for length in record.spacing_mm)
@@ -467,7 +476,7 @@ def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
         notes.append(nifti.orientation_note(record.geometry))
     source = record.resampled_from
     for code, voxels in source.label_voxels.items() if source else ():
-        if code not in record.label_voxels:
+        if code != ignore and code not in record.label_voxels:
             sizes = in_mm(record.spacing_mm)
             rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
             notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")

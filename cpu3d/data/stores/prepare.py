@@ -536,7 +536,7 @@ def summary_lines(store: Store) -> List[str]:
     voxels: Counter[int] = Counter()  # label code -> voxels
     for record in manifest.cases:
         patients.add(record.patient_id)
-        case = case_notes(record, manifest.channels)
+        case = case_notes(record, manifest.channels, manifest.ignore)
         if case:
             notes[record.case_id] = case
         size_bytes += record.image_bytes + record.label_bytes

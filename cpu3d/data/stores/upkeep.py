@@ -109,7 +109,7 @@ def run_append(options: Append) -> int:
             way = "train on cases of new patients, and none holds them out"
             lines.append(f"  folds    all {len(after.folds)} {way}")
     added = case_list(after.cases).chosen(done.new)
-    notes = {record.case_id: case_notes(record, after.channels) for record in added}
+    notes = {record.case_id: case_notes(record, after.channels, after.ignore) for record in added}
     say(*lines, *note_lines(notes), stderr=False)
     say(*still_lost(folder, options.dataset, done.elsewhere))
     return 0

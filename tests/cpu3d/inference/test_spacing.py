@@ -2,15 +2,16 @@
 pages."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras
+from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import to_source_grid
+from cpu3d.data.stores.resample import resample_label, to_source_grid
 from cpu3d.inference import evaluate, predict, segment
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.decision import decide
@@ -101,6 +102,47 @@ def test_a_perfect_answer_scores_on_the_source_s_grid_what_the_way_back_leaves(
         assert core["dice"] == pytest.approx(2 * shared / total)
         if store.case(case_id).resampled_from is None:
             assert case["mean_dice"] == 1
+
+
+def test_scores_on_the_source_s_grid_leave_out_what_is_not_annotated(data, run, tmp_path):
+    marked = tmp_path / "data"
+    shutil.copytree(data, marked)
+    content = json.loads((marked / "dataset.json").read_text())
+    content["labels"]["9"] = "not drawn"
+    (marked / "dataset.json").write_text(json.dumps(content))
+    path = marked / "labelsTr/f.nii.gz"
+    source, geometry = read_volume(path)
+    sparse = source.copy()
+    sparse[:, :, ::2] = 9
+    write_volume(path, to_ras(sparse, geometry), geometry)
+    folds = data.parent / "folds.json"
+    prepare(marked, tmp_path / "store", workers=1, splits=folds, ignore=9)
+    store = open_store(tmp_path / "store")
+    record = store.case("f")
+    box = record.box.slices(record.shape)
+    learnt = store.label("f")[box] != 9
+    assert 0.4 < learnt.mean() < 0.6
+    whole = resample_label(to_ras(source, geometry), record.shape)
+    assert np.mean(store.label("f")[box][learnt] == whole[box][learnt]) > 0.97
+
+    class All(Perfect):
+        """Answers right where it is annotated, and with the core in all other slices."""
+
+        def probabilities(self, image, record, channels=()):
+            answer = source.copy()
+            answer[:, :, ::2] = 2
+            answer = to_ras(answer, geometry)
+            masks = [np.isin(answer, codes) for codes in self.regions.values()]
+            return np.stack(masks, -1).astype(np.float32)
+
+    scores = evaluate_split(
+        All(store, run), store, "test", tmp_path / "out", about={"runs": []}, evidence=True
+    )
+    (case,) = scores["cases"]
+    assert case["mean_dice"] == 1
+    core = case["regions"]["core"]
+    annotated = np.count_nonzero(source[:, :, 1::2] == 2)
+    assert core["truth_ml"] == pytest.approx(annotated * np.prod(SPACINGS["f"]) / 1000)
 
 
 def test_the_network_answers_on_the_source_s_grid(store, run):

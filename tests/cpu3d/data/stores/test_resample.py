@@ -186,6 +186,23 @@ def test_a_label_is_that_of_most_of_a_voxel_and_the_lower_code_of_equal_ones():
     assert resample_label(label, (4, 2, 2)) is label
 
 
+@pytest.mark.parametrize(
+    ("codes", "made"),
+    [
+        # A new voxel is 3/8 of each of two, and 1/8 of each of their neighbours.
+        ([9, 9, 9, 1, 2, 2, 2, 2], [9, 1, 2, 2]),  # of the second 1/2 is ignored, 3/8 are of 1
+        ([9, 9, 9, 9, 1, 2, 2, 2], [9, 9, 2, 2]),  # 7/8, and 1/8 of 1
+        ([9, 0, 2, 9, 1, 9, 9, 9], [0, 2, 9, 9]),  # 5/8 of the third
+        ([9, 9, 9, 9, 9, 9, 9, 9], [9, 9, 9, 9]),
+        ([1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 0, 0]),
+    ],
+)
+def test_a_voxel_is_ignored_where_more_than_half_is_else_the_others_decide(codes, made):
+    label = np.zeros((8, 1, 1), np.uint8)
+    label[:, 0, 0] = codes
+    np.testing.assert_array_equal(resample_label(label, (4, 1, 1), ignore=9)[:, 0, 0], made)
+
+
 @pytest.mark.parametrize("shape", [(20, 26, 16), (57, 41, 60), (11, 12, 13)])
 def test_labels_are_those_of_memberships_that_are_resampled_one_by_one(shape):
     rng = np.random.default_rng(0)

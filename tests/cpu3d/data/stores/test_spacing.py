@@ -8,11 +8,12 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
+from cpu3d.data.normalise import in_units
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.folder import read_quarantine, settings_of
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import Keep
+from cpu3d.data.stores.resample import Keep, resample_image
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set
@@ -200,3 +201,47 @@ def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
     half[28:] = True  # the file's first axis runs to the left
     box = store.case("b").box.slices(half.shape)
     np.testing.assert_array_equal((store.label("b") == 9)[box], half[box])
+
+
+def test_a_case_that_keeps_no_annotated_voxel_is_a_bad_case(tmp_path):
+    data = spaced_set(tmp_path / "data", dict.fromkeys("abc", ISO))
+    content = json.loads((data / "dataset.json").read_text())
+    content["labels"]["9"] = "not drawn"
+    (data / "dataset.json").write_text(json.dumps(content))
+    path = data / "labelsTr/b.nii.gz"
+    label, geometry = read_volume(path)
+    sparse = np.full_like(label, 9)
+    sparse[:, :, 16] = label[:, :, 16]
+    write_volume(path, to_ras(sparse, geometry), geometry)
+    chosen = {**ALL, "ignore": 9, "spacing": (1.0, 1.0, 4.0)}
+    for normalise in ((), ("FLAIR=zscore",)):
+        settings = Settings(normalise=normalise)
+        with pytest.raises(InputError, match=r"b\.nii\.gz must have annotated voxels"):
+            prepare(data, tmp_path / f"store{len(normalise)}", **chosen, settings=settings)
+
+
+def test_channels_without_a_background_are_resampled_as_they_are(tmp_path):
+    data = spaced_set(tmp_path / "data", dict.fromkeys("abc", ISO))
+    chosen = {**ALL, "spacing": (2.0, 2.0, 2.0)}
+    settings = Settings(normalise=("FLAIR=zscore",))
+    store = tmp_path / "store"
+    manifest = prepare(data, store, **chosen, settings=settings)
+    for record in manifest.cases:
+        source = to_ras(*read_volume(data / f"imagesTr/{record.case_id}.nii.gz"))
+        image = in_units(open_store(store).image(record.case_id), record.units)
+        beside = (image > 0.5) & (image < source[source > 0].min() / 2)
+        assert beside[..., 0].any()  # partly 0, which is a value like others
+        assert not beside[..., 1].any()  # what is mostly 0 is 0
+        for index, low_high in enumerate(zip(source.min((0, 1, 2)), source.max((0, 1, 2)))):
+            assert image[..., index].min() >= low_high[0] - 1e-3
+            assert image[..., index].max() <= low_high[1] + 1e-3
+            expected = resample_image(
+                source[..., index], record.shape, ISO, None if index == 0 else 0.0
+            )
+            step = record.units[index][0]
+            np.testing.assert_allclose(image[..., index], expected, atol=0.51 * step)
+    assert verify(store, workers=1) == ()
+    before = content_of(store)
+    (store / "cases/b.x.npy").unlink()
+    prepare(data, store, **chosen, settings=settings)
+    assert content_of(store) == before
