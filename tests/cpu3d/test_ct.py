@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
 from cpu3d.data.normalise import Kind, in_units
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import Settings
@@ -17,6 +17,7 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_image
 from cpu3d.errors import InputError
 from cpu3d.inference import segment
+from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
 from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
@@ -110,7 +111,7 @@ def mixed(tmp_path_factory):
     """The store of bodies of which two have slices of twice the thickness."""
     folder = tmp_path_factory.mktemp("mixed")
     data = write_phantom(folder / "data", cases=4, shape=(24, 28, 24), workers=1, kind="ct")
-    for number in (1, 3):
+    for number in (2, 3):  # one that is trained on, and one that is not
         for kind in ("imagesTr", "labelsTr"):
             path = data / kind / f"BRATS_{number:03}.nii.gz"
             image = nibabel.load(path)
@@ -153,28 +154,22 @@ def test_a_ct_is_resampled_within_its_values_to_half_a_step(mixed):
         assert record.box.size != record.shape  # air is not in it
 
 
-def test_a_ct_of_several_spacings_is_scored_on_its_own_grids(mixed, mixed_run):
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_ct_of_several_spacings_is_scored_on_its_own_grids(mixed, mixed_run, split):
     data = mixed.folder.parent / "data"
-    evaluated = evaluate_all(mixed_run)
-    for case_id, case in evaluated.items():
-        truth, _ = read_volume(data / f"labelsTr/{case_id}.nii.gz")
-        answer, _ = read_volume(mixed_run / f"evaluation/predictions/{case_id}.nii.gz")
-        assert answer.shape == truth.shape
-        steps = mixed.case(case_id).geometry
-        voxel_ml = abs(np.linalg.det(np.asarray(steps.affine)[:3, :3])) / 1000
-        for name, codes in load_config(mixed_run).codes_by_region.items():
+    assert main(["evaluate", "--run", str(mixed_run), "--split", split]) == 0
+    path = scores_path(mixed_run, split)
+    cases = json.loads(path.read_text())["cases"]
+    assert len(cases) == len(mixed.manifest.split[split])
+    for case in cases:
+        case_id = case["case_id"]
+        truth, geometry = read_volume(data / f"labelsTr/{case_id}.nii.gz")
+        answer, grid = read_volume(path.parent / f"predictions/{case_id}.nii.gz")
+        assert (answer.shape, grid) == (truth.shape, geometry)
+        voxel_ml = np.prod(ras_spacing_mm(geometry)) / 1000
+        for name, codes in mixed.manifest.regions.items():
             voxels = np.count_nonzero(np.isin(truth, codes))
             assert case["regions"][name]["truth_ml"] == pytest.approx(voxels * voxel_ml)
-
-
-def evaluate_all(run):
-    """Case id -> its scores, of the cases of all splits, whose predictions are kept."""
-    cases = {}
-    for split in ("train", "test"):
-        assert main(["evaluate", "--run", str(run), "--split", split]) == 0
-        scores = json.loads((run / "evaluation/scores.json").read_text())
-        cases.update({case["case_id"]: case for case in scores["cases"]})
-    return cases
 
 
 def test_a_ct_of_another_spacing_is_predicted_and_exported_alike(mixed, mixed_run, tmp_path):
