@@ -135,8 +135,10 @@ def test_scores_on_the_source_s_grid_leave_out_what_is_not_annotated(data, run, 
             masks = [np.isin(answer, codes) for codes in self.regions.values()]
             return np.stack(masks, -1).astype(np.float32)
 
+    predictor = All(store, run)
+    predictor.labels = store.manifest.labels  # with the name of the code
     scores = evaluate_split(
-        All(store, run), store, "test", tmp_path / "out", about={"runs": []}, evidence=True
+        predictor, store, "test", tmp_path / "out", about={"runs": []}, evidence=True
     )
     (case,) = scores["cases"]
     assert case["mean_dice"] == 1
