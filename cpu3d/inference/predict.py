@@ -43,9 +43,10 @@ from typing import Any, Dict, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
-from cpu3d.data.manifest import CaseRecord, Geometry
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
-from cpu3d.data.stores.case import case_notes, load_case, note_lines
+from cpu3d.data.normalise import Normalisation, in_units
+from cpu3d.data.stores.case import LoadedCase, case_notes, load_case, note_lines
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.layouts import LABEL_CODES
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
@@ -175,7 +176,12 @@ def predict_case(
     if options.page:
         outputs.append(page_file)
     _check_replaceable(sidecar, outputs, files)
-    loaded = load_case(files, channels=case.channels, zero_nan=options.zero_nan)
+    loaded = load_case(
+        files,
+        channels=case.channels,
+        zero_nan=options.zero_nan,
+        normalisation=predictor.normalisation_of(case.channels),
+    )
     record = loaded.record
     geometry = record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
@@ -192,23 +198,27 @@ def predict_case(
         write_volume(out / name, probability, geometry, compression=1)
     write_label(label_file, label, geometry)
     if options.page:
-        write_case_page(page_file, _viewed(case, loaded.image, geometry, label), "predict")
+        kinds = predictor.normalisation_of(case.channels)
+        write_case_page(page_file, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
 
 
-def _viewed(case: Case, image: np.ndarray, geometry: Geometry, label: np.ndarray) -> ViewedCase:
+def _viewed(
+    case: Case, loaded: LoadedCase, label: np.ndarray, kinds: Sequence[Normalisation]
+) -> ViewedCase:
     """A case with its prediction, to scroll through."""
     return ViewedCase(
         name=case.files.case_id,
-        image=image,
+        image=in_units(loaded.image, loaded.record.units),
         channels=case.channels,
-        geometry=geometry,
+        geometry=loaded.record.geometry,
         regions=case.regions,
         labels=case.labels,
         predictions={"prediction": label},
-        unit=SCORES if image.dtype.kind == "f" else "",
+        unit=SCORES if loaded.image.dtype.kind == "f" else "",
+        normalisation=kinds,
     )
 
 

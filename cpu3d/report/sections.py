@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 import numpy as np
 
 from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.normalise import in_units
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
 from cpu3d.inference.scores import METRICS
@@ -90,7 +91,7 @@ def shown_cases(
         if answers:
             yield ViewedCase(
                 name=case_id,
-                image=image,
+                image=in_units(image, record.units),
                 channels=store.manifest.channels,
                 geometry=record.geometry,
                 regions=regions,
@@ -101,6 +102,7 @@ def shown_cases(
                 note=" and ".join(of_case) if len(ids) > 1 else "",
                 scores=scores[case_id],
                 unit=SCORES if image.dtype.kind == "f" else "",
+                normalisation=store.manifest.normalisation,
             )
 
 
