@@ -2,6 +2,7 @@
 nothing."""
 
 import json
+import shutil
 
 import nibabel
 import numpy as np
@@ -15,6 +16,7 @@ from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_image
+from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from cpu3d.inference import segment
 from cpu3d.inference.scores_file import scores_path
@@ -189,3 +191,28 @@ def test_a_ct_of_another_spacing_is_predicted_and_exported_alike(mixed, mixed_ru
         segment.main(exported, str(image), str(tmp_path / "label.nii.gz"))
         other = to_ras(*read_volume(tmp_path / "label.nii.gz"))
         assert np.mean(other != to_ras(answer, grid)) < 0.002
+
+
+def test_more_ct_of_another_spacing_is_taken_and_lost_files_come_back(mixed, tmp_path):
+    data = mixed.folder.parent / "data"
+    few = tmp_path / "few"
+    shutil.copytree(data, few)
+    content = json.loads((few / "dataset.json").read_text())
+    content["training"] = [each for each in content["training"] if "003" not in each["image"]]
+    (few / "dataset.json").write_text(json.dumps(content))
+    store = tmp_path / "store"
+    chosen = {"fractions": (1, 0, 0), "workers": 1, "settings": Settings("b2nd", crop=True)}
+    before = prepare(few, store, **chosen, spacing=(1.0, 1.0, 1.0))
+    done = append(store, data, workers=1)
+    assert done.new == ("BRATS_003",)
+    assert done.manifest.normalisation == before.normalisation
+    record = open_store(store).case("BRATS_003")
+    assert record.resampled_from.shape == (24, 28, 12)
+    assert record.stored == record.box  # the window is known by now
+    own = mixed.case("BRATS_003")
+    assert (record.units, record.image_voxels_sha256) == (own.units, own.image_voxels_sha256)
+    for name in ("002.x", "003.x", "003.t"):
+        (store / f"cases/BRATS_{name}.b2nd").unlink()
+    append(store, data, workers=1)
+    assert verify(store, workers=1) == ()
+    assert open_store(store).manifest == done.manifest
