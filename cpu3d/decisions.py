@@ -29,6 +29,7 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, Job, micro_of
 from models.config import UNetConfig
+from models.strides import divisors_text
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
@@ -107,7 +108,7 @@ def decide(
         dtype=dtype,
     )
     grid = network_grid(
-        grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisor
+        grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisors
     )
     patches_per_case = 1
     if settings.is_patch:
@@ -160,6 +161,7 @@ def store_facts(store: Store) -> StoreFacts:
         spacing_mm=tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
         target_spacing_mm=manifest.spacing_mm,
         oriented=placed.pop() if len(placed) == 1 else None,
+        normalisation=manifest.normalisation,
     )
 
 
@@ -259,15 +261,15 @@ def _patches(
     """The patch, by itself the largest that fits the card, on a CPU the usual one; and the patches
     of a case, by itself as many as have its number of voxels. `of_run` are the settings with the
     decided network and micro-batch."""
-    divisor = of_run.unet.divisor
+    divisors = of_run.unet.divisors
     wanted = start.wanted("patch")
     if wanted is not None:
         patch = tuple(wanted)
     elif card is not None:
         patch = largest_patch(card, job_of(of_run, extent, threads=1, cases=0))
     else:
-        patch = planner.usual_patch(extent, divisor)
-    planner.check_patch(patch, extent, divisor)
+        patch = planner.usual_patch(extent, divisors)
+    planner.check_patch(patch, extent, divisors)
     count = start.wanted("patches_per_case")
     if count is None:
         count = max(round(math.prod(extent) / math.prod(patch)), 1)
@@ -290,15 +292,17 @@ def _coarse_grid(start: Start, store: Store, grid: Shape3) -> Shape3:
     settings = start.settings
     if settings.curriculum == "off":
         return NO_GRID
-    divisor = settings.unet.divisor
+    divisors = settings.unet.divisors
     extent = grid
     if not settings.is_patch:
         extent = grid_size(store, extent=settings.extent, multiple=1)
-    coarse = network_grid(extent, settings.resolution / 2, divisor)  # of patches that is 1 / 2
-    is_possible = min(coarse) >= 2 * divisor
+    coarse = network_grid(extent, settings.resolution / 2, divisors)  # of patches that is 1 / 2
+    least = tuple(2 * divisor for divisor in divisors)
+    is_possible = all(side >= fewest for side, fewest in zip(coarse, least))
     is_asked_for = settings.curriculum == "half"
     if is_asked_for and not is_possible:
-        rule = f"--curriculum must be off if half of {by(grid)} is below {2 * divisor}"
+        below = divisors_text(least)
+        rule = f"--curriculum must be off if half of {by(grid)} is below {below}"
         todo = "leave it out" if start.saved else "leave it out, or choose a smaller --depth"
         raise InputError(f"{rule} along an axis, got half, a grid of {by(coarse)}; {todo}")
     pays = math.prod(coarse) >= LEAST_COARSE_VOXELS

@@ -49,6 +49,7 @@ from memory_estimator.installed import installed_versions
 from memory_estimator.job import PLAN_SCHEMA, Job, statistics_note, stored_bytes
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
+from models.strides import strides_text
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ class Plan:
             "training_s": self.training_s,
             "reasons": dict(self.reasons),
             "predicted": self.predicted,
-            "job": dataclasses.asdict(self.job),  # which `estimate --run` starts from
-            "config": dataclasses.asdict(self.config),
+            "job": self.job.fields(),  # which `estimate --run` starts from
+            "config": self.config.to_json(),
         }
 
     def describe(self, host: Host) -> List[str]:
@@ -180,8 +181,11 @@ class Plan:
         elif config.coarse_steps:
             length += f", {config.coarse_steps} of them on {by(config.coarse_grid, ' x ')}"
         batch = f"batch {config.batch}, {config.micro} at a time"
+        levels = f"{unet.depth} levels"
+        if unet.strides:
+            levels += f" of strides {strides_text(unet.strides)}"
         lines = [
-            f"network: {unet.network}, {unet.depth} levels, {unet.filters} filters, "
+            f"network: {unet.network}, {levels}, {unet.filters} filters, "
             f"{unet.norm} norm, {unet.dtype}, policy {unet.policy}, {gigaflops:,.0f} GFLOP a step",
             f"run: {length}; {batch}, workers {self.workers}",
         ]
@@ -492,9 +496,9 @@ def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
     """Smaller grids that the run could have, each with its option, the smallest first."""
     config = plan.config
     if config.is_patch:
-        *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisor)
+        *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisors)
         return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
     if config.resolution < 1 or config.extent == "brain":
         return []
-    brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisor)
+    brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisors)
     return [("--extent brain", brain)]

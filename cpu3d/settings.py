@@ -18,12 +18,13 @@ import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, TypeVar
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.manifest import Code
+from cpu3d.data.normalise import Normalisation
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import check, option
@@ -90,6 +91,15 @@ class StoreFacts:
     oriented: Optional[bool] = None
     """Whether the training cases' files gave the patient's orientation; None if only some did, or
     as above."""
+    normalisation: Tuple[Normalisation, ...] = ()
+    """Of each channel of the store; empty if all are normalised over the foreground."""
+
+    def normalisation_of(self, channels: Sequence[str]) -> Tuple[Normalisation, ...]:
+        """That of some of the store's channels, by name."""
+        if not self.normalisation:
+            return ()
+        own = dict(zip(self.store_channels, self.normalisation))
+        return tuple(own[name] for name in channels)
 
 
 @dataclass(frozen=True)
@@ -326,6 +336,14 @@ class RunConfig(Settings, StoreFacts):
         outputs."""
         codes = {name: self.region_codes[name] for name in self.regions}
         return PaintedRegions(codes, self.paint)
+
+    def to_json(self) -> Dict[str, Any]:
+        """JSON content, of which the run can be made again."""
+        content = {**dataclasses.asdict(self), "unet": self.unet.to_json()}
+        content["normalisation"] = [each.to_json() for each in self.normalisation]
+        if not self.normalisation:  # as before there was another than over the foreground
+            del content["normalisation"]
+        return content
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the

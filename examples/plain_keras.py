@@ -29,7 +29,7 @@ def main(store_folder: Path, out: Path, epochs: int) -> list:
     cases = len(store.cases("train"))
     channels = len(store.manifest.channels)
     unet = UNetConfig(channels=channels, outputs=len(regions), filters=8, depth=3)
-    grid = grid_size(store, extent="brain", multiple=unet.divisor)
+    grid = grid_size(store, extent="brain", multiple=unet.divisors)
 
     model = build_unet3d(unet, grid, batch_size=1)
     model.compile(

@@ -14,6 +14,7 @@ from memory_estimator.common.units import by
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
+from models.strides import Strides, strides_text
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
@@ -96,6 +97,8 @@ class Job:
             f"{by(self.shape, ' x ')} x {unet.channels} -> {unet.outputs}",
             f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm",
         ]
+        if unet.strides:
+            words.append(f"strides {strides_text(unet.strides)}")
         if unet.residual:
             words.append("residual")
         if unet.deep_supervision:
@@ -109,7 +112,11 @@ class Job:
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, with the policy and the micro-batch that the rules give."""
-        return {**dataclasses.asdict(self), "policy": self.policy, "micro_batch": self.micro}
+        return {**self.fields(), "policy": self.policy, "micro_batch": self.micro}
+
+    def fields(self) -> Dict[str, Any]:
+        """JSON content, of which the job can be made again."""
+        return {**dataclasses.asdict(self), "unet": self.unet.to_json()}
 
 
 def micro_of(norm: str, batch: int, micro_batch: int) -> int:
@@ -232,6 +239,13 @@ class Architecture:
         "instance", "normalisation after each convolution", choices=NORMS, group="network"
     )
     up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
+    strides: Strides = option(
+        (),
+        "voxels along X, Y, Z that become one, for each of the L - 1 halvings, the finest first: 2 "
+        "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2 (default: 2,2,2 each)",
+        "X,Y,Z",
+        group="network",
+    )
     residual: bool = option(False, "residual blocks", group="network")
     deep_supervision: bool = option(False, "a loss at every decoder level", group="network")
 
@@ -348,7 +362,8 @@ def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
         content = {**content, "job": fields}
     plan: _SavedPlan = typed(content, _SavedPlan, "plan")
     job = plan["job"]
-    if set(fields) != set(vars(job)) or set(fields["unet"]) != set(vars(job.unet)):
+    unet = {"strides": (), **fields.get("unet", {})}  # left out if all axes are halved
+    if set(fields) != set(vars(job)) or set(unet) != set(vars(job.unet)):
         raise ValueError("a job without all of its fields")
     if plan["workers"] < 1 or job.batch % plan["workers"]:
         raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")

@@ -12,7 +12,8 @@ from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
 from memory_estimator.job import DTYPE_BYTES, USUAL_PATCH, Job, divisors
 from models.config import POLICIES
-from models.layer_plan import Shape3, layer_plan, shape3
+from models.layer_plan import layer_plan
+from models.strides import Shape3, divisors_text, shape3
 
 Price = Callable[[Job], Estimate]
 
@@ -114,10 +115,20 @@ def plan(job: Job, price: Price, budget_bytes: int) -> Dict[str, Optional[Estima
 
 def extent(job: Job, number: int) -> Job:
     """The job on the `number`-th grid of about its proportions, every side a multiple of the
-    network's divisor."""
+    network's divisor of that axis."""
     longest = max(job.shape)
-    units = [max(1, (2 * number * side + longest) // (2 * longest)) for side in job.shape]
-    return dataclasses.replace(job, shape=shape3(job.unet.divisor * n for n in units))
+    divisors = job.unet.divisors
+    longest_now = number * _step_of(job)
+    shape = []
+    for side, divisor in zip(job.shape, divisors):
+        units = (2 * longest_now * side + longest * divisor) // (2 * longest * divisor)
+        shape.append(divisor * max(1, units))
+    return dataclasses.replace(job, shape=shape3(shape))
+
+
+def _step_of(job: Job) -> int:
+    """Voxels by which the longest side grows from grid to grid."""
+    return job.unet.divisors[job.shape.index(max(job.shape))]
 
 
 def largest_number(cost: Callable[[int], int], budget: int, last: int = LARGEST) -> int:
@@ -193,7 +204,7 @@ def nearest(
 def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
     """The largest of `patch_shapes` that a GPU trains, `job.micro` at a time. Raises ValueError,
     with the bytes of the smallest and memory `name`, if it trains none."""
-    shapes = patch_shapes(job.shape, job.unet.divisor)
+    shapes = patch_shapes(job.shape, job.unet.divisors)
     jobs = [dataclasses.replace(job, shape=shape) for shape in shapes]
     number = largest_number(lambda number: gpu_bytes(jobs[number - 1]), memory_bytes, len(jobs))
     if number:
@@ -209,53 +220,54 @@ def patch_for(job: Job, memory_bytes: int, name: str) -> Shape3:
     raise ValueError(f"{rule}, which takes {taken}, got {format_bytes(memory_bytes)}; {todo}")
 
 
-def least_patch(volume: Shape3, divisor: int) -> Shape3:
+def least_patch(volume: Shape3, divisors: Shape3) -> Shape3:
     """The smallest patch to learn from: BOTTOM voxels along each axis at the deepest level, or all
     of the volume's."""
-    return shape3(min(BOTTOM * divisor, side) for side in volume)
+    return shape3(min(BOTTOM * divisor, side) for divisor, side in zip(divisors, volume))
 
 
-def check_patch(patch: Sequence[int], volume: Shape3, divisor: int) -> None:
-    """Raise ValueError unless a network of this divisor learns from a patch of this shape, and a
-    volume, which is a multiple of its divisor, holds it. A side of the volume that is shorter than
+def check_patch(patch: Sequence[int], volume: Shape3, divisors: Shape3) -> None:
+    """Raise ValueError unless a network of these divisors learns from a patch of this shape, and a
+    volume, whose sides are multiples of them, holds it. A side of the volume that is shorter than
     the least patch is taken whole. The error names the nearest patch that meets all rules."""
     if len(patch) != 3 or min(patch) < 1:
         rule = "--patch must be three positive numbers"
         raise ValueError(f"{rule}, got {tuple(patch)}; give voxels X Y Z")
-    least = least_patch(volume, divisor)
+    least = least_patch(volume, divisors)
     rules = []
     instead = ""
     if any(n > most for n, most in zip(patch, volume)):
         rules.append(f"fit into the volumes of {by(volume, ' ')}")
         instead = ", or --mode whole for all of a volume"
-    if any(n % divisor or n < low for n, low in zip(patch, least)):
-        at_least = f"at least {by(least, ' ')}"
-        rules.append(f"be divisible by {divisor}, the levels' stride, and {at_least}")
+    if any(n % divisor or n < low for n, divisor, low in zip(patch, divisors, least)):
+        multiples = f"{divisors_text(divisors)}, the levels' stride"
+        rules.append(f"be divisible by {multiples}, and at least {by(least, ' ')}")
     if rules:
         fitting = []
-        for n, low, most in zip(patch, least, volume):
+        for n, divisor, low, most in zip(patch, divisors, least, volume):
             fitting.append(min(max(-(-n // divisor) * divisor, low), most))
         todo = f"give {by(fitting, ' ')}{instead}"
         raise ValueError(f"--patch {by(patch, ' ')} must {' and '.join(rules)}; {todo}")
 
 
-def usual_patch(volume: Shape3, divisor: int) -> Shape3:
-    """USUAL_PATCH within a volume, or the least patch that a network of this divisor learns from if
-    that is larger."""
-    return shape3(min(max(n, BOTTOM * divisor), most) for n, most in zip(USUAL_PATCH, volume))
+def usual_patch(volume: Shape3, divisors: Shape3) -> Shape3:
+    """USUAL_PATCH within a volume, or the least patch that a network of these divisors learns from
+    if that is larger."""
+    wanted = (max(n, BOTTOM * divisor) for n, divisor in zip(USUAL_PATCH, divisors))
+    return shape3(map(min, wanted, volume))
 
 
-def patch_shapes(volume: Shape3, divisor: int) -> Tuple[Shape3, ...]:
-    """The patches to choose from, each one `divisor` longer along one axis than the one before; the
+def patch_shapes(volume: Shape3, divisors: Shape3) -> Tuple[Shape3, ...]:
+    """The patches to choose from, each one divisor longer along one axis than the one before; the
     last is `volume`. Cubes and near-cubes as far as the volume allows: the axis that grows is the
     shortest one that is not yet as long as the volume, of equals the first. The first is
     `least_patch`. All axes are divisible, as the volume's are."""
-    shape = list(least_patch(volume, divisor))
+    shape = list(least_patch(volume, divisors))
     shapes = [shape3(shape)]
     while shapes[-1] != shape3(volume):
         shorter = [axis for axis in range(3) if shape[axis] < volume[axis]]
         axis = min(shorter, key=lambda axis: shape[axis])
-        shape[axis] += divisor
+        shape[axis] += divisors[axis]
         shapes.append(shape3(shape))
     return tuple(shapes)
 
@@ -328,4 +340,4 @@ def _smaller_shapes(job: Job) -> _Changes:
         smaller = extent(job, number)
         return f"--shape {by(smaller.shape, ' ')}", smaller
 
-    return _Changes(max(job.shape) // job.unet.divisor - 1, change)
+    return _Changes(max(job.shape) // _step_of(job) - 1, change)

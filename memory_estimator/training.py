@@ -19,7 +19,7 @@ from memory_estimator.job import DTYPE_BYTES, Job
 from memory_estimator.planner import Price
 from memory_estimator.scaling import worker_estimate
 from memory_estimator.step.training_step import training_step
-from models.layer_plan import Shape3
+from models.strides import Shape3
 
 LOGITS_MAPS = 2
 """float32 maps as large as the logits that a validation of whole volumes holds at a time: the

@@ -108,7 +108,7 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
         "batch": job.batch,
         "micro_batch": job.micro,
         "optimizer": job.optimizer,
-        "unet": dataclasses.asdict(job.unet),
+        "unet": job.unet.to_json(),
         "engine": job.engine,
         "threads": job.threads,
         **more,

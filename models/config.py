@@ -1,9 +1,13 @@
 """The network's settings, as one frozen record. No TensorFlow: the estimator and the command line
 read it too."""
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Dict, List, Tuple
+from typing import Any, Dict, List, Tuple
+
+from models.strides import EVERY_AXIS, Shape3, Strides, checked_strides, divisors_text, shape3
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,8 @@ class UNetConfig:
     norm: str = "instance"
     """Instance by default: with one whole volume a step, batch statistics are that volume's own
     anyway, and only per-sample statistics make an accumulated batch equal to a full one."""
-    # "transposed": a 2x2x2 one; "upsampling": nearest neighbour, then a 1x1x1 convolution
+    # "transposed": one of the level's stride; "upsampling": nearest neighbour, then a 1x1x1
+    # convolution
     up: str = "transposed"
     # add each block's input, through a 1x1x1 convolution, before the last activation
     residual: bool = False
@@ -63,6 +68,8 @@ class UNetConfig:
     # of the hidden layers; weights, statistics and the loss are float32 either way
     dtype: str = "float32"
     policy: str = "speed"  # one of POLICIES
+    # of each of the depth - 1 halvings, as models/strides.py has them; () halves every axis
+    strides: Strides = ()
 
     def __post_init__(self) -> None:
         for name in ("channels", "outputs", "filters"):
@@ -89,6 +96,15 @@ class UNetConfig:
             rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
             got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
             raise ValueError(f"filters must {rule}, got {got}; lower filters or depth")
+        object.__setattr__(self, "strides", checked_strides(self.strides, self.depth))
+
+    def to_json(self) -> Dict[str, Any]:
+        """JSON content, of which the network can be made again; without strides if it halves all
+        axes each time, as files of earlier versions have it."""
+        fields = dataclasses.asdict(self)
+        if not self.strides:
+            del fields["strides"]
+        return fields
 
     @property
     def widths(self) -> Widths:
@@ -99,10 +115,22 @@ class UNetConfig:
         """The filters of which the deepest level, the widest, has MOST_CHANNELS."""
         return MOST_CHANNELS // (max(self.widths.convolutions) * 2 ** (self.depth - 1))
 
+    def stride(self, level: int) -> Shape3:
+        """Voxels of `level` along X, Y, Z that become one of the next coarser level."""
+        return self.strides[level] if self.strides else EVERY_AXIS
+
+    def reduction(self, level: int) -> Shape3:
+        """Voxels of the input along X, Y, Z that become one of `level`."""
+        return shape3(map(math.prod, zip((1, 1, 1), *map(self.stride, range(level)))))
+
     @property
-    def divisor(self) -> int:
-        """Every side of the input must be a multiple of this: 2**(depth - 1)."""
-        return 2 ** (self.depth - 1)
+    def divisors(self) -> Shape3:
+        """The sides X, Y, Z of the input must be multiples of these."""
+        return self.reduction(self.depth - 1)
+
+    def grid(self, shape: Shape3, level: int) -> Shape3:
+        """Voxels X, Y, Z of `level`, of an input of `shape`."""
+        return shape3(side // voxels for side, voxels in zip(shape, self.reduction(level)))
 
     def encoder_widths(self, level: int) -> Tuple[int, ...]:
         """Feature maps after each convolution of an encoder level (the bottom is depth - 1)."""
@@ -135,8 +163,9 @@ class UNetConfig:
         if len(shape) != 3 or min(shape) < 1 or max(shape) > MOST_SIDE:
             rule = f"{name} must be three numbers from 1 to {MOST_SIDE}"
             raise ValueError(f"{rule}, got {tuple(shape)!s:.80}; give X Y Z in voxels")
-        if any(n % self.divisor for n in shape):
-            up = tuple(-(-n // self.divisor) * self.divisor for n in shape)
-            down = tuple(max(n // self.divisor, 1) * self.divisor for n in shape)
+        if any(n % divisor for n, divisor in zip(shape, self.divisors)):
+            up = tuple(-(-n // d) * d for n, d in zip(shape, self.divisors))
+            down = tuple(max(n // d, 1) * d for n, d in zip(shape, self.divisors))
             todo = f"pad to {up} or crop to {down}"
-            raise ValueError(f"{name} {tuple(shape)} must be divisible by {self.divisor}; {todo}")
+            by = divisors_text(self.divisors)
+            raise ValueError(f"{name} {tuple(shape)} must be divisible by {by}; {todo}")

@@ -7,19 +7,12 @@ The Keras model, the memory estimator and the exporter are made from it.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from models.config import UNetConfig
 from models.network import network_program
 from models.program import Kind, Op, Value
-
-Shape3 = Tuple[int, int, int]
-
-
-def shape3(sides: Iterable[int]) -> Shape3:
-    """Sides X, Y, Z as a shape. Raises ValueError for another number of them."""
-    x, y, z = sides
-    return x, y, z
+from models.strides import Shape3
 
 
 @dataclass(frozen=True)
@@ -33,7 +26,9 @@ class LayerOp:
     inputs: Tuple[str, ...]  # names of the layers whose outputs it reads
     level: int  # resolution level of its output, 0 is the finest
     shape: Tuple[int, int, int, int]  # of its output for one sample: (X, Y, Z, C)
-    kernel: int = 0  # side of the convolution kernel in voxels; 0 without one
+    kernel: Tuple[int, ...] = ()  # sides of the convolution kernel in voxels; () without one
+    # of a pool or an up-sampling, voxels of the finer grid along X, Y, Z for one of the coarser
+    strides: Shape3 = (1, 1, 1)
     in_channels: int = 0  # channels of a convolution's input
     trainable: int = 0  # trainable parameters
     # parameters that training moves but does not differentiate (batch norm's moving statistics)
@@ -49,7 +44,7 @@ class LayerOp:
         convolutions alone, as the rest is limited by memory traffic. An up-convolution costs one
         kernel tap per output voxel."""
         if self.kind in ("conv", "head", "shortcut"):
-            return 2 * self.kernel**3 * self.in_channels * self.elements
+            return 2 * math.prod(self.kernel) * self.in_channels * self.elements
         if self.kind == "up_conv":
             return 2 * self.in_channels * self.elements
         return 0
@@ -99,22 +94,22 @@ class _Layers:
         inputs: Tuple[LayerOp, ...],
         level: int,
         channels: int,
-        **more: int,
+        **more: Any,
     ) -> LayerOp:
-        x, y, z = (size // 2**level for size in self.shape)
         names = tuple(op.name for op in inputs)
-        op = LayerOp(name, kind, names, level, (x, y, z, channels), **more)
+        grid = self.config.grid(self.shape, level)
+        op = LayerOp(name, kind, names, level, (*grid, channels), **more)
         self.ops.append(op)
         return op
 
     def convolution(
-        self, name: str, kind: str, x: LayerOp, level: int, channels: int, kernel: int
+        self, name: str, kind: str, x: LayerOp, level: int, channels: int, side: int
     ) -> LayerOp:
         fan_in = x.shape[3]
-        weights = kernel**3 * fan_in * channels
+        weights = side**3 * fan_in * channels
         if kind == "head":
             weights += channels  # its bias
-        more = {"kernel": kernel, "in_channels": fan_in, "trainable": weights}
+        more = {"kernel": 3 * (side,), "in_channels": fan_in, "trainable": weights}
         return self.add(name, kind, (x,), level, channels, **more)
 
     def entry(self, op: Op) -> LayerOp:
@@ -135,7 +130,7 @@ def _convolve(layers: _Layers, op: Op) -> LayerOp:
     variance do not. A ReLU belongs to the norm, or follows a residual's sum."""
     channels = op.made.channels
     level = op.made.level
-    x = layers.convolution(op.layer, "conv", layers.entry(op), level, channels, kernel=3)
+    x = layers.convolution(op.layer, "conv", layers.entry(op), level, channels, side=3)
     norm = layers.config.norm
     trainable = channels if norm == "none" else 2 * channels
     frozen = 2 * channels if norm == "batch" else 0
@@ -145,28 +140,31 @@ def _convolve(layers: _Layers, op: Op) -> LayerOp:
 
 def _max_pool(layers: _Layers, op: Op) -> LayerOp:
     source = layers.made[op.maps[0]]
-    return layers.add(op.layer, "pool", (source,), op.made.level, op.made.channels)
+    level = op.made.level
+    return layers.add(op.layer, "pool", (source,), level, op.made.channels, strides=op.strides)
 
 
 def _up_convolve(layers: _Layers, op: Op) -> LayerOp:
     below = layers.made[op.maps[0]]
     level = op.made.level
     width = op.made.channels
+    strides = op.strides
     if layers.config.up == "transposed":
         fan_in = below.shape[3]
-        more = {"kernel": 2, "in_channels": fan_in, "trainable": 8 * fan_in * width}
-        return layers.add(op.layer, "up_conv", (below,), level, width, **more)
+        weights = math.prod(strides) * fan_in * width
+        more = {"kernel": strides, "in_channels": fan_in, "trainable": weights}
+        return layers.add(op.layer, "up_conv", (below,), level, width, strides=strides, **more)
     # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an
-    # eighth.
-    x = layers.convolution(op.layer, "conv", below, level + 1, width, kernel=1)
-    return layers.add(f"decoder{level}_up", "upsample", (x,), level, width)
+    # eighth, where all axes are halved.
+    x = layers.convolution(op.layer, "conv", below, level + 1, width, side=1)
+    return layers.add(f"decoder{level}_up", "upsample", (x,), level, width, strides=strides)
 
 
 def _project(layers: _Layers, op: Op) -> Optional[LayerOp]:
     if not op.layer.startswith("head"):  # a shortcut, which is one layer with its sum
         return None
     source = layers.made[op.maps[0]]
-    return layers.convolution(op.layer, "head", source, op.made.level, op.made.channels, kernel=1)
+    return layers.convolution(op.layer, "head", source, op.made.level, op.made.channels, side=1)
 
 
 def _residual_sum(layers: _Layers, op: Op) -> LayerOp:
@@ -175,7 +173,7 @@ def _residual_sum(layers: _Layers, op: Op) -> LayerOp:
     entry = _entry_of(layers, block)
     width = last.shape[3]
     weights = entry.shape[3] * width
-    more = {"kernel": 1, "in_channels": entry.shape[3], "trainable": weights}
+    more = {"kernel": (1, 1, 1), "in_channels": entry.shape[3], "trainable": weights}
     x = layers.add(f"{block}_shortcut", "shortcut", (last, entry), last.level, width, **more)
     return layers.add(op.layer, "act", (x,), last.level, width)
 

@@ -21,8 +21,8 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     if op.kind in ("norm", "norm_act"):
         return NORM_CLASSES[config.norm](config.norm, op.kind == "norm_act", **own)
     plain = {
-        "pool": lambda: tf.keras.layers.MaxPool3D(2, **own),
-        "upsample": lambda: tf.keras.layers.UpSampling3D(2, **own),
+        "pool": lambda: tf.keras.layers.MaxPool3D(op.strides, **own),
+        "upsample": lambda: tf.keras.layers.UpSampling3D(op.strides, **own),
         "concat": lambda: tf.keras.layers.Concatenate(**own),
         "act": lambda: tf.keras.layers.ReLU(**own),
     }
@@ -33,7 +33,8 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     if op.kind == "shortcut":
         return Shortcut(width, **own)
     if op.kind == "up_conv":
-        return tf.keras.layers.Conv3DTranspose(width, 2, strides=2, use_bias=False, **own)
+        own.update(strides=op.strides, use_bias=False)
+        return tf.keras.layers.Conv3DTranspose(width, op.kernel, **own)
     bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
     more = {"use_bias": op.kind == "head", "bias_initializer": bias, "padding": "same"}
     return tf.keras.layers.Conv3D(width, op.kernel, **more, **own)

@@ -303,7 +303,8 @@ class _Network:
     def _max_pool(self, level: int, source: Value) -> Value:
         layer = f"encoder{level}_pool"
         made = self._value(layer, Form.MAP, level, source.channels)
-        return self._emit(Kind.MAX_POOL, layer, made, maps=(source,), kept=True)
+        strides = self.config.stride(level - 1)
+        return self._emit(Kind.MAX_POOL, layer, made, maps=(source,), strides=strides, kept=True)
 
     def _up(self, level: int, index: int, again: bool) -> Value:
         layer = self._up_layer(level)
@@ -312,7 +313,14 @@ class _Network:
         maps = (self._below(level),)
         kernel = self._up_kernel(level, index)
         return self._emit(
-            Kind.UP_CONVOLVE, layer, made, maps=maps, kernel=kernel, kept=not again, again=again
+            Kind.UP_CONVOLVE,
+            layer,
+            made,
+            maps=maps,
+            kernel=kernel,
+            strides=self.config.stride(level),
+            kept=not again,
+            again=again,
         )
 
     def _project(
@@ -339,18 +347,29 @@ class _Network:
         layer = f"encoder{level}_pool"
         made = self._gradient(layer, source)
         return self._emit(
-            Kind.MAX_POOL_GRADIENT, layer, made, maps=(source,), gradient=at, add=add, over=(add,)
+            Kind.MAX_POOL_GRADIENT,
+            layer,
+            made,
+            maps=(source,),
+            gradient=at,
+            add=add,
+            strides=self.config.stride(level),
+            over=(add,),
         )
 
     def _up_gradients(self, level: int, index: int, at: Value) -> Tuple[Value, Value]:
         """Of the filters, and of the values of the level below."""
         layer = self._up_layer(level)
-        maps = (self._below(level),)
+        both = {
+            "maps": (self._below(level),),
+            "gradient": at,
+            "strides": self.config.stride(level),
+        }
         of_up = self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT)
-        self._emit(Kind.UP_FILTER_GRADIENT, layer, of_up, maps=maps, gradient=at)
-        at_below = self._gradient(layer, maps[0])
+        self._emit(Kind.UP_FILTER_GRADIENT, layer, of_up, **both)
+        at_below = self._gradient(layer, self._below(level))
         kernel = self._up_kernel(level, index)
-        self._emit(Kind.UP_INPUT_GRADIENT, layer, at_below, maps=maps, gradient=at, kernel=kernel)
+        self._emit(Kind.UP_INPUT_GRADIENT, layer, at_below, **both, kernel=kernel)
         return of_up, at_below
 
     def _add(self, at: Value, add: Value) -> Value:
@@ -445,16 +464,19 @@ class _Network:
         parts = self.config.up_parts(level)
         name = self._up_layer(level)
         if self.config.up == "upsampling":
-            return self._kernel_part(Kind.KERNEL_TAPS, name, index, parts[index])
+            strides = self.config.stride(level)
+            return self._kernel_part(Kind.KERNEL_TAPS, name, index, parts[index], strides=strides)
         if len(parts) == 1:
             return kernel_of(name)
         return self._kernel_part(Kind.KERNEL_ROWS, name, index, parts[index])
 
-    def _kernel_part(self, kind: Kind, name: str, index: int, span: Tuple[int, int]) -> Value:
+    def _kernel_part(
+        self, kind: Kind, name: str, index: int, span: Tuple[int, int], **more: Any
+    ) -> Value:
         if (name, index) not in self._kernels:
             made = self._value(f"{name}/kernel{index}", Form.KERNEL, channels=span[1] - span[0])
             self._kernels[name, index] = made
-            self._emit(kind, name, made, kernel=kernel_of(name), span=span)
+            self._emit(kind, name, made, kernel=kernel_of(name), span=span, **more)
         return self._kernels[name, index]
 
     # --- Names ---

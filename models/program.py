@@ -84,6 +84,9 @@ class Op:
     again: bool = False  # whether it was made before: batch norm's statistics do not move twice
     norm: str = ""  # of a convolution, the layer that follows it
     parts: Tuple[Value, ...] = ()  # of JOIN_GRADIENTS
+    strides: Tuple[int, int, int] = (1, 1, 1)
+    """Between the grids of two levels: voxels of the finer one along X, Y, Z for one of the
+    coarser."""
     span: Tuple[int, int] = (0, 0)
     """Of a kernel's part, or of its gradient: the first of its channels, and the one past them."""
 

@@ -134,13 +134,13 @@ def _filter_gradient(run: Pass, op: Op) -> tf.Tensor:
 
 
 def _max_pool(run: Pass, op: Op) -> Source:
-    return Source(run.in_turn(operations.max_pool, *run.maps(op)))
+    return Source(run.in_turn(operations.max_pool, *run.maps(op), op.strides))
 
 
 def _max_pool_gradient(run: Pass, op: Op) -> AtValues:
     (source,) = run.maps(op)
     at = run.gradient(op).map
-    return run.in_turn(operations.max_pool_gradient, source, at, run.add(op).map)
+    return run.in_turn(operations.max_pool_gradient, source, at, run.add(op).map, op.strides)
 
 
 def _up_convolve(run: Pass, op: Op) -> Source:
@@ -153,7 +153,8 @@ def _up_input_gradient(run: Pass, op: Op) -> AtValues:
 
 
 def _up_filter_gradient(run: Pass, op: Op) -> tf.Tensor:
-    return run.in_turn(operations.up_filter_gradient, *run.maps(op), run.gradient(op).map)
+    at = run.gradient(op).map
+    return run.in_turn(operations.up_filter_gradient, *run.maps(op), at, op.strides)
 
 
 # --- Voxel by voxel ---
@@ -301,11 +302,12 @@ def _kernel_rows(run: Pass, op: Op) -> tf.Tensor:
 
 
 def _kernel_taps(run: Pass, op: Op) -> tf.Tensor:
-    """Nearest neighbour and a 1x1x1 kernel commute: eight equal taps (2, 2, 2, out, in)."""
+    """Nearest neighbour and a 1x1x1 kernel commute: equal taps, such as (2, 2, 2, out, in)."""
     kernel = run.kernel(op)
     if op.span[1] - op.span[0] < kernel.shape[4]:
         kernel = run.in_turn(lambda: _slice(run.kernel(op), 4, op.span))
-    return run.in_turn(lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), (2, 2, 2, 1, 1)))
+    times = (*op.strides, 1, 1)
+    return run.in_turn(lambda: tf.tile(tf.transpose(kernel, (0, 1, 2, 4, 3)), times))
 
 
 def _slice(kernel: tf.Tensor, axis: int, span: Sequence[int]) -> tf.Tensor:

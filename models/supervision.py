@@ -4,6 +4,7 @@ of each region.
 The sums, and the logits' gradient from the formula's derivatives, are the two operations of
 `models.program.loss_program`: of models/native, or of TensorFlow where those do not run."""
 
+import operator
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import tensorflow as tf
@@ -36,8 +37,8 @@ def supervise(
 ) -> Supervised:
     """The loss of one head's logits or several', the finest first; of the batch, or (N, 1) of each
     sample. `target` is (N, X, Y, Z, R), 0, 1 or IGNORED; the first head has its grid, the others
-    every 2nd, 4th ... voxel of it, and their losses are weighted as `head_weights`. An ignored
-    voxel is in no sum, and has a gradient of 0.
+    every 2nd, 4th ... voxel of it along an axis, and their losses are weighted as
+    `head_weights`. An ignored voxel is in no sum, and has a gradient of 0.
 
     A target of a floating dtype may have values in between; TensorFlow's operations then
     compute."""
@@ -84,8 +85,9 @@ def of_batch(formula: Formula, sums: tf.Tensor, by_sample: bool = False) -> OfBa
 
 def head_weights(heads: Sequence[tf.Tensor]) -> List[float]:
     """Weights of the heads' losses, from their logits, the finest first: 1, 1/2, 1/4 ... by
-    resolution, with sum 1."""
-    weights = [head.shape[1] / heads[0].shape[1] for head in heads]
+    resolution, that along the axis that is halved most often, with sum 1."""
+    finest = heads[0].shape[1:4]
+    weights = [min(map(operator.truediv, head.shape[1:4], finest)) for head in heads]
     return [weight / sum(weights) for weight in weights]
 
 

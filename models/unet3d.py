@@ -1,6 +1,5 @@
 """The 3D U-Net as a Keras model: plain layers, and own operations in their place if they run."""
 
-import dataclasses
 import sys
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -8,11 +7,12 @@ import tensorflow as tf
 from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
-from models.layer_plan import LayerOp, Shape3, layer_plan
+from models.layer_plan import LayerOp, layer_plan
 from models.layers import NormActivation, ShortcutSum, keras_layers, plain_layer
 from models.losses import LOSSES, Formula
 from models.native import operations
 from models.step import Pass
+from models.strides import Shape3
 from models.supervision import supervise
 from models.weights import array_name
 
@@ -33,7 +33,7 @@ class UNet3D(tf.keras.Model):
     def get_config(self) -> Dict[str, Any]:
         batch_size, *shape, _ = self.input_shape
         own = {
-            "unet": dataclasses.asdict(self.unet),
+            "unet": self.unet.to_json(),
             "shape": shape,
             "batch_size": batch_size,
             "frozen": [layer.name for layer in self.layers if not layer.trainable],

@@ -48,7 +48,7 @@ def array_name(place: int) -> str:
 def network_weights(config: UNetConfig) -> List[Weight]:
     """The weights of a network in their order. Only their number hangs on channels and outputs,
     none of it on the grid."""
-    plan = layer_plan(config, (config.divisor,) * 3)
+    plan = layer_plan(config, config.divisors)
     image = plan[0].name
     weights: List[Weight] = []
     for op in plan:
@@ -72,13 +72,12 @@ def network_weights(config: UNetConfig) -> List[Weight]:
 def _shapes(config: UNetConfig, op: LayerOp) -> Dict[str, Tuple[int, ...]]:
     """Name -> shape of the weights of a layer, in Keras' order."""
     width = op.shape[3]
-    sides = (op.kernel,) * 3
     if op.kind in ("conv", "shortcut"):
-        return {"kernel": (*sides, op.in_channels, width)}
+        return {"kernel": (*op.kernel, op.in_channels, width)}
     if op.kind == "up_conv":  # a transposed kernel
-        return {"kernel": (*sides, width, op.in_channels)}
+        return {"kernel": (*op.kernel, width, op.in_channels)}
     if op.kind == "head":
-        return {"kernel": (*sides, op.in_channels, width), "bias": (width,)}
+        return {"kernel": (*op.kernel, op.in_channels, width), "bias": (width,)}
     if op.kind not in ("norm", "norm_act"):
         return {}
     if config.norm == "none":

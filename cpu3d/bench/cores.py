@@ -29,37 +29,39 @@ from models.native.library import own_operations
 
 INPUTS = "channels"
 OUTPUTS = "outputs"
+SAME = False  # the operation's grid, the coarser of two
+FINER = True
 
 
 class Maps(NamedTuple):
-    """The maps of a kind, each with the field of its channels and how much finer its grid is."""
+    """The maps of a kind, each with the field of its channels and its grid."""
 
-    others: Sequence[Tuple[str, int]] = ()
-    made: Optional[Tuple[str, int]] = None
+    others: Sequence[Tuple[str, bool]] = ()
+    made: Optional[Tuple[str, bool]] = None
     over_other: Optional[int] = None  # the other map that is written over in place of a new one
-    finer: int = 1  # of the first map
+    is_finer: bool = SAME  # the first map
     first: str = INPUTS  # channels of it
 
 
 MAPS = {
-    "convolve": Maps(made=(OUTPUTS, 1)),
-    "input_gradient": Maps([(OUTPUTS, 1), (INPUTS, 1)], made=(OUTPUTS, 1)),
-    "filter_gradient": Maps([(OUTPUTS, 1), (OUTPUTS, 1)]),
-    "max_pool": Maps(made=(INPUTS, 1), finer=2),
-    "max_pool_gradient": Maps([(INPUTS, 1), (INPUTS, 2)], over_other=1, finer=2),
-    "residual_sum": Maps([(INPUTS, 1)], over_other=0),
-    "residual_gradient": Maps([(INPUTS, 1), (INPUTS, 1)], over_other=1),
-    "to_raw": Maps([(INPUTS, 1)], made=(INPUTS, 1)),
-    "project": Maps(made=(OUTPUTS, 1)),
-    "project_gradient": Maps([(OUTPUTS, 1)], made=(INPUTS, 1)),
-    "project_sums": Maps([(OUTPUTS, 1)]),
-    "project_to_raw": Maps([(OUTPUTS, 1)], made=(INPUTS, 1)),
-    "up_convolve": Maps(made=(OUTPUTS, 2)),
-    "up_input_gradient": Maps([(OUTPUTS, 2)], made=(INPUTS, 1)),
-    "up_filter_gradient": Maps([(OUTPUTS, 2)]),
+    "convolve": Maps(made=(OUTPUTS, SAME)),
+    "input_gradient": Maps([(OUTPUTS, SAME), (INPUTS, SAME)], made=(OUTPUTS, SAME)),
+    "filter_gradient": Maps([(OUTPUTS, SAME), (OUTPUTS, SAME)]),
+    "max_pool": Maps(made=(INPUTS, SAME), is_finer=True),
+    "max_pool_gradient": Maps([(INPUTS, SAME), (INPUTS, FINER)], over_other=1, is_finer=True),
+    "residual_sum": Maps([(INPUTS, SAME)], over_other=0),
+    "residual_gradient": Maps([(INPUTS, SAME), (INPUTS, SAME)], over_other=1),
+    "to_raw": Maps([(INPUTS, SAME)], made=(INPUTS, SAME)),
+    "project": Maps(made=(OUTPUTS, SAME)),
+    "project_gradient": Maps([(OUTPUTS, SAME)], made=(INPUTS, SAME)),
+    "project_sums": Maps([(OUTPUTS, SAME)]),
+    "project_to_raw": Maps([(OUTPUTS, SAME)], made=(INPUTS, SAME)),
+    "up_convolve": Maps(made=(OUTPUTS, FINER)),
+    "up_input_gradient": Maps([(OUTPUTS, FINER)], made=(INPUTS, SAME)),
+    "up_filter_gradient": Maps([(OUTPUTS, FINER)]),
     "loss_sums": Maps(),
-    "loss_slope": Maps(made=(INPUTS, 1)),
-    "orthogonal": Maps(made=(OUTPUTS, 1), first=OUTPUTS),
+    "loss_slope": Maps(made=(INPUTS, SAME)),
+    "orthogonal": Maps(made=(OUTPUTS, SAME), first=OUTPUTS),
 }
 """By kind, as native.h has them; the target of a loss comes on top."""
 
@@ -174,11 +176,13 @@ def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
     is_loss = op.kind.startswith("loss_")
     dtype = "float32" if op.value_bytes == 4 else "bfloat16"
 
-    def map_of(channels: str, finer: int) -> np.ndarray:
-        grid = [finer * side for side in op.grid]
+    def map_of(channels: str, is_finer: bool) -> np.ndarray:
+        grid = op.grid
+        if is_finer:
+            grid = [stride * side for stride, side in zip(op.strides, op.grid)]
         return _noise(dtype, op.batch, *grid, getattr(op, channels))
 
-    values = map_of(about.first, about.finer)
+    values = map_of(about.first, about.is_finer)
     others = [map_of(*each) for each in about.others]
     if is_loss:
         others = [np.resize(np.array([0, 1, 1], np.uint8), values.shape)]
@@ -196,7 +200,7 @@ def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
     if op.kind in CONVOLUTIONS:
         taps = 27
     elif op.kind.startswith("up_"):
-        taps = 8
+        taps = math.prod(op.strides)
     else:
         taps = 1
     filters = _noise("float32", taps * op.channels * max(op.outputs, 1)) / 10
@@ -210,8 +214,8 @@ def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
     if op.kind in WITH_SUMS or op.kind == "loss_sums":
         arrays["sums_to"] = np.empty((op.batch, 4, max(op.channels, op.outputs)), np.float32)
     shape = (op.batch, *op.grid)
-    call = operation(op.kind, dtype, shape, 1, [values], op.outputs, others, **arrays)
-    call.finer[:] = (1, 1, 1)
+    maps = ([values], op.outputs, others)
+    call = operation(op.kind, dtype, shape, 1, *maps, op.strides, **arrays)
     return call, [values, *others, *arrays.values()]
 
 

@@ -439,7 +439,7 @@ def result_of(run: Path, store: Store, network: Network) -> Result:
         "costs": {**costs, "wait_s": sum(numbers(of_kind(events, "step"), "wait_s"))},
         "cases": [_short_case(case) for case in scores["cases"]],
     }
-    about = {"config": dataclasses.asdict(config), "engine_name": start["engine"]}
+    about = {"config": config.to_json(), "engine_name": start["engine"]}
     about.update((fact, start[fact]) for fact in ("threads", "host", "versions"))
     return {"curve": curve, "about": about}
 

@@ -159,9 +159,8 @@ def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[s
     if "patch" in common:
         return {"whole": whole, "patch": patch}
     _, plan = resolve_variants({"whole": whole}, store, force=force)["whole"]
-    divisor = plan.config.unet.divisor
     patch["patch"] = []
-    for n in plan.config.grid:
+    for n, divisor in zip(plan.config.grid, plan.config.unet.divisors):
         half = n // (2 * divisor) * divisor
         patch["patch"].append(min(n, max(half, BOTTOM * divisor)))
     return {"whole": whole, "patch-half": patch}

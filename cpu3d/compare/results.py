@@ -159,7 +159,7 @@ def costs_table(record: Json) -> Table:
 def settings_table(comparison: Comparison) -> Table:
     """The settings that differ, a column a variant."""
     configs = [runs[0].config for runs in comparison.runs.values()]
-    columns = [dict(flat(dataclasses.asdict(config))) for config in configs]
+    columns = [dict(flat(config.to_json())) for config in configs]
     for config, settings in zip(configs, columns):
         if not config.is_patch:  # these mean nothing for whole volumes
             settings.update(foreground="-", patches_per_case="-")

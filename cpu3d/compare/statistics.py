@@ -408,7 +408,7 @@ def _costs(
     costs = history.costs(config.coarse_steps)
     on_cpu = config.device == "cpu"
     if config.is_patch:
-        whole = grid_size(store, extent=config.extent, multiple=config.unet.divisor)
+        whole = grid_size(store, extent=config.extent, multiple=config.unet.divisors)
     else:
         whole = config.grid
     values: Dict[str, Optional[float]] = dict.fromkeys(COSTS)

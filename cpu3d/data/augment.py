@@ -8,11 +8,12 @@ intensity are those of nnU-Net.
 
 import math
 from dataclasses import dataclass, fields
-from typing import Iterable, Iterator, Optional, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.labels import mirrored_axes
+from cpu3d.data.normalise import Levels
 from cpu3d.data.region import Array, xyz
 from cpu3d.data.resolution import growing
 from cpu3d.data.sampling import random_units, random_words
@@ -145,7 +146,7 @@ class Drawn:
     """The numbers of one sample. Those of intensity are (C,), one for each channel, or None for no
     change."""
 
-    scale: Array  # normalisation with gain and offset in it: value * scale + shift
+    scale: Array  # normalisation with gain and offset in it: value * scale + shift, 0 where it is 0
     shift: Array
     flips: Tuple[bool, bool, bool]  # mirror X, Y, Z, last of all
     matrix: Optional[Array] = None
@@ -157,6 +158,12 @@ class Drawn:
     contrast: Optional[Array] = None  # factor; 1 for none
     gamma: Optional[Array] = None  # exponent; 1 for none
     negative: bool = False  # whether gamma is that of the negative image
+    window: Optional[Array] = None
+    """(C, 3): stored values are read from low to high, less the origin; None for as they are. The
+    three below are None with it."""
+    outside: Optional[Array] = None  # is added to all voxels before they change in intensity
+    background: Optional[Array] = None  # the value that stays as it is; NaN for none
+    limits: Optional[Array] = None  # (C, 2), lowest and highest after all changes
 
     def of_channels(self, picked: Sequence[int]) -> "Drawn":
         """The numbers of some channels."""
@@ -169,8 +176,7 @@ class Drawn:
 
 def draw(
     config: AugmentConfig,
-    scale: Array,
-    shift: Array,
+    levels: Levels,
     spacing_mm: Sequence[float],
     *,
     seed: int,
@@ -179,11 +185,10 @@ def draw(
 ) -> Drawn:
     """The numbers for the sample at `position`, the same on every machine.
 
-    `scale` and `shift` (C,) are the normalisation of the case's channels, `mirrored` is from
-    `AugmentConfig.mirrored_axes`.
+    `levels` are those of the case's channels, `mirrored` is from `AugmentConfig.mirrored_axes`.
     """
     units = random_units(seed, position, _KEY)
-    channels = len(scale)
+    channels = len(levels.scale)
 
     def within(limit: float, count: int = channels) -> Array:
         return np.array([(2 * next(units) - 1) * limit for _ in range(count)])
@@ -212,9 +217,10 @@ def draw(
     blur = config.blur * (0.75 + within(0.25))
     low_resolution = 1 - np.abs(within(config.low_resolution))
     words = random_words(seed, position, _NOISE_KEY)
+    shift = np.where(levels.has_background, levels.shift * gain + offset, 0)
     return Drawn(
-        scale=(scale * gain).astype(np.float32),
-        shift=(shift * gain + offset).astype(np.float32),
+        scale=(levels.scale * gain).astype(np.float32),
+        shift=shift.astype(np.float32),
         flips=xyz(flips),
         matrix=matrix,
         noise=noise if is_drawn("noise") else None,
@@ -224,7 +230,22 @@ def draw(
         contrast=contrast if is_drawn("contrast") else None,
         gamma=gamma if is_drawn("gamma") else None,
         negative=next(units) < NEGATIVE_PROBABILITY,
+        **_beyond_shift(levels, gain, offset),
     )
+
+
+def _beyond_shift(levels: Levels, gain: Array, offset: Array) -> Dict[str, Array]:
+    """The fields of `Drawn` for channels without a background of 0; none if there are none."""
+    if levels.all_have_background:
+        return {}
+    outside = np.where(levels.has_background, 0, levels.outside * gain + offset)
+    fields = {
+        "window": np.stack([levels.low, levels.high, levels.origin], -1),
+        "outside": outside,
+        "background": np.where(levels.has_background, 0, np.nan),
+        "limits": np.stack([levels.lowest, levels.highest], -1),
+    }
+    return {name: value.astype(np.float32) for name, value in fields.items()}
 
 
 def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:

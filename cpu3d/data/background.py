@@ -1,6 +1,7 @@
-"""The background of a channel: exactly 0, and what stands around a head in its place.
+"""The background of a channel: exactly 0, and what stands around a head in its place; or of a
+channel that has none, what surrounds its volume.
 
-Everything else takes 0 as background: statistics, the brain's box, normalisation.
+Where a channel is normalised over its foreground, everything else takes 0 as background.
 """
 
 import numpy as np
@@ -77,6 +78,29 @@ def border_value(volume: Array) -> float:
     if volume.dtype.kind != "f" or near.mean() < BORDER_SHARE:
         return 0.0
     return float(np.median(size[near]))
+
+
+def surroundings(volume: Array) -> float:
+    """What surrounds a volume `(X, Y, Z)` whose background is no value of its own: the median of
+    its border, a value that occurs, over its finite voxels; 0 without one."""
+    border = _border(volume)
+    finite = border[np.isfinite(border)]
+    if not finite.size:
+        return 0.0
+    return float(np.percentile(finite, 50, method="lower"))
+
+
+def background_share(volume: Array) -> float:
+    """The share of a volume that is background as a whole: 0, as all six neighbours are. Noise that
+    happens to be 0 is not."""
+    is_zero = np.pad(volume == 0, 1, constant_values=True)
+    inner = is_zero[1:-1, 1:-1, 1:-1].copy()
+    for axis in range(3):
+        for ends in (slice(None, -2), slice(2, None)):
+            beside = [slice(1, -1)] * 3
+            beside[axis] = ends
+            inner &= is_zero[tuple(beside)]
+    return float(np.count_nonzero(inner)) / volume.size
 
 
 def _tolerance(volume: Array) -> float:

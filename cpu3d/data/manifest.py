@@ -32,6 +32,7 @@ from typing import (
 import msgspec
 from msgspec import Meta
 
+from cpu3d.data.normalise import Normalisation, Statistics, of_all
 from cpu3d.data.region import Region, Shape3, xyz
 from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.files import read_regular
@@ -43,6 +44,12 @@ FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it hol
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
+LATER = (
+    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks", "spacing_mm",
+    "resampled_from",
+)  # fmt: skip
+"""Fields that are left out of the JSON where they are empty: it is then as it was before them."""
+
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
 AffineRow = Tuple[float, float, float, float]
 Format = Literal["npy", "b2nd"]  # as arrays.FORMATS
@@ -97,13 +104,17 @@ class CaseRecord:
     patient_id: str
     shape: Shape3  # voxels of the whole grid, also if only a box of it is stored
     spacing_mm: Tuple[Positive, Positive, Positive]
-    box: Region  # smallest box around every voxel that is non-zero in any channel or labelled
+    box: Region
+    """Smallest box around every voxel that is labelled, or in any channel not what surrounds the
+    volume: of a CT all up to the lower end of its window."""
     image_dtype: Literal["int16", "float16"]
-    """"int16": the source's values, exact. "float16": (value - mean) / std of the source,
-    rounded."""
+    """"int16": the source's values, exact, or as `units` say. "float16": (value - mean) / std of
+    the source, rounded."""
     max_abs_error: Annotated[float, Meta(ge=0)]
     """Largest rounding error, in standard deviations; 0 if lossless."""
-    channel_mean: Tuple[float, ...]  # per channel, over its non-zero voxels, of the stored values
+    channel_mean: Tuple[float, ...]
+    """Per channel, of the stored values, as those below: over its non-zero voxels if it is
+    normalised over the foreground, else over all."""
     channel_std: Tuple[Positive, ...]
     channel_min: Tuple[float, ...]
     channel_max: Tuple[float, ...]
@@ -118,7 +129,9 @@ class CaseRecord:
     sources: Tuple[SourceFile, ...]
     stem: BareName  # name of the arrays' files up to the first dot
     format: Union[Literal[""], Format]  # of the arrays' files; "" for a case that is in no store
-    stored: Region  # the box of the grid that the arrays hold. Outside it, image and label are 0
+    stored: Region
+    """The box of the grid that the arrays hold. Outside it, label and image are 0, or the image is
+    what is `around`."""
     image_bytes: Count
     image_sha256: str
     # of dtype, shape and voxels of the whole grid: the same in every format, cropped or not
@@ -130,6 +143,29 @@ class CaseRecord:
     """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
     is 0 in all channels."""
     resampled_from: Optional[SourceGrid] = None  # None if the case is on its source's grid
+    # --- Empty if all channels are normalised over the foreground, and then not in the JSON ---
+    around: Tuple[float, ...] = ()
+    """Per channel, the stored value that stands for what surrounds the volume: the median of its
+    border. 0 for a channel whose background is 0."""
+    units: Tuple[Tuple[Positive, float], ...] = ()
+    """Per channel (step, offset): the source's value is step * stored + offset, to half a step.
+    Empty if the source's values are stored."""
+    foreground: Tuple[Tuple[float, ...], ...] = ()
+    """Per channel of a CT, values of the source at even ranks of the labelled voxels; none of
+    other channels, and of a case without labelled voxels."""
+    peaks: Tuple[Tuple[Tuple[float, ...], ...], ...] = ()
+    """Per channel of a CT whose window is not known yet, the largest stored value of each plane of
+    X, of Y and of Z: with the window they tell the box. Empty in a finished store."""
+
+    @property
+    def statistics(self) -> Tuple[Statistics, ...]:
+        """What the normalisation of each channel needs."""
+        rows = zip(self.channel_mean, self.channel_std, self.channel_min, self.channel_max)
+        around = self.around or (0.0,) * self.channels
+        units = self.units or ((1.0, 0.0),) * self.channels
+        return tuple(
+            Statistics(*row, beside, *unit) for row, beside, unit in zip(rows, around, units)
+        )
 
     @property
     def has_label(self) -> bool:
@@ -172,7 +208,14 @@ class Manifest:
     `labels.PaintedRegions`; empty if that follows from `regions`."""
     ignore: Optional[Code] = None
     """Label code of voxels that are not annotated: neither learnt nor scored, and in no region."""
+    normalisation: Tuple[Normalisation, ...] = ()
+    """Per channel; empty if all channels are normalised over the foreground."""
     schema: int = SCHEMA
+
+    @property
+    def normalisations(self) -> Tuple[Normalisation, ...]:
+        """The normalisation of each channel."""
+        return of_all(self.normalisation, len(self.channels))
 
 
 # --- Many records, on disk ---
@@ -344,6 +387,7 @@ def make_manifest(
     split: Mapping[str, Sequence[str]],
     cases: Iterable[CaseRecord],
     folds: Sequence[Mapping[str, Sequence[str]]] = (),
+    normalisation: Sequence[Normalisation] = (),
     **fields: Any,
 ) -> Manifest:
     """The manifest of `cases`, at least one, `split` and `folds`. Raises InputError for the lines
@@ -357,12 +401,13 @@ def make_manifest(
     raise_if_any(problems)
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
-        split_hash=split_hash(split, known, folds),
+        split_hash=split_hash(split, known, folds, normalisation),
         folds=tuple({name: tuple(sorted(fold[name])) for name in FOLD_SPLITS} for fold in folds),
         largest_shape=xyz(map(max, *(case.shape for case in known), (0, 0, 0))),
         largest_box=xyz(map(max, *(case.box_size for case in known), (0, 0, 0))),
         unlabelled=tuple(case.case_id for case in known if not case.has_label),
         cases=cases,
+        normalisation=tuple(normalisation),
         **fields,
     )
 
@@ -378,9 +423,10 @@ def split_hash(
     split: Mapping[str, Sequence[str]],
     cases: Iterable[Union[Known, CaseRecord]],
     folds: Sequence[Mapping[str, Sequence[str]]] = (),
+    normalisation: Sequence[Normalisation] = (),
 ) -> str:
-    """A hash, in twelve hex digits, of the case ids of each split, of their voxels, and of the case
-    ids of given folds."""
+    """A hash, in twelve hex digits, of the case ids of each split, of their voxels, of the case ids
+    of given folds, and of a normalisation that is written."""
     case_of = {case.case_id: case for case in cases}
     digest = hashlib.sha256(b"{")  # of the JSON of all pairs, which is never in memory as a whole
     for number, name in enumerate(SPLITS):
@@ -396,6 +442,9 @@ def split_hash(
     if folds:
         ids = [{name: sorted(fold[name]) for name in FOLD_SPLITS} for fold in folds]
         digest.update(json.dumps(ids).encode())
+    if normalisation:
+        kinds = [{**each.to_json(), "why": ""} for each in normalisation]
+        digest.update(json.dumps(kinds).encode())
     return digest.hexdigest()[:12]
 
 
@@ -451,18 +500,16 @@ def record_path(folder: Path, case_id: str) -> Path:
 
 def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     """A record, or a manifest without its cases, as JSON content."""
+    left_out = {name for name in LATER if not getattr(record, name, ())}
     if isinstance(record, CaseRecord):
         content: Dict[str, Any] = msgspec.to_builtins(record)
-        if record.resampled_from is None:  # as records were before cases were resampled
-            content.pop("resampled_from", None)
-        return content
-    left_out = {"cases"}
-    if record.ignore is None:
-        left_out.add("ignore")
-    for name in ("folds", "paint", "spacing_mm"):  # the manifest is then as before there were these
-        if not getattr(record, name):
-            left_out.add(name)
-    return {name: value for name, value in vars(record).items() if name not in left_out}
+    else:
+        content = dict(vars(record))
+        content["normalisation"] = [each.to_json() for each in record.normalisation]
+        left_out.add("cases")
+        if record.ignore is None:
+            left_out.add("ignore")
+    return {name: value for name, value in content.items() if name not in left_out}
 
 
 def case_from_json(content: bytes) -> CaseRecord:
@@ -486,6 +533,8 @@ def case_from_json(content: bytes) -> CaseRecord:
         record.channel_voxels,
     )
     counts = {len(numbers) for numbers in statistics}
+    later = (record.around, record.units, record.foreground, record.peaks)
+    are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
     source_shape = shape
     if record.resampled_from:
@@ -495,6 +544,7 @@ def case_from_json(content: bytes) -> CaseRecord:
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
+        ("around, units, foreground and peaks must be none or of each channel", are_of_channels),
         ("image_bytes and label_bytes must fit image and label", not record.format or has_files),
         ("centres must be voxels of shape", _within(record.centres, shape)),
         ("geometry must be of shape, turned, or of resampled_from's", is_turned),

@@ -3,7 +3,7 @@
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Iterable, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Iterable, Optional, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,7 @@ from cpu3d.errors import raise_if_any
 
 T = TypeVar("T")
 Shape3 = Tuple[int, int, int]
+Multiple = Union[int, Shape3]  # of all sides, or of X, Y and Z each
 Array = NDArray[Any]  # docstrings say its shape and dtype
 
 # What of a case the network gets: its brain's box, or its whole grid.
@@ -84,9 +85,10 @@ class Region:
         return Region(start, size) if min(size) > 0 else None
 
 
-def round_up(shape: Shape3, multiple: int) -> Shape3:
-    """The smallest shape that holds `shape` and is divisible by `multiple` along every axis."""
-    return xyz(-(-n // multiple) * multiple for n in shape)
+def round_up(shape: Shape3, multiple: Multiple) -> Shape3:
+    """The smallest shape that holds `shape` and is divisible by `multiple`."""
+    multiples = (multiple,) * 3 if isinstance(multiple, int) else multiple
+    return xyz(-(-n // multiple) * multiple for n, multiple in zip(shape, multiples))
 
 
 def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:
@@ -131,10 +133,12 @@ def crop(volume: Array, region: Region) -> Array:
     return np.pad(cut, [*padding, *[(0, 0)] * (volume.ndim - 3)])
 
 
-def paste(box: Array, region: Region, shape: Shape3) -> Array:
-    """The way back from `crop`: a zero volume of `shape` with the voxels of a box in its place;
-    padding is dropped."""
+def paste(box: Array, region: Region, shape: Shape3, around: Sequence[float] = ()) -> Array:
+    """The way back from `crop`: a zero volume of `shape`, or one of values `around` along the last
+    axis, with the voxels of a box in its place; padding is dropped."""
     full = np.zeros(xyz(shape) + box.shape[3:], box.dtype)
+    if around:
+        full[...] = around
     inside = xyz(
         slice(before, size - after)
         for (before, after), size in zip(region.padding(shape), region.size)

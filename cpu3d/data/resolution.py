@@ -9,14 +9,15 @@ from typing import Any, Optional, Sequence
 
 import numpy as np
 
-from cpu3d.data.region import Array, Shape3, round_up, xyz
+from cpu3d.data.region import Array, Multiple, Shape3, round_up, xyz
 
 TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
 
-def network_grid(grid: Shape3, resolution: float, divisor: int) -> Shape3:
-    """The network's voxels X, Y, Z for an extent of `grid`, rounded up to the network's divisor."""
-    return round_up(xyz(max(_ceil(n * resolution), 1) for n in grid), divisor)
+def network_grid(grid: Shape3, resolution: float, divisors: Multiple) -> Shape3:
+    """The network's voxels X, Y, Z for an extent of `grid`, rounded up to the network's
+    divisors."""
+    return round_up(xyz(max(_ceil(n * resolution), 1) for n in grid), divisors)
 
 
 def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
@@ -75,10 +76,10 @@ class Resizing:
 
 
 def resizing_for(
-    grid: Shape3, resolution: float, divisor: int, at_least: Optional[Shape3] = None
+    grid: Shape3, resolution: float, divisors: Multiple, at_least: Optional[Shape3] = None
 ) -> Resizing:
     """The resizing of an extent of `grid`, to at least `at_least` network voxels."""
-    seen = network_grid(grid, resolution, divisor)
+    seen = network_grid(grid, resolution, divisors)
     if at_least is not None:
         seen = xyz(map(max, seen, at_least))
     return Resizing(seen, resolution, grid)

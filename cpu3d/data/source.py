@@ -24,7 +24,7 @@ from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import Array, Shape3, is_integer, require, xyz
+from cpu3d.data.region import Array, Multiple, Shape3, is_integer, require, xyz
 from cpu3d.data.resolution import field_of, network_grid, shrinking
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
@@ -48,7 +48,7 @@ def volume_dataset(
     batch: int = 1,
     extent: str = "brain",
     grid: Optional[Shape3] = None,
-    multiple: int = 16,
+    multiple: Multiple = 16,
     resolution: float = 1.0,
     channels: Optional[Sequence[str]] = None,
     regions: Optional[Sequence[str]] = None,
@@ -64,9 +64,10 @@ def volume_dataset(
         for image, target in volume_dataset(open_store("store"), seed=1, stop=100, batch=2):
             ...  # image (2, X, Y, Z, C) float32, target (2, X, Y, Z, R) uint8
 
-    image: (batch, X, Y, Z, C) in `dtype`: per channel (value - mean) / std over the whole volume's
-    non-zero voxels, 0 where the voxel is 0. target: (batch, X, Y, Z, R) uint8, 1 inside the region;
-    255 in all regions where the store has a label that is to be ignored.
+    image: (batch, X, Y, Z, C) in `dtype`, normalised as the store says: by default per channel
+    (value - mean) / std over the whole volume's non-zero voxels, 0 where the voxel is 0. target:
+    (batch, X, Y, Z, R) uint8, 1 inside the region; 255 in all regions where the store has a label
+    that is to be ignored.
 
     Args:
         store: an open store, of `open_store`.
@@ -81,9 +82,10 @@ def volume_dataset(
             samples of a step.
         extent: "brain" cuts a box of the same size out of every case, around its brain, large
             enough to lose no voxel; "full" keeps the whole grid.
-        grid: voxels X, Y, Z of all volumes, padded with zeros, at least those of the largest case;
-            None for the least that are a multiple of `multiple`.
-        multiple: of voxels along each axis, for a network that halves them several times.
+        grid: voxels X, Y, Z of all volumes, padded with what surrounds them, at least those of the
+            largest case; None for the least that are a multiple of `multiple`.
+        multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
+            several times.
         resolution: share of the store's voxels along each axis, above 0 and at most 1, to which
             volumes are averaged down, before they are padded. A region stays where it fills half of
             a voxel.
@@ -151,8 +153,9 @@ def patch_dataset(
         for image, target in patches:
             ...  # image (1, 128, 128, 128, C) float32, target (1, 128, 128, 128, R) uint8
 
-    A patch is the crop of its normalised volume, 0 outside of it; of a volume that is turned and
-    zoomed about the patch's centre, if that is drawn. An epoch is one patch of each case.
+    A patch is the crop of its normalised volume, background outside of it; of a volume that is
+    turned and zoomed about the patch's centre, if that is drawn. An epoch is one patch of each
+    case.
 
     Args:
         patch_shape: voxels X, Y, Z of a patch.
@@ -299,6 +302,7 @@ def _dataset(
         mirrored=stream.augment.mirrored_axes(
             [*store.manifest.labels.values(), *store.manifest.regions]
         ),
+        normalisation=store.manifest.normalisation,
     )
     return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 
@@ -337,7 +341,7 @@ def _pipeline(
 
 
 def _volume_size(
-    store: Store, grid: Optional[Shape3], extent: str, multiple: int, resolution: float
+    store: Store, grid: Optional[Shape3], extent: str, multiple: Multiple, resolution: float
 ) -> Shape3:
     """The size of every volume: `grid`, or the least for all cases. InputError for a grid that
     would lose voxels."""

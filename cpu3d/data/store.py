@@ -37,7 +37,7 @@ from cpu3d.data.manifest import (
     split_problems,
     to_json,
 )
-from cpu3d.data.region import Array, Region, Shape3, centred, paste, round_up, whole
+from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import (
@@ -113,7 +113,8 @@ class Store:
         record = self.case(case_id)
         array = self._reader.array(record, kind)
         if record.stored != whole(record.shape):
-            array = paste(array, record.stored, record.shape)
+            around = record.around if kind == "x" else ()
+            array = paste(array, record.stored, record.shape, around)
         array.flags.writeable = False
         return array
 
@@ -237,7 +238,7 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
         raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
     manifest = dataclasses.replace(bare, cases=cases)
     raise_if_any(split_problems(manifest.split, cases.known))
-    got = split_hash(manifest.split, cases.known, manifest.folds)
+    got = split_hash(manifest.split, cases.known, manifest.folds, manifest.normalisation)
     if got != manifest.split_hash:
         rule = f"split of store {folder} must have hash {manifest.split_hash}"
         raise InputError(f"{rule}, got {got}; {ADVICE}")
@@ -276,7 +277,7 @@ def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
     return CaseList(lines, range(len(lines.known)))
 
 
-def grid_size(store: Store, *, extent: str, multiple: int) -> Shape3:
+def grid_size(store: Store, *, extent: str, multiple: Multiple) -> Shape3:
     """The size (X, Y, Z) that `volume_dataset` gives every case: the largest box, or grid, of the
     store, rounded up."""
     if extent == "brain":

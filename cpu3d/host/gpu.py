@@ -21,7 +21,7 @@ from memory_estimator import planner
 from memory_estimator.common.units import format_bytes
 from memory_estimator.installed import how_to_install, versions_of
 from memory_estimator.job import Job
-from models.layer_plan import Shape3
+from models.strides import Shape3
 
 CPU = "cpu"
 

@@ -45,6 +45,7 @@ class Ensemble:
         first = predictors[0]
         self.predictors = tuple(predictors)
         self.channels = first.channels
+        self.normalisation_of = first.normalisation_of
         self.labels = first.labels
         self.regions = first.regions
         self.spacing_mm = first.spacing_mm

@@ -33,6 +33,7 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, label_from_regions, paint_order
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
+from cpu3d.data.normalise import in_units
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
@@ -202,15 +203,20 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
 
     It returns logits: the caller takes their mean over windows and mirror images, and then the
     sigmoid. A network of whole volumes computes the statistics of their non-zero voxels; a window
-    does not see the volume, so the caller passes them."""
+    does not see the volume, so the caller passes them. The caller passes them as well if a channel
+    is not normalised over its foreground: "normalisation" then has the kind of each."""
     regions = config.codes_by_region  # in the order of the answer's last axis
     answer = {"dtype": "float32", "shape": [*config.grid, len(regions)], "regions": config.regions}
     paint = []
     for group in paint_order(regions):
         paint.append([{"output": output, "code": code} for output, code in group])
     meanings = code_meanings(regions, config.label_names)
-    network = dataclasses.asdict(config.unet)
+    network = config.unet.to_json()
     del network["policy"]
+    normalisation = {}
+    if config.normalisation:
+        kinds = config.normalisation_of(config.channels)
+        normalisation = {"normalisation": [each.to_json() for each in kinds]}
     return {
         "schema": 1,
         "written_by": "cpu3d export",
@@ -219,6 +225,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "outputs": {"logits": answer},
         "channels": config.channels,
         "channel_names": _channel_names(config),
+        **normalisation,
         "regions": regions,
         "threshold": THRESHOLD,
         "label_names": {str(code): name for code, name in config.label_names.items()},
@@ -242,17 +249,21 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
 
 def _inputs(config: RunConfig) -> Dict[str, Dict[str, Any]]:
     """What an exported network takes, by name."""
+    around = "0 is background"
+    over = "over the non-zero voxels of the whole volume, intensities as in the file"
+    if config.normalisation:
+        around = "outside of the volume what surrounds it"
+        over = "as `numbers_of` gives it by the kind of its normalisation"
     image = {
         "dtype": "float32",
         "shape": [*config.grid, len(config.channels)],
         "axes": "X, Y, Z towards right, anterior, superior; then the channels",
-        "values": "intensities as in the file; 0 is background",
+        "values": f"intensities as in the file; {around}",
     }
     inputs = {"image": image}
-    if config.is_patch:
+    if config.is_patch or config.normalisation:
         statistic = {"dtype": "float32", "shape": [len(config.channels)]}
         deviation = "standard deviation (division by n)"
-        over = "over the non-zero voxels of the whole volume, intensities as in the file"
         inputs["mean"] = {**statistic, "values": f"mean of each channel {over}"}
         inputs["std"] = {**statistic, "values": f"{deviation} of each channel {over}"}
     return inputs
@@ -300,9 +311,9 @@ its origin and how well it agrees with `predict`. Keep the files of this folder 
 It takes {", ".join(about["channels"])}, each a 3D file, or together a 4D file.
 Channels are found by the names in a dataset.json above imagesTr or imagesTs, or at the end of 3D
 files' names (`channel_names` in `export.json`); if no name tells, they must be in this order.
-`predict` rounds images whose voxels are not all whole numbers from -32768 to 32767 to float16 after
-normalisation; this network does not. Save the program below as `segment.py` beside `export.json`
-and run it (pip install nibabel scipy {package}):
+`predict` rounds images whose voxels are not all whole numbers from -32768 to 32767, to float16
+after normalisation or to 1/65534 of a channel's range; this network does not. Save the program
+below as `segment.py` beside `export.json` and run it (pip install nibabel scipy {package}):
 
     python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
 
@@ -347,8 +358,9 @@ def verify(
     Raises InputError if `exact`'s answer is not finite."""
     regions = exact.regions
     steps_mm = ras_steps_mm(record.geometry)
+    values = in_units(image, record.units).astype(np.float32)
     one_pass = {**about, "mirrored_axes": ()}
-    answer = probabilities_of(load_network(folder, about), one_pass, image.astype(np.float32))
+    answer = probabilities_of(load_network(folder, about), one_pass, values)
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     raw = painted(answer, about)
     label = processed(answer, about, voxel_mm3(steps_mm))
@@ -394,6 +406,7 @@ def _case_to_try(
             channels=channels,
             zero_nan=options.zero_nan,
             spacing_mm=config.target_spacing_mm,
+            normalisation=config.normalisation_of(channels),
         )
         record = loaded.record
         image = loaded.image
@@ -401,9 +414,15 @@ def _case_to_try(
         say(*note_lines({record.case_id: notes}))
     else:
         store = store_of_run(config)
-        record = next(record for split in ("test", "val", "train") for record in store.cases(split))
+        splits = map(store.cases, ("test", "val", "train"))
+        record = next(record for records in splits for record in records)
         image = store.image(record.case_id)
         channels = store.manifest.channels
-    image = image[..., [channels.index(name) for name in config.channels]]
+    places = [channels.index(name) for name in config.channels]
+    image = image[..., places]
+    units = ()
+    if record.units:
+        units = tuple(record.units[place] for place in places)
+    facts = facts_of(image, None, config.normalisation_of(config.channels), units)
     on_grid = {"geometry": grid_of(record), "resampled_from": None}
-    return dataclasses.replace(record, **facts_of(image, None), **on_grid), image
+    return dataclasses.replace(record, units=units, **facts, **on_grid), image

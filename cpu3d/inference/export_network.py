@@ -7,11 +7,12 @@ training mode, which is what instance norm is here. ONNX has channels first, so 
 transposed on the way in and the answer on the way out."""
 
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.normalise import Kind
 from cpu3d.inference.predictor import Predictor
 from cpu3d.settings import RunConfig
 from models.config import EPSILON, UNetConfig
@@ -35,9 +36,11 @@ def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder:
     """Write the network of the contract `about` to `folder`, with the one signature
     "serving_default"."""
     (output,) = about["outputs"]
+    windows = _windows(about)
 
     def answer(image, mean=None, std=None):
-        return {output: network(_normalised_tensor(image, mean, std)[None], training=False)[0]}
+        normalised = _normalised_tensor(image, mean, std, windows)
+        return {output: network(normalised[None], training=False)[0]}
 
     module = tf.Module()
     module.weights = network.weights  # not the Keras model, whose layers would be saved as well
@@ -113,11 +116,36 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     )
 
 
-def _normalised_tensor(image, mean: Any = None, std: Any = None):
+class _Windows(NamedTuple):
+    """What a network needs to know of how its channels are normalised, each (C,)."""
+
+    low: np.ndarray  # float32: values are read from there
+    high: np.ndarray  # up to there
+    has_background: np.ndarray  # bool: whether 0 stays 0
+
+
+def _windows(about: Mapping[str, Any]) -> Optional[_Windows]:
+    """Those of the contract `about`; None if 0 is background in all channels."""
+    kinds = about.get("normalisation", ())
+    if not kinds:
+        return None
+    most = float(np.finfo(np.float32).max)  # not infinity, which an operator need not take
+    low = [each.get("low", -most) for each in kinds]
+    high = [each.get("high", most) for each in kinds]
+    has_background = [each["kind"] == Kind.FOREGROUND.value for each in kinds]
+    return _Windows(np.float32(low), np.float32(high), np.array(has_background))
+
+
+def _normalised_tensor(
+    image, mean: Any = None, std: Any = None, windows: Optional[_Windows] = None
+):
     """(value - mean) / std of voxels that are not 0, else 0: (X, Y, Z, C) float32. A channel
     without contrast is 0. Statistics are float64, as in a store's records: a sum over millions of
-    voxels loses digits in float32."""
+    voxels loses digits in float32. With `windows` 0 is a value like others in some channels."""
     present = tf.not_equal(image, 0)
+    if windows is not None:
+        present = tf.logical_or(present, ~windows.has_background)
+        image = tf.clip_by_value(image, windows.low, windows.high)
     if mean is None:
         values = tf.cast(image, tf.float64)
         mask = tf.cast(present, tf.float64)
@@ -162,6 +190,13 @@ def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
     unit = graph.constant(np.float64(1))
     background = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", background])])
+    image = "image"
+    windows = _windows(about)
+    if windows is not None:
+        everywhere = graph.constant(~windows.has_background)
+        present = graph.add("Or", [present, everywhere])
+        image = graph.add("Max", [image, graph.constant(windows.low)])
+        image = graph.add("Min", [image, graph.constant(windows.high)])
     if "mean" in about["inputs"]:
         mean = graph.cast("mean", "DOUBLE")
         std = graph.cast("std", "DOUBLE")
@@ -177,7 +212,7 @@ def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
     has_contrast = graph.add("Greater", [std, zero])
     scale = graph.add("Where", [has_contrast, graph.add("Div", [unit, std]), zero])
     shift = graph.add("Neg", [graph.add("Mul", [mean, scale])])
-    scaled = graph.add("Mul", ["image", graph.cast(scale, "FLOAT")])
+    scaled = graph.add("Mul", [image, graph.cast(scale, "FLOAT")])
     scores = graph.add("Add", [scaled, graph.cast(shift, "FLOAT")])
     return graph.add("Where", [present, scores, background])
 
@@ -196,8 +231,8 @@ def _layer(
         turned = np.transpose(weights["kernel"], (4, 3, 0, 1, 2))
         kernel = graph.constant(turned, f"{op.name}/kernel")
         if op.kind == "up_conv":
-            return graph.add("ConvTranspose", [inputs[0], kernel], strides=[2, 2, 2])
-        pads = [op.kernel // 2] * 6
+            return graph.add("ConvTranspose", [inputs[0], kernel], strides=op.strides)
+        pads = [side // 2 for side in op.kernel] * 2
         convolved = graph.add("Conv", [inputs[-1], kernel, *weight.values()], pads=pads)
         if op.kind == "shortcut":
             return graph.add("Add", [inputs[0], convolved])
@@ -215,7 +250,7 @@ def _layer(
             y = graph.add("BatchNormalization", tensors, epsilon=EPSILON)
         return y if op.kind == "norm" else graph.add("Relu", [y])
     if op.kind == "upsample":
-        scales = graph.constant(np.float32([1, 1, 2, 2, 2]))
+        scales = graph.constant(np.float32([1, 1, *op.strides]))
         nearest = {
             "mode": "nearest",
             "nearest_mode": "floor",
@@ -223,7 +258,7 @@ def _layer(
         }
         return graph.add("Resize", [inputs[0], "", scales], **nearest)
     if op.kind == "pool":
-        return graph.add("MaxPool", inputs, kernel_shape=[2, 2, 2], strides=[2, 2, 2])
+        return graph.add("MaxPool", inputs, kernel_shape=op.strides, strides=op.strides)
     if op.kind == "concat":
         return graph.add("Concat", inputs, axis=1)
     if op.kind == "act":

@@ -46,6 +46,7 @@ import numpy as np
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_spacing_mm, ras_steps_mm, write_label, write_volume
+from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.data.stores.case import LoadedCase, case_notes, load_case, note_lines
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.layouts import LABEL_CODES
@@ -182,6 +183,7 @@ def predict_case(
         channels=case.channels,
         zero_nan=options.zero_nan,
         spacing_mm=predictor.spacing_mm,
+        normalisation=predictor.normalisation_of(case.channels),
     )
     record = loaded.record
     geometry = record.geometry
@@ -199,25 +201,28 @@ def predict_case(
         write_volume(out / name, probability, geometry, compression=1)
     write_label(label_file, label, geometry)
     if options.page:
-        write_case_page(page_file, _viewed(case, loaded, label), "predict")
+        kinds = predictor.normalisation_of(case.channels)
+        write_case_page(page_file, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)
     return content
 
 
-def _viewed(case: Case, loaded: LoadedCase, label: np.ndarray) -> ViewedCase:
+def _viewed(
+    case: Case, loaded: LoadedCase, label: np.ndarray, kinds: Sequence[Normalisation]
+) -> ViewedCase:
     """A case with its prediction, to scroll through on the grid that the network has seen."""
-    image = loaded.image
     record = loaded.record
     return ViewedCase(
         name=case.files.case_id,
-        image=image,
+        image=in_units(loaded.image, loaded.record.units),
         channels=case.channels,
         geometry=grid_of(record),
         regions=case.regions,
         labels=case.labels,
         predictions={"prediction": resample_label(label, record.shape)},
-        unit=SCORES if image.dtype.kind == "f" else "",
+        unit=SCORES if loaded.image.dtype.kind == "f" else "",
+        normalisation=kinds,
     )
 
 

@@ -48,6 +48,7 @@ class Predictor:
         self.channels: Tuple[str, ...] = config.store_channels
         self.inputs: Tuple[str, ...] = config.channels
         self.labels: Dict[int, str] = config.label_names
+        self.normalisation_of = config.normalisation_of
         self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
         self.spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
@@ -75,7 +76,9 @@ class Predictor:
         present = tuple(channels or self.channels)
         picked = [present.index(name) for name in self.inputs]
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
-            scores = normalise(image, record, region)[None, ..., picked]  # (1, x, y, z, inputs)
+            kinds = self.config.normalisation_of(present)
+            scores = normalise(image, record, region, kinds)[None, ..., picked]
+            # (1, x, y, z, inputs)
             seen = tf.cast(scores, self.config.unet.dtype)
             logits = over_mirror_images(logits_of, seen, self.mirrored)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
@@ -96,9 +99,9 @@ class Predictor:
         elif self.window:
             size = tuple(map(max, self.window, needed))
         elif config.is_patch:
-            size = round_up(needed, config.unet.divisor)
+            size = round_up(needed, config.unet.divisors)
         else:
-            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisor)
+            size = round_up(tuple(map(max, config.grid, needed)), config.unet.divisors)
         return case_region(record, size, config.extent)
 
     def _needed(self, record: CaseRecord) -> Shape3:
@@ -110,7 +113,7 @@ class Predictor:
         if config.resolution == 1:
             return None
         return resizing_for(
-            self._needed(record), config.resolution, config.unet.divisor, at_least=config.grid
+            self._needed(record), config.resolution, config.unet.divisors, at_least=config.grid
         )
 
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:

@@ -37,20 +37,25 @@ def load_network(folder, about):
 def probabilities_of(network, about, image):
     """Probabilities float32 (X, Y, Z, R) of an image float32 (X, Y, Z, C) with axes R A S; 0 where
     nothing is seen."""
+    kinds = kinds_of(about)
+    numbers = map(numbers_of, np.moveaxis(image, -1, 0), kinds)
+    mean, std, around = map(np.float32, zip(*numbers))
     shape = image.shape[:3]
     size = about["size"]
     slides = about["mode"] == "patch"
     low = (0, 0, 0)
     high = shape
-    if about["extent"] == "brain":  # the box around all voxels that are not 0
-        x, y, z = np.nonzero((image != 0).any(-1))
-        low = [x.min(), y.min(), z.min()]
-        high = [x.max() + 1, y.max() + 1, z.max() + 1]
+    if about["extent"] == "brain":  # the box around all that is not as what surrounds the volume
+        is_ct = np.array([each["kind"] == "ct" for each in kinds])
+        x, y, z = np.nonzero(np.where(is_ct, image > around, image != around).any(-1))
+        if x.size:  # else nothing is, and all of it is seen
+            low = [x.min(), y.min(), z.min()]
+            high = [x.max() + 1, y.max() + 1, z.max() + 1]
     boxed = [max(b - a, w) for a, b, w in zip(low, high, size)]
     if not slides and boxed != list(size):
         sys.exit(f"the image must fit into {size}, got {boxed}; export with a larger --size")
     inside = []  # the box in the image
-    place = []  # of that in what the network sees, which has zeros around it
+    place = []  # of that in what the network sees, which has padding around it
     for a, b, w, n in zip(low, high, boxed, shape):
         if w < n:  # around the middle of what is there, within the image
             start = min(max(a - (w - (b - a)) // 2, 0), n - w)
@@ -62,14 +67,17 @@ def probabilities_of(network, about, image):
         place.append(slice(first - start, stop - start))
     inside = tuple(inside)
     place = tuple(place)
-    seen = np.zeros((*boxed, image.shape[3]), np.float32)
+    seen = np.zeros((*boxed, image.shape[3]), np.float32) + around
     seen[place] = image[inside]
+    statistics = {"mean": mean, "std": std} if "mean" in about["inputs"] else {}
     if slides:
-        logits_of = windows(network, about, image)
+
+        def logits_of(mirror):
+            return blended(network, about, mirror, statistics)
     else:
 
         def logits_of(mirror):
-            return network(image=mirror)
+            return network(image=mirror, **statistics)
 
     logits = over_mirror_images(logits_of, seen, about["mirrored_axes"])
     probabilities = np.zeros((*shape, logits.shape[-1]), np.float32)
@@ -90,10 +98,12 @@ def probabilities_at(network, about, image, spacing):
     mm = [n * own / other for n, own, other in zip(shape, spacing, made)]
     cubic = [not (is_thick(axis, spacing) or is_thick(axis, mm)) for axis in range(3)]
     channels = []
-    for volume in np.moveaxis(image, -1, 0):
-        inside = resampled(volume != 0, made) >= 0.5  # 0 is no intensity
+    for volume, kind in zip(np.moveaxis(image, -1, 0), kinds_of(about)):
         values = resampled(volume, made, cubic).clip(volume.min(), volume.max())
-        channels.append(np.where(inside, values, np.float32(0)))
+        if kind["kind"] == "zscore-foreground":  # 0 is no intensity
+            inside = resampled(volume != 0, made) >= 0.5
+            values = np.where(inside, values, np.float32(0))
+        channels.append(values)
     answer = probabilities_of(network, about, np.stack(channels, -1))
     return np.stack([resampled(region, shape) for region in np.moveaxis(answer, -1, 0)], -1)
 
@@ -131,6 +141,28 @@ def weights_of(count, made, cubic):
     return np.float32(weights / weights.sum(1, keepdims=True))
 
 
+def kinds_of(about):
+    """How each channel is normalised; where nothing is said, over its voxels that are not 0."""
+    foreground = {"kind": "zscore-foreground"}
+    return about.get("normalisation", [foreground] * len(about["channels"]))
+
+
+def numbers_of(volume, kind):
+    """(mean, deviation, what surrounds it) of a channel, by which the network normalises it."""
+    if kind["kind"] == "ct":  # of the training's cases
+        return kind["mean"], kind["std"], kind["low"]
+    if kind["kind"] == "zscore-foreground":
+        values = volume[volume != 0].astype(np.float64)
+        return (values.mean(), values.std(), 0) if values.size else (0, 1, 0)
+    around = middle(border(volume))
+    if kind["kind"] == "none":
+        return 0, 1, around
+    if kind["kind"] == "rescale":
+        return volume.min(), volume.max() - volume.min(), around
+    values = volume.astype(np.float64)
+    return values.mean(), values.std(), around
+
+
 def over_mirror_images(logits_of, seen, axes):
     """The mean logits of what is seen and of its mirror images along some of the axes, each
     mirrored back."""
@@ -141,19 +173,6 @@ def over_mirror_images(logits_of, seen, axes):
         logits = logits_of(np.ascontiguousarray(np.flip(seen, some)))
         total = total + np.flip(logits, some) / np.float32(len(images))
     return total
-
-
-def windows(network, about, image):
-    """The function that makes logits of what is seen of an image, by windows that slide over it."""
-    means = []
-    deviations = []
-    for channel in range(image.shape[3]):
-        values = image[..., channel]
-        values = values[values != 0].astype(np.float64)
-        means.append(values.mean())
-        deviations.append(values.std())
-    statistics = {"mean": np.float32(means), "std": np.float32(deviations)}
-    return lambda seen: blended(network, about, seen, statistics)
 
 
 def blended(network, about, seen, statistics):
@@ -360,6 +379,11 @@ def without_residue(volume):
     return np.where(tiny | (outside & swings), np.float32(0), volume)
 
 
+def middle(values):
+    """The median, or the lower of two; 0 of none."""
+    return np.sort(values)[(values.size - 1) // 2] if values.size else 0
+
+
 def border(volume):
     """The voxels of the six faces."""
     sides = [np.moveaxis(volume, axis, 0) for axis in range(3)]
@@ -387,7 +411,7 @@ def check_grids(paths, files):
 
 
 def read_image(paths):
-    """The image float32 (X, Y, Z, C) in axes R A S, and its first file."""
+    """The image float32 (X, Y, Z, C) in axes R A S as it is in its files, and the first of them."""
     nibabel.Nifti1Header.quaternion_threshold = 1e-5  # for quaternions of length 1 but for rounding
     nibabel.Nifti2Header.quaternion_threshold = 1e-5
     files = [nibabel.load(path) for path in paths]
@@ -397,11 +421,7 @@ def read_image(paths):
         volume = file.get_fdata(dtype=np.float32)
         if not np.isfinite(volume).all():
             print(f"note: {path}: NaN and infinite voxels are made background", file=sys.stderr)
-        volume = np.nan_to_num(volume, posinf=0, neginf=0)
-        for channel in np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0):
-            if np.mean((channel > -1100) & (channel < -900)) >= 0.05:
-                sys.exit(f"{path} must not be CT, got large parts at the value of air, -1000 HU")
-            channels.append(without_residue(channel))
+        channels += list(np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0))
     return np.stack(channels, -1), files[0]
 
 
@@ -409,6 +429,23 @@ def spacing_of(file):
     """The voxels of a file along R, A, S in mm."""
     canonical = nibabel.as_closest_canonical(file)
     return [float(n) * unit_mm(file) for n in nibabel.affines.voxel_sizes(canonical.affine)]
+
+
+def cleaned(image, about):
+    """The network's channels without NaN, infinity, and what splines have left around a head."""
+    channels = []
+    for volume, name, kind in zip(np.moveaxis(image, -1, 0), about["channels"], kinds_of(about)):
+        is_finite = np.isfinite(volume)
+        if kind["kind"] != "zscore-foreground":
+            sides = border(volume)
+            around = middle(sides[np.isfinite(sides)])
+            channels.append(np.where(is_finite, volume, around))
+            continue
+        volume = np.where(is_finite, volume, np.float32(0))
+        if np.mean((volume > -1100) & (volume < -900)) >= 0.05:
+            sys.exit(f"{name} must not be CT, got large parts at the value of air, -1000 HU")
+        channels.append(without_residue(volume))
+    return np.stack(channels, -1).astype(np.float32)
 
 
 def is_placed(file):
@@ -454,7 +491,7 @@ def main(folder, *paths):
     """Segment the images `paths[:-1]` and write the label `paths[-1]`."""
     about = json.loads((folder / "export.json").read_text(encoding="utf-8-sig"))
     image, file = read_image(paths[:-1])
-    image = in_order(image, paths[:-1], about)
+    image = cleaned(in_order(image, paths[:-1], about), about)
     for note in notes_on(file, about):
         print(f"note: {note}", file=sys.stderr)
     network = load_network(folder, about)

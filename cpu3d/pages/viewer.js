@@ -44,7 +44,13 @@
   function start(root, fail) {
     const find = (name) => root.querySelector(`[data-is="${name}"]`);
     const cases = JSON.parse(find("cases").textContent);
-    const [list, modality, region, answer] = ["list", "modality", "region", "answer"].map(find);
+    const [list, modality, region, answer, preset] = [
+      "list",
+      "modality",
+      "region",
+      "answer",
+      "preset",
+    ].map(find);
     const [truthOn, answerOn, errorOn, opacity] = [
       "truth-on",
       "answer-on",
@@ -82,8 +88,8 @@
       region.value === "" ? shown.regions : [shown.regions[Number(region.value)]];
     const greyWindow = () => windows.get(channel()) || channel().window;
     const intensity = (level) => {
-      const { low, high, levels } = channel();
-      return low + ((level - 1) * (high - low)) / (levels - 1);
+      const { low, high, levels, values } = channel();
+      return values ? values[level - 1] : low + ((level - 1) * (high - low)) / (levels - 1);
     };
     const offset = (x, y, z) => (x * shown.shape[1] + y) * shown.shape[2] + z;
 
@@ -314,6 +320,9 @@
 
     async function show() {
       const turn = ++asked;
+      options(preset, ["as at first", ...Object.keys(channel().windows || {})]);
+      // The same window for another channel, unless it has one of its own.
+      if (preset.selectedIndex > 0 && !windows.has(channel())) setPreset();
       const chosen = shown.predictions[answer.selectedIndex];
       const ids = [channel().id, shown.truth, chosen && chosen.id];
       // Volumes of another case may have another shape.
@@ -404,6 +413,12 @@
       redraw();
     }
 
+    function setPreset() {
+      const chosen = preset.selectedIndex;
+      if (chosen > 0) setWindow(...Object.values(channel().windows)[chosen - 1]);
+      else resetWindow();
+    }
+
     function hideOverlays() {
       if (Number(opacity.value)) {
         opacityBefore = opacity.value;
@@ -420,6 +435,7 @@
     }
     const dragsWindow = () => root.classList.contains("windowing");
     const resetWindow = () => {
+      preset.selectedIndex = 0;
       windows.delete(channel());
       redraw();
     };
@@ -508,6 +524,10 @@
       p: () => tick(answerOn),
       e: () => tick(errorOn),
       w: () => setDrag(!dragsWindow()),
+      b: () => {
+        preset.selectedIndex = (preset.selectedIndex + 1) % preset.length;
+        setPreset();
+      },
       0: resetWindow,
       h: () => {
         crosshair = shown.start.slice();
@@ -539,6 +559,7 @@
     for (const select of [modality, region, answer]) select.addEventListener("change", show);
     for (const input of [truthOn, answerOn, errorOn, opacity])
       input.addEventListener("input", redraw);
+    preset.addEventListener("change", setPreset);
     find("drag").addEventListener("click", () => setDrag(!dragsWindow()));
     find("reset").addEventListener("click", resetWindow);
     new ResizeObserver(redraw).observe(find("planes"));

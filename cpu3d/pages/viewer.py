@@ -2,9 +2,11 @@
 
 A volume is cropped to the box of voxels that are not zero and held as one byte a voxel: 0 outside
 of the brain, from 1 on steps of equal width from the 0.1th to the 99.9th percentile of the brain;
-values beyond are clipped. There are as many steps, at most 255, as let all modalities of a case fit
-3 MB. Stored is gzip, in base64, of each voxel's difference to the mean of the three before it along
-X, Y and Z, modulo 256: a quarter less than gzip of the voxels themselves."""
+values beyond are clipped. Where 0 is no background, all voxels have a step; those of a CT in
+Hounsfield units are finer around soft tissue, and its box leaves out air. There are as many steps,
+at most 255, as let all modalities of a case fit 3 MB. Stored is gzip, in base64, of each voxel's
+difference to the mean of the three before it along X, Y and Z, modulo 256: a quarter less than gzip
+of the voxels themselves."""
 
 import base64
 import itertools
@@ -18,6 +20,7 @@ import numpy as np
 from cpu3d.data.labels import region_mask
 from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import is_placed, ras_spacing_mm, ras_to_file
+from cpu3d.data.normalise import Kind, Normalisation, of_all
 from cpu3d.data.region import Region, bounding_box
 from cpu3d.pages.page import render_page
 from cpu3d.util.atomic import atomic_write
@@ -29,6 +32,15 @@ LEAST = 24  # fewest
 # Percentiles of the brain: the ends of the steps, and black and white at first.
 RANGE = (0.1, 99.9)
 WINDOW = (0.5, 99.5)
+# A CT in Hounsfield units: the share of its steps below each value, and windows as (black, white).
+HU_STEPS = {-1024.0: 0.0, -200.0: 0.15, 300.0: 0.85, 3071.0: 1.0}
+HU_WINDOWS = {
+    "abdomen": (-150, 250),
+    "brain": (0, 80),
+    "bone": (-500, 1300),
+    "lung": (-1350, 150),
+}
+AIR_BELOW = -500  # HU
 SCORES = "standard deviations"  # the unit of images that are stored after normalisation
 
 # Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito,
@@ -53,6 +65,8 @@ class ViewedCase:
     note: str = ""  # such as "best"
     scores: str = ""
     unit: str = ""  # of the intensities, such as SCORES; scanners give none
+    normalisation: Sequence[Normalisation] = ()
+    """Of the channels, which tells whether 0 is background; it is without."""
 
 
 def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
@@ -91,10 +105,13 @@ def pack(voxels: np.ndarray) -> bytes:
     return packer.compress(differences.tobytes()) + packer.flush()
 
 
-def in_steps(volume: np.ndarray, low: float, high: float, steps: int) -> np.ndarray:
-    """uint8: 0 for 0 in `volume`, else 1 for `low` and less up to `steps` for `high` and more."""
+def in_steps(
+    volume: np.ndarray, low: float, high: float, steps: int, background: float = 0
+) -> np.ndarray:
+    """uint8: 0 for the background in `volume`, else 1 for `low` and less up to `steps` for `high`
+    and more."""
     scaled = np.clip((volume - low) / (high - low), 0, 1) * (steps - 1)
-    return np.where(volume != 0, 1 + np.rint(scaled), 0).astype(np.uint8)
+    return np.where(volume != background, 1 + np.rint(scaled), 0).astype(np.uint8)
 
 
 # --- Private helpers ---
@@ -120,9 +137,11 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     start = _start(shown[0] if shown else None, case.regions, box.size)
     spare = CASE_BYTES * 3 / 4 - sum(map(len, packed.values()))  # base64 makes four bytes of three
     modalities = []
-    for number, channel in enumerate(case.channels):
+    own = spare / len(case.channels)
+    kinds = of_all(case.normalisation, len(case.channels))
+    for number, (channel, each) in enumerate(zip(case.channels, kinds)):
         key = f"{name}-image-{number}"
-        about, packed[key] = _modality(case.image[(*inside, number)], spare / len(case.channels))
+        about, packed[key] = _modality(case.image[(*inside, number)], own, each)
         modalities.append({"name": channel, "id": key, "unit": case.unit, **about})
     to_voxel = ras_to_file(case.geometry)
     to_voxel[:3, 3] += to_voxel[:3, :3] @ box.start
@@ -152,10 +171,16 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
 
 
 def _box(case: ViewedCase) -> Region:
-    """The box around all voxels that are not zero in any modality or label."""
+    """The box around all voxels that are not background in any modality or label."""
     mask = np.zeros(case.image.shape[:3], bool)
-    for number in range(len(case.channels)):
-        mask |= case.image[..., number] != 0
+    for number, each in enumerate(of_all(case.normalisation, len(case.channels))):
+        volume = case.image[..., number]
+        if each.has_background:
+            mask |= volume != 0
+        elif _is_in_hu(volume, each):
+            mask |= volume > AIR_BELOW
+        else:
+            mask[...] = True
     if case.truth is not None:
         mask |= (case.truth != 0) & (case.truth != case.ignore)
     for prediction in case.predictions.values():
@@ -177,12 +202,22 @@ def _start(
     return [int(mask.sum(axis=tuple({0, 1, 2} - {axis})).argmax()) for axis in range(3)]
 
 
-def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], bytes]:
+def _is_in_hu(volume: np.ndarray, each: Normalisation) -> bool:
+    """Whether a CT has air in Hounsfield units, and not, for example, 1024 added."""
+    return each.kind is Kind.CT and float(volume.min()) < AIR_BELOW
+
+
+def _modality(
+    volume: np.ndarray, most_bytes: float, each: Normalisation
+) -> Tuple[Dict[str, Any], bytes]:
     """The page's JSON about a modality, and its voxels, packed into `most_bytes` if LEAST steps
     fit."""
     # So that the window and its steps do not overflow.
     volume = np.clip(volume, -1e30, 1e30).astype(np.float32)
-    brain = volume[volume != 0]
+    if _is_in_hu(volume, each):
+        return _hounsfield(volume, most_bytes, each)
+    background = 0 if each.has_background else np.nan
+    brain = volume[volume != background]
     low = 0
     high = 1
     black = 0
@@ -194,11 +229,37 @@ def _modality(volume: np.ndarray, most_bytes: float) -> Tuple[Dict[str, Any], by
     if not black < white:
         black = low
         white = high
-    steps = STEPS
-    packed = pack(in_steps(volume, low, high, STEPS))
-    while len(packed) > most_bytes and steps > LEAST:
-        # Half as many steps spare about a bit a voxel of the brain.
-        fewer = 2 ** (-8 * (len(packed) - most_bytes) / max(brain.size, 1))
-        steps = max(LEAST, int(steps * min(0.95, fewer)))
-        packed = pack(in_steps(volume, low, high, steps))
+    steps, packed = _packed(volume, (low, high), background, most_bytes)
     return {"low": low, "high": high, "levels": steps, "window": [black, white]}, packed
+
+
+def _hounsfield(
+    volume: np.ndarray, most_bytes: float, each: Normalisation
+) -> Tuple[Dict[str, Any], bytes]:
+    """The same of a CT, with the value of each step, and windows by name."""
+    values = list(HU_STEPS)
+    shares = list(HU_STEPS.values())
+    steps, packed = _packed(np.interp(volume, values, shares), (0, 1), np.nan, most_bytes)
+    of_steps = np.interp(np.linspace(0, 1, steps), shares, values)
+    window = list(HU_WINDOWS["abdomen"])
+    if each.low is not None:
+        window = [each.low, each.high]
+    about = {"low": values[0], "high": values[-1], "levels": steps, "window": window, "unit": "HU"}
+    more = {"values": np.round(of_steps, 1).tolist(), "windows": HU_WINDOWS}
+    return {**about, **more}, packed
+
+
+def _packed(
+    volume: np.ndarray, ends: Tuple[float, float], background: float, most_bytes: float
+) -> Tuple[int, bytes]:
+    """The number of steps, and a volume in them, packed into `most_bytes` if LEAST steps fit."""
+    low, high = ends
+    shown = np.count_nonzero(volume != background)
+    steps = STEPS
+    packed = pack(in_steps(volume, low, high, STEPS, background))
+    while len(packed) > most_bytes and steps > LEAST:
+        # Half as many steps spare about a bit a voxel that is shown.
+        fewer = 2 ** (-8 * (len(packed) - most_bytes) / max(shown, 1))
+        steps = max(LEAST, int(steps * min(0.95, fewer)))
+        packed = pack(in_steps(volume, low, high, steps, background))
+    return steps, packed

@@ -5,7 +5,6 @@ for table in results_tables(gather_folds(folder)): ...
 """
 
 import contextlib
-import dataclasses
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
@@ -425,7 +424,7 @@ def _hosts(files: FoldsFiles) -> List[Element]:
 
 def _settings(config: RunConfig) -> List[Tuple[str, str]]:
     """The settings of the first fold, but for which fold it is."""
-    content: Mapping[str, Any] = dataclasses.asdict(config)
+    content: Mapping[str, Any] = config.to_json()
     return sorted(pair for pair in flat(content) if pair[0] != "fold")
 
 

@@ -10,7 +10,6 @@ during a training or before an evaluation, and names what is missing. Of the fol
 --folds` it makes one page of all folds."""
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
@@ -129,7 +128,7 @@ def gather(run_dir: Path) -> RunFiles:
                 store = with_fold(open_store(folder), config.fold)
     return RunFiles(
         folder=run_dir,
-        config=dataclasses.asdict(config),
+        config=config.to_json(),
         init=config.init_record,
         history=History(iter_events(run_dir)),
         scores=scores,

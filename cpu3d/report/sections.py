@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 import numpy as np
 
 from cpu3d.data.nifti import ras_shape, read_volume, to_ras
+from cpu3d.data.normalise import in_units
 from cpu3d.data.store import Store
 from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import InputError
@@ -92,7 +93,7 @@ def shown_cases(
         if answers:
             yield ViewedCase(
                 name=case_id,
-                image=image,
+                image=in_units(image, record.units),
                 channels=store.manifest.channels,
                 geometry=grid_of(record),
                 regions=regions,
@@ -103,6 +104,7 @@ def shown_cases(
                 note=" and ".join(of_case) if len(ids) > 1 else "",
                 scores=scores[case_id],
                 unit=SCORES if image.dtype.kind == "f" else "",
+                normalisation=store.manifest.normalisation,
             )
 
 

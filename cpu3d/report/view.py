@@ -23,6 +23,7 @@ import numpy as np
 
 from cpu3d.data.background import without_residue
 from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.stores.case import grid_problems, label_codes, note_lines
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.dataset_json import describing
@@ -43,6 +44,7 @@ from cpu3d.data.stores.names import (
     stem_of,
     volumes_in,
 )
+from cpu3d.data.stores.normalisation import is_ct, looks_like_ct
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
@@ -133,9 +135,14 @@ def read_case(
     meanings, regions = _meanings(label_codes_of(files), list(maps.values()))
     ignored = [code for code, meaning in meanings.items() if code and is_ignored(meaning)]
     volumes = list(images.values())
+    image = volumes[0] if len(volumes) == 1 else np.concatenate(volumes, axis=-1)
+    kinds = []
+    for number, channel in enumerate(channels):
+        is_hounsfield = is_ct(channel) or looks_like_ct(image[..., number])
+        kinds.append(Normalisation(Kind.CT) if is_hounsfield else Normalisation())
     return ViewedCase(
         name=files.case_id,
-        image=volumes[0] if len(volumes) == 1 else np.concatenate(volumes, axis=-1),
+        image=image,
         channels=channels,
         geometry=first[1],
         regions=regions,
@@ -143,6 +150,7 @@ def read_case(
         ignore=ignored[0] if ignored else None,
         truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
+        normalisation=kinds,
     )
 
 
@@ -230,7 +238,8 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
         raise InputError(f"--image {path} must {rule}, got {got}; give other images or one alone")
     array = np.nan_to_num(array, posinf=0, neginf=0)
     for number in range(array.shape[3]):
-        array[..., number] = without_residue(array[..., number])
+        if not looks_like_ct(array[..., number]):
+            array[..., number] = without_residue(array[..., number])
     return array
 
 

@@ -34,7 +34,7 @@ together."""
 
 FOLLOWING = (
     "store_channels", "label_names", "region_codes", "paint", "split_hash", "grid", "coarse_grid",
-    "unet.channels", "unet.outputs", "unet.seed",
+    "unet.channels", "unet.outputs", "unet.seed", "normalisation",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
 FACTS = ("spacing_mm", "target_spacing_mm", "oriented", "init_record")
@@ -44,7 +44,7 @@ the run has started from. Runs of earlier versions lack them."""
 
 def save_config(config: RunConfig, run: Path) -> None:
     """Write `run`/config.json, atomically."""
-    write_json(Path(run) / "config.json", {"schema": SCHEMA, **dataclasses.asdict(config)})
+    write_json(Path(run) / "config.json", {"schema": SCHEMA, **config.to_json()})
 
 
 def load_config(run: Path) -> RunConfig:
@@ -75,7 +75,7 @@ def _one_line(error: Exception) -> str:
 
 
 def config_from_json(content: Mapping[str, Any]) -> RunConfig:
-    """The configuration that `dataclasses.asdict` gave. Raises ValueError or InputError if a
+    """The configuration that its `to_json` gave. Raises ValueError or InputError if a
     setting is missing, as a default is not what the run has, or if one is not valid."""
     content = {
         "weight_decay": 0.0,
@@ -85,11 +85,15 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
         "paint": (),
         **content,
     }  # runs of earlier versions had none
+    if isinstance(content.get("unet"), dict):
+        content["unet"] = {"strides": (), **content["unet"]}  # left out if all axes are halved
     if isinstance(content.get("augment"), dict):
         content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")
     nested = {f"{outer}.{name}" for outer in NESTED for name in content.get(outer, {})}
-    missing = sorted(set(settings_by_name(config)) - set(content) - nested - set(FACTS))
+    missing = sorted(
+        set(settings_by_name(config)) - set(content) - nested - {*FACTS, "normalisation"}
+    )
     problems = []
     if missing:
         problems.append(f"config must hold every setting, got none for {', '.join(missing)}")

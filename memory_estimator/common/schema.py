@@ -14,8 +14,8 @@ dataclasses there is a dict of the options that were given; the others come from
 a recipe.
 
 A field's annotation gives the option's type: int, float, str, Path, bool, Optional of one, a tuple
-of a fixed length (`--shape X Y Z`) or of any (`--seeds 0 1 2`). Fields without `option` are not on
-the command line."""
+of a fixed length (`--shape X Y Z`) or of any (`--seeds 0 1 2`), a tuple of tuples of int
+(`--strides 2,2,1 2,2,2`). Fields without `option` are not on the command line."""
 
 import argparse
 import dataclasses
@@ -120,6 +120,9 @@ def _add_switch(target: Any, hint: Any, field: Field, spec: Option) -> None:
 def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
     """An option, or a positional argument, with one word or several."""
     inner, nargs = _shape_of(hint)
+    if isinstance(nargs, int) and get_args(hint)[-1] is Ellipsis and not spec.repeat:
+        inner = _whole_numbers  # of a tuple of tuples each is a word
+        nargs = "+"
     if spec.repeat and nargs == "+":
         nargs = None
     if spec.rest:
@@ -133,6 +136,15 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
     else:
         required = field.default is dataclasses.MISSING
         target.add_argument(_flag(field), dest=field.name, required=required, **more)
+
+
+def _whole_numbers(word: str) -> Tuple[int, ...]:
+    """The numbers of a word such as "2,2,1"."""
+    try:
+        return tuple(map(int, word.split(",")))
+    except ValueError:
+        rule = "must be whole numbers with commas, such as 2,2,1"
+        raise argparse.ArgumentTypeError(f"{rule}, got {word!r:.40}") from None
 
 
 def given_options(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
@@ -266,6 +278,12 @@ def _frozen(value: Any) -> Any:
 
 
 def _words(value: Any) -> List[str]:
-    if isinstance(value, (list, tuple)):
-        return list(map(str, value))
-    return [str(value)]
+    if not isinstance(value, (list, tuple)):
+        return [str(value)]
+    return [_word(each) for each in value]
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (list, tuple)):  # as of `_whole_numbers`
+        return ",".join(map(str, value))
+    return str(value)

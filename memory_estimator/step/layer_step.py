@@ -199,8 +199,8 @@ class _Layers:
 
 def _kind(op: LayerOp) -> str:
     """The kind of operations whose cost a layer's pass has."""
-    if op.kernel == 3:
+    if op.kernel == (3, 3, 3):
         return "convolve"
-    if op.kernel == 1:
+    if op.kernel == (1, 1, 1):
         return "project"
     return "up" if op.kernel else "pass"

@@ -29,6 +29,8 @@ class OwnOperation:
     channels: int  # of the maps, those of two that are joined together
     outputs: int  # channels of the filters' output, or of the gradient
     value_bytes: int  # of a map: 2 is bfloat16
+    # between two grids: voxels of the finer along X, Y, Z for one of the coarser
+    strides: Tuple[int, int, int] = (1, 1, 1)
 
 
 @dataclass(frozen=True)

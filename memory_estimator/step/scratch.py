@@ -5,6 +5,7 @@ A buffer for each thread stays from operation to operation, and one passes from 
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
 """
 
+import math
 from typing import Dict, Iterable, List, NamedTuple, Tuple
 
 from memory_estimator.step.cut import Cut, Work, ceil_div, cut_of, cut_of_rows, round_up
@@ -302,20 +303,22 @@ def _of_direct_up(op: OwnOperation, cut: Cut) -> Scratch:
     """`job_of` in direct_up.c: formed rows, and the sums of four tiles; packed filters, and the
     pieces' sums."""
     z = op.grid[2]
+    x_edge, y_edge, z_edge = op.strides
+    fine_rows = x_edge * y_edge
     if op.kind == "up_convolve":
         rows = 1
         steps = ceil_div(op.channels, 32)
-        voxels = 2
+        voxels = z_edge
         made = op.outputs
     else:
-        rows = 4
-        steps = ceil_div(op.outputs, GROUP)
+        rows = fine_rows
+        steps = ceil_div(op.outputs, 32 // z_edge)
         voxels = 1
         made = op.channels
     width = round_up(made, GROUP)
     tiles = ceil_div(z, 16)
     kept = 4 * 4 * 256 + rows * tiles * ceil_div(z, tiles) * 64 * steps
-    passing = width // GROUP * voxels * 4 * steps * 1024
+    passing = width // GROUP * voxels * fine_rows * steps * 1024
     passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
     return Scratch(cut.pieces, kept, passing)
 
@@ -327,13 +330,15 @@ def _of_direct_up_filters(op: OwnOperation, cut: Cut, l2_bytes: int) -> Scratch:
     groups = ceil_div(op.channels, GROUP)
     blocks = ceil_div(op.outputs, GROUP)
     pitch = round_up(z, 2)
-    arrays = cut.inputs + 8 * cut.outputs
+    taps = math.prod(op.strides)
+    arrays = cut.inputs + taps * cut.outputs
     rows = min(ceil_div(shared.ENOUGH_STEPS * 32, pitch), cut.planes)
     budget = l2_bytes * shared.POSITIONS_PERMILLE // 1000
     rows = max(1, min(rows, budget // (arrays * 32 * pitch)))
-    kept = 4 * 6 * 256 + 2 * round_up(pitch * GROUP * max(cut.inputs, 2 * cut.outputs), 32)
+    fine = op.strides[2] * cut.outputs
+    kept = 4 * 6 * 256 + 2 * round_up(pitch * GROUP * max(cut.inputs, fine), 32)
     kept += arrays * 1024 * ceil_div(rows * pitch, 32)
-    return Scratch(cut.pieces, kept, cut.positions * 4 * 8 * blocks * groups * 256)
+    return Scratch(cut.pieces, kept, cut.positions * 4 * taps * blocks * groups * 256)
 
 
 def _direct_width(channels: int) -> int:
@@ -343,7 +348,7 @@ def _direct_width(channels: int) -> int:
 
 def _of_pass(op: OwnOperation, cut: Cut, lanes: int) -> Scratch:
     """`job_of` in pointwise.c: a row of both maps; sums of each position, and packed filters."""
-    taps = 8 if op.kind.startswith("up_") else 1
+    taps = math.prod(op.strides) if op.kind.startswith("up_") else 1
     width = round_up(op.channels, lanes)
     output_width = round_up(op.outputs, lanes)
     filters = taps * width * output_width

@@ -17,7 +17,7 @@ from memory_estimator.step.writer import Writer, kernel_elements
 from models.network import network_program
 from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program, needed
 
-TAPS = {"pass": 0, "project": 1, "up": 8}  # of filters, by the kind of costs; others have 27
+TAPS = {"pass": 0, "project": 1}  # of filters, by the kind of costs; others have 27
 SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
 SLAB_MAPS = 2  # of one, in float32: logits and probabilities
 
@@ -122,7 +122,8 @@ class Paper:
 
     def counts(self, op: Op, inputs: int, outputs: int) -> Dict[str, int]:
         """Of a `StepOp`: multiply-adds, as 2, on the coarser grid, and channels."""
-        taps = TAPS.get(KINDS.get(op.kind.value, "pass"), 27)
+        costs = KINDS.get(op.kind.value, "pass")
+        taps = math.prod(op.strides) if costs == "up" else TAPS.get(costs, 27)
         has_products = op.kernel is not None or op.made.form is Form.KERNEL_GRADIENT
         products = taps * self.job.micro * math.prod(self._grid(op)) * inputs * outputs
         flops = 2 * products if has_products else 0
@@ -136,10 +137,11 @@ class Paper:
             channels=channels,
             outputs=outputs,
             value_bytes=self.writer.value_bytes,
+            strides=op.strides,
         )
 
     def map_bytes(self, made: Value, value_bytes: int = 0) -> int:
-        voxels = self.job.micro * math.prod(self._level_grid(made.level))
+        voxels = self.job.micro * math.prod(self.grid(made.level))
         return voxels * made.channels * (value_bytes or self.writer.value_bytes)
 
     def _grid(self, op: Op) -> Tuple[int, int, int]:
@@ -147,11 +149,11 @@ class Paper:
         made = op.made
         if made.form is Form.KERNEL_GRADIENT:
             made = needed(op.gradient)
-        return self._level_grid(max(op.reads[0].level, made.level))
+        return self.grid(max(op.reads[0].level, made.level))
 
-    def _level_grid(self, level: int) -> Tuple[int, int, int]:
-        x, y, z = self.job.shape
-        return x >> level, y >> level, z >> level
+    def grid(self, level: int) -> Tuple[int, int, int]:
+        """Voxels X, Y, Z of a level."""
+        return self.job.unet.grid(self.job.shape, level)
 
 
 # --- Operations: forward and backward ---
@@ -224,7 +226,8 @@ def _write_kernel_rows(paper: Paper, op: Op) -> None:
 
 def _write_kernel_taps(paper: Paper, op: Op) -> None:
     layer = paper.writer.layers[op.layer]
-    size = 4 * kernel_elements(layer) * 8 * op.made.channels // layer.shape[3]
+    taps = math.prod(op.strides)
+    size = 4 * kernel_elements(layer) * taps * op.made.channels // layer.shape[3]
     paper.make(op, op.made, size, "weights, parts", kind="update")
 
 
@@ -259,7 +262,8 @@ def _write_loss_slope(paper: Paper, op: Op) -> None:
 
 def _read_by_loss(paper: Paper, logits: Value) -> int:
     """Bytes of the logits, and of the target's rows along Z that count for them."""
-    return paper.map_bytes(logits) + (paper.map_bytes(logits, 1) << logits.level)
+    _, _, along_z = paper.job.unet.reduction(logits.level)
+    return paper.map_bytes(logits) + paper.map_bytes(logits, 1) * along_z
 
 
 WRITE: Dict[Kind, Callable[[Paper, Op], None]] = {

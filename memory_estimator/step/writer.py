@@ -150,7 +150,7 @@ def kernel_elements(op: LayerOp) -> int:
 
 def kernel_shape(op: LayerOp) -> Tuple[int, ...]:
     """A layer's kernel: voxels X, Y, Z, and its channels."""
-    return (*3 * (op.kernel,), op.in_channels, op.shape[3])
+    return (*op.kernel, op.in_channels, op.shape[3])
 
 
 def kernel_sides(op: LayerOp) -> Tuple[int, int]:

@@ -63,11 +63,14 @@ def operation(
     maps: Sequence[Any],
     outputs: int,
     others: Sequence[Any] = (),
+    strides: Sequence[int] = (2, 2, 2),
     **arrays: Any,
 ) -> Operation:
     """An Operation on NumPy arrays, or None in place of one; it does not keep them. `shape` is
-    batch, x, y, z; `arrays` are other fields by their names."""
+    batch, x, y, z; `strides` are voxels of the finer grid for one of the coarser, where there are
+    two; `arrays` are other fields by their names."""
     made = Operation(KIND_CODES[kind], CODES[dtype], threads, *shape, outputs=outputs)
+    made.finer[:] = strides
     for i, array in enumerate(maps):
         made.maps[i] = pointer(array)
         made.channels[i] = array.shape[-1]

@@ -372,7 +372,7 @@ ALWAYS_INLINE void fill_row(struct thread *t, unit *row, const struct input *in,
     int batch = t->band.batch;
     float *formed = purpose == GRADIENT_TILES_SUMMED ? t->output_row : t->formed_row;
     formed += width;
-    form_row(formed, width, in, batch, voxel_of(op, 1, batch, x, y), op->z, op->dtype);
+    form_row(formed, width, in, batch, voxel_of(op, batch, x, y), op->z, op->dtype);
     store_row(row, formed, width, j->tiles, purpose);
 }
 
@@ -518,7 +518,7 @@ static void convolve_plane(struct thread *t, int x)
                 }
             }
             for (int row = 0; row < r; row++) {
-                size_t voxel = voxel_of(j->op, 1, band->batch, x, y + row);
+                size_t voxel = voxel_of(j->op, band->batch, x, y + row);
                 finish(t, t->sums + row * next_sums, block, voxel);
             }
         }

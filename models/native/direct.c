@@ -142,7 +142,7 @@ static void form_ring_row(struct thread *t, int x, int y)
         memset(row, 0, j->products.row_bytes);
         return;
     }
-    size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+    size_t voxel = voxel_of(op, t->band.batch, x, y);
     if (t->piece.saved)
         in.maps[0] = map_in_place(op, &t->piece, &t->band, x, y);
     form_bfloat16_row((uint16_t *)row + j->width, j->width, &in, t->band.batch, voxel, op->z);
@@ -172,7 +172,7 @@ static void ask_for_next(const struct thread *t, int x, int y, int rows, int z0,
         return;
     for (int row = 0; row < rows; row++)
         for (int m = 0; m < 3; m++) {
-            size_t voxel = voxel_of(op, 1, t->band.batch, x, y + row) + z0;
+            size_t voxel = voxel_of(op, t->band.batch, x, y + row) + z0;
             const char *from = (const char *)maps[m] + voxel * channels[m] * 2;
             for (int at = 0; at < count * channels[m] * 2; at += 64)
                 __builtin_prefetch(from + at, 0, 2);
@@ -199,7 +199,7 @@ static void convolve_plane(struct thread *t, int x)
         for (int tile = 0; tile < j->tiles; tile++) {
             int z0 = tile * j->lines * j->voxels;
             int left = least(j->op->z - z0, j->lines * j->voxels);
-            size_t voxel = voxel_of(j->op, 1, band->batch, x, band->y0) + z0;
+            size_t voxel = voxel_of(j->op, band->batch, x, band->y0) + z0;
             size_t row_values = (size_t)j->op->z * j->outputs;
             const struct spans top =
                 spans_of(t->sums, columns, count, voxel, left, j->voxels, j->outputs);

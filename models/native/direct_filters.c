@@ -144,7 +144,7 @@ static const uint16_t *formed_row(struct thread *t, const struct input *in, int 
 {
     const struct operation *op = t->job->op;
     uint16_t *formed = t->formed + width;
-    size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+    size_t voxel = voxel_of(op, t->band.batch, x, y);
     size_t beyond = t->job->pitch + 4 - op->z;
     memset(t->formed, 0, sizeof(uint16_t) * width);
     form_bfloat16_row(formed, width, in, t->band.batch, voxel, op->z);
@@ -172,7 +172,7 @@ static void form_values_row(struct thread *t, char *to, int x, int y)
         } else if (formed) {
             store_pairs(to, formed + first * t->width + 16 * group, t->width, pairs);
         } else if (first) {
-            size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+            size_t voxel = voxel_of(op, t->band.batch, x, y);
             form_pairs(to + j->copy_bytes, to, pairs, &j->values, t->band.batch, voxel,
                        16 * (t->piece.input + group), op->z);
         }
@@ -205,7 +205,7 @@ static void form_gradients(struct thread *t, int x, int number)
     for (int row = 0; row < rows; row++) {
         int y = t->band.y0 + row;
         int now = row + 1 < rows ? (row + 1) * pairs / 16 : tiles;
-        size_t voxel = voxel_of(op, 1, t->band.batch, x, y);
+        size_t voxel = voxel_of(op, t->band.batch, x, y);
         const uint16_t *formed = NULL;
         if (!j->gradients_are_whole)
             formed = formed_row(t, &t->gradient_of, t->output_width, x, y);

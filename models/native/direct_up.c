@@ -1,8 +1,10 @@
-/* Transposed convolutions of 2x2x2 of bfloat16 maps in AMX's tiles, and their input gradients.
+/* Transposed convolutions of bfloat16 maps in AMX's tiles, of 2x2x2 or of 1 along some axes, and
+   their input gradients.
 
    Both go row by row of the coarse grid. UP_CONVOLVE: a line of a tile A is a formed voxel, and
    makes a pair of voxels of each of the four fine rows. UP_INPUT_GRADIENT: a line is a pair of
-   voxels of a fine row, and the four fine rows are the taps that make one voxel. */
+   voxels of a fine row, and the four fine rows are the taps that make one voxel. Along an axis of 1
+   there are half as many rows, or one voxel in place of a pair. */
 #include "direct.h"
 
 struct job {
@@ -11,7 +13,8 @@ struct job {
     struct made made;   /* without what belongs to a sample */
     struct products products;
     struct cut cut;      /* of coarse rows */
-    int rows, times;     /* that are formed for a coarse row; 2 if they are fine ones */
+    int rows, edge;      /* that are formed for a coarse row; voxels of them for one of it */
+    int fine_rows;       /* over a coarse one */
     int width;           /* values of a formed voxel */
     int voxels, blocks;  /* that a line makes; of 16 channels of the map that is made */
     int tiles, lines;    /* of a row: tiles A along z, and lines in each */
@@ -28,30 +31,32 @@ static struct job job_of(const struct operation *op)
     struct job j = {.op = op, .cut = cut_of_rows(rows_of_all(op), op->threads)};
     struct products *p = &j.products;
     size_t coarse = (size_t)op->batch * op->x * op->y * op->z;
+    int edge = op->finer[2];
+    j.fine_rows = op->finer[0] * op->finer[1];
     j.made.map = op->map;
     if (op->kind == UP_CONVOLVE) {
         j.input = (struct input){.channels = {op->channels[0]}, .maps = {op->maps[0]}};
         j.input.coefficients = op->coefficients;
         j.rows = 1;
-        j.times = 1;
+        j.edge = 1;
         j.width = round_up(op->channels[0], 32);
-        j.voxels = 2;
+        j.voxels = edge;
         j.made.channels = op->outputs;
-        j.made.bytes = 8 * coarse * op->outputs * 2;
+        j.made.bytes = coarse * j.fine_rows * edge * op->outputs * 2;
         p->taps = 1;
         p->steps = j.width / 32;
     } else {
         j.input = (struct input){.channels = {op->outputs}, .maps = {op->others[0]}};
-        j.rows = 4;
-        j.times = 2;
-        j.width = round_up(op->outputs, 16);
+        j.rows = j.fine_rows;
+        j.edge = edge;
+        j.width = round_up(op->outputs, 32 / edge);
         j.voxels = 1;
         j.made.channels = op->channels[0];
         j.made.bytes = coarse * op->channels[0] * 2;
         j.made.sums = op->sums_to ? NORM_SUMS : NO_SUMS;
         j.made.other = op->maps[0];
-        p->taps = 4;
-        p->steps = j.width / 16;
+        p->taps = j.fine_rows;
+        p->steps = edge * j.width / 32;
     }
     j.input = all_of(j.input);
     j.made.width = round_up(j.made.channels, 16);
@@ -62,7 +67,7 @@ static struct job job_of(const struct operation *op)
     p->line_bytes = (size_t)64 * p->steps;
     p->row_bytes = j.lines * p->line_bytes;
     j.formed_bytes = j.tiles * p->row_bytes;
-    j.column_bytes = (size_t)4 * p->steps * TILE_BYTES;
+    j.column_bytes = (size_t)j.fine_rows * p->steps * TILE_BYTES;
     j.kept = sizeof(float) * MOST_TILE_ROWS * TILE_FLOATS + j.rows * j.formed_bytes;
     j.weight_bytes = j.blocks * j.voxels * j.column_bytes;
     /* A cache line between threads. */
@@ -84,8 +89,8 @@ static const char *weights_of(const struct job *j, struct column column, int row
     return j->weights + (column.block * j->voxels + column.voxel) * j->column_bytes + row * of_row;
 }
 
-/* From the formed rows the row of the map that begins at `voxel`; of UP_CONVOLVE, fine row `row`
-   of four. */
+/* From the formed rows the row of the map that begins at `voxel`; of UP_CONVOLVE, fine row
+   `row`. */
 static void make_row(struct thread *t, size_t voxel, int row)
 {
     const struct job *j = t->job;
@@ -120,18 +125,19 @@ static void make_rows(struct thread *t, int batch, int x, int y)
 {
     const struct job *j = t->job;
     const struct operation *op = j->op;
-    int edge = j->times;
+    size_t coarse = voxel_of(op, batch, x, y);
+    int is_up = op->kind == UP_CONVOLVE;
     for (int i = 0; i < j->rows; i++) {
-        size_t voxel = voxel_of(op, edge, batch, edge * x + i / 2, edge * y + i % 2);
+        size_t voxel = is_up ? coarse : finer_voxel(op, op->finer, batch, x, y, i);
         uint16_t *to = (uint16_t *)(t->formed + i * j->formed_bytes);
-        form_bfloat16_row(to, j->width, &j->input, batch, voxel, edge * op->z);
+        form_bfloat16_row(to, j->width, &j->input, batch, voxel, j->edge * op->z);
     }
-    if (op->kind == UP_INPUT_GRADIENT) {
-        make_row(t, voxel_of(op, 1, batch, x, y), 0);
+    if (!is_up) {
+        make_row(t, coarse, 0);
         return;
     }
-    for (int i = 0; i < 4; i++)
-        make_row(t, voxel_of(op, 2, batch, 2 * x + i / 2, 2 * y + i % 2), i);
+    for (int i = 0; i < j->fine_rows; i++)
+        make_row(t, finer_voxel(op, op->finer, batch, x, y, i), i);
 }
 
 static void up_piece(struct job *j, const struct piece *piece, char *memory)
@@ -162,15 +168,16 @@ static void weights_at(float *to, const struct job *j, int row, int voxel, int k
     int outputs = j->op->outputs;
     int channels = j->op->channels[0];
     int n = least(16, j->made.channels - first);
+    int edge = j->op->finer[2];
     const float *filters = j->op->filters;
     if (j->op->kind == UP_CONVOLVE) {
-        size_t at = ((size_t)(2 * row + voxel) * outputs + first) * channels + k;
+        size_t at = ((size_t)(edge * row + voxel) * outputs + first) * channels + k;
         for (int o = 0; o < n && k < channels; o++)
             to[o] = filters[at + (size_t)o * channels];
         return;
     }
     int output = k % j->width;
-    size_t at = ((size_t)(2 * row + k / j->width) * outputs + output) * channels + first;
+    size_t at = ((size_t)(edge * row + k / j->width) * outputs + output) * channels + first;
     if (output < outputs)
         memcpy(to, filters + at, sizeof(float) * n);
 }
@@ -180,11 +187,12 @@ static void pack_weights(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
     int pairs = 16 * j->products.steps;
-    long all = 4L * j->blocks * j->voxels * pairs;
+    int rows = j->fine_rows;
+    long all = (long)rows * j->blocks * j->voxels * pairs;
     for (long at = share(all, thread, threads); at < share(all, thread + 1, threads); at++) {
         int pair = (int)(at % pairs);
-        int row = (int)(at / pairs % 4);
-        int column = (int)(at / pairs / 4);
+        int row = (int)(at / pairs % rows);
+        int column = (int)(at / pairs / rows);
         int block = column / j->voxels;
         unit *to = (unit *)(j->weights + at * 64);
         float both[2][16] = {{0}};

@@ -1,9 +1,9 @@
-/* Filter gradients of transposed convolutions of 2x2x2 of bfloat16 maps in AMX's tiles: sums over
-   coarse positions, 32 in a product.
+/* Filter gradients of transposed convolutions of bfloat16 maps in AMX's tiles, of 2x2x2 or of 1
+   along some axes: sums over coarse positions, 32 in a product.
 
    A thread takes some rows of its piece at a time, the positions of one after those of the other. A
-   target is a tap and a block of 16 outputs; what it sums over are every other voxel of a fine
-   row. */
+   target is a tap and a block of 16 outputs; what it sums over are every other voxel of a fine row,
+   or all if the taps have 1 along z. */
 #include "positions.h"
 
 struct job {
@@ -11,6 +11,7 @@ struct job {
     struct input values, gradient; /* of the tiles A and of the tiles B */
     struct cut cut;                /* of coarse rows, groups and blocks */
     int groups, blocks;            /* of 16 channels, of 16 outputs */
+    int taps;
     int pitch;                     /* positions from row to row; even */
     int rows;                      /* that are taken at a time */
     int steps;                     /* of them: of 32 positions */
@@ -45,10 +46,11 @@ static struct job job_of(const struct operation *op)
     j.gradient = all_of((struct input){.channels = {op->outputs}, .maps = {op->others[0]}});
     j.groups = ceil_div(op->channels[0], 16);
     j.blocks = ceil_div(op->outputs, 16);
+    j.taps = op->finer[0] * op->finer[1] * op->finer[2];
     j.pitch = round_up(op->z, 2);
     j.cut = cut_for(op, &j);
 
-    int arrays = j.cut.inputs + 8 * j.cut.outputs;
+    int arrays = j.cut.inputs + j.taps * j.cut.outputs;
     long row_bytes = (long)arrays * 32 * j.pitch;
     long fitting = l2_budget(POSITIONS_PERMILLE) / row_bytes;
     long rows = ceil_div(ENOUGH_STEPS * 32, j.pitch);
@@ -58,11 +60,12 @@ static struct job job_of(const struct operation *op)
     j.steps = ceil_div(j.rows * j.pitch, 32);
     j.array_bytes = (size_t)j.steps * TILE_BYTES;
 
-    int widest = j.cut.inputs > 2 * j.cut.outputs ? j.cut.inputs : 2 * j.cut.outputs;
+    int fine = op->finer[2] * j.cut.outputs;
+    int widest = j.cut.inputs > fine ? j.cut.inputs : fine;
     j.row_values = ((size_t)j.pitch * 16 * widest + 31) / 32 * 32;
     j.kept = sizeof(float) * MOST_TARGETS * TILE_FLOATS + sizeof(uint16_t) * j.row_values;
     j.kept += arrays * j.array_bytes;
-    j.position_sums = (size_t)8 * j.blocks * j.groups * TILE_FLOATS;
+    j.position_sums = (size_t)j.taps * j.blocks * j.groups * TILE_FLOATS;
     j.passing = j.cut.positions * sizeof(float) * j.position_sums;
     return j;
 }
@@ -86,7 +89,7 @@ static void form_row_of(struct thread *t, const struct input *in, int width, int
     memset(t->formed + (size_t)z * width, 0, sizeof(uint16_t) * (voxels - z) * width);
 }
 
-/* Row `row` of those that are taken at a time: coarse row (x, y) and the four fine ones. */
+/* Row `row` of those that are taken at a time: coarse row (x, y) and the fine ones over it. */
 static void form_rows(struct thread *t, int row, int batch, int x, int y)
 {
     const struct job *j = t->job;
@@ -94,18 +97,20 @@ static void form_rows(struct thread *t, int row, int batch, int x, int y)
     int pairs = j->pitch / 2;
     int width = 16 * t->groups;
     int output_width = 16 * t->blocks;
+    int edge = op->finer[2];
     size_t at = (size_t)row * pairs * 64;
-    form_row_of(t, &t->values_of, width, batch, voxel_of(op, 1, batch, x, y), op->z, j->pitch);
+    form_row_of(t, &t->values_of, width, batch, voxel_of(op, batch, x, y), op->z, j->pitch);
     for (int group = 0; group < t->groups; group++)
         store_pairs(t->values + group * j->array_bytes + at, t->formed + 16 * group, width, pairs);
-    for (int tap = 0; tap < 8; tap++) {
-        size_t voxel = voxel_of(op, 2, batch, 2 * x + tap / 4, 2 * y + tap / 2 % 2);
-        const uint16_t *formed = t->formed + tap % 2 * output_width;
-        if (tap % 2 == 0)
-            form_row_of(t, &t->gradient_of, output_width, batch, voxel, 2 * op->z, 2 * j->pitch);
+    for (int tap = 0; tap < j->taps; tap++) {
+        size_t voxel = finer_voxel(op, op->finer, batch, x, y, tap / edge);
+        const uint16_t *formed = t->formed + tap % edge * output_width;
+        if (tap % edge == 0)
+            form_row_of(t, &t->gradient_of, output_width, batch, voxel, edge * op->z,
+                        edge * j->pitch);
         for (int block = 0; block < t->blocks; block++) {
             char *target = t->gradients + (tap * t->blocks + block) * j->array_bytes;
-            store_pairs(target + at, formed + 16 * block, 2 * output_width, pairs);
+            store_pairs(target + at, formed + 16 * block, edge * output_width, pairs);
         }
     }
 }
@@ -122,7 +127,7 @@ static void correlate_rows(struct thread *t, int rows)
 {
     const struct job *j = t->job;
     int tiles = ceil_div(rows * j->pitch, 32);
-    int targets = 8 * t->blocks;
+    int targets = j->taps * t->blocks;
     size_t formed = (size_t)rows * j->pitch * 32;
     for (int group = 0; group < t->groups; group++) {
         char *values = t->values + group * j->array_bytes;
@@ -156,10 +161,10 @@ static void correlate_piece(struct job *j, const struct piece *piece, char *memo
     t.blocks = piece->past_output - piece->output;
     t.gradients = t.values + t.groups * j->array_bytes;
     t.filter_sums = j->filter_sums + piece->position * j->position_sums;
-    for (int target = 0; target < 8 * t.blocks; target++)
+    for (int target = 0; target < j->taps * t.blocks; target++)
         memset(panel_of(&t, target, 0), 0, sizeof(float) * TILE_FLOATS * t.groups);
     /* What follows the rows is multiplied by zeros. */
-    memset(t.gradients, 0, 8 * t.blocks * j->array_bytes);
+    memset(t.gradients, 0, j->taps * t.blocks * j->array_bytes);
     tile_config(16, 16);
     long number = piece->plane;
     while (number < piece->past_plane) {
@@ -191,7 +196,7 @@ static void write_tile(const struct job *j, const double *sums, int tap, int blo
 static void write_filter_gradient(void *argument, int thread, int threads)
 {
     const struct job *j = argument;
-    long all = 8L * j->blocks * j->groups;
+    long all = (long)j->taps * j->blocks * j->groups;
     for (long tile = share(all, thread, threads); tile < share(all, thread + 1, threads); tile++) {
         double sums[TILE_FLOATS];
         add_positions(sums, j->filter_sums, j->position_sums, j->cut.positions, tile);

@@ -6,9 +6,10 @@
    CpuLossSums   logits: T; target: uint8 -> sums: float CpuLossSlope  logits: T; target: uint8;
    factors: float -> slope: T CpuOrthogonal kernel: float -> orthogonal: float
 
-   The first is of each kind in native.h but those of a loss and ORTHOGONAL. What a kind neither
-   takes nor makes is empty; every other shape follows from the first map's and the filters', and is
-   compared with them before any memory is read. */
+   The first is of each kind in native.h but those of a loss and ORTHOGONAL. Between two grids its
+   `strides` are voxels of the finer one for one of the coarser. What a kind neither takes nor makes
+   is empty; every other shape follows from the first map's and the filters', and is compared with
+   them before any memory is read. */
 #define _GNU_SOURCE
 #include <stdbool.h>
 #include <stdint.h>
@@ -67,6 +68,8 @@ TF_KernelBuilder *TF_NewKernelBuilder(const char *operation, const char *device,
 void TF_RegisterKernelBuilder(const char *name, TF_KernelBuilder *, TF_Status *);
 void TF_OpKernelConstruction_GetAttrInt32(TF_OpKernelConstruction *, const char *name,
                                           int32_t *value, TF_Status *);
+void TF_OpKernelConstruction_GetAttrInt32List(TF_OpKernelConstruction *, const char *name,
+                                              int32_t *values, int most, TF_Status *);
 void TF_OpKernelConstruction_Failure(TF_OpKernelConstruction *, TF_Status *);
 int TF_NumInputs(TF_OpKernelContext *);
 void TF_GetInput(TF_OpKernelContext *, int index, TF_Tensor **, TF_Status *);
@@ -177,7 +180,7 @@ struct about {
     char more;                                 /* maps than one that may be joined */
     char others;                               /* at least */
     char optional;                             /* others */
-    char edge;                                 /* of the filters */
+    char edge;                                 /* of the filters; on a finer grid the strides */
     char filters;                              /* whether they come in */
     char swapped;                              /* whether their order is [outputs][channels] */
     char grid;                                 /* of the other map */
@@ -205,16 +208,16 @@ static const struct about ABOUT[LOSS_SUMS] = {
     [PROJECT_SUMS] = {.others = 1, .edge = 1, .filters = 1, .sums = 1,
                       .filter_gradient = 1, .bias_gradient = 1},
     [PROJECT_TO_RAW] = {.others = 1, .edge = 1, .filters = 1, .makes = LIKE_MAP, .over = OVER_MAP},
-    [UP_CONVOLVE] = {.edge = 2, .filters = 1, .swapped = 1, .grid = FINER, .makes = LIKE_OTHER},
-    [UP_INPUT_GRADIENT] = {.others = 1, .edge = 2, .filters = 1, .swapped = 1, .grid = FINER,
+    [UP_CONVOLVE] = {.filters = 1, .swapped = 1, .grid = FINER, .makes = LIKE_OTHER},
+    [UP_INPUT_GRADIENT] = {.others = 1, .filters = 1, .swapped = 1, .grid = FINER,
                            .makes = LIKE_MAP, .sums = 1},
-    [UP_FILTER_GRADIENT] = {.others = 1, .edge = 2, .swapped = 1, .grid = FINER,
-                            .filter_gradient = 1},
+    [UP_FILTER_GRADIENT] = {.others = 1, .swapped = 1, .grid = FINER, .filter_gradient = 1},
 };
 /* clang-format on */
 
 struct attributes {
     int kind, maps, others;
+    int strides[3];
 };
 
 /* The operation itself, once its tensors are known to fit. */
@@ -257,12 +260,17 @@ static void require_counts(struct call *call, const struct attributes *given, in
             "others must be %d to %d, got %d", fewest, most, given->others);
 }
 
-static void require_map(struct call *call, const struct about *about, struct shape map)
+static void require_map(struct call *call, const struct attributes *given, struct shape map)
 {
+    const struct about *about = &ABOUT[given->kind];
     REQUIRE(call, map.rank == 5 && TF_TensorElementCount(call->inputs[MAPS]) > 0,
             "map must hold voxels in 5 dimensions, got (%s) in %d", text_of(map).of, (int)map.rank);
+    const int *strides = given->strides;
+    for (int i = 0; i < 3; i++)
+        REQUIRE(call, strides[i] == 1 || strides[i] == 2, "strides must be 1 or 2, got %d, %d, %d",
+                strides[0], strides[1], strides[2]);
     for (int i = 0; i < 4; i++) {
-        bool is_pooled = about->grid == COARSER && i > 0;
+        bool is_pooled = about->grid == COARSER && i > 0 && strides[i - 1] == 2;
         bool fits = map.size[i] < 1 << 24 && !(is_pooled && map.size[i] % 2);
         REQUIRE(call, fits,
                 "sizes of a map must be below 2^24, and even where it is pooled, got (%s)",
@@ -300,23 +308,27 @@ static int64_t outputs_of(struct call *call, const struct attributes *given, int
     return outputs;
 }
 
-static struct shape filters_of(const struct about *about, int64_t channels, int64_t outputs)
+static struct shape filters_of(const struct attributes *given, int64_t channels, int64_t outputs)
 {
-    int edge = about->edge;
-    if (about->swapped)
-        return (struct shape){5, {edge, edge, edge, outputs, channels}};
-    return (struct shape){5, {edge, edge, edge, channels, outputs}};
+    const struct about *about = &ABOUT[given->kind];
+    struct shape filters = {.rank = 5};
+    for (int i = 0; i < 3; i++)
+        filters.size[i] = about->grid == FINER ? given->strides[i] : about->edge;
+    filters.size[3] = about->swapped ? outputs : channels;
+    filters.size[4] = about->swapped ? channels : outputs;
+    return filters;
 }
 
 /* The shape of the other map. */
-static struct shape other_of(const struct about *about, struct shape map, int64_t outputs)
+static struct shape other_of(const struct attributes *given, struct shape map, int64_t outputs)
 {
+    int grid = ABOUT[given->kind].grid;
     struct shape other = map;
     for (int i = 1; i < 4; i++) {
-        if (about->grid == FINER)
-            other.size[i] = 2 * map.size[i];
-        if (about->grid == COARSER)
-            other.size[i] = map.size[i] / 2;
+        if (grid == FINER)
+            other.size[i] = given->strides[i - 1] * map.size[i];
+        if (grid == COARSER)
+            other.size[i] = map.size[i] / given->strides[i - 1];
     }
     other.size[4] = outputs;
     return other;
@@ -359,7 +371,7 @@ static void compute_kind(struct call *call, const struct attributes *given)
     int raw_maps = raw_maps_of(kind, normed, other_normed);
     struct shape map = shape_of(inputs[MAPS]);
     require_counts(call, given, raw_maps);
-    require_map(call, about, map);
+    require_map(call, given, map);
     if (!fine(call))
         return;
 
@@ -368,8 +380,9 @@ static void compute_kind(struct call *call, const struct attributes *given)
     int64_t channels = take_maps(call, &op, given->maps, map);
     int64_t outputs = outputs_of(call, given, channels);
     op.outputs = (int)outputs;
-    struct shape other = other_of(about, map, outputs);
-    struct shape filters = filters_of(about, channels, outputs);
+    memcpy(op.finer, given->strides, sizeof op.finer);
+    struct shape other = other_of(given, map, outputs);
+    struct shape filters = filters_of(given, channels, outputs);
     for (int i = 0; i < given->others; i++) {
         int place = i;
         if (kind == INPUT_GRADIENT && !other_normed)
@@ -525,6 +538,9 @@ static void *create(TF_OpKernelConstruction *construction)
     };
     for (int i = 0; i < 3 && TF_GetCode(status) == TF_OK; i++)
         TF_OpKernelConstruction_GetAttrInt32(construction, each[i].name, each[i].to, status);
+    if (TF_GetCode(status) == TF_OK) /* a list of another length leaves zeros, or is cut */
+        TF_OpKernelConstruction_GetAttrInt32List(construction, "strides", given->strides, 3,
+                                                 status);
     if (TF_GetCode(status) != TF_OK)
         TF_OpKernelConstruction_Failure(construction, status);
     TF_DeleteStatus(status);
@@ -544,7 +560,7 @@ struct definition {
     void *(*create)(TF_OpKernelConstruction *);
     void (*compute)(void *, TF_OpKernelContext *);
     void (*destroy)(void *);
-    const char *attributes[5], *inputs[7], *outputs[5];
+    const char *attributes[6], *inputs[7], *outputs[5];
 };
 
 static const struct definition DEFINITIONS[] = {
@@ -554,7 +570,7 @@ static const struct definition DEFINITIONS[] = {
         .compute = compute,
         .destroy = free,
         .attributes = {"T: {float, bfloat16}", "kind: int >= 0", "n_maps: int >= 1",
-                       "n_others: int >= 0"},
+                       "n_others: int >= 0", "strides: list(int) >= 3 = [2, 2, 2]"},
         .inputs = {"filters: float", "bias: float", "coefficients: float",
                    "other_coefficients: float", "maps: n_maps * T", "others: n_others * T"},
         .outputs = {"map: T", "sums: float", "filter_gradient: float", "bias_gradient: float"},

@@ -48,7 +48,9 @@ struct operation {
     float *sums_to; /* NULL if they are not wanted, as below */
     float *filter_gradient, *bias_gradient;
     size_t *scratch; /* not NULL: nothing is computed; SCRATCH numbers are written here */
-    int finer[3];    /* of a loss: voxels of the target for one of the map; the first counts */
+    /* Voxels of the finer grid along x, y, z for one of the coarser: of a pool or an up_ kind 1 or
+       2; of a loss those of the target for one of the map, of which the first counts. */
+    int finer[3];
 };
 
 /* Whether an operation is asked for its scratch alone, which is then written. */

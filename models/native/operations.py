@@ -29,6 +29,8 @@ from models.native.library import does_not_load, load, own_operations
 from models.native.shared import KIND_CODES
 
 Tensor = tf.Tensor
+Strides = Tuple[int, int, int]
+HALVED: Strides = (2, 2, 2)  # voxels of the finer grid along X, Y, Z for one of the coarser
 
 
 class Norm(NamedTuple):
@@ -131,32 +133,39 @@ def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
 # --- Between two grids ---
 
 
-def max_pool(source: Source) -> Tensor:
-    """The largest value of every 2 x 2 x 2 voxels."""
-    return _pass("max_pool", source, grid=0.5)[0].map
+def max_pool(source: Source, strides: Strides = HALVED) -> Tensor:
+    """The largest value of every 2 x 2 x 2 voxels, or of fewer as `strides` say."""
+    size = [_times(side, 1, stride) for side, stride in zip(source.raw.shape[1:4], strides)]
+    return _pass("max_pool", source, strides=strides, size=size)[0].map
 
 
-def max_pool_gradient(source: Source, pooled_gradient: Tensor, add: Tensor) -> AtValues:
+def max_pool_gradient(
+    source: Source, pooled_gradient: Tensor, add: Tensor, strides: Strides = HALVED
+) -> AtValues:
     """The gradient of the pooled map at the first of the largest, plus `add`, of the source's
     shape."""
-    return _pass("max_pool_gradient", source, [pooled_gradient, add])[0]
+    return _pass("max_pool_gradient", source, [pooled_gradient, add], strides=strides)[0]
 
 
 def up_convolve(source: Source, filters: Tensor) -> Tensor:
-    """The transposed convolution of kernel and stride 2, (batch, 2x, 2y, 2z, out); filters are (2,
-    2, 2, out, in)."""
-    return _pass("up_convolve", source, (), filters, grid=2, channels=filters.shape[3])[0].map
+    """The transposed convolution whose stride is its kernel's shape, such as (batch, 2x, 2y, 2z,
+    out) for filters (2, 2, 2, out, in)."""
+    *strides, channels, _ = filters.shape
+    size = [_times(side, stride, 1) for side, stride in zip(source.raw.shape[1:4], strides)]
+    more = {"strides": strides, "size": size, "channels": channels}
+    return _pass("up_convolve", source, (), filters, **more)[0].map
 
 
 def up_input_gradient(gradient: Tensor, filters: Tensor, below: Source) -> AtValues:
     """The gradient of `below`, which was convolved."""
-    return _pass("up_input_gradient", below, [gradient], filters)[0]
+    strides = filters.shape[:3]
+    return _pass("up_input_gradient", below, [gradient], filters, strides=strides)[0]
 
 
-def up_filter_gradient(source: Source, gradient: Tensor) -> Tensor:
-    """The gradient of the filters, (2, 2, 2, out, in)."""
-    _, of_filters, _ = _pass("up_filter_gradient", source, [gradient])
-    of_filters.set_shape((2, 2, 2, gradient.shape[-1], source.raw.shape[-1]))
+def up_filter_gradient(source: Source, gradient: Tensor, strides: Strides = HALVED) -> Tensor:
+    """The gradient of the filters, (*strides, out, in)."""
+    _, of_filters, _ = _pass("up_filter_gradient", source, [gradient], strides=strides)
+    of_filters.set_shape((*strides, gradient.shape[-1], source.raw.shape[-1]))
     return of_filters
 
 
@@ -312,16 +321,17 @@ def _run(
     extras: Sequence[Tensor],
     *floats: Optional[Tensor],
     made: Sequence = (),
+    strides: Sequence[int] = HALVED,
 ) -> Tuple[AtValues, Tensor, Tensor]:
     """Map with its two sums, gradients of filters and bias; results that the kind does not make are
     empty. `floats` are filters, bias, coefficients and other coefficients, if any; `made` is the
-    shape of the map, or of the map that has the sums."""
+    shape of the map, or of the map that has the sums. `strides` are between two grids."""
     module = _module()
     absent = tf.zeros((0,))
     inputs = [absent if array is None else array for array in floats]
     inputs += [absent] * (4 - len(inputs))
     made_map, sums, of_filters, of_bias = module.cpu_operation(
-        *inputs, list(maps), list(extras), kind=KIND_CODES[kind]
+        *inputs, list(maps), list(extras), kind=KIND_CODES[kind], strides=list(strides)
     )
     if made and kind in WITH_SUMS:
         sums.set_shape((made[0], 2, made[4]))
@@ -342,16 +352,23 @@ def _pass(
     filters: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
     coefficients: Optional[Tensor] = None,
-    grid: float = 1,
+    strides: Sequence[int] = HALVED,
+    size: Optional[Sequence[Optional[int]]] = None,
     channels: Optional[int] = None,
 ) -> Tuple[AtValues, Tensor, Tensor]:
-    """`_run` on one map; the new map has `grid` times as many voxels along an axis."""
-    batch, *size, width = source.raw.shape
-    made_size = [None if side is None else int(side * grid) for side in size]
-    made = (batch, *made_size, width if channels is None else channels)
+    """`_run` on one map; the new map has as many voxels and channels unless `size` and `channels`
+    say others."""
+    batch, *own_size, width = source.raw.shape
+    made = (batch, *(size or own_size), width if channels is None else channels)
     if coefficients is None:
         coefficients = _norms([source])
-    return _run(kind, [source.raw], extras, filters, bias, coefficients, made=made)
+    floats = (filters, bias, coefficients)
+    return _run(kind, [source.raw], extras, *floats, made=made, strides=strides)
+
+
+def _times(side: Optional[int], times: int, over: int) -> Optional[int]:
+    """A side of a coarser or finer grid; None stays unknown."""
+    return None if side is None else side * times // over
 
 
 def _module() -> Any:
@@ -453,7 +470,8 @@ def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tenso
     with tf.GradientTape() as tape:
         tape.watch(inputs)
         terms = [tf.cast(other, tf.float32) for other in others]
-        made = _PLAIN[kind](_plain_values(sources, norms), filters, bias, terms)
+        values = _plain_values(sources, norms)
+        made = _PLAIN[kind](_Read(values, filters, bias, terms, op.get_attr("strides")))
     return tape.gradient(made, inputs, at_map)
 
 
@@ -480,24 +498,43 @@ def _over_grid(rows: Tensor) -> List[Tensor]:
     return [row[:, None, None, None] for row in tf.unstack(rows, axis=1)]
 
 
-def _plain_convolve(values: Tensor, filters: Tensor, bias: Tensor, terms: List[Tensor]) -> Tensor:
-    made = tf.nn.conv3d(values, filters, (1, 1, 1, 1, 1), "SAME")
-    if bias.shape.num_elements():
-        made += bias
-    return tf.add_n([made, *terms])
+class _Read(NamedTuple):
+    """What a forward operation reads, in float32."""
+
+    values: Tensor  # of its maps, side by side
+    filters: Tensor
+    bias: Tensor
+    terms: List[Tensor]  # other maps
+    strides: List[int]  # between two grids
 
 
-def _plain_up(values: Tensor, filters: Tensor, bias: Tensor, terms: List[Tensor]) -> Tensor:
-    grid = [2 * size for size in values.shape[1:4]]
-    shape = (tf.shape(values)[0], *grid, filters.shape[3])
-    return tf.nn.conv3d_transpose(values, filters, shape, 2, "SAME")
+def _plain_convolve(read: _Read) -> Tensor:
+    made = tf.nn.conv3d(read.values, read.filters, (1, 1, 1, 1, 1), "SAME")
+    if read.bias.shape.num_elements():
+        made += read.bias
+    return tf.add_n([made, *read.terms])
+
+
+def _plain_max_pool(read: _Read) -> Tensor:
+    return tf.nn.max_pool3d(read.values, read.strides, read.strides, "VALID")
+
+
+def _plain_up(read: _Read) -> Tensor:
+    size = read.values.shape[1:4]
+    grid = [stride * side for stride, side in zip(read.strides, size)]
+    shape = (tf.shape(read.values)[0], *grid, read.filters.shape[3])
+    return tf.nn.conv3d_transpose(read.values, read.filters, shape, read.strides, "SAME")
+
+
+def _plain_residual_sum(read: _Read) -> Tensor:
+    return tf.nn.relu(read.values + read.terms[0])
 
 
 _PLAIN = {
     "convolve": _plain_convolve,
     "project": _plain_convolve,
-    "max_pool": lambda values, filters, bias, terms: tf.nn.max_pool3d(values, 2, 2, "VALID"),
+    "max_pool": _plain_max_pool,
     "up_convolve": _plain_up,
-    "residual_sum": lambda values, filters, bias, terms: tf.nn.relu(values + terms[0]),
+    "residual_sum": _plain_residual_sum,
 }
-"""Kind of a forward operation -> its map by TensorFlow, from values, filters, bias, other terms."""
+"""Kind of a forward operation -> its map by TensorFlow."""

@@ -15,7 +15,7 @@ struct job {
     struct input raw, other;
     int from_raw;           /* whether products are of the raw map's values, */
     int reads_other;        /* or of the other map's */
-    int edge, taps;         /* of the filters */
+    int finer[3], taps;     /* of the filters: edges, of an up_ kind as much finer as the grid */
     int width, other_width; /* channels of the raw and of the other map, in whole vectors */
     struct cut cut;
     size_t kept_floats;  /* of a thread's rows */
@@ -33,18 +33,23 @@ struct thread {
     struct input raw, of_other; /* the channels of the piece */
     int width, other_width;     /* of them, in whole vectors */
     float *raw_row;             /* [z][width], formed */
-    float *other_row;           /* [z][other_width]; of fine rows four, of 2 z voxels each */
+    float *other_row;           /* [z][other_width]; or all fine rows over a coarse one */
     const float *norm;          /* of the sample; NULL where the raw map is read as it is */
     double *filter_sums;        /* [tap][output][width], [other_width] of the job */
     double *sums;               /* [2][width] of the sample */
 };
 
-/* Where of the four fine rows over a coarse one, of 2 z voxels each, the voxels of a tap begin;
-   they are two apart. */
-static size_t fine_voxel(const struct operation *op, int tap)
+/* Where of the fine rows over a coarse one, of `edge` z voxels each, the voxels of a tap begin;
+   they are `edge` apart. */
+ALWAYS_INLINE size_t fine_voxel(const struct operation *op, int edge, int tap)
 {
-    return (size_t)(tap / 2) * 2 * op->z + tap % 2;
+    return (size_t)(tap / edge) * edge * op->z + tap % edge;
 }
+
+/* An operation's `finer` where all axes are halved: loops over these are unrolled. */
+static const int HALVED[3] = {2, 2, 2};
+
+static int halves_all(const int *finer) { return finer[0] * finer[1] * finer[2] == 8; }
 
 /* --- Pools --- */
 
@@ -54,27 +59,30 @@ ALWAYS_INLINE vec larger(vec best, vec value)
     return choose((best >= value) | (best != best), best, value);
 }
 
-/* The largest value of eight voxels; or its gradient, which goes to the first of the largest. */
-ALWAYS_INLINE void pool_row(struct thread *t, int kind, int batch, int x, int y)
+/* The largest value of up to eight voxels; or its gradient, which goes to the first of the
+   largest. */
+ALWAYS_INLINE void pool_row(struct thread *t, int kind, const int *finer, int batch, int x, int y)
 {
     const struct operation *op = t->job->op;
     int channels = op->channels[0];
     int type = op->dtype;
+    int edge = finer[2];
+    int voxels = finer[0] * finer[1] * edge;
     size_t under[4]; /* rows of the finer grid */
-    for (int i = 0; i < 4; i++)
-        under[i] = voxel_of(op, 2, batch, 2 * x + i / 2, 2 * y + i % 2);
+    for (int i = 0; i < finer[0] * finer[1]; i++)
+        under[i] = finer_voxel(op, finer, batch, x, y, i);
     for (int c = 0; c < channels; c += LANES) {
         int n = least(LANES, channels - c);
         vec k[COEFFICIENTS];
         vec of_row[2] = {{0}};
         load_norm(k, t->norm, channels, c, n);
         for (int z = 0; z < op->z; z++) {
-            size_t pooled = (voxel_of(op, 1, batch, x, y) + z) * channels + c;
+            size_t pooled = (voxel_of(op, batch, x, y) + z) * channels + c;
             size_t at[8];
-            vec raw[8], value[8], best, left;
+            vec raw[8], value[8], best = {0}, left;
 #pragma GCC unroll 8
-            for (int i = 0; i < 8; i++) {
-                at[i] = (under[i / 2] + 2 * z + i % 2) * channels + c;
+            for (int i = 0; i < voxels; i++) {
+                at[i] = (under[i / edge] + edge * z + i % edge) * channels + c;
                 raw[i] = load_values(op->maps[0], at[i], n, type);
                 value[i] = normed(k, raw[i]);
                 best = i ? larger(best, value[i]) : value[i];
@@ -84,7 +92,7 @@ ALWAYS_INLINE void pool_row(struct thread *t, int kind, int batch, int x, int y)
                 continue;
             }
             left = load_values(op->others[0], pooled, n, type);
-            for (int i = 0; i < 8; i++) {
+            for (int i = 0; i < voxels; i++) {
                 ivec is_best = value[i] == best;
                 vec gradient =
                     load_values(op->others[1], at[i], n, type) + keep_where(is_best, left);
@@ -139,7 +147,7 @@ ALWAYS_INLINE vec finished(const struct operation *op, int kind, const vec *k, v
 /* A row of the map from element `to` on, of voxels `step` apart: over `taps` the products of a row
    with filters. Without taps nothing is multiplied: value by value. */
 ALWAYS_INLINE void make_row(struct thread *t, int kind, size_t to, int step, const float *filters,
-                            int taps)
+                            int taps, int edge)
 {
     const struct job *j = t->job;
     const struct operation *op = t->job->op;
@@ -151,7 +159,7 @@ ALWAYS_INLINE void make_row(struct thread *t, int kind, size_t to, int step, con
     int terms = from_raw ? op->channels[0] : op->outputs;
     int width = from_raw ? j->width : j->other_width;
     int filter_width = from_raw ? j->other_width : j->width;
-    size_t apart = taps == 8 ? 2 * width : width; /* voxels of one tap */
+    size_t apart = (size_t)edge * width; /* voxels of one tap */
     for (int c = 0; c < channels; c += LANES) {
         int n = least(LANES, channels - c);
         vec k[COEFFICIENTS];
@@ -164,7 +172,7 @@ ALWAYS_INLINE void make_row(struct thread *t, int kind, size_t to, int step, con
             for (int v = 0; v < AT_ONCE; v++)
                 sums[v] = bias;
             for (int tap = 0; tap < taps; tap++) {
-                const float *at = values + fine_voxel(op, tap) * width + z * apart;
+                const float *at = values + fine_voxel(op, edge, tap) * width + z * apart;
                 const float *filter = filters + (size_t)tap * terms * filter_width + c;
                 if (voxels == AT_ONCE) /* unrolled */
                     multiply_voxels(sums, AT_ONCE, at, apart, terms, filter, filter_width);
@@ -224,11 +232,12 @@ static void make_filter_gradient(struct thread *t)
     const struct operation *op = t->job->op;
     int outputs = t->of_other.past - t->of_other.first;
     int other_width = t->other_width;
+    int edge = j->finer[2];
     for (int tap = 0; tap < j->taps; tap++) {
-        const float *values = t->other_row + fine_voxel(op, tap) * other_width;
+        const float *values = t->other_row + fine_voxel(op, edge, tap) * other_width;
         for (int c = 0; c < t->width; c += LANES)
             add_products(filter_sums_at(t, tap) + c, j->width, t->raw_row + c, t->width, values,
-                         j->edge * other_width, outputs, op->z);
+                         edge * other_width, outputs, op->z);
     }
     for (int o = 0; op->bias_gradient && o < outputs; o++) {
         float sum = 0;
@@ -250,38 +259,54 @@ static void clear_filter_sums(struct thread *t)
         memset(bias_sums(t), 0, sizeof(double) * j->other_width);
 }
 
+/* The largest of a row's voxels, or its gradient. */
+ALWAYS_INLINE void pool(struct thread *t, int kind, int batch, int x, int y)
+{
+    const struct operation *op = t->job->op;
+    if (halves_all(op->finer))
+        pool_row(t, kind, HALVED, batch, x, y);
+    else
+        pool_row(t, kind, op->finer, batch, x, y);
+}
+
 /* Lines are read before a map may be written over them. Of a transposed convolution the other map's
-   are four, on the finer grid. */
+   are all on the finer grid over the row. */
 static void compute_row(struct thread *t, int batch, int x, int y)
 {
     const struct job *j = t->job;
     const struct operation *op = t->job->op;
-    int edge = j->edge;
+    int rows = j->finer[0] * j->finer[1];
+    int edge = j->finer[2];
     int channels = op->channels[0];
     int outputs = op->outputs;
-    size_t voxel = voxel_of(op, 1, batch, x, y);
+    size_t voxel = voxel_of(op, batch, x, y);
     if (j->from_raw || op->filter_gradient)
         form_row(t->raw_row, t->width, &t->raw, batch, voxel, op->z, op->dtype);
-    for (int i = 0; i < edge * edge && j->reads_other; i++) {
+    for (int i = 0; i < rows && j->reads_other; i++) {
         float *row = t->other_row + (size_t)i * edge * op->z * t->other_width;
-        size_t fine = voxel_of(op, edge, batch, edge * x + i / 2, edge * y + i % 2);
+        size_t fine = finer_voxel(op, j->finer, batch, x, y, i);
         form_row(row, t->other_width, &t->of_other, batch, fine, edge * op->z, op->dtype);
     }
     switch (op->kind) {
 #define ROW(kind, taps) \
     case kind: \
-        make_row(t, kind, voxel *channels, channels, j->filters, taps); \
+        make_row(t, kind, voxel *channels, channels, j->filters, taps, 1); \
         break;
 #define POOL(kind) \
     case kind: \
-        pool_row(t, kind, batch, x, y); \
+        pool(t, kind, batch, x, y); \
         break;
         /* clang-format off */
         POOL(MAX_POOL) POOL(MAX_POOL_GRADIENT)
         ROW(RESIDUAL_SUM, 0) ROW(RESIDUAL_GRADIENT, 0) ROW(TO_RAW, 0)
         ROW(PROJECT_GRADIENT, 1) ROW(PROJECT_SUMS, 1) ROW(PROJECT_TO_RAW, 1)
-        ROW(UP_INPUT_GRADIENT, 8)
         /* clang-format on */
+    case UP_INPUT_GRADIENT:
+        if (halves_all(j->finer))
+            make_row(t, UP_INPUT_GRADIENT, voxel * channels, channels, j->filters, 8, 2);
+        else
+            make_row(t, UP_INPUT_GRADIENT, voxel * channels, channels, j->filters, j->taps, edge);
+        break;
     case PROJECT:
     case UP_CONVOLVE: /* from the raw map, below */
     case UP_FILTER_GRADIENT:
@@ -290,12 +315,12 @@ static void compute_row(struct thread *t, int batch, int x, int y)
         __builtin_trap();
     }
     for (int tap = 0; tap < j->taps && j->from_raw; tap++) {
-        size_t to = voxel_of(op, edge, batch, edge * x + tap / 4, edge * y + tap / 2 % 2) + tap % 2;
+        size_t to = finer_voxel(op, j->finer, batch, x, y, tap / edge) + tap % edge;
         const float *filters = j->filters + (size_t)tap * channels * j->other_width;
         if (op->kind == PROJECT)
-            make_row(t, PROJECT, to * outputs, outputs, filters, 1);
+            make_row(t, PROJECT, to * outputs, outputs, filters, 1, 1);
         else
-            make_row(t, UP_CONVOLVE, to * outputs, 2 * outputs, filters, 1);
+            make_row(t, UP_CONVOLVE, to * outputs, edge * outputs, filters, 1, 1);
     }
     if (op->filter_gradient)
         make_filter_gradient(t);
@@ -406,8 +431,9 @@ static struct cut cut_for(const struct operation *op)
 static struct job job_of(const struct operation *op)
 {
     struct job j = {.op = op, .cut = cut_for(op)};
-    j.edge = op->kind >= UP_CONVOLVE ? 2 : 1;
-    j.taps = j.edge * j.edge * j.edge;
+    for (int axis = 0; axis < 3; axis++)
+        j.finer[axis] = op->kind >= UP_CONVOLVE ? op->finer[axis] : 1;
+    j.taps = j.finer[0] * j.finer[1] * j.finer[2];
     j.raw = all_of((struct input){
         .channels = {op->channels[0]},
         .maps = {op->maps[0]},

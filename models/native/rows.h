@@ -113,10 +113,20 @@ static inline int least(long a, long b) { return (int)(a < b ? a : b); }
 static inline long ceil_div(long number, long size) { return (number + size - 1) / size; }
 static inline int round_up(int value, int to) { return (value + to - 1) / to * to; }
 
-/* Voxel (x, y, 0) of a grid that is `times` as fine. */
-static size_t voxel_of(const struct operation *op, int times, int batch, int x, int y)
+/* Voxel (x, y, 0). */
+static size_t voxel_of(const struct operation *op, int batch, int x, int y)
 {
-    return (((size_t)batch * op->x * times + x) * op->y * times + y) * op->z * times;
+    return (((size_t)batch * op->x + x) * op->y + y) * op->z;
+}
+
+/* Of the grid that is `finer` along each axis the first voxel of a row: of those over row (x, y)
+   the one with this number. */
+ALWAYS_INLINE size_t finer_voxel(const struct operation *op, const int *finer, int batch, int x,
+                                 int y, int number)
+{
+    size_t plane = (size_t)batch * op->x * finer[0] + (x * finer[0] + number / finer[1]);
+    size_t row = plane * op->y * finer[1] + (y * finer[1] + number % finer[1]);
+    return row * op->z * finer[2];
 }
 
 /* --- Norms and sums: see native.h --- */

@@ -29,7 +29,7 @@ KINDS: Dict[str, str] = {
     " filter and bias gradient",
     "project_sums": "raw, filters, others: gradient -> sums, filter and bias gradient",
     "project_to_raw": "raw, filters, others: gradient -> map, as of to_raw",
-    "up_convolve": "raw, filters [2][2][2][outputs][channels] -> map",
+    "up_convolve": "raw, filters [x][y][z][outputs][channels] as finer the grid -> map",
     "up_input_gradient": "raw, filters, others: gradient -> map, sums",
     "up_filter_gradient": "raw, others: gradient -> filter gradient",
     "loss_sums": "logits, others: target -> sums, [batch][TERMS][channels]",

@@ -53,6 +53,9 @@ class FakePredictor:
     mirrored: Tuple[int, ...] = (0, 1, 2)
     window: Optional[Tuple[int, int, int]] = None
 
+    def normalisation_of(self, channels):
+        return ()
+
     def probabilities(self, image, record, channels=()):
         channels = channels or self.channels
         if np.isnan(self.sure):
@@ -109,6 +112,7 @@ def make_store(
     split=SPLIT,
     geometry: Geometry = LPS_2MM,
     ignore: Optional[int] = None,
+    normalisation=(),
 ) -> Store:
     """A store of cases of `write_case`. Of their labels every second slice is `ignore`."""
     labels = dict(LABELS)
@@ -122,8 +126,13 @@ def make_store(
             label = to_ras(*read_volume(files.label)).copy()
             label[..., ::2] = ignore
             write_volume(files.label, label, geometry)
-        known = labels if labelled else None
-        case = load_case(files, channels=CHANNELS, labels=known, ignore=ignore)
+        case = load_case(
+            files,
+            channels=CHANNELS,
+            labels=labels if labelled else None,
+            ignore=ignore,
+            normalisation=normalisation,
+        )
         records.append(
             write_arrays(folder, case.record, case.image, case.label, format_="npy", cropped=False)
         )
@@ -138,6 +147,7 @@ def make_store(
         split_seed=0,
         cases=tuple(records),
         versions={},
+        normalisation=normalisation,
     )
     write_store(folder, manifest)
     return open_store(folder)

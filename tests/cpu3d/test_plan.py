@@ -312,6 +312,15 @@ def test_at_a_lower_resolution_the_network_sees_no_more_than_the_extent_takes(
     assert seen == tuple(-(-math.ceil(n * resolution - 1e-9) // 4) * 4 for n in extent)
 
 
+def test_a_side_of_the_grid_is_a_multiple_of_what_its_own_axis_is_halved_by(
+    phantom_store, tmp_path
+):
+    extent = phantom_store.manifest.largest_box
+    strides = ((2, 2, 1), (2, 1, 1))
+    seen = decided(phantom_store, tmp_path, **SMALL, strides=strides).grid
+    assert seen == tuple(-(-n // divisor) * divisor for n, divisor in zip(extent, (4, 2, 1)))
+
+
 # --- Several workers ---
 
 
@@ -395,6 +404,8 @@ def test_a_run_made_longer_has_the_validations_of_its_new_length(phantom_store, 
             "off",
             0,
         ),  # half of it would be one voxel at the deepest of five levels
+        # so it would not along Z, which is halved once
+        ({"depth": 5, "strides": ((2, 2, 1), (2, 2, 1), (2, 1, 1), (1, 2, 2))}, "half", 6),
         ({"steps": 1}, "half", 0),  # which is in full
         ({"mode": "patch", "patch": (16, 16, 16)}, "half", 6),
     ],
@@ -784,12 +795,10 @@ def test_whole_and_patch_runs_share_everything_else(phantom_store, tmp_path):
 def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store, tmp_path):
     config = decided(phantom_store, tmp_path, **SMALL, mode="patch")
     assert config.grid == grid_size(phantom_store, extent="brain", multiple=4)
-    assert usual_patch((240, 240, 160), 16) == (128, 128, 128)
-    assert usual_patch((512, 512, 128), 128) == (
-        256,
-        256,
-        128,
-    )  # two voxels at the bottom of 8 levels
+    assert usual_patch((240, 240, 160), (16, 16, 16)) == (128, 128, 128)
+    assert usual_patch((240, 240, 20), (16, 16, 4)) == (128, 128, 20)
+    # two voxels at the bottom of 8 levels
+    assert usual_patch((512, 512, 128), (128, 128, 128)) == (256, 256, 128)
 
 
 @given(
@@ -798,17 +807,16 @@ def test_without_a_size_a_patch_is_the_usual_one_within_the_volume(phantom_store
     patch=st.tuples(*[st.integers(1, 800)] * 3),
 )
 def test_what_is_offered_instead_of_a_patch_is_one_that_is_taken(sides, depth, patch):
-    divisor = UNetConfig(depth=depth).divisor
-    grid = tuple(divisor * n for n in sides)
-    for shape in (*patch_shapes(grid, divisor), usual_patch(grid, divisor)):
-        check_patch(
-            shape, grid, divisor
-        )  # what a card is given, thin volumes whole, is what may be asked for
+    divisors = UNetConfig(depth=depth).divisors
+    grid = tuple(divisor * n for divisor, n in zip(divisors, sides))
+    for shape in (*patch_shapes(grid, divisors), usual_patch(grid, divisors)):
+        # What a card is given, thin volumes whole, is what may be asked for.
+        check_patch(shape, grid, divisors)
     try:
-        check_patch(patch, grid, divisor)
+        check_patch(patch, grid, divisors)
     except ValueError as error:
         offered = str(error).rpartition("; give ")[2].partition(",")[0]
-        check_patch(tuple(map(int, offered.split())), grid, divisor)
+        check_patch(tuple(map(int, offered.split())), grid, divisors)
 
 
 def test_a_batch_is_at_most_an_epoch_s_patches(phantom_store, tmp_path):

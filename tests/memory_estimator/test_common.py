@@ -136,6 +136,7 @@ class Options:
     peer: Tuple[str, ...] = option((), repeat=True)
     name: str = option("a", choices=("a", "b"), one_of="who")
     names: Tuple[str, ...] = option((), one_of="who")
+    strides: Tuple[Tuple[int, int, int], ...] = option(())
 
 
 @dataclass(frozen=True)
@@ -151,10 +152,11 @@ def parsed(*words, kinds=(Options,)):
 
 def test_settings_come_from_a_command_line_and_go_back_to_it():
     line = "--store s --batch 2 --rate 0.25 --no-flip --no-quick --shape 1 2 3"
-    words = f"{line} --peer x --peer y --names a b".split()
+    words = f"{line} --peer x --peer y --names a b --strides 2,2,1 2,2,2".split()
     args = parsed(*words)
+    strides = ((2, 2, 1), (2, 2, 2))
     assert from_args(Options, args) == Options(
-        Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b")
+        Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"), strides
     )
     assert to_command_line(Options, given_options(Options, args)) == words
     with pytest.raises(ValueError, match="rate must be below 1, got 1"):

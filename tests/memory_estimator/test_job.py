@@ -27,6 +27,10 @@ def parsed(text):
         ),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"optimizer": "lamb"}, "optimizer must be one of muon, adam, sgd, got 'lamb'"),
+        (
+            {"unet": UNetConfig(depth=3, strides=((2, 2, 1), (2, 2, 2))), "shape": (64, 62, 20)},
+            r"shape \(64, 62, 20\) must be divisible by 4, 4 and 2 .* \(64, 64, 20\) or .*60",
+        ),
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),
         (
             {"batch": 16, "micro_batch": 3},
@@ -44,7 +48,7 @@ def test_every_option_reaches_the_job():
         "--shape 64 80 96 --batch 4 --micro-batch 2 --channels 1 --classes 2 --filters 8 "
         "--depth 4 --network cicek2016 --norm batch --up upsampling --residual "
         "--deep-supervision --dtype float32 --optimizer sgd --policy lean --engine stock "
-        "--threads 3"
+        "--threads 3 --strides 2,2,1 2,2,2 1,2,2"
     )
     job = job_from(parsed(line))
     unet = UNetConfig(
@@ -59,6 +63,7 @@ def test_every_option_reaches_the_job():
         deep_supervision=True,
         dtype="float32",
         policy="lean",
+        strides=((2, 2, 1), (2, 2, 2), (1, 2, 2)),
     )
     assert job == Job(
         unet, (64, 80, 96), batch=4, micro_batch=2, optimizer="sgd", engine="stock", threads=3
@@ -133,6 +138,14 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
         write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})
     ).notes
     assert ("gpu:1" in of_card, again) == (True, note)
+
+
+@pytest.mark.parametrize("strides", [(), ((2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2))])
+def test_a_run_keeps_its_strides_and_one_that_halves_all_axes_names_none(tmp_path, strides):
+    job = JOB.with_unet(strides=strides)
+    fields = json.loads(json.dumps(job.fields()))
+    assert ("strides" in fields["unet"]) == bool(strides)
+    assert read_run(write_plan(tmp_path, fields)).job == job
 
 
 @pytest.mark.parametrize("turned", [False, True])

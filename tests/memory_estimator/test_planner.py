@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memory_estimator.job import RECIPES, Job
 from memory_estimator.planner import (
+    extent,
     fastest_that_fits,
     gpu_bytes,
     largest_number,
@@ -21,6 +22,7 @@ from memory_estimator.planner import (
     plan,
 )
 from models.config import POLICIES, UNetConfig
+from models.strides import STRIDES
 
 GIB = 2**30
 JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), batch=16, micro_batch=16)
@@ -182,32 +184,47 @@ CARD_JOB = Job(UNetConfig(dtype="float32", policy="speed"), (240, 240, 160), thr
 card_bytes = functools.lru_cache(maxsize=None)(gpu_bytes)
 
 
-@given(sides=st.tuples(*[st.integers(1, 12)] * 3), depth=st.integers(2, 6))
+@given(
+    sides=st.tuples(*[st.integers(1, 12)] * 3),
+    strides=st.lists(st.sampled_from(STRIDES), min_size=1, max_size=5),
+)
 def test_every_patch_divides_lies_within_the_volume_and_is_one_step_larger_than_the_last(
-    sides, depth
+    sides, strides
 ):
-    divisor = 2 ** (depth - 1)
-    volume = tuple(divisor * n for n in sides)
-    shapes = patch_shapes(volume, divisor)
+    divisors = UNetConfig(depth=len(strides) + 1, strides=strides).divisors
+    volume = tuple(divisor * n for divisor, n in zip(divisors, sides))
+    shapes = patch_shapes(volume, divisors)
     assert shapes[-1] == volume
-    assert all(n % divisor == 0 and n <= most for shape in shapes for n, most in zip(shape, volume))
-    # Two voxels at the bottom, where the volume has them: a norm over one voxel alone is zero.
-    assert all(
-        n // divisor >= min(2, most // divisor)
-        for shape in shapes
-        for n, most in zip(shape, volume)
-    )
-    assert all(sum(second) - sum(first) == divisor for first, second in zip(shapes, shapes[1:]))
-    # near-cubes: a side is longer than another only by a step, or where that other is at its end
     for shape in shapes:
-        assert all(a - b <= divisor or b == most for a in shape for b, most in zip(shape, volume))
+        for n, divisor, most in zip(shape, divisors, volume):
+            assert n % divisor == 0
+            assert n <= most
+            # Two voxels at the bottom, where the volume has them: a norm over one alone is zero.
+            assert n // divisor >= min(2, most // divisor)
+    for first, second in zip(shapes, shapes[1:]):
+        (grown,) = (axis for axis in range(3) if first[axis] != second[axis])
+        assert second[grown] - first[grown] == divisors[grown]
+    # near-cubes: a side is longer than another only by a step, or where that other is at its end
+    widest = max(divisors)
+    for shape in shapes[1:]:
+        least = shapes[0]
+        for a, at_first in zip(shape, least):
+            for b, most in zip(shape, volume):
+                assert a - b <= widest or b == most or a == at_first
+
+
+def test_extents_keep_their_proportions_where_axes_have_divisors_of_their_own():
+    unet = UNetConfig(depth=3, strides=((2, 2, 1), (2, 2, 2)))
+    job = Job(unet, (64, 48, 20))
+    grids = [extent(job, number).shape for number in (1, 4, 8, 16)]
+    assert grids == [(4, 4, 2), (16, 12, 6), (32, 24, 10), (64, 48, 20)]
 
 
 @settings(deadline=None, max_examples=20)
 @given(memory_bytes=st.integers(2 * GIB, 40 * GIB), batch=st.sampled_from([(1, 1), (2, 1), (2, 2)]))
 def test_the_patch_fits_and_the_next_larger_one_does_not(memory_bytes, batch):
     job = dataclasses.replace(CARD_JOB, shape=(144, 192, 144), batch=batch[0], micro_batch=batch[1])
-    shapes = patch_shapes(job.shape, 16)
+    shapes = patch_shapes(job.shape, (16, 16, 16))
     place = shapes.index(patch_for(job, memory_bytes, "gpu:0"))
     assert card_bytes(dataclasses.replace(job, shape=shapes[place])) <= memory_bytes
     if place < len(shapes) - 1:

@@ -13,6 +13,7 @@ from memory_estimator.host import read_host
 from memory_estimator.step.program import OwnOperation, StepOp
 from memory_estimator.step.scratch import KINDS, scratch_bytes, scratch_of
 from models.native.build import build
+from models.strides import STRIDES
 from tests.models.native import reference
 from tests.models.native.reference import DTYPES, KERNELS, LIBRARY, operation
 
@@ -39,10 +40,13 @@ def operations(kind, dtype):
     grids = st.tuples(st.integers(1, 70), st.integers(1, 300), st.integers(1, 300))
     value_bytes = np.dtype(DTYPES[dtype][1]).itemsize
     made = st.builds(
-        lambda batch, grid, widths: OwnOperation(kind, batch, grid, *widths, value_bytes),
+        lambda batch, grid, widths, strides: OwnOperation(
+            kind, batch, grid, *widths, value_bytes, strides
+        ),
         st.integers(1, 3),
         grids,
         widths,
+        st.sampled_from(STRIDES),
     )
     return st.tuples(made, st.sampled_from((1, 2, 3, 8, 56)), st.booleans())
 
@@ -67,7 +71,7 @@ def test_every_operation_takes_what_the_c_function_says(library, kind, instructi
         if kind.endswith("filter_gradient") or kind in ("project_gradient", "project_sums"):
             arrays["filter_gradient"] = maps[1]
         about = (kind, dtype, (op.batch, *op.grid), threads)
-        call = operation(*about, maps[:1], op.outputs, maps[1:], **arrays)
+        call = operation(*about, maps[:1], op.outputs, maps[1:], op.strides, **arrays)
         assert library.native_run(instructions.encode(), call) == 0
         assert tuple(arrays["scratch"]) == scratch_of(op, threads, instructions, L2_BYTES, in_place)
 

@@ -14,12 +14,19 @@ from models.program import TARGET, Form, Kind, Op, Value, kernel_of, loss_progra
 
 ORTHOGONAL = "orthogonal"  # an own operation of an optimizer, which no network emits
 
+STRIDES = {2: ((2, 1, 2),), 3: (), 5: ((2, 2, 1), (2, 2, 1), (2, 2, 2), (1, 2, 2))}  # by depth
 CONFIGS = [
     UNetConfig(
-        network=network, policy=policy, up=up, residual=residual, deep_supervision=deep, depth=depth
+        network=network,
+        policy=policy,
+        up=up,
+        residual=residual,
+        deep_supervision=deep,
+        depth=depth,
+        strides=STRIDES[depth],
     )
     for network, policy, up, residual, deep, depth in itertools.product(
-        NETWORKS, POLICIES, UPS, (False, True), (False, True), (2, 3, 5)
+        NETWORKS, POLICIES, UPS, (False, True), (False, True), STRIDES
     )
 ]
 
@@ -34,8 +41,7 @@ def step_ops(config: UNetConfig) -> List[Op]:
 
 
 def kernel_layers(config: UNetConfig) -> Set[str]:
-    side = config.divisor
-    return {layer.name for layer in layer_plan(config, (side, side, side)) if layer.kernel}
+    return {layer.name for layer in layer_plan(config, config.divisors) if layer.kernel}
 
 
 def test_the_estimator_writes_every_kind():

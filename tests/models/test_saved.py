@@ -24,6 +24,9 @@ NETWORKS = {
         residual=True,
         deep_supervision=True,
     ),
+    "strides": UNetConfig(
+        filters=4, depth=3, channels=1, outputs=1, strides=((2, 2, 1), (2, 1, 2))
+    ),
 }
 ELSEWHERE = """
 import json, sys

@@ -12,8 +12,10 @@ import pytest
 import tensorflow as tf
 
 from models.config import EPSILON, POLICIES, UNetConfig
+from models.layer_plan import layer_plan
 from models.layers import NormActivation
 from models.native import operations
+from models.supervision import thinned
 from models.unet3d import UNet3D, build_unet3d
 
 pytestmark = pytest.mark.skipif(not operations.available(), reason="own operations are not built")
@@ -31,6 +33,24 @@ NETWORKS = {
     "cicek, residual, no norm": (
         UNetConfig(filters=4, depth=3, network="cicek2016", residual=True, norm="none"),
         1,
+    ),
+    "strides, deep supervision": (
+        UNetConfig(
+            filters=4, depth=4, strides=((2, 2, 1), (1, 2, 2), (2, 2, 2)), deep_supervision=True
+        ),
+        2,
+    ),
+    "strides, cicek, residual, batch": (
+        UNetConfig(
+            filters=4,
+            depth=3,
+            strides=((2, 1, 1), (2, 2, 2)),
+            network="cicek2016",
+            residual=True,
+            norm="batch",
+            up="upsampling",
+        ),
+        2,
     ),
 }
 """Every norm, both ways up, residual or not, one head or several, both networks, a batch of 1 and
@@ -248,57 +268,112 @@ def test_a_dropped_network_goes_with_its_graph(policy):
 # --- Against float64 ---
 
 
-def exact_gradients(image, target, weights, depth):
-    """Gradients of the mean squared error, by the definition of an instance-norm U-Net in
-    float64."""
-    weights = [tf.constant(weight, tf.float64) for weight in weights]
-    rest = iter(weights)
+def convolved(x, kernel, bias=0.0):
+    return tf.nn.conv3d(x, kernel, (1,) * 5, "SAME") + bias
 
-    def block(x):
-        for _ in range(2):
-            x = tf.nn.conv3d(x, next(rest), (1,) * 5, "SAME")
-            mean, variance = tf.nn.moments(x, (1, 2, 3), keepdims=True)
-            x = tf.nn.relu((x - mean) * tf.math.rsqrt(variance + EPSILON) * next(rest) + next(rest))
-        return x
 
-    def pooled(x):
-        for axis in (1, 2, 3):
-            shape = [*x.shape[:axis], x.shape[axis] // 2, 2, *x.shape[axis + 1 :]]
-            x = tf.reduce_max(tf.reshape(x, shape), axis + 1)
-        return x
+def normed(x, gamma, beta):
+    """Instance norm."""
+    mean, variance = tf.nn.moments(x, (1, 2, 3), keepdims=True)
+    return (x - mean) * tf.math.rsqrt(variance + EPSILON) * gamma + beta
 
+
+def pooled(x, strides):
+    for axis, stride in enumerate(strides, 1):
+        shape = [*x.shape[:axis], x.shape[axis] // stride, stride, *x.shape[axis + 1 :]]
+        x = tf.reduce_max(tf.reshape(x, shape), axis + 1)
+    return x
+
+
+def sampled_up(x, kernel):
+    """The transposed convolution whose taps do not overlap."""
+    grid = [stride * side for stride, side in zip(kernel.shape[:3], x.shape[1:4])]
+    made = tf.einsum("nxyzi,abcoi->nxaybzco", x, kernel)
+    return tf.reshape(made, (x.shape[0], *grid, kernel.shape[3]))
+
+
+def repeated(x, strides):
+    for axis, stride in enumerate(strides, 1):
+        x = tf.repeat(x, stride, axis)
+    return x
+
+
+EXACT = {
+    "conv": lambda op, inputs, weights: convolved(*inputs, *weights),
+    "head": lambda op, inputs, weights: convolved(*inputs, *weights),
+    "norm": lambda op, inputs, weights: normed(*inputs, *weights),
+    "norm_act": lambda op, inputs, weights: tf.nn.relu(normed(*inputs, *weights)),
+    "act": lambda op, inputs, weights: tf.nn.relu(*inputs),
+    "concat": lambda op, inputs, weights: tf.concat(inputs, -1),
+    "shortcut": lambda op, inputs, weights: inputs[0] + convolved(inputs[1], *weights),
+    "pool": lambda op, inputs, weights: pooled(*inputs, op.strides),
+    "upsample": lambda op, inputs, weights: repeated(*inputs, op.strides),
+    "up_conv": lambda op, inputs, weights: sampled_up(*inputs, *weights),
+}
+"""Kind of a layer -> its output by definition."""
+
+
+def squared_errors(heads, target):
+    """Of the probabilities of each head, from every 2nd, 4th ... voxel of the target."""
+    return tf.add_n(
+        [tf.reduce_mean((tf.sigmoid(head) - thinned(target, head)) ** 2) for head in heads]
+    )
+
+
+def exact_gradients(model, image, target):
+    """Gradients of `squared_errors` in float64, of an instance-norm U-Net layer by layer."""
+    weights = {}
+    for layer in model.layers:
+        weights[layer.name] = [tf.constant(w, tf.float64) for w in layer.get_weights()]
+    grid = tuple(image.shape[1:4])
     with tf.GradientTape() as tape:
         tape.watch(weights)
-        x = tf.constant(image, tf.float64)
-        skips = []
-        for level in range(depth):
-            x = block(pooled(x) if level else x)
-            skips.append(x)
-        for skip in skips[-2::-1]:
-            kernel = next(rest)
-            x = tf.nn.conv3d_transpose(x, kernel, (*skip.shape[:4], kernel.shape[3]), 2, "SAME")
-            x = block(tf.concat([skip, x], -1))
-        logits = tf.nn.conv3d(x, next(rest), (1,) * 5, "SAME") + next(rest)
-        loss = tf.reduce_mean((tf.sigmoid(logits) - target) ** 2)
-    return [gradient.numpy() for gradient in tape.gradient(loss, weights)]
+        maps = {"image": tf.constant(image, tf.float64)}
+        heads = []
+        for op in layer_plan(model.unet, grid)[1:]:
+            inputs = [maps[name] for name in op.inputs]
+            maps[op.name] = EXACT[op.kind](op, inputs, weights[op.name])
+            if op.kind == "head":
+                heads.append(maps[op.name])
+        loss = squared_errors(heads, tf.constant(target, tf.float64))
+    gradients = tape.gradient(loss, weights)
+    return [gradient.numpy() for layer in model.layers for gradient in gradients[layer.name]]
+
+
+MIXED = ((2, 2, 1), (2, 2, 2), (1, 2, 2))
+EXACTLY = {
+    "all axes": ({"depth": 3}, (32, 24, 16)),
+    # 20 is no multiple of 8
+    "strides": ({"depth": 4, "strides": MIXED}, (16, 24, 20)),
+    "strides, upsampling, deep supervision": (
+        {"depth": 4, "strides": MIXED, "up": "upsampling", "deep_supervision": True},
+        (16, 24, 20),
+    ),
+    "strides, cicek, residual": (
+        {"depth": 3, "strides": MIXED[:2], "network": "cicek2016", "residual": True},
+        (16, 24, 18),
+    ),
+    "five slices": ({"depth": 3, "strides": ((2, 2, 1), (2, 2, 1))}, (32, 24, 5)),
+}
+"""Name -> network, grid."""
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_are_close_to_float64s(policy):
+@pytest.mark.parametrize("network", EXACTLY)
+def test_gradients_are_close_to_float64s(network, policy):
     """Most of the image is zero, as outside a brain: there one ReLU is that of many voxels
     alike."""
-    config = UNetConfig(filters=4, depth=3, policy=policy)
-    grid = (32, 24, 16)
+    options, grid = EXACTLY[network]
+    config = UNetConfig(filters=4, policy=policy, **options)
     axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in grid), indexing="ij")
     inside = (sum(axis**2 for axis in axes) < 0.8)[None, ..., None]
     model = build_unet3d(config, grid, 1)
     apart = []
-    weights = [weight.numpy() for weight in model.trainable_variables]
 
     @tf.function
     def gradients(image, target):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((tf.sigmoid(model(image, training=True)) - target) ** 2)
+            loss = squared_errors(tf.nest.flatten(model(image, training=True)), target)
         return tape.gradient(loss, model.trainable_variables)
 
     for draw in DRAWS:
@@ -306,9 +381,7 @@ def test_gradients_are_close_to_float64s(policy):
         image = rng.standard_normal((1, *grid, 4)) * inside
         target = rng.random((1, *grid, 3)) < 0.1
         result = gradients(*(tf.constant(array, tf.float32) for array in (image, target)))
-        exact = exact_gradients(
-            image.astype(np.float32), target.astype(float), weights, config.depth
-        )
+        exact = exact_gradients(model, image.astype(np.float32), target.astype(float))
         apart.append(max(distances([gradient.numpy() for gradient in result], exact)))
         assert apart[-1] < 1e-2
         if apart[-1] < 1e-5:

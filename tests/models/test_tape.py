@@ -19,6 +19,9 @@ NETWORKS = {
     "instance": UNetConfig(filters=4, depth=2),
     "batch, deep supervision": UNetConfig(filters=4, depth=3, norm="batch", deep_supervision=True),
     "residual": UNetConfig(filters=4, depth=2, channels=1, residual=True, up="upsampling"),
+    "strides": UNetConfig(
+        filters=4, depth=3, strides=((2, 2, 1), (1, 2, 2)), deep_supervision=True
+    ),
     "no norm": UNetConfig(filters=4, depth=2, network="cicek2016", residual=True, norm="none"),
 }
 DRAWS = range(1, 6)

@@ -1,6 +1,9 @@
 """Layers on paper have the shapes and weights that Keras gives them, and what the network
 computes."""
 
+import json
+import re
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -16,6 +19,8 @@ VARIANTS = [
     {"depth": 4, "deep_supervision": True, "dtype": "bfloat16"},
     {"depth": 4, "network": "cicek2016", "norm": "batch", "channels": 1, "outputs": 1},
     {"depth": 3, "network": "cicek2016", "up": "upsampling", "residual": True, "dtype": "bfloat16"},
+    {"depth": 4, "strides": ((2, 2, 1), (1, 2, 2), (2, 2, 2))},
+    {"depth": 3, "strides": ((2, 1, 1), (2, 2, 2)), "up": "upsampling", "deep_supervision": True},
 ]
 
 
@@ -73,11 +78,43 @@ def test_flops_of_a_single_level_are_those_worked_out_by_hand():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("filters", 0), ("depth", 1), ("norm", "layer"), ("dtype", "float16"), ("network", "vnet")],
+    [
+        ("filters", 0),
+        ("depth", 1),
+        ("norm", "layer"),
+        ("dtype", "float16"),
+        ("network", "vnet"),
+        ("strides", ((2, 2, 2),) * 3),  # for 5 levels, 4
+        ("strides", ((2, 2, 2),) * 3 + ((1, 1, 1),)),
+        ("strides", ((2, 2, 2),) * 3 + ((4, 2, 2),)),
+        ("strides", ((2, 2, 2),) * 3 + ((2, 2),)),
+        ("strides", (2, 2, 2, 2)),
+    ],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be .*{value}"):
+    with pytest.raises(ValueError, match=f"{field} must be .*{re.escape(str(value))}"):
         UNetConfig(**{field: value})
+
+
+def test_strides_say_which_axes_a_level_halves():
+    config = UNetConfig(depth=4, strides=[[2, 2, 1], [2, 1, 1], [2, 2, 2]])
+    assert config.strides == ((2, 2, 1), (2, 1, 1), (2, 2, 2))
+    assert config.divisors == (8, 4, 2)
+    shape = (64, 20, 6)
+    grids = [config.grid(shape, level) for level in range(4)]
+    assert grids == [shape, (32, 10, 6), (16, 10, 6), (8, 5, 3)]
+    config.check_shape(shape)
+    rule = r"must be divisible by 8, 4 and 2 along X, Y and Z; pad to \(64, 20, 6\) or crop to"
+    with pytest.raises(ValueError, match=rule):
+        config.check_shape((64, 20, 5))
+
+
+def test_a_network_that_halves_all_axes_is_the_same_however_that_is_said():
+    written = UNetConfig(depth=3, strides=((2, 2, 2), (2, 2, 2)))
+    assert written == UNetConfig(depth=3)
+    assert "strides" not in written.to_json()
+    mixed = UNetConfig(depth=3, strides=((2, 2, 1), (2, 2, 2)))
+    assert UNetConfig(**json.loads(json.dumps(mixed.to_json()))) == mixed
 
 
 def test_deep_supervision_gives_a_map_for_each_decoder_and_bfloat16_keeps_weights_in_float32():

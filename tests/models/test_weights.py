@@ -16,6 +16,7 @@ NETWORKS = {
     "all": {"deep_supervision": True, "depth": 4, "residual": True, "up": "upsampling"},
     "upsampling": {"up": "upsampling"},
     "lean": {"policy": "lean"},
+    "strides": {"strides": ((2, 2, 1), (1, 2, 2))},
 }
 
 
@@ -33,7 +34,7 @@ def of_keras(model):
 @pytest.mark.parametrize("settings", NETWORKS.values(), ids=NETWORKS)
 def test_the_weights_are_those_of_keras_in_its_order(settings):
     config = UNetConfig(**{"channels": 2, "outputs": 3, "filters": 4, "depth": 3, **settings})
-    model = build_unet3d(config, (config.divisor,) * 3, 1)
+    model = build_unet3d(config, config.divisors, 1)
     assert listed(config) == of_keras(model)
     trainable = [weight.shape for weight in network_weights(config) if weight.is_trainable]
     assert trainable == [tuple(weight.shape) for weight in model.trainable_weights]
@@ -44,7 +45,7 @@ def test_the_weights_are_those_of_keras_in_its_order(settings):
 @pytest.mark.parametrize("settings", NETWORKS.values(), ids=NETWORKS)
 def test_the_order_stays_if_layers_are_frozen(settings):
     config = UNetConfig(**{"channels": 2, "outputs": 3, "filters": 4, "depth": 3, **settings})
-    model = build_unet3d(config, (config.divisor,) * 3, 1)
+    model = build_unet3d(config, config.divisors, 1)
     for layer in model.layers:
         layer.trainable = not layer.name.startswith("encoder")
     assert listed(config) == of_keras(model)

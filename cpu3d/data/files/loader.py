@@ -11,7 +11,7 @@ from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_s
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.native.samples import make_sample
-from cpu3d.data.normalise import normalisation
+from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
 from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
@@ -68,10 +68,12 @@ def loader(
     *,
     share: Share,
     mirrored: Sequence[int],
+    normalisation: Sequence[Normalisation] = (),
 ) -> Callable[[int], ImageAndTarget]:
     """Index of a sample of `share` -> its image and target.
 
-    Threads may call it, in any order. `mirrored` are the axes along which samples may be mirrored.
+    Threads may call it, in any order. `mirrored` are the axes along which samples may be mirrored,
+    `normalisation` is that of the store.
     """
 
     def load(sample: int) -> ImageAndTarget:
@@ -80,7 +82,7 @@ def loader(
         record = records[patch.case_index]
         drawn = draw(
             augment,
-            *normalisation(record),
+            levels_of(record.statistics, normalisation),
             record.spacing_mm,
             seed=sampling.seed,
             position=position,
@@ -108,9 +110,9 @@ def _turned(region: Region, matrix: Array) -> Region:
 def _stored(reader: Reader, record: CaseRecord, region: Region, needed: Region) -> Stored:
     """The stored voxels of a case in `needed`, with their place in `region`."""
     inside = needed.overlap(record.box)
-    if inside is None:  # one voxel of background
-        image = np.zeros((1, 1, 1, record.channels), np.int16)
-        label = np.zeros((1, 1, 1), np.uint8)
+    if inside is None:  # no voxel of it
+        image = np.zeros((0, 0, 0, record.channels), np.int16)
+        label = np.zeros((0, 0, 0), np.uint8)
         return Stored(image, label, (0, 0, 0))
     ends = zip(inside.start, inside.stop, record.stored.start)
     slices = xyz(slice(start - first, stop - first) for start, stop, first in ends)

@@ -16,7 +16,7 @@ ImageAndTarget = Tuple[Array, Array]
 
 @dataclass(frozen=True)
 class Stored:
-    """A box of a case's stored voxels; what is around it is background."""
+    """A box of a case's stored voxels; what is around it surrounds the volume."""
 
     image: Array  # (X, Y, Z, channels of the store) int16 or float16
     label: Array  # (X, Y, Z) uint8, codes

@@ -1,4 +1,5 @@
-/* Changes of intensity, which leave background alone.
+/* Changes of intensity, which leave background alone: the value of a channel that has one. NaN is
+   equal to no value, so where it is the background, all voxels change.
 
    Loops go over a whole row, [z][channels], by numbers that are repeated for each of its voxels:
    so they are computed in vectors whatever the number of channels is. */
@@ -14,8 +15,8 @@ ALWAYS_INLINE uint32_t mixed(uint32_t word)
     return word ^ word >> 16;
 }
 
-/* Fills what `add_noise` needs for each value of a row: the deviation, both keys, and the number of
-   the voxel in the row before it is mirrored. */
+/* Fills what `add_noise` needs for each value of a row: the deviation, both keys, the number of the
+   voxel in the row before it is mirrored, and the background. */
 void repeat_noise(const struct sample *sample, float *numbers)
 {
     int channels = sample->image.channels;
@@ -29,6 +30,7 @@ void repeat_noise(const struct sample *sample, float *numbers)
         keys[count + i] = sample->noise_keys[2 * (i % channels) + 1];
         keys[2 * count + i] = sample->flips[Z] ? voxels - 1 - z : z;
     }
+    repeat(numbers + (NOISE_NUMBERS - 1) * count, sample->background, voxels, channels);
 }
 
 /* A voxel's noise is a function of the key and of its number alone: the sum of eight bytes, which
@@ -40,6 +42,7 @@ void add_noise(const struct sample *sample, int x, int y, const float *numbers, 
     const uint32_t *restrict key = (const uint32_t *)(numbers + count);
     const uint32_t *restrict other_key = key + count;
     const uint32_t *restrict place = key + 2 * count;
+    const float *restrict background = numbers + (NOISE_NUMBERS - 1) * count;
     float *restrict values = row;
     size_t from_x = sample->flips[X] ? sample->grid[X] - 1 - x : x;
     size_t from_y = sample->flips[Y] ? sample->grid[Y] - 1 - y : y;
@@ -51,7 +54,7 @@ void add_noise(const struct sample *sample, int x, int y, const float *numbers, 
         pairs += (second & 0xff00ff) + (second >> 8 & 0xff00ff);
         int sum = (int)(pairs & 0xffff) + (int)(pairs >> 16) - 1020; /* of mean 0 */
         float noise = (float)sum * (1 / 209.0215f) * deviation[i];
-        values[i] += values[i] == 0 ? 0 : noise;
+        values[i] += values[i] == background[i] ? 0 : noise;
     }
 }
 
@@ -103,6 +106,7 @@ static void smooth(const struct sample *sample, const struct band *bands,
     int size_y = sample->grid[Y];
     int size_z = sample->grid[Z];
     int channels = sample->image.channels;
+    float background = sample->background[channel];
     size_t plane = (size_t)size_y * size_z;
     for (int x = 0; x < size_x; x++) {
         const float *from = volume + x * plane * channels + channel;
@@ -117,7 +121,7 @@ static void smooth(const struct sample *sample, const struct band *bands,
             combine(&bands[X], x, memory->plane, size_z, memory->row);
             float *to = volume + (x * plane + (size_t)y * size_z) * channels + channel;
             for (int z = 0; z < size_z; z++)
-                to[z * channels] = either(to[z * channels] != 0, memory->row[z], 0);
+                to[z * channels] = either(to[z * channels] != background, memory->row[z], 0);
         }
     }
 }
@@ -148,13 +152,14 @@ static int smooth_channels(const struct sample *sample, float *volume)
 /* --- Contrast and gamma --- */
 
 /* A volume as rows, and numbers that are repeated for each voxel of a row. */
-enum { CENTRE, FACTOR, LOW, HIGH, EXPONENT, NUMBERS };
+enum { CENTRE, FACTOR, LEAST, MOST, EXPONENT, NUMBERS };
 struct volume {
     float *values; /* [rows][row] */
     size_t rows;
     int row; /* values of a row: [voxels][channels] */
     int voxels, channels;
     float *numbers; /* [NUMBERS][row] */
+    float *background; /* [row] */
 };
 
 /* Of a channel's voxels that are not background. */
@@ -177,6 +182,7 @@ static int measure(const struct volume *volume, struct statistics *of)
     double *restrict sums = counts + row;
     double *restrict squares = sums + row;
     float *restrict highs = lows + row;
+    const float *restrict background = volume->background;
     for (int i = 0; i < row; i++) {
         lows[i] = INFINITY;
         highs[i] = -INFINITY;
@@ -185,9 +191,10 @@ static int measure(const struct volume *volume, struct statistics *of)
         const float *restrict values = volume->values + r * row;
         for (int i = 0; i < row; i++) {
             double value = values[i];
-            float low = values[i] == 0 ? INFINITY : values[i];
-            float high = values[i] == 0 ? -INFINITY : values[i];
-            counts[i] += value == 0 ? 0 : 1;
+            int is_background = values[i] == background[i];
+            float low = is_background ? INFINITY : values[i];
+            float high = is_background ? -INFINITY : values[i];
+            counts[i] += is_background ? 0 : 1;
             sums[i] += value;
             squares[i] += value * value;
             lows[i] = low < lows[i] ? low : lows[i];
@@ -252,15 +259,17 @@ static void stretch(const struct volume *volume)
     int row = volume->row;
     const float *restrict centre = volume->numbers + CENTRE * row;
     const float *restrict factor = volume->numbers + FACTOR * row;
-    const float *restrict low = volume->numbers + LOW * row;
-    const float *restrict high = volume->numbers + HIGH * row;
+    const float *restrict low = volume->numbers + LEAST * row;
+    const float *restrict high = volume->numbers + MOST * row;
+    const float *restrict background = volume->background;
     for (size_t r = 0; r < volume->rows; r++) {
         float *restrict values = volume->values + r * row;
         for (int i = 0; i < row; i++) {
             float made = centre[i] + factor[i] * (values[i] - centre[i]);
             made = made < low[i] ? low[i] : made;
             made = made > high[i] ? high[i] : made;
-            values[i] = either((factor[i] != 1) & (values[i] != 0), made, values[i]);
+            int changes = (factor[i] != 1) & (values[i] != background[i]);
+            values[i] = either(changes, made, values[i]);
         }
     }
 }
@@ -272,8 +281,9 @@ static void raise_to_power(const struct volume *volume)
     int row = volume->row;
     const float *restrict centre = volume->numbers + CENTRE * row;
     const float *restrict factor = volume->numbers + FACTOR * row;
-    const float *restrict high = volume->numbers + HIGH * row;
+    const float *restrict high = volume->numbers + MOST * row;
     const float *restrict exponent = volume->numbers + EXPONENT * row;
+    const float *restrict background = volume->background;
     for (size_t r = 0; r < volume->rows; r++) {
         float *restrict values = volume->values + r * row;
         for (int i = 0; i < row; i++) {
@@ -281,7 +291,8 @@ static void raise_to_power(const struct volume *volume)
             share = share < 1e-6f ? 1e-6f : share;
             share = share > 1 ? 1 : share;
             float made = centre[i] + factor[i] * power(share, exponent[i]);
-            values[i] = either((exponent[i] != 1) & (values[i] != 0), made, values[i]);
+            int changes = (exponent[i] != 1) & (values[i] != background[i]);
+            values[i] = either(changes, made, values[i]);
         }
     }
 }
@@ -292,12 +303,13 @@ static void shift(const struct volume *volume)
     int row = volume->row;
     const float *restrict centre = volume->numbers + CENTRE * row;
     const float *restrict factor = volume->numbers + FACTOR * row;
-    const float *restrict low = volume->numbers + LOW * row;
+    const float *restrict low = volume->numbers + LEAST * row;
+    const float *restrict background = volume->background;
     for (size_t r = 0; r < volume->rows; r++) {
         float *restrict values = volume->values + r * row;
         for (int i = 0; i < row; i++) {
             float made = low[i] + factor[i] * (values[i] - centre[i]);
-            values[i] = values[i] == 0 ? 0 : made;
+            values[i] = values[i] == background[i] ? 0 : made;
         }
     }
 }
@@ -314,8 +326,8 @@ static int change_contrast(const struct sample *sample, const struct volume *vol
     for (int c = 0; c < channels; c++) {
         numbers[CENTRE][c] = (float)mean_of(&of[c]);
         numbers[FACTOR][c] = sample->contrast[c];
-        numbers[LOW][c] = of[c].low;
-        numbers[HIGH][c] = of[c].high;
+        numbers[LEAST][c] = of[c].low;
+        numbers[MOST][c] = of[c].high;
     }
     repeat_numbers(volume, channels, numbers);
     stretch(volume);
@@ -344,7 +356,7 @@ static int change_gamma(const struct sample *sample, const struct volume *volume
         numbers[EXPONENT][c] = sample->gamma[c];
         numbers[CENTRE][c] = centre;
         numbers[FACTOR][c] = range;
-        numbers[HIGH][c] = 1 / range;
+        numbers[MOST][c] = 1 / range;
     }
     repeat_numbers(volume, channels, numbers);
     raise_to_power(volume);
@@ -354,12 +366,12 @@ static int change_gamma(const struct sample *sample, const struct volume *volume
         float deviation = deviation_of(&after[c]);
         numbers[CENTRE][c] = 0; /* these three leave a channel as it is */
         numbers[FACTOR][c] = 1;
-        numbers[LOW][c] = 0;
+        numbers[LEAST][c] = 0;
         if (numbers[EXPONENT][c] == 1 || deviation <= 0)
             continue;
         numbers[CENTRE][c] = (float)mean_of(&after[c]);
         numbers[FACTOR][c] = deviation_of(&before[c]) / deviation;
-        numbers[LOW][c] = (float)mean_of(&before[c]);
+        numbers[LEAST][c] = (float)mean_of(&before[c]);
     }
     repeat_numbers(volume, channels, numbers);
     shift(volume);
@@ -375,8 +387,12 @@ int change_volume(const struct sample *sample, float *values)
         .voxels = sample->grid[Z],
         .channels = sample->image.channels,
     };
-    volume.numbers = floats(NUMBERS * (size_t)volume.row);
+    volume.numbers = floats((NUMBERS + 1) * (size_t)volume.row);
     int failed = !volume.numbers;
+    if (!failed) {
+        volume.background = volume.numbers + NUMBERS * volume.row;
+        repeat(volume.background, sample->background, volume.voxels, volume.channels);
+    }
     if (!failed && sample->smoothing)
         failed = smooth_channels(sample, values);
     if (!failed && sample->contrast)

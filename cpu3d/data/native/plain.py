@@ -15,6 +15,9 @@ from models.native.shared import IGNORED
 def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
     """As `samples.make_sample`, of the numbers of the picked channels."""
     value = stored.image[..., list(form.channels)].astype(np.float32)
+    if drawn.window is not None:
+        low, high, origin = drawn.window.T
+        value = np.clip(value, low, high) - origin
     image = np.where(value == 0, np.float32(0), value * drawn.scale + drawn.shift)
     target = form.table[stored.label].astype(np.float32)
     start = stored.start
@@ -26,7 +29,12 @@ def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
         start = (0, 0, 0)
     image = _placed(image, start, drawn.matrix, form.grid)
     target = _placed(target, start, drawn.matrix, form.grid)
-    image = _flipped(_changed(image, drawn), drawn.flips)
+    if drawn.outside is not None:
+        image = image + drawn.outside
+    image = _changed(image, drawn)
+    if drawn.limits is not None:
+        image = np.clip(image, *drawn.limits.T)
+    image = _flipped(image, drawn.flips)
     target = _flipped(_decided(target, form), drawn.flips)
     if form.dtype == "bfloat16":
         image = _bfloat16_bits(image)
@@ -89,6 +97,8 @@ def _placed(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3)
     centre."""
     if matrix is None:
         return crop(volume, Region(xyz(-n for n in start), grid))
+    if not volume.size:
+        return np.zeros((*grid, volume.shape[3]), np.float32)
     centre = (np.array(grid) - 1) / 2
     made = np.moveaxis(np.indices(grid), 0, -1) - centre
     places = made @ matrix.T.astype(np.float64) + (centre - start)  # (X, Y, Z, 3): in the box
@@ -109,15 +119,16 @@ def _changed(image: Array, drawn: Drawn) -> Array:
     image = image.copy()
     matrices = smoothings(drawn, xyz(image.shape[:3]))
     for channel in range(image.shape[3]):
+        background = 0.0 if drawn.background is None else float(drawn.background[channel])
         volume = image[..., channel]
-        inside = volume != 0
+        inside = volume != background  # all of it if that is NaN
         if drawn.noise is not None and drawn.noise_keys is not None:
             noise = _noise(xyz(volume.shape), drawn.noise_keys[channel])
             volume = np.where(inside, volume + noise * drawn.noise[channel], 0)
         for axis, matrix in enumerate(matrices[channel] or ()):
             volume = _along(volume, matrix, axis)
         volume = np.where(inside, volume, 0)
-        inside = volume != 0  # what has become 0 counts as background, too
+        inside = volume != background  # what has become 0 counts as background, too
         values = volume[inside].astype(np.float64)
         if values.size and drawn.contrast is not None and drawn.contrast[channel] != 1:
             changed = values.mean() + drawn.contrast[channel] * (values - values.mean())

@@ -3,8 +3,9 @@
 
    Stored voxels are normalised, averaged down to the network's grid, turned and zoomed, changed in
    intensity, mirrored and rounded. plain.py has the same in NumPy, a step at a time; samples.py
-   calls both. Volumes are [x][y][z][channels] in C order. Values that are 0 in the store are
-   background: they become 0, and intensity leaves them alone. */
+   calls both. Volumes are [x][y][z][channels] in C order. Up to the turn, 0 is what surrounds the
+   box, in every channel; `outside` then makes it the value of what surrounds a volume. In a channel
+   with a background that is 0 too, and intensity leaves it alone. */
 #include "samples.h"
 
 /* A region's mean from which on a voxel is inside: resolution.TIE below a half. */
@@ -20,6 +21,45 @@ static void round_row(const float *restrict from, int count, uint16_t *restrict 
         to[i] = to_bfloat16(from[i]);
 }
 
+/* What is done to a whole row in the end: numbers that are repeated for each of its voxels. */
+struct ends {
+    float *outside, *lowest, *highest; /* [grid[Z]][channels] */
+};
+
+/* Without memory, and of no rows, if the sample needs no ends. */
+static int begin_ends(struct ends *ends, const struct sample *sample)
+{
+    int channels = sample->image.channels;
+    int count = sample->grid[Z] * channels;
+    if (!sample->outside)
+        return 0;
+    ends->outside = floats(3 * (size_t)count);
+    if (!ends->outside)
+        return -1;
+    ends->lowest = ends->outside + count;
+    ends->highest = ends->lowest + count;
+    for (int i = 0; i < count; i++) {
+        ends->outside[i] = sample->outside[i % channels];
+        ends->lowest[i] = sample->limits[2 * (i % channels)];
+        ends->highest[i] = sample->limits[2 * (i % channels) + 1];
+    }
+    return 0;
+}
+
+static void add_outside(const struct ends *ends, int count, float *restrict row)
+{
+    for (int i = 0; i < count && ends->outside; i++)
+        row[i] += ends->outside[i];
+}
+
+static void limit(const struct ends *ends, int count, float *restrict row)
+{
+    for (int i = 0; i < count && ends->outside; i++) {
+        row[i] = row[i] < ends->lowest[i] ? ends->lowest[i] : row[i];
+        row[i] = row[i] > ends->highest[i] ? ends->highest[i] : row[i];
+    }
+}
+
 /* The image from the box on the network's grid. It is computed in its own memory, or as bfloat16 a
    row at a time, or as a whole if a change of intensity needs that. */
 static int make_image(const struct sample *sample, const struct box *box)
@@ -33,9 +73,10 @@ static int make_image(const struct sample *sample, const struct box *box)
         made = floats(by_rows ? (size_t)count : rows_of_all * count);
     float *volume = sample->is_bfloat16 ? made : sample->to_image;
     uint16_t *rounded = sample->to_image;
-    float *noise = floats(4 * (size_t)count);
+    float *noise = floats(NOISE_NUMBERS * (size_t)count);
     struct rows rows = {0};
-    int failed = !volume || !noise || begin_rows(&rows, box);
+    struct ends ends = {0};
+    int failed = !volume || !noise || begin_rows(&rows, box) || begin_ends(&ends, sample);
     if (!failed && sample->noise)
         repeat_noise(sample, noise);
     for (size_t r = 0; r < rows_of_all && !failed; r++) {
@@ -43,16 +84,23 @@ static int make_image(const struct sample *sample, const struct box *box)
         int y = (int)(r % sample->grid[Y]);
         float *row = by_rows ? made : volume + r * count;
         sample_row(&rows, sample, x, y, row);
+        add_outside(&ends, count, row);
         if (sample->noise)
             add_noise(sample, x, y, noise, row);
+        if (!needs_all)
+            limit(&ends, count, row);
         if (by_rows)
             round_row(row, count, rounded + r * count);
     }
     if (!failed && needs_all)
         failed = change_volume(sample, volume);
-    for (size_t r = 0; r < rows_of_all && !failed && sample->is_bfloat16 && needs_all; r++)
-        round_row(volume + r * count, count, rounded + r * count);
+    for (size_t r = 0; r < rows_of_all && !failed && needs_all; r++) {
+        limit(&ends, count, volume + r * count);
+        if (sample->is_bfloat16)
+            round_row(volume + r * count, count, rounded + r * count);
+    }
     end_rows(&rows);
+    free(ends.outside);
     free(noise);
     free(made);
     return failed ? -1 : 0;

@@ -12,11 +12,13 @@
 
 enum { X, Y, Z, AXES, HUGE_PAGE = 1 << 21 };
 enum { IGNORED = 255 }; /* in a target: not learnt, as in models/native/shared.py */
-enum kind { INT16, FLOAT16, FLOAT32, LABEL }; /* as in samples.py */
+enum kind { INT16, FLOAT16, FLOAT32, LABEL, WINDOWED }; /* as in samples.py */
+enum { LOW, HIGH, ORIGIN, WINDOW }; /* of a window: what it reads, and what it takes away */
 
-/* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift, LABEL
-   by a table of the codes, 1 where a code belongs to the channel, which then is a region; a last
-   channel may be of the code that is to be ignored. */
+/* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift,
+   WINDOWED, which is int16, by its window before them, LABEL by a table of the codes, 1 where a
+   code belongs to the channel, which then is a region; a last channel may be of the code that is to
+   be ignored. */
 struct box {
     const void *values; /* of the box's first voxel */
     int kind;
@@ -26,6 +28,7 @@ struct box {
     int channels;
     const int *picked; /* [channels]: the stored channel of each */
     const float *scale, *shift; /* [channels] */
+    const float *window; /* [channels][WINDOW] */
     const uint8_t *table; /* [256][channels] */
 };
 
@@ -42,6 +45,9 @@ struct sample {
     const struct band *shrinking; /* [AXES], or NULL */
     const float *matrix; /* [AXES][AXES], voxels from the centre: made -> read; or NULL */
     int flips[AXES];
+    const float *outside; /* [channels], is added to all voxels of the grid; NULL for none */
+    const float *background; /* [channels], which intensity leaves alone; NaN for none */
+    const float *limits; /* [channels][2], lowest and highest in the end; NULL as `outside` */
     const float *noise; /* [channels], standard deviations; NULL for none, as below */
     const uint32_t *noise_keys; /* [channels][2] */
     const struct band *smoothing; /* [channels][AXES], of 0 taps for a channel that stays */
@@ -81,9 +87,18 @@ ALWAYS_INLINE float from_float16(uint16_t half)
     return from_bits(bits | (uint32_t)(half & 0x8000) << 16);
 }
 
-/* A stored value, not yet scaled. */
-ALWAYS_INLINE float value_at(const struct box *box, int kind, int64_t offset)
+ALWAYS_INLINE float windowed(float value, const float window[WINDOW])
 {
+    value = value < window[LOW] ? window[LOW] : value;
+    value = value > window[HIGH] ? window[HIGH] : value;
+    return value - window[ORIGIN];
+}
+
+/* A stored value of the channel c of those picked, not yet scaled. */
+ALWAYS_INLINE float value_at(const struct box *box, int kind, int64_t offset, int c)
+{
+    if (kind == WINDOWED)
+        return windowed(((const int16_t *)box->values)[offset], box->window + WINDOW * c);
     if (kind == INT16)
         return ((const int16_t *)box->values)[offset];
     if (kind == FLOAT16)
@@ -149,8 +164,9 @@ int turned_row(const struct rows *rows, const struct sample *sample, int x, int 
    free. */
 int shrink(const struct box *box, const struct band *bands, struct box *to);
 
-/* intensity.c: noise in the row at x, y, by the numbers [4][row] of `repeat_noise`; and what needs
-   all of the image: smoothing, contrast, gamma. */
+/* intensity.c: noise in the row at x, y, by the numbers [NOISE_NUMBERS][row] of `repeat_noise`; and
+   what needs all of the image: smoothing, contrast, gamma. */
+enum { NOISE_NUMBERS = 5 };
 void repeat_noise(const struct sample *sample, float *numbers);
 void add_noise(const struct sample *sample, int x, int y, const float *numbers, float *row);
 int change_volume(const struct sample *sample, float *volume);

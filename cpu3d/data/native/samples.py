@@ -2,7 +2,7 @@
 no library and none can be built.
 
     stored -> normalised -> averaged down to the network's grid -> turned and zoomed
-           -> noise, blur, low resolution, contrast, gamma -> mirrored -> rounded
+           -> noise, blur, low resolution, contrast, gamma -> limited -> mirrored -> rounded
 
 Without a drawn turn nothing is interpolated: at full resolution an image's values are those of
 `normalise.normalise`. A target's region is where its mean over a voxel, averaged and interpolated
@@ -27,12 +27,13 @@ from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.data.native import plain
 from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.region import Array, Shape3
+from cpu3d.errors import InputError
 from memory_estimator.host import read_host
 from models.native.build import build_library
 from models.native.instruction_sets import INSTRUCTION_SETS
 
 SOURCES = Path(__file__).resolve().parent
-KINDS = {"int16": 0, "float16": 1, "label": 3}  # as in samples.h
+KINDS = {"int16": 0, "float16": 1, "label": 3, "windowed": 4}  # as in samples.h
 
 
 def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
@@ -69,6 +70,7 @@ class _Box(ctypes.Structure):
         ("picked", ctypes.c_void_p),
         ("scale", ctypes.c_void_p),
         ("shift", ctypes.c_void_p),
+        ("window", ctypes.c_void_p),
         ("table", ctypes.c_void_p),
     )
 
@@ -90,6 +92,9 @@ class _Sample(ctypes.Structure):
         ("shrinking", ctypes.c_void_p),
         ("matrix", ctypes.c_void_p),
         ("flips", ctypes.c_int * 3),
+        ("outside", ctypes.c_void_p),
+        ("background", ctypes.c_void_p),
+        ("limits", ctypes.c_void_p),
         ("noise", ctypes.c_void_p),
         ("noise_keys", ctypes.c_void_p),
         ("smoothing", ctypes.c_void_p),
@@ -110,16 +115,22 @@ class _Call:
         self._kept: List[Any] = [stored, image, target]
         picked = np.array(form.channels, np.int32)
         table = form.table
+        kind = KINDS[stored.image.dtype.name]
+        background: Optional[Array] = np.zeros(len(picked), np.float32)
+        if drawn.window is not None:
+            kind = _windowed(stored)
+            background = drawn.background
         shrinking = None
         if form.shrinking is not None:
             shrinking = self._bands(form.shrinking)
         self.sample = _Sample(
             image=_Box(
-                kind=KINDS[stored.image.dtype.name],
+                kind=kind,
                 channels=len(picked),
                 picked=self._pointer(picked),
                 scale=self._pointer(drawn.scale),
                 shift=self._pointer(drawn.shift),
+                window=self._pointer(drawn.window),
                 **self._place(stored.image, stored.start),
             ),
             label=_Box(
@@ -132,6 +143,9 @@ class _Call:
             shrinking=shrinking,
             matrix=self._pointer(drawn.matrix),
             flips=(ctypes.c_int * 3)(*drawn.flips),
+            outside=self._pointer(drawn.outside),
+            background=self._pointer(background),
+            limits=self._pointer(drawn.limits),
             noise=self._pointer(drawn.noise),
             noise_keys=self._pointer(drawn.noise_keys),
             smoothing=self._smoothing(drawn, form),
@@ -184,6 +198,17 @@ class _Call:
         if all(matrix is None for matrix in matrices):
             return None
         return self._bands(matrices)
+
+
+def _windowed(stored: Stored) -> int:
+    """The kind of an image of which some channels have a window or no background. No store has it
+    in float16."""
+    if stored.image.dtype != np.int16:
+        rule = (
+            "an image must be int16 unless all of its channels are normalised over the foreground"
+        )
+        raise InputError(f"{rule}, got {stored.image.dtype}; prepare the store again")
+    return KINDS["windowed"]
 
 
 def _narrowed(matrix: Array) -> Tuple[Array, Array]:

@@ -1,5 +1,5 @@
 /* Turning and zooming: a voxel is the linear interpolation between the eight around the place that
-   it comes from; outside of the box is background. */
+   it comes from; outside of the box is 0. */
 #include "samples.h"
 
 enum { CORNERS = 8, SIDE_BY_SIDE = 4 };
@@ -84,8 +84,12 @@ ALWAYS_INLINE four four_at(const struct box *box, int kind, int64_t offset)
     }
     four_shorts stored;
     memcpy(&stored, (const int16_t *)box->values + offset + box->picked[0], sizeof stored);
-    if (kind == INT16)
-        return __builtin_convertvector(__builtin_convertvector(stored, four_bits), four);
+    if (kind != FLOAT16)
+        values = __builtin_convertvector(__builtin_convertvector(stored, four_bits), four);
+    for (int c = 0; c < SIDE_BY_SIDE && kind == WINDOWED; c++)
+        values[c] = windowed(values[c], box->window + WINDOW * c);
+    if (kind != FLOAT16)
+        return values;
     for (int c = 0; c < SIDE_BY_SIDE; c++)
         values[c] = from_float16((uint16_t)stored[c]);
     return values;
@@ -127,7 +131,7 @@ ALWAYS_INLINE void turn_each(const struct box *box, int kind, int channels, int 
         int64_t offset = offset_of(box, first, i);
         for (int c = 0; c < channels; c++) {
             int stored_channel = kind == FLOAT32 ? c : box->picked[c];
-            float value = value_at(box, kind, offset + stored_channel);
+            float value = value_at(box, kind, offset + stored_channel, c);
             values[c] += share[i] * value;
             weights[c] += value == 0 ? 0 : share[i];
         }
@@ -174,6 +178,8 @@ ALWAYS_INLINE void turn_kind(const struct box *box, int kind, int is_checked,
         one.picked += c;
         one.scale += c;
         one.shift += c;
+        if (kind == WINDOWED)
+            one.window += WINDOW * c;
         to.to += c;
         turn_voxels(&one, kind, 1, is_checked, line, range, &to);
     }
@@ -218,6 +224,10 @@ static void turn_range(const struct box *box, int is_checked, const struct line 
         turn_kind(box, INT16, 1, line, range, output);
     else if (box->kind == INT16)
         turn_kind(box, INT16, 0, line, range, output);
+    else if (box->kind == WINDOWED && is_checked)
+        turn_kind(box, WINDOWED, 1, line, range, output);
+    else if (box->kind == WINDOWED)
+        turn_kind(box, WINDOWED, 0, line, range, output);
     else if (box->kind == FLOAT16 && is_checked)
         turn_kind(box, FLOAT16, 1, line, range, output);
     else if (box->kind == FLOAT16)

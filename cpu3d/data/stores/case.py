@@ -4,17 +4,27 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 
 from cpu3d.data import nifti
-from cpu3d.data.background import border_value, without_residue
+from cpu3d.data.background import border_value, surroundings, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
-from cpu3d.data.region import Array, Region, Shape3, bounding_box, whole, xyz
+from cpu3d.data.normalise import Normalisation, if_any_differs, of_all
+from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
+from cpu3d.data.stores.channels import (
+    AS_IT_IS,
+    INT16,
+    Unit,
+    facts_of_channel,
+    image_in_steps,
+    is_shown,
+)
 from cpu3d.data.stores.dataset import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
+from cpu3d.data.stores.normalisation import ct_problem, is_ct, looks_like_ct
 from cpu3d.data.stores.resample import (
     Spacing3,
     in_mm,
@@ -23,7 +33,6 @@ from cpu3d.data.stores.resample import (
     resampled_shape,
     spacing_at,
 )
-from cpu3d.data.stores.unsupported import ct_problem, looks_like_ct
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
 
@@ -35,14 +44,17 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
 
+T = TypeVar("T")
+Units = Tuple[Unit, ...]  # as in a record; none if the source's values are stored
+
 
 @dataclass(frozen=True)
 class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
     image: Array
-    """`(X, Y, Z, C)` int16 as in the source, or float16 after normalisation; C order, axes R A
-    S."""
+    """`(X, Y, Z, C)` int16 as in the source or in steps, or float16 after normalisation; C order,
+    axes R A S."""
     label: Optional[Array]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
     source_label: Optional[Array]  # the same before the case was resampled; None if it was not
     record: CaseRecord  # without format, lengths and hashes of the store's files
@@ -57,17 +69,22 @@ def load_case(
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
     spacing_mm: Optional[Spacing3] = None,
+    normalisation: Sequence[Normalisation] = (),
 ) -> LoadedCase:
     """Read and check a case, turn it to axes R A S, and resample it to `spacing_mm`, if given.
 
-    The image is int16 if every voxel is integral and in range, else `float16_image`. `labels` are
+    The image is int16 if every voxel is integral and in range, else `float16_image`, or
+    `image_in_steps` if a channel of `normalisation` is not over the foreground. `labels` are
     the codes that may occur; None leaves the label unread. `ignore` is the one of them that is not
-    to be learnt; outside of the box of all else it becomes background, but not in `source_label`.
-    Sources are recorded relative to `dataset_folder`, by default that of the first image. Holds
-    about two volumes, of a resampled case four of the larger grid. Raises InputError with every
-    problem of the case."""
-    volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, zero_nan)
-    background = tuple(map(border_value, volumes))
+    to be learnt; where 0 is background, it becomes background outside of the box of all else, but
+    not in `source_label`. Sources are recorded relative to `dataset_folder`, by default that of the
+    first image. Holds about two volumes, of a resampled case four of the larger grid. Raises
+    InputError with every problem of the case."""
+    kinds = of_all(normalisation, len(channels))
+    volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
+    background = []
+    for volume, each in zip(volumes, kinds):
+        background.append(border_value(volume) if each.has_background else 0.0)
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
@@ -81,17 +98,21 @@ def load_case(
     if shape != own_shape:
         source = _source_grid(own_shape, label)
         source_label = label
-        label = _resample(volumes, label, voxel_mm, shape)
+        label = _resample(volumes, label, voxel_mm, shape, kinds)
         voxel_mm = spacing_at(own_shape, voxel_mm, shape)
     error = 0.0
+    units: Units = ()
+    names = [f"channel {name} of {files.case_id}" for name in channels]
     if all(volume.dtype == np.int16 for volume in volumes):
         image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
         np.stack(volumes, -1, out=image)
+    elif if_any_differs(kinds):
+        image, error, units = image_in_steps(volumes, names, kinds)
     else:
-        names = [f"channel {name} of {files.case_id}" for name in channels]
         image, error = float16_image(volumes, names)
     del volumes
-    if label is not None and ignore is not None:
+    # Elsewhere the box is not known before the windows of CT are, or is the whole grid.
+    if label is not None and ignore is not None and not if_any_differs(kinds):
         label = _ignored_in_box(label, image, ignore, f"label {files.label}")
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
@@ -99,7 +120,8 @@ def load_case(
         case_id=files.case_id,
         patient_id=files.patient_id,
         spacing_mm=voxel_mm,
-        **facts_of(image, label),
+        **facts_of(image, label, kinds, units, ignore),
+        units=units,
         max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
@@ -111,19 +133,24 @@ def load_case(
         image_sha256="",
         label_bytes=0,
         label_sha256="",
-        background=background if any(background) else (),
+        background=tuple(background) if any(background) else (),
         resampled_from=source,
     )
     return LoadedCase(image, label, source_label, record)
 
 
 def _resample(
-    volumes: List[Array], label: Optional[Array], voxel_mm: Sequence[float], shape: Shape3
+    volumes: List[Array],
+    label: Optional[Array],
+    voxel_mm: Sequence[float],
+    shape: Shape3,
+    kinds: Sequence[Normalisation],
 ) -> Optional[Array]:
     """The label with another shape; and the volumes in their places, one after the other, so that
     each is forgotten at once."""
     for index, volume in enumerate(volumes):
-        volumes[index] = resample_image(volume, shape, voxel_mm)
+        outside = 0.0 if kinds[index].has_background else None
+        volumes[index] = resample_image(volume, shape, voxel_mm, outside)
     return None if label is None else resample_label(label, shape)
 
 
@@ -146,6 +173,7 @@ def _read(
     files: CaseFiles,
     channels: Tuple[str, ...],
     labels: Optional[Dict[int, str]],
+    kinds: Sequence[Normalisation],
     zero_nan: bool,
 ) -> Tuple[List[Array], Optional[Array], Geometry, int]:
     """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
@@ -153,11 +181,10 @@ def _read(
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
         raise InputError(f"{rule}, got {len(files.images)} files; add or leave out files")
-    channels_of: Dict[Path, Tuple[str, ...]] = {}
-    if len(files.images) == 1:
-        channels_of[files.images[0]] = channels
-    else:
-        channels_of.update((path, (name,)) for path, name in zip(files.images, channels))
+    wanted = tuple(zip(channels, kinds))
+    wanted_of = {files.images[0]: wanted}
+    if len(files.images) > 1:
+        wanted_of = {path: (channel,) for path, channel in zip(files.images, wanted)}
     volumes: List[Array] = []
     label = None
     grids: Dict[Path, Geometry] = {}  # the first is that of the others, too
@@ -173,10 +200,9 @@ def _read(
     for path in files.images:
         try:
             array = read_on_grid(path)
-            if zero_nan and not np.isfinite(array).all():
+            if zero_nan:
                 zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
-                array = np.where(np.isfinite(array), array, 0)
-            volumes += _channels(path, array, channels_of[path], files.names)
+            volumes += _channels(path, array, wanted_of[path], files.names, zero_nan)
         except InputError as error:
             problems += error.problems
     if labels is not None and files.label is not None:
@@ -224,7 +250,8 @@ def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array
     are annotated, and training would take the memory of that. Raises InputError if no voxel in the
     box is annotated."""
     is_ignored = label == ignore
-    box = _box(image, np.where(is_ignored, 0, label)).slices(xyz(label.shape))
+    mask = image.any(axis=-1) | (~is_ignored & (label > 0))
+    box = bounding_box(mask).slices(xyz(label.shape))
     if is_ignored[box].all():
         rule = f"{name} must have annotated voxels"
         todo = "annotate some, or leave the case out"
@@ -234,20 +261,31 @@ def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array
     return inside
 
 
-def _box(image: Array, label: Optional[Array]) -> Region:
-    """The smallest box around every voxel that is not zero in some channel, or labelled."""
-    mask = image.any(axis=-1)
-    if label is not None:
-        mask |= label > 0
-    return bounding_box(mask)
-
-
-def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
+def facts_of(
+    image: Array,
+    label: Optional[Array],
+    normalisation: Sequence[Normalisation] = (),
+    units: Units = (),
+    ignore: Optional[int] = None,
+) -> Dict[str, Any]:
     """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
-    on the whole grid."""
-    values = [channel[channel != 0].astype(np.float64) for channel in np.moveaxis(image, -1, 0)]
+    on the whole grid, of which a code may be one to `ignore`."""
+    kinds = of_all(normalisation, image.shape[-1])
+    is_learnt = None
+    if label is not None:
+        is_learnt = label > 0
+        if ignore is not None:
+            is_learnt &= label != ignore
+    mask = np.zeros(image.shape[:3], bool)
+    channels = []
+    for index, each in enumerate(kinds):
+        channel = image[..., index]
+        unit = units[index] if units else AS_IT_IS
+        channels.append(facts_of_channel(channel, each, unit, is_learnt))
+        mask |= is_shown(channel, each, unit, channels[-1].around)
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
     if label is not None:
+        mask |= label > 0  # what is ignored too: outside of the box all is background
         facts = {
             "label_voxels": label_voxels_of(label),
             "centres": centres_of(label),
@@ -256,14 +294,17 @@ def facts_of(image: Array, label: Optional[Array]) -> Dict[str, Any]:
     return {
         **facts,
         "shape": tuple(image.shape[:3]),
-        "box": _box(image, label),
+        "box": bounding_box(mask),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(float(channel.mean()) for channel in values),
-        "channel_std": tuple(float(channel.std()) for channel in values),
-        "channel_min": tuple(float(channel.min()) for channel in values),
-        "channel_max": tuple(float(channel.max()) for channel in values),
-        "channel_voxels": tuple(channel.size for channel in values),
+        "channel_mean": tuple(of.mean for of in channels),
+        "channel_std": tuple(of.std for of in channels),
+        "channel_min": tuple(of.low for of in channels),
+        "channel_max": tuple(of.high for of in channels),
+        "channel_voxels": tuple(of.voxels for of in channels),
         "image_voxels_sha256": voxels_sha256(image),
+        "around": tuple(of.around for of in channels) if if_any_differs(kinds) else (),
+        "foreground": _if_any(of.foreground for of in channels),
+        "peaks": _if_any(of.peaks for of in channels),
     }
 
 
@@ -271,6 +312,12 @@ def label_voxels_of(label: Array) -> Dict[int, int]:
     """Code -> voxels, of those that occur in a label map (X, Y, Z)."""
     voxels = np.bincount(label.reshape(-1)).tolist()
     return {code: n for code, n in enumerate(voxels) if n}
+
+
+def _if_any(values: Iterable[Tuple[T, ...]]) -> Tuple[Tuple[T, ...], ...]:
+    """The values of all channels, none if they are empty."""
+    of_channels = tuple(values)
+    return of_channels if any(of_channels) else ()
 
 
 def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
@@ -314,14 +361,18 @@ def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -
 def _channels(
     path: Path,
     array: Array,
-    names: Sequence[str],
+    wanted: Sequence[Tuple[str, Normalisation]],
     present: Sequence[str],
+    zero_nan: bool,
 ) -> List[Array]:
-    """The channels `names` of a file, whose own are `present` if that is known, in int16 if exact.
+    """The channels `wanted` of a file, by name and normalisation, in int16 if exact; the file's own
+    are `present` if that is known.
 
     A background is exactly 0 if it was that but for what an interpolation left. Raises InputError
-    for channels without contrast, for CT, for NaN and infinity, and for another number of channels.
+    for channels without contrast, for CT in the place of others, for NaN and infinity unless they
+    are to be background, and for another number of channels.
     """
+    names = [name for name, _ in wanted]
     if array.ndim == 3:
         array = array[..., None]
     count = len(names)
@@ -334,24 +385,29 @@ def _channels(
         raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
     volumes = []
     problems = []
-    for place, name in zip(places, names):
+    for place, (name, each) in zip(places, wanted):
         volume = array[..., place]
         rule = f"channel {name} of {path} must"
         advice = "fetch it again or leave the case out"
-        bad = volume.size - int(np.count_nonzero(np.isfinite(volume)))
-        if not bad:
+        is_finite = np.isfinite(volume)
+        bad = volume.size - int(np.count_nonzero(is_finite))
+        if bad and zero_nan:
+            volume = np.where(is_finite, volume, 0 if each.has_background else surroundings(volume))
+            bad = 0
+        if each.has_background and not bad:
             volume = without_residue(volume)
-        inside = volume[volume != 0]
+        inside = volume[volume != 0] if each.has_background else volume
         if bad:
             advice = "repair it, leave it out, or make them background with --zero-nan"
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
         elif inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
-        elif looks_like_ct(volume):
-            problems.append(ct_problem(f"channel {name} of {path}"))
+        elif each.is_of_case and not is_ct(name) and looks_like_ct(volume):
+            problems.append(ct_problem(name, path))
         elif inside.min() == inside.max():
-            got = f"{inside[0]:g} everywhere"
-            problems.append(f"{rule} vary over its non-zero voxels, got {got}; {advice}")
+            got = f"{inside.min():g} everywhere"
+            over = " over its non-zero voxels" if each.has_background else ""
+            problems.append(f"{rule} vary{over}, got {got}; {advice}")
         else:
             volumes.append(_as_int16(volume))
     raise_if_any(problems)
@@ -360,9 +416,8 @@ def _channels(
 
 def _as_int16(volume: Array) -> Array:
     """A volume as int16 if that is exact, else as it is."""
-    limits = np.iinfo(np.int16)
     is_whole = volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume)
-    if is_whole and limits.min <= volume.min() and volume.max() <= limits.max:
+    if is_whole and INT16.min <= volume.min() and volume.max() <= INT16.max:
         return volume.astype(np.int16)
     return volume
 

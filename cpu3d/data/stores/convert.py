@@ -25,11 +25,12 @@ from cpu3d.data.manifest import (
     record_path,
     to_json,
 )
+from cpu3d.data.normalise import Kind
 from cpu3d.data.region import Array, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
+from cpu3d.data.stores.normalisation import refuse_hounsfield
 from cpu3d.data.stores.resample import Spacing3
-from cpu3d.data.stores.unsupported import refuse_hounsfield
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
@@ -50,9 +51,16 @@ class Settings:
         " packed to a tenth, for slow disks and networks",
         choices=FORMATS,
     )
-    crop: bool = option(False, "store each brain's box only; voxels outside it are 0")
+    crop: bool = option(False, "store each brain's box only; voxels outside it are background")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
     spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
+    normalise: Tuple[str, ...] = option(
+        (),
+        "how channels are normalised, such as CT=zscore: "
+        + ", ".join(kind.value for kind in Kind)
+        + " (default: by name and voxels, docs/data.md)",
+        metavar="CHANNEL=KIND",
+    )
 
     def __post_init__(self) -> None:
         check(self)
@@ -96,6 +104,7 @@ def convert(
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
             spacing_mm=settings.spacing_mm,
+            normalisation=dataset.normalisation,
         )
     except InputError as error:
         return error.problems
@@ -107,6 +116,8 @@ def convert(
     if before and _voxels(case.record) != _voxels(before):
         got = "got others from the same files; use the versions in manifest.json"
         return (f"{rule} get back the voxels that it had in store {store_dir}, {got}",)
+    # A case may have been stored before its box was known.
+    was_whole = before is not None and before.stored == whole(before.shape)
     record = write_arrays(
         store_dir,
         before or case.record,
@@ -114,7 +125,7 @@ def convert(
         case.label,
         source_label=case.source_label,
         format_=settings.format,
-        cropped=settings.crop,
+        cropped=settings.crop and not was_whole,
     )
     write_json(record_path(store_dir, record.case_id), to_json(record))
     return record
@@ -175,10 +186,11 @@ def write_arrays(
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the brain's box; outside it the voxels are 0. `source_label` is that of a
-    case that was resampled, on its source's grid, and is kept whole. Files are read back and
-    compared. Raises OSError."""
-    stored = record.box if cropped else whole(record.shape)
+    `cropped` keeps only the brain's box, if it is known; outside it is background. `source_label`
+    is that of a case that was resampled, on its source's grid, and is kept whole. Files are read
+    back and compared. Raises OSError."""
+    is_box_known = not record.peaks
+    stored = record.box if cropped and is_box_known else whole(record.shape)
     record = replace(record, format=cast(Format, format_), stored=stored)
     size_bytes, sha256 = _write_array(array_path(store, record, "x"), crop(image, stored), format_)
     record = replace(record, image_bytes=size_bytes, image_sha256=sha256)
@@ -220,7 +232,7 @@ def convert_all(
     kept."""
     if not jobs:
         return case_list(()), {}
-    refuse_hounsfield([job.files for job in jobs if job.before is None])
+    refuse_hounsfield([job.files for job in jobs if job.before is None], dataset)
     problems: Problems = {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
+from cpu3d.data.normalise import Normalisation
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.splits import Split
 from cpu3d.errors import raise_if_any
@@ -53,6 +54,8 @@ class Dataset:
     """The code that is painted for each of `regions`, in their order; () for `labels.own_codes`."""
     ignore: Optional[int] = None  # label code of voxels that are not to be learnt; in no region
     folds: Tuple[Split, ...] = ()  # that its list gives
+    normalisation: Tuple[Normalisation, ...] = ()
+    """Of each channel, as decided for its store; none is over the foreground in all of them."""
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""

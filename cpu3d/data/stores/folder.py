@@ -9,11 +9,12 @@ import contextlib
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
 from cpu3d.data.manifest import SCHEMA, case_list
+from cpu3d.data.normalise import Normalisation, if_any_differs
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import USUAL, Settings
@@ -32,6 +33,7 @@ from memory_estimator.common.files import read_json, read_record, read_text, typ
 
 SOURCE = "source.json"
 QUARANTINE = "quarantine.jsonl"
+NORMALISATION = "normalisation"  # field of source.json: the decided kinds
 GROWN = "grown"  # field of source.json that is true once cases were appended
 IGNORE = "ignore"  # and the one of the label that is to be ignored, absent without one
 
@@ -48,8 +50,8 @@ def claimed(
     processes left.
 
     An empty folder gets `content` as its file `name`; a folder with the same content is continued.
-    `subfolders` are made in it. Raises InputError, and changes nothing, if it holds other files,
-    cannot be written, or is in use."""
+    `subfolders` are made in it. A field of None is not written. Raises InputError, and changes
+    nothing, if it holds other files, cannot be written, or is in use."""
     path = folder / name
     if not (folder / "manifest.json").exists():  # a finished store may be read-only
         writable_folder(folder, kind)
@@ -69,7 +71,7 @@ def claimed(
             rule = f"{kind} {folder} must be empty or hold {name}"
             raise InputError(f"{rule}, got {names}; choose another")
         else:
-            write_json(path, content)
+            write_json(path, _written(content))
         inner = [folder / subfolder for subfolder in subfolders]
         for path in inner:
             path.mkdir(exist_ok=True)
@@ -80,18 +82,17 @@ def claimed(
 def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
     """The content of source.json: the data set and the settings of a store."""
     labels = labels_in_use(dataset.layout, dataset.labels, ())
-    chosen = asdict(settings)
-    if settings.spacing_mm is None:  # as source.json was before cases were resampled
-        del chosen["spacing_mm"]
-    else:
-        chosen["spacing_mm"] = list(settings.spacing_mm)
+    of_settings = asdict(settings)
+    # Not written if nothing is chosen, as before there was a choice.
+    of_settings["normalise"] = list(settings.normalise) if settings.normalise else None
+    of_settings["spacing_mm"] = list(settings.spacing_mm) if settings.spacing_mm else None
     content = {
         "schema": SCHEMA,
         "name": dataset.name,
         "layout": dataset.layout,
         "channels": list(dataset.channels),
         "labels": {str(code): name for code, name in labels.items()},
-        **chosen,
+        **of_settings,
     }
     if dataset.ignore is not None:
         content[IGNORE] = dataset.ignore
@@ -110,6 +111,36 @@ def note_growth(store_dir: Path) -> None:
     content = _read_object(path)
     if content.get(GROWN) is not True:
         write_json(path, {**content, GROWN: True})
+
+
+def note_no_growth(store_dir: Path) -> None:
+    """The way back, for a store that is made of its first data set again."""
+    path = store_dir / SOURCE
+    content = _read_object(path)
+    write_json(path, {field: value for field, value in content.items() if field != GROWN})
+
+
+def normalisation_begun(store_dir: Path) -> Optional[Tuple[Normalisation, ...]]:
+    """The kinds by which the cases of an unfinished store were converted; None if there are none
+    yet. Nothing is noted of a store whose channels are all over the foreground."""
+    path = store_dir / SOURCE
+    noted = _read_object(path).get(NORMALISATION)
+    if noted is None:
+        is_begun = any((store_dir / "cases").glob("*.json"))
+        return () if is_begun else None
+    try:
+        return typed(noted, Tuple[Normalisation, ...], NORMALISATION)
+    except ValueError as error:
+        raise InputError(f"{path} must be as it was written, got {error}; restore it") from None
+
+
+def note_normalisation(store_dir: Path, normalisation: Sequence[Normalisation]) -> None:
+    """Write the kinds of a store that is begun into source.json, unless all channels are over the
+    foreground."""
+    kinds = [each.to_json() for each in if_any_differs(normalisation)]
+    if kinds:
+        path = store_dir / SOURCE
+        write_json(path, {**_read_object(path), NORMALISATION: kinds})
 
 
 def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -> None:
@@ -143,7 +174,7 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
     grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)
     if grown:
         content = {**content, GROWN: True}
-    write_json(store_dir / SOURCE, content)
+    write_json(store_dir / SOURCE, _written(content))
 
 
 def settings_of(store_dir: Path) -> Settings:
@@ -151,8 +182,9 @@ def settings_of(store_dir: Path) -> Settings:
     damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
-        chosen = {name: content[name] for name in vars(USUAL) if name != "spacing_mm"}
-        chosen["spacing_mm"] = content.get("spacing_mm")  # stores without it have no such field
+        later = {"normalise": content.get("normalise", []), "spacing_mm": content.get("spacing_mm")}
+        chosen = {name: content[name] for name in vars(USUAL) if name not in later}
+        chosen.update(later)
         return typed(chosen, Settings, "source")
 
     first = "`prepare` of its first data set with the same settings"
@@ -203,6 +235,10 @@ def write_quarantine(store_dir: Path, problems: Problems) -> None:
         for case_id in sorted(problems):
             line = json.dumps({"case_id": case_id, "reasons": problems[case_id]})
             file.write(f"{line}\n")
+
+
+def _written(content: Mapping[str, Any]) -> Dict[str, Any]:
+    return {field: value for field, value in content.items() if value is not None}
 
 
 def _read_object(path: Path) -> Dict[str, Any]:

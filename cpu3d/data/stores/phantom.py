@@ -12,6 +12,9 @@ box, and the enhancing tumour at least 0.02 %. With --warp CASE the cases are wa
 real case: they show how fast a network learns the look of a real tumour, not how well it does on
 other patients.
 
+With --kind ct they are bodies on a table, in Hounsfield units: air around them, fat, muscle, bone,
+a bladder of water at 0, and a liver with lesions, which are the labels.
+
 Shapes and contrasts imitate skull-stripped BraTS volumes. No channel shows the tumour by brightness
 alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR.
 Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up."""
@@ -33,6 +36,8 @@ from cpu3d.data.stores.case import LoadedCase, load_case
 from cpu3d.data.stores.dataset import Dataset
 from cpu3d.data.stores.folder import claimed
 from cpu3d.data.stores.layouts import labels_in_use, read_dataset
+from cpu3d.data.stores.phantom_ct import CT_CHANNELS, CT_LABELS, ct_case
+from cpu3d.data.stores.phantom_shapes import smooth_field, soft
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -95,6 +100,7 @@ class Options:
         "small: a whole tumour is 0.2 to 1 %% of the brain's box",
         choices=("usual", "small"),
     )
+    kind: str = option("mr", "heads in four MR channels, or bodies in CT", choices=("mr", "ct"))
     warp: Optional[Path] = option(
         None,
         "warped copies of the real case in this folder, which has a label, on its grid",
@@ -116,6 +122,7 @@ def run(options: Options) -> int:
         context=options.context,
         lesion_size=options.lesion_size,
         warp=options.warp,
+        kind=options.kind,
     )
     return 0
 
@@ -130,27 +137,31 @@ def write_phantom(
     context: str = "none",
     lesion_size: str = "usual",
     warp: Optional[Path] = None,
+    kind: str = "mr",
 ) -> Path:
     """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and
     return that folder.
 
-    Case n depends on (seed, n) and on shape, context and lesion_size, or `warp`, alone, so more can
-    be added later. Raises InputError for options out of range or that exclude each other, a shape
-    that does not fit into memory, a case that cannot be warped, and a folder with other files or in
-    use."""
+    Case n depends on (seed, n) and on shape, context and lesion_size, `warp` or `kind`, alone, so
+    more can be added later. Raises InputError for options out of range or that exclude each other,
+    a shape that does not fit into memory, a case that cannot be warped, and a folder with other
+    files or in use."""
     out = Path(out)
     shape = xyz(shape)
     workers = worker_count(workers)
     is_usual = (shape, context, lesion_size) == (USUAL_SHAPE, "none", "usual")
+    is_plain = (context, lesion_size, warp) == ("none", "usual", None)
     is_shape = min(shape) >= LEAST_VOXELS and max(shape) <= MOST_VOXELS
     is_one_of_both = lesion_size == "usual" or context == "none"
     alone = "without --shape, --context and --lesion-size"
+    of_heads = "--context, --lesion-size or --warp"
     rules = (
         ("--cases", "at least 1", cases, cases >= 1),
         ("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape),
         ("--seed", "at least 0", seed, seed >= 0),
         ("--lesion-size", "usual with --context", lesion_size, is_one_of_both),
         ("--warp", alone, warp, warp is None or is_usual),
+        ("--kind", f"mr with {of_heads}", kind, kind == "mr" or is_plain),
     )
     raise_if_any(
         f"{name} must be {rule}, got {value}; choose another"
@@ -166,8 +177,10 @@ def write_phantom(
         settings["shape"] = list(shape)
         settings["context"] = context
         settings["lesion_size"] = lesion_size
+    if kind == "ct":
+        settings["kind"] = kind
     with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
-        write = functools.partial(_write_case, out, shape, seed, context, lesion_size, warp)
+        write = functools.partial(_write_case, out, shape, seed, context, lesion_size, warp, kind)
         results = run_jobs(write, range(cases), workers)
         try:
             with contextlib.closing(results), bar("phantom", cases) as advance:
@@ -178,7 +191,8 @@ def write_phantom(
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
             raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
-        write_json(out / "dataset.json", _dataset_json(cases, shape, context, lesion_size, warp))
+        about = _dataset_json(cases, shape, context, lesion_size, warp, kind)
+        write_json(out / "dataset.json", about)
     say(f"{cases} phantom cases of {by(shape)} in {out}", stderr=False)
     return out
 
@@ -190,6 +204,7 @@ def _write_case(
     context: str,
     lesion_size: str,
     warp: Optional[Path],
+    kind: str,
     index: int,
 ) -> None:
     """Write a case's two files unless both exist."""
@@ -202,14 +217,22 @@ def _write_case(
         image, label = warped_case(warp, seed, index)
         geometry = case_to_warp(warp)[1].record.geometry
     else:
-        image, label = phantom_case(shape, seed, index, context, lesion_size)
+        if kind == "ct":
+            image, label = ct_case(shape, seed, index)
+        else:
+            image, label = phantom_case(shape, seed, index, context, lesion_size)
         geometry = Geometry(shape, affine_rows(np.eye(4)), "RAS", sform_code=1, qform_code=1)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
 
 
 def _dataset_json(
-    cases: int, shape: Shape3, context: str, lesion_size: str, warp: Optional[Path]
+    cases: int,
+    shape: Shape3,
+    context: str,
+    lesion_size: str,
+    warp: Optional[Path],
+    kind: str,
 ) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
     name = "BRATS phantom"
@@ -224,6 +247,13 @@ def _dataset_json(
         )
         channels = dataset.channels
         labels = dataset.labels
+    if kind == "ct":
+        name = "CT phantom"
+        description = (
+            "Made-up livers in made-up bodies, for trials of the software; no patient's data"
+        )
+        channels = CT_CHANNELS
+        labels = CT_LABELS
     if lesion_size == "small":
         least, most = SMALL_WT
         name += ", small lesions"
@@ -241,7 +271,7 @@ def _dataset_json(
     return {
         "name": name,
         "description": description,
-        "tensorImageSize": "4D",
+        "tensorImageSize": "4D" if len(channels) > 1 else "3D",
         "modality": {str(index): channel for index, channel in enumerate(channels)},
         "labels": {str(code): label for code, label in labels.items()},
         "numTraining": cases,
@@ -333,36 +363,6 @@ class Head:
         return (u + v + w).astype(np.float32)
 
 
-def smooth_field(rng: np.random.Generator, shape: Shape3, cells: int) -> Array:
-    """A smooth random field of about unit spread, float32, with `cells` cubic B-spline cells along
-    every axis."""
-    values = rng.standard_normal((cells + 3,) * 3, dtype=np.float32)
-    for axis in (2, 1, 0):  # the largest step last: along the first axis it moves whole planes
-        values = _interpolate(values, axis, shape[axis], cells)
-    return values * np.float32(2.6)  # the spline averages: 2.6 restores the spread
-
-
-def _interpolate(values: Array, axis: int, size: int, cells: int) -> Array:
-    """`cells + 3` uniform cubic B-spline coefficients along `axis`, sampled at the middles of
-    `size` voxels.
-
-    No matrix product: its rounding changes with the threads.
-    """
-    position = (np.arange(size) + 0.5) / size * cells
-    cell = np.minimum(position.astype(int), cells - 1)
-    t = position - cell
-    weights = ((1 - t) ** 3, 3 * t**3 - 6 * t**2 + 4, -3 * t**3 + 3 * t**2 + 3 * t + 1, t**3)
-    along = [1, 1, 1]
-    along[axis] = size
-    total: Any = 0
-    for offset, weight in enumerate(weights):
-        term = values.take(cell + offset, axis)
-        term *= (weight / 6).astype(np.float32).reshape(along)
-        term += total
-        total = term
-    return total
-
-
 def tissues(head: Head) -> Fields:
     """Fluid, grey and white matter, vessels and bright caps, with the ventricles and a texture."""
     u = head.u
@@ -414,11 +414,6 @@ def tissues(head: Head) -> Fields:
         "ventricle": inside,
         "texture": 0.6 * head.field(18) + 0.4 * head.field(8),
     }
-
-
-def soft(limit: float, values: Array, width: float) -> Array:
-    """1 well below `limit`, 0 well above, a linear ramp over `width` on both sides."""
-    return np.clip((limit - values) * np.float32(0.5 / width) + np.float32(0.5), 0, 1)
 
 
 @dataclass(frozen=True)

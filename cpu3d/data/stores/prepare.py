@@ -5,6 +5,7 @@ Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
           ./run.sh prepare --dataset Task01_BrainTumour --store store --spacing 1 1 1
           ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
           ./run.sh prepare --dataset Dataset001_Tumour --store store --regions WT=1,2,3 TC=2,3
+          ./run.sh prepare --dataset Task03_Liver --store store --normalise CT=zscore
 
 Each case is written whole or not at all: its record is written after its arrays, and the manifest
 of the finished store last. The same command continues after an interruption. source.json names the
@@ -17,14 +18,26 @@ to the median of their sizes (of thick slices to a fine one, as in nnU-Net). Sco
 are on the images' own grids all the same.
 """
 
+import math
+import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Container, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Container, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.labels import paint_by_order
-from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, make_manifest
+from cpu3d.data.manifest import (
+    SPLITS,
+    CaseList,
+    CaseRecord,
+    Manifest,
+    case_list,
+    make_manifest,
+    record_path,
+    to_json,
+)
+from cpu3d.data.normalise import if_any_differs
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import (
@@ -43,12 +56,16 @@ from cpu3d.data.stores.folder import (
     has_grown,
     has_settings,
     identity,
+    normalisation_begun,
+    note_no_growth,
+    note_normalisation,
     read_quarantine,
     restore_source,
     settings_of,
     write_quarantine,
 )
 from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
+from cpu3d.data.stores.normalisation import decide, in_window, with_windows
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.resample import (
     Keep,
@@ -67,11 +84,8 @@ from cpu3d.data.stores.splits import (
     describe_patients,
     read_folds,
 )
-from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.atomic import (
-    write_json,
-)
+from cpu3d.util.atomic import write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, versions
@@ -187,7 +201,6 @@ def prepare(
     workers = worker_count(workers)
     store_dir = Path(store_dir)
     dataset = read_dataset(dataset_dir, patients, regions, ignore)
-    refuse_unsupported(dataset)
     draws = (fractions, seed) != (USUAL_SPLIT, 0)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed, draws=draws))
     finished = (store_dir / "manifest.json").exists()
@@ -209,6 +222,7 @@ def prepare(
     with claimed(store_dir, "store", SOURCE, claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, splitting)
+        dataset = _with_kinds(dataset, store_dir, splitting, settings, workers)
         jobs = [Job(files) for files in dataset.cases]
         records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
         mixed = mixed_orientation(records)
@@ -216,10 +230,11 @@ def prepare(
         problems.update({**dataset.problems, **mixed})
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
+        dataset, records = _with_windows(dataset, records, splitting, store_dir)
         manifest = _manifest_of(dataset, records, splitting, settings)
         write_quarantine(store_dir, problems)
         if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
-            write_json(store_dir / SOURCE, content)
+            note_no_growth(store_dir)
         write_store(store_dir, manifest)
     print_summary(store_dir)
     return manifest
@@ -277,6 +292,41 @@ def _with_spacing(
     return replace(settings, spacing_mm=target)
 
 
+def _with_kinds(
+    dataset: Dataset, store_dir: Path, splitting: Splitting, settings: Settings, workers: int
+) -> Dataset:
+    """The data set with the kind of normalisation of each channel: as its store was begun, or as is
+    decided now by its training cases."""
+    begun = normalisation_begun(store_dir)
+    if begun is not None:
+        return replace(dataset, normalisation=begun)
+    split = splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+    decided = decide(dataset, split["train"], settings.normalise, workers)
+    note_normalisation(store_dir, decided)
+    return replace(dataset, normalisation=decided)
+
+
+def _with_windows(
+    dataset: Dataset, records: CaseList, splitting: Splitting, store_dir: Path
+) -> Tuple[Dataset, CaseList]:
+    """The data set with the windows of its CT, by the records of the training cases; and the
+    records with the boxes that follow."""
+    split = splitting.split({case.case_id: case.patient_id for case in records.known})
+    training = records.chosen(split["train"]) if split["train"] else records
+    windows = with_windows(dataset.normalisation, dataset.channels, training)
+    dataset = replace(dataset, normalisation=windows)
+    if all(each.low is None for each in windows):
+        return dataset, records
+
+    def boxed() -> Iterator[CaseRecord]:
+        for record in records:
+            known = in_window(record, windows)
+            write_json(record_path(store_dir, record.case_id), to_json(known))
+            yield known
+
+    return dataset, CaseList.collected(boxed(), store_dir)
+
+
 def _manifest_of(
     dataset: Dataset, records: CaseList, splitting: Splitting, settings: Settings
 ) -> Manifest:
@@ -307,6 +357,7 @@ def _manifest_of(
         versions=versions(),
         patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
         spacing_mm=settings.spacing_mm,
+        normalisation=if_any_differs(dataset.normalisation),
     )
 
 
@@ -478,6 +529,7 @@ def summary_lines(store: Store) -> List[str]:
     error = 0.0
     zeroed = 0
     resampled = 0
+    foregrounds: List[List[float]] = [[] for _ in manifest.channels]  # share of the voxels
     images: Counter[str] = Counter()  # kind of image -> cases
     shapes: Counter[str] = Counter()
     cases: Counter[int] = Counter()  # label code -> cases
@@ -500,6 +552,8 @@ def summary_lines(store: Store) -> List[str]:
         voxels.update(record.label_voxels)
         error = max(error, record.max_abs_error)
         zeroed += record.zeroed_voxels
+        for shares, n in zip(foregrounds, record.channel_voxels):
+            shares.append(n / math.prod(record.shape))
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
     exact = f"rounded by up to {error:.1g} std" if error else "exact"
     kinds = ", ".join(f"{n} {image}" for image, n in images.most_common())
@@ -518,6 +572,9 @@ def summary_lines(store: Store) -> List[str]:
     }
     if manifest.spacing_mm:
         lines["spacing"] = f"{in_mm(manifest.spacing_mm)}, {count(resampled, 'case')} resampled"
+    for index, each in enumerate(manifest.normalisations):
+        why = each.why or f"{statistics.median(foregrounds[index]):.0%} of the voxels are not 0"
+        lines[f"input {index}"] = f"{manifest.channels[index]}: {each.words}; {why}"
     if zeroed:
         lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)

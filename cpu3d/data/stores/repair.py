@@ -85,8 +85,8 @@ def repair(store: Store, dataset: Dataset, settings: Settings, workers: int) -> 
 
 
 def fitting(dataset: Dataset, store: Store) -> Dataset:
-    """The data set with the channels, by name, and the labels that the store has, of which the same
-    is ignored. Raises InputError for other channels, labels or regions."""
+    """The data set with the channels, by name, the labels and the normalisation that the store has,
+    of which the same is ignored. Raises InputError for other channels, labels or regions."""
     dataset = dataset.with_channels(store.manifest.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
     ignore = store.manifest.ignore
@@ -101,7 +101,7 @@ def fitting(dataset: Dataset, store: Store) -> Dataset:
         if value != expected:
             rule = f"data set {dataset.folder} must have the {name} of store {store.folder}"
             raise InputError(f"{rule}, {expected}, got {value}; prepare a separate store")
-    return replace(dataset, labels=labels)
+    return replace(dataset, labels=labels, normalisation=store.manifest.normalisation)
 
 
 def _source_lost(store_dir: Path, record: CaseRecord, dataset: Dataset) -> str:

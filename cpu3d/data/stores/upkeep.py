@@ -34,7 +34,6 @@ from cpu3d.data.stores.prepare import (
 )
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients
-from cpu3d.data.stores.unsupported import refuse_unsupported
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -181,7 +180,6 @@ def append(
     store_dir = Path(store_dir)
     settings = settings_of(store_dir)
     dataset = read_dataset(dataset_dir, patients)
-    refuse_unsupported(dataset)
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")

@@ -99,7 +99,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
         assert main(["bench", "step", *arguments]) == 2
     paper, second, third, fourth, default = requests
     assert (paper["shape"], paper["steps"], paper["threads"]) == ([240, 240, 144], 3, 2)
-    assert paper["unet"] == dataclasses.asdict(RECIPES["paper-2020"].job.unet)
+    assert paper["unet"] == RECIPES["paper-2020"].job.unet.to_json()
     assert (second["unet"]["policy"], second["batch"], second["micro_batch"]) == ("lean", 4, 2)
     assert (third["engine"], third["unet"]["dtype"]) == ("itex", "bfloat16")
     assert (fourth["shape"], fourth["optimizer"], fourth["engine"]) == (

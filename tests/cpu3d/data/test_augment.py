@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.augment import CHANNEL_PROBABILITY, PROBABILITY, AugmentConfig, draw, smoothing
+from cpu3d.data.normalise import Statistics, levels_of
 
 ALL = AugmentConfig(
     rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
@@ -14,9 +15,8 @@ ALL = AugmentConfig(
 
 def drawn(config, position, seed=1, channels=2, spacing_mm=(1, 1, 1)):
     """With a normalisation that changes nothing: "scale" is the gain, "shift" the offset."""
-    return draw(
-        config, np.ones(channels), np.zeros(channels), spacing_mm, seed=seed, position=position
-    )
+    levels = levels_of([Statistics(0, 1, 0, 1)] * channels, ())
+    return draw(config, levels, spacing_mm, seed=seed, position=position)
 
 
 def test_what_is_drawn_depends_on_seed_and_position_alone():
@@ -30,7 +30,8 @@ def test_what_is_drawn_depends_on_seed_and_position_alone():
     assert len({sample.flips for sample in samples}) == 8
     assert drawn(ALL, 3, seed=2).matrix.tobytes() != samples[3].matrix.tobytes()
     # The drawn intensity is applied to normalised values: here to x / 2 - 2.
-    halved = draw(ALL, np.full(2, 0.5), np.full(2, -2.0), (1, 1, 1), seed=1, position=3)
+    levels = levels_of([Statistics(4, 2, 0, 9)] * 2, ())
+    halved = draw(ALL, levels, (1, 1, 1), seed=1, position=3)
     np.testing.assert_allclose(halved.scale, 0.5 * samples[3].scale, rtol=1e-6)
     np.testing.assert_allclose(halved.shift, samples[3].shift - 2 * samples[3].scale, rtol=1e-6)
 
@@ -119,7 +120,8 @@ def test_voxels_of_equal_sides_are_turned_to_the_bit_as_those_of_1_mm(spacing_mm
 
 
 def test_the_numbers_of_some_channels_are_theirs_among_all():
-    every = draw(ALL, np.arange(1.0, 5), np.zeros(4), (1, 1, 1), seed=1, position=3)
+    levels = levels_of([Statistics(0, 1 / n, 0, 1) for n in range(1, 5)], ())
+    every = draw(ALL, levels, (1, 1, 1), seed=1, position=3)
     some = every.of_channels((3, 1))
     np.testing.assert_array_equal(some.scale, every.scale[[3, 1]])
     np.testing.assert_array_equal(some.noise_keys, every.noise_keys[[3, 1]])
@@ -155,9 +157,9 @@ def test_images_are_mirrored_along_the_chosen_axes_but_never_onto_the_other_side
 ):
     mirrored = config.mirrored_axes(names)
     assert mirrored == axes
-    normalisation = (np.ones(1), np.zeros(1))
+    levels = levels_of([Statistics(0, 1, 0, 1)], ())
     drawn_flips = [
-        draw(config, *normalisation, (1, 1, 1), seed=1, position=k, mirrored=mirrored).flips
+        draw(config, levels, (1, 1, 1), seed=1, position=k, mirrored=mirrored).flips
         for k in range(100)
     ]
     shares = np.mean(drawn_flips, axis=0)

@@ -10,13 +10,14 @@ SHARES = (1 / 3, 0.5, 0.75)
 
 
 @pytest.mark.parametrize(
-    ("grid", "resolution", "divisor", "seen", "field"),
+    ("grid", "resolution", "divisors", "seen", "field"),
     [
         ((45, 47, 33), 0.5, 8, (24, 24, 24), (48, 48, 48)),
+        ((45, 47, 9), 0.5, (8, 16, 2), (24, 32, 6), (48, 64, 12)),
         (
             (48, 40, 30),
             0.75,
-            4,
+            (4, 4, 4),
             (36, 32, 24),
             (48, 43, 32),
         ),  # 32 / 0.75 is 42.7: the last voxel is covered in part
@@ -25,12 +26,12 @@ SHARES = (1 / 3, 0.5, 0.75)
     ],
 )
 def test_the_network_sees_all_of_an_extent_and_the_field_is_what_that_covers(
-    grid, resolution, divisor, seen, field
+    grid, resolution, divisors, seen, field
 ):
-    assert network_grid(grid, resolution, divisor) == seen
+    assert network_grid(grid, resolution, divisors) == seen
     assert field_of(seen, resolution, grid) == field
     if resolution < 1:
-        resizing = resizing_for(grid, resolution, divisor, at_least=(9, 1, 1))
+        resizing = resizing_for(grid, resolution, divisors, at_least=(9, 1, 1))
         assert resizing.seen == (max(seen[0], 9), *seen[1:])
 
 

@@ -278,7 +278,7 @@ def taken_by_program(paths, inputs):
     )
     about = json.loads(json.dumps(contract(config, "float32", "onnx")))
     try:
-        image = segment.in_order(segment.read_image(paths)[0], paths, about)
+        image = segment.cleaned(segment.in_order(segment.read_image(paths)[0], paths, about), about)
     except SystemExit:
         return None
     return [int(channel.max()) // 100 for channel in np.moveaxis(image, -1, 0)]

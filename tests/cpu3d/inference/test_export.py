@@ -17,6 +17,7 @@ from cpu3d.data.background import without_residue
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras, write_volume
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles
@@ -76,6 +77,8 @@ RULES = PostProcessing(
 """A decision that changes what an untrained network answers."""
 
 
+CT = Normalisation(Kind.CT, 11.0, 150.0, 60.0, 40.0)
+
 RUNS = {  # format and kind of run -> its settings
     "onnx": {},
     "savedmodel": {
@@ -91,6 +94,8 @@ RUNS = {  # format and kind of run -> its settings
         "channels": ("T1gd",),
         "flip": False,
     },
+    "onnx strides": {"strides": ((2, 2, 1), (1, 2, 2)), "up": "upsampling"},
+    "savedmodel strides": {"strides": ((2, 1, 2), (2, 2, 1)), "residual": True},
 }
 
 
@@ -155,6 +160,48 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert checked["different_labels"]["predict"] < 0.02 * 960
     assert checked["postprocessed_voxels"] > 0
     assert about["postprocessing"]["words"] == rules.words
+
+
+@pytest.mark.parametrize(
+    ("format_", "kinds", "settings"),
+    [
+        ("onnx", (CT, Normalisation(Kind.ZSCORE)), {"channels": ("T1gd", "FLAIR")}),
+        ("savedmodel", (CT, Normalisation(Kind.FOREGROUND)), {"extent": "full"}),
+        ("onnx", (Normalisation(Kind.RESCALE), CT), {"mode": "patch", "grid": (8, 8, 4)}),
+        ("savedmodel", (Normalisation(Kind.NONE), Normalisation(Kind.ZSCORE)), {}),
+    ],
+)
+def test_a_network_of_channels_of_every_kind_is_exported_as_predict_computes(
+    tmp_path, format_, kinds, settings
+):
+    store = make_store(tmp_path / "store", tmp_path / "source", normalisation=kinds)
+    run = make_run(store, tmp_path / "run", **settings)
+    out = tmp_path / "out"
+    assert main(["export", "--run", str(run), "--format", format_, "--out", str(out)]) == 0
+    about = json.loads((out / "export.json").read_text())
+    assert about["verification"]["different_labels"] == dict.fromkeys(
+        ("float32", "predict", "predict --raw"), 0
+    )
+    # Of fractions, which `predict` rounds.
+    voxels, geometry = read_volume(tmp_path / "source/f.nii.gz")
+    fractions = np.random.default_rng(0).random(voxels.shape)
+    image = np.where(voxels == 0, 0, voxels + fractions).astype(np.float32)
+    write_volume(tmp_path / "f.nii.gz", image, geometry)
+    write_json(tmp_path / "dataset.json", {"modality": {"0": "FLAIR", "1": "T1gd"}})
+    segment.main(out, str(tmp_path / "f.nii.gz"), str(tmp_path / "label.nii.gz"))
+    predictor = load_predictor(run)
+    case = load_case(
+        CaseFiles("f", "f", (tmp_path / "f.nii.gz",), None),
+        channels=predictor.channels,
+        normalisation=predictor.normalisation_of(predictor.channels),
+    )
+    assert case.record.units
+    answers = predictor.probabilities(case.image, case.record)
+    steps_mm = case.record.spacing_mm
+    expected = postprocessing_of(run, load_config(run)).paint(answers, predictor.regions, steps_mm)
+    label, _ = read_volume(tmp_path / "label.nii.gz")
+    assert len(np.unique(expected)) > 1
+    assert np.mean(label != expected) < 0.005
 
 
 def made_up_answers(seed, regions):

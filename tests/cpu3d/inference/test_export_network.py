@@ -27,6 +27,7 @@ OPTIONS = [
 ]
 OPTIONS += [{"deep_supervision": True, "residual": True, "depth": depth} for depth in (2, 3)]
 OPTIONS += [{"policy": "lean", "residual": True}]
+OPTIONS += [{"strides": ((2, 2, 1), (2, 1, 2)), "up": up, "residual": True} for up in UPS]
 
 
 def settings_of(mode="whole", **options):

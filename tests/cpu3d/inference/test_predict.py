@@ -199,11 +199,11 @@ def test_nnunets_files_in_capitals_are_answered_as_their_case_in_lower_case(file
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["p.json", "p.nii.gz"]
 
 
-def test_ct_is_refused(files, tmp_path, call):
+def test_ct_is_refused_for_a_run_on_other_channels(files, tmp_path, call):
     image = files.images[0]
     voxels = read_volume(image)[0][::-1, ::-1] - np.int16(1000)
     write_volume(image, voxels, LPS_2MM)
-    with pytest.raises(InputError, match=r"a\.nii\.gz must not be CT.*not supported yet"):
+    with pytest.raises(InputError, match=r"a\.nii\.gz must not be CT.*name another"):
         call("--image", image, "--out", tmp_path / "out")
 
 

@@ -15,9 +15,10 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import from_ras, write_volume
+from cpu3d.data.stores.phantom_ct import ct_case
 from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
-from cpu3d.pages.viewer import pack
+from cpu3d.pages.viewer import in_steps, pack
 from cpu3d.report.view import read_case
 from tests.cpu3d.runs import shown_cases
 
@@ -99,6 +100,30 @@ def test_noise_is_held_in_fewer_steps_so_that_a_case_fits_three_megabytes(tmp_pa
     assert view("--image", path, "--out", tmp_path / "page.html") == 0
     assert 2_000_000 < (tmp_path / "page.html").stat().st_size < 3_100_000
     assert 24 <= shown_cases(tmp_path / "page.html")[0]["modalities"][0]["levels"] < 255
+
+
+@pytest.mark.parametrize(
+    ("added", "name", "is_in_hu"),
+    [(0, "ct", True), (0, "scan", True), (1024, "ct", False)],
+)
+def test_a_ct_has_windows_by_name_and_0_hu_is_a_value(tmp_path, added, name, is_in_hu):
+    volume, _ = ct_case((40, 36, 30), seed=0, index=0)
+    geometry = dataclasses.replace(GEOMETRY, shape=volume.shape)
+    path = tmp_path / f"{name}.nii.gz"
+    write_volume(path, from_ras(volume + np.int16(added), geometry), geometry)
+    assert view("--image", path, "--out", tmp_path / "page.html") == 0
+    (shown,) = shown_cases(tmp_path / "page.html")
+    (modality,) = shown["modalities"]
+    assert ("windows" in modality, modality["unit"] == "HU") == (is_in_hu, is_in_hu)
+    assert (shown["shape"] != [40, 36, 30]) == is_in_hu  # without air around the body and the table
+    if is_in_hu:
+        assert modality["windows"]["brain"] == [0, 80]
+        values = np.array(modality["values"])
+        assert (len(values), values[0], values[-1]) == (modality["levels"], -1024, 3071)
+        soft = (values > -100) & (values < 300)
+        assert np.diff(values)[soft[1:]].max() < 4 < 30 < np.diff(values)[-1]
+    pixels = in_steps(np.array([-1.0, 0, 1]), -1, 1, 3, np.nan)
+    assert pixels.tolist() == [1, 2, 3]
 
 
 def test_a_page_shows_the_case_by_the_names_of_its_files_and_names_no_folder(

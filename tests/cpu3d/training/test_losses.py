@@ -82,12 +82,26 @@ def test_soft_dice_of_four_voxels(target, probabilities, dice):
     )
 
 
-def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(computed_by):
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(1, 1, 1), (4, 4, 4), (2, 2, 2)],
+        [(1, 1, 1), (4, 4, 1), (2, 2, 1)],  # Z is not halved,
+        [(1, 1, 1), (2, 4, 2), (1, 2, 1)],  # or later
+    ],
+)
+def test_deep_supervision_weighs_one_half_quarter_and_reads_every_nth_voxel(steps, computed_by):
+    """Along each axis."""
     rng = np.random.default_rng(1)
     target = tf.constant(rng.integers(0, 2, (1, 8, 8, 8, 1)), tf.uint8)
-    logits = [tf.constant(rng.normal(size=(1, n, n, n, 1)), tf.float32) for n in (8, 2, 4)]
+    logits = []
+    for x, y, z in steps:
+        grid = (8 // x, 8 // y, 8 // z)
+        logits.append(tf.constant(rng.normal(size=(1, *grid, 1)), tf.float32))
     loss, dice = dice_cross_entropy(target, *logits)
-    parts = [dice_cross_entropy(target[:, ::s, ::s, ::s], x)[0] for s, x in zip((1, 4, 2), logits)]
+    parts = []
+    for (x, y, z), head in zip(steps, logits):
+        parts.append(dice_cross_entropy(target[:, ::x, ::y, ::z], head)[0])
     np.testing.assert_allclose(loss, (parts[0] + parts[1] / 4 + parts[2] / 2) / 1.75, rtol=1e-6)
     np.testing.assert_array_equal(dice, dice_cross_entropy(target, logits[0])[1])
 
@@ -97,7 +111,7 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
     samples, computed_by
 ):
     rng = np.random.default_rng(2)
-    target = tf.constant(rng.random((2, 8, 4, 4, 3)) < [0.5, 0.1, 0.0], tf.uint8)
+    target = tf.constant(rng.random((2, 8, 4, 2, 3)) < [0.5, 0.1, 0.0], tf.uint8)
     logits, weights = (
         tf.constant(rng.normal(0, 2, (2, 4, 2, 2, 3)), tf.float32),
         tf.constant([1.0, 3.0]),
@@ -116,7 +130,7 @@ def test_as_a_loss_of_keras_it_is_of_each_sample_and_of_a_target_on_a_finer_grid
 
     with tf.GradientTape() as tape:
         tape.watch(logits)
-        thin = target[:, ::2, ::2, ::2]
+        thin = target[:, ::2, ::2]  # along Z the grids are equal
         each = [dice_cross_entropy(thin[n : n + 1], logits[n : n + 1])[0] for n in range(2)]
         expected = tf.reduce_mean(tf.stack(each) * weights)
     for value, own in zip(by_keras(target, logits), (expected, tape.gradient(expected, logits))):

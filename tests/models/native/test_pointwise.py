@@ -6,6 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
+from models.strides import EVERY_AXIS, STRIDES
 from tests.models.native.reference import (
     DTYPES,
     KERNELS,
@@ -49,10 +50,12 @@ TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # multiply formed values as bflo
 class Case:
     """A pass on random maps, and what it makes by the definition of its kind."""
 
-    def __init__(self, rng, kind, shape, channels, dtype, plain=False, add=True):
+    def __init__(self, rng, kind, shape, channels, dtype, strides, plain=False, add=True):
         batch, *grid = shape
         self.kind, self.shape, self.channels, self.dtype = kind, shape, channels, dtype
-        fine, ups, pools = [2 * n for n in grid], kind.startswith("up"), kind.startswith("max_pool")
+        self.strides = strides
+        self.fine = fine = [times * n for times, n in zip(strides, grid)]
+        ups, pools = kind.startswith("up"), kind.startswith("max_pool")
         wide = channels[1] if ups or kind.startswith("project") else channels[0]
 
         def drawn(size, width):
@@ -69,20 +72,20 @@ class Case:
         self.coefficients[:, 2] = rng.choice([0, 0.5, -np.inf], (batch, channels[0]))
         if plain and not kind.endswith("to_raw"):
             self.coefficients = None
-        filters = (2, 2, 2, wide, channels[0]) if ups else (channels[0], wide)
+        filters = (*strides, wide, channels[0]) if ups else (channels[0], wide)
         self.filters, self.bias = (
             rng.standard_normal(shape).astype(np.float32) for shape in (filters, wide)
         )
 
     def run(self, library, name, threads, in_place=False):
         """Map, sums, gradients of filters and bias; None where the kind does not make them."""
-        kind, (batch, *grid) = self.kind, self.shape
+        kind, batch = self.kind, self.shape[0]
         maps = [np.array(array) for array in (self.raw, *self.others)]
         results, width = [None] * 4, self.bias.size
         if kind not in ("project_sums", "up_filter_gradient"):
             shape = [
                 batch,
-                *([2 * n for n in grid] if kind == "up_convolve" else self.raw.shape[1:4]),
+                *(self.fine if kind == "up_convolve" else self.raw.shape[1:4]),
             ]
             shape = self.shape if kind == "max_pool" else shape
             channels = width if kind in ("project", "up_convolve") else self.channels[0]
@@ -100,9 +103,8 @@ class Case:
         arguments = {"coefficients": self.coefficients, "filters": self.filters, **made}
         if kind == "project":
             arguments["bias"] = self.bias
-        call = operation(
-            kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:], **arguments
-        )
+        about = (kind, self.dtype, self.shape, threads, maps[:1], width, maps[1:])
+        call = operation(*about, self.strides, **arguments)
         assert run(library, name, call) == 0
         return results
 
@@ -120,12 +122,13 @@ class Case:
             scale, shift, floor, *rest = rows
         value, active = np.maximum(scale * raw + shift, floor), scale * raw + shift > floor
         filters, made, of_filters, of_bias = self.filters.astype(np.float64), None, None, None
+        taps = filters.reshape(-1, *filters.shape[3:])
         if kind == "max_pool":
-            made = eights(value).max(0)
+            made = parts_of(value, self.strides).max(0)
         elif kind == "max_pool_gradient":
-            parts = eights(value)
-            best = (np.arange(8)[:, None, None, None, None, None] == parts.argmax(0)) * first
-            made = whole(best) + second
+            parts = parts_of(value, self.strides)
+            places = np.arange(len(parts))[:, None, None, None, None, None]
+            made = whole((places == parts.argmax(0)) * first, self.strides) + second
         elif kind == "residual_sum":
             made = np.maximum(value + first, 0)
         elif kind == "residual_gradient":
@@ -143,16 +146,12 @@ class Case:
             if kind == "project_to_raw":
                 made = rest[0] * np.where(active, made, 0) + rest[1] * raw + rest[2]
         elif kind == "up_convolve":
-            made = whole(
-                np.stack([value @ tap.T for tap in filters.reshape(8, *filters.shape[3:])])
-            )
+            made = whole(np.stack([value @ tap.T for tap in taps]), self.strides)
         elif kind == "up_input_gradient":
-            made = sum(
-                part @ tap
-                for part, tap in zip(eights(first), filters.reshape(8, *filters.shape[3:]))
-            )
+            made = sum(part @ tap for part, tap in zip(parts_of(first, self.strides), taps))
         else:
-            of_filters = np.einsum("tnxyzo,nxyzi->toi", eights(first), value).reshape(filters.shape)
+            parts = parts_of(first, self.strides)
+            of_filters = np.einsum("tnxyzo,nxyzi->toi", parts, value).reshape(filters.shape)
         if kind not in SUMS:
             return made, None, of_filters, of_bias
         gradient = np.where(active, made if written is None else written.astype(np.float64), 0)
@@ -160,37 +159,48 @@ class Case:
         return made, sums, of_filters, of_bias
 
 
-def eights(fine):
-    """(8, batch, x, y, z, channels): the voxels under each of the coarser grid, the last axis
+def parts_of(fine, strides):
+    """(voxels, batch, x, y, z, channels): those under each of the coarser grid, the last axis
     first."""
-    batch, x, y, z, channels = fine.shape
-    split = fine.reshape(batch, x // 2, 2, y // 2, 2, z // 2, 2, channels)
-    return split.transpose(2, 4, 6, 0, 1, 3, 5, 7).reshape(
-        8, batch, x // 2, y // 2, z // 2, channels
-    )
+    batch, *sides, channels = fine.shape
+    x, y, z = (side // times for side, times in zip(sides, strides))
+    i, j, k = strides
+    split = fine.reshape(batch, x, i, y, j, z, k, channels)
+    return split.transpose(2, 4, 6, 0, 1, 3, 5, 7).reshape(-1, batch, x, y, z, channels)
 
 
-def whole(parts):
-    """`eights` undone."""
+def whole(parts, strides):
+    """`parts_of` undone."""
     _, batch, x, y, z, channels = parts.shape
-    split = parts.reshape(2, 2, 2, batch, x, y, z, channels).transpose(3, 4, 0, 5, 1, 6, 2, 7)
-    return split.reshape(batch, 2 * x, 2 * y, 2 * z, channels)
+    i, j, k = strides
+    split = parts.reshape(i, j, k, batch, x, y, z, channels).transpose(3, 4, 0, 5, 1, 6, 2, 7)
+    return split.reshape(batch, i * x, j * y, k * z, channels)
+
+
+PASSES = [kind for kind in list(KINDS)[3:] if kind not in (*LOSSES, "orthogonal")]
+BETWEEN_GRIDS = [kind for kind in PASSES if kind.startswith(("up_", "max_pool"))]
 
 
 @pytest.mark.parametrize(("name", "dtype"), KERNELS)
 @pytest.mark.parametrize(
-    "kind", [kind for kind in list(KINDS)[3:] if kind not in (*LOSSES, "orthogonal")]
+    ("kind", "every_strides"),
+    [
+        *((kind, [EVERY_AXIS]) for kind in PASSES),
+        *((kind, STRIDES) for kind in BETWEEN_GRIDS),
+    ],
 )
-def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
+def test_a_pass_makes_what_its_definition_says(library, kind, every_strides, name, dtype):
     if not library.native_kernels(name.encode(), DTYPES[dtype][0]):
         pytest.skip(f"needs a CPU with {name}")
     rng, threads = np.random.default_rng(0), itertools.cycle(THREADS)
-    for shape, channels, (plain, add) in zip(
+    for shape, channels, (plain, add), strides in zip(
         itertools.cycle(SHAPES),
         [row for row in CHANNELS for _ in SHAPES],
         itertools.cycle([(0, 1), (0, 0), (1, 1)]),
+        itertools.cycle(every_strides),
     ):
-        case, count = Case(rng, kind, shape, channels, dtype, plain, add), next(threads)
+        case = Case(rng, kind, shape, channels, dtype, strides, plain, add)
+        count = next(threads)
         results = case.run(library, name, count)
         made, *rest = case.expected(results[0] if kind != "project_sums" else None)
         is_rounded = kind == "up_filter_gradient" and name in TILES and not plain
@@ -203,7 +213,7 @@ def test_a_pass_makes_what_its_definition_says(library, kind, name, dtype):
                 error = np.linalg.norm(result.astype(np.float64) - expected) / (
                     np.linalg.norm(expected) + 1e-30
                 )
-                assert error < bound, (part, shape, channels, count, plain, add)
+                assert error < bound, (part, shape, channels, strides, count, plain, add)
         again = case.run(
             library, name, count, in_place=kind in OVER and len(case.others) >= OVER[kind]
         )

@@ -12,7 +12,9 @@ from cpu3d.data.augment import AugmentConfig, Drawn, draw
 from cpu3d.data.native import plain
 from cpu3d.data.native.form import Form, Stored
 from cpu3d.data.native.samples import SOURCES, make_sample
+from cpu3d.data.normalise import Statistics, levels_of
 from cpu3d.data.resolution import field_of, shrinking
+from cpu3d.errors import InputError
 from models.native.build import find_compiler
 from models.native.shared import IGNORED
 
@@ -163,6 +165,67 @@ def test_bfloat16_is_float32_rounded_to_nearest_ties_to_even(name):
     np.testing.assert_array_equal(rounded, expected)
 
 
+OF_KINDS = {
+    "window": np.float32([[-200, 300, -200], [-np.inf, np.inf, 0], [-np.inf, np.inf, 7]]),
+    "outside": np.float32([-1.5, 0, 0.75]),
+    "background": np.float32([np.nan, 0, np.nan]),
+    "limits": np.float32([[-1.5, 2], [-np.inf, np.inf], [-np.inf, np.inf]]),
+}
+"""Of a CT, a channel with a background, and one without; and again of the CT."""
+
+
+def of_kinds(*names):
+    kinds = {name: value[[0, 1, 2, 0]] for name, value in OF_KINDS.items()}
+    shift = np.where(np.isnan(kinds["background"]), 0, SHIFT).astype(np.float32)
+    return dataclasses.replace(drawn(*names), shift=shift, **kinds)
+
+
+@pytest.mark.parametrize("name", [*DRAWS, ("noise", "both", "contrast", "negative gamma")])
+@pytest.mark.parametrize("resolution", [1, 0.5])
+def test_c_computes_what_numpy_does_for_channels_of_every_kind(name, resolution):
+    numbers = of_kinds(name) if isinstance(name, str) else of_kinds(*name)
+    agree(stored(), numbers, form(resolution), atol=1e-3)
+
+
+@pytest.mark.parametrize("channels", [(2,), (3, 1), (1, 3, 0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("names", [(), ("turn",), ("noise", "gamma")])
+def test_c_computes_what_numpy_does_for_some_channels_of_every_kind(channels, dtype, names):
+    agree(stored(), of_kinds(*names), form(channels=channels, dtype=dtype), atol=1e-3)
+
+
+@pytest.mark.parametrize("resolution", [1, 0.5])
+@pytest.mark.parametrize("names", [(), ("turn",), ("turn", "noise", "both", "contrast", "gamma")])
+def test_beside_a_box_is_what_surrounds_its_volume(names, resolution):
+    box = stored()
+    empty = Stored(box.image[:0, :0, :0], box.label[:0, :0, :0], (0, 0, 0))
+    agree(empty, of_kinds(*names), form(resolution))
+    image, target = make_sample(empty, of_kinds(), form(resolution))
+    assert np.array_equal(np.unique(image.reshape(-1, 4), axis=0), [[-1.5, 0, 0.75, -1.5]])
+    assert not target.any()
+
+
+def test_no_change_leaves_the_window_of_a_ct_and_0_stays_0_only_where_it_is_background():
+    numbers = of_kinds("turn", "noise", "both", "contrast", "gamma")
+    numbers = dataclasses.replace(
+        numbers,
+        scale=numbers.scale * 3,
+        outside=numbers.outside - np.float32([1, 0, 1, 1]),
+        noise=np.float32([3, 3, 3, 3]),
+    )
+    image, _ = make_sample(stored(), numbers, form())
+    assert image[..., [0, 3]].min() == -1.5
+    assert image[..., [0, 3]].max() == 2
+    corner = image[:2, :2, :2]  # outside of the box, before it is mirrored too
+    assert not corner[..., 1].any()
+    assert len(np.unique(corner[..., 2])) == 8
+
+
+def test_an_image_of_scores_has_no_window():
+    with pytest.raises(InputError, match="must be int16"):
+        make_sample(stored(half=True), of_kinds(), form())
+
+
 def test_a_box_is_normalised_and_placed_to_the_bit_as_by_hand():
     box = stored()
     image, target = make_sample(box, drawn("flips"), form())
@@ -275,7 +338,7 @@ def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
     centre_mm = np.array([8.0, 12, -9])
     config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=44)
     of_voxels, of_mm = (
-        draw(config, np.ones(1), np.zeros(1), size, seed=1, position=position)
+        draw(config, levels_of([Statistics(0, 1, 0, 1)], ()), size, seed=1, position=position)
         for size in (spacing_mm, (1, 1, 1))
     )
 

@@ -8,6 +8,7 @@ import pytest
 from cpu3d.data.source import patch_at, patch_dataset, patch_sampling, volume_dataset
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import prepare as command
+from cpu3d.data.stores.names import is_ignored
 from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
@@ -199,3 +200,16 @@ def test_patches_are_drawn_around_voxels_of_regions_alone(store):
     for _, target in patch_dataset(store, (3, 3, 4), **options):
         assert (target.numpy() == 1).any()
         assert (target.numpy() == IGNORED).any()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        *[(name, True) for name in ("ignore", "Ignore label", "void", "unlabelled", "Don't care")],
+        *[(name, True) for name in ("unknown", "not annotated", "void / ignore", "ignore_index")],
+        *[(name, True) for name in ("excluded", "not used", "do not use", "background (ignore)")],
+        *[(name, False) for name in ("tumour", "unknown tumour", "avoid", "background")],
+    ],
+)
+def test_a_label_is_ignored_by_its_name(name, answer):
+    assert is_ignored(name) is answer

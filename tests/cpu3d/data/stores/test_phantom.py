@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.normalise import Kind
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
 from cpu3d.data.stores.phantom import (
@@ -14,6 +15,8 @@ from cpu3d.data.stores.phantom import (
     warped_case,
     write_phantom,
 )
+from cpu3d.data.stores.phantom_ct import ct_case
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 
 SMALL = (40, 48, 36)
@@ -180,3 +183,36 @@ def test_copies_of_a_case_are_other_heads_with_the_tumour_where_it_is(tmp_path, 
     assert np.array_equal(warped_case(case, 0, 2)[0], pairs[3][0])
     assert main([*line, "--context", "count"]) == main([*line[:2], str(out), *line[3:]]) == 2
     assert "--warp must be without --shape" in capsys.readouterr().err
+
+
+# --- CT ---
+
+
+@pytest.mark.parametrize("shape", [(80, 72, 60), (24, 24, 24)])
+@pytest.mark.parametrize("index", range(4))
+def test_a_ct_has_a_liver_with_lesions_among_tissues_of_the_same_values(shape, index):
+    image, label = ct_case(shape, seed=3, index=index)
+    assert (image.dtype, image.shape, label.dtype) == (np.int16, shape, np.uint8)
+    assert all(np.count_nonzero(label == code) >= 8 for code in (1, 2))
+    assert -1024 <= image.min() < -950
+    assert np.median(image[label == 1]) - np.median(image[label == 2]) > 20
+    outside = image[:2, :2]
+    assert np.median(outside) == pytest.approx(-1000, abs=3)
+    assert outside.std() == pytest.approx(10, abs=3)
+    assert np.count_nonzero(np.abs(image) < 5) > 20, "water, at 0 HU"
+    again = ct_case(shape, seed=3, index=index)
+    assert np.array_equal(image, again[0])
+
+
+def test_a_ct_is_prepared_in_the_window_of_its_labels(tmp_path):
+    data = write_phantom(tmp_path / "data", cases=3, shape=(24, 24, 24), workers=1, kind="ct")
+    manifest = prepare(data, tmp_path / "store", fractions=(1, 1, 1), workers=1)
+    (kind,) = manifest.normalisation
+    assert kind.kind is Kind.CT
+    assert 0 < kind.low < kind.mean < kind.high < 200
+    assert manifest.regions == {"liver": (1,), "lesion": (2,)}
+
+
+def test_heads_alone_have_contexts_and_lesions_of_a_size(tmp_path):
+    with pytest.raises(InputError, match="--kind must be mr with"):
+        write_phantom(tmp_path / "a", cases=1, shape=SMALL, kind="ct", lesion_size="small")

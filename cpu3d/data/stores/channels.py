@@ -1,0 +1,141 @@
+"""What a record says of the channels of a case, by their normalisation; and channels that int16
+does not hold as they are, in steps."""
+
+import math
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data.background import surroundings
+from cpu3d.data.normalise import Kind, Normalisation
+from cpu3d.data.region import Array
+from cpu3d.errors import raise_if_any
+
+INT16 = np.iinfo(np.int16)
+FOREGROUND_VALUES = 1000  # of a CT's labelled voxels in a record
+AS_IT_IS = (1.0, 0.0)  # step and offset
+
+Unit = Tuple[float, float]  # (step, offset): the source's value is step * stored + offset
+
+
+class ChannelFacts(NamedTuple):
+    """The entries of a record for one channel; `around` and the fields below it as there."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+    voxels: int  # that the others are over
+    around: float = 0.0
+    foreground: Tuple[float, ...] = ()
+    peaks: Tuple[Tuple[float, ...], ...] = ()
+
+
+def facts_of_channel(
+    channel: Array, each: Normalisation, unit: Unit, is_labelled: Optional[Array]
+) -> ChannelFacts:
+    """The facts of stored values (X, Y, Z), of which some voxels may be labelled."""
+    if each.has_background:
+        return _over_foreground(channel)
+    facts = _over_all(channel)._replace(around=surroundings(channel))
+    if each.kind is Kind.CT and is_labelled is not None and is_labelled.any():
+        step, offset = unit
+        values = np.sort(channel[is_labelled])
+        ranks = (2 * np.arange(FOREGROUND_VALUES) + 1) * values.size // (2 * FOREGROUND_VALUES)
+        facts = facts._replace(foreground=tuple((values[ranks] * step + offset).tolist()))
+    if each.kind is Kind.CT and each.low is None:
+        axes = ((1, 2), (0, 2), (0, 1))
+        peaks = tuple(tuple(channel.max(axis=others).tolist()) for others in axes)
+        facts = facts._replace(peaks=peaks)
+    return facts
+
+
+def is_shown(channel: Array, each: Normalisation, unit: Unit, around: float) -> Array:
+    """Where a channel is not what surrounds its volume, bool; nowhere if the window of a CT is not
+    known yet."""
+    if each.kind is not Kind.CT:
+        return channel != around
+    if each.low is None:
+        return np.zeros(channel.shape, bool)
+    step, offset = unit
+    return channel > (each.low - offset) / step
+
+
+def _over_foreground(channel: Array) -> ChannelFacts:
+    """Statistics of the voxels that are not 0."""
+    values = channel[channel != 0].astype(np.float64)
+    return ChannelFacts(
+        float(values.mean()),
+        float(values.std()),
+        float(values.min()),
+        float(values.max()),
+        values.size,
+    )
+
+
+def _over_all(channel: Array) -> ChannelFacts:
+    """Statistics of all voxels of a channel of whole numbers: exact, a plane at a time."""
+    count = channel.size
+    total = 0
+    squares = 0
+    for plane in channel:
+        values = plane.astype(np.int64)
+        total += int(values.sum())
+        squares += int((values * values).sum())
+    variance = (count * squares - total * total) / count**2
+    low = float(channel.min())
+    high = float(channel.max())
+    return ChannelFacts(total / count, math.sqrt(variance), low, high, count)
+
+
+# --- In steps ---
+
+
+def image_in_steps(
+    volumes: Sequence[Array],
+    names: Sequence[str],
+    kinds: Sequence[Normalisation],
+) -> Tuple[Array, float, Tuple[Unit, ...]]:
+    """Channels stacked last, int16, with the unit of each, by which the values come back: to half a
+    step, of which a channel's range has 65,534.
+
+    Where 0 is background, the offset is 0 and only 0 becomes 0. Returned with the largest rounding
+    error, in standard deviations. Raises InputError, with their `names`, for channels whose range
+    is no number."""
+    image = np.zeros((*volumes[0].shape, len(volumes)), "<i2")
+    units: List[Unit] = []
+    problems = []
+    error = 0.0
+    for index, volume in enumerate(volumes):
+        if volume.dtype == np.int16:
+            image[..., index] = volume
+            units.append(AS_IT_IS)
+            continue
+        values = volume.astype(np.float64)
+        step, offset = _unit_of(values, kinds[index].has_background)
+        with np.errstate(all="ignore"):  # an overflow is refused below
+            std = float(values.std())
+        if not (0 < std < math.inf and 0 < step < math.inf):
+            rule = f"{names[index]} must have a deviation that is a number"
+            problems.append(f"{rule}, got {std:g}; rescale it or leave the case out")
+            continue
+        stored = np.rint((values - offset) / step)
+        if kinds[index].has_background:
+            stored = np.where((stored == 0) & (values != 0), np.copysign(1, values), stored)
+        error = max(error, float(np.abs(stored * step + offset - values).max()) / std)
+        image[..., index] = stored
+        units.append((step, offset))
+    raise_if_any(problems)
+    return image, error, tuple(units)
+
+
+def _unit_of(values: Array, has_background: bool) -> Unit:
+    """The unit in which int16 holds a channel's values, exactly if they are whole numbers and their
+    range fits."""
+    low = float(values.min())
+    high = float(values.max())
+    if has_background:
+        return max(-low, high) / INT16.max, 0.0
+    if high - low <= INT16.max - INT16.min and np.array_equal(np.rint(values), values):
+        return 1.0, low - INT16.min
+    return (high / 2 - low / 2) / INT16.max, low / 2 + high / 2

@@ -1,0 +1,256 @@
+"""How the channels of a new store are normalised: by the user, by a channel's name as in nnU-Net,
+or by what its voxels are. Decided once, when a data set is prepared.
+
+    kinds = decide(dataset, train_ids, ["CT=zscore"], workers)  # before cases are converted
+    normalisation = with_windows(kinds, channels, records)      # windows of CT, by their records
+"""
+
+import re
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Collection, Dict, Iterable, Iterator, List, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data.background import background_share, without_residue
+from cpu3d.data.manifest import CaseRecord
+from cpu3d.data.nifti import read_volume
+from cpu3d.data.normalise import Kind, Normalisation, ct_of, levels_of, of_all
+from cpu3d.data.region import Array, Region, xyz
+from cpu3d.data.stores.layouts import CaseFiles, Dataset
+from cpu3d.data.stores.names import channel_key
+from cpu3d.errors import InputError, raise_if_any
+from cpu3d.util.child import KILLED, run_jobs
+from cpu3d.util.progress import bar
+
+CT_NAMES = {
+    *("ct", "cta", "ctp", "cbct", "cect", "ncct", "nect", "ldct", "hrct", "mdct", "msct"),
+    *("dect", "ctac", "petct", "ctscan", "hu", "hounsfield", "кт"),
+}
+CT_WORDS = re.compile(r"comput\w*[\s_-]*((assisted|axial)[\s_-]*)?tomogra|tomodensitom")
+AIR_HU = (-1100, -900)  # air, with noise, and the -1024 that scanners put around their field
+AIR_SHARE = 0.05  # of the voxels, from which on a volume looks like CT
+BACKGROUND_SHARE = 0.25
+"""Of the voxels, from which on 0 is background. nnU-Net asks whether the box around the others
+leaves out a quarter; a head that fills its grid has a background in its corners, too."""
+EXAMINED = 16  # training cases whose voxels are looked at
+# nnU-Net's names for a normalisation in the place of a channel's, as `channel_key` has them.
+NAMED = {"nonorm": Kind.NONE, "none": Kind.NONE, "rescaleto01": Kind.RESCALE}
+_RULE = "must not be CT, with large parts at -1000 or -1024 as air in Hounsfield units"
+
+
+def is_ct(name: str) -> bool:
+    """Whether a channel's name says CT, in words, in capitals or in one of its kinds."""
+    words = re.findall(r"[^\W_]+", name)
+    for word in list(words):
+        if word.isalpha():
+            words += re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", word)
+    has_name = any(word.lower() in CT_NAMES for word in words)
+    return has_name or CT_WORDS.search(name.lower()) is not None
+
+
+def looks_like_ct(volume: Array) -> bool:
+    """Whether a volume has a large part at the value of air in Hounsfield units."""
+    return _air_share(volume) >= AIR_SHARE
+
+
+def ct_problem(name: str, path: Path) -> str:
+    """The problem of a file whose channel looks like CT, and is of a data set of another kind."""
+    got = f"at least {AIR_SHARE:.0%} of its voxels there"
+    return f"channel {name} of {path} {_RULE}, got {got}; leave it out or name another"
+
+
+def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> None:
+    """Raise InputError, one for all, if the first, the middle and the last of some cases look like
+    CT in a channel that is none in their store."""
+    kinds = of_all(dataset.normalisation, len(dataset.channels))
+    names = {
+        name for name, each in zip(dataset.channels, kinds) if each.is_of_case and not is_ct(name)
+    }
+    places = sorted({0, len(cases) // 2, len(cases) - 1}) if cases else []
+    picked = [cases[place] for place in places]
+    for files in picked:
+        volumes = _volumes(files, dataset.channels)
+        if not any(name in names and looks_like_ct(volume) for name, volume in volumes):
+            return
+    if picked:
+        files_named = ", ".join(files.images[0].name for files in picked)
+        todo = "prepare a store of its own, with --normalise CHANNEL=ct"
+        raise InputError(f"images {_RULE}, got {files_named}; {todo}")
+
+
+# --- The decision ---
+
+
+def decide(
+    dataset: Dataset,
+    train_ids: Collection[str],
+    chosen: Sequence[str],
+    workers: int,
+) -> Tuple[Normalisation, ...]:
+    """The normalisation of each channel, without the windows of CT.
+
+    `chosen` are the user's, such as "CT=zscore". Of channels that they and names leave open, up to
+    EXAMINED of the training cases are read. Raises InputError for other channels and kinds, and for
+    CT without a labelled case.
+    """
+    decided = _chosen(dataset.channels, chosen)
+    for name in dataset.channels:
+        kind = Kind.CT if is_ct(name) else NAMED.get(channel_key(name))
+        if kind and name not in decided:
+            decided[name] = Normalisation(kind, why="by its name")
+    training = [files for files in dataset.cases if files.case_id in train_ids]
+    if not training:
+        training = list(dataset.cases)
+    left = [name for name in dataset.channels if name not in decided]
+    if left:
+        decided.update(_examined(left, training, dataset.channels, workers))
+    of_ct = [name for name in dataset.channels if decided[name].kind is Kind.CT]
+    if all(files.label is None for files in training):
+        raise_if_any(_without_foreground(name, "no case with a label") for name in of_ct)
+    return tuple(decided[name] for name in dataset.channels)
+
+
+def with_windows(
+    normalisation: Sequence[Normalisation],
+    channels: Sequence[str],
+    records: Iterable[CaseRecord],
+) -> Tuple[Normalisation, ...]:
+    """The normalisation with the window of each CT, from the labelled voxels in the records of the
+    training cases. Raises InputError if there are none, or of one value."""
+    if not any(each.kind is Kind.CT for each in normalisation):
+        return tuple(normalisation)  # no record is read
+    samples: List[List[Tuple[float, ...]]] = [[] for _ in channels]
+    for record in records:
+        for sample, values in zip(samples, record.foreground):
+            sample.append(values)
+    windowed = []
+    problems = []
+    for each, name, sample in zip(normalisation, channels, samples):
+        if each.kind is not Kind.CT:
+            windowed.append(each)
+            continue
+        try:
+            windowed.append(ct_of([values for values in sample if values], each.why))
+        except ValueError as error:
+            problems.append(_without_foreground(name, str(error)))
+    raise_if_any(problems)
+    return tuple(windowed)
+
+
+def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> CaseRecord:
+    """The record with the box that the windows of its CT tell, if they were not known before."""
+    if not record.peaks:
+        return record
+    start = list(record.box.start)
+    stop = list(record.box.stop)
+    levels = levels_of(record.statistics, normalisation)
+    for low, planes in zip(levels.low, record.peaks):
+        for axis, largest in enumerate(planes):
+            above = np.flatnonzero(np.array(largest) > low)
+            if above.size:
+                start[axis] = min(start[axis], int(above[0]))
+                stop[axis] = max(stop[axis], int(above[-1]) + 1)
+    size = xyz(b - a for a, b in zip(start, stop))
+    return replace(record, box=Region(xyz(start), size), peaks=())
+
+
+def _without_foreground(name: str, got: str) -> str:
+    rule = f"labelled voxels of the training cases must give the window of {name}"
+    return f"{rule}, got {got}; prepare with --normalise {name}=zscore"
+
+
+def _chosen(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normalisation]:
+    """Channel -> normalisation that a user chose."""
+    kinds = {kind.value: kind for kind in Kind}
+    places = {channel_key(name): name for name in channels}
+    decided: Dict[str, Normalisation] = {}
+    problems = []
+    for word in chosen:
+        name, _, kind = word.rpartition("=")
+        channel = places.get(channel_key(name))
+        if channel is None or channel in decided:
+            rule = f"--normalise must name channels among {', '.join(channels)}, each once"
+            problems.append(f"{rule}, got {word}; give CHANNEL=KIND")
+        elif kind not in kinds:
+            rule = f"--normalise must have a kind among {', '.join(kinds)}"
+            problems.append(f"{rule}, got {word}; pick one")
+        else:
+            decided[channel] = Normalisation(kinds[kind], why="by --normalise")
+    raise_if_any(problems)
+    return decided
+
+
+@dataclass(frozen=True)
+class _Shares:
+    """The shares of a channel's voxels that tell its kind."""
+
+    background: float
+    air: float
+
+
+def _examined(
+    left: Sequence[str],
+    cases: Sequence[CaseFiles],
+    channels: Sequence[str],
+    workers: int,
+) -> Dict[str, Normalisation]:
+    """Channel -> normalisation by the voxels of some cases: by the middle one of their shares."""
+    count = min(EXAMINED, len(cases))
+    jobs = [(cases[place * len(cases) // count], tuple(channels)) for place in range(count)]
+    shares: Dict[str, List[_Shares]] = {name: [] for name in left}
+    with bar("examine", total=count) as advance:
+        for _, outcome in run_jobs(_shares_of, jobs, workers):
+            for name in left:
+                if outcome is not KILLED and name in outcome:
+                    shares[name].append(outcome[name])
+            advance()
+    return {name: _by_shares(shares[name]) for name in left}
+
+
+def _shares_of(job: Tuple[CaseFiles, Sequence[str]]) -> Dict[str, _Shares]:
+    files, channels = job
+    shares = {}
+    for name, volume in _volumes(files, channels):
+        if np.isfinite(volume).all():
+            cleaned = without_residue(volume)
+            shares[name] = _Shares(background_share(cleaned), _air_share(volume))
+    return shares
+
+
+def _by_shares(shares: Sequence[_Shares]) -> Normalisation:
+    """The normalisation of a channel that no name tells. Over the foreground if no case could be
+    read: what is wrong with them is named later."""
+    if not shares:
+        return Normalisation()
+    background = statistics.median(each.background for each in shares)
+    air = statistics.median(each.air for each in shares)
+    if air >= AIR_SHARE:
+        return Normalisation(Kind.CT, why=f"{air:.0%} of the voxels are about -1000, as air")
+    why = f"0 around {background:.0%} of the voxels"
+    if background >= BACKGROUND_SHARE:
+        return Normalisation(Kind.FOREGROUND, why=why)
+    return Normalisation(Kind.ZSCORE, why=f"{why}, less than {BACKGROUND_SHARE:.0%}")
+
+
+def _air_share(volume: Array) -> float:
+    low, high = AIR_HU
+    with np.errstate(invalid="ignore"):
+        return float(np.count_nonzero((volume > low) & (volume < high))) / volume.size
+
+
+def _volumes(files: CaseFiles, channels: Sequence[str]) -> Iterator[Tuple[str, Array]]:
+    """The channels of a case by name, but for files that cannot be read or hold others, which are
+    named elsewhere."""
+    for path, name in zip(files.images, channels):
+        try:
+            array = read_volume(path)[0]
+        except InputError:
+            continue
+        names: Sequence[str] = (name,)
+        if len(files.images) == 1:
+            names = files.names or channels
+        array = array if array.ndim == 4 else array[..., None]
+        if array.shape[3] == len(names):
+            yield from zip(names, np.moveaxis(array, 3, 0))

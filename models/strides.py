@@ -1,0 +1,78 @@
+"""Which axes each level of a network halves. No TensorFlow.
+
+    strides_for((0.8, 0.8, 5.0), (256, 256, 20), 5)  # (2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)
+
+A stride is the number of voxels along X, Y, Z that become one of the next coarser level: 2 along
+the axes that are halved, else 1.
+"""
+
+import itertools
+from typing import Any, Iterable, List, Sequence, Tuple
+
+Shape3 = Tuple[int, int, int]
+Strides = Tuple[Shape3, ...]  # of each halving, the finest first
+
+EVERY_AXIS: Shape3 = (2, 2, 2)
+STRIDES: Strides = tuple(itertools.product((2, 1), (2, 1), (2, 1)))[:-1]  # all but (1, 1, 1)
+
+LEAST_SIDE = 4  # voxels that an axis keeps: nnU-Net's
+THICK = 2.0  # an axis with voxels so many times as long as the shortest is not halved: likewise
+
+
+def shape3(sides: Iterable[int]) -> Shape3:
+    """Sides X, Y, Z as a shape. Raises ValueError for another number of them."""
+    x, y, z = sides
+    return x, y, z
+
+
+def checked_strides(strides: Any, depth: int) -> Strides:
+    """The strides of a network of `depth` levels as tuples; () if all of them halve every axis, as
+    () itself does. Raises ValueError unless each of the depth - 1 halvings halves some axis."""
+    got = f"{strides!r:.60}"
+    try:
+        made = tuple(map(tuple, strides))
+    except TypeError:  # of something else than sequences of sequences
+        made = ((),)
+    for each in made:
+        if each not in STRIDES:
+            rule = "strides must be 2 or 1 along X, Y and Z, and 2 along one axis at least"
+            raise ValueError(f"{rule}, got {got}; write one as 2,2,1")
+    if made and len(made) != depth - 1:
+        rule = f"strides must be {depth - 1}, one for each halving of {depth} levels"
+        raise ValueError(f"{rule}, got {got}; give as many, or another depth")
+    return () if set(made) == {EVERY_AXIS} else made
+
+
+def strides_for(spacing_mm: Sequence[float], shape: Sequence[int], depth: int) -> Strides:
+    """The strides that bring voxels of `spacing_mm` towards cubes, by nnU-Net's rule (Isensee et
+    al. 2021): a level halves each axis that keeps LEAST_SIDE voxels and whose spacing is below
+    THICK times the smallest of those. `shape` are the voxels X, Y, Z of the input. Raises
+    ValueError where none is left to halve."""
+    spacing = list(spacing_mm)
+    sides = list(shape)
+    made: List[Shape3] = []
+    for level in range(depth - 1):
+        long = [axis for axis in range(3) if sides[axis] >= 2 * LEAST_SIDE]
+        if not long:
+            rule = f"depth must be at most {level + 1} for {' x '.join(map(str, shape))} voxels"
+            raise ValueError(f"{rule}, got {depth}; choose that, or a larger grid")
+        limit = THICK * min(spacing[axis] for axis in long)
+        halved = [axis for axis in long if spacing[axis] < limit]
+        for axis in halved:
+            sides[axis] = -(-sides[axis] // 2)
+            spacing[axis] *= 2
+        made.append(shape3(2 if axis in halved else 1 for axis in range(3)))
+    return tuple(made)
+
+
+def strides_text(strides: Strides) -> str:
+    """As on the command line: "2,2,1 2,2,2"."""
+    return " ".join(",".join(map(str, each)) for each in strides)
+
+
+def divisors_text(divisors: Shape3) -> str:
+    """Divisors by axis in words: "16", or "16, 16 and 4 along X, Y and Z"."""
+    x, y, z = divisors
+    if x == y == z:
+        return str(x)
+    return f"{x}, {y} and {z} along X, Y and Z"

@@ -1,0 +1,388 @@
+"""How the channels of a data set are normalised, from its files on."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.files.loader import labelled, loader, open_reading
+from cpu3d.data.manifest import case_from_json
+from cpu3d.data.native.form import Form
+from cpu3d.data.normalise import Kind, Normalisation, normalise
+from cpu3d.data.region import Region, bounding_box, centred, whole
+from cpu3d.data.sampling import ALL, PatchSampling
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.case import case_notes, load_case
+from cpu3d.data.stores.convert import Settings
+from cpu3d.data.stores.folder import SOURCE
+from cpu3d.data.stores.layouts import CaseFiles
+from cpu3d.data.stores.normalisation import is_ct
+from cpu3d.data.stores.prepare import prepare, summary_lines
+from cpu3d.data.stores.upkeep import append
+from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import decathlon, write_nifti
+
+LABELS = {"0": "background", "1": "tumour"}
+SHAPE = (14, 12, 10)
+EVERY = AugmentConfig(
+    rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        *[(name, True) for name in ("CT", "ct", "Computed Tomography", "CT_portal", "portalCT")],
+        *[(name, True) for name in ("PET/CT", "ct (HU)", "DECT")],
+        *[(name, False) for name in ("CT1", "T1ct", "FLAIR", "contrast", "MRI", "direct")],
+    ],
+)
+def test_a_channel_is_ct_by_its_name(name, answer):
+    assert is_ct(name) is answer
+
+
+def ball(radius):
+    centre = (np.array(SHAPE) - 1) / 2
+    return sum(((i - c) / (c + 0.5)) ** 2 for i, c in zip(np.indices(SHAPE), centre)) < radius**2
+
+
+def in_hounsfield_units(seed):
+    """A body in air, with noise, and in it an organ of water."""
+    noise = np.random.default_rng(seed).normal(0, 3, SHAPE)
+    return np.rint(np.select([ball(0.4), ball(0.8)], [0, 40], -1000) + noise).astype(np.int16)
+
+
+def with_skull(seed):
+    """Noise around a head, as whole numbers above 0."""
+    rng = np.random.default_rng(seed)
+    return np.rint(np.where(ball(0.8), 300, 20) + 5 * rng.random(SHAPE)).astype(np.int16)
+
+
+def stripped(seed):
+    """Zeros around a brain."""
+    return np.where(ball(0.7), 2 * with_skull(seed) + 1, 0).astype(np.int16)
+
+
+def data_set(folder, *volumes, names=("MRI",), cases=4):
+    """A data set whose case n has the channels `volumes[i](n)`."""
+    entries = []
+    for seed in range(cases):
+        channels = np.stack([volume(seed) for volume in volumes], -1)
+        image = f"imagesTr/c_{seed}.nii.gz"
+        write_nifti(folder / image, channels if len(volumes) > 1 else channels[..., 0])
+        label = f"labelsTr/c_{seed}.nii.gz"
+        write_nifti(folder / label, ball(0.4).astype(np.uint8))
+        entries.append({"image": image, "label": label})
+    modality = {str(index): name for index, name in enumerate(names)}
+    return decathlon(folder, 0, modality=modality, labels=LABELS, training=entries)
+
+
+def prepared(tmp_path, *volumes, normalise=(), name="store", **more):
+    data = data_set(tmp_path / f"{name}-data", *volumes, **more)
+    prepare(
+        data,
+        tmp_path / name,
+        fractions=(2, 1, 1),
+        workers=1,
+        settings=Settings(normalise=normalise),
+    )
+    return open_store(tmp_path / name)
+
+
+def kinds(store):
+    return [each.kind.value for each in store.manifest.normalisations]
+
+
+@pytest.mark.parametrize(
+    ("volume", "name", "kind", "why"),
+    [
+        (stripped, "MRI", "zscore-foreground", ""),
+        (with_skull, "MRI", "zscore", "less than 25%"),
+        (with_skull, "noNorm", "none", "by its name"),
+        (with_skull, "rescale_to_0_1", "rescale", "by its name"),
+        (in_hounsfield_units, "CT", "ct", "by its name"),
+        (in_hounsfield_units, "MRI", "ct", "about -1000"),
+    ],
+)
+def test_a_kind_is_by_name_or_by_voxels_and_the_summary_says_why(tmp_path, volume, name, kind, why):
+    store = prepared(tmp_path, volume, names=(name,))
+    assert kinds(store) == [kind]
+    (line,) = [line for line in summary_lines(store) if f"{name}: " in line]
+    assert kind in line
+    assert why in line
+
+
+def test_kinds_are_of_channels_and_a_user_may_choose_them(tmp_path):
+    volumes = (in_hounsfield_units, stripped, with_skull)
+    names = ("CT", "T1", "T2")
+    store = prepared(tmp_path, *volumes, names=names)
+    assert kinds(store) == ["ct", "zscore-foreground", "zscore"]
+    other = prepared(
+        tmp_path, *volumes, names=names, normalise=("ct=zscore", "T2w=rescale"), name="other"
+    )
+    assert kinds(other) == ["zscore", "zscore-foreground", "rescale"]
+    assert other.manifest.split_hash != store.manifest.split_hash
+
+
+@pytest.mark.parametrize("words", [("T3=ct",), ("MRI=half",), ("MRI",), ("MRI=ct", "mri=zscore")])
+def test_other_words_than_a_channel_and_a_kind_are_refused(tmp_path, words):
+    with pytest.raises(InputError, match="--normalise must"):
+        prepared(tmp_path, stripped, normalise=words)
+
+
+def test_a_ct_without_labelled_voxels_is_refused_unless_another_kind_is_chosen(tmp_path):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    for path in (data / "labelsTr").glob("*"):
+        write_nifti(path, np.zeros(SHAPE, np.uint8))
+    with pytest.raises(InputError, match="--normalise CT=zscore"):
+        prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1)
+    chosen = Settings(normalise=("CT=zscore",))
+    manifest = prepare(data, tmp_path / "other", fractions=(2, 1, 1), workers=1, settings=chosen)
+    assert manifest.normalisation[0].kind is Kind.ZSCORE
+
+
+# --- 0 HU is a value like others ---
+
+
+def samples(store, augment=NO_AUGMENT):
+    """All samples of the training cases, in voxels around the whole grid."""
+    size = (16, 16, 16)
+    records = labelled(store, "train")
+    load = loader(
+        open_reading(store),
+        records,
+        PatchSampling(size, "centre", extent="full", seed=3),
+        augment,
+        Form(size, (0,), ((1,),)),
+        share=ALL,
+        mirrored=(0, 1, 2),
+        normalisation=store.manifest.normalisation,
+    )
+    return [load(index)[0] for index in range(6 * len(records))]
+
+
+@pytest.mark.parametrize("augment", [NO_AUGMENT, EVERY], ids=["plain", "every change"])
+@pytest.mark.parametrize(("dtype", "added"), [("int16", 1024), ("float32", 0), ("uint16", 32000)])
+def test_hu_with_numbers_added_and_as_float32_give_the_same_samples(
+    tmp_path, augment, dtype, added
+):
+    def other(seed):
+        return (in_hounsfield_units(seed).astype(np.int64) + added).astype(dtype)
+
+    stores = (
+        prepared(tmp_path, volume, names=("CT",), name=name)
+        for volume, name in ((in_hounsfield_units, "hu"), (other, "other"))
+    )
+    expected, made = (samples(store, augment) for store in stores)
+    np.testing.assert_array_equal(made, expected)
+
+
+def test_water_is_between_its_neighbours(tmp_path):
+    store = prepared(tmp_path, in_hounsfield_units, names=("CT",))
+    record = store.cases("train")[0]
+    image = np.asarray(store.image(record.case_id))
+    made = normalise(image, record, whole(record.shape), store.manifest.normalisation)
+    at = [float(made[image == value][0]) for value in (-1, 0, 1)]
+    assert at[1] - at[0] == pytest.approx(at[2] - at[1], rel=1e-4)
+    assert at[1] > at[0]
+    assert made.min() == pytest.approx(float(made[image < -900].max()))  # all air is one value
+
+
+def test_a_fraction_of_hu_comes_back_to_within_the_stated_error(tmp_path):
+    def fractions(seed):
+        return (in_hounsfield_units(seed) / 3).astype(np.float32)
+
+    store = prepared(tmp_path, fractions, names=("CT",))
+    whole_numbers = prepared(tmp_path, in_hounsfield_units, names=("CT",), name="whole")
+    for record in store.manifest.cases:
+        ((step, offset),) = record.units
+        source = fractions(int(record.case_id[-1]))
+        back = np.asarray(store.image(record.case_id))[..., 0] * step + offset
+        assert np.abs(back - source).max() <= record.max_abs_error * source.std() * 1.001
+        assert 0 < record.max_abs_error < 1e-4
+    made = zip(samples(store), samples(whole_numbers))
+    for own, expected in made:
+        np.testing.assert_allclose(own, expected, atol=0.01)
+
+
+# --- What surrounds a volume ---
+
+
+@pytest.mark.parametrize("names", [("CT",), ("CT", "MRI")])
+def test_the_box_of_a_ct_is_what_is_above_its_window_and_nothing_else_is_seen(tmp_path, names):
+    def off_the_middle(seed):
+        return np.roll(in_hounsfield_units(seed), (2, 0, -1), (0, 1, 2))
+
+    def with_roll(seed):
+        return np.roll(stripped(seed), (-1, 0, 0), (0, 1, 2))
+
+    volumes = (off_the_middle, with_roll)[: len(names)]
+    store = prepared(tmp_path, *volumes, names=names)
+    kinds = store.manifest.normalisation
+    data = tmp_path / "store-data"
+    for record in store.manifest.cases:
+        image = np.asarray(store.image(record.case_id))
+        is_seen = (image[..., 0] > kinds[0].low) | (image[..., 1:] != 0).any(-1)
+        label = np.asarray(store.label(record.case_id))
+        assert record.box == bounding_box(is_seen | (label > 0)) != whole(SHAPE)
+        own = tmp_path / f"store/cases/{record.case_id}.json"
+        assert case_from_json(own.read_bytes()) == record
+        # As an image that only `predict` sees.
+        path = data / f"imagesTr/{record.case_id}.nii.gz"
+        alone = load_case(
+            CaseFiles("x", "x", (path,), None), channels=names, normalisation=kinds
+        ).record
+        assert alone.peaks == ()
+        assert alone.box == bounding_box(is_seen)
+        made = normalise(image, record, whole(SHAPE), kinds)
+        outside = np.ones(SHAPE, bool)
+        outside[record.box.slices(SHAPE)] = False
+        assert len(np.unique(made[outside], axis=0)) == 1
+
+
+@pytest.mark.parametrize("kind", ["zscore", "none", "rescale"])
+def test_a_box_is_around_what_differs_from_the_border_and_its_crop_loses_nothing(tmp_path, kind):
+    def on_minus_one(seed):
+        return np.where(ball(0.6), with_skull(seed), -1).astype(np.int16)
+
+    stores = []
+    for cropped in (False, True):
+        folder = tmp_path / f"store-{cropped}"
+        data = data_set(tmp_path / f"data-{cropped}", on_minus_one)
+        settings = Settings(crop=cropped, normalise=(f"MRI={kind}",))
+        prepare(data, folder, fractions=(2, 1, 1), workers=1, settings=settings)
+        stores.append(open_store(folder))
+    record = stores[0].cases("train")[0]
+    assert record.around == (-1.0,)
+    assert record.box != whole(SHAPE)
+    assert case_notes(record, ("MRI",)) == []
+    for augment in (NO_AUGMENT, EVERY):
+        own, cropped = (samples(store, augment) for store in stores)
+        np.testing.assert_array_equal(own, cropped)
+    image = np.asarray(stores[0].image(record.case_id))
+    np.testing.assert_array_equal(stores[1].image(record.case_id), image)
+    kinds = stores[0].manifest.normalisation
+    made = normalise(image, record, Region((-1, -1, -1), (16, 14, 12)), kinds)
+    assert made[0, 0, 0] == made[1, 1, 1]  # padding, and the volume's own corner
+
+
+@pytest.mark.parametrize("kind", [kind.value for kind in Kind])
+@pytest.mark.parametrize("divisor", [1, 7])
+def test_a_sample_is_what_is_predicted_on(tmp_path, kind, divisor):
+    def volume(seed):
+        made = np.where(ball(0.6), with_skull(seed), 0) / divisor
+        return made.astype(np.int16 if divisor == 1 else np.float32)
+
+    store = prepared(tmp_path, volume, normalise=(f"MRI={kind}",))
+    records = store.cases("train")
+    made = {sample.tobytes() for sample in samples(store)}
+    assert len(made) == len(records)
+    for record in records:
+        image = np.asarray(store.image(record.case_id))
+        region = centred(whole(SHAPE), (16, 16, 16), SHAPE)
+        expected = normalise(image, record, region, store.manifest.normalisation)
+        assert expected.tobytes() in made
+
+
+def test_statistics_are_over_the_voxels_that_the_kind_looks_at(tmp_path):
+    store = prepared(tmp_path, stripped, normalise=("MRI=zscore",))
+    record = store.manifest.cases[0]
+    image = np.asarray(store.image(record.case_id)).astype(np.float64)
+    expected = (image.mean(), image.std(), image.min(), image.max(), image.size)
+    made = (
+        record.channel_mean,
+        record.channel_std,
+        record.channel_min,
+        record.channel_max,
+        record.channel_voxels,
+    )
+    assert [each for (each,) in made] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("name", "filled"), [("MRI", 0), ("CT", -1000)])
+def test_nan_becomes_what_surrounds_the_volume(tmp_path, name, filled):
+    volume = stripped(0) if name == "MRI" else np.where(ball(0.5), 40, -1000)
+    volume = volume.astype(np.float32)
+    volume[7, 6, 5] = np.nan
+    path = write_nifti(tmp_path / "x.nii.gz", volume)
+    kind = Normalisation(Kind.CT if name == "CT" else Kind.FOREGROUND)
+    case = load_case(
+        CaseFiles("x", "x", (path,), None), channels=(name,), zero_nan=True, normalisation=[kind]
+    )
+    assert case.image[7, 6, 5, 0] == filled
+    assert case.record.zeroed_voxels == 1
+
+
+# --- Stores that grow, break and continue ---
+
+
+def test_appended_cases_are_normalised_as_the_store(tmp_path):
+    store = prepared(tmp_path, with_skull)
+    more = data_set(tmp_path / "more", stripped, cases=6)
+    before = store.manifest.normalisation
+    entries = json.loads((more / "dataset.json").read_text())
+    for entry in entries["training"]:
+        for kind in ("image", "label"):
+            (more / entry[kind]).rename(more / entry[kind].replace("c_", "new_"))
+            entry[kind] = entry[kind].replace("c_", "new_")
+    (more / "dataset.json").write_text(json.dumps(entries))
+    append(tmp_path / "store", more, workers=1)
+    grown = open_store(tmp_path / "store")
+    assert grown.manifest.normalisation == before
+    record = grown.case("new_0")
+    assert (record.around, record.channel_voxels) == ((0.0,), (np.prod(SHAPE),))
+
+
+def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):
+    data = data_set(tmp_path / "data", with_skull)
+    prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1)
+    (tmp_path / "store/manifest.json").unlink()
+    content = json.loads((tmp_path / "store" / SOURCE).read_text())
+    assert content["normalisation"][0]["kind"] == "zscore"
+    again = prepare(data, tmp_path / "store", fractions=(1, 1, 2), workers=1)
+    assert again.normalisation[0].kind is Kind.ZSCORE
+    (tmp_path / "store/manifest.json").unlink()
+    content["normalisation"][0]["kind"] = "half"
+    (tmp_path / "store" / SOURCE).write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"source\.json must be as it was written"):
+        prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1)
+    chosen = Settings(normalise=("MRI=none",))
+    with pytest.raises(InputError, match="normalise of store"):
+        prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
+
+
+@pytest.mark.parametrize("cropped", [False, True])
+def test_lost_files_of_a_ct_come_back_to_the_byte(tmp_path, cropped):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    settings = Settings(crop=cropped)
+    prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=settings)
+    store = open_store(tmp_path / "store")
+    path = tmp_path / "store/cases/c_1.x.npy"
+    content = path.read_bytes()
+    path.unlink()
+    prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=settings)
+    assert path.read_bytes() == content
+    assert open_store(tmp_path / "store").manifest == store.manifest
+
+
+# --- CT in the place of others ---
+
+
+def test_one_case_of_ct_among_others_is_a_bad_case(tmp_path):
+    def one(seed):
+        return in_hounsfield_units(seed) if seed == 1 else stripped(seed)
+
+    data = data_set(tmp_path / "data", one)
+    with pytest.raises(InputError, match=r"c_1\.nii\.gz must not be CT"):
+        prepare(data, tmp_path / "store", fractions=(1, 0, 0), workers=1)
+    manifest = prepare(data, tmp_path / "store", fractions=(1, 0, 0), workers=1, skip_bad=True)
+    assert [case.case_id for case in manifest.cases] == ["c_0", "c_2", "c_3"]
+    more = data_set(tmp_path / "more", in_hounsfield_units, cases=7)
+    for number in range(4):
+        (more / f"imagesTr/c_{number}.nii.gz").unlink()
+    content = json.loads((more / "dataset.json").read_text())
+    content["training"] = content["training"][4:]
+    (more / "dataset.json").write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"must not be CT.*c_4"):
+        append(tmp_path / "store", more, workers=1)

@@ -1,0 +1,140 @@
+"""What a stored value becomes by the kind of its channel, and what surrounds a volume: by hand."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from cpu3d.data.manifest import case_from_json, record_line, to_json
+from cpu3d.data.normalise import Kind, Normalisation, Statistics, ct_of, levels_of, normalise
+from cpu3d.data.region import Region
+from cpu3d.data.store import open_store, sealed, write_store
+from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import make_record, manifest_of
+
+CT = Normalisation(Kind.CT, -100.0, 300.0, 50.0, 25.0)
+OF_KINDS = [Normalisation(kind) if kind is not Kind.CT else CT for kind in Kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "around"),
+    [
+        # Of mean 4 over the foreground and 3 over all, deviation 2, with 2 at the border.
+        (Normalisation(), [0, -1, 0, 1], 0),
+        (Normalisation(Kind.ZSCORE), [-1.5, -0.5, 0.5, 1.5], -0.5),
+        (Normalisation(Kind.NONE), [0, 2, 4, 6], 2),
+        (Normalisation(Kind.RESCALE), [0, 1 / 3, 2 / 3, 1], 1 / 3),
+        (Normalisation(Kind.CT, 1.0, 5.0, 3.0, 2.0), [-1, -0.5, 0.5, 1], -1),
+    ],
+)
+def test_values_and_padding_of_each_kind_are_those_by_hand(kind, values, around):
+    image = np.array([0, 2, 4, 6], np.int16).reshape(1, 1, 4, 1)
+    low, mean = (2.0, 4.0) if kind.has_background else (0.0, 3.0)
+    record = make_record(
+        channel_mean=(mean,),
+        channel_std=(2.0,),
+        channel_min=(low,),
+        channel_max=(6.0,),
+        around=(2.0,) if not kind.has_background else (),
+    )
+    made = normalise(image, record, Region((0, -1, -1), (1, 2, 6)), (kind,))
+    assert made.dtype == np.float32
+    np.testing.assert_allclose(made[0, 1, :, 0], [around, *values, around], rtol=1e-6)
+    np.testing.assert_allclose(made[0, 0], around, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", OF_KINDS, ids=lambda kind: kind.kind.value)
+def test_a_source_in_steps_gives_what_its_values_give(kind):
+    own = Statistics(mean=80.0, std=40.0, low=0.0, high=200.0, around=10.0)
+    if kind.has_background:
+        own = own._replace(around=0.0)
+        steps = Statistics(mean=160, std=80, low=0, high=400, step=0.5)
+        stored = 2 * np.arange(200)
+    else:
+        steps = Statistics(mean=-240, std=80, low=-400, high=0, around=-380, step=0.5, offset=200)
+        stored = 2 * np.arange(200) - 400
+
+    def made(values, statistics):
+        record = make_record()
+        image = values.astype(np.int16).reshape(10, 10, 2, 1)
+        record = dataclasses.replace(
+            record,
+            channel_mean=(statistics.mean,),
+            channel_std=(statistics.std,),
+            channel_min=(statistics.low,),
+            channel_max=(statistics.high,),
+            around=(statistics.around,),
+            units=((statistics.step, statistics.offset),),
+        )
+        return normalise(image, record, Region((-1, 0, 0), (11, 10, 2)), (kind,))
+
+    np.testing.assert_allclose(made(stored, steps), made(np.arange(200), own), atol=1e-4)
+
+
+def test_a_ct_is_clipped_to_percentiles_of_the_pooled_foreground_and_each_case_counts_alike():
+    rng = np.random.default_rng(0)
+    samples = [np.sort(rng.integers(-200, 400, 1000)).tolist() for _ in range(3)]
+    made = ct_of(samples, "why")
+    pooled = np.concatenate(samples)
+    assert (made.low, made.high) == tuple(np.percentile(pooled, (0.5, 99.5), method="lower"))
+    assert (made.mean, made.std) == (pytest.approx(pooled.mean()), pytest.approx(pooled.std()))
+    shifted = ct_of([[value + 1024 for value in sample] for sample in samples])
+    moved = levels_of([Statistics(0, 1, 0, 1)], [shifted])
+    levels = levels_of([Statistics(0, 1, 0, 1)], [made])
+    assert moved.origin - levels.origin == 1024
+    for name in ("scale", "outside", "lowest", "highest"):
+        assert np.float32(getattr(moved, name)) == np.float32(getattr(levels, name))
+
+
+@pytest.mark.parametrize("samples", [[], [[5.0] * 10], [[5.0] * 1000 + [6.0]]])
+def test_a_ct_needs_values_that_differ(samples):
+    with pytest.raises(ValueError, match=r"none|5 in most"):
+        ct_of(samples)
+
+
+# --- In a store ---
+
+
+def test_a_store_over_the_foreground_is_written_as_before_there_were_kinds(tmp_path):
+    record = make_record()
+    assert not {"around", "units", "foreground"} & set(to_json(record))
+    write_store(tmp_path, manifest_of([record]))
+    assert "normalisation" not in json.loads((tmp_path / "manifest.json").read_text())
+    assert open_store(tmp_path).manifest.normalisations == (Normalisation(),)
+
+
+@pytest.mark.parametrize("kind", OF_KINDS[1:], ids=lambda kind: kind.kind.value)
+def test_a_store_keeps_the_kinds_of_its_channels_and_its_hash_covers_them(tmp_path, kind):
+    kind = dataclasses.replace(kind, why="by its name")
+    record = make_record(around=(1.0,), units=((0.5, 2.0),), foreground=((1.0, 2.0),))
+    manifest = manifest_of([record], normalisation=(kind,))
+    write_store(tmp_path, manifest)
+    read = open_store(tmp_path).manifest
+    assert (read.normalisation, read.normalisation[0].why) == ((kind,), "by its name")
+    assert read.cases[0] == record == case_from_json(record_line(record))
+    assert manifest.split_hash != manifest_of([record]).split_hash
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"kind": "half"},
+        {"kind": "ct", "low": 3.0, "high": 2.0, "mean": 0.0, "std": 1.0},
+        {"kind": "ct", "low": 1.0},
+        {"kind": "ct", "low": 1.0, "high": 2.0, "mean": 0.0, "std": 0.0},
+    ],
+)
+def test_a_store_with_a_damaged_kind_is_refused(tmp_path, damage):
+    write_store(tmp_path, manifest_of([make_record()], normalisation=(CT,)))
+    path = tmp_path / "manifest.json"
+    content = json.loads(path.read_text())
+    content["normalisation"] = [damage]
+    path.write_text(json.dumps(sealed(content)))
+    with pytest.raises(InputError, match="must be complete"):
+        open_store(tmp_path)
+
+
+def test_numbers_of_another_count_than_the_channels_are_refused():
+    with pytest.raises(ValueError, match="around"):
+        case_from_json(record_line(make_record(around=(1.0, 2.0))))
