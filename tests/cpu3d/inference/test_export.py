@@ -357,7 +357,7 @@ def test_the_program_says_if_only_the_image_gives_an_orientation(trained, codes,
     assert ("codes are 0" in notes) == (codes == (0, 0))
 
 
-REGIONS = {"all": (1, 2, 3, 4), "left": (1,), "right": (3,), "inner": (2,)}
+REGIONS = {"all": (1, 2, 3, 4), "first": (1,), "second": (3,), "inner": (2,)}
 """One holds three that are as large as each other and so compete."""
 
 

@@ -11,6 +11,7 @@ from cpu3d.data.labels import label_from_regions, region_mask
 from cpu3d.host.memory import allocator_peak_bytes
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
+from cpu3d.inference.runs import Inference
 from cpu3d.run.log import read_events
 from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner
@@ -93,7 +94,8 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
             variable.assign(tf.zeros_like(variable))
     fit.run()
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "validation"]
-    predictor = load_predictor(tmp_path)
+    # A validation sees each case once, and no mirror images of it.
+    predictor = load_predictor(tmp_path, inference=Inference(flips=False))
     (record,) = phantom_store.cases("val")
     scores = evaluate_split(predictor, phantom_store, "val", tmp_path)
     dice = {name: of_region["dice"]["mean"] for name, of_region in scores["summary"].items()}
