@@ -85,6 +85,9 @@ class StoreFacts:
     spacing_mm: Optional[Tuple[float, float, float]] = None
     """Along R, A, S: the median of the training cases on each axis. None in runs of earlier
     versions."""
+    target_spacing_mm: Optional[Tuple[float, float, float]] = None
+    """Along R, A, S: what the store's cases and images to predict on are resampled to; None if they
+    are seen as they are."""
     oriented: Optional[bool] = None
     """Whether the training cases' files gave the patient's orientation; None if only some did, or
     as above."""

@@ -44,7 +44,10 @@ FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it hol
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
-LATER = ("folds", "paint", "normalisation", "around", "units", "foreground", "peaks")
+LATER = (
+    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks", "spacing_mm",
+    "resampled_from",
+)  # fmt: skip
 """Fields that are left out of the JSON where they are empty: it is then as it was before them."""
 
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
@@ -79,6 +82,17 @@ class SourceFile:
     size_bytes: Count
     sha256: str
     mtime_ns: int
+
+
+@dataclass(frozen=True)
+class SourceGrid:
+    """The grid that a case was resampled from, in axes R A S, and the source's label on it."""
+
+    shape: Shape3
+    label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]  # as those of the case
+    label_voxels_sha256: str
+    label_bytes: Count = 0  # of its file; 0 as for a case that is in no store
+    label_sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -128,6 +142,7 @@ class CaseRecord:
     background: Tuple[float, ...] = ()
     """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
     is 0 in all channels."""
+    resampled_from: Optional[SourceGrid] = None  # None if the case is on its source's grid
     # --- Empty if all channels are normalised over the foreground, and then not in the JSON ---
     around: Tuple[float, ...] = ()
     """Per channel, the stored value that stands for what surrounds the volume: the median of its
@@ -186,6 +201,8 @@ class Manifest:
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
+    spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
+    """Along R, A, S: what all cases are resampled to. None if they are stored as they are."""
     paint: Tuple[Tuple[str, Code], ...] = ()
     """Regions and the codes that they are painted with, in the order of painting, as of
     `labels.PaintedRegions`; empty if that follows from `regions`."""
@@ -472,7 +489,7 @@ def split_problems(
 
 
 def array_path(folder: Path, record: CaseRecord, kind: str) -> Path:
-    """The file of a case's image, `kind` "x", or label, "y"."""
+    """The file of a case's image, `kind` "x", its label, "y", or its source's label, "t"."""
     return Path(folder) / "cases" / f"{record.stem}.{kind}.{record.format}"
 
 
@@ -485,7 +502,7 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     """A record, or a manifest without its cases, as JSON content."""
     left_out = {name for name in LATER if not getattr(record, name, ())}
     if isinstance(record, CaseRecord):
-        content = msgspec.to_builtins(record)
+        content: Dict[str, Any] = msgspec.to_builtins(record)
     else:
         content = dict(vars(record))
         content["normalisation"] = [each.to_json() for each in record.normalisation]
@@ -519,13 +536,18 @@ def case_from_json(content: bytes) -> CaseRecord:
     later = (record.around, record.units, record.foreground, record.peaks)
     are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
+    source_shape = shape
+    if record.resampled_from:
+        source_shape = record.resampled_from.shape
+        has_files &= bool(record.resampled_from.label_bytes) == record.has_label
+    is_turned = sorted(geometry.shape) == sorted(source_shape)
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
         ("around, units, foreground and peaks must be none or of each channel", are_of_channels),
         ("image_bytes and label_bytes must fit image and label", not record.format or has_files),
         ("centres must be voxels of shape", _within(record.centres, shape)),
-        ("geometry must be of shape, turned", sorted(geometry.shape) == sorted(shape)),
+        ("geometry must be of shape, turned, or of resampled_from's", is_turned),
         ("forms must be none or 22 numbers", len(geometry.forms) in (0, 22)),
     )
     broken = [rule for rule, holds in rules if not holds]

@@ -81,6 +81,15 @@ def read_volume(path: Union[str, Path]) -> Tuple[Array, Geometry]:
     return voxels, _geometry(path, header, xyz(shape[:3]))
 
 
+def read_grid(path: Path) -> Geometry:
+    """The grid of a file by its header. Raises InputError as `read_volume`."""
+    try:
+        image: Any = load(path)
+        return _geometry(path, image.header, xyz(_axes(image.shape)[:3]))
+    except Exception:  # as in `channel_count`; a quaternion that nibabel refuses may still be read
+        return read_volume(path)[1]
+
+
 def channel_count(path: Path) -> int:
     """Channels of a file by its header. Raises InputError as `read_volume`."""
     try:

@@ -5,6 +5,8 @@ store/cases-<hash>.jsonl    the records of its cases, one a line
 store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian,
                             axes R A S (or .x.b2nd)
 store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes (or .y.b2nd)
+store/cases/<id>.t.npy      label (X, Y, Z), uint8, on the source's grid turned to axes R A S, which
+                            answers are scored on: of a case that was resampled (or .t.b2nd)
 store/cases/<id>.json       the case's record; written after its arrays, so they are whole if it is
                             there
 store/quarantine.jsonl      cases left out, each with its reasons
@@ -85,6 +87,16 @@ class Store:
     def label(self, case_id: str) -> Array:
         """The label `(X, Y, Z)` uint8, as `image`. Raises InputError for a case without one."""
         return self._on_grid(case_id, "y")
+
+    def truth(self, case_id: str) -> Array:
+        """The label as its file has it, on the source's grid in axes R A S: what answers are scored
+        on. That of a case that was not resampled is `label`."""
+        record = self.case(case_id)
+        if record.resampled_from is None:
+            return self.label(case_id)
+        array = self._reader.array(record, "t")
+        array.flags.writeable = False
+        return array
 
     def check(self, records: Iterable[CaseRecord]) -> None:
         """Check the arrays' files of `records` without reading voxels. Raises InputError naming all

@@ -14,9 +14,10 @@ another folder than the run's; several runs together need it, the folder of `tra
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds
 are cross-validated instead: each case is predicted by the one run that has not trained on it.
 
-The written label map is scored, after the run's post-processing; --raw leaves that out. The store's
-grid is the original one with axes turned, so scores on it are scores on the original grid. Voxels
-that are not annotated (`prepare --ignore`) are predicted and written, and count in no score."""
+The written label map is scored, after the run's post-processing; --raw leaves that out. It is on
+the original grid, with axes turned: where a case was resampled, the network's answer is brought
+back, and compared with the file's own label. Voxels that are not annotated (`prepare --ignore`) are
+predicted and written, and count in no score."""
 
 import dataclasses
 import datetime
@@ -254,7 +255,7 @@ def _score(
     steps_mm = ras_steps_mm(record.geometry)
     label = postprocessing.paint(answers, predictor.regions, steps_mm)
     predicted = time.monotonic()
-    truth = np.asarray(store.label(record.case_id))
+    truth = np.asarray(store.truth(record.case_id))
     ignored = ignored_voxels(truth, store.manifest.ignore)
     regions = {}
     for name, codes in predictor.regions.items():

@@ -37,6 +37,7 @@ from cpu3d.data.normalise import in_units
 from cpu3d.data.region import Shape3
 from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
+from cpu3d.data.stores.resample import grid_of
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
@@ -232,6 +233,7 @@ def contract(config: RunConfig, trained_dtype: str, format_: str) -> Dict[str, A
         "paint": paint,
         "axes": "RAS",
         "trained_spacing_mm": config.spacing_mm,
+        "target_spacing_mm": config.target_spacing_mm,
         "trained_with_orientation": config.oriented,
         "extent": config.extent,
         "mode": config.mode,
@@ -386,7 +388,8 @@ def _case_to_try(
     options: Options, config: RunConfig, predictor: Any
 ) -> Tuple[CaseRecord, np.ndarray]:
     """The case of --case, else the first of the run's store that was not trained on, or its first.
-    Of its channels it has only those that the network takes."""
+    Of its channels it has only those that the network takes. One that was resampled is on the
+    network's grid alone."""
     if options.case:
         check_exist("--case", options.case)
         cases, problems, notes = find_cases(options.case, predictor)
@@ -402,6 +405,7 @@ def _case_to_try(
             files,
             channels=channels,
             zero_nan=options.zero_nan,
+            spacing_mm=config.target_spacing_mm,
             normalisation=config.normalisation_of(channels),
         )
         record = loaded.record
@@ -420,4 +424,5 @@ def _case_to_try(
     if record.units:
         units = tuple(record.units[place] for place in places)
     facts = facts_of(image, None, config.normalisation_of(config.channels), units)
-    return dataclasses.replace(record, units=units, **facts), image
+    on_grid = {"geometry": grid_of(record), "resampled_from": None}
+    return dataclasses.replace(record, units=units, **facts, **on_grid), image

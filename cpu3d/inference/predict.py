@@ -28,8 +28,9 @@ decided, if all did, or as the cases of such a folder did; --raw leaves that out
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
-another size than the training's, or with a background other than 0. --page adds <case_id>.html, to
-scroll through the slices; --probabilities adds the network's probabilities.
+another size than the training's, or with a background other than 0. A run whose store was resampled
+sees images at its spacing; the answer is on their own grid all the same. --page adds
+<case_id>.html, to scroll through the slices; --probabilities adds the network's probabilities.
 """
 
 import dataclasses
@@ -44,11 +45,12 @@ import numpy as np
 
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.nifti import ras_steps_mm, write_label, write_volume
+from cpu3d.data.nifti import ras_spacing_mm, ras_steps_mm, write_label, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.data.stores.case import LoadedCase, case_notes, load_case, note_lines
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.layouts import LABEL_CODES
+from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
@@ -180,6 +182,7 @@ def predict_case(
         files,
         channels=case.channels,
         zero_nan=options.zero_nan,
+        spacing_mm=predictor.spacing_mm,
         normalisation=predictor.normalisation_of(case.channels),
     )
     record = loaded.record
@@ -208,15 +211,16 @@ def predict_case(
 def _viewed(
     case: Case, loaded: LoadedCase, label: np.ndarray, kinds: Sequence[Normalisation]
 ) -> ViewedCase:
-    """A case with its prediction, to scroll through."""
+    """A case with its prediction, to scroll through on the grid that the network has seen."""
+    record = loaded.record
     return ViewedCase(
         name=case.files.case_id,
         image=in_units(loaded.image, loaded.record.units),
         channels=case.channels,
-        geometry=loaded.record.geometry,
+        geometry=grid_of(record),
         regions=case.regions,
         labels=case.labels,
-        predictions={"prediction": label},
+        predictions={"prediction": resample_label(label, record.shape)},
         unit=SCORES if loaded.image.dtype.kind == "f" else "",
         normalisation=kinds,
     )
@@ -230,6 +234,8 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         voxels = int(np.count_nonzero(region_mask(label, codes)))
         volumes_ml[name] = round(voxels * voxel_ml, 4)
     meanings = code_meanings(case.regions, case.labels)
+    if record.resampled_from:
+        about["seen_spacing_mm"] = list(record.spacing_mm)  # by the network
     return {
         "schema": SCHEMA,
         "written_by": WRITER,
@@ -243,7 +249,7 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         "threshold": THRESHOLD,
         **about,
         "axes": record.geometry.axes,
-        "spacing_mm": list(record.spacing_mm),
+        "spacing_mm": list(ras_spacing_mm(record.geometry)),
         "zeroed_voxels": record.zeroed_voxels,
         "sources": [dataclasses.asdict(source) for source in record.sources],
     }

@@ -14,6 +14,7 @@ from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
+from cpu3d.data.stores.resample import to_source_grid
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError
 from cpu3d.host.gpu import fits_memory
@@ -49,6 +50,7 @@ class Predictor:
         self.labels: Dict[int, str] = config.label_names
         self.normalisation_of = config.normalisation_of
         self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
+        self.spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
@@ -62,7 +64,7 @@ class Predictor:
         self, image: np.ndarray, record: CaseRecord, channels: Sequence[str] = ()
     ) -> np.ndarray:
         """Probability of each region, float32 (X, Y, Z, R), on the full grid of `image` (X, Y, Z,
-        C).
+        C); on its source's grid, if the case was resampled.
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
         the store's if none. In one pass the network sees the grid it was trained on, larger if this
@@ -80,6 +82,7 @@ class Predictor:
             seen = tf.cast(scores, self.config.unet.dtype)
             logits = over_mirror_images(logits_of, seen, self.mirrored)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
+            answers = to_source_grid(answers, record)
         if not np.isfinite(answers).all():
             rule = f"probabilities for case {record.case_id} must be finite, got NaN or infinity"
             todo = "the training has diverged, train again with a lower learning rate or in float32"

@@ -28,7 +28,10 @@ from memory_estimator.common.schema import check, option
 WEIGHTS = "best: highest validation Dice; last: newest checkpoint"  # help of --weights
 # Settings that runs must share to be averaged. With another split, test cases of one are training
 # cases of the other.
-COMMON = ("store_channels", "label_names", "region_codes", "paint", "regions", "split_hash")
+COMMON = (
+    "store_channels", "label_names", "region_codes", "paint", "regions", "split_hash",
+    "target_spacing_mm",
+)  # fmt: skip
 SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
 _RUN = (
@@ -166,7 +169,8 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
     for config in configs:
         trained = config.spacing_mm or record.spacing_mm
         shares = [abs(got / usual - 1) for got, usual in zip(record.spacing_mm, trained)]
-        if max(shares) > SPACING_SHARE + 1e-6:  # 1.1 mm are not above 10 % more than 1
+        is_as_it_was = config.target_spacing_mm is None  # else it was resampled
+        if is_as_it_was and max(shares) > SPACING_SHARE + 1e-6:  # 1.1 mm are not above 10 % more
             own, usual = (" x ".join(f"{n:.3g}" for n in mm) for mm in (record.spacing_mm, trained))
             effect = "the answer may be worse; resample the image to the latter"
             notes.append(f"voxels of {own} mm, but the run was trained on {usual} mm: {effect}")

@@ -85,6 +85,62 @@ def probabilities_of(network, about, image):
     return probabilities
 
 
+def probabilities_at(network, about, image, spacing):
+    """The same of an image with this spacing in mm, which the network sees at its own: answers are
+    brought back to the image's voxels."""
+    shape = image.shape[:3]
+    wanted = about.get("target_spacing_mm") or spacing
+    made = tuple(max(round(n * own / mm), 1) for n, own, mm in zip(shape, spacing, wanted))
+    if made == shape:
+        return probabilities_of(network, about, image)
+    if np.prod(made, dtype=float) > min(2**31, 8 * np.prod(shape, dtype=float)):
+        sys.exit(f"the image must have at most 8 times its voxels at {wanted} mm, got {made}")
+    mm = [n * own / other for n, own, other in zip(shape, spacing, made)]
+    cubic = [not (is_thick(axis, spacing) or is_thick(axis, mm)) for axis in range(3)]
+    channels = []
+    for volume, kind in zip(np.moveaxis(image, -1, 0), kinds_of(about)):
+        values = resampled(volume, made, cubic).clip(volume.min(), volume.max())
+        if kind["kind"] == "zscore-foreground":  # 0 is no intensity
+            inside = resampled(volume != 0, made) >= 0.5
+            values = np.where(inside, values, np.float32(0))
+        channels.append(values)
+    answer = probabilities_of(network, about, np.stack(channels, -1))
+    return np.stack([resampled(region, shape) for region in np.moveaxis(answer, -1, 0)], -1)
+
+
+def is_thick(axis, spacing):
+    """Whether slices along an axis are 3 times as thick as voxels are wide, or more."""
+    return spacing[axis] >= 3 * max(np.delete(spacing, axis))
+
+
+def resampled(volume, shape, cubic=(False, False, False)):
+    """A volume (X, Y, Z) as float32 of another shape over the same box, linear or cubic by axis."""
+    for axis in range(3):
+        if volume.shape[axis] != shape[axis]:
+            weights = weights_of(volume.shape[axis], shape[axis], cubic[axis])
+            volume = np.moveaxis(np.tensordot(weights, volume, (1, axis)), 0, axis)
+    return volume.astype(np.float32)
+
+
+def weights_of(count, made, cubic):
+    """How much each of `count` voxels is part of each of `made`: float32 (made, count)."""
+    size = count / made
+    wide = max(size, 1.0)
+    reach = wide * (1 + cubic)
+    centres = ((np.arange(made) + 0.5) * size - 0.5)[:, None]
+    places = np.floor(centres - reach) + 1 + np.arange(np.ceil(2 * reach))
+    away = np.abs(places - centres) / wide
+    parts = np.maximum(1 - away, 0)
+    if cubic:  # Catmull-Rom
+        near = (1.5 * away - 2.5) * away**2 + 1
+        far = ((-0.5 * away + 2.5) * away - 4) * away + 2
+        parts = np.where(away < 1, near, np.where(away < 2, far, 0))
+    weights = np.zeros((made, count))
+    rows = np.arange(made)[:, None]
+    np.add.at(weights, (rows, places.astype(int).clip(0, count - 1)), parts)
+    return np.float32(weights / weights.sum(1, keepdims=True))
+
+
 def kinds_of(about):
     """How each channel is normalised; where nothing is said, over its voxels that are not 0."""
     foreground = {"kind": "zscore-foreground"}
@@ -369,6 +425,12 @@ def read_image(paths):
     return np.stack(channels, -1), files[0]
 
 
+def spacing_of(file):
+    """The voxels of a file along R, A, S in mm."""
+    canonical = nibabel.as_closest_canonical(file)
+    return [float(n) * unit_mm(file) for n in nibabel.affines.voxel_sizes(canonical.affine)]
+
+
 def cleaned(image, about):
     """The network's channels without NaN, infinity, and what splines have left around a head."""
     channels = []
@@ -399,9 +461,10 @@ def notes_on(file, about):
     elif about.get("trained_with_orientation") is False:
         rule = "an image with orientation, but the network was trained on images without"
         yield f"{rule}: left and right may be exchanged in the answer"
-    canonical = nibabel.as_closest_canonical(file)
-    spacing = [float(n) * unit_mm(file) for n in nibabel.affines.voxel_sizes(canonical.affine)]
+    spacing = spacing_of(file)
     trained = about.get("trained_spacing_mm")
+    if about.get("target_spacing_mm"):  # images are resampled
+        trained = None
     if trained and any(abs(got - n) > 0.1 * n * (1 + 1e-6) for got, n in zip(spacing, trained)):
         own, usual = (" x ".join(f"{n:.3g}" for n in sizes) for sizes in (spacing, trained))
         rule = f"voxels of {own} mm, but the network was trained on {usual} mm"
@@ -431,7 +494,8 @@ def main(folder, *paths):
     image = cleaned(in_order(image, paths[:-1], about), about)
     for note in notes_on(file, about):
         print(f"note: {note}", file=sys.stderr)
-    probabilities = probabilities_of(load_network(folder, about), about, image)
+    network = load_network(folder, about)
+    probabilities = probabilities_at(network, about, image, spacing_of(file))
     save_label(paths[-1], processed(probabilities, about, voxel_mm3_of(file)), file)
 
 

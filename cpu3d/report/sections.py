@@ -7,9 +7,10 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
-from cpu3d.data.nifti import read_volume, to_ras
+from cpu3d.data.nifti import ras_shape, read_volume, to_ras
 from cpu3d.data.normalise import in_units
 from cpu3d.data.store import Store
+from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import InputError
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import ranked
@@ -83,17 +84,18 @@ def shown_cases(
         except (InputError, KeyError):
             continue
         answers = {}
+        source_shape = ras_shape(record.geometry)
         for name, folder in predictions.items():
             with contextlib.suppress(InputError):
                 answer = to_ras(*read_volume(folder / f"{case_id}.nii.gz"))
-                if answer.shape == truth.shape:
-                    answers[name] = answer.astype(np.uint8)
+                if answer.shape == source_shape:
+                    answers[name] = resample_label(answer.astype(np.uint8), record.shape)
         if answers:
             yield ViewedCase(
                 name=case_id,
                 image=in_units(image, record.units),
                 channels=store.manifest.channels,
-                geometry=record.geometry,
+                geometry=grid_of(record),
                 regions=regions,
                 labels=store.manifest.labels,
                 ignore=store.manifest.ignore,

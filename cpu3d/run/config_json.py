@@ -37,7 +37,7 @@ FOLLOWING = (
     "unet.channels", "unet.outputs", "unet.seed", "normalisation",
 )  # fmt: skip
 """Settings that no option gives: they follow from the store, or from other settings."""
-FACTS = ("spacing_mm", "oriented", "init_record")
+FACTS = ("spacing_mm", "target_spacing_mm", "oriented", "init_record")
 """Fields that follow from the training cases, which a split's hash fixes, or from the weights that
 the run has started from. Runs of earlier versions lack them."""
 

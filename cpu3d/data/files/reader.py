@@ -72,8 +72,8 @@ class Reader:
         self.mode = mode
 
     def array(self, record: CaseRecord, kind: str, slices: Optional[Slices] = None) -> Array:
-        """The stored image `(X, Y, Z, C)`, `kind` "x", or label `(X, Y, Z)` uint8, "y", or a box; C
-        order, aligned.
+        """The stored image `(X, Y, Z, C)`, `kind` "x", label `(X, Y, Z)` uint8, "y", or source's
+        label, "t", or a box; C order, aligned.
 
         A whole .npy file in mode "mmap" is the read-only map itself: its voxels are read when they
         are touched. For a box of one only the box's rows are read."""
@@ -103,7 +103,7 @@ class Reader:
     @contextlib.contextmanager
     def _open(self, record: CaseRecord, kind: str) -> Iterator["_ArrayFile"]:
         """A case's file, open, after every check that needs no voxels."""
-        if kind == "y" and not record.has_label:
+        if kind != "x" and not record.has_label:
             rule = f"case {record.case_id} must have a label"
             raise InputError(f"{rule}, got none in the store; choose a labelled case")
         path = array_path(self.folder, record, kind)
@@ -131,7 +131,7 @@ class Reader:
 
 
 class _ArrayFile:
-    """The open file of a case's image, `kind` "x", or label, "y", with the facts in its record."""
+    """The open file of a case's array, with the facts in its record."""
 
     def __init__(self, record: CaseRecord, kind: str, path: Path, handle: int):
         self.path = path
@@ -142,6 +142,11 @@ class _ArrayFile:
             self.dtype: np.dtype[Any] = np.dtype(record.image_dtype).newbyteorder("<")
             self.size_bytes = record.image_bytes
             self.sha256 = record.image_sha256
+        elif kind == "t" and record.resampled_from:
+            self.shape = record.resampled_from.shape
+            self.dtype = np.dtype("u1")
+            self.size_bytes = record.resampled_from.label_bytes
+            self.sha256 = record.resampled_from.label_sha256
         else:
             self.dtype = np.dtype("u1")
             self.size_bytes = record.label_bytes
@@ -221,5 +226,8 @@ class _ArrayFile:
 
 
 def kinds_of(record: CaseRecord) -> Tuple[str, ...]:
-    """The arrays that a case has: image, and label if there is one."""
-    return ("x", "y") if record.has_label else ("x",)
+    """The arrays that a case has: image, and label if there is one; the source's label, too, if the
+    case was resampled."""
+    if not record.has_label:
+        return ("x",)
+    return ("x", "y", "t") if record.resampled_from else ("x", "y")

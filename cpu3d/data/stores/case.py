@@ -11,7 +11,7 @@ import numpy as np
 from cpu3d.data import nifti
 from cpu3d.data.background import border_value, surroundings, without_residue
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile
+from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
 from cpu3d.data.normalise import Normalisation, if_any_differs, of_all
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.data.stores.channels import (
@@ -25,6 +25,14 @@ from cpu3d.data.stores.channels import (
 from cpu3d.data.stores.dataset import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.normalisation import ct_problem, is_ct, looks_like_ct
+from cpu3d.data.stores.resample import (
+    Spacing3,
+    in_mm,
+    resample_image,
+    resample_label,
+    resampled_shape,
+    spacing_at,
+)
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
 
@@ -48,6 +56,7 @@ class LoadedCase:
     """`(X, Y, Z, C)` int16 as in the source or in steps, or float16 after normalisation; C order,
     axes R A S."""
     label: Optional[Array]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
+    source_label: Optional[Array]  # the same before the case was resampled; None if it was not
     record: CaseRecord  # without format, lengths and hashes of the store's files
 
 
@@ -59,22 +68,38 @@ def load_case(
     ignore: Optional[int] = None,
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
+    spacing_mm: Optional[Spacing3] = None,
     normalisation: Sequence[Normalisation] = (),
 ) -> LoadedCase:
-    """Read and check a case, and turn it to axes R A S.
+    """Read and check a case, turn it to axes R A S, and resample it to `spacing_mm`, if given.
 
     The image is int16 if every voxel is integral and in range, else `float16_image`, or
     `image_in_steps` if a channel of `normalisation` is not over the foreground. `labels` are
     the codes that may occur; None leaves the label unread. `ignore` is the one of them that is not
-    to be learnt; where 0 is background, it becomes background outside of the box of all else.
-    Sources are recorded relative to `dataset_folder`, by default that of the first image. Holds
-    about two volumes. Raises InputError with every problem of the case."""
+    to be learnt; where 0 is background, it becomes background outside of the box of all else, but
+    not in `source_label`. Sources are recorded relative to `dataset_folder`, by default that of the
+    first image. Holds about two volumes, of a resampled case four of the larger grid. Raises
+    InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
     volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
     background = []
     for volume, each in zip(volumes, kinds):
         background.append(border_value(volume) if each.has_background else 0.0)
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    if label is not None:
+        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
+    voxel_mm = nifti.ras_spacing_mm(geometry)
+    own_shape = nifti.ras_shape(geometry)
+    shape = own_shape
+    if spacing_mm:
+        shape = resampled_shape(files.case_id, own_shape, voxel_mm, spacing_mm)
+    source = None
+    source_label = None
+    if shape != own_shape:
+        source = _source_grid(own_shape, label)
+        source_label = label
+        label = _resample(volumes, label, voxel_mm, shape, kinds)
+        voxel_mm = spacing_at(own_shape, voxel_mm, shape)
     error = 0.0
     units: Units = ()
     names = [f"channel {name} of {files.case_id}" for name in channels]
@@ -86,17 +111,15 @@ def load_case(
     else:
         image, error = float16_image(volumes, names)
     del volumes
-    if label is not None:
-        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-        # Elsewhere the box is not known before the windows of CT are, or is the whole grid.
-        if ignore is not None and not if_any_differs(kinds):
-            label = _ignored_in_box(label, image, ignore, f"label {files.label}")
+    # Elsewhere the box is not known before the windows of CT are, or is the whole grid.
+    if label is not None and ignore is not None and not if_any_differs(kinds):
+        label = _ignored_in_box(label, image, ignore, f"label {files.label}")
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
-        spacing_mm=nifti.ras_spacing_mm(geometry),
+        spacing_mm=voxel_mm,
         **facts_of(image, label, kinds, units, ignore),
         units=units,
         max_abs_error=error,
@@ -111,8 +134,30 @@ def load_case(
         label_bytes=0,
         label_sha256="",
         background=tuple(background) if any(background) else (),
+        resampled_from=source,
     )
-    return LoadedCase(image, label, record)
+    return LoadedCase(image, label, source_label, record)
+
+
+def _resample(
+    volumes: List[Array],
+    label: Optional[Array],
+    voxel_mm: Sequence[float],
+    shape: Shape3,
+    kinds: Sequence[Normalisation],
+) -> Optional[Array]:
+    """The label with another shape; and the volumes in their places, one after the other, so that
+    each is forgotten at once."""
+    for index, volume in enumerate(volumes):
+        outside = 0.0 if kinds[index].has_background else None
+        volumes[index] = resample_image(volume, shape, voxel_mm, outside)
+    return None if label is None else resample_label(label, shape)
+
+
+def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
+    if label is None:
+        return SourceGrid(shape, {}, "")
+    return SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))
 
 
 def _source_file(path: Path, folder: Path) -> SourceFile:
@@ -241,9 +286,8 @@ def facts_of(
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
     if label is not None:
         mask |= label > 0  # what is ignored too: outside of the box all is background
-        voxels = np.bincount(label.reshape(-1)).tolist()
         facts = {
-            "label_voxels": {code: n for code, n in enumerate(voxels) if n},
+            "label_voxels": label_voxels_of(label),
             "centres": centres_of(label),
             "label_voxels_sha256": voxels_sha256(label),
         }
@@ -262,6 +306,12 @@ def facts_of(
         "foreground": _if_any(of.foreground for of in channels),
         "peaks": _if_any(of.peaks for of in channels),
     }
+
+
+def label_voxels_of(label: Array) -> Dict[int, int]:
+    """Code -> voxels, of those that occur in a label map (X, Y, Z)."""
+    voxels = np.bincount(label.reshape(-1)).tolist()
+    return {code: n for code, n in enumerate(voxels) if n}
 
 
 def _if_any(values: Iterable[Tuple[T, ...]]) -> Tuple[Tuple[T, ...], ...]:
@@ -414,6 +464,12 @@ def case_notes(record: CaseRecord, channels: Sequence[str]) -> List[str]:
         notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
     if not nifti.is_placed(record.geometry):
         notes.append(nifti.orientation_note(record.geometry))
+    source = record.resampled_from
+    for code, voxels in source.label_voxels.items() if source else ():
+        if code not in record.label_voxels:
+            sizes = in_mm(record.spacing_mm)
+            rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
+            notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")
     names: Dict[str, List[str]] = {}  # value -> channels
     for name, border in zip(channels, record.background):
         if border:

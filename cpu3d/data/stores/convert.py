@@ -30,6 +30,7 @@ from cpu3d.data.region import Array, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.normalisation import refuse_hounsfield
+from cpu3d.data.stores.resample import Spacing3
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
@@ -52,6 +53,7 @@ class Settings:
     )
     crop: bool = option(False, "store each brain's box only; voxels outside it are background")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+    spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
     normalise: Tuple[str, ...] = option(
         (),
         "how channels are normalised, such as CT=zscore: "
@@ -101,6 +103,7 @@ def convert(
             ignore=dataset.ignore,
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
+            spacing_mm=settings.spacing_mm,
             normalisation=dataset.normalisation,
         )
     except InputError as error:
@@ -120,6 +123,7 @@ def convert(
         before or case.record,
         case.image,
         case.label,
+        source_label=case.source_label,
         format_=settings.format,
         cropped=settings.crop and not was_whole,
     )
@@ -127,8 +131,10 @@ def convert(
     return record
 
 
-def _voxels(record: CaseRecord) -> Tuple[str, str]:
-    return record.image_voxels_sha256, record.label_voxels_sha256
+def _voxels(record: CaseRecord) -> Tuple[str, ...]:
+    source = record.resampled_from
+    of_source = source.label_voxels_sha256 if source else ""
+    return record.image_voxels_sha256, record.label_voxels_sha256, of_source
 
 
 def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
@@ -173,13 +179,15 @@ def write_arrays(
     image: Array,
     label: Optional[Array],
     *,
+    source_label: Optional[Array] = None,
     format_: str,
     cropped: bool,
 ) -> CaseRecord:
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the brain's box, if it is known; outside it is background. Files are read
+    `cropped` keeps only the brain's box, if it is known; outside it is background. `source_label`
+    is that of a case that was resampled, on its source's grid, and is kept whole. Files are read
     back and compared. Raises OSError."""
     is_box_known = not record.peaks
     stored = record.box if cropped and is_box_known else whole(record.shape)
@@ -189,7 +197,12 @@ def write_arrays(
     if label is None:
         return record
     size_bytes, sha256 = _write_array(array_path(store, record, "y"), crop(label, stored), format_)
-    return replace(record, label_bytes=size_bytes, label_sha256=sha256)
+    record = replace(record, label_bytes=size_bytes, label_sha256=sha256)
+    if source_label is None or record.resampled_from is None:
+        return record
+    size_bytes, sha256 = _write_array(array_path(store, record, "t"), source_label, format_)
+    source = replace(record.resampled_from, label_bytes=size_bytes, label_sha256=sha256)
+    return replace(record, resampled_from=source)
 
 
 def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:

@@ -85,6 +85,7 @@ def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
     of_settings = asdict(settings)
     # Not written if nothing is chosen, as before there was a choice.
     of_settings["normalise"] = list(settings.normalise) if settings.normalise else None
+    of_settings["spacing_mm"] = list(settings.spacing_mm) if settings.spacing_mm else None
     content = {
         "schema": SCHEMA,
         "name": dataset.name,
@@ -154,6 +155,7 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         "labels": {str(code): name for code, name in labels.items()},
         IGNORE: manifest.ignore,
     }
+    own["spacing_mm"] = list(manifest.spacing_mm) if manifest.spacing_mm else None
     for record in manifest.cases:
         own["format"] = record.format
         if record.stored != whole(record.shape):
@@ -180,15 +182,16 @@ def settings_of(store_dir: Path) -> Settings:
     damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
-        chosen = {name: content[name] for name in vars(USUAL) if name != "normalise"}
-        chosen["normalise"] = content.get("normalise", [])
+        later = {"normalise": content.get("normalise", []), "spacing_mm": content.get("spacing_mm")}
+        chosen = {name: content[name] for name in vars(USUAL) if name not in later}
+        chosen.update(later)
         return typed(chosen, Settings, "source")
 
     first = "`prepare` of its first data set with the same settings"
     todo = f"restore it, or run {first}, which writes it again"
     try:
         return read_record(store_dir / SOURCE, SCHEMA, made, todo, InputError)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         rule = f"store {store_dir} must hold source.json with its settings"
         raise InputError(f"{rule}, found none; {todo}") from None
 

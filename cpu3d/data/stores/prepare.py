@@ -2,6 +2,7 @@
 memory.
 
 Examples: ./run.sh prepare --dataset Task01_BrainTumour --store store
+          ./run.sh prepare --dataset Task01_BrainTumour --store store --spacing 1 1 1
           ./run.sh prepare --dataset Task04_Hippocampus --store store --splits splits_final.json
           ./run.sh prepare --dataset Dataset001_Tumour --store store --regions WT=1,2,3 TC=2,3
           ./run.sh prepare --dataset Task03_Liver --store store --normalise CT=zscore
@@ -11,6 +12,10 @@ of the finished store last. The same command continues after an interruption. so
 data set and the settings, quarantine.jsonl the cases that were left out. A store has cases whose
 files give the patient's orientation, or cases whose files do not: those of the smaller group are
 bad cases.
+
+Where voxels of the training cases differ by more than 10 % along an axis, all cases are resampled
+to the median of their sizes (of thick slices to a fine one, as in nnU-Net). Scores and predictions
+are on the images' own grids all the same.
 """
 
 import math
@@ -56,11 +61,20 @@ from cpu3d.data.stores.folder import (
     note_normalisation,
     read_quarantine,
     restore_source,
+    settings_of,
     write_quarantine,
 )
 from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
 from cpu3d.data.stores.normalisation import decide, in_window, with_windows
 from cpu3d.data.stores.repair import fitting, open_mended, repair
+from cpu3d.data.stores.resample import (
+    Keep,
+    Spacing3,
+    in_mm,
+    parse_spacing,
+    target_spacing,
+    voxels_of,
+)
 from cpu3d.data.stores.splits import (
     Fractions,
     Split,
@@ -88,7 +102,14 @@ SPLITS_HELP = (
     "folds as nnU-Net's splits_final.json has them, kept in the store for `train --fold I/K`; cases"
     " that no fold names are the split test"
 )
-WORKERS_HELP = "processes; each holds about two volumes (default: one per usable core)"
+WORKERS_HELP = (
+    "processes; each holds about two volumes, where it resamples four of the larger grid (default:"
+    " one per usable core)"
+)
+SPACING_HELP = (
+    "voxels X Y Z in mm that all cases are resampled to; off: as they are; auto: resampled if those"
+    " of the training cases differ by more than 10 % (default: auto)"
+)
 REGIONS_HELP = (
     "regions to learn, each of one label code or several, as in WT=1,2,3 TC=2,3 (default: those of"
     " the data set's list, else found by the labels' names)"
@@ -122,6 +143,7 @@ class Options:
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
     skip_bad: bool = option(False, SKIP_BAD_HELP)
+    spacing: Tuple[str, ...] = option((Keep.AUTO.value,), SPACING_HELP, metavar="MM")
     ignore: Optional[int] = option(None, IGNORE_HELP, metavar="CODE", at_least=1, at_most=255)
 
 
@@ -140,6 +162,7 @@ def run(options: Options, settings: Settings) -> int:
         skip_bad=options.skip_bad,
         ignore=options.ignore,
         settings=settings,
+        spacing=parse_spacing(options.spacing),
         regions=parse_regions(options.regions),
     )
     return 0
@@ -156,6 +179,7 @@ def prepare(
     settings: Settings = USUAL,
     patients: Optional[Path] = None,
     splits: Optional[Path] = None,
+    spacing: Union[Keep, Spacing3] = Keep.AUTO,
     regions: Optional[Dict[str, Tuple[int, ...]]] = None,
     ignore: Optional[int] = None,
 ) -> Manifest:
@@ -164,7 +188,8 @@ def prepare(
     `patients` and `splits` are files as in the options; `splits` takes the place of `fractions`
     and `seed`, and so do folds that the data set's list gives, unless these are chosen. `regions`,
     name -> label codes, take the place of the data set's own. `ignore` is a label code of voxels
-    that are not to be learnt.
+    that are not to be learnt. `spacing` in mm takes the place of that in `settings`, as the option
+    does.
 
     A finished store stays as it is, but for cases whose files are gone or of another length, which
     are made again, also if `store append` has added others; an unfinished one is continued with its
@@ -179,9 +204,11 @@ def prepare(
     draws = (fractions, seed) != (USUAL_SPLIT, 0)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed, draws=draws))
     finished = (store_dir / "manifest.json").exists()
+    split: Split = {}
     if not finished:  # fail early
-        splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+        split = splitting.split({case.case_id: case.patient_id for case in dataset.cases})
     _announce(dataset)
+    settings = _with_spacing(settings, spacing, store_dir, dataset, split)
     if store_dir.resolve() == dataset.folder.resolve():
         rule = f"store {store_dir} must be another folder than the data set"
         raise InputError(f"{rule}, got the same; choose one")
@@ -204,7 +231,7 @@ def prepare(
         if not skip_bad:
             refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
         dataset, records = _with_windows(dataset, records, splitting, store_dir)
-        manifest = _manifest_of(dataset, records, splitting)
+        manifest = _manifest_of(dataset, records, splitting, settings)
         write_quarantine(store_dir, problems)
         if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
             note_no_growth(store_dir)
@@ -228,6 +255,41 @@ def _folds_of(
     if splits is not None:
         return read_folds(splits, patients_of, **known)
     return checked_folds(f"data set {dataset.folder}", dataset.folds, patients_of, **known)
+
+
+def _with_spacing(
+    settings: Settings,
+    spacing: Union[Keep, Spacing3],
+    store_dir: Path,
+    dataset: Dataset,
+    split: Split,
+) -> Settings:
+    """The settings with the spacing that cases are resampled to: the chosen one, or that of a store
+    that was begun, or what the training cases of a new one tell, which is printed."""
+    chosen = None if isinstance(spacing, Keep) else spacing
+    is_begun = has_settings(store_dir)
+    if is_begun or not split:
+        if is_begun:
+            begun = settings_of(store_dir).spacing_mm
+        else:
+            begun = open_store(store_dir).manifest.spacing_mm
+        if spacing is not Keep.AUTO and chosen != begun:
+            rule = f"--spacing must be {in_mm(begun)}, as store {store_dir} was begun"
+            raise InputError(f"{rule}, got {in_mm(chosen)}; leave it out, or choose another store")
+        return replace(settings, spacing_mm=begun)
+    if spacing is not Keep.AUTO:
+        return replace(settings, spacing_mm=chosen)
+    trained = [files for files in dataset.cases if files.case_id in split["train"]]
+    spacings, shapes = voxels_of(trained)
+    target = target_spacing(spacings, shapes)
+    if target:
+        ranges = []
+        for axis, lengths in zip("RAS", zip(*spacings)):
+            ranges.append(f"{min(lengths):.3g} to {max(lengths):.3g} along {axis}")
+        found = f"voxels of training cases have {', '.join(ranges)} mm"
+        todo = "--spacing off stores them as they are"
+        say(f"Spacing: {found}; all are resampled to {in_mm(target)}; {todo}", stderr=False)
+    return replace(settings, spacing_mm=target)
 
 
 def _with_kinds(
@@ -265,10 +327,16 @@ def _with_windows(
     return dataset, CaseList.collected(boxed(), store_dir)
 
 
-def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> Manifest:
+def _manifest_of(
+    dataset: Dataset, records: CaseList, splitting: Splitting, settings: Settings
+) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}
-    codes = {code for record in records for code in record.label_voxels}
+    codes: Set[int] = set()
+    for record in records:
+        codes.update(record.label_voxels)
+        if record.resampled_from:  # also those that are too small for its voxels
+            codes.update(record.resampled_from.label_voxels)
     named = _named_codes(dataset)
     if dataset.ignore is not None:
         named.add(dataset.ignore)  # it keeps its name, also if no label holds it
@@ -288,6 +356,7 @@ def _manifest_of(dataset: Dataset, records: CaseList, splitting: Splitting) -> M
         cases=records,
         versions=versions(),
         patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
+        spacing_mm=settings.spacing_mm,
         normalisation=if_any_differs(dataset.normalisation),
     )
 
@@ -459,6 +528,7 @@ def summary_lines(store: Store) -> List[str]:
     size_bytes = 0
     error = 0.0
     zeroed = 0
+    resampled = 0
     foregrounds: List[List[float]] = [[] for _ in manifest.channels]  # share of the voxels
     images: Counter[str] = Counter()  # kind of image -> cases
     shapes: Counter[str] = Counter()
@@ -470,6 +540,9 @@ def summary_lines(store: Store) -> List[str]:
         if case:
             notes[record.case_id] = case
         size_bytes += record.image_bytes + record.label_bytes
+        if record.resampled_from:
+            resampled += 1
+            size_bytes += record.resampled_from.label_bytes
         image = f"{record.image_dtype} .{record.format}"
         if record.stored.size != record.shape:
             image += " cropped"
@@ -497,6 +570,8 @@ def summary_lines(store: Store) -> List[str]:
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
         "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
     }
+    if manifest.spacing_mm:
+        lines["spacing"] = f"{in_mm(manifest.spacing_mm)}, {count(resampled, 'case')} resampled"
     for index, each in enumerate(manifest.normalisations):
         why = each.why or f"{statistics.median(foregrounds[index]):.0%} of the voxels are not 0"
         lines[f"input {index}"] = f"{manifest.channels[index]}: {each.words}; {why}"

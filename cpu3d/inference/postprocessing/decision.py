@@ -161,7 +161,7 @@ def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> Li
     with bar("post-processing", total=len(records)) as advance:
         for record in records:
             answers = predictor.probabilities(store.image(record.case_id), record)
-            truth = np.asarray(store.label(record.case_id))
+            truth = np.asarray(store.truth(record.case_id))
             steps_mm = ras_steps_mm(record.geometry)
             ignored = ignored_voxels(truth, store.manifest.ignore)
             evidences.append(gather(answers, truth, predictor.regions, steps_mm, ignored))

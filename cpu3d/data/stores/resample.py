@@ -1,0 +1,328 @@
+"""Brings cases to voxels of one size, and answers back to the grid that their case came from.
+
+    target_mm = target_spacing(spacings_mm, shapes)           # None where the cases agree
+    shape = resampled_shape("a", shape, spacing_mm, target_mm)
+    image = resample_image(volume, shape, spacing_mm)
+    label = resample_label(label, shape)
+    answers = to_source_grid(probabilities, record)           # as they are if it was not resampled
+
+A case and its source cover the same box in space. So a voxel has the size next to the target's of
+which the box holds a whole number, and a case whose numbers of voxels stay is not resampled.
+
+Each axis is interpolated by itself: images by cubics (Catmull-Rom), linear between thick slices;
+labels and probabilities linear. Where voxels become larger the interpolation widens by as much, so
+that it averages over all of the source's voxels. Sums and products of float32 in a fixed order have
+the same bits on every host and with any number of threads.
+"""
+
+import contextlib
+import enum
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import numpy as np
+
+from cpu3d.data.manifest import CaseRecord, Geometry
+from cpu3d.data.nifti import (
+    LEAST_MM,
+    MOST_MM,
+    affine_rows,
+    is_voxel_size,
+    ras_shape,
+    ras_spacing_mm,
+    ras_to_file,
+    read_grid,
+)
+from cpu3d.data.region import Array, Shape3, bounding_box, xyz
+from cpu3d.data.stores.dataset import CaseFiles
+from cpu3d.errors import InputError
+from cpu3d.util.child import worker_count
+from memory_estimator.common.units import by
+
+Spacing3 = Tuple[float, float, float]  # mm along R, A, S
+
+DIFFERS = 0.1  # share from which on training cases of other spacings are brought to one
+# Slices are thick from so many times the other two spacings on, as in nnU-Net's planner.
+THICK = 3
+THICK_PERCENTILE = 10  # of the thick axis' spacings: fine slices are not thrown together
+MOST_VOXELS = 2**31
+MOST_GROWTH = 8  # times as many voxels as the source has: 2 mm become 1 mm
+SLAB_BYTES = 4 << 20  # of a volume that are interpolated at once, in a core's cache
+
+
+class Keep(enum.Enum):
+    """What is done about spacings if none is chosen."""
+
+    AUTO = "auto"  # resampled if those of the training cases differ
+    OFF = "off"  # stored as they are
+
+
+def parse_spacing(words: Sequence[str]) -> Union[Keep, Spacing3]:
+    """The words of --spacing: auto, off, or three sizes in mm. Raises InputError for others."""
+    if len(words) == 1 and words[0] in [keep.value for keep in Keep]:
+        return Keep(words[0])
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or not np.isfinite(numbers).all() or not is_voxel_size(numbers):
+        rule = f"--spacing must be auto, off, or three sizes of {LEAST_MM:g} to {MOST_MM:g} mm"
+        raise InputError(f"{rule}, got {' '.join(words)}; give such, as in --spacing 1 1 1")
+    return xyz(numbers)
+
+
+def in_mm(spacing_mm: Optional[Sequence[float]]) -> str:
+    """A spacing for people, as "1 x 1 x 2.5 mm"; "off" for None."""
+    if spacing_mm is None:
+        return "off"
+    return f"{' x '.join(f'{length:.4g}' for length in spacing_mm)} mm"
+
+
+# --- Grids ---
+
+
+def voxels_of(cases: Iterable[CaseFiles]) -> Tuple[List[Spacing3], List[Shape3]]:
+    """The spacing and the voxels along R, A, S of each case, by the header of its first image. One
+    that cannot be read is left out: its problem is named when the case is loaded."""
+    spacings = []
+    shapes = []
+    for files in cases:
+        with contextlib.suppress(InputError):
+            grid = read_grid(files.images[0])
+            spacings.append(ras_spacing_mm(grid))
+            shapes.append(ras_shape(grid))
+    return spacings, shapes
+
+
+def target_spacing(spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]) -> Optional[Spacing3]:
+    """The spacing to bring cases to that have these spacings and voxels; None if there are none, or
+    none of them is more than 10 % above another, along any axis.
+
+    By nnU-Net's planner: the median along each axis. Where that is of thick slices, 3 times the
+    other spacings or more, and of as few, the 10th percentile of the thick axis, yet at least the
+    larger of the others.
+    """
+    if not spacings_mm:
+        return None
+    all_mm = np.array(spacings_mm)
+    if (all_mm.max(0) <= all_mm.min(0) * (1 + DIFFERS + 1e-6)).all():
+        return None
+    target = np.median(all_mm, axis=0)
+    voxels = np.median(shapes, axis=0)
+    thick = thick_axis(target.tolist())
+    if thick is not None and THICK * voxels[thick] <= np.delete(voxels, thick).min():
+        fine = np.percentile(all_mm[:, thick], THICK_PERCENTILE)
+        target[thick] = max(fine, np.delete(target, thick).max())
+    return xyz(float(f"{length:.6g}") for length in target)
+
+
+def thick_axis(spacing_mm: Sequence[float]) -> Optional[int]:
+    """The axis whose spacing is at least 3 times each of the others; None if there is none."""
+    axis = int(np.argmax(spacing_mm))
+    if spacing_mm[axis] >= THICK * np.delete(spacing_mm, axis).max():
+        return axis
+    return None
+
+
+def resampled_shape(
+    case_id: str, shape: Shape3, spacing_mm: Sequence[float], target_mm: Sequence[float]
+) -> Shape3:
+    """Voxels X, Y, Z of a case at a spacing, at least one along each axis. Raises InputError for
+    more than 2^31, and for more than 8 times as many as before."""
+    lengths = zip(shape, spacing_mm, target_mm)
+    made = xyz(max(round(count * own / wanted), 1) for count, own, wanted in lengths)
+    most = min(MOST_VOXELS, MOST_GROWTH * math.prod(shape))
+    if math.prod(made) > most:
+        rule = f"case {case_id} must have at most {most} voxels at {in_mm(target_mm)}"
+        got = f"{by(made, ' x ')} from {by(shape, ' x ')}"
+        todo = "leave it out, or prepare a store of a larger --spacing, or --spacing off"
+        raise InputError(f"{rule}, got {got}; {todo}")
+    return made
+
+
+def spacing_at(shape: Shape3, spacing_mm: Sequence[float], made: Shape3) -> Spacing3:
+    """The spacing of a grid of `made` voxels over the box of a source's grid."""
+    lengths = zip(shape, spacing_mm, made)
+    return xyz(count * length / other for count, length, other in lengths)
+
+
+def grid_of(record: CaseRecord) -> Geometry:
+    """The grid that a case is stored on: its source's, or that with axes R A S and the voxels of
+    the store."""
+    geometry = record.geometry
+    if record.resampled_from is None:
+        return geometry
+    factor = np.divide(record.resampled_from.shape, record.shape)
+    to_source = np.diag([*factor, 1.0])
+    to_source[:3, 3] = (factor - 1) / 2  # the grids' corners meet, not their first voxels' centres
+    affine = np.asarray(geometry.affine) @ ras_to_file(geometry) @ to_source
+    return replace(geometry, shape=record.shape, affine=affine_rows(affine), axes="RAS", forms=())
+
+
+# --- Voxels ---
+
+
+def resample_image(
+    volume: Array, shape: Shape3, spacing_mm: Sequence[float], outside: Optional[float] = 0.0
+) -> Array:
+    """A channel `(X, Y, Z)` of these spacings as float32 of another `shape`, within its own range.
+
+    What is exactly `outside` is no intensity: a voxel that is mostly made of it becomes it. None
+    for volumes where every value is one.
+    """
+    made_mm = spacing_at(xyz(volume.shape), spacing_mm, shape)
+    thick = {thick_axis(spacing_mm), thick_axis(made_mm)}
+    kernels = [LINEAR if axis in thick else CUBIC for axis in range(3)]
+    made = _resample(volume, _taps_of(volume.shape, shape, kernels))
+    np.clip(made, volume.min(), volume.max(), out=made)
+    if outside is not None:
+        inside = volume != outside
+        if not inside.all():
+            made[_resample(inside, _taps_of(volume.shape, shape)) < 0.5] = outside
+    return made
+
+
+def resample_label(label: Array, shape: Shape3) -> Array:
+    """A label map `(X, Y, Z)` uint8 with another `shape`: of each voxel the code that most of it
+    holds, the lowest of equal ones."""
+    if label.shape == tuple(shape):
+        return label
+    taps = _taps_of(label.shape, shape)
+    most = _resample(label == 0, taps)  # of each voxel, the share of its code
+    made = np.zeros(shape, np.uint8)
+    for code in np.flatnonzero(np.bincount(label.reshape(-1))):
+        if code == 0:
+            continue
+        is_code = label == code
+        within = bounding_box(is_code)
+        ends = zip(taps, within.start, within.stop)
+        parts = [each.around(start, stop) for each, start, stop in ends]
+        read = tuple(part.read for part in parts)
+        written = tuple(part.written for part in parts)
+        share = _resample(is_code[read], [part.taps for part in parts])
+        wins = share > most[written]
+        made[written][wins] = code
+        most[written][wins] = share[wins]
+    return made
+
+
+def to_source_grid(answers: Array, record: CaseRecord) -> Array:
+    """Probabilities `(X, Y, Z, R)` on a case's grid in the store as float32 on the grid of its
+    source, in axes R A S; as they are if both are the same."""
+    source = record.resampled_from
+    if source is None:
+        return answers
+    taps = _taps_of(record.shape, source.shape)
+    made = np.empty((*source.shape, answers.shape[-1]), np.float32)
+    for position in range(answers.shape[-1]):
+        made[..., position] = _resample(answers[..., position], taps)
+    return made
+
+
+# --- Interpolation along one axis after another ---
+
+
+class Kernel(NamedTuple):
+    """How much a voxel counts by its distance, in voxels."""
+
+    reach: float
+    weight: Callable[[Array], Array]
+
+
+def _linear(distance: Array) -> Array:
+    return np.maximum(1 - distance, 0)
+
+
+def _cubic(distance: Array) -> Array:
+    near = (1.5 * distance - 2.5) * distance**2 + 1
+    far = ((-0.5 * distance + 2.5) * distance - 4) * distance + 2
+    return np.where(distance < 1, near, np.where(distance < 2, far, 0))
+
+
+LINEAR = Kernel(1, _linear)
+CUBIC = Kernel(2, _cubic)
+
+
+class Taps(NamedTuple):
+    """What the voxels along an axis are made of: of each new one, T old ones and their weights."""
+
+    places: Array  # (N, T)
+    weights: Array  # (N, T) float32
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether each new voxel is the old one in its place."""
+        return self.places.shape[1] == 1
+
+    def around(self, start: int, stop: int) -> "Part":
+        """The taps of the new voxels that old ones from `start` to `stop` have a part in."""
+        takes = (self.places >= start) & (self.places < stop) & (self.weights != 0)
+        rows = np.flatnonzero(takes.any(1))
+        written = slice(int(rows[0]), int(rows[-1]) + 1)
+        places = self.places[written]
+        read = slice(int(places.min()), int(places.max()) + 1)
+        return Part(Taps(places - read.start, self.weights[written]), read, written)
+
+
+class Part(NamedTuple):
+    """The taps of a part of the new voxels, with the places of what they read and write."""
+
+    taps: Taps
+    read: slice
+    written: slice
+
+
+def _taps_of(
+    shape: Sequence[int], made: Sequence[int], kernels: Sequence[Kernel] = (LINEAR,) * 3
+) -> Tuple[Taps, Taps, Taps]:
+    return xyz(map(_taps, shape, made, kernels))
+
+
+def _taps(count: int, made: int, kernel: Kernel) -> Taps:
+    """The taps from `count` voxels to `made`; beyond the edge the last voxel goes on."""
+    if count == made:
+        return Taps(np.arange(count)[:, None], np.ones((count, 1), np.float32))
+    size = count / made  # of a new voxel, in old ones
+    centres = (np.arange(made) + 0.5) * size - 0.5
+    widened = max(size, 1.0)
+    reach = kernel.reach * widened
+    first = np.floor(centres - reach).astype(int) + 1
+    places = first[:, None] + np.arange(math.ceil(2 * reach))
+    weights = kernel.weight(np.abs(places - centres[:, None]) / widened)
+    weights /= weights.sum(1, keepdims=True)
+    return Taps(places.clip(0, count - 1), weights.astype(np.float32))
+
+
+def _resample(volume: Array, taps: Sequence[Taps]) -> Array:
+    """A volume `(X, Y, Z)` with the voxels of `taps` along its axes, float32."""
+    # Most taps first, which make the volume smaller. The order is the same for a part of a volume.
+    for axis in sorted(range(3), key=lambda axis: -taps[axis].places.shape[1]):
+        if not taps[axis].is_identity:
+            volume = _along(volume, axis, taps[axis])
+    return volume.astype(np.float32, copy=False)
+
+
+def _along(volume: Array, axis: int, taps: Taps) -> Array:
+    """A volume with the voxels of `taps` along one axis, float32."""
+    shape = list(volume.shape)
+    shape[axis] = len(taps.places)
+    made = np.zeros(shape, np.float32)
+    across = 1 if axis == 0 else 0  # the axis that slabs are cut along
+    step = max(SLAB_BYTES * shape[across] // made.nbytes, 1)
+    along = [1, 1, 1]
+    along[axis] = -1
+
+    def fill(start: int) -> None:
+        slab = [slice(None)] * 3
+        slab[across] = slice(start, start + step)
+        read = volume[tuple(slab)]
+        into = made[tuple(slab)]
+        for places, weights in zip(taps.places.T, taps.weights.T):
+            part = read.take(places, axis).astype(np.float32, copy=False)
+            into += part * weights.reshape(along)
+
+    with ThreadPoolExecutor(worker_count(None)) as pool:
+        list(pool.map(fill, range(0, shape[across], step)))
+    return made

@@ -1,0 +1,269 @@
+"""Cases at one spacing, and answers back on the grid of their source."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.ndimage import binary_erosion
+
+from cpu3d.data.nifti import (
+    ras_shape,
+    ras_spacing_mm,
+    ras_steps_mm,
+    read_volume,
+    to_ras,
+    write_volume,
+)
+from cpu3d.data.stores.case import case_notes, load_case
+from cpu3d.data.stores.dataset import CaseFiles
+from cpu3d.data.stores.resample import (
+    Keep,
+    grid_of,
+    parse_spacing,
+    resample_image,
+    resample_label,
+    resampled_shape,
+    target_spacing,
+    to_source_grid,
+)
+from cpu3d.errors import InputError
+from tests.cpu3d.data.spaced import (
+    CENTRES_MM,
+    CHANNELS,
+    CORNER_MM,
+    LABELS,
+    RADII_MM,
+    drawn,
+    write_drawn,
+)
+
+ISO = (1.0, 1.0, 1.0)
+SMALL = ((40, 40, 40),) * 3
+
+
+def load(folder, spacing_mm, target_mm, axes="RAS"):
+    image, label = write_drawn(folder, "a", spacing_mm, axes)
+    files = CaseFiles("a", "a", (image,), label)
+    return load_case(files, channels=CHANNELS, labels=LABELS, spacing_mm=target_mm)
+
+
+# --- The rule ---
+
+
+@pytest.mark.parametrize(
+    ("spacings", "shapes", "expected"),
+    [
+        (((1, 1, 1), (1, 1, 1.09), (1.05, 1, 1)), SMALL, None),
+        (((1, 1, 1), (1, 1, 1.2), (1, 1, 1.4)), SMALL, (1, 1, 1.2)),
+        (((2, 1, 1), (1, 3, 1), (1.5, 1, 1)), SMALL, (1.5, 1, 1)),
+        # Thick slices, and few of them: the 10th percentile of 4, 5 and 6 mm.
+        (((1, 1, 4), (1, 1, 5), (1, 1, 6)), ((200, 200, 20),) * 3, (1, 1, 4.2)),
+        # Many of them: the median, as for any other axis.
+        (((1, 1, 4), (1, 1, 5), (1, 1, 6)), ((200, 200, 90),) * 3, (1, 1, 5)),
+        # The fine ones are not finer than the voxels are wide.
+        (((2, 2, 1), (2, 2, 8), (2, 2, 8)), ((200, 200, 20),) * 3, (2, 2, 2.4)),
+        (((2, 2, 1), (2, 2, 1), *((2, 2, 8),) * 3), ((200, 200, 20),) * 5, (2, 2, 2)),
+    ],
+)
+def test_the_spacing_is_that_of_nnunets_planner(spacings, shapes, expected):
+    assert target_spacing(spacings, shapes) == (expected and pytest.approx(expected))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [("auto", Keep.AUTO), ("off", Keep.OFF), ("1 0.5 2", (1.0, 0.5, 2.0))],
+)
+def test_a_spacing_is_auto_off_or_three_sizes(words, expected):
+    assert parse_spacing(words.split()) == expected
+
+
+@pytest.mark.parametrize(
+    "words", ["0 1 1", "nan 1 1", "-1 1 1", "1 1", "1 1 1 1", "inf 1 1", "0.001 1 1", "a b c", "on"]
+)
+def test_another_spacing_is_refused_in_one_line(words):
+    with pytest.raises(InputError, match=f"--spacing must be .*, got {words};") as error:
+        parse_spacing(words.split())
+    assert len(error.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "spacing_mm", "expected"),
+    [
+        ((48, 40, 16), (1, 1, 2), (48, 40, 32)),
+        ((5, 5, 1), (1, 1, 0.4), (5, 5, 1)),
+        ((20, 20, 20), (2, 2, 2), (40, 40, 40)),
+        ((20, 20, 20), (2, 2, 2.2), None),
+        ((1300, 1300, 1300), ISO, None),  # above 2^31
+    ],
+)
+def test_a_grid_has_the_box_of_the_source_and_at_most_8_times_its_voxels(
+    shape, spacing_mm, expected
+):
+    if expected:
+        assert resampled_shape("a", shape, spacing_mm, ISO) == expected
+        return
+    with pytest.raises(InputError, match=r"case a must have at most \d+ voxels at 1 x 1 x 1 mm"):
+        resampled_shape("a", shape, spacing_mm, ISO)
+
+
+# --- Voxels ---
+
+
+@pytest.mark.parametrize("axes", ["RAS", "LPS"])
+@pytest.mark.parametrize(
+    ("spacing_mm", "target_mm"),
+    [
+        ((2.0, 2.0, 2.0), ISO),
+        ((0.8, 0.8, 4.0), ISO),
+        (ISO, (2.0, 2.0, 2.0)),
+        (ISO, (1.0, 1.3, 3.2)),
+        ((1.6, 1.0, 0.8), (1.0, 1.0, 1.1)),
+    ],
+)
+def test_what_is_drawn_stays_in_its_place_and_keeps_its_volume(
+    tmp_path, spacing_mm, target_mm, axes
+):
+    case = load(tmp_path, spacing_mm, target_mm, axes)
+    record = case.record
+    grid = grid_of(record)
+    assert ras_spacing_mm(grid) == pytest.approx(record.spacing_mm)
+    assert record.spacing_mm == pytest.approx(target_mm, rel=0.04)
+    affine = np.asarray(grid.affine)
+    for code, centre in CENTRES_MM.items():
+        inside = np.isin(case.label, range(code, 3))
+        voxel = np.argwhere(inside).mean(0)
+        expected = np.add(CORNER_MM, centre)
+        assert np.abs((affine[:3, :3] @ voxel + affine[:3, 3]) - expected).max() < 0.5
+        ml = inside.sum() * np.prod(record.spacing_mm)
+        assert ml == pytest.approx(4 / 3 * np.pi * np.prod(RADII_MM[code]), rel=0.06)
+
+
+@pytest.mark.parametrize("spacing_mm", [(2.0, 2.0, 2.0), (1.0, 1.0, 2.0), (0.8, 0.8, 4.0)])
+def test_intensities_are_those_of_an_image_that_was_drawn_at_that_spacing(spacing_mm):
+    expected, label = drawn(ISO)
+    image, _ = drawn(spacing_mm)
+    made = resample_image(image[..., 0], label.shape, spacing_mm)
+    rest = binary_erosion(expected.any(-1) & (label == 0), iterations=3)
+    difference = np.abs(made - expected[..., 0])[rest]
+    assert np.percentile(difference, 95) < 10  # of waves of 40 along each axis
+    assert np.mean((made != 0) == (expected[..., 0] != 0)) > 0.95
+
+
+def test_background_stays_0_and_no_intensity_is_beyond_the_source_s(tmp_path):
+    volume = np.zeros((20, 20, 20), np.int16)
+    volume[5:15, 5:15, 5:15] = 700
+    volume[5, 5, 5] = 900
+    made = resample_image(volume, (31, 27, 40), ISO)
+    assert made.dtype == np.float32
+    assert (made.min(), made.max() <= 900) == (0, True)
+    share = np.count_nonzero(made) / made.size
+    assert share == pytest.approx(1 / 8, rel=0.1)
+
+
+def test_where_0_is_an_intensity_nothing_is_cut_out():
+    volume = np.linspace(-50, 50, 21)[:, None, None] * np.ones((1, 4, 4))
+    volume[10] = 0  # water
+    made = resample_image(volume, (42, 4, 4), ISO, outside=None)
+    assert np.abs(np.diff(made[2:-2, 0, 0])).max() < 3
+
+
+def test_thick_slices_are_linear_between_and_cubic_within():
+    volume = np.zeros((9, 9, 4), np.float32)
+    volume[..., 2] = 1
+    made = resample_image(volume, (9, 9, 8), (1, 1, 4), outside=None)
+    np.testing.assert_allclose(made[4, 4], [0, 0, 0, 0.25, 0.75, 0.75, 0.25, 0], atol=1e-6)
+    finer = resample_image(volume, (9, 9, 8), (1, 1, 2), outside=None)
+    assert finer[4, 4, 4] > 0.8  # of a cubic
+
+
+def test_a_label_is_that_of_most_of_a_voxel_and_the_lower_code_of_equal_ones():
+    label = np.zeros((4, 2, 2), np.uint8)
+    label[:2] = 3
+    label[2:] = 1
+    np.testing.assert_array_equal(resample_label(label, (8, 2, 2))[:, 0, 0], [3] * 4 + [1] * 4)
+    # The third voxel of five is half of 3 and half of 1.
+    np.testing.assert_array_equal(resample_label(label, (5, 2, 2))[:, 0, 0], [3, 3, 1, 1, 1])
+    assert resample_label(label, (4, 2, 2)) is label
+
+
+@pytest.mark.parametrize("shape", [(20, 26, 16), (57, 41, 60), (11, 12, 13)])
+def test_labels_are_those_of_memberships_that_are_resampled_one_by_one(shape):
+    rng = np.random.default_rng(0)
+    label = np.kron(rng.integers(0, 6, (7, 6, 5)), np.ones((4, 4, 4))).astype(np.uint8)
+    codes = np.arange(6)
+    shares = [
+        resample_image((label == code).astype(np.float32), shape, (1, 1, 9), outside=None)
+        for code in codes
+    ]
+    made = resample_label(label, shape)
+    largest = np.max(shares, 0)
+    of_code = np.take_along_axis(np.stack(shares), made[None].astype(int), 0)[0]
+    # The images are cubic along two axes, so only nearly the same.
+    assert np.mean(of_code >= largest - 0.05) > 0.9
+
+
+def test_a_label_that_vanishes_is_said(tmp_path):
+    image, label = write_drawn(tmp_path, "a", ISO)
+    voxels, geometry = read_volume(label)
+    voxels = np.where(voxels == 2, 1, voxels).astype(np.uint8)
+    voxels[3, 3, 3] = 2
+    write_volume(label, voxels, geometry)
+    case = load_case(
+        CaseFiles("a", "a", (image,), label),
+        channels=CHANNELS,
+        labels=LABELS,
+        spacing_mm=(2.0, 2.0, 2.0),
+    )
+    assert 2 not in case.record.label_voxels
+    assert case.record.resampled_from.label_voxels[2] == 1
+    (note,) = case_notes(case.record, CHANNELS)
+    assert "label 2 (1 voxel)" in note
+    np.testing.assert_array_equal(case.source_label, voxels)
+
+
+# --- Back on the source's grid ---
+
+
+@pytest.mark.parametrize("axes", ["RAS", "LPS"])
+@pytest.mark.parametrize(
+    ("spacing_mm", "least"),
+    [((2.0, 2.0, 2.0), 0.97), ((0.8, 0.8, 4.0), 0.94), ((1.0, 1.0, 2.0), 0.98)],
+)
+def test_answers_come_back_to_the_grid_of_the_source(tmp_path, spacing_mm, least, axes):
+    case = load(tmp_path, spacing_mm, ISO, axes)
+    record = case.record
+    answers = np.stack([case.label >= 1, case.label == 2], -1).astype(np.float32)
+    back = to_source_grid(answers, record)
+    assert back.dtype == np.float32
+    assert back.shape == (*ras_shape(record.geometry), 2)
+    source = to_ras(*read_volume(tmp_path / "labelsTr/a.nii.gz"))
+    for region, truth in enumerate((source >= 1, source == 2)):
+        answer = back[..., region] >= 0.5
+        dice = 2 * np.count_nonzero(answer & truth) / (answer.sum() + truth.sum())
+        assert dice > least
+    np.testing.assert_allclose(
+        to_source_grid(np.ones_like(answers), record), 1, rtol=1e-6, err_msg="sums of weights"
+    )
+
+
+def test_a_case_of_that_spacing_is_as_it_was(tmp_path):
+    case = load(tmp_path, ISO, (1.0, 1.0, 1.005))
+    own = load(tmp_path, ISO, None)
+    assert case.source_label is None
+    assert replace(case.record, sources=()) == replace(own.record, sources=())
+    assert grid_of(case.record) is case.record.geometry
+    answers = np.zeros((*case.record.shape, 1), np.float32)
+    assert to_source_grid(answers, case.record) is answers
+
+
+def test_a_sheared_grid_keeps_its_box(tmp_path):
+    case = load(tmp_path, ISO, (1.0, 1.0, 2.0))
+    lean = np.asarray(case.record.geometry.affine)
+    lean[1, 2] = 0.4
+    geometry = replace(case.record.geometry, affine=tuple(map(tuple, lean.tolist())))
+    grid = grid_of(replace(case.record, geometry=geometry))
+    steps = ras_steps_mm(grid)
+    assert np.linalg.det(steps) == pytest.approx(2 * np.linalg.det(ras_steps_mm(geometry)))
+    corner = np.full(3, -0.5)
+    places = [np.asarray(each.affine)[:3] @ [*corner, 1] for each in (geometry, grid)]
+    np.testing.assert_allclose(places[0], places[1], atol=1e-9)

@@ -1,0 +1,202 @@
+"""Stores of data sets whose voxels differ: prepared, grown, verified and repaired; and data sets
+whose voxels agree, which are stored as they always were."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.nifti import read_volume, to_ras, write_volume
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.convert import Settings
+from cpu3d.data.stores.folder import read_quarantine, settings_of
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.resample import Keep
+from cpu3d.data.stores.upkeep import append, verify
+from cpu3d.errors import InputError
+from tests.cpu3d.data.spaced import SPACINGS, spaced_set
+from tests.cpu3d.data.stores.test_prepare import content_of
+
+ISO = (1.0, 1.0, 1.0)
+ALL = {"fractions": (1, 0, 0), "workers": 1}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return spaced_set(tmp_path_factory.mktemp("spaced") / "data")
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", crop=True)])
+def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
+    data, tmp_path, capsys, settings
+):
+    folder = tmp_path / "store"
+    manifest = prepare(data, folder, **ALL, settings=settings)
+    assert manifest.spacing_mm == ISO
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if line.startswith("Spacing:")]
+    assert "0.8 to 2 along R, 0.8 to 2 along A, 1 to 4 along S mm" in line
+    assert "resampled to 1 x 1 x 1 mm" in line
+    assert "spacing  1 x 1 x 1 mm, 3 cases resampled" in printed
+    store = open_store(folder)
+    for record in store.manifest.cases:
+        is_resampled = SPACINGS[record.case_id] != ISO
+        assert record.shape == (48, 40, 32)
+        assert record.spacing_mm == pytest.approx(ISO)
+        assert (record.resampled_from is not None) == is_resampled
+        assert record.image_dtype == ("float16" if is_resampled else "int16")
+        case_id = record.case_id
+        assert len(list(folder.glob(f"cases/{case_id}.t.{settings.format}"))) == is_resampled
+        source = to_ras(*read_volume(data / f"labelsTr/{case_id}.nii.gz"))
+        np.testing.assert_array_equal(store.truth(case_id), source)
+        assert store.image(case_id).shape == (48, 40, 32, 2)
+        assert store.label(case_id).shape == (48, 40, 32)
+    assert verify(folder, workers=1) == ()
+
+
+def test_two_processes_write_what_one_does_and_any_format_has_the_same_split(data, tmp_path):
+    one = prepare(data, tmp_path / "one", **ALL)
+    prepare(data, tmp_path / "two", **{**ALL, "workers": 2})
+    assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
+    packed = prepare(data, tmp_path / "packed", **ALL, settings=Settings("b2nd", crop=True))
+    assert packed.split_hash == one.split_hash
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_without_resampling_a_store_has_the_files_that_it_always_had(tmp_path, alike):
+    spacings = dict.fromkeys("abc", (1.0, 1.0, 2.0)) if alike else SPACINGS
+    data = spaced_set(tmp_path / "data", spacings)
+    spacing = Keep.AUTO if alike else Keep.OFF
+    manifest = prepare(data, tmp_path / "store", **ALL, spacing=spacing)
+    assert manifest.spacing_mm is None
+    assert "spacing_mm" not in json.loads((tmp_path / "store/manifest.json").read_text())
+    assert "spacing_mm" not in json.loads((tmp_path / "store/source.json").read_text())
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("store/cases/*.json")]
+    assert len(records) == len(spacings)
+    assert not any("resampled_from" in record for record in records)
+    for record in manifest.cases:
+        assert record.spacing_mm == pytest.approx(spacings[record.case_id])
+        image = to_ras(*read_volume(data / f"imagesTr/{record.case_id}.nii.gz"))
+        np.testing.assert_array_equal(open_store(tmp_path / "store").image(record.case_id), image)
+    assert not list(tmp_path.glob("store/cases/*.t.*"))
+
+
+def test_only_the_training_cases_decide(tmp_path):
+    spacings = {"a": ISO, "b": ISO, "c": (2.0, 2.0, 2.0)}
+    folds = [{"train": ["a"], "val": ["b"]}, {"train": ["b"], "val": ["a"]}]  # c is a test case
+    data = spaced_set(tmp_path / "data", spacings)
+    (tmp_path / "folds.json").write_text(json.dumps(folds))
+    manifest = prepare(data, tmp_path / "store", workers=1, splits=tmp_path / "folds.json")
+    assert (manifest.split["test"], manifest.spacing_mm) == (("c",), None)
+
+
+def test_a_chosen_spacing_holds_for_cases_that_agree(tmp_path, capsys):
+    data = spaced_set(tmp_path / "data", dict.fromkeys("abc", ISO))
+    words = ["--split", "1", "0", "0", "--workers", "1", "--spacing", "2", "2", "2"]
+    place = ["--dataset", str(data), "--store", str(tmp_path / "store")]
+    assert main(["prepare", *place, *words]) == 0
+    assert "2 x 2 x 2 mm, 3 cases resampled" in capsys.readouterr().out
+    store = open_store(tmp_path / "store")
+    assert {record.shape for record in store.manifest.cases} == {(24, 20, 16)}
+    assert main(["store", "info", str(tmp_path / "store")]) == 0
+    assert "2 x 2 x 2 mm" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", ["0 1 1", "nan 1 1", "1 -1 1", "200 1 1", "1 1"])
+def test_a_bad_spacing_is_one_line_and_nothing_is_written(data, tmp_path, capsys, words):
+    place = ["--dataset", str(data), "--store", str(tmp_path / "store")]
+    assert main(["prepare", *place, "--spacing", *words.split()]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert len(errors) == 1
+    assert "--spacing must be" in errors[0]
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_case_that_would_become_too_large_is_a_bad_case(tmp_path):
+    spacings = {"a": ISO, "b": ISO, "c": (4.0, 4.0, 4.0), "d": (1.0, 1.0, 2.0), "e": ISO}
+    data = spaced_set(tmp_path / "data", spacings)
+    with pytest.raises(InputError, match="case c must have at most 7680 voxels at 1 x 1 x 1 mm"):
+        prepare(data, tmp_path / "store", **ALL)
+    manifest = prepare(data, tmp_path / "store", **ALL, skip_bad=True)
+    assert manifest.split["train"] == ("a", "b", "d", "e")
+    assert list(read_quarantine(tmp_path / "store")) == ["c"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_store_stays_at_the_spacing_that_it_was_begun_with(data, tmp_path, finished):
+    store = tmp_path / "store"
+    before = prepare(data, store, **ALL, spacing=(1.0, 1.0, 2.0))
+    if not finished:
+        (store / "manifest.json").unlink()
+    for spacing in (Keep.OFF, ISO):
+        with pytest.raises(InputError, match="--spacing must be 1 x 1 x 2 mm, as store"):
+            prepare(data, store, **ALL, spacing=spacing)
+    assert prepare(data, store, **ALL) == before  # by auto, which would have taken another one
+    plain = tmp_path / "plain"
+    prepare(data, plain, **ALL, spacing=Keep.OFF)
+    assert prepare(data, plain, **ALL).spacing_mm is None
+    with pytest.raises(InputError, match=r"--spacing must be off, as store .*, got 1 x 1 x 1 mm"):
+        prepare(data, plain, **ALL, spacing=ISO)
+
+
+def test_new_cases_are_resampled_as_the_stores_own(data, tmp_path):
+    few = {case_id: SPACINGS[case_id] for case_id in "abd"}
+    spaced_set(tmp_path / "few", few)
+    store = tmp_path / "store"
+    prepare(tmp_path / "few", store, **ALL)
+    done = append(store, data, workers=1)
+    assert done.new == ("c", "e", "f", "g")
+    grown = open_store(store)
+    assert grown.manifest.spacing_mm == settings_of(store).spacing_mm == (1.0, 1.0, 2.0)
+    assert {record.shape for record in grown.manifest.cases} == {(48, 40, 16)}
+    assert verify(store, workers=1) == ()
+
+
+@pytest.mark.parametrize("kind", ["x", "y", "t"])
+def test_lost_files_come_back_and_damage_is_named(data, tmp_path, kind):
+    store = tmp_path / "store"
+    prepare(data, store, **ALL)
+    before = content_of(store)
+    path = store / f"cases/b.{kind}.npy"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (problem,) = verify(store, workers=1)
+    assert str(path) in problem
+    path.unlink()
+    prepare(data, store, **ALL)
+    assert content_of(store) == before
+    path.write_bytes(content[:-1])
+    append(store, data, workers=1)
+    assert content_of(store) == before
+
+
+def test_a_lost_source_json_comes_back_with_the_spacing(data, tmp_path):
+    store = tmp_path / "store"
+    prepare(data, store, **ALL)
+    before = content_of(store)
+    (store / "source.json").unlink()
+    with pytest.raises(InputError, match="spacing must be 1 x 1 x 1 mm"):
+        prepare(data, store, **ALL, spacing=Keep.OFF)
+    prepare(data, store, **ALL)
+    assert content_of(store) == before
+
+
+def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
+    data = spaced_set(tmp_path / "data", {"a": ISO, "b": (1.0, 1.0, 2.0), "c": ISO})
+    content = json.loads((data / "dataset.json").read_text())
+    content["labels"]["9"] = "not drawn"
+    (data / "dataset.json").write_text(json.dumps(content))
+    path = data / "labelsTr/b.nii.gz"
+    label, geometry = read_volume(path)
+    label = label.copy()
+    label[:20] = 9  # about the half of the field, in which the head reaches
+    write_volume(path, to_ras(label, geometry), geometry)
+    manifest = prepare(data, tmp_path / "store", **ALL, ignore=9)
+    assert (manifest.ignore, manifest.spacing_mm) == (9, ISO)
+    store = open_store(tmp_path / "store")
+    np.testing.assert_array_equal(store.truth("b") == 9, to_ras(label, geometry) == 9)
+    half = np.zeros((48, 40, 32), bool)
+    half[28:] = True  # the file's first axis runs to the left
+    box = store.case("b").box.slices(half.shape)
+    np.testing.assert_array_equal((store.label("b") == 9)[box], half[box])

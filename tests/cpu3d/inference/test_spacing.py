@@ -1,0 +1,185 @@
+"""Runs on a store of resampled cases answer on each image's own grid: evaluate, predict, export,
+pages."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras
+from cpu3d.data.store import open_store
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.resample import to_source_grid
+from cpu3d.inference import evaluate, predict, segment
+from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.postprocessing.decision import decide
+from cpu3d.inference.predictor import load_predictor
+from cpu3d.inference.runs import Inference
+from cpu3d.report.sections import shown_cases
+from cpu3d.run.config_json import load_config
+from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
+from tests.cpu3d.runs import run_command, start
+from tests.cpu3d.runs import shown_cases as shown_in
+
+FOLDS = [
+    {"train": ["a", "b", "c", "g"], "val": ["d", "e"]},
+    {"train": ["d", "e"], "val": ["a", "b", "c", "g"]},
+]
+"""Cases of several spacings on each side; f, of 1 x 1 x 2 mm, is a test case."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return spaced_set(tmp_path_factory.mktemp("spaced") / "data")
+
+
+@pytest.fixture(scope="module")
+def store(data):
+    (data.parent / "folds.json").write_text(json.dumps(FOLDS))
+    prepare(data, data.parent / "store", workers=1, splits=data.parent / "folds.json")
+    return open_store(data.parent / "store")
+
+
+@pytest.fixture(scope="module")
+def run(store):
+    """A run of three steps."""
+    folder = store.folder.parent / "run"
+    start(store, folder, steps=3, depth=2).run()
+    return folder
+
+
+class Perfect:
+    """Answers with the store's own label, brought back."""
+
+    def __init__(self, store, run):
+        config = load_config(run)
+        self.store = store
+        self.channels = self.inputs = config.store_channels
+        self.labels = config.label_names
+        self.regions = config.codes_by_region
+        self.spacing_mm = config.target_spacing_mm
+        self.inference = Inference()
+        self.window = None
+
+    def probabilities(self, image, record, channels=()):
+        label = self.store.label(record.case_id)
+        answers = [np.isin(label, codes) for codes in self.regions.values()]
+        return to_source_grid(np.stack(answers, -1).astype(np.float32), record)
+
+
+def test_a_run_knows_the_spacing_of_its_store(store, run):
+    config = load_config(run)
+    assert config.target_spacing_mm == store.manifest.spacing_mm == (1.0, 1.0, 1.0)
+    assert config.spacing_mm == pytest.approx((1.0, 1.0, 1.0))
+    content = json.loads((run / "config.json").read_text())
+    del content["target_spacing_mm"]  # as runs of earlier versions have none
+    (run.parent / "old").mkdir()
+    (run.parent / "old/config.json").write_text(json.dumps(content))
+    assert load_config(run.parent / "old").target_spacing_mm is None
+
+
+@pytest.mark.parametrize(("split", "least"), [("test", 0.98), ("val", 0.95), ("train", 0.97)])
+def test_a_perfect_answer_scores_on_the_source_s_grid_what_the_way_back_leaves(
+    store, run, data, tmp_path, split, least
+):
+    scores = evaluate_split(
+        Perfect(store, run), store, split, tmp_path, about={"runs": []}, evidence=True
+    )
+    assert 1 - scores["mean_dice"] < 1 - least
+    folder = next(tmp_path.rglob("predictions"))
+    for case in scores["cases"]:
+        case_id = case["case_id"]
+        source, geometry = read_volume(data / f"labelsTr/{case_id}.nii.gz")
+        answer, grid = read_volume(folder / f"{case_id}.nii.gz")
+        assert grid == geometry
+        voxel_ml = np.prod(SPACINGS[case_id]) / 1000
+        core = case["regions"]["core"]
+        assert core["truth_ml"] == pytest.approx(np.count_nonzero(source == 2) * voxel_ml)
+        shared = np.count_nonzero((answer == 2) & (source == 2))
+        total = np.count_nonzero(answer == 2) + np.count_nonzero(source == 2)
+        assert core["dice"] == pytest.approx(2 * shared / total)
+        if store.case(case_id).resampled_from is None:
+            assert case["mean_dice"] == 1
+
+
+def test_the_network_answers_on_the_source_s_grid(store, run):
+    predictor = load_predictor(run)
+    record = store.case("f")
+    answers = predictor.probabilities(store.image("f"), record)
+    assert answers.shape == (48, 40, 16, 2)
+    assert answers.shape[:3] == ras_shape(record.geometry)
+    assert run_command(evaluate, "--run", run) == 0
+    scores = json.loads((run / "evaluation/scores.json").read_text())
+    assert [case["case_id"] for case in scores["cases"]] == ["f"]
+    assert decide(run).cases == 2  # on the sources' labels, too
+
+
+def test_an_image_of_another_spacing_is_answered_on_its_own_grid(run, tmp_path, capsys):
+    image, _ = write_drawn(tmp_path / "in", "new", (1.6, 1.6, 2.0), "LPS")
+    out = tmp_path / "out"
+    words = ["--image", image, "--out", out, "--page", "--probabilities"]
+    assert run_command(predict, "--run", run, *words) == 0
+    assert "voxels of" not in capsys.readouterr().err  # they are as the training's when seen
+    label, grid = read_volume(out / "new.nii.gz")
+    assert grid == read_volume(image)[1]
+    content = json.loads((out / "new.json").read_text())
+    assert content["spacing_mm"] == pytest.approx([1.6, 1.6, 2.0])
+    assert content["seen_spacing_mm"] == pytest.approx([1, 1, 1])
+    for name, code in (("edema", 1), ("core", 2)):
+        ml = np.count_nonzero(label == code) * 1.6 * 1.6 * 2 / 1000
+        assert content["volumes_ml"][name] == pytest.approx(ml, abs=1e-4)
+        probability = read_volume(out / content["probabilities"][name])
+        assert probability[1] == grid
+    (shown,) = shown_in(out / "new.html")
+    assert shown["spacing"] == pytest.approx([1, 1, 1])
+
+
+def test_predict_answers_as_evaluate_does_on_the_same_file(store, run, data, tmp_path):
+    words = ["--image", data / "imagesTr/f.nii.gz", "--out", tmp_path / "out"]
+    assert run_command(predict, "--run", run, *words) == 0
+    assert run_command(evaluate, "--run", run, "--out", tmp_path / "scores") == 0
+    answer = read_volume(tmp_path / "out/f.nii.gz")[0]
+    scored = read_volume(tmp_path / "scores/evaluation/predictions/f.nii.gz")[0]
+    np.testing.assert_array_equal(answer, scored)
+
+
+@pytest.mark.parametrize("spacing_mm", [(1.0, 1.0, 2.0), (0.8, 0.8, 4.0), (1.0, 1.0, 1.0)])
+def test_an_export_segments_a_file_as_predict_does(exported, run, tmp_path, spacing_mm):
+    image, _ = write_drawn(tmp_path / "in", "new", spacing_mm, "LPS")
+    segment.main(exported, str(image), str(tmp_path / "label.nii.gz"))
+    words = ["--image", image, "--out", tmp_path / "out"]
+    assert run_command(predict, "--run", run, *words) == 0
+    label = to_ras(*read_volume(tmp_path / "label.nii.gz"))
+    expected = to_ras(*read_volume(tmp_path / "out/new.nii.gz"))
+    assert label.shape == expected.shape
+    assert np.mean(label != expected) < 0.002
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    out = run.parent / "exported"
+    assert main(["export", "--run", str(run), "--format", "onnx", "--out", str(out)]) == 0
+    about = json.loads((out / "export.json").read_text())
+    assert about["target_spacing_mm"] == [1, 1, 1]
+    assert about["verification"]["passed"]
+    return out
+
+
+def test_an_export_refuses_what_predict_refuses(exported, tmp_path):
+    image, _ = write_drawn(tmp_path, "new", (4.0, 4.0, 4.0))
+    with pytest.raises(SystemExit, match="at most 8 times its voxels"):
+        segment.main(exported, str(image), str(tmp_path / "label.nii.gz"))
+
+
+def test_a_report_shows_the_store_s_grid(store, run, data):
+    scores = dict.fromkeys("bdf", "Dice")
+    shown = list(
+        shown_cases(store, scores, {"core": (2,)}, {"the source's label": data / "labelsTr"})
+    )
+    assert len(shown) == 3
+    for case in shown:
+        assert ras_spacing_mm(case.geometry) == pytest.approx((1, 1, 1))
+        answer = case.predictions["the source's label"]
+        assert answer.shape == case.truth.shape == (48, 40, 32)
+        np.testing.assert_array_equal(answer, store.label(case.name))
