@@ -45,9 +45,9 @@ Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 LATER = (
-    *("folds", "paint", "normalisation", "spacing_mm"),  # of a manifest
-    *("resampled_from", "around", "units", "foreground", "peaks"),  # of a record
-)
+    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks", "spacing_mm",
+    "resampled_from",
+)  # fmt: skip
 """Fields that are left out of the JSON where they are empty: it is then as it was before them."""
 
 BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
@@ -502,7 +502,7 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     """A record, or a manifest without its cases, as JSON content."""
     left_out = {name for name in LATER if not getattr(record, name, ())}
     if isinstance(record, CaseRecord):
-        content = msgspec.to_builtins(record)
+        content: Dict[str, Any] = msgspec.to_builtins(record)
     else:
         content = dict(vars(record))
         content["normalisation"] = [each.to_json() for each in record.normalisation]

@@ -405,8 +405,8 @@ def _case_to_try(
             files,
             channels=channels,
             zero_nan=options.zero_nan,
-            normalisation=config.normalisation_of(channels),
             spacing_mm=config.target_spacing_mm,
+            normalisation=config.normalisation_of(channels),
         )
         record = loaded.record
         image = loaded.image

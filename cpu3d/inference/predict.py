@@ -182,8 +182,8 @@ def predict_case(
         files,
         channels=case.channels,
         zero_nan=options.zero_nan,
-        normalisation=predictor.normalisation_of(case.channels),
         spacing_mm=predictor.spacing_mm,
+        normalisation=predictor.normalisation_of(case.channels),
     )
     record = loaded.record
     geometry = record.geometry
@@ -215,7 +215,7 @@ def _viewed(
     record = loaded.record
     return ViewedCase(
         name=case.files.case_id,
-        image=in_units(loaded.image, record.units),
+        image=in_units(loaded.image, loaded.record.units),
         channels=case.channels,
         geometry=grid_of(record),
         regions=case.regions,

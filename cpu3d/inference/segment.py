@@ -85,28 +85,6 @@ def probabilities_of(network, about, image):
     return probabilities
 
 
-def kinds_of(about):
-    """How each channel is normalised; where nothing is said, over its voxels that are not 0."""
-    foreground = {"kind": "zscore-foreground"}
-    return about.get("normalisation", [foreground] * len(about["channels"]))
-
-
-def numbers_of(volume, kind):
-    """(mean, deviation, what surrounds it) of a channel, by which the network normalises it."""
-    if kind["kind"] == "ct":  # of the training's cases
-        return kind["mean"], kind["std"], kind["low"]
-    if kind["kind"] == "zscore-foreground":
-        values = volume[volume != 0].astype(np.float64)
-        return (values.mean(), values.std(), 0) if values.size else (0, 1, 0)
-    around = middle(border(volume))
-    if kind["kind"] == "none":
-        return 0, 1, around
-    if kind["kind"] == "rescale":
-        return volume.min(), volume.max() - volume.min(), around
-    values = volume.astype(np.float64)
-    return values.mean(), values.std(), around
-
-
 def probabilities_at(network, about, image, spacing):
     """The same of an image with this spacing in mm, which the network sees at its own: answers are
     brought back to the image's voxels."""
@@ -123,7 +101,8 @@ def probabilities_at(network, about, image, spacing):
     for volume, kind in zip(np.moveaxis(image, -1, 0), kinds_of(about)):
         values = resampled(volume, made, cubic).clip(volume.min(), volume.max())
         if kind["kind"] == "zscore-foreground":  # 0 is no intensity
-            values[resampled(volume != 0, made) < 0.5] = 0
+            inside = resampled(volume != 0, made) >= 0.5
+            values = np.where(inside, values, np.float32(0))
         channels.append(values)
     answer = probabilities_of(network, about, np.stack(channels, -1))
     return np.stack([resampled(region, shape) for region in np.moveaxis(answer, -1, 0)], -1)
@@ -160,6 +139,28 @@ def weights_of(count, made, cubic):
     rows = np.arange(made)[:, None]
     np.add.at(weights, (rows, places.astype(int).clip(0, count - 1)), parts)
     return np.float32(weights / weights.sum(1, keepdims=True))
+
+
+def kinds_of(about):
+    """How each channel is normalised; where nothing is said, over its voxels that are not 0."""
+    foreground = {"kind": "zscore-foreground"}
+    return about.get("normalisation", [foreground] * len(about["channels"]))
+
+
+def numbers_of(volume, kind):
+    """(mean, deviation, what surrounds it) of a channel, by which the network normalises it."""
+    if kind["kind"] == "ct":  # of the training's cases
+        return kind["mean"], kind["std"], kind["low"]
+    if kind["kind"] == "zscore-foreground":
+        values = volume[volume != 0].astype(np.float64)
+        return (values.mean(), values.std(), 0) if values.size else (0, 1, 0)
+    around = middle(border(volume))
+    if kind["kind"] == "none":
+        return 0, 1, around
+    if kind["kind"] == "rescale":
+        return volume.min(), volume.max() - volume.min(), around
+    values = volume.astype(np.float64)
+    return values.mean(), values.std(), around
 
 
 def over_mirror_images(logits_of, seen, axes):

@@ -53,6 +53,7 @@ class Settings:
     )
     crop: bool = option(False, "store each brain's box only; voxels outside it are background")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+    spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
     normalise: Tuple[str, ...] = option(
         (),
         "how channels are normalised, such as CT=zscore: "
@@ -60,7 +61,6 @@ class Settings:
         + " (default: by name and voxels, docs/data.md)",
         metavar="CHANNEL=KIND",
     )
-    spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
 
     def __post_init__(self) -> None:
         check(self)

@@ -182,10 +182,9 @@ def settings_of(store_dir: Path) -> Settings:
     damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
-        later = ("normalise", "spacing_mm")  # which stores of before have not
+        later = {"normalise": content.get("normalise", []), "spacing_mm": content.get("spacing_mm")}
         chosen = {name: content[name] for name in vars(USUAL) if name not in later}
-        chosen["normalise"] = content.get("normalise", [])
-        chosen["spacing_mm"] = content.get("spacing_mm")
+        chosen.update(later)
         return typed(chosen, Settings, "source")
 
     first = "`prepare` of its first data set with the same settings"

@@ -18,7 +18,7 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.normalise import Kind, Normalisation, ct_of, levels_of, of_all
 from cpu3d.data.region import Array, Region, xyz
-from cpu3d.data.stores.layouts import CaseFiles, Dataset
+from cpu3d.data.stores.dataset import CaseFiles, Dataset
 from cpu3d.data.stores.names import channel_key
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import KILLED, run_jobs

@@ -106,7 +106,7 @@ def test_own_operations_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
     if operations.available():
         assert module.own_operations(tf, HOST, None).state == "ok"
         pool = operations.max_pool
-        monkeypatch.setattr(operations, "max_pool", lambda source: 1.1 * pool(source))
+        monkeypatch.setattr(operations, "max_pool", lambda *given: 1.1 * pool(*given))
         assert module.own_operations(tf, HOST, None).state == "fail"
     monkeypatch.setattr(operations, "available", lambda: False)
     check = module.own_operations(tf, HOST, None)
