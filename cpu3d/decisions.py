@@ -29,7 +29,7 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, Job, micro_of
 from models.config import UNetConfig
-from models.strides import THICK, Strides, divisors_text, strides_for
+from models.strides import divisors_text
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
@@ -65,7 +65,7 @@ class Decisions:
     channels: Tuple[str, ...]
     regions: Tuple[str, ...]
     device: str
-    unet: UNetConfig  # its channels, outputs, seed, dtype and strides
+    unet: UNetConfig  # its channels, outputs, seed and dtype
     learning_rate: float
     adam_rate: float
     micro_batch: int  # 0 is by the rule of `memory_estimator.job.micro_of`
@@ -100,16 +100,16 @@ def decide(
     dtype = start.wanted("dtype")
     if dtype is None:
         dtype = host.best_dtype if card is None else best_dtype(card)
-    largest = grid_size(store, extent=settings.extent, multiple=1)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
         outputs=len(regions),
         seed=settings.seed,
         dtype=dtype,
-        strides=_strides(start, facts, network_grid(largest, settings.resolution, 1)),
     )
-    grid = network_grid(largest, settings.resolution, unet.divisors)
+    grid = network_grid(
+        grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisors
+    )
     patches_per_case = 1
     if settings.is_patch:
         of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
@@ -283,22 +283,6 @@ def _refuse_patches(start: Start) -> None:
             rule = f"--{name.replace('_', '-')} must come with --mode patch, got mode whole"
             todo = "leave it out" if start.saved else "add that"
             raise InputError(f"{rule}; {todo}")
-
-
-def _strides(start: Start, facts: StoreFacts, shape: Shape3) -> Strides:
-    """The strides of the network on volumes of `shape`: by nnU-Net's rule if voxels are THICK times
-    as long as wide, or more, else all axes of each level. A patch's shape follows from the network,
-    so it has those of all axes."""
-    unet = start.settings.unet
-    spacing_mm = facts.spacing_mm
-    if "strides" in start.chosen or start.saved or start.settings.is_patch or not spacing_mm:
-        return unet.strides
-    if max(spacing_mm) < THICK * min(spacing_mm):
-        return unet.strides
-    try:
-        return strides_for(spacing_mm, shape, unet.depth)
-    except ValueError:  # so small a volume is padded
-        return unet.strides
 
 
 def _coarse_grid(start: Start, store: Store, grid: Shape3) -> Shape3:

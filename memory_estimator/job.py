@@ -242,8 +242,7 @@ class Architecture:
     strides: Strides = option(
         (),
         "voxels along X, Y, Z that become one, for each of the L - 1 halvings, the finest first: 2 "
-        "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2 (default: 2,2,2 each; `train` on whole "
-        "volumes of voxels twice as long as wide, or more: by their spacing)",
+        "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2 (default: 2,2,2 each)",
         "X,Y,Z",
         group="network",
     )

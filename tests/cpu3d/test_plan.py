@@ -321,30 +321,6 @@ def test_a_side_of_the_grid_is_a_multiple_of_what_its_own_axis_is_halved_by(
     assert seen == tuple(-(-n // divisor) * divisor for n, divisor in zip(extent, (4, 2, 1)))
 
 
-@pytest.mark.parametrize(
-    ("spacing_mm", "settings", "strides"),
-    [
-        ((1.0, 1.0, 1.0), {}, ()),
-        ((1.0, 1.0, 1.9), {}, ()),
-        ((1.0, 1.0, 4.0), {}, ((2, 2, 1), (2, 2, 1))),
-        ((1.0, 1.0, 2.0), {}, ((2, 2, 1), (2, 2, 2))),
-        ((1.0, 1.0, 4.0), {"strides": ((2, 2, 2), (2, 2, 2))}, ()),
-        ((1.0, 1.0, 4.0), {"mode": "patch", "patch": (16, 16, 16)}, ()),
-        ((1.0, 1.0, 4.0), {"depth": 8}, ()),  # deeper than such a volume can be halved
-    ],
-)
-def test_thick_slices_are_halved_later_unless_strides_are_chosen(
-    phantom_store, tmp_path, spacing_mm, settings, strides
-):
-    cases = [
-        dataclasses.replace(case, spacing_mm=spacing_mm) for case in phantom_store.manifest.cases
-    ]
-    store = Store(phantom_store.folder, dataclasses.replace(phantom_store.manifest, cases=cases))
-    config = decided(store, tmp_path, **{**SMALL, "depth": 3, **settings})
-    assert config.unet.strides == strides
-    assert all(n % divisor == 0 for n, divisor in zip(config.grid, config.unet.divisors))
-
-
 # --- Several workers ---
 
 
