@@ -316,6 +316,8 @@ class InitRecord:
     seen: Optional[Tuple[str, ...]]
     """Held-out cases of this run whose patients those weights were trained on. None if that is not
     known."""
+    warnings: Tuple[str, ...] = ()
+    """What of this run's images is not as those weights know it."""
 
 
 @dataclass(frozen=True)

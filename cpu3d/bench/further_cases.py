@@ -5,7 +5,7 @@ scored_cases(cases, predictions, ["WT", "TC", "ET"])
 """
 
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from cpu3d.data.labels import ignored_voxels, region_mask
 from cpu3d.data.manifest import case_list
@@ -45,9 +45,11 @@ def scored_cases(
     cases: Mapping[str, Path],
     predictions: Path,
     regions: Sequence[str],
+    ignore: Optional[int] = None,
 ) -> List[Dict[str, Any]]:
     """Each case and its scores, as "cases" of scores.json: of `predictions`/<case_id>.nii.gz, a
-    label map in the codes of the case's own label. Raises InputError if these have no such region.
+    label map in the codes of the case's own label. `ignore` is the code of voxels that are not
+    scored, where a label's name does not say so. Raises InputError if there is no such region.
     """
     scored = []
     for case_id, folder in cases.items():
@@ -58,7 +60,8 @@ def scored_cases(
             rule = f"codes of case {case_id} must have the regions {listed(regions)}"
             raise InputError(f"{rule}, got none of {listed(lacking)}; leave it out of --also")
         steps_mm = ras_steps_mm(case.geometry)
-        ignored = ignored_voxels(case.truth, case.ignore)
+        own = ignore if case.ignore is None else case.ignore
+        ignored = ignored_voxels(case.truth, own)
         scores = {}
         for region in regions:
             codes = case.regions[region]

@@ -359,7 +359,8 @@ class Study:
         words = ["predict", "--run", str(run), "--weights", "last", "--raw"]
         words += ["--image", *map(str, todo.values()), "--out", str(out)]
         call(words, self.log, f"{label}: predict")
-        added = scored_cases(todo, out, list(curve["cases"][0]["regions"]))
+        ignore = self.store.manifest.ignore
+        added = scored_cases(todo, out, list(curve["cases"][0]["regions"]), ignore)
         curve["further"] = [*curve.get("further", ()), *map(_short_case, added)]
         write_json(self.path_of(network), result)
 

@@ -55,7 +55,8 @@ class Normalisation:
             return
         known = [math.nan if number is None else number for number in numbers]
         if not (known[0] < known[1] and known[3] > 0 and math.isfinite(sum(known))):
-            raise ValueError(f"ct must have low < high, mean and std > 0, got {numbers}")
+            rule = "ct must have low below high, a finite mean and a std above 0"
+            raise ValueError(f"{rule}, got {numbers}; restore the file")
 
     @property
     def has_background(self) -> bool:

@@ -18,8 +18,11 @@ from typing import Collection, Dict, Iterator, List, Mapping, Optional, Sequence
 import numpy as np
 
 from cpu3d.data.manifest import Known, case_list
+from cpu3d.data.normalise import of_all
 from cpu3d.data.region import Array
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.names import channel_key
+from cpu3d.data.stores.resample import in_mm
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import BEST, DamagedCheckpointError, weights_file
@@ -72,8 +75,10 @@ def open_transfer(config: RunConfig, store: Store) -> Transfer:
     raise_if_any(_differences(old.unet, config.unet, config.init))
     weights = _opened(source, old)
     pieces, of_layers = _matched(old, config, weights)
-    new_channels = tuple(name for name in config.channels if name not in old.channels)
-    new_regions = tuple(name for name in config.regions if name not in old.regions)
+    channels = [here for here, _ in _channel_places(config, old)]
+    regions = [here for here, _ in _region_places(config, old)]
+    new_channels = _others(config.channels, channels)
+    new_regions = _others(config.regions, regions)
     if new_channels and config.freeze != "none":
         rule = f"--freeze {config.freeze} must come with channels that the weights know"
         todo = "leave it out, so that the first layers learn to use them"
@@ -91,6 +96,7 @@ def open_transfer(config: RunConfig, store: Store) -> Transfer:
         new_regions=new_regions,
         are_named=source.config is not None,
         seen=_seen(store, config.fold, source.run),
+        warnings=_other_inputs(config, old),
     )
     return Transfer(record, weights, pieces)
 
@@ -108,13 +114,14 @@ def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
     if not record.are_named:
         channels = f"{len(record.channels)} in their order, as there is no config.json to name them"
         regions = f"{len(record.regions)} in their order"
-    return [
+    rows = [
         ("weights", weights),
         ("layers", layers),
         ("channels", channels),
         ("regions", regions),
         (SEEN, seen_words(record)),
     ]
+    return rows + [("warning", words) for words in record.warnings]
 
 
 def start_words(config: RunConfig) -> str:
@@ -258,8 +265,8 @@ def _matched(
 ) -> Tuple[Dict[str, _Piece], Dict[str, bool]]:
     """The pieces by the names of the new run's arrays; and layer -> whether any of it is taken."""
     saved = dict(zip(_keys(network_weights(old.unet)), weights.names))
-    channels = _places(new.channels, old.channels)
-    regions = _places(new.regions, old.regions)
+    channels = _channel_places(new, old)
+    regions = _region_places(new, old)
     pieces: Dict[str, _Piece] = {}
     of_layers: Dict[str, bool] = {}
     needed = network_weights(new.unet)
@@ -284,9 +291,42 @@ def _keys(weights: Sequence[Weight]) -> List[Tuple[str, str]]:
     return [(weight.layer, weight.name) for weight in weights]
 
 
+def _channel_places(new: RunConfig, old: RunConfig) -> List[Tuple[int, int]]:
+    """The places of each channel that both have, whose names are compared as everywhere."""
+    return _places([*map(channel_key, new.channels)], [*map(channel_key, old.channels)])
+
+
+def _region_places(new: RunConfig, old: RunConfig) -> List[Tuple[int, int]]:
+    """The places of each region that both have, whatever the case of its name."""
+    return _places([*map(str.casefold, new.regions)], [*map(str.casefold, old.regions)])
+
+
 def _places(new: Sequence[str], old: Sequence[str]) -> List[Tuple[int, int]]:
     """The places of each name that both have."""
     return [(place, old.index(name)) for place, name in enumerate(new) if name in old]
+
+
+def _others(names: Sequence[str], places: Sequence[int]) -> Tuple[str, ...]:
+    """The names at other places."""
+    return tuple(name for place, name in enumerate(names) if place not in places)
+
+
+def _other_inputs(new: RunConfig, old: RunConfig) -> Tuple[str, ...]:
+    """What of the images is not as the weights know it: the normalisation of a channel that both
+    have, and the size of voxels that cases are resampled to."""
+    lines = []
+    here = of_all(new.normalisation_of(new.channels), len(new.channels))
+    there = of_all(old.normalisation_of(old.channels), len(old.channels))
+    for place, before in _channel_places(new, old):
+        if here[place] != there[before]:
+            words = f"{here[place].words}, the weights know {there[before].words}"
+            lines.append(f"channel {new.channels[place]} is normalised by {words}")
+    if new.target_spacing_mm != old.target_spacing_mm:
+        known = in_mm(old.target_spacing_mm)
+        lines.append(
+            f"the store's spacing is {in_mm(new.target_spacing_mm)}, the weights know {known}"
+        )
+    return tuple(lines)
 
 
 # --- Private helpers: what the weights have seen ---
@@ -301,9 +341,9 @@ def _seen(store: Store, fold: str, run: Optional[Path]) -> Optional[Tuple[str, .
     seen: Set[str] = set()
     is_known = True
     for trained in _lineage(run, store):
-        if trained is None:
+        if trained is None or not trained.shares_images(own):
             is_known = False
-        else:
+        if trained is not None:
             seen |= trained.cases_of(own, held_out)
     return tuple(sorted(seen)) if seen or is_known else None
 
@@ -315,13 +355,18 @@ class _Trained:
     cases: Sequence[Known]
     store: Sequence[Known]  # all cases of its store
 
+    def shares_images(self, own: Sequence[Known]) -> bool:
+        """Whether a store has an image of this run's store. Else its patients may be the same, but
+        were prepared otherwise."""
+        all_images = {case.image_voxels_sha256 for case in self.store}
+        return any(case.image_voxels_sha256 in all_images for case in own)
+
     def cases_of(self, own: Sequence[Known], wanted: Collection[str]) -> Set[str]:
         """The `wanted` cases of a store that are of these patients. Stores that share no image may
         call different patients the same."""
         images = {case.image_voxels_sha256 for case in self.cases}
         patients: Set[str] = set()
-        all_images = {case.image_voxels_sha256 for case in self.store}
-        if any(case.image_voxels_sha256 in all_images for case in own):
+        if self.shares_images(own):
             patients = {case.patient_id for case in self.cases}
         return {
             case.case_id

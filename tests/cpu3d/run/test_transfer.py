@@ -1,5 +1,6 @@
 """A run that starts from the weights of another: what it takes, what it refuses, what it says."""
 
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.sampling import Share
-from cpu3d.data.store import open_store
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import with_fold
@@ -388,8 +390,23 @@ def test_patients_of_other_stores_count_by_their_images_and_not_by_their_names(
 ):
     names = set(other_store.manifest.split["val"] + other_store.manifest.split["test"])
     assert names & set(phantom_store.manifest.split["train"]), "as phantoms are numbered"
-    assert seen(other_store, source, tmp_path) == ()
+    # The same patients may be there, prepared otherwise.
+    assert seen(other_store, source, tmp_path) is None
     assert seen(phantom_store, source, tmp_path) == ()
+
+
+def test_images_of_another_normalisation_than_the_weights_know_are_named(
+    phantom_store, source, tmp_path
+):
+    manifest = phantom_store.manifest
+    kinds = (Normalisation(Kind.ZSCORE),) * len(manifest.channels)
+    store = Store(phantom_store.folder, dataclasses.replace(manifest, normalisation=kinds))
+    settings = {**OF_SOURCE, "init": str(source)}
+    record = make_plan(store, tmp_path / "run", HOST, settings).config.init_record
+    assert len(record.warnings) == len(CHANNELS)
+    assert all("zscore" in line and name in line for line, name in zip(record.warnings, CHANNELS))
+    same = make_plan(phantom_store, tmp_path / "same", HOST, settings).config.init_record
+    assert same.warnings == ()
 
 
 def test_held_out_patients_that_the_weights_were_trained_on_are_named(
