@@ -239,16 +239,19 @@ def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
 
 
 def _help(field: Field, spec: Option) -> str:
-    """The help line, with its default if that is a plain value and not named already."""
+    """The help line, with its default if that is a plain value and not named already; as argparse
+    formats it, with each % twice."""
     default = field.default
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
     has_value = isinstance(default, (int, float, str, Path)) and default != ""
     if isinstance(default, bool) or not has_value or "default:" in spec.help:
-        return spec.help
-    if not spec.help:
-        return f"default: {default}"
-    return f"{spec.help} (default: {default})"
+        words = spec.help
+    elif not spec.help:
+        words = f"default: {default}"
+    else:
+        words = f"{spec.help} (default: {default})"
+    return words.replace("%", "%%")
 
 
 def _broken_rule(value: Any, spec: Option) -> str:

@@ -97,7 +97,7 @@ class Options:
     )
     lesion_size: str = option(
         "usual",
-        "small: a whole tumour is 0.2 to 1 %% of the brain's box",
+        "small: a whole tumour is 0.2 to 1 % of the brain's box",
         choices=("usual", "small"),
     )
     kind: str = option("mr", "heads in four MR channels, or bodies in CT", choices=("mr", "ct"))
