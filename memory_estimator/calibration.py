@@ -122,7 +122,8 @@ class HostConstants:
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and its scratch."""
-        return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
+        graph_ops = sum(op.graph_ops for op in program.ops)
+        return self.baseline_bytes[engine] + self.op_bytes[engine] * graph_ops
 
     def speeds(self, job: Job) -> Mapping[str, Mapping[str, float]]:
         """Kind -> feature -> seconds a unit with a job's threads. Work divides evenly, which a
@@ -158,18 +159,6 @@ def scaled(
         kind: {name: cost * times(name) for name, cost in costs.items()}
         for kind, costs in kinds.items()
     }
-
-
-ORTHOGONAL = 11
-"""Operations that a kernel which TensorFlow makes orthogonal counts as, with its twenty products of
-matrices: 20 of 21 steps of 64^3 and 96^3 voxels are within 35 MiB of a line through their
-operations."""
-
-
-def runtime_ops(program: Program) -> int:
-    """Operations that `op_bytes` counts, as far as a program shows TensorFlow's own."""
-    orthogonal = sum(op.name.endswith("/orthogonal") and not op.own for op in program.ops)
-    return len(program.ops) + ORTHOGONAL * orthogonal
 
 
 def load_constants(name: Union[str, Path]) -> HostConstants:

@@ -18,7 +18,6 @@ from models.strides import Strides, strides_text
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 STORED_BYTES = 2
 

@@ -11,12 +11,22 @@ which come in parts no wider than the skip.
 """
 
 import functools
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 from models.config import UNetConfig
-from models.program import Form, Kind, NetworkProgram, Op, Value, head_of, kernel_of, slope_of
+from models.program import (
+    Form,
+    Kind,
+    NetworkProgram,
+    Op,
+    UniqueNames,
+    Value,
+    given,
+    head_of,
+    kernel_of,
+    slope_of,
+)
 
 Maps = Tuple[Value, ...]
 
@@ -34,6 +44,7 @@ def network_program(config: UNetConfig) -> NetworkProgram:
 class _Block:
     """Maps that the convolutions of a level's block read and make."""
 
+    name: str  # such as "encoder0"
     entry: Maps  # one map, or the skip's and the parts of the up-sampled one
     sums: Maps  # of each convolution
     output: Value  # the last of them, but with a residual's sum a map of its own
@@ -47,7 +58,7 @@ class _Network:
         self.is_lean = config.policy == "lean"
         self.image = Value("image", Form.MAP, 0, config.channels)
         self._ops: List[Op] = []
-        self._names: Counter[str] = Counter()
+        self._names = UniqueNames()
         self._kernels: Dict[Tuple[str, int], Value] = {}
         self._kernel_gradients: Dict[str, Value] = {}
         self._encoders: List[_Block] = []
@@ -90,7 +101,7 @@ class _Network:
         logits = []
         for level in self._levels_of_heads():
             entry = (self._decoders[level].output,)
-            logits.append(self._project(head_of(level), entry, 0, config.outputs, None))
+            logits.append(self._project(head_of(level), entry, 0, config.outputs))
         return logits
 
     def _backward(self, slopes: Sequence[Value]) -> Tuple[Value, Optional[Value]]:
@@ -141,10 +152,12 @@ class _Network:
         for index in range(1 + ups):
             if index:
                 entry += (self._up(level, index - 1, again=False),)
-            layer = f"{name}_conv1"
-            kernel = self._kernel_rows(layer, entry, index)
-            norm = self._norm_of(name, 1) if index == ups else ""
-            total = self._convolve(layer, (entry[index],), widths[0], kernel, norm, total)
+            kernel = self._kernel_rows(f"{name}_conv1", entry, index)
+            maps = (entry[index],)
+            is_whole = index == ups
+            total = self._convolve(
+                name, 1, maps, widths[0], kernel=kernel, add=total, is_whole=is_whole
+            )
         return self._block(name, entry, widths, first=total)
 
     def _block(
@@ -158,24 +171,24 @@ class _Network:
         """The convolutions of a block, but the `first` if that is there, and its residual's sum."""
         sums = self._sums(name, entry, widths, again, first)
         if not self.config.residual:
-            return _Block(entry, sums, sums[-1])
+            return _Block(name, entry, sums, sums[-1])
         shortcut = f"{name}_shortcut"
-        total = self._project(shortcut, entry, 0, widths[-1], None)
+        total = self._project(shortcut, entry, 0, widths[-1], block=name)
         for index in range(1, len(entry)):
-            total = self._project(shortcut, entry, index, widths[-1], total)
-        return _Block(entry, sums, self._residual_sum(name, sums[-1], total, again))
+            total = self._project(shortcut, entry, index, widths[-1], block=name, add=total)
+        return _Block(name, entry, sums, self._residual_sum(name, sums[-1], total, again))
 
     def _sums(
         self, name: str, entry: Maps, widths: Sequence[int], again: bool, first: Optional[Value]
     ) -> Maps:
-        sums = [] if first is None else [first]
+        sums = given(first)
         for index in range(len(sums), len(widths)):
-            maps = (sums[-1],) if sums else entry
-            layer = f"{name}_conv{index + 1}"
-            norm = self._norm_of(name, index + 1)
-            made = self._convolve(layer, maps, widths[index], kernel_of(layer), norm, again=again)
-            sums.append(made)
-        return tuple(sums)
+            maps = entry
+            if sums:
+                maps = sums[-1:]
+            made = self._convolve(name, index + 1, maps, widths[index], again=again)
+            sums = (*sums, made)
+        return sums
 
     def _block_again(self, level: int) -> _Block:
         """An encoder's block whose sums a gradient reads."""
@@ -187,7 +200,7 @@ class _Network:
         if level == 0:
             return self._block(name, block.entry, widths, again=True)
         sums = self._sums(name, block.entry, widths[:-1], True, first=None)
-        return _Block(block.entry, (*sums, block.sums[-1]), block.output)
+        return _Block(name, block.entry, (*sums, block.sums[-1]), block.output)
 
     def _through_head(self, level: int, slope: Value, at: Optional[Value]) -> Value:
         block = self._decoders[level]
@@ -199,9 +212,9 @@ class _Network:
         """Gradients of the values of the skip and of the level below."""
         name = f"decoder{level}"
         block = self._decoders[level]
-        at_first, at_sum = self._through_block(name, block, at)
+        at_first, at_sum = self._through_block(block, at)
         if self.is_lean:
-            return self._through_parts(level, self._to_raw(name, block, at_first), at_sum)
+            return self._through_parts(level, self._to_raw(block, at_first), at_sum)
         for index in range(len(block.entry)):  # now: not into the memory that the next map leaves
             self._kernel_rows(f"{name}_conv1", block.entry, index)
         self._filter_gradient(f"{name}_conv1", block.entry, at_first)
@@ -248,23 +261,24 @@ class _Network:
         if level in at_skips:
             block = self._block_again(level)
             at = self._max_pool_gradient(level, block.output, at, at_skips.pop(level))
-        at_first, at_sum = self._through_block(name, block, at)
+        at_first, at_sum = self._through_block(block, at)
         self._filter_gradient(f"{name}_conv1", block.entry, at_first)
         return block, at_first, at_sum
 
-    def _through_block(self, name: str, block: _Block, at: Value) -> Tuple[Value, Optional[Value]]:
+    def _through_block(self, block: _Block, at: Value) -> Tuple[Value, Optional[Value]]:
         """Gradients of the first convolution's raw sum, and of the residual's sum, which is None
         without."""
         at_sum = None
         if self.config.residual:
-            at = at_sum = self._residual_gradient(name, block, at)
+            at = self._residual_gradient(block, at)
+            at_sum = at
         for number in range(len(block.sums), 1, -1):
-            layer = f"{name}_conv{number}"
+            layer = f"{block.name}_conv{number}"
             source = (block.sums[number - 2],)
-            at_raw = self._norm_gradient(name, number, block, at)
+            at_raw = self._norm_gradient(block, number, at)
             self._filter_gradient(layer, source, at_raw)
             at = self._input_gradient(layer, at_raw, source, 0, sums=True)
-        return self._norm_gradient(name, 1, block, at), at_sum
+        return self._norm_gradient(block, 1, at), at_sum
 
     def _at_entry(
         self, name: str, entry: Maps, index: int, at_first: Value, at_sum: Optional[Value]
@@ -279,14 +293,26 @@ class _Network:
 
     def _convolve(
         self,
-        layer: str,
+        block: str,
+        number: int,
         maps: Maps,
         width: int,
-        kernel: Value,
-        norm: str,
+        *,
+        kernel: Optional[Value] = None,
         add: Optional[Value] = None,
+        is_whole: bool = True,
         again: bool = False,
     ) -> Value:
+        """A convolution of a block, by its number from 1 on; by a part of its `kernel`, whose sum
+        is `is_whole` with the last part, and has a norm then."""
+        layer = f"{block}_conv{number}"
+        if kernel is None:
+            kernel = kernel_of(layer)
+        norm = ""
+        has_relu = False
+        if is_whole:
+            norm = self._norm_of(block, number)
+            has_relu = not self._is_before_sum(number)
         return self._emit(
             Kind.CONVOLVE,
             layer,
@@ -294,8 +320,10 @@ class _Network:
             maps=maps,
             kernel=kernel,
             add=add,
+            block=block,
             norm=norm,
-            over=maps[:1] if add is None else (add,),
+            has_relu=has_relu,
+            over=(*given(add), *maps)[:1],
             kept=not again,
             again=again,
         )
@@ -324,21 +352,37 @@ class _Network:
         )
 
     def _project(
-        self, name: str, entry: Maps, index: int, width: int, add: Optional[Value]
+        self,
+        name: str,
+        entry: Maps,
+        index: int,
+        width: int,
+        block: str = "",
+        add: Optional[Value] = None,
     ) -> Value:
-        made = self._value(name, Form.MAP, entry[index].level, width)
-        kernel = self._kernel_rows(name, entry, index)
-        over = () if add is None else (add,)
         return self._emit(
-            Kind.PROJECT, name, made, maps=(entry[index],), kernel=kernel, add=add, over=over
+            Kind.PROJECT,
+            name,
+            self._value(name, Form.MAP, entry[index].level, width),
+            maps=(entry[index],),
+            kernel=self._kernel_rows(name, entry, index),
+            add=add,
+            block=block,
+            over=given(add),
         )
 
     def _residual_sum(self, name: str, last: Value, total: Value, again: bool) -> Value:
         layer = f"{name}_act{self.config.convolutions}"
-        made = self._value(layer, Form.MAP, last.level, last.channels)
-        more = {"kept": not again, "again": again}
         return self._emit(
-            Kind.RESIDUAL_SUM, layer, made, maps=(last,), add=total, over=(total,), **more
+            Kind.RESIDUAL_SUM,
+            layer,
+            self._value(layer, Form.MAP, last.level, last.channels),
+            maps=(last,),
+            add=total,
+            block=name,
+            over=(total,),
+            kept=not again,
+            again=again,
         )
 
     # --- Single operations: backward ---
@@ -389,7 +433,7 @@ class _Network:
             gradient=at,
             add=add,
             kernel=self._kernel_rows(name, entry, index),
-            over=() if add is None else (add,),
+            over=given(add),
             span=_span_of(entry, index),
         )
 
@@ -400,31 +444,31 @@ class _Network:
         sums = self._value("head/sums", Form.GRADIENT, maps[0].level, maps[0].channels)
         makes = (sums, self._of_kernel("head"))
         self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=at, kernel=kernel)
-        at = self._norm_gradient("decoder0", len(block.sums), block, sums)
+        at = self._norm_gradient(block, len(block.sums), sums)
         made = self._gradient("head", maps[0], Form.RAW_GRADIENT)
         return self._emit(
             Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=at, kernel=kernel, over=maps
         )
 
-    def _residual_gradient(self, name: str, block: _Block, at: Value) -> Value:
-        layer = f"{name}_act{len(block.sums)}"
+    def _residual_gradient(self, block: _Block, at: Value) -> Value:
+        layer = f"{block.name}_act{len(block.sums)}"
         made = self._gradient(layer, at)
         maps = (block.sums[-1], block.output)
         return self._emit(Kind.RESIDUAL_GRADIENT, layer, made, maps=maps, gradient=at, over=(at,))
 
-    def _norm_gradient(self, name: str, number: int, block: _Block, at: Value) -> Value:
+    def _norm_gradient(self, block: _Block, number: int, at: Value) -> Value:
         """The gradient of a raw sum, to be formed on reading, from that of its values."""
         if at.form is Form.RAW_GRADIENT:
             return at
         source = block.sums[number - 1]
-        layer = self._norm_of(name, number)
+        layer = self._norm_of(block.name, number)
         made = self._gradient(layer, source, Form.FORMED_GRADIENT)
         return self._emit(Kind.NORM_GRADIENT, layer, made, maps=(source,), gradient=at)
 
-    def _to_raw(self, name: str, block: _Block, at: Value) -> Value:
+    def _to_raw(self, block: _Block, at: Value) -> Value:
         """A first convolution's formed gradient as a map of its own, over the raw sum."""
         source = block.sums[0]
-        layer = f"{name}_conv1"
+        layer = f"{block.name}_conv1"
         made = self._value(f"{layer}/to_raw", Form.RAW_GRADIENT, source.level, source.channels)
         return self._emit(Kind.TO_RAW, layer, made, gradient=at, over=(source,))
 
@@ -432,7 +476,9 @@ class _Network:
         self, name: str, at: Value, entry: Maps, index: int, sums: bool = False
     ) -> Value:
         made = self._gradient(name, entry[index])
-        maps = (entry[index],) if sums else ()
+        maps: Maps = ()
+        if sums:  # of the norm of the map
+            maps = (entry[index],)
         kernel = self._kernel_rows(name, entry, index)
         return self._emit(
             Kind.INPUT_GRADIENT, name, made, maps=maps, gradient=at, kernel=kernel, over=(at,)
@@ -484,18 +530,21 @@ class _Network:
     def _norm_of(self, block: str, number: int) -> str:
         """The layer after a convolution: norm and ReLU, or before a residual's sum the norm
         alone."""
-        has_sum = self.config.residual and number == self.config.convolutions
-        return f"{block}_norm{number}" if has_sum else f"{block}_act{number}"
+        if self._is_before_sum(number):
+            return f"{block}_norm{number}"
+        return f"{block}_act{number}"
+
+    def _is_before_sum(self, number: int) -> bool:
+        """Whether a residual's sum follows the convolution of this number."""
+        return self.config.residual and number == self.config.convolutions
 
     def _up_layer(self, level: int) -> str:
         name = f"decoder{level}_up"
         return name if self.config.up == "transposed" else f"{name}_conv"
 
     def _value(self, name: str, form: Form, level: int = 0, channels: int = 0) -> Value:
-        """A value under a name of its own: the second of one name ends in /2."""
-        self._names[name] += 1
-        count = self._names[name]
-        return Value(name if count == 1 else f"{name}/{count}", form, level, channels)
+        """A value under a name of its own."""
+        return Value(self._names.unique(name), form, level, channels)
 
     def _gradient(self, layer: str, like: Value, form: Form = Form.GRADIENT) -> Value:
         """That which a layer makes, of a map."""

@@ -21,7 +21,7 @@ from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
 from memory_estimator.step.program import OwnOperation
-from memory_estimator.step.scratch import CONVOLUTIONS, scratch_bytes
+from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 from models.native.calls import load, operation
@@ -65,6 +65,7 @@ MAPS = {
 }
 """By kind, as native.h has them; the target of a loss comes on top."""
 
+CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")  # 3x3x3
 WITH_SUMS = ("convolve", "input_gradient", "max_pool_gradient", "residual_gradient")
 WITH_SUMS += ("project_gradient", "project_sums", "up_input_gradient")
 WITH_FILTERS = ("convolve", "input_gradient", "project", "project_gradient", "project_sums")
@@ -130,7 +131,7 @@ def measure(request: Dict[str, Any]) -> Result:
     calls: Dict[Tuple[OwnOperation, bool], int] = {}
     for op in program.ops:
         if op.own:
-            key = op.own, op.takes_over == op.reads[0]
+            key = op.own, op.is_in_place
             calls[key] = calls.get(key, 0) + 1
     library = load(own.kernels)
     rows = []

@@ -91,8 +91,8 @@ class Allocator:
 
     def run(self, ops: Sequence[StepOp], stays: Set[str]) -> None:
         """Take and give back as operations do, in order; tensors named in `stays` remain."""
-        for op, taken, freed in walk(ops, stays):
-            for tensor in taken:
+        for op, freed in walk(ops, stays):
+            for tensor in op.taken:
                 self.take(tensor.name, tensor.bytes)
             if op.takes_over:
                 name = op.writes[0].name

@@ -39,8 +39,7 @@ def busy_share(op: StepOp, constants: HostConstants, threads: int) -> float:
     not wait for the largest; 1 of TensorFlow's operations, which are taken to divide evenly."""
     if op.own is None or not constants.instructions:
         return 1.0
-    in_place = op.takes_over == op.reads[0]
-    return cut_for(op.own, threads, constants.instructions, in_place).efficiency
+    return cut_for(op.own, threads, constants.instructions, op.is_in_place).efficiency
 
 
 def step_busy_share(program: Program, constants: HostConstants, job: Job) -> float:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator
 from memory_estimator.step.program import (
     GRANULE_BYTES,
+    Group,
     Program,
     StepOp,
     Tensor,
@@ -103,7 +104,7 @@ def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_bac
 
 def tensor(name, granules):
     """A tensor of so many of the allocator's smallest units."""
-    return Tensor(name, granules * GRANULE_BYTES, "")
+    return Tensor(name, granules * GRANULE_BYTES, Group.TRANSIENTS)
 
 
 def live(program):

@@ -78,6 +78,6 @@ def test_a_step_keeps_the_cores_of_a_socket_busy(instructions, threads):
     program = training_step(job)
     for op in program.ops:
         if op.own and op.own.kind != "orthogonal":  # too small for so many
-            cut = cut_for(op.own, threads, instructions, op.takes_over == op.reads[0])
+            cut = cut_for(op.own, threads, instructions, op.is_in_place)
             assert cut.efficiency > 0.55, op.own
     assert step_busy_share(program, load_constants(instructions), job) > 0.85

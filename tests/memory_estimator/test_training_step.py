@@ -25,7 +25,12 @@ UNETS = {
     "network": tuple(NETWORKS),
 }
 UNETS.update(
-    norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES
+    norm=tuple(NORMS),
+    up=UPS,
+    residual=BOTH,
+    deep_supervision=BOTH,
+    dtype=tuple(DTYPES),
+    policy=POLICIES,
 )
 MORE = {
     "optimizer": tuple(OPTIMIZERS),
