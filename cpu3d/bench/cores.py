@@ -124,7 +124,7 @@ def measure(request: Dict[str, Any]) -> Result:
     if own.kernels is None:
         rule = f"own operations must load here, got none: {own.why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
-    instructions = own.float32 if dtype == "float32" else own.bfloat16
+    instructions = own.of(dtype)
     counts = sorted({1, *request["threads"]})
     unet = UNetConfig(filters=request["filters"], dtype=dtype)
     program = training_step(Job(unet, tuple(request["shape"])))
