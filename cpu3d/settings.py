@@ -293,8 +293,8 @@ class Settings:
         return self.mode == "patch"
 
     @property
-    def parts(self) -> int:
-        """Micro-batches a step."""
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
         return self.batch // self.micro
 
 

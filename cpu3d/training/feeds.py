@@ -28,8 +28,8 @@ class Feeds:
     def __init__(
         self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None
     ):
-        """`share` is this worker's part of batches and held-out cases; `reader` is shared with
-        other feeds."""
+        """`share` is this worker's of batches and held-out cases; `reader` is shared with other
+        feeds."""
         self.config = config
         self._store = store
         self._share = share
@@ -56,7 +56,7 @@ class Feeds:
 
     def training(
         self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None
-    ) -> "Parts":
+    ) -> "MicroBatches":
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the
         network sees them; `watch` is called before and after each wait for one."""
         config = self.config
@@ -86,7 +86,7 @@ class Feeds:
                 resolution=config.resolution,
                 **options,
             )
-        return Parts(dataset, watch)
+        return MicroBatches(dataset, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
         """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not
@@ -125,11 +125,11 @@ class Feeds:
         return names
 
 
-class Parts:
+class MicroBatches:
     """An iterator over micro-batches that counts the seconds spent waiting for them."""
 
     def __init__(self, dataset: tf.data.Dataset, watch: Callable[[str], None]):
-        self._parts = Batches(dataset)
+        self._batches = Batches(dataset)
         self._watch = watch
         self._waited_s = 0.0
 
@@ -145,7 +145,7 @@ class Parts:
     def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
         self._watch("waiting for data")
         begin = time.perf_counter()
-        part = next(self._parts)
+        micro_batch = next(self._batches)
         self._waited_s += time.perf_counter() - begin
         self._watch("computing")
-        return part
+        return micro_batch

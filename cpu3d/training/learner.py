@@ -1,10 +1,10 @@
 """The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench
 step` both run this.
 
-A batch in parts is one compiled function for each part, which adds its gradients to sums, and one
-that updates the weights from them, in the memory of one part and one set of gradients. The sums of
-several workers, each of which has its share of the parts, are added up once a step, and each
-updates its own weights from that, to the bit."""
+A batch in micro-batches is one compiled function for each, which adds its gradients to sums, and
+one that updates the weights from them, in the memory of one micro-batch and one set of gradients.
+The sums of several workers, each of which has its share of the micro-batches, are added up once a
+step, and each updates its own weights from that, to the bit."""
 
 import functools
 import time
@@ -27,8 +27,8 @@ class Outcome:
     """The outcome of a step, the same on all workers."""
 
     losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update; not finite if its gradients are not. A
-    worker skips its parts after one that is not finite; their losses are 0."""
+    """Loss of each micro-batch before the update; not finite if its gradients are not. A worker
+    skips its micro-batches after one that is not finite; their losses are 0."""
     dice: np.ndarray  # (batch, R) soft Dice before the update
     notes: np.ndarray  # (workers,) each worker's `note`
     exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included
@@ -64,12 +64,12 @@ class Learner:
             self._average = [tf.Variable(v, trainable=False) for v in weights]
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._sums = []  # of gradients; not in a checkpoint, as they are zero at each step
-        if config.parts > 1:
+        if config.micro_batches > 1:
             self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in weights]
         # Without autograph: nothing in them branches on a tensor.
         compiled = functools.partial(tf.function, autograph=False)
         self._step = compiled(self._train)
-        self._accumulate = compiled(self._add_part)
+        self._accumulate = compiled(self._add_micro_batch)
         self._pack = compiled(self._packed)
         self._take = compiled(self._take_vector)
         self._apply = compiled(
@@ -79,37 +79,37 @@ class Learner:
 
     def step(
         self,
-        parts: Iterator[Tuple[tf.Tensor, tf.Tensor]],
+        micro_batches: Iterator[Tuple[tf.Tensor, tf.Tensor]],
         learning_rate: float,
         note: Callable[[], float] = lambda: 0.0,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Take an optimizer step on this worker's next parts of the batch: image (micro, X, Y, Z,
-        C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are
+        """Take an optimizer step on this worker's next micro-batches: image (micro, X, Y, Z, C) and
+        target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are
         there; all workers get it. With a loss that is not finite no worker updates its weights.
 
         Raises WorkerLostError if another worker is gone, with all variables as they were before the
         step, and WorkersDifferError if one has other weights than the chief."""
         config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
-        if config.parts == 1:
-            loss, dice = self._step(*next(parts))
+        if config.micro_batches == 1:
+            loss, dice = self._step(*next(micro_batches))
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
         before = []
         if self._exchange.count > 1:
             before = [moving.numpy() for moving in self._moving]
-        share = config.parts // self._exchange.count
+        share = config.micro_batches // self._exchange.count
         first = self._exchange.rank * share
-        losses = np.zeros(config.parts, np.float32)
+        losses = np.zeros(config.micro_batches, np.float32)
         dice = np.zeros((config.batch, config.unet.outputs), np.float32)
-        for part in range(first, first + share):
-            # No name is kept for a part: it would live beside the next one.
-            loss, own_dice = self._accumulate(*next(parts))
-            losses[part] = loss
-            dice[part * config.micro : (part + 1) * config.micro] = own_dice
-            if not np.isfinite(losses[part]):
+        for index in range(first, first + share):
+            # No name is kept for a micro-batch: it would live beside the next one.
+            loss, own_dice = self._accumulate(*next(micro_batches))
+            losses[index] = loss
+            dice[index * config.micro : (index + 1) * config.micro] = own_dice
+            if not np.isfinite(losses[index]):
                 break
         own_note = float(note())
         notes = np.array([own_note])
@@ -262,7 +262,7 @@ class Learner:
             self._update(gradients)
         return loss, dice
 
-    def _add_part(self, image, target):
+    def _add_micro_batch(self, image, target):
         loss, dice, gradients = self._gradients(image, target)
         # All gradients first: additions in between would run in any order, and memory could not be
         # predicted.
@@ -272,9 +272,10 @@ class Learner:
         return loss, dice
 
     def _gradients(self, image, target):
-        """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
+        """Loss, soft Dice, and the gradients of a micro-batch's share in the loss of the batch."""
+        share = 1 / self.config.micro_batches
         loss, dice, gradients = self.model.loss_and_gradients(
-            self.config.loss, image, target, 1 / self.config.parts
+            self.config.loss, image, target, share
         )
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a
         # gradient.

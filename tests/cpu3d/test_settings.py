@@ -100,7 +100,7 @@ def test_a_run_from_before_contrast_goes_on_unless_it_turned_volumes_in_planes(a
 
 
 @pytest.mark.parametrize(
-    ("norm", "micro_batch", "micro", "parts"),
+    ("norm", "micro_batch", "micro", "count"),
     [
         ("instance", 0, 1, 6),
         ("none", 0, 1, 6),
@@ -110,11 +110,11 @@ def test_a_run_from_before_contrast_goes_on_unless_it_turned_volumes_in_planes(a
     ],
 )
 def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(
-    norm, micro_batch, micro, parts
+    norm, micro_batch, micro, count
 ):
     config = RunConfig(unet=UNetConfig(norm=norm), batch=6, micro_batch=micro_batch)
     job = Job(config.unet, (64, 64, 64), batch=6, micro_batch=micro_batch)
-    assert (config.micro, config.parts) == (job.micro, job.micro_batches) == (micro, parts)
+    assert (config.micro, config.micro_batches) == (job.micro, job.micro_batches) == (micro, count)
     assert job.voxels == micro * 64**3
 
 
