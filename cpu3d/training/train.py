@@ -24,6 +24,8 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
+from cpu3d.chosen import TRAIN_OPTIONS
+from cpu3d.chosen import TrainOptions as Options
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
@@ -36,8 +38,7 @@ from cpu3d.plan import Plan, check_fits, make_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open
-from cpu3d.settings import TrainOptions as Options
+from cpu3d.settings import RunConfig, left_open
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder

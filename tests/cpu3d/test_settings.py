@@ -8,11 +8,12 @@ import math
 
 import pytest
 
+from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
 from cpu3d.compare.experiment import as_options
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
-from cpu3d.settings import FULL_RATE_SHARE, SETTINGS, RunConfig, recipe_settings, with_settings
+from cpu3d.settings import FULL_RATE_SHARE, RunConfig
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
