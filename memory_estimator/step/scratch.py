@@ -8,59 +8,32 @@ the next. A buffer is as large as the largest operation so far has made it, whic
 import math
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
-from memory_estimator.step.cut import Cut, Work, ceil_div, cut_of, cut_of_rows, round_up
+from memory_estimator.step import direct
+from memory_estimator.step.call import (
+    GROUP,
+    LINE_BYTES,
+    Call,
+    Rows,
+    Scratch,
+    copies,
+    unit_of,
+    work_of_planes,
+    work_of_up_filters,
+)
+from memory_estimator.step.cut import Cut, ceil_div, cut_of, cut_of_rows, round_up
 from memory_estimator.step.program import OwnOperation, StepOp
 from models.native import shared
-from models.native.instruction_sets import BFLOAT16_PRODUCTS, DIRECT_PRODUCTS, INSTRUCTION_SETS
 
-GROUP = 16  # channels that are stored together
 MOST_SUMS = {8: 6, 16: 28}  # lanes of a vector -> tiles of a product, whose sums are in registers
 LOSS_TERMS = 4  # sums of each region
-LINE_BYTES = 64  # in front of a buffer
 PAGE_BYTES = 4096  # what a buffer is rounded up to
-
-
-class Scratch(NamedTuple):
-    """What one operation takes besides its maps."""
-
-    threads: int  # that keep some: one for each piece
-    kept_bytes: int  # of each of them
-    passing_bytes: int
-
-
-class Rows(NamedTuple):
-    """The rows that an instruction set multiplies."""
-
-    streams: int
-    tile: int  # voxels along Z
-    unit: int  # values in 4 bytes
-    lanes: int  # of a vector of float32
-
-
-class Call(NamedTuple):
-    """An own operation as it is computed."""
-
-    op: OwnOperation
-    threads: int
-    instructions: str
-    l2_bytes: int  # of a core's cache L2
-    in_place: bool  # whether it writes over the first map that it reads
-
-    @property
-    def rows(self) -> Rows:
-        return rows_of(self.instructions, self.op.value_bytes)
-
-    @property
-    def is_in_tiles(self) -> bool:
-        """Whether the code for AMX computes it, if that has the kind."""
-        return self.op.value_bytes == 2 and self.instructions in DIRECT_PRODUCTS
 
 
 class Way(NamedTuple):
     """How operations are computed."""
 
     cut: Callable[[Call], Cut]
-    scratch: Callable[[Call, Cut], "Scratch"]
+    scratch: Callable[[Call, Cut], Scratch]
 
 
 class OwnKind(NamedTuple):
@@ -117,15 +90,6 @@ def costs_of(kind: str) -> str:
     return KINDS[kind].costs if kind in KINDS else "pass"
 
 
-def rows_of(instructions: str, value_bytes: int) -> Rows:
-    """Rows of maps of so many bytes a value. Without products of bfloat16 values they are of
-    float32."""
-    lanes = INSTRUCTION_SETS[instructions].lanes
-    if value_bytes == 2 and instructions in BFLOAT16_PRODUCTS:
-        return Rows(4, 2, 2, lanes)
-    return Rows(6, 4, 1, lanes)
-
-
 # --- Rows that have nothing to do with each other ---
 
 
@@ -173,26 +137,7 @@ def _of_rows(
 
 def _cut_of_up_filters(call: Call) -> Cut:
     cost = shared.UP_PRODUCTS_COST
-    return cut_of(_work_of_up_filters(call, cost, shared.UP_SUMS_VOXELS), call.threads)
-
-
-def _cut_of_direct_up_filters(call: Call) -> Cut:
-    cost = shared.UP_DIRECT_PRODUCTS_COST
-    return cut_of(_work_of_up_filters(call, cost, shared.DIRECT_SUMS_POSITIONS), call.threads)
-
-
-def _work_of_up_filters(call: Call, products: int, sums_voxels: int) -> Work:
-    """`sums_voxels`: those whose products take as long as clearing and adding up sums."""
-    op = call.op
-    x, y, z = op.grid
-    return Work(
-        op.batch * x * y,
-        inputs=ceil_div(op.channels, GROUP),
-        outputs=ceil_div(op.outputs, GROUP),
-        products=products,
-        sums=products * sums_voxels // z,
-        form_outputs=shared.UP_FORM_FINE,
-    )
+    return cut_of(work_of_up_filters(call, cost, shared.UP_SUMS_VOXELS), call.threads)
 
 
 def _of_up_filters(call: Call, cut: Cut) -> Scratch:
@@ -211,14 +156,6 @@ def _of_up_filters(call: Call, cut: Cut) -> Scratch:
 # --- 3x3x3 convolutions by transformed rows ---
 
 
-def _work_of_planes(call: Call, products: int, **more: int) -> Work:
-    """Planes, rows and blocks of outputs; `more` as of `Work`."""
-    op = call.op
-    x, y, _ = op.grid
-    blocks = ceil_div(op.outputs, GROUP)
-    return Work(planes=op.batch * x, rows=y, outputs=blocks, border=1, products=products, **more)
-
-
 def _cut_of_convolution(call: Call) -> Cut:
     rows = call.rows
     tiles = _padded_tiles(call.op.grid[2], rows)
@@ -227,14 +164,9 @@ def _cut_of_convolution(call: Call) -> Cut:
         together *= 2
     products = shared.ROW_PRODUCTS_COST
     load = products * shared.ROW_LOAD_TILES // tiles
-    unit = _unit_of(call, 1)
-    work = _work_of_planes(call, products, unit=unit, load=load, together=together)
+    unit = unit_of(call, 1)
+    work = work_of_planes(call, products, unit=unit, load=load, together=together)
     return cut_of(work, call.threads)
-
-
-def _unit_of(call: Call, blocks: int) -> int:
-    """Blocks of outputs that a piece has at least: in place all of them."""
-    return ceil_div(call.op.outputs, GROUP) if call.in_place else blocks
 
 
 def _cut_of_row_filters(call: Call) -> Cut:
@@ -242,7 +174,7 @@ def _cut_of_row_filters(call: Call) -> Cut:
     rows = call.rows
     units = _padded_tiles(op.grid[2], rows) // rows.unit
     products = shared.ROW_PRODUCTS_COST
-    work = _work_of_planes(
+    work = work_of_planes(
         call,
         products,
         inputs=ceil_div(op.channels, GROUP),
@@ -264,7 +196,7 @@ def _of_convolution(call: Call, cut: Cut) -> Scratch:
     packed = ceil_div(op.channels, rows.unit)
     passing = 4 * output_width * rows.streams * 9 * packed
     passing += cut.positions * 8 * (op.batch * 2 * output_width + 16)
-    return Scratch(cut.pieces, kept, passing + cut.pieces * _copies(call, cut))
+    return Scratch(cut.pieces, kept, passing + cut.pieces * copies(call, cut))
 
 
 def _of_row_filters(call: Call, cut: Cut) -> Scratch:
@@ -295,163 +227,6 @@ def _kept_of_rows(call: Call, cut: Cut, width: int, gradient_width: int = 0) -> 
     kept += 4 * rows.streams * max(tiles, 64) * GROUP  # sums
     kept += 16 * y_rows  # two pointers
     return kept
-
-
-def _copies(call: Call, cut: Cut) -> int:
-    """`saved_bytes` in pieces.h: the rows that are read after they are overwritten."""
-    op = call.op
-    if not call.in_place:
-        return 0
-    rows = 2 * cut.rows + cut.planes
-    if cut.is_along_y:
-        rows += 4 + cut.planes
-    return round_up(rows * op.grid[2] * op.outputs * op.value_bytes, LINE_BYTES)
-
-
-# --- 3x3x3 convolutions by direct products ---
-
-
-def _direct_columns(op: OwnOperation) -> Tuple[int, int, int]:
-    """Of direct.c: blocks of outputs, voxels of a line of a tile, rows that are multiplied at
-    once."""
-    blocks = ceil_div(op.outputs, GROUP)
-    if _direct_width(op.channels) <= 16:
-        return blocks, 2, 2
-    return blocks, 1, 2 if blocks > 1 else 4
-
-
-def _cut_of_direct_convolution(call: Call) -> Cut:
-    _, _, together = _direct_columns(call.op)
-    work = _work_of_planes(
-        call,
-        shared.DIRECT_PRODUCTS_COST,
-        unit=_unit_of(call, 2),
-        load=shared.DIRECT_LOAD_COST,
-        together=together,
-    )
-    return cut_of(work, call.threads)
-
-
-def _cut_of_direct_filters(call: Call) -> Cut:
-    op = call.op
-    pitch = round_up(op.grid[2] + 1, 2)
-    products = shared.DIRECT_PRODUCTS_COST
-    work = _work_of_planes(
-        call,
-        products,
-        inputs=ceil_div(_direct_width(op.channels), GROUP),
-        load=products * shared.DIRECT_LOAD_POSITIONS // pitch,
-        sums=products * shared.DIRECT_SUMS_POSITIONS // pitch,
-        form_outputs=1,
-    )
-    return cut_of(work, call.threads)
-
-
-def _of_direct_convolution(call: Call, cut: Cut) -> Scratch:
-    """`job_of` in direct.c: a ring of three planes of bfloat16 rows in the cache, and the sums of
-    twice four tiles; packed filters, the positions' sums and the pieces' copies."""
-    op = call.op
-    z = op.grid[2]
-    width = _direct_width(op.channels)
-    blocks, voxels, together = _direct_columns(op)
-    terms = (voxels + 2) * width
-    depth = min(16, terms // 2)
-    terms = round_up(terms, 2 * depth)
-
-    lines = ceil_div(z, voxels)
-    tiles = ceil_div(lines, 16)
-    lines = tiles * ceil_div(lines, tiles)
-    row = 2 * ((lines - 1) * voxels * width + terms)
-    row = LINE_BYTES * (ceil_div(row, LINE_BYTES) | 1)
-    budget = call.l2_bytes * shared.DIRECT_RING_PERMILLE // 1000
-    most = max(shared.MOST_TILE_ROWS, budget // (3 * row) - 2)
-    y_rows = min(cut.rows, round_up(ceil_div(cut.rows, ceil_div(cut.rows, most)), together))
-    kept = 2 * 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
-
-    passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
-    passing += cut.positions * 8 * (op.batch * 2 * blocks * GROUP + 16)
-    return Scratch(cut.pieces, kept, passing + cut.pieces * _copies(call, cut))
-
-
-def _of_direct_filters(call: Call, cut: Cut) -> Scratch:
-    """`job_of` in direct_filters.c: planes of pairs of positions in the cache, values' and
-    gradients', a row and the sums of six tiles; and the positions' sums."""
-    op = call.op
-    width = _direct_width(op.channels)
-    groups = ceil_div(width, GROUP)
-    blocks = ceil_div(op.outputs, GROUP)
-    shifts = 3
-    arrays = 2 * cut.inputs
-    if width < 16:  # voxels along Z share a line
-        shifts = width // 4
-        arrays = cut.inputs
-    pitch = round_up(op.grid[2] + 1, 2)
-
-    budget = call.l2_bytes * shared.POSITIONS_PERMILLE // 1000
-    most = (budget - 3 * arrays * 64 * (pitch + 1)) // (1024 * (3 * arrays + cut.outputs))
-    most = min(cut.rows, max(1, most * 32 // pitch))
-    y_rows = ceil_div(cut.rows, ceil_div(cut.rows, most))
-    steps = ceil_div(y_rows * pitch, 32)
-    values = arrays * 64 * (pitch + 16 * steps + 1)
-    gradients = 1024 * cut.outputs * steps
-    enough = min(shared.MOST_PLANES, ceil_div(shared.ENOUGH_STEPS, steps), cut.planes)
-    planes = min(enough, max(1, (budget - 2 * values) // (values + gradients)))
-
-    line_width = max(min(width, cut.inputs * GROUP), cut.outputs * GROUP)
-    kept = 4 * 6 * 256 + 2 * round_up((pitch + 6) * line_width, 32)
-    kept += (planes + 2) * values + planes * gradients
-    sums = 4 * 9 * shifts * groups * blocks * 256
-    return Scratch(cut.pieces, kept, cut.positions * sums)
-
-
-# --- Between two grids by direct products ---
-
-
-def _of_direct_up(call: Call, cut: Cut) -> Scratch:
-    op = call.op
-    z_edge = op.strides[2]
-    return _of_fine_rows(call, cut, 1, ceil_div(op.channels, 32), z_edge, op.outputs)
-
-
-def _of_direct_up_gradient(call: Call, cut: Cut) -> Scratch:
-    op = call.op
-    x_edge, y_edge, z_edge = op.strides
-    steps = ceil_div(op.outputs, 32 // z_edge)
-    return _of_fine_rows(call, cut, x_edge * y_edge, steps, 1, op.channels)
-
-
-def _of_fine_rows(call: Call, cut: Cut, rows: int, steps: int, voxels: int, made: int) -> Scratch:
-    """`job_of` in direct_up.c: formed rows, and the sums of four tiles; packed filters, and the
-    pieces' sums. `rows` are formed at a time, for `steps` of a product; a row has so many `voxels`
-    for one of the coarser grid, and the map that is made so many channels."""
-    op = call.op
-    z = op.grid[2]
-    x_edge, y_edge, _ = op.strides
-    fine_rows = x_edge * y_edge
-    width = round_up(made, GROUP)
-    tiles = ceil_div(z, 16)
-    kept = 4 * 4 * 256 + rows * tiles * ceil_div(z, tiles) * 64 * steps
-    passing = width // GROUP * voxels * fine_rows * steps * 1024
-    passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
-    return Scratch(cut.pieces, kept, passing)
-
-
-def _of_direct_up_filters(call: Call, cut: Cut) -> Scratch:
-    """`job_of` in direct_up_filters.c: pairs of positions of some rows in the cache, a row, and the
-    sums of six tiles; and the positions' sums."""
-    op = call.op
-    groups = ceil_div(op.channels, GROUP)
-    blocks = ceil_div(op.outputs, GROUP)
-    pitch = round_up(op.grid[2], 2)
-    taps = math.prod(op.strides)
-    arrays = cut.inputs + taps * cut.outputs
-    rows = min(ceil_div(shared.ENOUGH_STEPS * 32, pitch), cut.planes)
-    budget = call.l2_bytes * shared.POSITIONS_PERMILLE // 1000
-    rows = max(1, min(rows, budget // (arrays * 32 * pitch)))
-    fine = op.strides[2] * cut.outputs
-    kept = 4 * 6 * 256 + 2 * round_up(pitch * GROUP * max(cut.inputs, fine), 32)
-    kept += arrays * 1024 * ceil_div(rows * pitch, 32)
-    return Scratch(cut.pieces, kept, cut.positions * 4 * taps * blocks * groups * 256)
 
 
 # --- A loss, and an optimizer's update ---
@@ -515,11 +290,6 @@ def _orthogonal_block(call: Call) -> Tuple[int, int]:
 # --- Sizes ---
 
 
-def _direct_width(channels: int) -> int:
-    """`width_of` in direct.h: few channels are padded to a part of a tile's line."""
-    return next((width for width in (4, 8) if channels <= width), round_up(channels, GROUP))
-
-
 def _padded_tiles(z: int, rows: Rows) -> int:
     tiles = ceil_div(z, rows.tile)
     return round_up(tiles, 2 if tiles >= 8 else rows.unit)
@@ -541,7 +311,7 @@ PROJECTION = Way(_cut_of_pass, _of_filters)
 PROJECTION_GRADIENT = Way(_cut_of_pass, _of_filters_and_gradient)
 UP = Way(_cut_of_pass, _of_up)
 CONVOLUTION = Way(_cut_of_convolution, _of_convolution)
-DIRECT_CONVOLUTION = Way(_cut_of_direct_convolution, _of_direct_convolution)
+DIRECT_CONVOLUTION = Way(direct.cut_of_convolution, direct.of_convolution)
 
 KINDS: Dict[str, OwnKind] = {
     "convolve": OwnKind("convolve", CONVOLUTION, DIRECT_CONVOLUTION),
@@ -549,7 +319,7 @@ KINDS: Dict[str, OwnKind] = {
     "filter_gradient": OwnKind(
         "filter_gradient",
         Way(_cut_of_row_filters, _of_row_filters),
-        Way(_cut_of_direct_filters, _of_direct_filters),
+        Way(direct.cut_of_filters, direct.of_filters),
     ),
     "max_pool": OwnKind("pass", PASS),
     "max_pool_gradient": OwnKind("pass", PASS),
@@ -560,12 +330,12 @@ KINDS: Dict[str, OwnKind] = {
     "project_gradient": OwnKind("project", PROJECTION_GRADIENT),
     "project_sums": OwnKind("project", PROJECTION_GRADIENT),
     "project_to_raw": OwnKind("project", PROJECTION),
-    "up_convolve": OwnKind("up", UP, Way(_cut_of_pass, _of_direct_up)),
-    "up_input_gradient": OwnKind("up", UP, Way(_cut_of_pass, _of_direct_up_gradient)),
+    "up_convolve": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up)),
+    "up_input_gradient": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up_gradient)),
     "up_filter_gradient": OwnKind(
         "up",
         Way(_cut_of_up_filters, _of_up_filters),
-        Way(_cut_of_direct_up_filters, _of_direct_up_filters),
+        Way(direct.cut_of_up_filters, direct.of_up_filters),
     ),
     "loss_sums": OwnKind("loss", Way(_cut_of_loss, _of_loss_sums)),
     "loss_slope": OwnKind("loss", Way(_cut_of_loss, _of_loss_slope)),
