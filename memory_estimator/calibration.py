@@ -19,7 +19,7 @@ from memory_estimator.common.files import read_json, read_record, typed
 from memory_estimator.host import INSTRUCTION_SETS, Host, instruction_set, read_host
 from memory_estimator.installed import ENGINES
 from memory_estimator.job import Job
-from memory_estimator.step.program import Program
+from memory_estimator.step.timeline import Program
 from models.config import DTYPES
 
 SCHEMA = 1

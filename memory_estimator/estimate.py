@@ -11,7 +11,8 @@ from memory_estimator.common.units import format_bytes
 from memory_estimator.job import Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.layer_step import step_of
-from memory_estimator.step.program import (
+from memory_estimator.step.scratch import scratch_bytes
+from memory_estimator.step.timeline import (
     Group,
     Program,
     StepOp,
@@ -20,7 +21,6 @@ from memory_estimator.step.program import (
     rounded,
     timeline,
 )
-from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timing import step_busy_share, step_seconds
 from memory_estimator.step.training_step import validation_pass
 

@@ -18,7 +18,7 @@ from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.planner import Price
 from memory_estimator.scaling import worker_estimate
-from memory_estimator.step.program import Group
+from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
 from models.strides import Shape3
 

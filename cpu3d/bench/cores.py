@@ -20,8 +20,8 @@ from memory_estimator.common.table import Bold, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.step.program import OwnOperation
 from memory_estimator.step.scratch import scratch_bytes
+from memory_estimator.step.timeline import OwnOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 from models.native.calls import load, operation

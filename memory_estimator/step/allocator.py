@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Set, Tuple
 
-from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
+from memory_estimator.step.timeline import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
 
 MIB = 2**20
 # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)

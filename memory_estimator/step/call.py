@@ -4,7 +4,7 @@ pieces have in common."""
 from typing import NamedTuple
 
 from memory_estimator.step.cut import Cut, Work, ceil_div, round_up
-from memory_estimator.step.program import OwnOperation
+from memory_estimator.step.timeline import OwnOperation
 from models.native import shared
 from models.native.instruction_sets import BFLOAT16_PRODUCTS, DIRECT_PRODUCTS, INSTRUCTION_SETS
 

@@ -15,7 +15,7 @@ from memory_estimator.step.call import (
     work_of_up_filters,
 )
 from memory_estimator.step.cut import Cut, ceil_div, cut_of, round_up
-from memory_estimator.step.program import OwnOperation
+from memory_estimator.step.timeline import OwnOperation
 from models.native import shared
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Dict, List, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.program import Group, Program, Tensor
+from memory_estimator.step.timeline import Group, Program, Tensor
 from memory_estimator.step.training_step import Paper, training_step
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer

@@ -21,7 +21,7 @@ from memory_estimator.step.call import (
     work_of_up_filters,
 )
 from memory_estimator.step.cut import Cut, ceil_div, cut_of, cut_of_rows, round_up
-from memory_estimator.step.program import OwnOperation, StepOp
+from memory_estimator.step.timeline import OwnOperation, StepOp
 from models.native import shared
 
 MOST_SUMS = {8: 6, 16: 28}  # lanes of a vector -> tiles of a product, whose sums are in registers

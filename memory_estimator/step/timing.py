@@ -10,8 +10,8 @@ from typing import Dict, Tuple
 from memory_estimator.calibration import FEATURES, HostConstants
 from memory_estimator.job import Job
 from memory_estimator.step.cut import round_up
-from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.scratch import cut_for
+from memory_estimator.step.timeline import Program, StepOp
 
 LANES = 16  # channels are written in blocks of so many
 FEWEST = 4  # and read in blocks of so many

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.program import Group, OwnOperation, Program, StepOp
 from memory_estimator.step.scratch import costs_of
+from memory_estimator.step.timeline import Group, OwnOperation, Program, StepOp
 from memory_estimator.step.update import reset_sums, update
 from memory_estimator.step.writer import Writer
 from models.network import network_program

@@ -3,8 +3,8 @@ by kernel."""
 
 from typing import Any, Dict, Optional, Sequence
 
-from memory_estimator.step.program import Group, OwnOperation, Tensor
 from memory_estimator.step.scratch import costs_of
+from memory_estimator.step.timeline import Group, OwnOperation, Tensor
 from memory_estimator.step.writer import Writer, matrix_shape
 from models.layer_plan import LayerOp
 from models.optimizers import OPTIMIZERS, Weight

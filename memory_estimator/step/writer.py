@@ -6,7 +6,7 @@ import math
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.program import Group, Program, StepOp, Tensor, inputs_made, kernel_made
+from memory_estimator.step.timeline import Group, Program, StepOp, Tensor, inputs_made, kernel_made
 from models.layer_plan import LayerOp, layer_plan
 from models.optimizers import MUON, OPTIMIZERS, Optimizer
 from models.program import UniqueNames

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator
-from memory_estimator.step.program import (
+from memory_estimator.step.timeline import (
     GRANULE_BYTES,
     Group,
     Program,

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from memory_estimator.calibration import load_constants
 from memory_estimator.job import Job
 from memory_estimator.step.cut import Work, cut_of
-from memory_estimator.step.program import OwnOperation
 from memory_estimator.step.scratch import cut_for
+from memory_estimator.step.timeline import OwnOperation
 from memory_estimator.step.timing import step_busy_share
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig

@@ -8,7 +8,7 @@ from memory_estimator.accuracy import Accuracy, Bound, Kind
 from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate, live_at_peak
 from memory_estimator.job import Job
-from memory_estimator.step.program import Group, Tensor, Timeline
+from memory_estimator.step.timeline import Group, Tensor, Timeline
 from memory_estimator.step.timing import op_seconds
 from memory_estimator.step.training_step import training_step
 from models.config import POLICIES, UNetConfig
