@@ -113,8 +113,8 @@ def live(program):
 
 def calls(program):
     return [
-        (op.name, [tensor.name for tensor in taken], freed)
-        for op, taken, freed in walk(program.ops, set())
+        (op.name, [tensor.name for tensor in op.taken], freed)
+        for op, freed in walk(program.ops, set())
     ]
 
 
