@@ -2,7 +2,7 @@
 from the position."""
 
 import time
-from typing import Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
@@ -46,7 +46,7 @@ class Feeds:
         self.resizing: Optional[Resizing] = None
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
-        self._common = {
+        self._common: Dict[str, Any] = {
             "extent": config.extent,
             "channels": config.channels,
             "regions": config.regions,
@@ -60,7 +60,7 @@ class Feeds:
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the
         network sees them; `watch` is called before and after each wait for one."""
         config = self.config
-        options = {
+        options: Dict[str, Any] = {
             "start": start * config.batch,
             "stop": stop * config.batch,
             "seed": config.seed,
@@ -112,7 +112,8 @@ class Feeds:
         record = self._store.cases("val")[held_out]
         region = case_region(record, self.volume_shape, self.config.extent)
         sides = zip(region.padding(record.shape), region.size)
-        return tuple(slice(before, size - after) for (before, after), size in sides)
+        x, y, z = (slice(before, size - after) for (before, after), size in sides)
+        return x, y, z
 
     def case_ids(self, step: int) -> List[str]:
         """The cases of a step, a name for each volume or patch."""

@@ -9,11 +9,12 @@ step, and each updates its own weights from that, to the bit."""
 import functools
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.region import Array
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
@@ -26,11 +27,11 @@ from models.weights import is_frozen
 class Outcome:
     """The outcome of a step, the same on all workers."""
 
-    losses: np.ndarray
+    losses: Array
     """Loss of each micro-batch before the update; not finite if its gradients are not. A worker
     skips its micro-batches after one that is not finite; their losses are 0."""
-    dice: np.ndarray  # (batch, R) soft Dice before the update
-    notes: np.ndarray  # (workers,) each worker's `note`
+    dice: Array  # (batch, R) soft Dice before the update
+    notes: Array  # (workers,) each worker's `note`
     exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included
 
     @property
@@ -128,7 +129,7 @@ class Learner:
             self._apply()
         return Outcome(losses, dice, notes, exchange_s)
 
-    def logits(self, image) -> tf.Tensor:
+    def logits(self, image: tf.Tensor) -> tf.Tensor:
         """Logits (N, X, Y, Z, R) of the finest head, inference mode."""
         return self._predict(image)
 
@@ -148,7 +149,7 @@ class Learner:
         """The number of trainable parameters."""
         return sum(v.shape.num_elements() for v in self.model.trainable_variables)
 
-    def start_from(self, first: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    def start_from(self, first: Callable[[str, Array], Array]) -> None:
         """Take the network's first weights, and their averages, from a function of a weight's name
         in `arrays()` and of what it is by itself."""
         for name, weight in zip(weight_names(self.model.weights), self.model.weights):
@@ -163,18 +164,17 @@ class Learner:
         todo = "it belongs to another run"
         differing = sorted(set(arrays) ^ set(variables))[:3]
         if differing:
-            got = ", ".join(
-                f"{'no' if name in variables else 'unknown'} {name}" for name in differing
-            )
-            raise InputError(
-                f"checkpoint must hold this run's {len(variables)} variables, got {got}; {todo}"
-            )
+            got = []
+            for name in differing:
+                got.append(f"no {name}" if name in variables else f"unknown {name}")
+            rule = f"checkpoint must hold this run's {len(variables)} variables"
+            raise InputError(f"{rule}, got {', '.join(got)}; {todo}")
         for name, variable in variables.items():
             shape = tuple(variable.shape)
-            got = tuple(arrays[name].shape)
-            if got != shape:
+            other = tuple(arrays[name].shape)
+            if other != shape:
                 rule = f"checkpoint array {name} must have shape {shape}"
-                raise InputError(f"{rule}, got {got}; {todo}")
+                raise InputError(f"{rule}, got {other}; {todo}")
             variable.assign(arrays[name])
 
     def weights(self) -> Dict[str, tf.Tensor]:
@@ -210,9 +210,7 @@ class Learner:
 
     # --- Workers ---
 
-    def _summed(
-        self, losses: np.ndarray, dice: np.ndarray, note: float
-    ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _summed(self, losses: Array, dice: Array, note: float) -> Tuple[Array, Array, Array]:
         """Losses, Dice and notes of all workers, summed in one vector with the gradients, which
         `_take` puts in place."""
         workers = self._exchange.count
@@ -236,7 +234,9 @@ class Learner:
 
     # --- Traced ---
 
-    def _packed(self, losses, dice, notes, is_own):
+    def _packed(
+        self, losses: tf.Tensor, dice: tf.Tensor, notes: tf.Tensor, is_own: tf.Tensor
+    ) -> tf.Tensor:
         """(n,) float32: gradients, moving statistics, losses, Dice, notes, and the fingerprints of
         the workers' weights, of which this one knows its own."""
         are_moving = {id(moving) for moving in self._moving}
@@ -246,7 +246,7 @@ class Learner:
         members = (*self._sums, *shares, losses, dice, notes, fingerprints)
         return tf.concat([tf.reshape(member, [-1]) for member in members], 0)
 
-    def _take_vector(self, total):
+    def _take_vector(self, total: tf.Tensor) -> None:
         """Put the summed gradients and statistics in their places, those of `_packed`."""
         begin = 0
         for variable in (*self._sums, *self._moving):
@@ -254,7 +254,7 @@ class Learner:
             variable.assign(tf.reshape(total[begin:end], variable.shape))
             begin = end
 
-    def _train(self, image, target):
+    def _train(self, image: tf.Tensor, target: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         loss, dice, gradients = self._gradients(image, target)
         # The loss shows whether all gradients are finite. By itself TensorFlow reads that last, and
         # keeps them for it.
@@ -262,7 +262,7 @@ class Learner:
             self._update(gradients)
         return loss, dice
 
-    def _add_micro_batch(self, image, target):
+    def _add_micro_batch(self, image: tf.Tensor, target: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         loss, dice, gradients = self._gradients(image, target)
         # All gradients first: additions in between would run in any order, and memory could not be
         # predicted.
@@ -271,7 +271,9 @@ class Learner:
                 total.assign_add(gradient)
         return loss, dice
 
-    def _gradients(self, image, target):
+    def _gradients(
+        self, image: tf.Tensor, target: tf.Tensor
+    ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
         """Loss, soft Dice, and the gradients of a micro-batch's share in the loss of the batch."""
         share = 1 / self.config.micro_batches
         loss, dice, gradients = self.model.loss_and_gradients(
@@ -285,7 +287,7 @@ class Learner:
             )
         return tf.where(finite, loss, np.nan), dice, gradients
 
-    def _update(self, gradients):
+    def _update(self, gradients: Sequence[tf.Tensor]) -> None:
         # Without this TensorFlow mixes updates and gradients in any order, and memory cannot be
         # predicted. One edge an operation, from a group: one from each gradient would be most of
         # the graph.
