@@ -82,7 +82,7 @@ class UNet3D(tf.keras.Model):
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
         names = [weight.name for weight in read]
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        @tf.custom_gradient
         def computed(image: tf.Tensor, *values: tf.Tensor) -> Tuple[List[tf.Tensor], Any]:
             network = Pass(self, True, dict(zip(names, values)))
 

@@ -37,7 +37,7 @@ class RegionLoss(tf.keras.losses.Loss):
         y_pred = tf.convert_to_tensor(y_pred)
         target = tf.stop_gradient(_on_grid_or_finer(y_pred, y_true))
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]  # TensorFlow has no types
+        @tf.custom_gradient
         def of_samples(logits: tf.Tensor) -> Tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             supervised = supervise(LOSSES[self.formula], target, [logits], by_sample=True)
             return supervised.loss, lambda upstream: supervised.slopes(upstream[:, None])[0]

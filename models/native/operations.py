@@ -25,7 +25,13 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import DTYPE_CODES, does_not_load, load, own_operations
+from models.native.library import (
+    DTYPE_CODES,
+    OwnOperations,
+    does_not_load,
+    load,
+    own_operations,
+)
 from models.native.shared import KIND_CODES
 
 Strides = Tuple[int, int, int]
@@ -202,6 +208,10 @@ def residual_gradient(source: Source, output: tf.Tensor, gradient: tf.Tensor) ->
 def to_raw(at: Gradient, filters: Optional[tf.Tensor] = None) -> Gradient:
     """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values
     were projected: `at.map` is the gradient of the projection."""
+    if at.source is None:
+        raise ValueError(
+            "a gradient must have a source to be formed of, got none; leave it as it is"
+        )
     kind = "to_raw" if filters is None else "project_to_raw"
     return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
 
@@ -249,7 +259,7 @@ def orthogonal(kernel: tf.Tensor) -> tf.Tensor:
 def products_per_s(dtype: str, threads: int) -> float:
     """Multiplications and additions a second of the products alone, of values in the cache L1: the
     most of a few runs. A short convolution may be counted as faster, as it needs fewer of them."""
-    library = load(own_operations().kernels)
+    library = _library(own_operations())
     library.native_products.restype = ctypes.c_double
     code = DTYPE_CODES[dtype]
     best = 0.0
@@ -280,7 +290,7 @@ def speed(dtype: str) -> Speed:
     would have: the fastest of a few runs, beside the limit measured just before."""
     own = own_operations()
     name = own.of(dtype)
-    limit = products_per_s(dtype, load(own.kernels).thread_count())
+    limit = products_per_s(dtype, _library(own).thread_count())
     shape = (1, SPEED_EDGE, SPEED_EDGE, SPEED_EDGE, SPEED_CHANNELS)
     source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
     filters = tf.random.stateless_uniform((3, 3, 3, SPEED_CHANNELS, SPEED_CHANNELS), (3, 4), -1.0)
@@ -372,6 +382,13 @@ def _given(*values: Any) -> List[Any]:
 def _times(side: Optional[int], times: int, over: int) -> Optional[int]:
     """A side of a coarser or finer grid; None stays unknown."""
     return None if side is None else side * times // over
+
+
+def _library(own: OwnOperations) -> ctypes.CDLL:
+    """The functions of native.h."""
+    if own.kernels is None:
+        raise RuntimeError(f"own operations must load here, got none: {own.why}")
+    return load(own.kernels)
 
 
 def _module() -> Any:
