@@ -38,6 +38,7 @@ FEATURES = {
     "every_op": ("seconds",),
 }
 """Kind of operations -> its features that have a cost; `timing.features` counts them."""
+WORK = ("work", "work, values")  # features that threads share among them
 
 LAYERS_SLOWER = 2.0
 """Seconds of TensorFlow's layers over those of own operations on the same CPU: assumed."""
@@ -150,13 +151,9 @@ def scaled(
     """Costs of kinds of operations in a dtype, times factors of arithmetic, of memory traffic, of
     TensorFlow's code."""
 
-    def times(feature: str) -> float:
-        if feature.startswith("work"):
-            return work
-        return overhead if feature == "seconds" else traffic
-
+    factors = {**dict.fromkeys(WORK, work), "seconds": overhead}
     return {
-        kind: {name: cost * times(name) for name, cost in costs.items()}
+        kind: {name: cost * factors.get(name, traffic) for name, cost in costs.items()}
         for kind, costs in kinds.items()
     }
 

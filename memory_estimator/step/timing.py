@@ -7,7 +7,7 @@ the pieces that an own operation is cut into are not equally large: some threads
 
 from typing import Dict, Tuple
 
-from memory_estimator.calibration import FEATURES, HostConstants
+from memory_estimator.calibration import FEATURES, WORK, HostConstants
 from memory_estimator.job import Job
 from memory_estimator.step.cut import round_up
 from memory_estimator.step.scratch import cut_for
@@ -26,7 +26,7 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
         op_s = overhead_s
         for feature, amount in features(op).items():
             cost = speeds[op.kind][feature]
-            if feature.startswith("work"):
+            if feature in WORK:
                 cost *= busy_share(op, constants, constants.threads)
                 cost /= busy_share(op, constants, job.threads)
             op_s += cost * amount
@@ -49,9 +49,7 @@ def step_busy_share(program: Program, constants: HostConstants, job: Job) -> flo
     cut_s = 0.0
     for op in program.ops:
         costs = features(op).items()
-        op_s = sum(
-            speeds[op.kind][name] * amount for name, amount in costs if name.startswith("work")
-        )
+        op_s = sum(speeds[op.kind][name] * amount for name, amount in costs if name in WORK)
         even_s += op_s
         cut_s += op_s / busy_share(op, constants, job.threads)
     return even_s / cut_s if cut_s else 1.0

@@ -13,7 +13,7 @@ from cpu3d.compare.experiment import as_options
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
-from cpu3d.settings import FULL_RATE_SHARE, RunConfig
+from cpu3d.settings import FULL_RATE_SHARE, Decided, RunConfig, Settings, StoreFacts
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
@@ -26,6 +26,15 @@ CONFIG = RunConfig(
     grid=(16, 32, 16),
     unet=UNetConfig(depth=3),
 )
+
+
+def test_a_run_is_what_its_store_is_what_was_chosen_and_what_was_decided_each_once():
+    kinds = (StoreFacts, Settings, Decided)
+    fields = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    assert fields == [field.name for field in dataclasses.fields(RunConfig)]
+    assert RunConfig(**vars(CONFIG.settings)) == RunConfig(
+        channels=CONFIG.channels, unet=CONFIG.unet
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
