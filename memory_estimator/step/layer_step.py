@@ -26,7 +26,7 @@ COPIES = {
 layout. Thirteen processes on 64^3 to 128^3 voxels held from 8 % less to 8 % more than is predicted
 so (docs/log.md)."""
 
-COSTS = {(3, 3, 3): "convolve", (1, 1, 1): "project"}
+COSTS: Dict[Tuple[int, ...], str] = {(3, 3, 3): "convolve", (1, 1, 1): "project"}
 """Kernel -> kind of operations whose cost its pass has; others are between two grids."""
 
 
@@ -189,7 +189,7 @@ class _Layers:
     def _bytes(self, op: LayerOp) -> int:
         return self.writer.job.micro * op.elements * self.writer.value_bytes
 
-    def _counted(self, op: LayerOp, kind: str) -> Dict[str, object]:
+    def _counted(self, op: LayerOp, kind: str) -> Dict[str, Any]:
         """Counts of a `StepOp` besides tensors. A convolution takes its maps in a layout of its
         own: copies of them."""
         if not op.kernel:
