@@ -549,10 +549,11 @@ class Fit:
         checkpoint = newest(self.folder) if self._exchange.is_chief else None
         has_cases = bool(self.store.cases("val"))
         lost = ""
-        has_begun = bool(checkpoint and checkpoint.state.get("step"))
-        if has_begun and (isinstance(checkpoint.state.get("best"), float) or not has_cases):
-            lost = lost_best(self.folder, checkpoint)
-        if lost and has_cases:
+        if checkpoint and checkpoint.state.get("step"):
+            has_best = isinstance(checkpoint.state.get("best"), float)
+            if has_best or not has_cases:
+                lost = lost_best(self.folder, checkpoint)
+        if checkpoint and lost and has_cases:
             checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
         text = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
         if text:
