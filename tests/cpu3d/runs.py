@@ -151,6 +151,11 @@ def start(store, folder, *, learner=shared_learner, **settings):
     return Fit(plan, folder, make_learner=learner)
 
 
+def start_without_network(store, folder, **settings):
+    """A run whose learner needs no network."""
+    return start(store, folder, learner=NumpyLearner, **settings)
+
+
 def written_weights(config, folder, seed=0):
     """A run of `config` in `folder` that has its best weights, drawn, and was never trained."""
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
