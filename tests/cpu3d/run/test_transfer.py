@@ -34,6 +34,7 @@ from tests.cpu3d.runs import (
     SMALL,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_run,
+    shared_learner,
     steps_of,
 )
 
@@ -46,6 +47,13 @@ OPTIONS = {
 CHANNELS = ["FLAIR", "T1w"]
 REGIONS = ["WT", "TC"]
 OF_SOURCE = {**OPTIONS, "channels": CHANNELS, "regions": REGIONS, "ema": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cpu3d.training.fit.Learner", lambda config, exchange: shared_learner(config))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +78,7 @@ def started(store, folder, source, **settings):
     that it would have by itself."""
     chosen = {**OF_SOURCE, "init": str(source), **settings}
     plan = make_plan(store, folder, HOST, chosen)
-    learner = Learner(plan.config.at(plan.steps))
+    learner = shared_learner(plan.config.at(plan.steps))
     fresh = by_name(plan.config, learner.weights().values())
     learner.start_from(plan.transfer.first)
     return plan, learner, by_name(plan.config, learner.weights().values()), fresh

@@ -537,7 +537,8 @@ WITH_THREADS = "equal_threads or in_place or one_thread or moments"  # names of 
     ids=["memory", "threads of convolutions", "threads of all else"],
 )
 def test_no_sanitizer_finds_anything(tmp_path, sanitizers, runtime, tests):
-    options = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined", "-g")
+    # Checked code of -O3 would take ten minutes to compile.
+    options = (f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined", "-g", "-O1")
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *tests]
     if sanitizers == "thread":  # knows no addresses that are drawn by lot
         command = ["setarch", "--addr-no-randomize", *command]
