@@ -78,7 +78,7 @@ def started(store, folder, source, **settings):
     that it would have by itself."""
     chosen = {**OF_SOURCE, "init": str(source), **settings}
     plan = make_plan(store, folder, HOST, chosen)
-    learner = shared_learner(plan.config.at(plan.steps))
+    learner = Learner(plan.config.at(plan.steps))
     fresh = by_name(plan.config, learner.weights().values())
     learner.start_from(plan.transfer.first)
     return plan, learner, by_name(plan.config, learner.weights().values()), fresh
