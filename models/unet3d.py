@@ -78,7 +78,7 @@ class UNet3D(tf.keras.Model):
         return one_or_all(logits)
 
     # Nothing in it branches on a tensor, and to convert it takes seconds.
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def _in_training(self, image: tf.Tensor) -> List[tf.Tensor]:
         """The logits of each head, with the backward pass of `Pass` as their gradient."""
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
