@@ -105,7 +105,7 @@ class CaseRecord:
     shape: Shape3  # voxels of the whole grid, also if only a box of it is stored
     spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region
-    """Smallest box around every voxel that is labelled, or in any channel not what surrounds the
+    """The content box: the smallest around every voxel that is labelled, or in any channel not what surrounds the
     volume: of a CT all up to the lower end of its window."""
     image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact, or as `units` say. "float16": (value - mean) / std of

@@ -15,7 +15,7 @@ Shape3 = Tuple[int, int, int]
 Multiple = Union[int, Shape3]  # of all sides, or of X, Y and Z each
 Array = NDArray[Any]  # docstrings say its shape and dtype
 
-# What of a case the network gets: its brain's box, or its whole grid.
+# What of a case the network gets: its content box, "brain", or its whole grid.
 EXTENTS = ("brain", "full")
 
 

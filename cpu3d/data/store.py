@@ -286,6 +286,6 @@ def grid_size(store: Store, *, extent: str, multiple: Multiple) -> Shape3:
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:
-    """The region of `size` around a case's brain, or around its whole grid."""
+    """The region of `size` around a case's content box, or around its whole grid."""
     inner = record.box if extent == "brain" else whole(record.shape)
     return centred(inner, size, record.shape)

@@ -68,7 +68,7 @@ class Predictor:
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
         the store's if none. In one pass the network sees the grid it was trained on, larger if this
-        case needs it. Windows slide over the brain's box, or with the full extent over the volume,
+        case needs it. Windows slide over the content box, or with the full extent over the volume,
         and at least one window's size of it. Outside of that the probability is 0. Raises
         DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
         region = self.region(record)

@@ -11,7 +11,7 @@ in the label's codes on that grid. The files' names show what the codes mean, as
 unknown codes are shown as numbers.
 
 The page is one file of about 3 MB that every browser of 2023 or later opens without a network:
-three linked planes, the modalities, truth, prediction and error. It holds the box around the brain,
+three linked planes, the modalities, truth, prediction and error. It holds the content box,
 at most 255 grey values. """
 
 from collections import Counter

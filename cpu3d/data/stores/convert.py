@@ -51,7 +51,7 @@ class Settings:
         " packed to a tenth, for slow disks and networks",
         choices=FORMATS,
     )
-    crop: bool = option(False, "store each brain's box only; voxels outside it are background")
+    crop: bool = option(False, "store each case's content box only; outside of it nothing is there")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
     spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
     normalise: Tuple[str, ...] = option(
@@ -186,7 +186,7 @@ def write_arrays(
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the brain's box, if it is known; outside it is background. `source_label`
+    `cropped` keeps only the content box, if it is known; outside it is background. `source_label`
     is that of a case that was resampled, on its source's grid, and is kept whole. Files are read
     back and compared. Raises OSError."""
     is_box_known = not record.peaks

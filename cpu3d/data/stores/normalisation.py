@@ -17,7 +17,7 @@ from cpu3d.data.background import background_share, without_residue
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.normalise import Kind, Normalisation, ct_of, levels_of, of_all
-from cpu3d.data.region import Array, Region, xyz
+from cpu3d.data.region import Array, Region, whole, xyz
 from cpu3d.data.stores.dataset import CaseFiles, Dataset
 from cpu3d.data.stores.names import channel_key
 from cpu3d.errors import InputError, raise_if_any
@@ -140,11 +140,17 @@ def with_windows(
 
 
 def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> CaseRecord:
-    """The record with the box that the windows of its CT tell, if they were not known before."""
+    """The record with the content box that the windows of its CT tell, if they were not known
+    before."""
     if not record.peaks:
         return record
     start = list(record.box.start)
     stop = list(record.box.stop)
+    is_labelled = any(code > 0 for code in record.label_voxels)
+    if not is_labelled and all(each.kind is Kind.CT for each in normalisation):
+        # Nothing was known to be there, and so the box was the whole grid.
+        start = list(record.shape)
+        stop = [0, 0, 0]
     levels = levels_of(record.statistics, normalisation)
     for low, planes in zip(levels.low, record.peaks):
         for axis, largest in enumerate(planes):
@@ -152,8 +158,10 @@ def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> Cas
             if above.size:
                 start[axis] = min(start[axis], int(above[0]))
                 stop[axis] = max(stop[axis], int(above[-1]) + 1)
-    size = xyz(b - a for a, b in zip(start, stop))
-    return replace(record, box=Region(xyz(start), size), peaks=())
+    box = whole(record.shape)
+    if stop > [0, 0, 0]:  # else all of it is air
+        box = Region(xyz(start), xyz(b - a for a, b in zip(start, stop)))
+    return replace(record, box=box, peaks=())
 
 
 def _without_foreground(name: str, got: str) -> str:

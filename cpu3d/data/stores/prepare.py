@@ -568,7 +568,7 @@ def summary_lines(store: Store) -> List[str]:
         "images": f"{kinds}; {exact}",
         "size": f"{format_bytes(size_bytes)} on disk",
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
-        "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
+        "largest": f"grid {by(manifest.largest_shape)}, content box {by(manifest.largest_box)}",
     }
     if manifest.spacing_mm:
         lines["spacing"] = f"{in_mm(manifest.spacing_mm)}, {count(resampled, 'case')} resampled"

@@ -19,7 +19,7 @@ from cpu3d.data.stores.folder import SOURCE
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.normalisation import is_ct
 from cpu3d.data.stores.prepare import prepare, summary_lines
-from cpu3d.data.stores.upkeep import append
+from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import decathlon, write_nifti
 
@@ -207,6 +207,35 @@ def test_a_fraction_of_hu_comes_back_to_within_the_stated_error(tmp_path):
 
 
 # --- What surrounds a volume ---
+
+
+def without_labels(data, *case_ids):
+    """Give cases of a data set labels of background alone."""
+    for case_id in case_ids:
+        write_nifti(data / f"labelsTr/{case_id}.nii.gz", np.zeros(SHAPE, np.uint8))
+
+
+def test_a_healthy_ct_does_not_make_the_largest_box_the_whole_grid(tmp_path):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    prepare(data, tmp_path / "ill", fractions=(4, 0, 0), workers=1)
+    without_labels(data, "c_2")
+    prepare(data, tmp_path / "store", fractions=(4, 0, 0), workers=1)
+    store = open_store(tmp_path / "store")
+    record = store.case("c_2")
+    assert set(record.label_voxels) == {0}
+    image = np.asarray(store.image("c_2"))[..., 0]
+    assert record.box == bounding_box(image > store.manifest.normalisation[0].low) != whole(SHAPE)
+    assert store.manifest.largest_box == open_store(tmp_path / "ill").manifest.largest_box
+    assert verify(tmp_path / "store", workers=1) == ()
+
+
+def test_a_ct_in_which_nothing_is_there_has_its_whole_grid_as_box(tmp_path):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    without_labels(data, "c_1")
+    air = np.random.default_rng(0).integers(-1024, -990, SHAPE).astype(np.int16)
+    write_nifti(data / "imagesTr/c_1.nii.gz", air)
+    prepare(data, tmp_path / "store", fractions=(4, 0, 0), workers=1)
+    assert open_store(tmp_path / "store").case("c_1").box == whole(SHAPE)
 
 
 @pytest.mark.parametrize("names", [("CT",), ("CT", "MRI")])
