@@ -112,7 +112,7 @@ class Settings:
 
     extent: str = _data(
         "brain",
-        "the content box (docs/data.md), or the full grid; lossless either way",
+        "the box of what is there (docs/data.md), or the full grid; lossless either way",
         choices=EXTENTS,
     )
     channels: Tuple[str, ...] = _data(

@@ -105,8 +105,8 @@ class CaseRecord:
     shape: Shape3  # voxels of the whole grid, also if only a box of it is stored
     spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region
-    """The content box: the smallest around every voxel that is labelled, or in any channel not what surrounds the
-    volume: of a CT all up to the lower end of its window."""
+    """The content box: the smallest around every voxel that is labelled, or in any channel not what
+    surrounds the volume: of a CT all up to the lower end of its window."""
     image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact, or as `units` say. "float16": (value - mean) / std of
     the source, rounded."""
@@ -170,6 +170,11 @@ class CaseRecord:
     @property
     def has_label(self) -> bool:
         return bool(self.label_voxels)
+
+    @property
+    def scored_shape(self) -> Shape3:
+        """Voxels X, Y, Z of the grid that answers are scored on: the source's."""
+        return self.resampled_from.shape if self.resampled_from else self.shape
 
     @property
     def channels(self) -> int:
@@ -536,11 +541,9 @@ def case_from_json(content: bytes) -> CaseRecord:
     later = (record.around, record.units, record.foreground, record.peaks)
     are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
-    source_shape = shape
     if record.resampled_from:
-        source_shape = record.resampled_from.shape
         has_files &= bool(record.resampled_from.label_bytes) == record.has_label
-    is_turned = sorted(geometry.shape) == sorted(source_shape)
+    is_turned = sorted(geometry.shape) == sorted(record.scored_shape)
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),

@@ -21,10 +21,11 @@ from cpu3d.data.stores.channels import (
     facts_of_channel,
     image_in_steps,
     is_shown,
+    rounding_in_windows,
 )
 from cpu3d.data.stores.dataset import CaseFiles, Problems
 from cpu3d.data.stores.names import places_of
-from cpu3d.data.stores.normalisation import ct_problem, is_ct, looks_like_ct
+from cpu3d.data.stores.normalisation import ct_problem, looks_like_ct, refuses_ct
 from cpu3d.data.stores.resample import (
     Spacing3,
     in_mm,
@@ -110,6 +111,7 @@ def load_case(
         image, error, units = image_in_steps(volumes, names, kinds)
     else:
         image, error = float16_image(volumes, names)
+    error = max(error, rounding_in_windows(units, kinds))
     del volumes
     if label is not None and ignore is not None:
         _check_annotated(label, ignore, f"label {files.label}")
@@ -409,7 +411,7 @@ def _channels(
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
         elif inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
-        elif each.is_of_case and not is_ct(name) and looks_like_ct(volume):
+        elif refuses_ct(name, each) and looks_like_ct(volume):
             problems.append(ct_problem(name, path))
         elif inside.min() == inside.max():
             got = f"{inside.min():g} everywhere"

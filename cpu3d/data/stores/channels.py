@@ -100,8 +100,8 @@ def image_in_steps(
     step, of which a channel's range has 65,534.
 
     Where 0 is background, the offset is 0 and only 0 becomes 0. Returned with the largest rounding
-    error, in standard deviations. Raises InputError, with their `names`, for channels whose range
-    is no number."""
+    error, in standard deviations, of channels but CT, whose error `rounding_in_windows` tells.
+    Raises InputError, with their `names`, for channels whose range is no number."""
     image = np.zeros((*volumes[0].shape, len(volumes)), "<i2")
     units: List[Unit] = []
     problems = []
@@ -122,11 +122,22 @@ def image_in_steps(
         stored = np.rint((values - offset) / step)
         if kinds[index].has_background:
             stored = np.where((stored == 0) & (values != 0), np.copysign(1, values), stored)
-        error = max(error, float(np.abs(stored * step + offset - values).max()) / std)
+        if kinds[index].kind is not Kind.CT:
+            error = max(error, float(np.abs(stored * step + offset - values).max()) / std)
         image[..., index] = stored
         units.append((step, offset))
     raise_if_any(problems)
     return image, error, tuple(units)
+
+
+def rounding_in_windows(units: Sequence[Unit], kinds: Sequence[Normalisation]) -> float:
+    """The largest rounding error of channels in steps that are CT, half a step, in deviations of
+    their windows. 0 for whole numbers, which steps of 1 hold, and before the windows are known."""
+    errors = [0.0]
+    for (step, _), each in zip(units, kinds):
+        if each.std is not None and step != 1:
+            errors.append(step / 2 / each.std)
+    return max(errors)
 
 
 def _unit_of(values: Array, has_background: bool) -> Unit:

@@ -34,7 +34,7 @@ from cpu3d.data.stores.resample import Spacing3
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
 from memory_estimator.common.schema import check, option
@@ -232,7 +232,7 @@ def convert_all(
     kept."""
     if not jobs:
         return case_list(()), {}
-    refuse_hounsfield([job.files for job in jobs if job.before is None], dataset)
+    say(*refuse_hounsfield([job.files for job in jobs if job.before is None], dataset))
     problems: Problems = {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)

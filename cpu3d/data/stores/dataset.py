@@ -3,7 +3,7 @@ folds."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.normalise import Normalisation
 from cpu3d.data.stores.names import places_of
@@ -85,6 +85,11 @@ class Dataset:
                 problems.append(f"{rule}, got {', '.join(other)}; correct it")
         raise_if_any(problems)
         return replace(self, regions=regions, class_order=())
+
+
+def regions_in_words(regions: Mapping[str, Sequence[int]]) -> str:
+    """Regions as --regions takes them, such as "WT=1,2,3 TC=2,3"."""
+    return " ".join(f"{name}={','.join(map(str, codes))}" for name, codes in regions.items())
 
 
 def parse_regions(texts: Sequence[str]) -> Dict[str, Tuple[int, ...]]:

@@ -13,13 +13,14 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
-from cpu3d.data.manifest import SCHEMA, case_list
-from cpu3d.data.normalise import Normalisation, if_any_differs
+from cpu3d.data.manifest import SCHEMA, Manifest, case_list
+from cpu3d.data.normalise import CHOSEN, Kind, Normalisation, if_any_differs
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import USUAL, Settings
 from cpu3d.data.stores.dataset import Dataset, Problems
 from cpu3d.data.stores.layouts import labels_in_use
+from cpu3d.data.stores.normalisation import chosen_kinds
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,
@@ -165,16 +166,38 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         if record.zeroed_voxels:
             own["zero_nan"] = True
     lost = f"store {store_dir}, whose source.json is lost or damaged,"
-    raise_if_any(
-        f"{name} of {lost} must be {value!r}, got {content.get(name)!r}; give that"
-        for name, value in own.items()
-        if content.get(name) != value
-    )
+    problems = []
+    for name, value in own.items():
+        if content.get(name) != value:
+            problems.append(f"{name} of {lost} must be {value!r}, got {content.get(name)!r}")
+    asked = content.get("normalise") or []
+    if not _are_chosen(asked, manifest):
+        named = zip(manifest.channels, manifest.normalisations)
+        words = [f"{name}={each.kind}" for name, each in named if each.why == CHOSEN]
+        problems.append(f"normalise of {lost} must be {words}, got {asked}")
+    raise_if_any(f"{problem}; give that" for problem in problems)
+    kinds = []
+    for each in manifest.normalisation:
+        kinds.append(Normalisation(each.kind, why=each.why).to_json())  # without windows, as begun
+    if kinds:
+        content = {**content, NORMALISATION: kinds}
     own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
     grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)
     if grown:
         content = {**content, GROWN: True}
     write_json(store_dir / SOURCE, _written(content))
+
+
+def _are_chosen(words: Sequence[str], manifest: Manifest) -> bool:
+    """Whether these words of --normalise are what was chosen for a store. One whose channels are
+    all over the foreground does not tell."""
+    asked = {}
+    for name, each in chosen_kinds(manifest.channels, words).items():
+        asked[name] = each.kind
+    if not manifest.normalisation:
+        return set(asked.values()) <= {Kind.FOREGROUND}
+    named = zip(manifest.channels, manifest.normalisation)
+    return asked == {name: each.kind for name, each in named if each.why == CHOSEN}
 
 
 def settings_of(store_dir: Path) -> Settings:

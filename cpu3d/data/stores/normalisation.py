@@ -16,10 +16,19 @@ import numpy as np
 from cpu3d.data.background import background_share, without_residue
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.normalise import Kind, Normalisation, ct_of, levels_of, of_all
+from cpu3d.data.normalise import (
+    CHOSEN,
+    PERCENTILES,
+    Kind,
+    Normalisation,
+    ct_of,
+    levels_of,
+    of_all,
+)
 from cpu3d.data.region import Array, Region, whole, xyz
+from cpu3d.data.stores.channels import AS_IT_IS, rounding_in_windows
 from cpu3d.data.stores.dataset import CaseFiles, Dataset
-from cpu3d.data.stores.names import channel_key
+from cpu3d.data.stores.names import channel_key, without_number
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
@@ -35,6 +44,8 @@ BACKGROUND_SHARE = 0.25
 """Of the voxels, from which on 0 is background. nnU-Net asks whether the box around the others
 leaves out a quarter; a head that fills its grid has a background in its corners, too."""
 EXAMINED = 16  # training cases whose voxels are looked at
+EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
+WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
 # nnU-Net's names for a normalisation in the place of a channel's, as `channel_key` has them.
 NAMED = {"nonorm": Kind.NONE, "none": Kind.NONE, "rescaleto01": Kind.RESCALE}
 _RULE = "must not be CT, with large parts at -1000 or -1024 as air in Hounsfield units"
@@ -61,23 +72,44 @@ def ct_problem(name: str, path: Path) -> str:
     return f"channel {name} of {path} {_RULE}, got {got}; leave it out or name another"
 
 
-def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> None:
+def refuses_ct(name: str, each: Normalisation) -> bool:
+    """Whether a channel that looks like CT is refused."""
+    return not each.may_be_hounsfield and not is_ct(name)
+
+
+def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> List[str]:
     """Raise InputError, one for all, if the first, the middle and the last of some cases look like
-    CT in a channel that is none in their store."""
+    CT in a channel that is none in their store. Returns a warning for each channel of which they
+    do and of which a user chose scores."""
     kinds = of_all(dataset.normalisation, len(dataset.channels))
-    names = {
-        name for name, each in zip(dataset.channels, kinds) if each.is_of_case and not is_ct(name)
-    }
-    places = sorted({0, len(cases) // 2, len(cases) - 1}) if cases else []
+    refused = set()
+    chosen = {}
+    for name, each in zip(dataset.channels, kinds):
+        if refuses_ct(name, each):
+            refused.add(name)
+        elif each.is_of_case and each.why == CHOSEN:
+            chosen[name] = each.kind
+    if not cases or not (refused or chosen):
+        return []
+    places = sorted({0, len(cases) // 2, len(cases) - 1})
     picked = [cases[place] for place in places]
+    in_hu = set(dataset.channels)  # those that look like CT in all of them
+    are_refused = True
     for files in picked:
         volumes = _volumes(files, dataset.channels)
-        if not any(name in names and looks_like_ct(volume) for name, volume in volumes):
-            return
-    if picked:
+        found = {name for name, volume in volumes if looks_like_ct(volume)}
+        in_hu &= found
+        are_refused &= bool(found & refused)
+    if are_refused:
         files_named = ", ".join(files.images[0].name for files in picked)
         todo = "prepare a store of its own, with --normalise CHANNEL=ct"
         raise InputError(f"images {_RULE}, got {files_named}; {todo}")
+    air = "has large parts at the value of air in Hounsfield units"
+    return [
+        f"warning: {name} {air}; it becomes {chosen[name]} all the same, {CHOSEN}"
+        for name in dataset.channels
+        if name in chosen and name in in_hu
+    ]
 
 
 # --- The decision ---
@@ -95,9 +127,9 @@ def decide(
     EXAMINED of the training cases are read. Raises InputError for other channels and kinds, and for
     CT without a labelled case.
     """
-    decided = _chosen(dataset.channels, chosen)
+    decided = chosen_kinds(dataset.channels, chosen)
     for name in dataset.channels:
-        kind = Kind.CT if is_ct(name) else NAMED.get(channel_key(name))
+        kind = Kind.CT if is_ct(name) else NAMED.get(channel_key(without_number(name)))
         if kind and name not in decided:
             decided[name] = Normalisation(kind, why="by its name")
     training = [files for files in dataset.cases if files.case_id in train_ids]
@@ -140,8 +172,8 @@ def with_windows(
 
 
 def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> CaseRecord:
-    """The record with the content box that the windows of its CT tell, if they were not known
-    before."""
+    """The record with the content box and the rounding error that the windows of its CT tell, if
+    they were not known before."""
     if not record.peaks:
         return record
     start = list(record.box.start)
@@ -161,7 +193,36 @@ def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> Cas
     box = whole(record.shape)
     if stop > [0, 0, 0]:  # else all of it is air
         box = Region(xyz(start), xyz(b - a for a, b in zip(start, stop)))
-    return replace(record, box=box, peaks=())
+    error = max(record.max_abs_error, rounding_in_windows(record.units, normalisation))
+    return replace(record, box=box, peaks=(), max_abs_error=error)
+
+
+def window_notes(
+    image: Array,
+    record: CaseRecord,
+    channels: Sequence[str],
+    normalisation: Sequence[Normalisation],
+) -> List[str]:
+    """A note for each CT of a case whose values are not those that the window of its store is of,
+    as of HU + 1024 with a window in HU: nearly all are above the window's lower end, or nearly all
+    below, or most of what is not below the window is above it. `image` (X, Y, Z, C) is as stored.
+    """
+    notes = []
+    units = record.units or (AS_IT_IS,) * len(channels)
+    for index, (name, each) in enumerate(zip(channels, normalisation)):
+        if each.low is None or each.high is None:
+            continue
+        step, offset = units[index]
+        values = image[..., index].ravel()
+        values = values[:: max(values.size // EXAMINED_VOXELS, 1)] * step + offset
+        least, most = np.percentile(values, PERCENTILES).tolist()
+        margin = WINDOW_MARGIN * (each.high - each.low)
+        is_above = np.median(values[values >= min(each.low, most)]) > each.high
+        if each.low + margin < least or most < each.low or is_above:
+            got = f"values of {name} from {least:.4g} to {most:.4g} (0.5th to 99.5th percentile)"
+            window = f"the training's window from {each.low:.4g} to {each.high:.4g}"
+            notes.append(f"{got} do not fit {window}: they may be in another unit, as HU + 1024")
+    return notes
 
 
 def _without_foreground(name: str, got: str) -> str:
@@ -169,8 +230,9 @@ def _without_foreground(name: str, got: str) -> str:
     return f"{rule}, got {got}; prepare with --normalise {name}=zscore"
 
 
-def _chosen(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normalisation]:
-    """Channel -> normalisation that a user chose."""
+def chosen_kinds(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normalisation]:
+    """Channel -> normalisation that a user chose, in words as of `decide`. Raises InputError for
+    other channels and kinds."""
     kinds = {kind.value: kind for kind in Kind}
     places = {channel_key(name): name for name in channels}
     decided: Dict[str, Normalisation] = {}
@@ -185,7 +247,7 @@ def _chosen(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normali
             rule = f"--normalise must have a kind among {', '.join(kinds)}"
             problems.append(f"{rule}, got {word}; pick one")
         else:
-            decided[channel] = Normalisation(kinds[kind], why="by --normalise")
+            decided[channel] = Normalisation(kinds[kind], why=CHOSEN)
     raise_if_any(problems)
     return decided
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Container, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.labels import paint_by_order
+from cpu3d.data.labels import PaintedRegions, paint_by_order, painted_codes
 from cpu3d.data.manifest import (
     SPLITS,
     CaseList,
@@ -48,7 +48,7 @@ from cpu3d.data.stores.convert import (
     refuse_bad_cases,
     same_sources,
 )
-from cpu3d.data.stores.dataset import Dataset, parse_regions
+from cpu3d.data.stores.dataset import Dataset, parse_regions, regions_in_words
 from cpu3d.data.stores.folder import (
     QUARANTINE,
     SOURCE,
@@ -65,6 +65,7 @@ from cpu3d.data.stores.folder import (
     write_quarantine,
 )
 from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
+from cpu3d.data.stores.names import without_number
 from cpu3d.data.stores.normalisation import decide, in_window, with_windows
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.resample import (
@@ -409,6 +410,10 @@ def _announce(dataset: Dataset) -> None:
     always = labels_in_use(dataset.layout, dataset.labels, _named_codes(dataset))
     facts = f"{count(dataset.cases, 'case')}, layout {dataset.layout}"
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
+    twins = [name for name in dataset.channels if without_number(name) != name]
+    if twins:
+        told = "channels of one name are told apart by their order in the list"
+        lines.append(f"note: {told}: {', '.join(twins)}")
     lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
         line = f"  {code} {name} -> {_regions_with(code, regions, dataset.ignore)}"
@@ -467,8 +472,13 @@ def _differences(
             differences.append(f"{rule} the source of case {case_id} has changed")
     regions = regions_in(dataset, old.labels)
     if regions != old.regions:
-        got = f"{_worded(regions)}, not {_worded(old.regions)}"
+        got = f"{regions_in_words(regions)}, not {regions_in_words(old.regions)}"
         differences.append(f"{rule} the regions are now {got}")
+    elif paint_by_order(regions, dataset.class_order) != old.paint:
+        codes = painted_codes(PaintedRegions(old.regions, old.paint))
+        kept = ", ".join(f"{name} with {code}" for name, code in codes.items())
+        got = f"{list(dataset.class_order) or 'none'}, not one that paints {kept}"
+        differences.append(f"{rule} regions_class_order is now {got}")
     left_out = read_quarantine(store_dir)
     new = [case_id for case_id in files_of if case_id not in left_out]
     differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
@@ -490,11 +500,6 @@ def _differences(
     elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
         differences.append(f"{rule} --split and --seed ask for another split than {kept}")
     return differences
-
-
-def _worded(regions: Mapping[str, Sequence[int]]) -> str:
-    """Regions as --regions takes them."""
-    return " ".join(f"{name}={','.join(map(str, codes))}" for name, codes in regions.items())
 
 
 def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting) -> bool:

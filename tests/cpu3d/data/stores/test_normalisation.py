@@ -131,6 +131,50 @@ def test_other_words_than_a_channel_and_a_kind_are_refused(tmp_path, words):
         prepared(tmp_path, stripped, normalise=words)
 
 
+def test_scores_that_a_user_chose_for_a_ct_are_given_and_said(tmp_path, capsys):
+    store = prepared(tmp_path, in_hounsfield_units, names=("image",), normalise=("image=zscore",))
+    assert kinds(store) == ["zscore"]
+    assert capsys.readouterr().err.count("warning: image has large parts") == 1
+    more = data_set(tmp_path / "more", in_hounsfield_units, names=("image",), cases=5)
+    assert append(tmp_path / "store", more, workers=1).new == ("c_4",)
+    with pytest.raises(InputError, match="must not be CT"):
+        prepared(
+            tmp_path,
+            in_hounsfield_units,
+            names=("image",),
+            normalise=("image=zscore-foreground",),
+            name="other",
+        )
+
+
+@pytest.mark.parametrize(
+    ("begun", "then", "is_good"),
+    [
+        ("MRI=rescale", "MRI=rescale", True),
+        ("MRI=rescale", None, False),
+        ("MRI=rescale", "MRI=zscore", False),
+        (None, "MRI=zscore", False),
+        (None, None, True),
+    ],
+)
+def test_lost_settings_come_back_with_the_kinds_of_the_store_alone(tmp_path, begun, then, is_good):
+    def words(kind):
+        return (kind,) if kind else ()
+
+    store = prepared(tmp_path, with_skull, normalise=words(begun))
+    source = store.folder / SOURCE
+    content = source.read_bytes()
+    source.unlink()
+    settings = Settings(normalise=words(then))
+    options = {"fractions": (2, 1, 1), "workers": 1, "settings": settings}
+    if is_good:
+        prepare(tmp_path / "store-data", store.folder, **options)
+        assert json.loads(source.read_bytes()) == json.loads(content)
+    else:
+        with pytest.raises(InputError, match=r"normalise of store .* must be"):
+            prepare(tmp_path / "store-data", store.folder, **options)
+
+
 def test_a_ct_without_labelled_voxels_is_refused_unless_another_kind_is_chosen(tmp_path):
     data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
     for path in (data / "labelsTr").glob("*"):
@@ -199,8 +243,16 @@ def test_a_fraction_of_hu_comes_back_to_within_the_stated_error(tmp_path):
         ((step, offset),) = record.units
         source = fractions(int(record.case_id[-1]))
         back = np.asarray(store.image(record.case_id))[..., 0] * step + offset
-        assert np.abs(back - source).max() <= record.max_abs_error * source.std() * 1.001
-        assert 0 < record.max_abs_error < 1e-4
+        of_window = store.manifest.normalisation[0].std
+        largest = np.abs(back - source).max()
+        assert largest <= record.max_abs_error * of_window * 1.001
+        assert largest > record.max_abs_error * of_window / 2
+        alone = load_case(
+            CaseFiles("x", "x", (tmp_path / f"store-data/imagesTr/{record.case_id}.nii.gz",), None),
+            channels=("CT",),
+            normalisation=store.manifest.normalisation,
+        )
+        assert alone.record.max_abs_error == record.max_abs_error
     made = zip(samples(store), samples(whole_numbers))
     for own, expected in made:
         np.testing.assert_allclose(own, expected, atol=0.01)
