@@ -140,7 +140,7 @@ def beside_s(plan: Plan) -> Optional[float]:
         coarse_s = _pass_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
     validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
     most_voxels = math.prod(manifest.largest_shape)
-    if manifest.spacing_mm:  # scores are on the grids that cases were resampled from
+    if manifest.target_spacing_mm:  # scores are on the grids that cases were resampled from
         most_voxels = max(math.prod(record.scored_shape) for record in manifest.cases)
     score_s = SCORE_S * most_voxels / 1e6
     answer_s = 2 ** len(mirrored_axes_of(config, Inference())) * full_s

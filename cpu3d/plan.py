@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.data.labels import mirror_pair
+from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, grid_size
@@ -205,7 +205,7 @@ class Plan:
         if of_batch_norm:
             notes.append(of_batch_norm)
         manifest = self.store.manifest
-        pair = mirror_pair([*manifest.labels.values(), *manifest.regions])
+        pair = mirror_pair(all_names(manifest.labels, manifest.regions))
         if pair and config.augment.flip and "X" in config.augment.flip_axes:
             sides = " and ".join(pair)
             notes.append(f"no mirroring along X, as the labels {sides} are left and right")

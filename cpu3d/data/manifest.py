@@ -44,9 +44,9 @@ FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it hol
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
-LATER = (
-    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks", "spacing_mm",
-    "resampled_from",
+LEFT_OUT = (
+    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks",
+    "target_spacing_mm", "resampled_from",
 )  # fmt: skip
 """Fields that are left out of the JSON where they are empty: it is then as it was before them."""
 
@@ -206,7 +206,7 @@ class Manifest:
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
-    spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
+    target_spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
     """Along R, A, S: what all cases are resampled to. None if they are stored as they are."""
     paint: Tuple[Tuple[str, Code], ...] = ()
     """Regions and the codes that they are painted with, in the order of painting, as of
@@ -505,7 +505,7 @@ def record_path(folder: Path, case_id: str) -> Path:
 
 def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     """A record, or a manifest without its cases, as JSON content."""
-    left_out = {name for name in LATER if not getattr(record, name, ())}
+    left_out = {name for name in LEFT_OUT if not getattr(record, name, ())}
     if isinstance(record, CaseRecord):
         content: Dict[str, Any] = msgspec.to_builtins(record)
     else:
@@ -515,6 +515,13 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
         if record.ignore is None:
             left_out.add("ignore")
     return {name: value for name, value in content.items() if name not in left_out}
+
+
+def with_names_of_now(content: Mapping[str, Any]) -> Dict[str, Any]:
+    """The fields of a manifest.json or a source.json: earlier stores have the target spacing under
+    the name that a case's own spacing has."""
+    names = {"spacing_mm": "target_spacing_mm"}
+    return {names.get(name, name): value for name, value in content.items()}
 
 
 def case_from_json(content: bytes) -> CaseRecord:

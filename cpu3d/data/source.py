@@ -22,6 +22,7 @@ import tensorflow as tf
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
+from cpu3d.data.labels import all_names
 from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Array, Multiple, Shape3, is_integer, require, xyz
@@ -300,7 +301,7 @@ def _dataset(
         form,
         share=stream.share,
         mirrored=stream.augment.mirrored_axes(
-            [*store.manifest.labels.values(), *store.manifest.regions]
+            all_names(store.manifest.labels, store.manifest.regions)
         ),
         normalisation=store.manifest.normalisation,
     )

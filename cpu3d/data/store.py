@@ -36,6 +36,7 @@ from cpu3d.data.manifest import (
     split_hash,
     split_problems,
     to_json,
+    with_names_of_now,
 )
 from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
 from cpu3d.errors import InputError, raise_if_any
@@ -232,6 +233,7 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
     """The manifest with its cases. Raises InputError unless they are those of its split."""
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
+        fields = with_names_of_now(fields)
         bare: Manifest = typed({**fields, "cases": []}, Manifest, "manifest")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         rule = f"{folder / 'manifest.json'} must be complete"

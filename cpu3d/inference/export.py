@@ -453,7 +453,7 @@ def _case_to_try(
             files,
             channels=channels,
             zero_nan=options.zero_nan,
-            spacing_mm=config.target_spacing_mm,
+            target_spacing_mm=config.target_spacing_mm,
             normalisation=config.normalisation_of(channels),
         )
         record = loaded.record

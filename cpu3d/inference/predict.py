@@ -184,7 +184,7 @@ def predict_case(
         files,
         channels=case.channels,
         zero_nan=options.zero_nan,
-        spacing_mm=predictor.spacing_mm,
+        target_spacing_mm=predictor.target_spacing_mm,
         normalisation=kinds,
     )
     record = loaded.record

@@ -50,7 +50,7 @@ class Predictor:
         self.labels: Dict[int, str] = config.label_names
         self.normalisation_of = config.normalisation_of
         self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
-        self.spacing_mm = config.target_spacing_mm  # that images must have; None: any
+        self.target_spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)

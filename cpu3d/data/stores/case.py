@@ -69,10 +69,11 @@ def load_case(
     ignore: Optional[int] = None,
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
-    spacing_mm: Optional[Spacing3] = None,
+    target_spacing_mm: Optional[Spacing3] = None,
     normalisation: Sequence[Normalisation] = (),
 ) -> LoadedCase:
-    """Read and check a case, turn it to axes R A S, and resample it to `spacing_mm`, if given.
+    """Read and check a case, turn it to axes R A S, and resample it to
+    `target_spacing_mm`, if given.
 
     The image is int16 if every voxel is integral and in range, else `float16_image`, or
     `image_in_steps` if a channel of `normalisation` is not over the foreground. `labels` are
@@ -92,8 +93,8 @@ def load_case(
     voxel_mm = nifti.ras_spacing_mm(geometry)
     own_shape = nifti.ras_shape(geometry)
     shape = own_shape
-    if spacing_mm:
-        shape = resampled_shape(files.case_id, own_shape, voxel_mm, spacing_mm)
+    if target_spacing_mm:
+        shape = resampled_shape(files.case_id, own_shape, voxel_mm, target_spacing_mm)
     source = None
     source_label = None
     if shape != own_shape:

@@ -53,7 +53,7 @@ class Settings:
     )
     crop: bool = option(False, "store each case's content box only; outside of it nothing is there")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
-    spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
+    target_spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
     normalise: Tuple[str, ...] = option(
         (),
         "how channels are normalised, such as CT=zscore: "
@@ -103,7 +103,7 @@ def convert(
             ignore=dataset.ignore,
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
-            spacing_mm=settings.spacing_mm,
+            target_spacing_mm=settings.target_spacing_mm,
             normalisation=dataset.normalisation,
         )
     except InputError as error:

@@ -13,7 +13,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
-from cpu3d.data.manifest import SCHEMA, Manifest, case_list
+from cpu3d.data.manifest import SCHEMA, Manifest, case_list, with_names_of_now
 from cpu3d.data.normalise import CHOSEN, Kind, Normalisation, if_any_differs
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store
@@ -86,7 +86,8 @@ def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
     of_settings = asdict(settings)
     # Not written if nothing is chosen, as before there was a choice.
     of_settings["normalise"] = list(settings.normalise) if settings.normalise else None
-    of_settings["spacing_mm"] = list(settings.spacing_mm) if settings.spacing_mm else None
+    target_mm = settings.target_spacing_mm
+    of_settings["target_spacing_mm"] = list(target_mm) if target_mm else None
     content = {
         "schema": SCHEMA,
         "name": dataset.name,
@@ -156,7 +157,8 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         "labels": {str(code): name for code, name in labels.items()},
         IGNORE: manifest.ignore,
     }
-    own["spacing_mm"] = list(manifest.spacing_mm) if manifest.spacing_mm else None
+    target_mm = manifest.target_spacing_mm
+    own["target_spacing_mm"] = list(target_mm) if target_mm else None
     for record in manifest.cases:
         own["format"] = record.format
         if record.stored != whole(record.shape):
@@ -205,7 +207,11 @@ def settings_of(store_dir: Path) -> Settings:
     damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
-        later = {"normalise": content.get("normalise", []), "spacing_mm": content.get("spacing_mm")}
+        content = with_names_of_now(content)
+        later = {
+            "normalise": content.get("normalise", []),
+            "target_spacing_mm": content.get("target_spacing_mm"),
+        }
         chosen = {name: content[name] for name in vars(USUAL) if name not in later}
         chosen.update(later)
         return typed(chosen, Settings, "source")
@@ -268,5 +274,5 @@ def _read_object(path: Path) -> Dict[str, Any]:
     with contextlib.suppress(ValueError):
         content = read_json(path)
         if isinstance(content, dict):
-            return content
+            return with_names_of_now(content)
     raise InputError(f"{path} must be as it was written, got no JSON object; choose another folder")

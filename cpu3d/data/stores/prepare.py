@@ -271,15 +271,15 @@ def _with_spacing(
     is_begun = has_settings(store_dir)
     if is_begun or not split:
         if is_begun:
-            begun = settings_of(store_dir).spacing_mm
+            begun = settings_of(store_dir).target_spacing_mm
         else:
-            begun = open_store(store_dir).manifest.spacing_mm
+            begun = open_store(store_dir).manifest.target_spacing_mm
         if spacing is not Keep.AUTO and chosen != begun:
             rule = f"--spacing must be {in_mm(begun)}, as store {store_dir} was begun"
             raise InputError(f"{rule}, got {in_mm(chosen)}; leave it out, or choose another store")
-        return replace(settings, spacing_mm=begun)
+        return replace(settings, target_spacing_mm=begun)
     if spacing is not Keep.AUTO:
-        return replace(settings, spacing_mm=chosen)
+        return replace(settings, target_spacing_mm=chosen)
     trained = [files for files in dataset.cases if files.case_id in split["train"]]
     spacings, shapes = voxels_of(trained)
     target = target_spacing(spacings, shapes)
@@ -290,7 +290,7 @@ def _with_spacing(
         found = f"voxels of training cases have {', '.join(ranges)} mm"
         todo = "--spacing off stores them as they are"
         say(f"Spacing: {found}; all are resampled to {in_mm(target)}; {todo}", stderr=False)
-    return replace(settings, spacing_mm=target)
+    return replace(settings, target_spacing_mm=target)
 
 
 def _with_kinds(
@@ -357,7 +357,7 @@ def _manifest_of(
         cases=records,
         versions=versions(),
         patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
-        spacing_mm=settings.spacing_mm,
+        target_spacing_mm=settings.target_spacing_mm,
         normalisation=if_any_differs(dataset.normalisation),
     )
 
@@ -575,8 +575,10 @@ def summary_lines(store: Store) -> List[str]:
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
         "largest": f"grid {by(manifest.largest_shape)}, content box {by(manifest.largest_box)}",
     }
-    if manifest.spacing_mm:
-        lines["spacing"] = f"{in_mm(manifest.spacing_mm)}, {count(resampled, 'case')} resampled"
+    if manifest.target_spacing_mm:
+        lines["spacing"] = (
+            f"{in_mm(manifest.target_spacing_mm)}, {count(resampled, 'case')} resampled"
+        )
     for index, each in enumerate(manifest.normalisations):
         why = each.why or f"{statistics.median(foregrounds[index]):.0%} of the voxels are not 0"
         lines[f"input {index}"] = f"{manifest.channels[index]}: {each.words}; {why}"

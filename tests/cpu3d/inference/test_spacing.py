@@ -59,7 +59,7 @@ class Perfect:
         self.channels = self.inputs = config.store_channels
         self.labels = config.label_names
         self.regions = config.codes_by_region
-        self.spacing_mm = config.target_spacing_mm
+        self.target_spacing_mm = config.target_spacing_mm
         self.inference = Inference()
         self.window = None
 
@@ -71,7 +71,7 @@ class Perfect:
 
 def test_a_run_knows_the_spacing_of_its_store(store, run):
     config = load_config(run)
-    assert config.target_spacing_mm == store.manifest.spacing_mm == (1.0, 1.0, 1.0)
+    assert config.target_spacing_mm == store.manifest.target_spacing_mm == (1.0, 1.0, 1.0)
     assert config.spacing_mm == pytest.approx((1.0, 1.0, 1.0))
     content = json.loads((run / "config.json").read_text())
     del content["target_spacing_mm"]  # as runs of earlier versions have none

@@ -44,7 +44,7 @@ SMALL = ((40, 40, 40),) * 3
 def load(folder, spacing_mm, target_mm, axes="RAS"):
     image, label = write_drawn(folder, "a", spacing_mm, axes)
     files = CaseFiles("a", "a", (image,), label)
-    return load_case(files, channels=CHANNELS, labels=LABELS, spacing_mm=target_mm)
+    return load_case(files, channels=CHANNELS, labels=LABELS, target_spacing_mm=target_mm)
 
 
 # --- The rule ---
@@ -229,7 +229,7 @@ def test_a_label_that_vanishes_is_said(tmp_path):
         CaseFiles("a", "a", (image,), label),
         channels=CHANNELS,
         labels=LABELS,
-        spacing_mm=(2.0, 2.0, 2.0),
+        target_spacing_mm=(2.0, 2.0, 2.0),
     )
     assert 2 not in case.record.label_voxels
     assert case.record.resampled_from.label_voxels[2] == 1
