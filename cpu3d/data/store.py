@@ -25,7 +25,6 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
     SCHEMA,
-    SPLITS,
     CaseList,
     CaseRecord,
     Manifest,
@@ -33,12 +32,11 @@ from cpu3d.data.manifest import (
     case_from_json,
     case_list,
     record_path,
-    split_hash,
-    split_problems,
     to_json,
     with_names_of_now,
 )
 from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
+from cpu3d.data.split import SPLITS, split_hash, split_problems
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import (

@@ -35,9 +35,10 @@ from cpu3d.data.manifest import CaseRecord, SourceGrid
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.normalise import Kind, in_units, of_all
 from cpu3d.data.region import Array, Shape3, xyz
-from cpu3d.data.stores.case import case_notes, facts_of, load_case, note_lines
+from cpu3d.data.stores.case import facts_of, load_case
 from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.stores.normalisation import refuses_ct
+from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.data.stores.resample import (
     grid_of,
     resample_image,

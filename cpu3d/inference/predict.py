@@ -47,10 +47,10 @@ from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_spacing_mm, ras_steps_mm, write_label, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
-from cpu3d.data.stores.case import LoadedCase, case_notes, load_case, note_lines
+from cpu3d.data.stores.case import LoadedCase, load_case
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.layouts import LABEL_CODES
-from cpu3d.data.stores.normalisation import window_notes
+from cpu3d.data.stores.notes import case_notes, note_lines, window_notes
 from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases

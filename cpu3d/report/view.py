@@ -24,7 +24,7 @@ import numpy as np
 from cpu3d.data.background import without_residue
 from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation
-from cpu3d.data.stores.case import grid_problems, label_codes, note_lines
+from cpu3d.data.stores.case import grid_problems, label_codes
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.dataset_json import describing
 from cpu3d.data.stores.layouts import (
@@ -45,6 +45,7 @@ from cpu3d.data.stores.names import (
     volumes_in,
 )
 from cpu3d.data.stores.normalisation import is_ct, looks_like_ct
+from cpu3d.data.stores.notes import note_lines
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page

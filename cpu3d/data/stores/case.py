@@ -1,10 +1,19 @@
 """One case read from its files: checked, on one grid in axes R A S, with its statistics."""
 
-import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import numpy as np
 
@@ -23,27 +32,32 @@ from cpu3d.data.stores.channels import (
     is_shown,
     rounding_in_windows,
 )
-from cpu3d.data.stores.dataset import CaseFiles, Problems
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.normalisation import ct_problem, looks_like_ct, refuses_ct
 from cpu3d.data.stores.resample import (
     Spacing3,
-    in_mm,
     resample_image,
     resample_label,
     resampled_shape,
     spacing_at,
 )
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.records import count, listed
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
 CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it
-NAMED = 3  # cases that a note names
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 FLOAT16_SMALLEST = np.float16(2**-24)
+
+# Of a record: the files of a case that is in no store.
+WITHOUT_FILES: Dict[str, Any] = {
+    "format": "",
+    "image_bytes": 0,
+    "image_sha256": "",
+    "label_bytes": 0,
+    "label_sha256": "",
+}
 
 T = TypeVar("T")
 Units = Tuple[Unit, ...]  # as in a record; none if the source's values are stored
@@ -90,41 +104,22 @@ def load_case(
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    voxel_mm = nifti.ras_spacing_mm(geometry)
-    own_shape = nifti.ras_shape(geometry)
-    shape = own_shape
+    made = _Resampled(label, nifti.ras_spacing_mm(geometry))
     if target_spacing_mm:
-        shape = resampled_shape(files.case_id, own_shape, voxel_mm, target_spacing_mm)
-    source = None
-    source_label = None
-    if shape != own_shape:
-        source = _source_grid(own_shape, label)
-        source_label = label
-        label = _resample(volumes, label, voxel_mm, shape, kinds, ignore)
-        voxel_mm = spacing_at(own_shape, voxel_mm, shape)
-    error = 0.0
-    units: Units = ()
+        # In the list's places, one after the other, so that each volume is forgotten at once.
+        made = _resampled(files.case_id, volumes, made, target_spacing_mm, kinds, ignore)
     names = [f"channel {name} of {files.case_id}" for name in channels]
-    if all(volume.dtype == np.int16 for volume in volumes):
-        image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
-        np.stack(volumes, -1, out=image)
-    elif if_any_differs(kinds):
-        image, error, units = image_in_steps(volumes, names, kinds)
-    else:
-        image, error = float16_image(volumes, names)
-    error = max(error, rounding_in_windows(units, kinds))
+    image, error, units = _stored_image(volumes, names, kinds)
     del volumes
+    label = made.label
     if label is not None and ignore is not None:
-        _check_annotated(label, ignore, f"label {files.label}")
-        # Elsewhere the box is not known before the windows of CT are, or is the whole grid.
-        if not if_any_differs(kinds):
-            label = _ignored_in_box(label, image, ignore, f"label {files.label}")
+        label = _checked_for_ignored(label, image, kinds, ignore, f"label {files.label}")
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
-        spacing_mm=voxel_mm,
+        spacing_mm=made.voxel_mm,
         **facts_of(image, label, kinds, units, ignore),
         units=units,
         max_abs_error=error,
@@ -132,32 +127,75 @@ def load_case(
         geometry=geometry,
         sources=tuple(_source_file(path, folder) for path in paths),
         stem=files.case_id,
-        format="",
         stored=whole(image.shape[:3]),
-        image_bytes=0,
-        image_sha256="",
-        label_bytes=0,
-        label_sha256="",
+        **WITHOUT_FILES,
         background=tuple(background) if any(background) else (),
-        resampled_from=source,
+        resampled_from=made.source,
     )
-    return LoadedCase(image, label, source_label, record)
+    return LoadedCase(image, label, made.source_label, record)
 
 
-def _resample(
+class _Resampled(NamedTuple):
+    """The label of a case and the size of its voxels, after it was resampled if it was."""
+
+    label: Optional[Array]
+    voxel_mm: Spacing3
+    source_label: Optional[Array] = None  # before
+    source: Optional[SourceGrid] = None  # None if it was not
+
+
+def _resampled(
+    case_id: str,
     volumes: List[Array],
-    label: Optional[Array],
-    voxel_mm: Sequence[float],
-    shape: Shape3,
+    before: _Resampled,
+    target_spacing_mm: Spacing3,
     kinds: Sequence[Normalisation],
     ignore: Optional[int],
-) -> Optional[Array]:
-    """The label with another shape; and the volumes in their places, one after the other, so that
-    each is forgotten at once."""
+) -> _Resampled:
+    """What is made of the label of a case at a spacing, and the volumes in their places."""
+    own_shape = xyz(volumes[0].shape)
+    shape = resampled_shape(case_id, own_shape, before.voxel_mm, target_spacing_mm)
+    if shape == own_shape:
+        return before
     for index, each in enumerate(kinds):
         outside = 0.0 if each.has_background else None
-        volumes[index] = resample_image(volumes[index], shape, voxel_mm, outside)
-    return None if label is None else resample_label(label, shape, ignore)
+        volumes[index] = resample_image(volumes[index], shape, before.voxel_mm, outside)
+    label = before.label
+    return _Resampled(
+        label=None if label is None else resample_label(label, shape, ignore),
+        voxel_mm=spacing_at(own_shape, before.voxel_mm, shape),
+        source_label=label,
+        source=_source_grid(own_shape, label),
+    )
+
+
+def _stored_image(
+    volumes: Sequence[Array], names: Sequence[str], kinds: Sequence[Normalisation]
+) -> Tuple[Array, float, Units]:
+    """Channels stacked last, as they are stored, with the largest rounding error in deviations and
+    the units of steps."""
+    units: Units = ()
+    error = 0.0
+    if all(volume.dtype == np.int16 for volume in volumes):
+        image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
+        np.stack(volumes, -1, out=image)
+    elif if_any_differs(kinds):
+        image, error, units = image_in_steps(volumes, names, kinds)
+    else:
+        image, error = float16_image(volumes, names)
+    return image, max(error, rounding_in_windows(units, kinds)), units
+
+
+def _checked_for_ignored(
+    label: Array, image: Array, kinds: Sequence[Normalisation], ignore: int, name: str
+) -> Array:
+    """The label with what is to be ignored as background outside of the content box, if all
+    channels have a background: else the box is the whole grid, or not known before the windows of
+    CT are. Raises InputError if nothing is annotated."""
+    _check_annotated(label, ignore, name)
+    if if_any_differs(kinds):
+        return label
+    return _ignored_in_box(label, image, ignore, name)
 
 
 def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
@@ -459,81 +497,3 @@ def label_codes(path: Path, label: Array) -> Array:
         got = ", ".join(f"{value!s} ({n} voxels)" for value, n in zip(values[:8], counts))
         raise InputError(f"label {path} must hold integer codes 0..255, got {got}; correct it")
     return codes
-
-
-# --- What is said of cases that can be used but may not be what they seem ---
-
-
-def case_notes(
-    record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
-) -> List[str]:
-    """What to say of a case: that its file gives no orientation, channels whose background is not
-    0, codes but the one to `ignore` that resampling has lost, and a size of voxels that only a
-    store of an earlier version can have."""
-    notes = []
-    if not nifti.is_voxel_size(record.spacing_mm):
-        sizes = " x ".join(f"{length:.4g}" for length in record.spacing_mm)
-        rule = f"voxels of {sizes} mm, as its store was prepared when units were not read"
-        notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
-    if not nifti.is_placed(record.geometry):
-        notes.append(nifti.orientation_note(record.geometry))
-    source = record.resampled_from
-    for code, voxels in source.label_voxels.items() if source else ():
-        if code != ignore and code not in record.label_voxels:
-            sizes = in_mm(record.spacing_mm)
-            rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
-            notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")
-    names: Dict[str, List[str]] = {}  # value -> channels
-    for name, border in zip(channels, record.background):
-        if border:
-            names.setdefault(f"{border:.3g}", []).append(name)
-    for value, alike in names.items():
-        rule = f"most of the border of {listed(alike)} is about {value}, and only 0 is background"
-        notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
-    return notes
-
-
-def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
-    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases.
-    More than a few that differ in numbers alone, as in each case's own spacing, are one line too,
-    with those of the first."""
-    alike: Dict[str, Dict[str, List[str]]] = {}  # text without its numbers -> text -> case ids
-    for case_id, texts in notes.items():
-        for text in texts:
-            alike.setdefault(_NUMBER.sub("#", text), {}).setdefault(text, []).append(case_id)
-    lines = []
-    for ids_of in alike.values():
-        if len(ids_of) > NAMED:
-            first = next(iter(ids_of))
-            joined = [case_id for ids in ids_of.values() for case_id in ids]
-            ids_of = {f"{first} (numbers of {joined[0]})": joined}
-        for text, ids in ids_of.items():
-            names = ids[:NAMED]
-            if len(ids) > NAMED:
-                names.append(f"{len(ids) - NAMED} more")
-            lines.append(f"note: {listed(names)}: {text}")
-    return lines
-
-
-def mixed_orientation(
-    new: Iterable[CaseRecord],
-    in_store: Iterable[CaseRecord] = (),
-) -> Problems:
-    """The problems of cases that give an orientation where the others give none, or the other way
-    round: left and right may be exchanged between them. The others are those of the store, or else
-    the larger group; of two equal ones, those with an orientation."""
-    placed = {record.case_id: nifti.is_placed(record.geometry) for record in new}
-    others = Counter(nifti.is_placed(record.geometry) for record in in_store)
-    if not others:
-        others = Counter(placed.values())
-    wanted = others[True] >= others[False]
-    as_others = f"the patient's orientation, as {count(others[wanted], 'other case')}"
-    if wanted:
-        rule = f"must give {as_others}"
-        got = "sform and qform codes of 0"
-    else:
-        rule = f"must not give {as_others}"
-        got = "sform or qform codes above 0"
-    advice = "correct its header, or leave it out: left and right may be exchanged between them"
-    odd = [case_id for case_id, has in placed.items() if has != wanted]
-    return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}

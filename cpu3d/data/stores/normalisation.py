@@ -18,7 +18,6 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.normalise import (
     CHOSEN,
-    PERCENTILES,
     Kind,
     Normalisation,
     ct_of,
@@ -26,7 +25,7 @@ from cpu3d.data.normalise import (
     of_all,
 )
 from cpu3d.data.region import Array, Region, whole, xyz
-from cpu3d.data.stores.channels import AS_IT_IS, rounding_in_windows
+from cpu3d.data.stores.channels import rounding_in_windows
 from cpu3d.data.stores.dataset import CaseFiles, Dataset
 from cpu3d.data.stores.names import channel_key, without_number
 from cpu3d.errors import InputError, raise_if_any
@@ -44,8 +43,6 @@ BACKGROUND_SHARE = 0.25
 """Of the voxels, from which on 0 is background. nnU-Net asks whether the box around the others
 leaves out a quarter; a head that fills its grid has a background in its corners, too."""
 EXAMINED = 16  # training cases whose voxels are looked at
-EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
-WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
 # nnU-Net's names for a normalisation in the place of a channel's, as `channel_key` has them.
 NAMED = {"nonorm": Kind.NONE, "none": Kind.NONE, "rescaleto01": Kind.RESCALE}
 _RULE = "must not be CT, with large parts at -1000 or -1024 as air in Hounsfield units"
@@ -195,34 +192,6 @@ def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> Cas
         box = Region(xyz(start), xyz(b - a for a, b in zip(start, stop)))
     error = max(record.max_abs_error, rounding_in_windows(record.units, normalisation))
     return replace(record, box=box, peaks=(), max_abs_error=error)
-
-
-def window_notes(
-    image: Array,
-    record: CaseRecord,
-    channels: Sequence[str],
-    normalisation: Sequence[Normalisation],
-) -> List[str]:
-    """A note for each CT of a case whose values are not those that the window of its store is of,
-    as of HU + 1024 with a window in HU: nearly all are above the window's lower end, or nearly all
-    below, or most of what is not below the window is above it. `image` (X, Y, Z, C) is as stored.
-    """
-    notes = []
-    units = record.units or (AS_IT_IS,) * len(channels)
-    for index, (name, each) in enumerate(zip(channels, normalisation)):
-        if each.low is None or each.high is None:
-            continue
-        step, offset = units[index]
-        values = image[..., index].ravel()
-        values = values[:: max(values.size // EXAMINED_VOXELS, 1)] * step + offset
-        least, most = np.percentile(values, PERCENTILES).tolist()
-        margin = WINDOW_MARGIN * (each.high - each.low)
-        is_above = np.median(values[values >= min(each.low, most)]) > each.high
-        if each.low + margin < least or most < each.low or is_above:
-            got = f"values of {name} from {least:.4g} to {most:.4g} (0.5th to 99.5th percentile)"
-            window = f"the training's window from {each.low:.4g} to {each.high:.4g}"
-            notes.append(f"{got} do not fit {window}: they may be in another unit, as HU + 1024")
-    return notes
 
 
 def _without_foreground(name: str, got: str) -> str:

@@ -23,32 +23,29 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Container, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.labels import PaintedRegions, paint_by_order, painted_codes
+from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
-    SPLITS,
     CaseList,
     CaseRecord,
     Manifest,
-    case_list,
     make_manifest,
     record_path,
     to_json,
 )
 from cpu3d.data.normalise import if_any_differs
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import (
     USUAL,
     Job,
     Settings,
     convert_all,
     refuse_bad_cases,
-    same_sources,
 )
-from cpu3d.data.stores.dataset import Dataset, parse_regions, regions_in_words
+from cpu3d.data.stores.dataset import Dataset, parse_regions
+from cpu3d.data.stores.finished import differences, still_lost
 from cpu3d.data.stores.folder import (
     QUARANTINE,
     SOURCE,
@@ -67,6 +64,7 @@ from cpu3d.data.stores.folder import (
 from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
 from cpu3d.data.stores.names import without_number
 from cpu3d.data.stores.normalisation import decide, in_window, with_windows
+from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.resample import (
     Keep,
@@ -84,6 +82,7 @@ from cpu3d.data.stores.splits import (
     describe_folds,
     describe_patients,
     read_folds,
+    split_sizes,
 )
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_json
@@ -223,21 +222,34 @@ def prepare(
     with claimed(store_dir, "store", SOURCE, claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, splitting)
-        dataset = _with_kinds(dataset, store_dir, splitting, settings, workers)
-        jobs = [Job(files) for files in dataset.cases]
-        records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
-        mixed = mixed_orientation(records)
-        records = records.without(mixed)
-        problems.update({**dataset.problems, **mixed})
-        if not skip_bad:
-            refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-        dataset, records = _with_windows(dataset, records, splitting, store_dir)
-        manifest = _manifest_of(dataset, records, splitting, settings)
-        write_quarantine(store_dir, problems)
-        if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
-            note_no_growth(store_dir)
-        write_store(store_dir, manifest)
+        manifest = _finish(store_dir, dataset, settings, workers, splitting, skip_bad)
     print_summary(store_dir)
+    return manifest
+
+
+def _finish(
+    store_dir: Path,
+    dataset: Dataset,
+    settings: Settings,
+    workers: int,
+    splitting: Splitting,
+    skip_bad: bool,
+) -> Manifest:
+    """Convert the cases that a store does not have yet, and write its manifest."""
+    dataset = _with_kinds(dataset, store_dir, splitting, settings, workers)
+    jobs = [Job(files) for files in dataset.cases]
+    records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
+    mixed = mixed_orientation(records)
+    records = records.without(mixed)
+    problems.update({**dataset.problems, **mixed})
+    if not skip_bad:
+        refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
+    dataset, records = _with_windows(dataset, records, splitting, store_dir)
+    manifest = _manifest_of(dataset, records, splitting, settings)
+    write_quarantine(store_dir, problems)
+    if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
+        note_no_growth(store_dir)
+    write_store(store_dir, manifest)
     return manifest
 
 
@@ -376,32 +388,17 @@ def _finished_before(
     problems = mended.lines()
     if mended.case_ids:
         say(f"Made again: {', '.join(mended.case_ids)}", stderr=False)
-    differences = _differences(store_dir, manifest, dataset, splitting, but=mended.problems)
-    if differences:
+    changes = differences(store_dir, manifest, dataset, splitting, but=mended.problems)
+    if changes:
         todo = "give another --store for the new content, or add new cases with `store append`"
-        differences.append(f"{todo}; its content is untouched")
-    raise_if_any([*problems, *differences])
+        changes.append(f"{todo}; its content is untouched")
+    raise_if_any([*problems, *changes])
     if mended.case_ids:
         print_summary(store_dir)
     else:
         say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
     say(*still_lost(store_dir, dataset_dir=dataset.folder, case_ids=mended.elsewhere))
     return manifest
-
-
-def still_lost(store_dir: Path, dataset_dir: Path, case_ids: Sequence[str]) -> List[str]:
-    """The warning that a store has lost files of cases that a data set does not have; none of no
-    cases."""
-    if not case_ids:
-        return []
-    got = f"files of {', '.join(case_ids)} are lost or damaged"
-    todo = f"run `store append {store_dir}` with the data set that has them"
-    return [f"warning: {got}, and {dataset_dir} does not have them; {todo}"]
-
-
-def split_sizes(manifest: Manifest) -> str:
-    """The cases of each split, as "8 train, 1 val, 1 test"."""
-    return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
 
 
 def _announce(dataset: Dataset) -> None:
@@ -443,83 +440,6 @@ def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optio
     if code == ignore:
         return "not annotated: neither learnt nor scored"
     return ", ".join(name for name, codes in regions.items() if code in codes) or "no region"
-
-
-def _differences(
-    store_dir: Path,
-    old: Manifest,
-    dataset: Dataset,
-    splitting: Splitting,
-    but: Container[str],
-) -> List[str]:
-    """A line for everything that this run would change in the content of a finished store; cases of
-    `but` aside."""
-    rule = f"store {store_dir} is finished and must keep its content, but"
-    files_of = {files.case_id: files for files in dataset.cases}
-    patients: Dict[str, str] = {}
-    absent = set()
-    differences = []
-    for record in old.cases:
-        case_id = record.case_id
-        files = files_of.pop(case_id, None)
-        patients[case_id] = record.patient_id
-        if files is None:
-            absent.add(case_id)
-        elif files.patient_id != record.patient_id:
-            got = f"{record.patient_id} and not {files.patient_id}"
-            differences.append(f"{rule} case {case_id} is of patient {got}")
-        elif case_id not in but and not same_sources(files, record):
-            differences.append(f"{rule} the source of case {case_id} has changed")
-    regions = regions_in(dataset, old.labels)
-    if regions != old.regions:
-        got = f"{regions_in_words(regions)}, not {regions_in_words(old.regions)}"
-        differences.append(f"{rule} the regions are now {got}")
-    elif paint_by_order(regions, dataset.class_order) != old.paint:
-        codes = painted_codes(PaintedRegions(old.regions, old.paint))
-        kept = ", ".join(f"{name} with {code}" for name, code in codes.items())
-        got = f"{list(dataset.class_order) or 'none'}, not one that paints {kept}"
-        differences.append(f"{rule} regions_class_order is now {got}")
-    left_out = read_quarantine(store_dir)
-    new = [case_id for case_id in files_of if case_id not in left_out]
-    differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
-    own = {case_id: patient for case_id, patient in patients.items() if case_id not in absent}
-    if has_grown(store_dir) or _holds_split_of(old, own, splitting):
-        # The other cases are of other data sets, and the split is from before they came.
-        return differences
-    for case_id in sorted(absent):
-        if case_id not in but:
-            differences.append(f"{rule} case {case_id} is no longer whole in {dataset.folder}")
-    kept = f"{split_sizes(old)}, seed {old.split_seed}"
-    if old.folds or splitting.folds:
-        asked = (splitting.split(patients), splitting.folds_of(patients))
-        if asked != (old.split, old.folds):
-            wanted = kept
-            if old.folds:
-                wanted = f"the {len(old.folds)} folds of its --splits"
-            differences.append(f"{rule} --splits or --split asks for others than {wanted}")
-    elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
-        differences.append(f"{rule} --split and --seed ask for another split than {kept}")
-    return differences
-
-
-def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting) -> bool:
-    """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it
-    still holds.
-
-    Of a store that grew before source.json held that this is the only trace.
-    """
-    if not 0 < len(own) < len(old.cases) or splitting.seed != old.split_seed:
-        return False
-    everyone = {case.case_id: case.patient_id for case in case_list(old.cases).known}
-    if splitting.split(everyone) == old.split:
-        return False
-    held = {}
-    for name in SPLITS:
-        held[name] = tuple(case_id for case_id in old.split[name] if case_id in own)
-    try:
-        return splitting.split(own) == held
-    except InputError:  # fewer patients than splits
-        return False
 
 
 # --- The summary of a store ---

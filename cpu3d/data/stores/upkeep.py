@@ -17,23 +17,23 @@ from types import SimpleNamespace
 from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, remake
+from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
+from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, regions_in_words
+from cpu3d.data.stores.finished import still_lost
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
 from cpu3d.data.stores.layouts import read_dataset
+from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.prepare import (
     PATIENTS_HELP,
     SKIP_BAD_HELP,
     WORKERS_HELP,
     print_summary,
-    split_sizes,
-    still_lost,
 )
 from cpu3d.data.stores.repair import fitting, open_mended, repair
-from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients
+from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients, split_sizes
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count

@@ -13,11 +13,12 @@ from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, bounding_box, centred, whole
 from cpu3d.data.sampling import ALL, PatchSampling
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.case import case_notes, load_case
+from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.folder import SOURCE
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.normalisation import is_ct
+from cpu3d.data.stores.notes import case_notes
 from cpu3d.data.stores.prepare import prepare, summary_lines
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError

@@ -14,8 +14,9 @@ from cpu3d.data.nifti import (
     to_ras,
     write_volume,
 )
-from cpu3d.data.stores.case import case_notes, load_case
+from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles
+from cpu3d.data.stores.notes import case_notes
 from cpu3d.data.stores.resample import (
     Keep,
     grid_of,
