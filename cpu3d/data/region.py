@@ -84,6 +84,12 @@ class Region:
         size = xyz(b - a for a, b in zip(start, stop))
         return Region(start, size) if min(size) > 0 else None
 
+    def union(self, other: "Region") -> "Region":
+        """The smallest box that holds this and another."""
+        start = xyz(map(min, self.start, other.start))
+        stop = xyz(map(max, self.stop, other.stop))
+        return Region(start, xyz(b - a for a, b in zip(start, stop)))
+
 
 def round_up(shape: Shape3, multiple: Multiple) -> Shape3:
     """The smallest shape that holds `shape` and is divisible by `multiple`."""

@@ -332,8 +332,8 @@ def facts_of(
         channels.append(facts_of_channel(channel, each, unit, is_learnt))
         mask |= is_shown(channel, each, unit, channels[-1].around)
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
-    if label is not None:
-        mask |= label > 0  # what is ignored too: outside of the box all is background
+    if label is not None and is_learnt is not None:
+        mask |= is_learnt
         facts = {
             "label_voxels": label_voxels_of(label),
             "centres": centres_of(label),

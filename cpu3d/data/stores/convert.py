@@ -26,7 +26,7 @@ from cpu3d.data.manifest import (
     to_json,
 )
 from cpu3d.data.normalise import Kind
-from cpu3d.data.region import Array, crop, whole
+from cpu3d.data.region import Array, bounding_box, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.normalisation import refuse_hounsfield
@@ -186,11 +186,15 @@ def write_arrays(
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the content box, if it is known; outside it is background. `source_label`
+    `cropped` keeps only the content box, if it is known, and all that the label has; outside it is
+    background. `source_label`
     is that of a case that was resampled, on its source's grid, and is kept whole. Files are read
     back and compared. Raises OSError."""
-    is_box_known = not record.peaks
-    stored = record.box if cropped and is_box_known else whole(record.shape)
+    stored = whole(record.shape)
+    if cropped and not record.peaks:
+        stored = record.box
+        if label is not None and label.any():  # what is ignored may be around the box
+            stored = stored.union(bounding_box(label))
     record = replace(record, format=cast(Format, format_), stored=stored)
     size_bytes, sha256 = _write_array(array_path(store, record, "x"), crop(image, stored), format_)
     record = replace(record, image_bytes=size_bytes, image_sha256=sha256)

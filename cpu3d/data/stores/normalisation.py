@@ -9,7 +9,7 @@ import re
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Collection, Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Collection, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -126,7 +126,9 @@ def decide(
     """
     decided = chosen_kinds(dataset.channels, chosen)
     for name in dataset.channels:
-        kind = Kind.CT if is_ct(name) else NAMED.get(channel_key(without_number(name)))
+        kind = NAMED.get(channel_key(without_number(name)))
+        if is_ct(name):
+            kind = Kind.CT
         if kind and name not in decided:
             decided[name] = Normalisation(kind, why="by its name")
     training = [files for files in dataset.cases if files.case_id in train_ids]
@@ -168,14 +170,16 @@ def with_windows(
     return tuple(windowed)
 
 
-def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> CaseRecord:
+def in_window(
+    record: CaseRecord, normalisation: Sequence[Normalisation], ignore: Optional[int] = None
+) -> CaseRecord:
     """The record with the content box and the rounding error that the windows of its CT tell, if
-    they were not known before."""
+    they were not known before. `ignore` is the label code of voxels that are not annotated."""
     if not record.peaks:
         return record
     start = list(record.box.start)
     stop = list(record.box.stop)
-    is_labelled = any(code > 0 for code in record.label_voxels)
+    is_labelled = any(code not in (0, ignore) for code in record.label_voxels)
     if not is_labelled and all(each.kind is Kind.CT for each in normalisation):
         # Nothing was known to be there, and so the box was the whole grid.
         start = list(record.shape)

@@ -333,7 +333,7 @@ def _with_windows(
 
     def boxed() -> Iterator[CaseRecord]:
         for record in records:
-            known = in_window(record, windows)
+            known = in_window(record, windows, dataset.ignore)
             write_json(record_path(store_dir, record.case_id), to_json(known))
             yield known
 

@@ -1,6 +1,7 @@
 """Runs on a store of resampled cases answer on each image's own grid: evaluate, predict, export,
 pages."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,18 +10,21 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
-from cpu3d.data.store import open_store
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_label, to_source_grid
+from cpu3d.data.stores.splits import with_fold
+from cpu3d.folds import SCORE_S, beside_s
 from cpu3d.inference import evaluate, predict, segment
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.decision import decide
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
+from cpu3d.plan import make_plan
 from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
-from tests.cpu3d.runs import run_command, start
+from tests.cpu3d.runs import HOST, run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in
 
 FOLDS = [
@@ -67,6 +71,20 @@ class Perfect:
         label = self.store.label(record.case_id)
         answers = [np.isin(label, codes) for codes in self.regions.values()]
         return to_source_grid(np.stack(answers, -1).astype(np.float32), record)
+
+
+def test_the_hours_of_folds_count_scores_on_the_sources_grids(tmp_path):
+    """Of voxels of 0.8 mm a case has 60 x 50 x 40, and of 1 mm 48 x 40 x 32."""
+    voxels = dict.fromkeys("abde", (1.0, 1.0, 1.0))
+    spaced_set(tmp_path / "data", {**voxels, "c": (0.8, 0.8, 0.8)})
+    options = {"workers": 1, "fractions": (1, 0, 0), "spacing": (1.0, 1.0, 1.0)}
+    prepare(tmp_path / "data", tmp_path / "store", **options)
+    store = open_store(tmp_path / "store")
+    plan = make_plan(store, tmp_path / "run", HOST, {"fold": "1/5", "steps": 4, "device": "cpu"})
+    as_stored = dataclasses.replace(store.manifest, target_spacing_mm=None)
+    of_store = dataclasses.replace(plan, store=with_fold(Store(store.folder, as_stored), "1/5"))
+    more = 60 * 50 * 40 - 48 * 40 * 32
+    assert beside_s(plan) - beside_s(of_store) == pytest.approx(2 * SCORE_S * more / 1e6)
 
 
 def test_a_run_knows_the_spacing_of_its_store(store, run):

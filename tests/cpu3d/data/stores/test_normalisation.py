@@ -291,6 +291,47 @@ def test_a_ct_in_which_nothing_is_there_has_its_whole_grid_as_box(tmp_path):
     assert open_store(tmp_path / "store").case("c_1").box == whole(SHAPE)
 
 
+def test_sparse_slices_do_not_make_the_box_of_a_ct_the_whole_grid(tmp_path):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    about = json.loads((data / "dataset.json").read_text())
+    about["labels"]["9"] = "ignore"
+    (data / "dataset.json").write_text(json.dumps(about))
+    label = np.full(SHAPE, 9, np.uint8)
+    label[..., ::3] = ball(0.4)[..., ::3]
+    for path in (data / "labelsTr").iterdir():
+        write_nifti(path, label)
+    write_nifti(data / "labelsTr/c_3.nii.gz", np.where(label == 1, 0, label))
+    prepare(data, tmp_path / "store", fractions=(4, 0, 0), workers=1)
+    store = open_store(tmp_path / "store")
+    low = store.manifest.normalisation[0].low
+    for record in store.manifest.cases:
+        stored = np.asarray(store.label(record.case_id))
+        shown = np.asarray(store.image(record.case_id))[..., 0] > low
+        assert record.box == bounding_box(shown | (stored == 1)) != whole(SHAPE)
+        assert (stored == 9).any()
+        assert record.stored == whole(SHAPE)
+    more = data_set(tmp_path / "more", in_hounsfield_units, names=("CT",), cases=5)
+    (more / "dataset.json").write_text(
+        (more / "dataset.json").read_text().replace('"1": "tumour"', '"1": "tumour", "9": "ignore"')
+    )
+    for path in (more / "labelsTr").iterdir():
+        write_nifti(path, np.asarray(store.label("c_0")))
+    for number in range(4):
+        for kind in ("imagesTr", "labelsTr"):
+            name = f"{kind}/c_{number}.nii.gz"
+            (more / name).write_bytes((data / name).read_bytes())
+    settings = Settings(crop=True)
+    few = json.loads((data / "dataset.json").read_text())
+    few["training"] = few["training"][:3]
+    (data / "dataset.json").write_text(json.dumps(few))
+    prepare(data, tmp_path / "cropped", fractions=(3, 0, 0), workers=1, settings=settings)
+    assert append(tmp_path / "cropped", more, workers=1).new == ("c_3", "c_4")
+    cropped = open_store(tmp_path / "cropped")
+    np.testing.assert_array_equal(cropped.label("c_3"), store.label("c_3"))
+    assert cropped.case("c_3").box != whole(SHAPE)
+    assert verify(tmp_path / "cropped", workers=1) == ()
+
+
 @pytest.mark.parametrize("names", [("CT",), ("CT", "MRI")])
 def test_the_box_of_a_ct_is_what_is_above_its_window_and_nothing_else_is_seen(tmp_path, names):
     def off_the_middle(seed):
