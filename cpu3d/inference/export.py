@@ -15,6 +15,7 @@ rules, and the program applies them.
 
 At the end the files are read back and run on a case: the store's first of test, val or train, or
 --case. The result must be that of `predict`; else the exit code is 1 and no export.json is written.
+For a run at a spacing of its own the program's resampling is tried too, on finer voxels.
 Voxels whose label differs, such as from a run in bfloat16, are counted there.
 """
 

@@ -46,7 +46,7 @@ def case_notes(
             names.setdefault(f"{border:.3g}", []).append(name)
     for value, alike in names.items():
         rule = f"most of the border of {listed(alike)} is about {value}, and only 0 is background"
-        notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
+        notes.append(f"{rule}: the content box is the whole grid; make it 0 if nothing is there")
     return notes
 
 

@@ -387,7 +387,9 @@ def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path, de
         assert taken_by_program([path], inputs) == expected
 
 
-@pytest.mark.parametrize("other", ["shifted", "shape", "metres", "shear", "air"])
+@pytest.mark.parametrize(
+    "other", ["shifted", "shape", "metres", "shear", "air", "one value", "zeros"]
+)
 def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_path, other):
     image, affine = volume("t1gd"), np.eye(4)
     affines = {
@@ -399,6 +401,10 @@ def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_
     second = affine if other == "shifted" else affines.get(other, affine)
     if other == "shape":
         image = image[:-1]
+    if other == "one value":
+        image = np.where(image == 0, 0, 7).astype(np.int16)
+    if other == "zeros":
+        image = np.zeros_like(image)
     if other == "air":
         image = np.where(image == 0, -1000, image)
     paths = [first, write_nifti(tmp_path / "x_t1ce.nii.gz", image, second)]
