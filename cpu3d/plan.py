@@ -11,6 +11,7 @@ memory policy."""
 
 import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -486,10 +487,18 @@ def _price(
         resolution=config.resolution,
         copies=copies,
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
+        scored_shape=_scored_shape(plan.store),
         cases=len(plan.store.manifest.cases),
         has_ignored=plan.store.manifest.ignore is not None,
     )
     return price_of_run(constants, accuracy, beside, workers=plan.workers)
+
+
+def _scored_shape(store: Store) -> Optional[Shape3]:
+    """The largest grid that answers on validation cases are brought back to; None if there are no
+    such cases, or they were not resampled."""
+    shapes = [record.scored_shape for record in store.cases("val") if record.resampled_from]
+    return max(shapes, key=math.prod, default=None)
 
 
 def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:

@@ -80,10 +80,15 @@ def test_the_hours_of_folds_count_scores_on_the_sources_grids(tmp_path):
     options = {"workers": 1, "fractions": (1, 0, 0), "spacing": (1.0, 1.0, 1.0)}
     prepare(tmp_path / "data", tmp_path / "store", **options)
     store = open_store(tmp_path / "store")
-    plan = make_plan(store, tmp_path / "run", HOST, {"fold": "1/5", "steps": 4, "device": "cpu"})
+    folds = [f"{number}/5" for number in range(1, 6)]
+    (fold,) = [name for name in folds if "c" in with_fold(store, name).manifest.split["val"]]
+    plan = make_plan(store, tmp_path / "run", HOST, {"fold": fold, "steps": 4, "device": "cpu"})
     as_stored = dataclasses.replace(store.manifest, target_spacing_mm=None)
-    of_store = dataclasses.replace(plan, store=with_fold(Store(store.folder, as_stored), "1/5"))
+    of_store = dataclasses.replace(plan, store=with_fold(Store(store.folder, as_stored), fold))
     more = 60 * 50 * 40 - 48 * 40 * 32
+    memory = {part.name: part.bytes for part in plan.forecast.full.beside}
+    regions = len(store.manifest.regions)
+    assert memory["answers on sources' grids"] == 4 * (regions + 1) * 60 * 50 * 40
     assert beside_s(plan) - beside_s(of_store) == pytest.approx(2 * SCORE_S * more / 1e6)
 
 
