@@ -445,13 +445,6 @@ def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     return {name: value for name, value in content.items() if name not in left_out}
 
 
-def with_names_of_now(content: Mapping[str, Any]) -> Dict[str, Any]:
-    """The fields of a manifest.json or a source.json: earlier stores have the target spacing under
-    the name that a case's own spacing has."""
-    names = {"spacing_mm": "target_spacing_mm"}
-    return {names.get(name, name): value for name, value in content.items()}
-
-
 def case_from_json(content: bytes) -> CaseRecord:
     """The record in JSON. Raises ValueError for other content and for a record that contradicts
     itself."""

@@ -33,7 +33,6 @@ from cpu3d.data.manifest import (
     case_list,
     record_path,
     to_json,
-    with_names_of_now,
 )
 from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
 from cpu3d.data.split import SPLITS, split_hash, split_problems
@@ -202,6 +201,13 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
     for path in folder.glob("cases-*.jsonl"):
         if path.name != name and _RECORDS.fullmatch(path.name):
             path.unlink()
+
+
+def with_names_of_now(content: Mapping[str, Any]) -> Dict[str, Any]:
+    """The fields of a manifest.json or a source.json: earlier stores have the target spacing under
+    the name that a case's own spacing has."""
+    names = {"spacing_mm": "target_spacing_mm"}
+    return {names.get(name, name): value for name, value in content.items()}
 
 
 def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:

@@ -28,6 +28,7 @@ from cpu3d.data.stores.channels import (
     INT16,
     Unit,
     facts_of_channel,
+    float16_image,
     image_in_steps,
     is_shown,
     rounding_in_windows,
@@ -47,8 +48,6 @@ from cpu3d.errors import InputError, raise_if_any
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
 CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
-FLOAT16_MAX = float(np.finfo(np.float16).max)
-FLOAT16_SMALLEST = np.float16(2**-24)
 
 # Of a record: the files of a case that is in no store.
 WITHOUT_FILES: Dict[str, Any] = {
@@ -86,8 +85,8 @@ def load_case(
     target_spacing_mm: Optional[Spacing3] = None,
     normalisation: Sequence[Normalisation] = (),
 ) -> LoadedCase:
-    """Read and check a case, turn it to axes R A S, and resample it to
-    `target_spacing_mm`, if given.
+    """Read and check a case, turn it to axes R A S, and resample it to `target_spacing_mm`, if
+    given.
 
     The image is int16 if every voxel is integral and in range, else `float16_image`, or
     `image_in_steps` if a channel of `normalisation` is not over the foreground. `labels` are
@@ -98,12 +97,7 @@ def load_case(
     InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
     volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
-    background = []
-    for volume, each in zip(volumes, kinds):
-        background.append(border_value(volume) if each.has_background else 0.0)
-    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
-    if label is not None:
-        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
+    background = _backgrounds(volumes, kinds)
     made = _Resampled(label, nifti.ras_spacing_mm(geometry))
     if target_spacing_mm:
         # In the list's places, one after the other, so that each volume is forgotten at once.
@@ -129,10 +123,18 @@ def load_case(
         stem=files.case_id,
         stored=whole(image.shape[:3]),
         **WITHOUT_FILES,
-        background=tuple(background) if any(background) else (),
+        background=background,
         resampled_from=made.source,
     )
     return LoadedCase(image, label, made.source_label, record)
+
+
+def _backgrounds(volumes: Sequence[Array], kinds: Sequence[Normalisation]) -> Tuple[float, ...]:
+    """Per channel, what most of the border is if it should perhaps be 0; none if it is 0 in all."""
+    values = []
+    for volume, each in zip(volumes, kinds):
+        values.append(border_value(volume) if each.has_background else 0.0)
+    return tuple(values) if any(values) else ()
 
 
 class _Resampled(NamedTuple):
@@ -220,7 +222,8 @@ def _read(
     kinds: Sequence[Normalisation],
     zero_nan: bool,
 ) -> Tuple[List[Array], Optional[Array], Geometry, int]:
-    """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
+    """(volume of each channel, label, grid of the files, voxels that were zeroed), with axes R A
+    S."""
     if len(files.images) not in (1, len(channels)):
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
@@ -255,37 +258,11 @@ def _read(
         except InputError as error:
             problems += error.problems
     raise_if_any(problems)
-    return volumes, label, grids[files.images[0]], zeroed_voxels
-
-
-def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array, float]:
-    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0
-    elsewhere.
-
-    A score that rounds to 0 becomes the smallest positive number: 0 is background. Returned with
-    the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
-    channels whose scores float16 cannot hold."""
-    image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
-    problems = []
-    error = 0.0
-    for index, volume in enumerate(volumes):
-        inside = volume != 0
-        values = volume[inside].astype(np.float64)
-        with np.errstate(all="ignore"):  # an overflow is refused below
-            std = values.std()
-            scores = (values - values.mean()) / std
-            largest = float(np.abs(scores).max())
-        if not (0 < std < np.inf and largest <= FLOAT16_MAX):
-            rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
-            got = f"{largest:g} with deviation {std:g}"
-            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
-            continue
-        rounded = scores.astype(np.float16)
-        rounded[rounded == 0] = FLOAT16_SMALLEST
-        error = max(error, float(np.abs(rounded - scores).max()))
-        image[..., index][inside] = rounded
-    raise_if_any(problems)
-    return image, error
+    geometry = grids[files.images[0]]
+    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    if label is not None:
+        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
+    return volumes, label, geometry, zeroed_voxels
 
 
 def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array:
@@ -420,17 +397,9 @@ def _channels(
     for channels without contrast, for CT in the place of others, for NaN and infinity unless they
     are to be background, and for another number of channels.
     """
-    names = [name for name, _ in wanted]
     if array.ndim == 3:
         array = array[..., None]
-    count = len(names)
-    places: Sequence[int] = range(count)
-    if present:
-        count = len(present)
-        places = places_of(names, present, str(path))
-    if array.shape[3] != count:
-        advice = "give one 4D file or one 3D file for each channel"
-        raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
+    places = _places(path, array.shape[3], [name for name, _ in wanted], present)
     volumes = []
     problems = []
     for place, (name, each) in zip(places, wanted):
@@ -460,6 +429,19 @@ def _channels(
             volumes.append(_as_int16(volume))
     raise_if_any(problems)
     return volumes
+
+
+def _places(path: Path, count: int, names: Sequence[str], present: Sequence[str]) -> Sequence[int]:
+    """The places of channels among the `count` of a file. Raises InputError for another number."""
+    places: Sequence[int] = range(len(names))
+    expected = len(names)
+    if present:
+        places = places_of(names, present, str(path))
+        expected = len(present)
+    if count != expected:
+        advice = "give one 4D file or one 3D file for each channel"
+        raise InputError(f"{path} must hold {expected} channel(s), got {count}; {advice}")
+    return places
 
 
 def _as_int16(volume: Array) -> Array:

@@ -13,10 +13,10 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
-from cpu3d.data.manifest import SCHEMA, Manifest, case_list, with_names_of_now
+from cpu3d.data.manifest import SCHEMA, Manifest, case_list
 from cpu3d.data.normalise import CHOSEN, Kind, Normalisation, if_any_differs
 from cpu3d.data.region import whole
-from cpu3d.data.store import open_store
+from cpu3d.data.store import open_store, with_names_of_now
 from cpu3d.data.stores.convert import USUAL, Settings
 from cpu3d.data.stores.dataset import Dataset, Problems
 from cpu3d.data.stores.layouts import labels_in_use
