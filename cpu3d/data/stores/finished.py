@@ -69,6 +69,13 @@ def differences(
     for case_id in sorted(absent):
         if case_id not in but:
             changes.append(f"{rule} case {case_id} is no longer whole in {dataset.folder}")
+    return changes + _split_changes(rule, old, patients, splitting)
+
+
+def _split_changes(
+    rule: str, old: Manifest, patients: Mapping[str, str], splitting: Splitting
+) -> List[str]:
+    """The line for another split, or other folds, than those of a store; none for the same."""
     kept = f"{split_sizes(old)}, seed {old.split_seed}"
     if old.folds or splitting.folds:
         asked = (splitting.split(patients), splitting.folds_of(patients))
@@ -76,10 +83,10 @@ def differences(
             wanted = kept
             if old.folds:
                 wanted = f"the {len(old.folds)} folds of its --splits"
-            changes.append(f"{rule} --splits or --split asks for others than {wanted}")
+            return [f"{rule} --splits or --split asks for others than {wanted}"]
     elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
-        changes.append(f"{rule} --split and --seed ask for another split than {kept}")
-    return changes
+        return [f"{rule} --split and --seed ask for another split than {kept}"]
+    return []
 
 
 def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting) -> bool:
