@@ -163,8 +163,8 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         own["format"] = record.format
         if record.stored != whole(record.shape):
             own["crop"] = True
-        elif record.box != record.stored:
-            own["crop"] = False
+        elif record.box != record.stored and not manifest.normalisation:
+            own["crop"] = False  # else the box may not have been known
         if record.zeroed_voxels:
             own["zero_nan"] = True
     lost = f"store {store_dir}, whose source.json is lost or damaged,"

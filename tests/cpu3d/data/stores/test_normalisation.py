@@ -176,6 +176,18 @@ def test_lost_settings_come_back_with_the_kinds_of_the_store_alone(tmp_path, beg
             prepare(tmp_path / "store-data", store.folder, **options)
 
 
+def test_lost_settings_of_a_cropped_ct_whose_box_was_not_known_come_back(tmp_path):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    store = tmp_path / "store"
+    options = {"fractions": (2, 1, 1), "workers": 1, "settings": Settings(crop=True)}
+    before = prepare(data, store, **options)
+    assert all(record.stored == whole(SHAPE) != record.box for record in before.cases)
+    content = (store / SOURCE).read_bytes()
+    (store / SOURCE).unlink()
+    assert prepare(data, store, **options) == before
+    assert (store / SOURCE).read_bytes() == content
+
+
 def test_a_ct_without_labelled_voxels_is_refused_unless_another_kind_is_chosen(tmp_path):
     data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
     for path in (data / "labelsTr").glob("*"):
