@@ -3,7 +3,7 @@ folds."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from cpu3d.data.normalise import Normalisation
 from cpu3d.data.stores.names import places_of
@@ -56,6 +56,14 @@ class Dataset:
     folds: Tuple[Split, ...] = ()  # that its list gives
     normalisation: Tuple[Normalisation, ...] = ()
     """Of each channel, as decided for its store; none is over the foreground in all of them."""
+
+    @property
+    def named_codes(self) -> Set[int]:
+        """The codes of the regions that it or a user names, which a store has even if they occur in
+        none of its cases."""
+        if self.regions is None:
+            return set()
+        return {code for codes in self.regions.values() for code in codes}
 
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""

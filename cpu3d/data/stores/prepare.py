@@ -23,26 +23,16 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
-    CaseList,
-    CaseRecord,
     Manifest,
-    make_manifest,
-    record_path,
-    to_json,
 )
-from cpu3d.data.normalise import if_any_differs
-from cpu3d.data.store import Store, open_store, write_store
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.convert import (
     USUAL,
-    Job,
     Settings,
-    convert_all,
-    refuse_bad_cases,
 )
 from cpu3d.data.stores.dataset import Dataset, parse_regions
 from cpu3d.data.stores.finished import differences, still_lost
@@ -53,18 +43,13 @@ from cpu3d.data.stores.folder import (
     has_grown,
     has_settings,
     identity,
-    normalisation_begun,
-    note_no_growth,
-    note_normalisation,
     read_quarantine,
     restore_source,
     settings_of,
-    write_quarantine,
 )
 from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
 from cpu3d.data.stores.names import without_number
-from cpu3d.data.stores.normalisation import decide, in_window, with_windows
-from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines
+from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.resample import (
     Keep,
@@ -84,11 +69,11 @@ from cpu3d.data.stores.splits import (
     read_folds,
     split_sizes,
 )
+from cpu3d.data.stores.unfinished import finish
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.atomic import write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.progress import say
-from cpu3d.util.records import count, versions
+from cpu3d.util.records import count
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, format_bytes
 
@@ -222,34 +207,8 @@ def prepare(
     with claimed(store_dir, "store", SOURCE, claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, splitting)
-        manifest = _finish(store_dir, dataset, settings, workers, splitting, skip_bad)
+        manifest = finish(store_dir, dataset, settings, workers, splitting, skip_bad)
     print_summary(store_dir)
-    return manifest
-
-
-def _finish(
-    store_dir: Path,
-    dataset: Dataset,
-    settings: Settings,
-    workers: int,
-    splitting: Splitting,
-    skip_bad: bool,
-) -> Manifest:
-    """Convert the cases that a store does not have yet, and write its manifest."""
-    dataset = _with_kinds(dataset, store_dir, splitting, settings, workers)
-    jobs = [Job(files) for files in dataset.cases]
-    records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
-    mixed = mixed_orientation(records)
-    records = records.without(mixed)
-    problems.update({**dataset.problems, **mixed})
-    if not skip_bad:
-        refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-    dataset, records = _with_windows(dataset, records, splitting, store_dir)
-    manifest = _manifest_of(dataset, records, splitting, settings)
-    write_quarantine(store_dir, problems)
-    if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
-        note_no_growth(store_dir)
-    write_store(store_dir, manifest)
     return manifest
 
 
@@ -305,75 +264,6 @@ def _with_spacing(
     return replace(settings, target_spacing_mm=target)
 
 
-def _with_kinds(
-    dataset: Dataset, store_dir: Path, splitting: Splitting, settings: Settings, workers: int
-) -> Dataset:
-    """The data set with the kind of normalisation of each channel: as its store was begun, or as is
-    decided now by its training cases."""
-    begun = normalisation_begun(store_dir)
-    if begun is not None:
-        return replace(dataset, normalisation=begun)
-    split = splitting.split({case.case_id: case.patient_id for case in dataset.cases})
-    decided = decide(dataset, split["train"], settings.normalise, workers)
-    note_normalisation(store_dir, decided)
-    return replace(dataset, normalisation=decided)
-
-
-def _with_windows(
-    dataset: Dataset, records: CaseList, splitting: Splitting, store_dir: Path
-) -> Tuple[Dataset, CaseList]:
-    """The data set with the windows of its CT, by the records of the training cases; and the
-    records with the boxes that follow."""
-    split = splitting.split({case.case_id: case.patient_id for case in records.known})
-    training = records.chosen(split["train"]) if split["train"] else records
-    windows = with_windows(dataset.normalisation, dataset.channels, training)
-    dataset = replace(dataset, normalisation=windows)
-    if all(each.low is None for each in windows):
-        return dataset, records
-
-    def boxed() -> Iterator[CaseRecord]:
-        for record in records:
-            known = in_window(record, windows, dataset.ignore)
-            write_json(record_path(store_dir, record.case_id), to_json(known))
-            yield known
-
-    return dataset, CaseList.collected(boxed(), store_dir)
-
-
-def _manifest_of(
-    dataset: Dataset, records: CaseList, splitting: Splitting, settings: Settings
-) -> Manifest:
-    """The manifest of a new store with these cases, whose split is drawn now."""
-    patients_of = {case.case_id: case.patient_id for case in records.known}
-    codes: Set[int] = set()
-    for record in records:
-        codes.update(record.label_voxels)
-        if record.resampled_from:  # also those that are too small for its voxels
-            codes.update(record.resampled_from.label_voxels)
-    named = _named_codes(dataset)
-    if dataset.ignore is not None:
-        named.add(dataset.ignore)  # it keeps its name, also if no label holds it
-    labels = labels_in_use(dataset.layout, dataset.labels, codes | named)
-    regions = regions_in(dataset, labels)
-    return make_manifest(
-        name=dataset.name,
-        layout=dataset.layout,
-        channels=dataset.channels,
-        labels=labels,
-        regions=regions,
-        paint=paint_by_order(regions, dataset.class_order),
-        ignore=dataset.ignore,
-        split=splitting.split(patients_of),
-        split_seed=splitting.seed,
-        folds=splitting.folds_of(patients_of),
-        cases=records,
-        versions=versions(),
-        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
-        target_spacing_mm=settings.target_spacing_mm,
-        normalisation=if_any_differs(dataset.normalisation),
-    )
-
-
 def _finished_before(
     store_dir: Path,
     dataset: Dataset,
@@ -404,7 +294,7 @@ def _finished_before(
 def _announce(dataset: Dataset) -> None:
     """Print the data set's cases, channels, patients and label codes."""
     regions = regions_in(dataset, dataset.labels)
-    always = labels_in_use(dataset.layout, dataset.labels, _named_codes(dataset))
+    always = labels_in_use(dataset.layout, dataset.labels, dataset.named_codes)
     facts = f"{count(dataset.cases, 'case')}, layout {dataset.layout}"
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
     twins = [name for name in dataset.channels if without_number(name) != name]
@@ -425,14 +315,6 @@ def _announce(dataset: Dataset) -> None:
             " be too good"
         )
     say(*lines, stderr=False)
-
-
-def _named_codes(dataset: Dataset) -> Set[int]:
-    """The codes of the regions that a data set or a user names, which a store has even if they
-    occur in none of its cases."""
-    if dataset.regions is None:
-        return set()
-    return {code for codes in dataset.regions.values() for code in codes}
 
 
 def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optional[int]) -> str:
