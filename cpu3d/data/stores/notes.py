@@ -96,6 +96,23 @@ def mixed_orientation(
     return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}
 
 
+def unit_notes(
+    record: CaseRecord, channels: Sequence[str], normalisation: Sequence[Normalisation]
+) -> List[str]:
+    """A note for each CT of a case that joins a store whose labelled voxels are mostly outside of
+    the store's window."""
+    notes = []
+    for name, each, values in zip(channels, normalisation, record.foreground):
+        if each.low is None or each.high is None or not values:
+            continue
+        middle = float(np.median(values))
+        if not each.low <= middle <= each.high:
+            window = f"the store's window from {each.low:.4g} to {each.high:.4g}"
+            rule = f"labelled values of {name} about {middle:.4g} do not fit {window}"
+            notes.append(f"{rule}: they may be in another unit, as HU + 1024")
+    return notes
+
+
 def window_notes(
     image: Array,
     record: CaseRecord,

@@ -25,7 +25,7 @@ from cpu3d.data.stores.dataset import CaseFiles, Dataset, regions_in_words
 from cpu3d.data.stores.finished import still_lost
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
 from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines
+from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines, unit_notes
 from cpu3d.data.stores.prepare import (
     PATIENTS_HELP,
     SKIP_BAD_HELP,
@@ -110,7 +110,10 @@ def run_append(options: Append) -> int:
             way = "train on cases of new patients, and none holds them out"
             lines.append(f"  folds    all {len(after.folds)} {way}")
     added = case_list(after.cases).chosen(done.new)
-    notes = {record.case_id: case_notes(record, after.channels, after.ignore) for record in added}
+    notes = {}
+    for record in added:
+        of_unit = unit_notes(record, after.channels, after.normalisations)
+        notes[record.case_id] = [*case_notes(record, after.channels, after.ignore), *of_unit]
     say(*lines, *note_lines(notes), stderr=False)
     say(*still_lost(folder, options.dataset, done.elsewhere))
     return 0

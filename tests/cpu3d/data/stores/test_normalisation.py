@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from cpu3d.__main__ import main
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.manifest import case_from_json
@@ -450,6 +451,21 @@ def test_nan_becomes_what_surrounds_the_volume(tmp_path, name, filled):
 
 
 # --- Stores that grow, break and continue ---
+
+
+@pytest.mark.parametrize("added", [0, 1024])
+def test_a_ct_in_another_unit_that_joins_a_store_is_named(tmp_path, capsys, added):
+    def in_unit(seed):
+        return (in_hounsfield_units(seed + 9) + added).astype(np.int16)
+
+    store = prepared(tmp_path, in_hounsfield_units, names=("CT",))
+    more = data_set(tmp_path / "more", in_unit, names=("CT",), cases=2)
+    for path in sorted(more.glob("*/*.nii.gz")):
+        path.rename(path.with_name(f"new_{path.name}"))
+    about = (more / "dataset.json").read_text()
+    (more / "dataset.json").write_text(about.replace("/c_", "/new_c_"))
+    assert main(["store", "append", str(store.folder), "--dataset", str(more)]) == 0
+    assert ("do not fit the store's window" in capsys.readouterr().out) == bool(added)
 
 
 def test_appended_cases_are_normalised_as_the_store(tmp_path):
