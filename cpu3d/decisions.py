@@ -136,7 +136,7 @@ def store_facts(store: Store) -> StoreFacts:
         paint=manifest.paint,
         split_hash=manifest.split_hash,
         spacing_mm=tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
-        target_spacing_mm=manifest.spacing_mm,
+        target_spacing_mm=manifest.target_spacing_mm,
         oriented=placed.pop() if len(placed) == 1 else None,
         normalisation=manifest.normalisation,
     )

@@ -140,7 +140,10 @@ def beside_s(plan: Plan) -> Optional[float]:
     if plan.forecast.coarse:
         coarse_s = _pass_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
     validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
-    score_s = SCORE_S * math.prod(manifest.largest_shape) / 1e6
+    most_voxels = math.prod(manifest.largest_shape)
+    if manifest.target_spacing_mm:  # scores are on the grids that cases were resampled from
+        most_voxels = max(math.prod(record.scored_shape) for record in manifest.cases)
+    score_s = SCORE_S * most_voxels / 1e6
     answer_s = 2 ** len(mirrored_axes_of(config, Inference())) * full_s
     decided_and_scored_s = 2 * (answer_s + score_s)  # it answers again for each
     return START_S + held_out * (validations * validation_s + decided_and_scored_s)

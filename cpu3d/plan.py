@@ -11,12 +11,13 @@ memory policy."""
 
 import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.chosen import Chosen, chosen_again, located, recipe_settings, with_settings
-from cpu3d.data.labels import mirror_pair
+from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, grid_size
@@ -197,7 +198,7 @@ class Plan:
         if of_batch_norm:
             notes.append(of_batch_norm)
         manifest = self.store.manifest
-        pair = mirror_pair([*manifest.labels.values(), *manifest.regions])
+        pair = mirror_pair(all_names(manifest.labels, manifest.regions))
         if pair and config.augment.flip and "X" in config.augment.flip_axes:
             sides = " and ".join(pair)
             notes.append(f"no mirroring along X, as the labels {sides} are left and right")
@@ -476,10 +477,18 @@ def _price(
         resolution=config.resolution,
         copies=copies,
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
+        scored_shape=_scored_shape(plan.store),
         cases=len(plan.store.manifest.cases),
         has_ignored=plan.store.manifest.ignore is not None,
     )
     return price_of_run(constants, accuracy, beside, workers=plan.workers)
+
+
+def _scored_shape(store: Store) -> Optional[Shape3]:
+    """The largest grid that answers on validation cases are brought back to; None if there are no
+    such cases, or they were not resampled."""
+    shapes = [record.scored_shape for record in store.cases("val") if record.resampled_from]
+    return max(shapes, key=math.prod, default=None)
 
 
 def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:

@@ -101,7 +101,9 @@ class Settings:
     augment: AugmentConfig = field(default_factory=AugmentConfig)
 
     extent: str = _data(
-        "brain", "the brain's box, or the full grid; lossless either way", choices=EXTENTS
+        "brain",
+        "the box of what is there (docs/data.md), or the full grid; lossless either way",
+        choices=EXTENTS,
     )
     channels: Tuple[str, ...] = _data(
         (), "image channels to use, such as FLAIR; default: all", "NAME"

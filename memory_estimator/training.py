@@ -44,6 +44,9 @@ class Beside:
     resolution: float = 1.0  # of the steps' input, as a share of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
+    scored_shape: Optional[Shape3] = None
+    """Of the largest grid that answers are brought back to when post-processing is decided; None if
+    cases are scored on the grid that they are stored on."""
     cases: int = 0  # of the store
     has_ignored: bool = False  # whether the store has voxels that are not to be learnt
 
@@ -63,12 +66,16 @@ def price_of_run(
         if beside.resolution < 1:  # in float32, first the image, then the target
             of_target = job.unet.outputs + beside.has_ignored
             averaged = 4 * math.prod(job.shape) * max(job.unet.channels, of_target)
+        answers = 0
+        if beside.scored_shape:  # of all regions, and one of them halfway, in float32
+            answers = 4 * (job.unet.outputs + 1) * math.prod(beside.scored_shape)
         records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
         twice = "exact: from before the timing, or on another grid"
         scattered = "at most: pages too scattered for maps of full size"
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation"),
             Component("an averaged volume", averaged, "exact: of a sample in preparation"),
+            Component("answers on sources' grids", answers, "counted: brought back to be scored"),
             Component("variables, once more", copies, twice),
             Component("left by coarse steps", beside.left_bytes, scattered),
             Component("case records", records, "measured: of each case what is kept in memory"),

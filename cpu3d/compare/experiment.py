@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings
 from cpu3d.compare.run import Evaluation
-from cpu3d.data.manifest import SPLITS
+from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus

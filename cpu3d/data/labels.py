@@ -173,6 +173,11 @@ def mirror_pair(names: Iterable[str]) -> Optional[Tuple[str, str]]:
     return None
 
 
+def all_names(labels: Mapping[int, str], regions: Iterable[str]) -> Tuple[str, ...]:
+    """The names of labels and regions, which tell whether some are left and right."""
+    return (*labels.values(), *regions)
+
+
 def mirrored_axes(names: Iterable[str]) -> Tuple[int, ...]:
     """The axes of X, Y, Z that images may be mirrored along: not X if labels are left and right."""
     return (1, 2) if mirror_pair(names) else (0, 1, 2)

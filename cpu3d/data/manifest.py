@@ -2,14 +2,12 @@
 
 import errno
 import functools
-import hashlib
 import json
 import os
 import tempfile
 import weakref
 import zlib
 from array import array
-from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
@@ -34,19 +32,18 @@ from msgspec import Meta
 
 from cpu3d.data.normalise import Normalisation, Statistics, of_all
 from cpu3d.data.region import Region, Shape3, xyz
+from cpu3d.data.split import FOLD_SPLITS, SPLITS, split_hash, split_problems
 from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.files import read_regular
 
 SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
-SPLITS = ("train", "val", "test")
-FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it holds out
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
-LATER = (
-    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks", "spacing_mm",
-    "resampled_from",
+LEFT_OUT = (
+    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks",
+    "target_spacing_mm", "resampled_from",
 )  # fmt: skip
 """Fields that are left out of the JSON where they are empty: it is then as it was before them."""
 
@@ -105,8 +102,8 @@ class CaseRecord:
     shape: Shape3  # voxels of the whole grid, also if only a box of it is stored
     spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region
-    """Smallest box around every voxel that is labelled, or in any channel not what surrounds the
-    volume: of a CT all up to the lower end of its window."""
+    """The content box: the smallest around every voxel that is labelled, or in any channel not what
+    surrounds the volume: of a CT all up to the lower end of its window."""
     image_dtype: Literal["int16", "float16"]
     """"int16": the source's values, exact, or as `units` say. "float16": (value - mean) / std of
     the source, rounded."""
@@ -172,6 +169,11 @@ class CaseRecord:
         return bool(self.label_voxels)
 
     @property
+    def scored_shape(self) -> Shape3:
+        """Voxels X, Y, Z of the grid that answers are scored on: the source's."""
+        return self.resampled_from.shape if self.resampled_from else self.shape
+
+    @property
     def channels(self) -> int:
         return len(self.channel_mean)
 
@@ -189,7 +191,7 @@ class Manifest:
     split: Dict[str, Tuple[str, ...]]
     """"train", "val", "test" -> case ids, sorted. Every case is in one of them, and stays there."""
     split_seed: int
-    split_hash: str  # from the function `split_hash`
+    split_hash: str  # as `split.split_hash` gives it
     largest_shape: Shape3  # of the cases' grids, axis by axis
     largest_box: Shape3
     unlabelled: Tuple[str, ...]
@@ -201,7 +203,7 @@ class Manifest:
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
-    spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
+    target_spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
     """Along R, A, S: what all cases are resampled to. None if they are stored as they are."""
     paint: Tuple[Tuple[str, Code], ...] = ()
     """Regions and the codes that they are painted with, in the order of painting, as of
@@ -419,75 +421,6 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
     return make_manifest(**{**kept, **changes})
 
 
-def split_hash(
-    split: Mapping[str, Sequence[str]],
-    cases: Iterable[Union[Known, CaseRecord]],
-    folds: Sequence[Mapping[str, Sequence[str]]] = (),
-    normalisation: Sequence[Normalisation] = (),
-) -> str:
-    """A hash, in twelve hex digits, of the case ids of each split, of their voxels, of the case ids
-    of given folds, and of a normalisation that is written."""
-    case_of = {case.case_id: case for case in cases}
-    digest = hashlib.sha256(b"{")  # of the JSON of all pairs, which is never in memory as a whole
-    for number, name in enumerate(SPLITS):
-        digest.update(f"{', ' if number else ''}{json.dumps(name)}: [".encode())
-        for place, case_id in enumerate(sorted(split[name])):
-            voxels = None
-            if case_id in case_of:
-                case = case_of[case_id]
-                voxels = (case.image_voxels_sha256, case.label_voxels_sha256)
-            digest.update(f"{', ' if place else ''}{json.dumps([case_id, voxels])}".encode())
-        digest.update(b"]")
-    digest.update(b"}")
-    if folds:
-        ids = [{name: sorted(fold[name]) for name in FOLD_SPLITS} for fold in folds]
-        digest.update(json.dumps(ids).encode())
-    if normalisation:
-        kinds = [{**each.to_json(), "why": ""} for each in normalisation]
-        digest.update(json.dumps(kinds).encode())
-    return digest.hexdigest()[:12]
-
-
-def split_problems(
-    split: Mapping[str, Sequence[str]],
-    cases: Iterable[Union[Known, CaseRecord]],
-) -> List[str]:
-    """A line for each patient and each image in more than one split, which would be trained on and
-    scored. `split` may also be a fold, which has no test cases and need not have all others."""
-    split_of = {case_id: name for name in split for case_id in split[name]}
-    split_cases = [case for case in cases if case.case_id in split_of]
-
-    def straddling(fact: str) -> Dict[str, Dict[str, Tuple[str, str]]]:
-        """Value of a fact that cases of several splits share -> split -> (its case, patient)."""
-        first: Dict[str, str] = {}
-        shared = set()
-        for case in split_cases:
-            name = split_of[case.case_id]
-            if first.setdefault(getattr(case, fact), name) != name:
-                shared.add(getattr(case, fact))
-        places: Dict[str, Dict[str, Tuple[str, str]]] = defaultdict(dict)
-        for case in split_cases if shared else ():
-            value = getattr(case, fact)
-            if value in shared:
-                places[value][split_of[case.case_id]] = (case.case_id, case.patient_id)
-        return dict(sorted(places.items()))
-
-    problems = []
-    for patient, places in straddling("patient_id").items():
-        got = " and ".join(places)
-        problems.append(
-            f"patient {patient} must be in one split, got {got}; keep its cases together"
-        )
-    for places in straddling("image_voxels_sha256").values():
-        if len({patient_id for _, patient_id in places.values()}) > 1:
-            names = " and ".join(f"{case_id} ({name})" for name, (case_id, _) in places.items())
-            rule = f"image of cases {names} must be in one split, got identical voxels"
-            first = "leave all but one out"
-            second = "`prepare` with --patients FILE that gives them one patient"
-            problems.append(f"{rule}; {first}, or {second}")
-    return problems
-
-
 def array_path(folder: Path, record: CaseRecord, kind: str) -> Path:
     """The file of a case's image, `kind` "x", its label, "y", or its source's label, "t"."""
     return Path(folder) / "cases" / f"{record.stem}.{kind}.{record.format}"
@@ -500,7 +433,7 @@ def record_path(folder: Path, case_id: str) -> Path:
 
 def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
     """A record, or a manifest without its cases, as JSON content."""
-    left_out = {name for name in LATER if not getattr(record, name, ())}
+    left_out = {name for name in LEFT_OUT if not getattr(record, name, ())}
     if isinstance(record, CaseRecord):
         content: Dict[str, Any] = msgspec.to_builtins(record)
     else:
@@ -536,11 +469,9 @@ def case_from_json(content: bytes) -> CaseRecord:
     later = (record.around, record.units, record.foreground, record.peaks)
     are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
-    source_shape = shape
     if record.resampled_from:
-        source_shape = record.resampled_from.shape
         has_files &= bool(record.resampled_from.label_bytes) == record.has_label
-    is_turned = sorted(geometry.shape) == sorted(source_shape)
+    is_turned = sorted(geometry.shape) == sorted(record.scored_shape)
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),

@@ -23,6 +23,9 @@ from cpu3d.data.region import Array, Region, xyz
 PERCENTILES = (0.5, 99.5)  # of the labelled foreground: the window of a CT, as nnU-Net's
 
 
+CHOSEN = "by --normalise"  # the reason for a kind that a user chose
+
+
 class Kind(str, enum.Enum):
     """What a channel's values become."""
 
@@ -67,6 +70,13 @@ class Normalisation:
     def is_of_case(self) -> bool:
         """Whether values become scores by a case's own mean and deviation."""
         return self.kind in (Kind.FOREGROUND, Kind.ZSCORE)
+
+    @property
+    def may_be_hounsfield(self) -> bool:
+        """Whether channels that look like CT are taken, whatever they are called: not if values
+        become scores by a case's own mean and deviation, unless a user chose that over all
+        voxels."""
+        return not self.is_of_case or (self.kind is Kind.ZSCORE and self.why == CHOSEN)
 
     @property
     def words(self) -> str:

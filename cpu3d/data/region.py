@@ -15,7 +15,7 @@ Shape3 = Tuple[int, int, int]
 Multiple = Union[int, Shape3]  # of all sides, or of X, Y and Z each
 Array = NDArray[Any]  # docstrings say its shape and dtype
 
-# What of a case the network gets: its brain's box, or its whole grid.
+# What of a case the network gets: its content box, "brain", or its whole grid.
 EXTENTS = ("brain", "full")
 
 
@@ -83,6 +83,12 @@ class Region:
         stop = xyz(map(min, self.stop, other.stop))
         size = xyz(b - a for a, b in zip(start, stop))
         return Region(start, size) if min(size) > 0 else None
+
+    def union(self, other: "Region") -> "Region":
+        """The smallest box that holds this and another."""
+        start = xyz(map(min, self.start, other.start))
+        stop = xyz(map(max, self.stop, other.stop))
+        return Region(start, xyz(b - a for a, b in zip(start, stop)))
 
 
 def round_up(shape: Shape3, multiple: Multiple) -> Shape3:

@@ -21,6 +21,7 @@ from cpu3d.data.store import case_region
 T = TypeVar("T")
 MASK = 2**64 - 1
 SAMPLINGS = ("random", "foreground", "centre")
+ATTEMPTS = 16  # most patches that are drawn for a position, if nothing in them is annotated
 # Keys of the random streams of an epoch's order, and of a patch: anywhere, and around a label.
 _ORDER = 0x6F72646572
 _PLACE = 0x706C616365
@@ -98,7 +99,8 @@ class PatchSampling:
     voxels, the others random. "centre": the one around the extent's middle."""
     foreground: float = 1 / 3
     """With "foreground": share of patches around labelled voxels, 0 to 1; nnU-Net's."""
-    codes: Tuple[Tuple[int, ...], ...] = ()  # with "foreground": label codes of each region
+    codes: Tuple[Tuple[int, ...], ...] = ()
+    """Label codes of each region, around whose voxels patches are drawn."""
     extent: str = "brain"
     seed: int = 0
     shuffle: bool = True  # whether cases come in another order every epoch
@@ -116,37 +118,55 @@ class PatchSampling:
         )
 
 
-def patch_at(position: int, sampling: PatchSampling, records: Sequence[CaseRecord]) -> Patch:
+def patch_at(
+    position: int, sampling: PatchSampling, records: Sequence[CaseRecord], attempt: int = 0
+) -> Patch:
     """The patch at `position` of an endless stream over `records`: an epoch takes one patch of
     each.
 
     With "foreground", any number of successive positions has its share of foreground patches, to
-    the nearest one; a case without the regions gives a random patch."""
+    the nearest one; a case without the regions gives a random patch. If nothing in a patch is
+    annotated, the next `attempt` below ATTEMPTS gives another of the same case; the last one is
+    around a labelled voxel."""
     sample = sample_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
     record = records[sample.case_index]
     shape = xyz(sampling.shape)
+    is_last = attempt == ATTEMPTS - 1
     if sampling.sampling == "centre":
         region = case_region(record, shape, sampling.extent)
-    elif sampling.sampling == "foreground" and _is_foreground(position, sampling.foreground):
-        region = Region(_start_around_label(position, sampling, record), shape)
+    elif is_last or _is_foreground(position, sampling):
+        region = Region(_start_around_label(position, sampling, record, attempt), shape)
     else:
-        region = Region(_random_start(position, sampling, record), shape)
+        region = Region(_random_start(position, sampling, record, attempt), shape)
     return Patch(sample.epoch, sample.case_index, region)
 
 
-def _is_foreground(position: int, share: float) -> bool:
+def _is_foreground(position: int, sampling: PatchSampling) -> bool:
     """Whether the patch at a position is to be around a labelled voxel: such positions are evenly
     spread, so that every batch has its share."""
+    if sampling.sampling != "foreground":
+        return False
+    share = sampling.foreground
     return math.floor((position + 1) * share) > math.floor(position * share)
 
 
-def _random_start(position: int, sampling: PatchSampling, record: CaseRecord) -> Shape3:
+def _units(sampling: PatchSampling, position: int, key: int, attempt: int) -> Iterator[float]:
+    """The random numbers of a patch: the first attempt at it has no number of its own."""
+    again = (attempt,) if attempt else ()
+    return random_units(sampling.seed, position, key, *again)
+
+
+def _random_start(
+    position: int, sampling: PatchSampling, record: CaseRecord, attempt: int
+) -> Shape3:
     """The first voxel of a patch anywhere in the extent."""
-    units = random_units(sampling.seed, position, _PLACE)
+    units = _units(sampling, position, _PLACE, attempt)
     return xyz(low + int(next(units) * (high - low + 1)) for low, high in _places(sampling, record))
 
 
-def _start_around_label(position: int, sampling: PatchSampling, record: CaseRecord) -> Shape3:
+def _start_around_label(
+    position: int, sampling: PatchSampling, record: CaseRecord, attempt: int
+) -> Shape3:
     """The first voxel of a patch around a voxel of a region; of one anywhere in the extent if the
     case has none of the regions."""
     regions: List[List[int]] = []  # the label codes that the case has, of each region with some
@@ -155,8 +175,8 @@ def _start_around_label(position: int, sampling: PatchSampling, record: CaseReco
         if occurring:
             regions.append(occurring)
     if not regions:
-        return _random_start(position, sampling, record)
-    units = random_units(sampling.seed, position, _CENTRE)
+        return _random_start(position, sampling, record, attempt)
+    units = _units(sampling, position, _CENTRE, attempt)
     of_code = next(units)
     of_region = next(units)
     of_centre = next(units)

@@ -7,7 +7,7 @@ seed anywhere.
     for image, target in volume_dataset(store, split="train", stop=100):
         ...  # image (1, X, Y, Z, C) float32, target (1, X, Y, Z, R) uint8
 
-Samples are made from the map of a .npy file, and voxels outside the patch or the brain's box are
+Samples are made from the map of a .npy file, and voxels outside the patch or the content box are
 not read. A sample's case, place and augmentation are a pure function of the seed and of its
 position in the endless stream of epochs: `start=k` gives what an uninterrupted run gives from
 sample k on, whatever the threads, the read mode and the store's format."""
@@ -22,6 +22,7 @@ import tensorflow as tf
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import labelled, loader, open_reading
 from cpu3d.data.files.reader import Reader
+from cpu3d.data.labels import all_names
 from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Array, Multiple, Shape3, is_integer, require, xyz
@@ -80,7 +81,7 @@ def volume_dataset(
         shuffle: whether cases come in another order every epoch; else in that of their ids.
         batch: samples of a batch; an incomplete last batch is dropped. It divides the worker's
             samples of a step.
-        extent: "brain" cuts a box of the same size out of every case, around its brain, large
+        extent: "brain" cuts a box of the same size out of every case, around its content, large
             enough to lose no voxel; "full" keeps the whole grid.
         grid: voxels X, Y, Z of all volumes, padded with what surrounds them, at least those of the
             largest case; None for the least that are a multiple of `multiple`.
@@ -163,7 +164,7 @@ def patch_dataset(
             around labelled voxels, the others random. "centre": the one around the extent's middle.
         foreground: with "foreground" the share of patches around labelled voxels, 0 to 1. Any
             number of successive patches has its share, to the nearest one.
-        extent: where patches are: "brain" for the brain's box, "full" for the whole grid.
+        extent: where patches are: "brain" for the content box, "full" for the whole grid.
 
     The other arguments, the batches and the errors are as for `volume_dataset`."""
     stream = _Stream(
@@ -300,7 +301,7 @@ def _dataset(
         form,
         share=stream.share,
         mirrored=stream.augment.mirrored_axes(
-            [*store.manifest.labels.values(), *store.manifest.regions]
+            all_names(store.manifest.labels, store.manifest.regions)
         ),
         normalisation=store.manifest.normalisation,
     )

@@ -25,7 +25,6 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
     SCHEMA,
-    SPLITS,
     CaseList,
     CaseRecord,
     Manifest,
@@ -33,11 +32,10 @@ from cpu3d.data.manifest import (
     case_from_json,
     case_list,
     record_path,
-    split_hash,
-    split_problems,
     to_json,
 )
 from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
+from cpu3d.data.split import SPLITS, split_hash, split_problems
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
 from memory_estimator.common.files import (
@@ -205,6 +203,13 @@ def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
             path.unlink()
 
 
+def with_names_of_now(content: Mapping[str, Any]) -> Dict[str, Any]:
+    """The fields of a manifest.json or a source.json: earlier stores have the target spacing under
+    the name that a case's own spacing has."""
+    names = {"spacing_mm": "target_spacing_mm"}
+    return {names.get(name, name): value for name, value in content.items()}
+
+
 def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
     """Raise InputError unless `wanted` has some of `names`, each once."""
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(names):
@@ -232,6 +237,7 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
     """The manifest with its cases. Raises InputError unless they are those of its split."""
     fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
     try:
+        fields = with_names_of_now(fields)
         bare: Manifest = typed({**fields, "cases": []}, Manifest, "manifest")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         rule = f"{folder / 'manifest.json'} must be complete"
@@ -286,6 +292,6 @@ def grid_size(store: Store, *, extent: str, multiple: Multiple) -> Shape3:
 
 
 def case_region(record: CaseRecord, size: Shape3, extent: str) -> Region:
-    """The region of `size` around a case's brain, or around its whole grid."""
+    """The region of `size` around a case's content box, or around its whole grid."""
     inner = record.box if extent == "brain" else whole(record.shape)
     return centred(inner, size, record.shape)

@@ -48,7 +48,7 @@ class Ensemble:
         self.normalisation_of = first.normalisation_of
         self.labels = first.labels
         self.regions = first.regions
-        self.spacing_mm = first.spacing_mm
+        self.target_spacing_mm = first.target_spacing_mm
         # All that any of the runs needs: they may have learnt from different channels.
         needed = {name for predictor in predictors for name in predictor.inputs}
         self.inputs = tuple(name for name in first.channels if name in needed)

@@ -47,9 +47,10 @@ from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_spacing_mm, ras_steps_mm, write_label, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
-from cpu3d.data.stores.case import LoadedCase, case_notes, load_case, note_lines
+from cpu3d.data.stores.case import LoadedCase, load_case
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.layouts import LABEL_CODES
+from cpu3d.data.stores.notes import case_notes, note_lines, window_notes
 from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
@@ -178,18 +179,23 @@ def predict_case(
     if options.page:
         outputs.append(page_file)
     _check_replaceable(sidecar, outputs, files)
+    kinds = predictor.normalisation_of(case.channels)
     loaded = load_case(
         files,
         channels=case.channels,
         zero_nan=options.zero_nan,
-        spacing_mm=predictor.spacing_mm,
-        normalisation=predictor.normalisation_of(case.channels),
+        target_spacing_mm=predictor.target_spacing_mm,
+        normalisation=kinds,
     )
     record = loaded.record
     geometry = record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
     label = postprocessing.paint(answers, case.regions, ras_steps_mm(geometry))
-    notes = [*case_notes(record, case.channels), *training_notes(record, configs)]
+    notes = [
+        *case_notes(record, case.channels),
+        *training_notes(record, configs),
+        *window_notes(loaded.image, record, case.channels, kinds),
+    ]
     more = {"postprocessing": postprocessing.words, "probabilities": names, "notes": notes}
     content = _sidecar(case, record, label, **more) | about
     # First, so that a label cut off by a crash is known as ours and can be redone.
@@ -201,7 +207,6 @@ def predict_case(
         write_volume(out / name, probability, geometry, compression=1)
     write_label(label_file, label, geometry)
     if options.page:
-        kinds = predictor.normalisation_of(case.channels)
         write_case_page(page_file, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(sidecar, content)

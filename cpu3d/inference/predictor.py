@@ -50,7 +50,7 @@ class Predictor:
         self.labels: Dict[int, str] = config.label_names
         self.normalisation_of = config.normalisation_of
         self.regions: Dict[str, Tuple[int, ...]] = config.codes_by_region
-        self.spacing_mm = config.target_spacing_mm  # that images must have; None: any
+        self.target_spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
@@ -68,7 +68,7 @@ class Predictor:
 
         `image` and `record` are a store's or `load_case`'s; `channels` names the image's, all of
         the store's if none. In one pass the network sees the grid it was trained on, larger if this
-        case needs it. Windows slide over the brain's box, or with the full extent over the volume,
+        case needs it. Windows slide over the content box, or with the full extent over the volume,
         and at least one window's size of it. Outside of that the probability is 0. Raises
         DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
         region = self.region(record)

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.data.labels import all_names
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.resample import differs
 from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, raise_if_any
@@ -32,7 +34,6 @@ COMMON = (
     "store_channels", "label_names", "region_codes", "paint", "regions", "split_hash",
     "target_spacing_mm",
 )  # fmt: skip
-SPACING_SHARE = 0.1  # by which a spacing may differ from the training's before it is said
 GROUP = "inference (default: as the run was trained)"
 _RUN = (
     "run folder written by train; several, such as all folds, predict by their mean probabilities, "
@@ -98,7 +99,7 @@ def mirrored_axes_of(config: RunConfig, inference: Inference) -> Tuple[int, ...]
     that it was trained on; none without them."""
     if inference.flips is False:
         return ()
-    return config.augment.mirrored_axes([*config.label_names.values(), *config.region_codes])
+    return config.augment.mirrored_axes(all_names(config.label_names, config.region_codes))
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:
@@ -168,9 +169,8 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
     notes = []
     for config in configs:
         trained = config.spacing_mm or record.spacing_mm
-        shares = [abs(got / usual - 1) for got, usual in zip(record.spacing_mm, trained)]
         is_as_it_was = config.target_spacing_mm is None  # else it was resampled
-        if is_as_it_was and max(shares) > SPACING_SHARE + 1e-6:  # 1.1 mm are not above 10 % more
+        if is_as_it_was and differs(record.spacing_mm, trained):
             own, usual = (" x ".join(f"{n:.3g}" for n in mm) for mm in (record.spacing_mm, trained))
             effect = "the answer may be worse; resample the image to the latter"
             notes.append(f"voxels of {own} mm, but the run was trained on {usual} mm: {effect}")

@@ -9,7 +9,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
 
 import numpy as np
 
-from cpu3d.data.manifest import SPLITS
+from cpu3d.data.split import SPLITS
 from cpu3d.errors import InputError
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import METRICS, metric_notes

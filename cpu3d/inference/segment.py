@@ -216,8 +216,17 @@ def listed_channels(path):
             if not isinstance(content, dict):  # of something else
                 return []
             names = content.get("channel_names") or content.get("modality") or {}
-            return [names[number] for number in sorted(names, key=int)]
+            return numbered_twins([names[number] for number in sorted(names, key=int)])
     return []
+
+
+def numbered_twins(names):
+    """Names of which some are the same, these with their number among them: MRI (1), MRI (2)."""
+    numbered = []
+    for place, name in enumerate(names):
+        is_twin = names.count(name) > 1
+        numbered.append(f"{name} ({names[: place + 1].count(name)})" if is_twin else name)
+    return numbered
 
 
 def channel_of(name, about):
@@ -434,18 +443,38 @@ def spacing_of(file):
 def cleaned(image, about):
     """The network's channels without NaN, infinity, and what splines have left around a head."""
     channels = []
-    for volume, name, kind in zip(np.moveaxis(image, -1, 0), about["channels"], kinds_of(about)):
+    for volume, kind in zip(np.moveaxis(image, -1, 0), kinds_of(about)):
         is_finite = np.isfinite(volume)
         if kind["kind"] != "zscore-foreground":
             sides = border(volume)
             around = middle(sides[np.isfinite(sides)])
             channels.append(np.where(is_finite, volume, around))
             continue
-        volume = np.where(is_finite, volume, np.float32(0))
-        if np.mean((volume > -1100) & (volume < -900)) >= 0.05:
+        channels.append(without_residue(np.where(is_finite, volume, np.float32(0))))
+    for volume, name, kind in zip(channels, about["channels"], kinds_of(about)):
+        is_air = (volume > -1100) & (volume < -900)
+        if name in about.get("not_ct", ()) and is_air.mean() >= 0.05:
             sys.exit(f"{name} must not be CT, got large parts at the value of air, -1000 HU")
-        channels.append(without_residue(volume))
+        inside = volume[volume != 0] if kind["kind"] == "zscore-foreground" else volume
+        if not inside.size or inside.min() == inside.max():
+            sys.exit(f"{name} must vary, got one value; fetch the image again")
     return np.stack(channels, -1).astype(np.float32)
+
+
+def notes_on_windows(image, about):
+    """What to say of CT whose values are not those that the training's window is of."""
+    for volume, name, kind in zip(np.moveaxis(image, -1, 0), about["channels"], kinds_of(about)):
+        if "low" not in kind:
+            continue
+        low = kind["low"]
+        high = kind["high"]
+        values = volume.ravel()[:: max(volume.size // 10**6, 1)]
+        least, most = np.percentile(values, (0.5, 99.5))
+        is_above = np.median(values[values >= min(low, most)]) > high
+        if low + 0.05 * (high - low) < least or most < low or is_above:
+            got = f"values of {name} from {least:.4g} to {most:.4g} (0.5th to 99.5th percentile)"
+            window = f"the training's window from {low:.4g} to {high:.4g}"
+            yield f"{got} do not fit {window}: they may be in another unit, as HU + 1024"
 
 
 def is_placed(file):
@@ -492,7 +521,7 @@ def main(folder, *paths):
     about = json.loads((folder / "export.json").read_text(encoding="utf-8-sig"))
     image, file = read_image(paths[:-1])
     image = cleaned(in_order(image, paths[:-1], about), about)
-    for note in notes_on(file, about):
+    for note in [*notes_on(file, about), *notes_on_windows(image, about)]:
         print(f"note: {note}", file=sys.stderr)
     network = load_network(folder, about)
     probabilities = probabilities_at(network, about, image, spacing_of(file))

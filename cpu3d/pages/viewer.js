@@ -303,7 +303,10 @@
         entries = regions().map((area) => [area.name, area.colour]);
       }
       if (truth && shown.ignore !== null && (truthOn.checked || both))
-        entries.push([`not annotated: ${nameOf(shown.ignore)}`, NOT_ANNOTATED]);
+        entries.push([
+          `not annotated: ${nameOf(shown.ignore)}, ${number(100 * shown.ignored_share)} % of the voxels`,
+          NOT_ANNOTATED,
+        ]);
       const shows = entries.map(([name, colour]) => {
         const entry = element("span", name);
         const key = element("i", "");

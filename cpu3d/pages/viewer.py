@@ -122,6 +122,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     box = _box(case)
     inside = box.slices(case.image.shape[:3])
     truth_key = None
+    ignored_share = 0.0  # of the voxels in the page
     predictions = []
     shown = []  # labels, the truth first
     packed = {}
@@ -129,6 +130,8 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         truth_key = f"{name}-truth"
         shown.append(np.ascontiguousarray(case.truth[inside]))
         packed[truth_key] = pack(shown[-1])
+        if case.ignore is not None:
+            ignored_share = float(np.mean(shown[-1] == case.ignore))
     for number, (answer, label) in enumerate(case.predictions.items()):
         key = f"{name}-prediction-{number}"
         shown.append(np.ascontiguousarray(label[inside]))
@@ -165,6 +168,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         "labels": {int(code): label for code, label in case.labels.items()},
         "regions": regions,
         "ignore": case.ignore,
+        "ignored_share": ignored_share,
         "truth": truth_key,
         "predictions": predictions,
     }, packed

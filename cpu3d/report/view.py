@@ -11,8 +11,8 @@ in the label's codes on that grid. The files' names show what the codes mean, as
 unknown codes are shown as numbers.
 
 The page is one file of about 3 MB that every browser of 2023 or later opens without a network:
-three linked planes, the modalities, truth, prediction and error. It holds the box around the brain,
-at most 255 grey values. """
+three linked planes, the modalities, truth, prediction and error. It holds the content box,
+at most 255 grey values. Voxels of the label that are not annotated are hatched, and counted. """
 
 from collections import Counter
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ import numpy as np
 from cpu3d.data.background import without_residue
 from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation
-from cpu3d.data.stores.case import grid_problems, label_codes, note_lines
+from cpu3d.data.stores.case import grid_problems, label_codes
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.dataset_json import describing
 from cpu3d.data.stores.layouts import (
@@ -45,6 +45,7 @@ from cpu3d.data.stores.names import (
     volumes_in,
 )
 from cpu3d.data.stores.normalisation import is_ct, looks_like_ct
+from cpu3d.data.stores.notes import note_lines
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page
@@ -70,6 +71,14 @@ class Options:
     prediction: Tuple[Path, ...] = option(
         (), help="label maps to compare with the truth", metavar="FILE"
     )
+    ignore: Optional[int] = option(
+        None,
+        "label code of voxels that are not annotated, which are hatched and are no errors (default:"
+        ' that of a label named as such, as "ignore")',
+        metavar="CODE",
+        at_least=1,
+        at_most=255,
+    )
 
 
 OPTIONS = (Options,)
@@ -82,25 +91,32 @@ def run(options: Options) -> int:
     raise_if_any(
         f"{path} must exist, found none; check the path" for path in inputs if not path.exists()
     )
-    case = read_case(options.image, options.label, options.prediction)
+    case = read_case(options.image, options.label, options.prediction, options.ignore)
     out = page_file(options.out)
     for number, channel in enumerate(case.channels):
         if not case.image[..., number].any():
             say(f"note: {channel} of {case.name} is empty: all voxels are 0 or not finite")
     if not is_placed(case.geometry):
         say(*note_lines({case.name: [orientation_note(case.geometry)]}))
+    if case.truth is not None and case.ignore is not None:
+        share = np.mean(case.truth == case.ignore)
+        say(f"not annotated: {share:.1%} of the voxels, code {case.ignore}", stderr=False)
     write_case_page(out, case, "view")
     say(f"written: {out} ({format_bytes(out.stat().st_size)})", stderr=False)
     return 0
 
 
 def read_case(
-    image: Sequence[Path], label: Optional[Path], predictions: Sequence[Path]
+    image: Sequence[Path],
+    label: Optional[Path],
+    predictions: Sequence[Path],
+    ignore: Optional[int] = None,
 ) -> ViewedCase:
-    """Read a case from its files.
+    """Read a case from its files. `ignore` is the code of the label's voxels that are not
+    annotated, by default that of a name that says so.
 
     Raises InputError for files that cannot be read, are on different grids, or are no label map but
-    must be."""
+    must be, and for a code to be ignored that the label does not have."""
     files, names = viewed_files(image)
     if label is None:
         label = files.label
@@ -132,8 +148,10 @@ def read_case(
             channels.append(name)
         else:
             channels += channels_of(path, volume.shape[3])
-    meanings, regions = _meanings(label_codes_of(files), list(maps.values()))
-    ignored = [code for code, meaning in meanings.items() if code and is_ignored(meaning)]
+    truth = maps[label] if label else None
+    if ignore is not None:
+        _check_ignored(ignore, label, truth)
+    meanings, regions = _meanings(label_codes_of(files), list(maps.values()), ignore)
     volumes = list(images.values())
     image = volumes[0] if len(volumes) == 1 else np.concatenate(volumes, axis=-1)
     kinds = []
@@ -147,8 +165,8 @@ def read_case(
         geometry=first[1],
         regions=regions,
         labels=meanings,
-        ignore=ignored[0] if ignored else None,
-        truth=maps[label] if label else None,
+        ignore=_ignored_by_name(meanings) if ignore is None else ignore,
+        truth=truth,
         predictions={name: maps[path] for name, path in answers.items()},
         normalisation=kinds,
     )
@@ -243,11 +261,29 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     return array
 
 
+def _check_ignored(ignore: int, label: Optional[Path], truth: Optional[np.ndarray]) -> None:
+    """Raise InputError unless some voxels of the label have the code to be ignored."""
+    if truth is None:
+        raise InputError(f"--ignore must come with a label, got {ignore} alone; name its --label")
+    if not (truth == ignore).any():
+        codes = ", ".join(map(str, np.unique(truth)))
+        rule = f"--ignore must be a code of {label}, which has {codes}"
+        raise InputError(f"{rule}, got {ignore}; choose one of these, or leave it out")
+
+
+def _ignored_by_name(meanings: Mapping[int, str]) -> Optional[int]:
+    """The first code whose name says that its voxels are not annotated; None without one."""
+    for code, meaning in meanings.items():
+        if code and is_ignored(meaning):
+            return code
+    return None
+
+
 def _meanings(
-    known: Optional[LabelCodes], maps: Sequence[np.ndarray]
+    known: Optional[LabelCodes], maps: Sequence[np.ndarray], ignore: Optional[int]
 ) -> Tuple[Mapping[int, str], Mapping[str, Sequence[int]]]:
     """Code -> name and region -> codes; codes that the files' names do not explain are regions of
-    their own."""
+    their own. The code to `ignore` is in none."""
     codes = sorted({int(code) for label in maps for code in np.unique(label)} - {0})
     labels: Mapping[int, str] = {0: "background"}
     regions: Dict[str, Sequence[int]] = {}
@@ -259,7 +295,12 @@ def _meanings(
     for code in codes:
         if code not in labels:
             regions[f"label {code}"] = (code,)
-    return labels, regions
+    learnt = {}
+    for region, own in regions.items():
+        others = tuple(code for code in own if code != ignore)
+        if others:
+            learnt[region] = others
+    return labels, learnt
 
 
 def _distinct(paths: Sequence[Path]) -> List[str]:

@@ -45,7 +45,7 @@ class FakePredictor:
     labels: Dict[int, str]
     channels: Tuple[str, ...] = CHANNELS
     inputs: Tuple[str, ...] = CHANNELS
-    spacing_mm: Optional[Tuple[float, float, float]] = None
+    target_spacing_mm: Optional[Tuple[float, float, float]] = None
     shift: int = 0
     """Voxels along X by which every answer is off."""
     sure: float = 0.9

@@ -80,6 +80,23 @@ def test_a_run_keeps_the_window_and_predicts_without_its_store(stores, runs, tmp
     np.testing.assert_array_equal(answers["float"], answers["hu"])
 
 
+@pytest.mark.parametrize(("store", "image"), [("hu", "shifted"), ("shifted", "hu"), ("hu", "hu")])
+def test_an_image_in_another_unit_than_the_window_is_named(
+    stores, runs, tmp_path, capsys, store, image
+):
+    path = stores[image].folder.parent / "data/imagesTr/BRATS_002.nii.gz"
+    words = ["predict", "--run", runs[store], "--image", path, "--out", tmp_path, "--raw"]
+    assert main([str(word) for word in words]) == 0
+    kind = stores[store].manifest.normalisation[0]
+    (notes,) = [json.loads((tmp_path / "BRATS_002.json").read_text())["notes"]]
+    said = [note for note in notes if "do not fit" in note]
+    assert len(said) == (store != image)
+    assert all(f"{kind.low:.4g} to {kind.high:.4g}" in note for note in said)
+    values = np.asarray(nibabel.load(path).dataobj, np.float32)[..., None]
+    about = {"channels": ["CT"], "normalisation": [kind.to_json()]}
+    assert list(segment.notes_on_windows(values, about)) == said
+
+
 def test_a_run_is_scored_and_reported(stores, runs):
     assert main(["evaluate", "--run", str(runs["hu"])]) == 0
     assert main(["report", "--run", str(runs["hu"])]) == 0
@@ -179,6 +196,8 @@ def test_a_ct_of_another_spacing_is_predicted_and_exported_alike(mixed, mixed_ru
     exported = tmp_path / "exported"
     words = ["export", "--run", mixed_run, "--format", "onnx", "--out", exported]
     assert main([str(word) for word in words]) == 0
+    verification = json.loads((exported / "export.json").read_text())["verification"]
+    assert verification["mean_difference_resampled"] <= verification["tolerance"]
     for number in (1, 2):
         name = f"BRATS_{number:03}.nii.gz"
         image = mixed.folder.parent / "data/imagesTr" / name

@@ -13,9 +13,10 @@ from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.native.samples import make_sample
 from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
-from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
+from cpu3d.data.sampling import ALL, ATTEMPTS, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
+from models.native.shared import IGNORED
 
 # A box of less than 1/SMALL of its array is copied out of the file; of a larger one the array is
 # mapped.
@@ -72,13 +73,24 @@ def loader(
 ) -> Callable[[int], ImageAndTarget]:
     """Index of a sample of `share` -> its image and target.
 
-    Threads may call it, in any order. `mirrored` are the axes along which samples may be mirrored,
-    `normalisation` is that of the store.
+    A patch in which nothing is annotated is drawn again. Threads may call it, in any order.
+    `mirrored` are the axes along which samples may be mirrored, `normalisation` is that of the
+    store.
     """
 
     def load(sample: int) -> ImageAndTarget:
         position = share.position(int(sample))
-        patch = patch_at(position, sampling, records)
+        made = load_patch(position, 0)
+        if form.ignore is None or sampling.sampling == "centre":
+            return made
+        attempt = 1
+        while attempt < ATTEMPTS and (made[1] == IGNORED).all():  # nothing is to be learnt of it
+            made = load_patch(position, attempt)
+            attempt += 1
+        return made
+
+    def load_patch(position: int, attempt: int) -> ImageAndTarget:
+        patch = patch_at(position, sampling, records, attempt)
         record = records[patch.case_index]
         drawn = draw(
             augment,

@@ -1,10 +1,19 @@
 """One case read from its files: checked, on one grid in axes R A S, with its statistics."""
 
-import re
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypeVar,
+)
 
 import numpy as np
 
@@ -19,30 +28,35 @@ from cpu3d.data.stores.channels import (
     INT16,
     Unit,
     facts_of_channel,
+    float16_image,
     image_in_steps,
     is_shown,
+    rounding_in_windows,
 )
-from cpu3d.data.stores.dataset import CaseFiles, Problems
+from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.names import places_of
-from cpu3d.data.stores.normalisation import ct_problem, is_ct, looks_like_ct
+from cpu3d.data.stores.normalisation import ct_problem, looks_like_ct, refuses_ct
 from cpu3d.data.stores.resample import (
     Spacing3,
-    in_mm,
     resample_image,
     resample_label,
     resampled_shape,
     spacing_at,
 )
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.records import count, listed
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
 CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it
-NAMED = 3  # cases that a note names
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
-_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
-FLOAT16_MAX = float(np.finfo(np.float16).max)
-FLOAT16_SMALLEST = np.float16(2**-24)
+
+# Of a record: the files of a case that is in no store.
+WITHOUT_FILES: Dict[str, Any] = {
+    "format": "",
+    "image_bytes": 0,
+    "image_sha256": "",
+    "label_bytes": 0,
+    "label_sha256": "",
+}
 
 T = TypeVar("T")
 Units = Tuple[Unit, ...]  # as in a record; none if the source's values are stored
@@ -68,10 +82,11 @@ def load_case(
     ignore: Optional[int] = None,
     dataset_folder: Optional[Path] = None,
     zero_nan: bool = False,
-    spacing_mm: Optional[Spacing3] = None,
+    target_spacing_mm: Optional[Spacing3] = None,
     normalisation: Sequence[Normalisation] = (),
 ) -> LoadedCase:
-    """Read and check a case, turn it to axes R A S, and resample it to `spacing_mm`, if given.
+    """Read and check a case, turn it to axes R A S, and resample it to `target_spacing_mm`, if
+    given.
 
     The image is int16 if every voxel is integral and in range, else `float16_image`, or
     `image_in_steps` if a channel of `normalisation` is not over the foreground. `labels` are
@@ -82,46 +97,23 @@ def load_case(
     InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
     volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
-    background = []
-    for volume, each in zip(volumes, kinds):
-        background.append(border_value(volume) if each.has_background else 0.0)
-    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
-    if label is not None:
-        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    voxel_mm = nifti.ras_spacing_mm(geometry)
-    own_shape = nifti.ras_shape(geometry)
-    shape = own_shape
-    if spacing_mm:
-        shape = resampled_shape(files.case_id, own_shape, voxel_mm, spacing_mm)
-    source = None
-    source_label = None
-    if shape != own_shape:
-        source = _source_grid(own_shape, label)
-        source_label = label
-        label = _resample(volumes, label, voxel_mm, shape, kinds, ignore)
-        voxel_mm = spacing_at(own_shape, voxel_mm, shape)
-    error = 0.0
-    units: Units = ()
+    background = _backgrounds(volumes, kinds)
+    made = _Resampled(label, nifti.ras_spacing_mm(geometry))
+    if target_spacing_mm:
+        # In the list's places, one after the other, so that each volume is forgotten at once.
+        made = _resampled(files.case_id, volumes, made, target_spacing_mm, kinds, ignore)
     names = [f"channel {name} of {files.case_id}" for name in channels]
-    if all(volume.dtype == np.int16 for volume in volumes):
-        image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
-        np.stack(volumes, -1, out=image)
-    elif if_any_differs(kinds):
-        image, error, units = image_in_steps(volumes, names, kinds)
-    else:
-        image, error = float16_image(volumes, names)
+    image, error, units = _stored_image(volumes, names, kinds)
     del volumes
+    label = made.label
     if label is not None and ignore is not None:
-        _check_annotated(label, ignore, f"label {files.label}")
-        # Elsewhere the box is not known before the windows of CT are, or is the whole grid.
-        if not if_any_differs(kinds):
-            label = _ignored_in_box(label, image, ignore, f"label {files.label}")
+        label = _checked_for_ignored(label, image, kinds, ignore, f"label {files.label}")
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
-        spacing_mm=voxel_mm,
+        spacing_mm=made.voxel_mm,
         **facts_of(image, label, kinds, units, ignore),
         units=units,
         max_abs_error=error,
@@ -129,32 +121,83 @@ def load_case(
         geometry=geometry,
         sources=tuple(_source_file(path, folder) for path in paths),
         stem=files.case_id,
-        format="",
         stored=whole(image.shape[:3]),
-        image_bytes=0,
-        image_sha256="",
-        label_bytes=0,
-        label_sha256="",
-        background=tuple(background) if any(background) else (),
-        resampled_from=source,
+        **WITHOUT_FILES,
+        background=background,
+        resampled_from=made.source,
     )
-    return LoadedCase(image, label, source_label, record)
+    return LoadedCase(image, label, made.source_label, record)
 
 
-def _resample(
+def _backgrounds(volumes: Sequence[Array], kinds: Sequence[Normalisation]) -> Tuple[float, ...]:
+    """Per channel, what most of the border is if it should perhaps be 0; none if it is 0 in all."""
+    values = []
+    for volume, each in zip(volumes, kinds):
+        values.append(border_value(volume) if each.has_background else 0.0)
+    return tuple(values) if any(values) else ()
+
+
+class _Resampled(NamedTuple):
+    """The label of a case and the size of its voxels, after it was resampled if it was."""
+
+    label: Optional[Array]
+    voxel_mm: Spacing3
+    source_label: Optional[Array] = None  # before
+    source: Optional[SourceGrid] = None  # None if it was not
+
+
+def _resampled(
+    case_id: str,
     volumes: List[Array],
-    label: Optional[Array],
-    voxel_mm: Sequence[float],
-    shape: Shape3,
+    before: _Resampled,
+    target_spacing_mm: Spacing3,
     kinds: Sequence[Normalisation],
     ignore: Optional[int],
-) -> Optional[Array]:
-    """The label with another shape; and the volumes in their places, one after the other, so that
-    each is forgotten at once."""
+) -> _Resampled:
+    """What is made of the label of a case at a spacing, and the volumes in their places."""
+    own_shape = xyz(volumes[0].shape)
+    shape = resampled_shape(case_id, own_shape, before.voxel_mm, target_spacing_mm)
+    if shape == own_shape:
+        return before
     for index, each in enumerate(kinds):
         outside = 0.0 if each.has_background else None
-        volumes[index] = resample_image(volumes[index], shape, voxel_mm, outside)
-    return None if label is None else resample_label(label, shape, ignore)
+        volumes[index] = resample_image(volumes[index], shape, before.voxel_mm, outside)
+    label = before.label
+    return _Resampled(
+        label=None if label is None else resample_label(label, shape, ignore),
+        voxel_mm=spacing_at(own_shape, before.voxel_mm, shape),
+        source_label=label,
+        source=_source_grid(own_shape, label),
+    )
+
+
+def _stored_image(
+    volumes: Sequence[Array], names: Sequence[str], kinds: Sequence[Normalisation]
+) -> Tuple[Array, float, Units]:
+    """Channels stacked last, as they are stored, with the largest rounding error in deviations and
+    the units of steps."""
+    units: Units = ()
+    error = 0.0
+    if all(volume.dtype == np.int16 for volume in volumes):
+        image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
+        np.stack(volumes, -1, out=image)
+    elif if_any_differs(kinds):
+        image, error, units = image_in_steps(volumes, names, kinds)
+    else:
+        image, error = float16_image(volumes, names)
+    return image, max(error, rounding_in_windows(units, kinds)), units
+
+
+def _checked_for_ignored(
+    label: Array, image: Array, kinds: Sequence[Normalisation], ignore: int, name: str
+) -> Array:
+    """The label with what is to be ignored as background outside of the content box, if all
+    channels have a background: else the box is the whole grid, or not known before the windows of
+    CT are. Raises InputError if nothing is annotated."""
+    _check_annotated(label, ignore, name)
+    if if_any_differs(kinds):
+        return label
+    return _ignored_in_box(label, image, ignore, name)
 
 
 def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
@@ -179,7 +222,8 @@ def _read(
     kinds: Sequence[Normalisation],
     zero_nan: bool,
 ) -> Tuple[List[Array], Optional[Array], Geometry, int]:
-    """(volume of each channel, label, grid, voxels that were zeroed), on the grid of the files."""
+    """(volume of each channel, label, grid of the files, voxels that were zeroed), with axes R A
+    S."""
     if len(files.images) not in (1, len(channels)):
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
@@ -214,37 +258,11 @@ def _read(
         except InputError as error:
             problems += error.problems
     raise_if_any(problems)
-    return volumes, label, grids[files.images[0]], zeroed_voxels
-
-
-def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array, float]:
-    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0
-    elsewhere.
-
-    A score that rounds to 0 becomes the smallest positive number: 0 is background. Returned with
-    the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
-    channels whose scores float16 cannot hold."""
-    image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
-    problems = []
-    error = 0.0
-    for index, volume in enumerate(volumes):
-        inside = volume != 0
-        values = volume[inside].astype(np.float64)
-        with np.errstate(all="ignore"):  # an overflow is refused below
-            std = values.std()
-            scores = (values - values.mean()) / std
-            largest = float(np.abs(scores).max())
-        if not (0 < std < np.inf and largest <= FLOAT16_MAX):
-            rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
-            got = f"{largest:g} with deviation {std:g}"
-            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
-            continue
-        rounded = scores.astype(np.float16)
-        rounded[rounded == 0] = FLOAT16_SMALLEST
-        error = max(error, float(np.abs(rounded - scores).max()))
-        image[..., index][inside] = rounded
-    raise_if_any(problems)
-    return image, error
+    geometry = grids[files.images[0]]
+    volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
+    if label is not None:
+        label = np.ascontiguousarray(nifti.to_ras(label, geometry))
+    return volumes, label, geometry, zeroed_voxels
 
 
 def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array:
@@ -291,8 +309,8 @@ def facts_of(
         channels.append(facts_of_channel(channel, each, unit, is_learnt))
         mask |= is_shown(channel, each, unit, channels[-1].around)
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
-    if label is not None:
-        mask |= label > 0  # what is ignored too: outside of the box all is background
+    if label is not None and is_learnt is not None:
+        mask |= is_learnt
         facts = {
             "label_voxels": label_voxels_of(label),
             "centres": centres_of(label),
@@ -379,17 +397,9 @@ def _channels(
     for channels without contrast, for CT in the place of others, for NaN and infinity unless they
     are to be background, and for another number of channels.
     """
-    names = [name for name, _ in wanted]
     if array.ndim == 3:
         array = array[..., None]
-    count = len(names)
-    places: Sequence[int] = range(count)
-    if present:
-        count = len(present)
-        places = places_of(names, present, str(path))
-    if array.shape[3] != count:
-        advice = "give one 4D file or one 3D file for each channel"
-        raise InputError(f"{path} must hold {count} channel(s), got {array.shape[3]}; {advice}")
+    places = _places(path, array.shape[3], [name for name, _ in wanted], present)
     volumes = []
     problems = []
     for place, (name, each) in zip(places, wanted):
@@ -409,7 +419,7 @@ def _channels(
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
         elif inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
-        elif each.is_of_case and not is_ct(name) and looks_like_ct(volume):
+        elif refuses_ct(name, each) and looks_like_ct(volume):
             problems.append(ct_problem(name, path))
         elif inside.min() == inside.max():
             got = f"{inside.min():g} everywhere"
@@ -419,6 +429,19 @@ def _channels(
             volumes.append(_as_int16(volume))
     raise_if_any(problems)
     return volumes
+
+
+def _places(path: Path, count: int, names: Sequence[str], present: Sequence[str]) -> Sequence[int]:
+    """The places of channels among the `count` of a file. Raises InputError for another number."""
+    places: Sequence[int] = range(len(names))
+    expected = len(names)
+    if present:
+        places = places_of(names, present, str(path))
+        expected = len(present)
+    if count != expected:
+        advice = "give one 4D file or one 3D file for each channel"
+        raise InputError(f"{path} must hold {expected} channel(s), got {count}; {advice}")
+    return places
 
 
 def _as_int16(volume: Array) -> Array:
@@ -456,81 +479,3 @@ def label_codes(path: Path, label: Array) -> Array:
         got = ", ".join(f"{value!s} ({n} voxels)" for value, n in zip(values[:8], counts))
         raise InputError(f"label {path} must hold integer codes 0..255, got {got}; correct it")
     return codes
-
-
-# --- What is said of cases that can be used but may not be what they seem ---
-
-
-def case_notes(
-    record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
-) -> List[str]:
-    """What to say of a case: that its file gives no orientation, channels whose background is not
-    0, codes but the one to `ignore` that resampling has lost, and a size of voxels that only a
-    store of an earlier version can have."""
-    notes = []
-    if not nifti.is_voxel_size(record.spacing_mm):
-        sizes = " x ".join(f"{length:.4g}" for length in record.spacing_mm)
-        rule = f"voxels of {sizes} mm, as its store was prepared when units were not read"
-        notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
-    if not nifti.is_placed(record.geometry):
-        notes.append(nifti.orientation_note(record.geometry))
-    source = record.resampled_from
-    for code, voxels in source.label_voxels.items() if source else ():
-        if code != ignore and code not in record.label_voxels:
-            sizes = in_mm(record.spacing_mm)
-            rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
-            notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")
-    names: Dict[str, List[str]] = {}  # value -> channels
-    for name, border in zip(channels, record.background):
-        if border:
-            names.setdefault(f"{border:.3g}", []).append(name)
-    for value, alike in names.items():
-        rule = f"most of the border of {listed(alike)} is about {value}, and only 0 is background"
-        notes.append(f"{rule}: the whole grid counts as brain; make it 0 if nothing is there")
-    return notes
-
-
-def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
-    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases.
-    More than a few that differ in numbers alone, as in each case's own spacing, are one line too,
-    with those of the first."""
-    alike: Dict[str, Dict[str, List[str]]] = {}  # text without its numbers -> text -> case ids
-    for case_id, texts in notes.items():
-        for text in texts:
-            alike.setdefault(_NUMBER.sub("#", text), {}).setdefault(text, []).append(case_id)
-    lines = []
-    for ids_of in alike.values():
-        if len(ids_of) > NAMED:
-            first = next(iter(ids_of))
-            joined = [case_id for ids in ids_of.values() for case_id in ids]
-            ids_of = {f"{first} (numbers of {joined[0]})": joined}
-        for text, ids in ids_of.items():
-            names = ids[:NAMED]
-            if len(ids) > NAMED:
-                names.append(f"{len(ids) - NAMED} more")
-            lines.append(f"note: {listed(names)}: {text}")
-    return lines
-
-
-def mixed_orientation(
-    new: Iterable[CaseRecord],
-    in_store: Iterable[CaseRecord] = (),
-) -> Problems:
-    """The problems of cases that give an orientation where the others give none, or the other way
-    round: left and right may be exchanged between them. The others are those of the store, or else
-    the larger group; of two equal ones, those with an orientation."""
-    placed = {record.case_id: nifti.is_placed(record.geometry) for record in new}
-    others = Counter(nifti.is_placed(record.geometry) for record in in_store)
-    if not others:
-        others = Counter(placed.values())
-    wanted = others[True] >= others[False]
-    as_others = f"the patient's orientation, as {count(others[wanted], 'other case')}"
-    if wanted:
-        rule = f"must give {as_others}"
-        got = "sform and qform codes of 0"
-    else:
-        rule = f"must not give {as_others}"
-        got = "sform or qform codes above 0"
-    advice = "correct its header, or leave it out: left and right may be exchanged between them"
-    odd = [case_id for case_id, has in placed.items() if has != wanted]
-    return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}

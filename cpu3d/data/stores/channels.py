@@ -1,5 +1,5 @@
 """What a record says of the channels of a case, by their normalisation; and channels that int16
-does not hold as they are, in steps."""
+does not hold as they are: as scores in float16, or in steps."""
 
 import math
 from typing import List, NamedTuple, Optional, Sequence, Tuple
@@ -13,6 +13,8 @@ from cpu3d.errors import raise_if_any
 
 INT16 = np.iinfo(np.int16)
 FOREGROUND_VALUES = 1000  # of a CT's labelled voxels in a record
+FLOAT16_MAX = float(np.finfo(np.float16).max)
+FLOAT16_SMALLEST = np.float16(2**-24)
 AS_IT_IS = (1.0, 0.0)  # step and offset
 
 Unit = Tuple[float, float]  # (step, offset): the source's value is step * stored + offset
@@ -88,7 +90,37 @@ def _over_all(channel: Array) -> ChannelFacts:
     return ChannelFacts(total / count, math.sqrt(variance), low, high, count)
 
 
-# --- In steps ---
+# --- Stored as scores, or in steps ---
+
+
+def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array, float]:
+    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0
+    elsewhere.
+
+    A score that rounds to 0 becomes the smallest positive number: 0 is background. Returned with
+    the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
+    channels whose scores float16 cannot hold."""
+    image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
+    problems = []
+    error = 0.0
+    for index, volume in enumerate(volumes):
+        inside = volume != 0
+        values = volume[inside].astype(np.float64)
+        with np.errstate(all="ignore"):  # an overflow is refused below
+            std = values.std()
+            scores = (values - values.mean()) / std
+            largest = float(np.abs(scores).max())
+        if not (0 < std < np.inf and largest <= FLOAT16_MAX):
+            rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
+            got = f"{largest:g} with deviation {std:g}"
+            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
+            continue
+        rounded = scores.astype(np.float16)
+        rounded[rounded == 0] = FLOAT16_SMALLEST
+        error = max(error, float(np.abs(rounded - scores).max()))
+        image[..., index][inside] = rounded
+    raise_if_any(problems)
+    return image, error
 
 
 def image_in_steps(
@@ -100,8 +132,8 @@ def image_in_steps(
     step, of which a channel's range has 65,534.
 
     Where 0 is background, the offset is 0 and only 0 becomes 0. Returned with the largest rounding
-    error, in standard deviations. Raises InputError, with their `names`, for channels whose range
-    is no number."""
+    error, in standard deviations, of channels but CT, whose error `rounding_in_windows` tells.
+    Raises InputError, with their `names`, for channels whose range is no number."""
     image = np.zeros((*volumes[0].shape, len(volumes)), "<i2")
     units: List[Unit] = []
     problems = []
@@ -122,11 +154,22 @@ def image_in_steps(
         stored = np.rint((values - offset) / step)
         if kinds[index].has_background:
             stored = np.where((stored == 0) & (values != 0), np.copysign(1, values), stored)
-        error = max(error, float(np.abs(stored * step + offset - values).max()) / std)
+        if kinds[index].kind is not Kind.CT:
+            error = max(error, float(np.abs(stored * step + offset - values).max()) / std)
         image[..., index] = stored
         units.append((step, offset))
     raise_if_any(problems)
     return image, error, tuple(units)
+
+
+def rounding_in_windows(units: Sequence[Unit], kinds: Sequence[Normalisation]) -> float:
+    """The largest rounding error of channels in steps that are CT, half a step, in deviations of
+    their windows. 0 for whole numbers, which steps of 1 hold, and before the windows are known."""
+    errors = [0.0]
+    for (step, _), each in zip(units, kinds):
+        if each.std is not None and step != 1:
+            errors.append(step / 2 / each.std)
+    return max(errors)
 
 
 def _unit_of(values: Array, has_background: bool) -> Unit:

@@ -26,7 +26,7 @@ from cpu3d.data.manifest import (
     to_json,
 )
 from cpu3d.data.normalise import Kind
-from cpu3d.data.region import Array, crop, whole
+from cpu3d.data.region import Array, bounding_box, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.normalisation import refuse_hounsfield
@@ -34,7 +34,7 @@ from cpu3d.data.stores.resample import Spacing3
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
-from cpu3d.util.progress import bar
+from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
 from memory_estimator.common.schema import check, option
@@ -51,9 +51,9 @@ class Settings:
         " packed to a tenth, for slow disks and networks",
         choices=FORMATS,
     )
-    crop: bool = option(False, "store each brain's box only; voxels outside it are background")
+    crop: bool = option(False, "store each case's content box only; outside of it nothing is there")
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
-    spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
+    target_spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
     normalise: Tuple[str, ...] = option(
         (),
         "how channels are normalised, such as CT=zscore: "
@@ -103,7 +103,7 @@ def convert(
             ignore=dataset.ignore,
             dataset_folder=dataset.folder,
             zero_nan=settings.zero_nan,
-            spacing_mm=settings.spacing_mm,
+            target_spacing_mm=settings.target_spacing_mm,
             normalisation=dataset.normalisation,
         )
     except InputError as error:
@@ -186,11 +186,15 @@ def write_arrays(
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the brain's box, if it is known; outside it is background. `source_label`
+    `cropped` keeps only the content box, if it is known, and all that the label has; outside it is
+    background. `source_label`
     is that of a case that was resampled, on its source's grid, and is kept whole. Files are read
     back and compared. Raises OSError."""
-    is_box_known = not record.peaks
-    stored = record.box if cropped and is_box_known else whole(record.shape)
+    stored = whole(record.shape)
+    if cropped and not record.peaks:
+        stored = record.box
+        if label is not None and label.any():  # what is ignored may be around the box
+            stored = stored.union(bounding_box(label))
     record = replace(record, format=cast(Format, format_), stored=stored)
     size_bytes, sha256 = _write_array(array_path(store, record, "x"), crop(image, stored), format_)
     record = replace(record, image_bytes=size_bytes, image_sha256=sha256)
@@ -232,7 +236,7 @@ def convert_all(
     kept."""
     if not jobs:
         return case_list(()), {}
-    refuse_hounsfield([job.files for job in jobs if job.before is None], dataset)
+    say(*refuse_hounsfield([job.files for job in jobs if job.before is None], dataset))
     problems: Problems = {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)

@@ -3,7 +3,7 @@ folds."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from cpu3d.data.normalise import Normalisation
 from cpu3d.data.stores.names import places_of
@@ -57,6 +57,14 @@ class Dataset:
     normalisation: Tuple[Normalisation, ...] = ()
     """Of each channel, as decided for its store; none is over the foreground in all of them."""
 
+    @property
+    def named_codes(self) -> Set[int]:
+        """The codes of the regions that it or a user names, which a store has even if they occur in
+        none of its cases."""
+        if self.regions is None:
+            return set()
+        return {code for codes in self.regions.values() for code in codes}
+
     def with_channels(self, wanted: Sequence[str]) -> "Dataset":
         """The same cases with these channels, by name. Raises InputError if one is missing."""
         places = places_of(wanted, self.channels, f"data set {self.folder}")
@@ -85,6 +93,11 @@ class Dataset:
                 problems.append(f"{rule}, got {', '.join(other)}; correct it")
         raise_if_any(problems)
         return replace(self, regions=regions, class_order=())
+
+
+def regions_in_words(regions: Mapping[str, Sequence[int]]) -> str:
+    """Regions as --regions takes them, such as "WT=1,2,3 TC=2,3"."""
+    return " ".join(f"{name}={','.join(map(str, codes))}" for name, codes in regions.items())
 
 
 def parse_regions(texts: Sequence[str]) -> Dict[str, Tuple[int, ...]]:

@@ -15,10 +15,7 @@ from typing import Annotated, Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import msgspec
 
-from cpu3d.data.stores.names import (
-    read_names,
-    same_channels,
-)
+from cpu3d.data.stores.names import numbered_twins, read_names, same_channels
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_text
@@ -77,7 +74,9 @@ class Description:
     """What a data set says about its images."""
 
     path: Path
-    channels: Tuple[str, ...]  # in the order of a 4D file's volumes, and of nnU-Net's numbers
+    channels: Tuple[str, ...]
+    """In the order of a 4D file's volumes, and of nnU-Net's numbers. Those of one name are
+    `numbered_twins`."""
     labels: Dict[int, str]  # code -> name; empty if there are none
     is_nnunet2: bool
     name: str = ""
@@ -91,7 +90,7 @@ class Description:
 
 def describe(path: Path) -> Description:
     """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
-    is missing, if two channels have one name, or if labels are no names of codes or of regions."""
+    is missing, if two names mean one channel, or if labels are no names of codes or of regions."""
     content = _decoded(path, _Names)
     # With a list of its cases, also if channels are named in both ways.
     has_modality = isinstance(content.modality, dict)
@@ -102,7 +101,7 @@ def describe(path: Path) -> Description:
     if not numbered:
         channels = _named_by_files(path)
     else:
-        channels = tuple(name for _, name in sorted(numbered.items()))
+        channels = numbered_twins([name for _, name in sorted(numbered.items())])
         if sorted(numbered) != list(range(len(numbered))):
             rule = f"channels of {path} must be numbered 0, 1, ... without gaps"
             problems.append(f"{rule}, got {sorted(numbered)}; correct it")

@@ -13,13 +13,14 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
-from cpu3d.data.manifest import SCHEMA, case_list
-from cpu3d.data.normalise import Normalisation, if_any_differs
+from cpu3d.data.manifest import SCHEMA, Manifest, case_list
+from cpu3d.data.normalise import CHOSEN, Kind, Normalisation, if_any_differs
 from cpu3d.data.region import whole
-from cpu3d.data.store import open_store
+from cpu3d.data.store import open_store, with_names_of_now
 from cpu3d.data.stores.convert import USUAL, Settings
 from cpu3d.data.stores.dataset import Dataset, Problems
 from cpu3d.data.stores.layouts import labels_in_use
+from cpu3d.data.stores.normalisation import chosen_kinds
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,
@@ -85,7 +86,8 @@ def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
     of_settings = asdict(settings)
     # Not written if nothing is chosen, as before there was a choice.
     of_settings["normalise"] = list(settings.normalise) if settings.normalise else None
-    of_settings["spacing_mm"] = list(settings.spacing_mm) if settings.spacing_mm else None
+    target_mm = settings.target_spacing_mm
+    of_settings["target_spacing_mm"] = list(target_mm) if target_mm else None
     content = {
         "schema": SCHEMA,
         "name": dataset.name,
@@ -155,21 +157,32 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
         "labels": {str(code): name for code, name in labels.items()},
         IGNORE: manifest.ignore,
     }
-    own["spacing_mm"] = list(manifest.spacing_mm) if manifest.spacing_mm else None
+    target_mm = manifest.target_spacing_mm
+    own["target_spacing_mm"] = list(target_mm) if target_mm else None
     for record in manifest.cases:
         own["format"] = record.format
         if record.stored != whole(record.shape):
             own["crop"] = True
-        elif record.box != record.stored:
-            own["crop"] = False
+        elif record.box != record.stored and not manifest.normalisation:
+            own["crop"] = False  # else the box may not have been known
         if record.zeroed_voxels:
             own["zero_nan"] = True
     lost = f"store {store_dir}, whose source.json is lost or damaged,"
-    raise_if_any(
-        f"{name} of {lost} must be {value!r}, got {content.get(name)!r}; give that"
-        for name, value in own.items()
-        if content.get(name) != value
-    )
+    problems = []
+    for name, value in own.items():
+        if content.get(name) != value:
+            problems.append(f"{name} of {lost} must be {value!r}, got {content.get(name)!r}")
+    asked = content.get("normalise") or []
+    if not _are_chosen(asked, manifest):
+        named = zip(manifest.channels, manifest.normalisations)
+        words = [f"{name}={each.kind}" for name, each in named if each.why == CHOSEN]
+        problems.append(f"normalise of {lost} must be {words}, got {asked}")
+    raise_if_any(f"{problem}; give that" for problem in problems)
+    kinds = []
+    for each in manifest.normalisation:
+        kinds.append(Normalisation(each.kind, why=each.why).to_json())  # without windows, as begun
+    if kinds:
+        content = {**content, NORMALISATION: kinds}
     own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
     grown = any(case.case_id not in own_cases for case in case_list(manifest.cases).known)
     if grown:
@@ -177,12 +190,28 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
     write_json(store_dir / SOURCE, _written(content))
 
 
+def _are_chosen(words: Sequence[str], manifest: Manifest) -> bool:
+    """Whether these words of --normalise are what was chosen for a store. One whose channels are
+    all over the foreground does not tell."""
+    asked = {}
+    for name, each in chosen_kinds(manifest.channels, words).items():
+        asked[name] = each.kind
+    if not manifest.normalisation:
+        return set(asked.values()) <= {Kind.FOREGROUND}
+    named = zip(manifest.channels, manifest.normalisation)
+    return asked == {name: each.kind for name, each in named if each.why == CHOSEN}
+
+
 def settings_of(store_dir: Path) -> Settings:
     """The settings in a store's source.json. Raises InputError if there is none, or one that is
     damaged."""
 
     def made(content: Dict[str, Any]) -> Settings:
-        later = {"normalise": content.get("normalise", []), "spacing_mm": content.get("spacing_mm")}
+        content = with_names_of_now(content)
+        later = {
+            "normalise": content.get("normalise", []),
+            "target_spacing_mm": content.get("target_spacing_mm"),
+        }
         chosen = {name: content[name] for name in vars(USUAL) if name not in later}
         chosen.update(later)
         return typed(chosen, Settings, "source")
@@ -245,5 +274,5 @@ def _read_object(path: Path) -> Dict[str, Any]:
     with contextlib.suppress(ValueError):
         content = read_json(path)
         if isinstance(content, dict):
-            return content
+            return with_names_of_now(content)
     raise InputError(f"{path} must be as it was written, got no JSON object; choose another folder")

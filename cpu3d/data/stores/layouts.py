@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
-from cpu3d.data.labels import PaintedRegions, paint_by_order
+from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.stores.dataset import CaseFiles, Dataset
-from cpu3d.data.stores.dataset_json import NAME, describing
+from cpu3d.data.stores.dataset_json import NAME, describing, names_of_codes
 from cpu3d.data.stores.listed import read_listed
 from cpu3d.data.stores.names import is_ignored, name_of, read_name, stem_of, volumes_in
 from cpu3d.data.stores.splits import TABLE, read_patients
@@ -76,24 +76,28 @@ def read_dataset(
     patients: Optional[Path] = None,
     regions: Optional[Dict[str, Tuple[int, ...]]] = None,
     ignore: Optional[int] = None,
+    labels: Optional[Dict[int, str]] = None,
 ) -> Dataset:
     """Recognise the layout of `folder` and list its cases. A single BraTS case folder is a data set
     of one. `folder` may also be a list itself, a file .json.
 
     `patients` is a table of the cases' patients, else their names show them. `regions`, by name,
     take the place of those that the data set has. `ignore` is the code of voxels that are not to be
-    learnt, else that of a label whose name says so. Links are followed. Raises InputError for no
+    learnt, else that of a label whose name says so. `labels` are those of a list that names none,
+    else `regions` name them. Links are followed. Raises InputError for no
     folder, no cases, two layouts, a case id twice, a dataset.json that is damaged or names files
     outside its folder, several labels to be ignored, and as `Dataset.with_regions` and
     `ignoring`."""
     folder = Path(folder)
+    if labels is None and regions:
+        labels = names_of_codes(regions)
     if folder.is_file() and folder.suffix.lower() == ".json":
-        dataset = read_listed(folder, regions)
+        dataset = read_listed(folder, labels)
     elif not folder.is_dir():
         got = "a file" if folder.exists() else "none"
         raise InputError(f"data set {folder} must be a folder, found {got}; check the path")
     elif (folder / NAME).is_file():
-        dataset = read_listed(folder / NAME, regions)
+        dataset = read_listed(folder / NAME, labels)
     else:
         dataset = _read_folders(folder)
     dataset = _with_ignored(dataset, ignore)
@@ -245,7 +249,8 @@ def label_codes_of(files: CaseFiles) -> Optional[LabelCodes]:
         regions = about.regions
         if regions is None:
             regions = regions_of(about.labels, about.ignore)
-        paint = paint_by_order(regions, about.class_order)
+        # As it is told, also where the order is the usual one, which the run's need not be.
+        paint = zip(regions, about.class_order)
         return LabelCodes(str(about.path), about.labels, PaintedRegions(regions, paint))
     if _other_codes(files.images[0].parent, [files.case_id]):
         return None

@@ -19,7 +19,6 @@ from cpu3d.data.stores.dataset_json import (
     describe,
     entries_of,
     listing_of,
-    names_of_codes,
 )
 from cpu3d.data.stores.names import (
     VOLUME_END,
@@ -46,15 +45,15 @@ class _Named(NamedTuple):
     label: Optional[str]
 
 
-def read_listed(path: Path, regions: Optional[Mapping[str, Tuple[int, ...]]] = None) -> Dataset:
+def read_listed(path: Path, labels: Optional[Mapping[int, str]] = None) -> Dataset:
     """The data set of a dataset.json, or of a list of that form, each case a patient of its own.
-    `regions` name the codes of a list without labels.
+    `labels`, code -> name, are those of a list that names none.
 
     Raises InputError as `describe`, and for a list without labels or cases, for paths outside of
     its folder, and for files of nnU-Net's names that are not as many as its channels."""
     about = describe(path)
-    if not about.labels and regions:
-        about = replace(about, labels=names_of_codes(regions))
+    if not about.labels and labels:
+        about = replace(about, labels=dict(labels))
     problems = []
     if not about.labels:
         problems.append(f"labels of {path} {LABELS_RULE}, got none; add them, or --regions")

@@ -33,6 +33,7 @@ VOLUME_END = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
 _MARK = re.compile(r"[\s_.-]")
 # Before T1 at the end of a name: that contrast was given, as in BIDS (sub-1_ce-gd_T1w), or a word.
 _CONTRAST = re.compile(r"(^|[\s_.-])(ce-[^\W_]+(?=_|$)|(ce|gd|gad|contrast)$)", re.IGNORECASE)
+_TWIN = re.compile(r" \(\d+\)$")  # the end of a name that `numbered_twins` gave
 _NUMBERED = re.compile(r"(.+)_(\d{4})")  # as nnU-Net names a file: case, channel
 # A name that says "do not learn this": some of the first words, and else only such as the second.
 _IGNORED = r"ignor\w*|exclud\w*|void|unlabel+ed|unannotated|unknown|undefined|unspecified"
@@ -88,6 +89,23 @@ def same_channels(names: Sequence[str]) -> List[Tuple[str, ...]]:
     for name in names:
         groups[channel_key(name)].append(name)
     return [tuple(group) for group in groups.values() if len(group) > 1]
+
+
+def numbered_twins(names: Sequence[str]) -> Tuple[str, ...]:
+    """Names of which some are the same, these with their number among them: ("MRI", "MRI") becomes
+    ("MRI (1)", "MRI (2)")."""
+    numbered = []
+    for place, name in enumerate(names):
+        if names.count(name) > 1:
+            numbered.append(f"{name} ({names[: place + 1].count(name)})")
+        else:
+            numbered.append(name)
+    return tuple(numbered)
+
+
+def without_number(name: str) -> str:
+    """The way back: the name of a channel in its data set's list."""
+    return _TWIN.sub("", name)
 
 
 def places_of(wanted: Sequence[str], present: Sequence[str], where: str) -> Tuple[int, ...]:

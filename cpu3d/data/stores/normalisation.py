@@ -9,17 +9,25 @@ import re
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Collection, Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Collection, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.background import background_share, without_residue
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
-from cpu3d.data.normalise import Kind, Normalisation, ct_of, levels_of, of_all
-from cpu3d.data.region import Array, Region, xyz
+from cpu3d.data.normalise import (
+    CHOSEN,
+    Kind,
+    Normalisation,
+    ct_of,
+    levels_of,
+    of_all,
+)
+from cpu3d.data.region import Array, Region, whole, xyz
+from cpu3d.data.stores.channels import rounding_in_windows
 from cpu3d.data.stores.dataset import CaseFiles, Dataset
-from cpu3d.data.stores.names import channel_key
+from cpu3d.data.stores.names import channel_key, without_number
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
@@ -61,23 +69,44 @@ def ct_problem(name: str, path: Path) -> str:
     return f"channel {name} of {path} {_RULE}, got {got}; leave it out or name another"
 
 
-def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> None:
+def refuses_ct(name: str, each: Normalisation) -> bool:
+    """Whether a channel that looks like CT is refused."""
+    return not each.may_be_hounsfield and not is_ct(name)
+
+
+def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> List[str]:
     """Raise InputError, one for all, if the first, the middle and the last of some cases look like
-    CT in a channel that is none in their store."""
+    CT in a channel that is none in their store. Returns a warning for each channel of which they
+    do and of which a user chose scores."""
     kinds = of_all(dataset.normalisation, len(dataset.channels))
-    names = {
-        name for name, each in zip(dataset.channels, kinds) if each.is_of_case and not is_ct(name)
-    }
-    places = sorted({0, len(cases) // 2, len(cases) - 1}) if cases else []
+    refused = set()
+    chosen = {}
+    for name, each in zip(dataset.channels, kinds):
+        if refuses_ct(name, each):
+            refused.add(name)
+        elif each.is_of_case and each.why == CHOSEN:
+            chosen[name] = each.kind
+    if not cases or not (refused or chosen):
+        return []
+    places = sorted({0, len(cases) // 2, len(cases) - 1})
     picked = [cases[place] for place in places]
+    in_hu = set(dataset.channels)  # those that look like CT in all of them
+    are_refused = True
     for files in picked:
         volumes = _volumes(files, dataset.channels)
-        if not any(name in names and looks_like_ct(volume) for name, volume in volumes):
-            return
-    if picked:
+        found = {name for name, volume in volumes if looks_like_ct(volume)}
+        in_hu &= found
+        are_refused &= bool(found & refused)
+    if are_refused:
         files_named = ", ".join(files.images[0].name for files in picked)
         todo = "prepare a store of its own, with --normalise CHANNEL=ct"
         raise InputError(f"images {_RULE}, got {files_named}; {todo}")
+    air = "has large parts at the value of air in Hounsfield units"
+    return [
+        f"warning: {name} {air}; it becomes {chosen[name]} all the same, {CHOSEN}"
+        for name in dataset.channels
+        if name in chosen and name in in_hu
+    ]
 
 
 # --- The decision ---
@@ -95,9 +124,11 @@ def decide(
     EXAMINED of the training cases are read. Raises InputError for other channels and kinds, and for
     CT without a labelled case.
     """
-    decided = _chosen(dataset.channels, chosen)
+    decided = chosen_kinds(dataset.channels, chosen)
     for name in dataset.channels:
-        kind = Kind.CT if is_ct(name) else NAMED.get(channel_key(name))
+        kind = NAMED.get(channel_key(without_number(name)))
+        if is_ct(name):
+            kind = Kind.CT
         if kind and name not in decided:
             decided[name] = Normalisation(kind, why="by its name")
     training = [files for files in dataset.cases if files.case_id in train_ids]
@@ -139,12 +170,20 @@ def with_windows(
     return tuple(windowed)
 
 
-def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> CaseRecord:
-    """The record with the box that the windows of its CT tell, if they were not known before."""
+def in_window(
+    record: CaseRecord, normalisation: Sequence[Normalisation], ignore: Optional[int] = None
+) -> CaseRecord:
+    """The record with the content box and the rounding error that the windows of its CT tell, if
+    they were not known before. `ignore` is the label code of voxels that are not annotated."""
     if not record.peaks:
         return record
     start = list(record.box.start)
     stop = list(record.box.stop)
+    is_labelled = any(code not in (0, ignore) for code in record.label_voxels)
+    if not is_labelled and all(each.kind is Kind.CT for each in normalisation):
+        # Nothing was known to be there, and so the box was the whole grid.
+        start = list(record.shape)
+        stop = [0, 0, 0]
     levels = levels_of(record.statistics, normalisation)
     for low, planes in zip(levels.low, record.peaks):
         for axis, largest in enumerate(planes):
@@ -152,8 +191,11 @@ def in_window(record: CaseRecord, normalisation: Sequence[Normalisation]) -> Cas
             if above.size:
                 start[axis] = min(start[axis], int(above[0]))
                 stop[axis] = max(stop[axis], int(above[-1]) + 1)
-    size = xyz(b - a for a, b in zip(start, stop))
-    return replace(record, box=Region(xyz(start), size), peaks=())
+    box = whole(record.shape)
+    if stop > [0, 0, 0]:  # else all of it is air
+        box = Region(xyz(start), xyz(b - a for a, b in zip(start, stop)))
+    error = max(record.max_abs_error, rounding_in_windows(record.units, normalisation))
+    return replace(record, box=box, peaks=(), max_abs_error=error)
 
 
 def _without_foreground(name: str, got: str) -> str:
@@ -161,8 +203,9 @@ def _without_foreground(name: str, got: str) -> str:
     return f"{rule}, got {got}; prepare with --normalise {name}=zscore"
 
 
-def _chosen(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normalisation]:
-    """Channel -> normalisation that a user chose."""
+def chosen_kinds(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normalisation]:
+    """Channel -> normalisation that a user chose, in words as of `decide`. Raises InputError for
+    other channels and kinds."""
     kinds = {kind.value: kind for kind in Kind}
     places = {channel_key(name): name for name in channels}
     decided: Dict[str, Normalisation] = {}
@@ -177,7 +220,7 @@ def _chosen(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normali
             rule = f"--normalise must have a kind among {', '.join(kinds)}"
             problems.append(f"{rule}, got {word}; pick one")
         else:
-            decided[channel] = Normalisation(kinds[kind], why="by --normalise")
+            decided[channel] = Normalisation(kinds[kind], why=CHOSEN)
     raise_if_any(problems)
     return decided
 

@@ -15,29 +15,33 @@ other patients.
 With --kind ct they are bodies on a table, in Hounsfield units: air around them, fat, muscle, bone,
 a bladder of water at 0, and a liver with lesions, which are the labels.
 
-Shapes and contrasts imitate skull-stripped BraTS volumes. No channel shows the tumour by brightness
-alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR.
-Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up."""
+With --annotate-every 10 every tenth axial slice is labelled, as by hand; the voxels of the others
+are of a label "ignore"."""
 
 import contextlib
 import functools
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Tuple, Union
 
 import numpy as np
-from scipy.ndimage import map_coordinates
 
 from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import affine_rows, write_label, write_volume
-from cpu3d.data.region import Array, Region, Shape3, bounding_box, xyz
-from cpu3d.data.stores.case import LoadedCase, load_case
-from cpu3d.data.stores.dataset import Dataset
+from cpu3d.data.phantoms.ct import CT_CHANNELS, CT_LABELS, ct_case
+from cpu3d.data.phantoms.head import (
+    CHANNELS,
+    ENHANCING,
+    LABELS,
+    NON_ENHANCING,
+    SMALL_WT,
+    VERSION,
+    blind_patch,
+    phantom_case,
+)
+from cpu3d.data.phantoms.warp import case_to_warp, warped_case
+from cpu3d.data.region import Array, Shape3, xyz
 from cpu3d.data.stores.folder import claimed
-from cpu3d.data.stores.layouts import labels_in_use, read_dataset
-from cpu3d.data.stores.phantom_ct import CT_CHANNELS, CT_LABELS, ct_case
-from cpu3d.data.stores.phantom_shapes import smooth_field, soft
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -45,41 +49,10 @@ from cpu3d.util.progress import bar, say
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by
 
-VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
-# Names, spelling and codes are those of MSD Task01_BrainTumour.
-CHANNELS = ("FLAIR", "T1w", "t1gd", "T2w")
-LABELS = {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"}
-EDEMA = 1
-NON_ENHANCING = 2
-ENHANCING = 3
 USUAL_SHAPE = (240, 240, 155)
 LEAST_VOXELS = 24  # along an axis; with fewer the enhancing rim does not show
 MOST_VOXELS = 32767  # along an axis: NIfTI-1 has 16 bits for them
-
-# Size of an average head along each axis, as a share of the volume.
-SHARES = (135 / 240, 174 / 240, 136 / 155)
-# Sizes of heads, as a share of an average head.
-SMALLEST = 0.96
-LARGEST = 1.04
-SUBSTANCES = ("fluid", "grey", "white", "vessel", "caps", "oedema", "core", "rim", "necrosis")
-SIGNALS = {
-    "FLAIR": (70, 275, 225, 190, 380, 360, 320, 340, 200),
-    "T1w": (130, 320, 430, 300, 400, 290, 250, 310, 180),
-    "t1gd": (130, 330, 430, 760, 400, 295, 265, 760, 175),
-    "T2w": (640, 380, 285, 200, 330, 540, 500, 430, 600),
-}
-"""Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
-
-# Shares of the brain's box of small lesions: least and most of the whole tumour, and least of the
-# enhancing tumour.
-SMALL_WT = (0.002, 0.01)
-SMALL_ET = 0.0002
-
-# Least distance between the cores of two lesions apart, as a share of the head's length.
-CLEARANCE = 0.42
-
-Fields = Dict[str, Array]
-"""Substance -> its share of each voxel of the head's box, 0 to 1; soft edges are partial volume."""
+IGNORE = "ignore"  # name of the label of voxels that are not annotated; its code is the highest
 
 
 @dataclass(frozen=True)
@@ -99,6 +72,12 @@ class Options:
         "usual",
         "small: a whole tumour is 0.2 to 1 % of the brain's box",
         choices=("usual", "small"),
+    )
+    annotate_every: int = option(
+        1,
+        'label every N-th axial slice; the voxels of the others are of a label "ignore"',
+        metavar="N",
+        at_least=1,
     )
     kind: str = option("mr", "heads in four MR channels, or bodies in CT", choices=("mr", "ct"))
     warp: Optional[Path] = option(
@@ -123,8 +102,74 @@ def run(options: Options) -> int:
         lesion_size=options.lesion_size,
         warp=options.warp,
         kind=options.kind,
+        annotate_every=options.annotate_every,
     )
     return 0
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What the cases of a phantom are like; case n follows from it and from n alone."""
+
+    shape: Shape3
+    seed: int
+    context: str
+    lesion_size: str
+    warp: Optional[Path]
+    kind: str
+    annotate_every: int
+
+    def case(self, index: int) -> Tuple[Array, Array, Geometry]:
+        """Image `(X, Y, Z)` or `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, axes R A S, and their
+        grid."""
+        geometry = Geometry(self.shape, affine_rows(np.eye(4)), "RAS", sform_code=1, qform_code=1)
+        if self.warp:
+            image, label = warped_case(self.warp, self.seed, index)
+            geometry = case_to_warp(self.warp)[1].record.geometry
+        elif self.kind == "ct":
+            image, label = ct_case(self.shape, self.seed, index)
+        else:
+            image, label = phantom_case(
+                self.shape, self.seed, index, self.context, self.lesion_size
+            )
+        if self.annotate_every > 1:
+            is_annotated = np.arange(self.shape[2]) % self.annotate_every == 0
+            label[..., ~is_annotated] = max(self.labels)
+        return image, label, geometry
+
+    @property
+    def channels(self) -> Tuple[str, ...]:
+        if self.warp:
+            return case_to_warp(self.warp)[0].channels
+        return CT_CHANNELS if self.kind == "ct" else CHANNELS
+
+    @property
+    def labels(self) -> Dict[int, str]:
+        """Label code -> name."""
+        labels = LABELS
+        if self.warp:
+            labels = case_to_warp(self.warp)[0].labels
+        elif self.kind == "ct":
+            labels = CT_LABELS
+        if self.annotate_every == 1:
+            return labels
+        return {**labels, max(labels) + 1: IGNORE}
+
+    @property
+    def settings(self) -> Dict[str, Any]:
+        """The content of phantom.json, by which a folder is continued."""
+        settings: Dict[str, Any] = {"phantom": VERSION, "seed": self.seed}
+        if self.warp:
+            settings["warp"] = case_to_warp(self.warp)[1].record.image_voxels_sha256
+        else:
+            settings["shape"] = list(self.shape)
+            settings["context"] = self.context
+            settings["lesion_size"] = self.lesion_size
+        if self.kind == "ct":
+            settings["kind"] = self.kind
+        if self.annotate_every > 1:
+            settings["annotate_every"] = self.annotate_every
+        return settings
 
 
 def write_phantom(
@@ -138,14 +183,15 @@ def write_phantom(
     lesion_size: str = "usual",
     warp: Optional[Path] = None,
     kind: str = "mr",
+    annotate_every: int = 1,
 ) -> Path:
     """Write `cases` phantom cases, or warped copies of the one in folder `warp`, below `out` and
     return that folder.
 
     Case n depends on (seed, n) and on shape, context and lesion_size, `warp` or `kind`, alone, so
-    more can be added later. Raises InputError for options out of range or that exclude each other,
-    a shape that does not fit into memory, a case that cannot be warped, and a folder with other
-    files or in use."""
+    more can be added later; `annotate_every` changes labels alone. Raises InputError for options
+    out of range or that exclude each other, a shape that does not fit into memory, a case that
+    cannot be warped, and a folder with other files or in use."""
     out = Path(out)
     shape = xyz(shape)
     workers = worker_count(workers)
@@ -162,26 +208,19 @@ def write_phantom(
         ("--lesion-size", "usual with --context", lesion_size, is_one_of_both),
         ("--warp", alone, warp, warp is None or is_usual),
         ("--kind", f"mr with {of_heads}", kind, kind == "mr" or is_plain),
+        ("--annotate-every", "at least 1", annotate_every, annotate_every >= 1),
     )
     raise_if_any(
         f"{name} must be {rule}, got {value}; choose another"
         for name, rule, value, holds in rules
         if not holds
     )
-    settings: Dict[str, Any] = {"phantom": VERSION, "seed": seed}
     if warp:
-        record = case_to_warp(warp)[1].record
-        shape = record.shape
-        settings["warp"] = record.image_voxels_sha256
-    else:
-        settings["shape"] = list(shape)
-        settings["context"] = context
-        settings["lesion_size"] = lesion_size
-    if kind == "ct":
-        settings["kind"] = kind
-    with claimed(out, "phantom folder", "phantom.json", settings, ("imagesTr", "labelsTr")):
-        write = functools.partial(_write_case, out, shape, seed, context, lesion_size, warp, kind)
-        results = run_jobs(write, range(cases), workers)
+        shape = case_to_warp(warp)[1].record.shape
+    drawing = Drawing(shape, seed, context, lesion_size, warp, kind, annotate_every)
+    folders = ("imagesTr", "labelsTr")
+    with claimed(out, "phantom folder", "phantom.json", drawing.settings, folders):
+        results = run_jobs(functools.partial(_write_case, out, drawing), range(cases), workers)
         try:
             with contextlib.closing(results), bar("phantom", cases) as advance:
                 for _, result in results:
@@ -191,89 +230,34 @@ def write_phantom(
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
             raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
-        about = _dataset_json(cases, shape, context, lesion_size, warp, kind)
-        write_json(out / "dataset.json", about)
+        write_json(out / "dataset.json", _dataset_json(cases, drawing))
     say(f"{cases} phantom cases of {by(shape)} in {out}", stderr=False)
     return out
 
 
-def _write_case(
-    out: Path,
-    shape: Shape3,
-    seed: int,
-    context: str,
-    lesion_size: str,
-    warp: Optional[Path],
-    kind: str,
-    index: int,
-) -> None:
+def _write_case(out: Path, drawing: Drawing, index: int) -> None:
     """Write a case's two files unless both exist."""
     name = f"BRATS_{index + 1:03d}.nii.gz"
     image_path = out / "imagesTr" / name
     label_path = out / "labelsTr" / name
     if image_path.is_file() and label_path.is_file():
         return
-    if warp:
-        image, label = warped_case(warp, seed, index)
-        geometry = case_to_warp(warp)[1].record.geometry
-    else:
-        if kind == "ct":
-            image, label = ct_case(shape, seed, index)
-        else:
-            image, label = phantom_case(shape, seed, index, context, lesion_size)
-        geometry = Geometry(shape, affine_rows(np.eye(4)), "RAS", sform_code=1, qform_code=1)
+    image, label, geometry = drawing.case(index)
     write_volume(image_path, image, geometry, compression=1)
     write_label(label_path, label, geometry)
 
 
-def _dataset_json(
-    cases: int,
-    shape: Shape3,
-    context: str,
-    lesion_size: str,
-    warp: Optional[Path],
-    kind: str,
-) -> Dict[str, Any]:
+def _dataset_json(cases: int, drawing: Drawing) -> Dict[str, Any]:
     """The content of dataset.json, in the form of MSD Task01_BrainTumour."""
-    name = "BRATS phantom"
-    description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
-    channels: Tuple[str, ...] = CHANNELS
-    labels = LABELS
-    if warp:
-        dataset, case = case_to_warp(warp)
-        name = f"Warped copies of {case.record.case_id}"
-        description = (
-            "Copies of one real case, warped and with other intensities, for trials of the software"
-        )
-        channels = dataset.channels
-        labels = dataset.labels
-    if kind == "ct":
-        name = "CT phantom"
-        description = (
-            "Made-up livers in made-up bodies, for trials of the software; no patient's data"
-        )
-        channels = CT_CHANNELS
-        labels = CT_LABELS
-    if lesion_size == "small":
-        least, most = SMALL_WT
-        name += ", small lesions"
-        description += (
-            f". Small lesions: a whole tumour is {least:.1%} to {most:.0%} of the brain's box"
-        )
-    if context == "count":
-        name += ", context count"
-        description += (
-            f". Context count: a rim is called {LABELS[ENHANCING]} where the lesion is the only"
-            f" one, else {LABELS[NON_ENHANCING]}; a patch of up to {blind_patch(shape)} voxels"
-            " from front to back has nothing in it that tells which"
-        )
+    name, description = _about(drawing)
+    channels = drawing.channels
     files = [f"BRATS_{index + 1:03d}.nii.gz" for index in range(cases)]
     return {
         "name": name,
         "description": description,
         "tensorImageSize": "4D" if len(channels) > 1 else "3D",
         "modality": {str(index): channel for index, channel in enumerate(channels)},
-        "labels": {str(code): label for code, label in labels.items()},
+        "labels": {str(code): label for code, label in drawing.labels.items()},
         "numTraining": cases,
         "numTest": 0,
         "training": [
@@ -283,384 +267,34 @@ def _dataset_json(
     }
 
 
-def phantom_case(
-    shape: Shape3,
-    seed: int,
-    index: int,
-    context: str = "none",
-    lesion_size: str = "usual",
-    holds: Optional[bool] = None,
-) -> Tuple[Array, Array]:
-    """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the
-    order of `CHANNELS`.
-
-    Non-zero voxels are exactly the brain, the same in all channels. In the context "count" the
-    lesion is the only one if `holds`, by default in every other case. From 40 voxels along each
-    axis on, every case has all tumour codes."""
-    rng = np.random.default_rng([VERSION, seed, index])
-    # About 135x174x136 of 240x240x155, near the middle.
-    sizes = np.array(SHARES) * rng.uniform(SMALLEST, LARGEST, 3)
-    box = xyz(round(float(n * size)) for n, size in zip(shape, sizes))
-    start = [int((n - size) * rng.uniform(0.4, 0.6)) for n, size in zip(shape, box)]
-    inside = Region(xyz(start), box).slices(shape)
-    head = Head(box, rng)
-    tissue = tissues(head)
-    roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
-    rim = ENHANCING
-    if lesion_size == "small":
-        own_rng = np.random.default_rng([VERSION, seed, index, 4])
-        lesions = small_lesions(head, tissue, roughness, own_rng)
-    elif context == "none":
-        lesions = usual_lesions(head)
-    else:
-        if holds is None:
-            holds = index % 2 == 0
-        lesions = lesions_apart(head, np.random.default_rng([VERSION, seed, index, 3]))
-        if holds:
-            lesions = lesions[:1]
-        else:
-            rim = NON_ENHANCING
-    code, tumour = tumours(head, tissue, lesions, roughness, rim)
-    image = np.zeros((*shape, len(CHANNELS)), np.int16)
-    label = np.zeros(shape, np.uint8)
-    for number, name in enumerate(CHANNELS):
-        image[(*inside, number)] = signal_of(name, head, {**tissue, **tumour})
-    label[inside] = code
-    return image, label
-
-
-def blind_patch(shape: Shape3) -> int:
-    """Voxels from front to back of the longest patch that never reaches two lesions apart: 70 of
-    240."""
-    return int(CLEARANCE * SMALLEST * SHARES[1] * shape[1])
-
-
-class Head:
-    """The grid of a head, its brain and the generator that it is drawn with."""
-
-    def __init__(self, box: Shape3, rng: np.random.Generator):
-        self.box = box
-        self.rng = rng
-        axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in box]
-        self.u, self.v, self.w = np.ix_(*axes)
-        """Right, front and up: each -1..1 along its own axis, length 1 along the others."""
-        wobble = self.field(5)
-        # Narrower in front and flatter below, as a brain is.
-        narrow = 1 + 0.10 * self.v + 0.05 * self.v**2
-        lower = np.where(self.w < 0, 1.0 + 0.10 * self.w, 1.0).astype(np.float32)
-        distance = np.sqrt((self.u * narrow) ** 2 + self.v**2 + (self.w * lower) ** 2)
-        self.radius = distance + 0.035 * wobble
-        self.brain = self.radius < 0.97
-        self.voxel = 2 / min(box)
-
-    def field(self, cells: int) -> Array:
-        """A `smooth_field` in the head's box."""
-        return smooth_field(self.rng, self.box, cells)
-
-    def ball(self, centre: Iterable[float], radii: Iterable[float]) -> Array:
-        """Squared distance from `centre` in units of `radii`: below 1 within the ellipsoid."""
-        u, v, w = (((x - c) / r) ** 2 for x, c, r in zip((self.u, self.v, self.w), centre, radii))
-        return (u + v + w).astype(np.float32)
-
-
-def tissues(head: Head) -> Fields:
-    """Fluid, grey and white matter, vessels and bright caps, with the ventricles and a texture."""
-    u = head.u
-    v = head.v
-    w = head.w
-    depth = np.clip(0.97 - head.radius, 0, None)
-    # Sulci are the zero surfaces of a field: a line of fluid with a ribbon of cortex on both sides,
-    # fading with depth.
-    bend = head.field(15)
-    cerebellum = soft(0.10, np.maximum(w + 0.42 + 0.25 * v, 0) + np.maximum(v + 0.15, 0), 0.03)
-    bend = np.abs(bend * (1 - cerebellum) + head.field(26) * cerebellum)
-    below = np.maximum(0.05 - np.maximum(w, 0.6 * v), 0)
-    fissure = np.abs(u) + 0.02 * np.abs(head.field(6)) + 0.6 * below
-    fluid = np.maximum(soft(0.17, bend + 0.7 * depth, 0.09), soft(0.022, fissure, 0.010))
-    fluid = np.maximum(fluid, soft(0.02, depth, 0.012))
-    grey = np.maximum(soft(0.80, bend + 1.9 * depth, 0.12), soft(0.07, depth, 0.02))
-    grey = np.maximum(grey, soft(0.055, fissure, 0.02))
-    for side in (-1, 1):  # two nuclei a side
-        inner = head.ball((side * 0.17, -0.05, 0.02), (0.12, 0.16, 0.13))
-        outer = head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16))
-        grey = np.maximum(grey, soft(1, inner, 0.15))
-        grey = np.maximum(grey, soft(1, outer, 0.15))
-    warp = 0.25 * head.field(6)
-    size = head.rng.uniform(0.85, 1.25)
-    ventricle = np.full(head.box, 9.0, np.float32)
-    for side in (-1, 1):
-        lean = 0.10 + 0.05 * np.abs(v - 0.1) - 0.06 * (v > 0.2) * (v - 0.2)
-        across = ((u - side * lean) / (0.075 * size)) ** 2
-        along = ((v - 0.02) / 0.42) ** 2
-        up = ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
-        body = across + along + up
-        horn = head.ball((side * 0.26, -0.36, 0.02), (0.065 * size, 0.16, 0.14))
-        ventricle = np.minimum(ventricle, np.minimum(body, horn))
-    ventricle = np.minimum(ventricle, head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16))) + warp
-    inside = soft(1, ventricle, 0.25)
-    caps = soft(1.9, ventricle, 0.35) * (1 - inside) * np.clip(0.45 + 0.5 * head.field(7), 0, 1)
-    fluid = np.maximum(fluid, inside)
-    grey = grey * (1 - fluid)
-    vessel = soft(0.10, np.hypot(head.field(9), head.field(9)), 0.05) * (head.radius > 0.45)
-    from_midline = (u / 0.035) ** 2 + ((head.radius - 0.93) / 0.05) ** 2
-    sinus = soft(1, from_midline + 8 * np.maximum(0.1 - w, 0), 0.3)
-    spots = soft(-1.9, -head.field(12), 0.15) * (1 - fluid)
-    return {
-        "fluid": fluid,
-        "grey": grey,
-        "white": 1 - fluid - grey,
-        "vessel": np.maximum(vessel, sinus),
-        "caps": np.maximum(caps, 0.8 * spots),
-        "ventricle": inside,
-        "texture": 0.6 * head.field(18) + 0.4 * head.field(8),
-    }
-
-
-@dataclass(frozen=True)
-class Lesion:
-    """One tumour: an ellipsoid with rough borders, and three smaller ones in it. In the head's
-    coordinates."""
-
-    centre: Sequence[float]
-    radii: Array
-    """(3,), of the oedema, along the axes; the radii below, except `reach`, are shares of them."""
-    reach: float  # a middling radius, which the width of soft edges follows
-    core_edge: float
-    rim: float  # thickness
-    kernel: float = 0.0
-    """Radius of an always enhancing ball in the necrosis: a region without voxels has no gradient
-    in a Dice."""
-
-
-def usual_lesions(head: Head) -> List[Lesion]:
-    """One tumour, in three cases of ten with a smaller one, anywhere within the hemispheres, off
-    the midline."""
-    rng = head.rng
-    reaches = [(0.34, 0.50)]  # least and most of each
-    if rng.random() < 0.3:
-        reaches.append((0.16, 0.24))
-    lesions = []
-    for least, most in reaches:
-        reach = rng.uniform(least, most)
-        centre = None
-        while centre is None:
-            centre = _in_a_hemisphere(rng)
-        radii = rng.uniform(0.85, 1.2, 3) * reach * (1.1, 0.85, 1.1)
-        core_edge = rng.uniform(0.55, 0.72)
-        lesions.append(Lesion(centre, radii, reach, core_edge, _rim_thickness(head, reach, rng)))
-    return lesions
-
-
-def _in_a_hemisphere(rng: np.random.Generator) -> Optional[Tuple[float, float, float]]:
-    """A place off the midline, or None for one too close to the brain's surface."""
-    u, v, w = rng.uniform((0.25, -0.6, -0.25), (0.62, 0.6, 0.55))
-    if u * u + v * v + w * w >= 0.42:
-        return None
-    return float(u) * rng.choice((-1, 1)), float(v), float(w)
-
-
-def small_lesions(
-    head: Head, tissue: Fields, roughness: Sequence[Array], rng: np.random.Generator
-) -> List[Lesion]:
-    """One to three lesions of different sizes, which together are within SMALL_WT and SMALL_ET.
-
-    Their shares of the box depend on the tissue around them, so they are drawn until the shares are
-    right."""
-    least, most = SMALL_WT
-    box_voxels = math.prod(bounding_box(head.brain).size)
-    while True:
-        wanted = least * (most / least) ** rng.uniform(0.1, 0.9)
-        sizes = (1, 0.75, 0.6)[: rng.integers(1, 4)]
-        drawn = [_in_a_hemisphere(rng) for _ in sizes]
-        shapes = rng.uniform(0.85, 1.2, (3, 3)) * (1.1, 0.85, 1.1)
-        edges = rng.uniform(0.45, 0.72, 3)
-        centres = [centre for centre in drawn if centre is not None]
-        if len(centres) < len(sizes):
-            continue
-        reach = wanted ** (1 / 3)
-        for _ in range(3):
-            rim = max(0.13, 2 * head.voxel / reach)
-            lesions = []
-            for centre, size, radii, edge in zip(centres, sizes, shapes, edges):
-                own = reach * size
-                lesions.append(Lesion(centre, own * radii, own, edge, rim * reach / own))
-            label, _ = tumours(head, tissue, lesions, roughness, ENHANCING)
-            shares = np.bincount(label.ravel(), minlength=len(LABELS))[1:] / box_voxels
-            is_small = least <= shares.sum() <= most
-            if is_small and shares.all() and shares[ENHANCING - 1] >= SMALL_ET:
-                return lesions
-            reach *= (wanted / max(shares.sum(), wanted / 8)) ** (1 / 3)
-
-
-def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:
-    """One lesion near the front or the back, and another at the other end, both flat from front to
-    back."""
-    pole, side = rng.choice((-1.0, 1.0), 2)
-    rng.random(2)  # no longer used; without them VERSION 1 would give other volumes
-    lesions = []
-    for sign in (1, -1):
-        u, v, w = rng.uniform((0.25, 0.63, -0.05), (0.42, 0.67, 0.25))
-        centre = (sign * side * u, sign * pole * v, w)
-        reach = rng.uniform(0.28, 0.32)
-        radii = rng.uniform(0.9, 1.1, 3) * reach * (1.45, 0.68, 1.35)
-        core_edge = rng.uniform(0.64, 0.72)
-        rim = _rim_thickness(head, reach, rng)
-        lesions.append(Lesion(centre, radii, reach, core_edge, rim, kernel=0.27))
-    return lesions
-
-
-def tumours(
-    head: Head, tissue: Fields, lesions: Sequence[Lesion], roughness: Sequence[Array], rim: int
-) -> Tuple[Array, Fields]:
-    """Labels, with code `rim` for the rims, and the fields oedema, core, necrosis, rim and kernel.
-    `roughness` is a coarse and a fine field that the borders follow."""
-    rough, fine = roughness
-    names = ("oedema", "core", "necrosis", "rim", "kernel")
-    share = {name: np.zeros(head.box, np.float32) for name in names}
-    allowed = head.brain & (tissue["ventricle"] < 0.5)
-    for lesion in lesions:
-        distance = np.sqrt(head.ball(lesion.centre, lesion.radii))
-        outer = distance + 0.20 * rough + 0.10 * fine + 0.25 * tissue["grey"]
-        inner = distance + 0.07 * rough + 0.05 * fine
-        edge = head.voxel / lesion.reach * 0.5 + 0.02
-        shell = lesion.core_edge - 0.06
-        core = soft(lesion.core_edge, inner, edge) * allowed
-        own = {
-            "oedema": np.maximum(soft(1, outer, edge * 1.5) * allowed, core),
-            "core": core,
-            "necrosis": soft(max(shell - lesion.rim, 0.12), inner, edge) * allowed,
-            "rim": soft(shell, inner, edge) * allowed,
-        }
-        if lesion.kernel:
-            own["kernel"] = soft(lesion.kernel, distance, edge) * allowed
-        for name, field in own.items():
-            share[name] = np.maximum(share[name], field)
-    label = np.zeros(head.box, np.uint8)
-    codes = {
-        "oedema": EDEMA,
-        "core": NON_ENHANCING,
-        "rim": rim,
-        "necrosis": NON_ENHANCING,
-        "kernel": ENHANCING,
-    }
-    for name, code in codes.items():
-        label[share[name] > 0.5] = code
-    return label, share
-
-
-def _rim_thickness(head: Head, reach: float, rng: np.random.Generator) -> float:
-    """A rim's thickness, at least 1.3 voxels."""
-    return max(rng.uniform(0.10, 0.16), 1.3 * head.voxel / reach)
-
-
-def signal_of(name: str, head: Head, fields: Fields) -> Array:
-    """One channel in the head's box, int16: tissues mixed, tumour over them, uneven field, Rician
-    noise, no skull."""
-    rng = head.rng
-    brain = head.brain
-    level = {}
-    for substance, value in zip(SUBSTANCES, SIGNALS[name]):
-        level[substance] = value * rng.uniform(0.94, 1.06)
-    level["kernel"] = level["rim"]
-    signal = fields["fluid"] * level["fluid"]
-    signal = signal + fields["grey"] * level["grey"]
-    signal = signal + fields["white"] * level["white"]
-    for substance in (*SUBSTANCES[3:], "kernel"):
-        signal += fields[substance] * (level[substance] - signal)
-    signal *= 1 + 0.06 * fields["texture"]
-    signal *= np.exp(0.16 * head.field(3)) * rng.uniform(0.7, 1.4)
-    sigma = np.float32(0.045 * level["white"])
-    noise = rng.standard_normal((2, int(np.count_nonzero(brain))), dtype=np.float32) * sigma
-    out = np.zeros(head.box, np.int16)
-    out[brain] = np.clip(np.rint(np.hypot(signal[brain] + noise[0], noise[1])), 1, 32767)
-    return out
-
-
-# --- Warped copies of a real case ---
-
-# Largest, either way.
-ANGLE = 0.15  # radians around each axis
-SCALE = 0.08  # share of the size along each axis
-SHIFT = 0.03  # share of the brain's box
-# Of the deformation.
-BEND = 0.018  # its deviation, as a share of the brain's box
-BENDS = 6  # cells of its field along an axis
-# Of a channel.
-GAMMA = 0.25  # largest logarithm, either way
-UNEVEN = 0.16  # spread of the field's logarithm
-NOISE = (0.05, 0.2)  # least and most, in deviations
-MARGIN = 0.15  # share of the brain's box that is added to each of its sides: no copy is larger
-
-
-@functools.lru_cache(maxsize=1)
-def case_to_warp(folder: Path) -> Tuple[Dataset, LoadedCase]:
-    """A data set of one case and that case. Raises InputError for another number of cases, a case
-    without a label or with an empty one, and as `load_case`."""
-    dataset = read_dataset(folder)
-    raise_if_any(problem for problems in dataset.problems.values() for problem in problems)
-    if len(dataset.cases) != 1:
-        rule = f"--warp {folder} must be the folder of one case with a label"
-        raise InputError(f"{rule}, got {len(dataset.cases)} cases; name another")
-    case = load_case(dataset.cases[0], channels=dataset.channels, labels=dataset.labels)
-    label_voxels = case.record.label_voxels
-    if set(label_voxels) <= {0}:
-        rule = f"--warp {folder} must have a label with voxels"
-        raise InputError(f"{rule}, got background alone; name another case")
-    labels = labels_in_use(dataset.layout, dataset.labels, label_voxels)
-    return replace(dataset, labels=labels), case
-
-
-def warped_case(folder: Path, seed: int, index: int) -> Tuple[Array, Array]:
-    """Copy `index` of the case in `folder`: image `(X, Y, Z, C)` int16, label `(X, Y, Z)` uint8, on
-    its grid, R A S.
-
-    Turned, scaled, shifted and bent; every channel with a gain, gamma, uneven field and noise of
-    its own. Brain voxels are at least 1, the background stays 0."""
-    rng = np.random.default_rng([seed, index])
-    case = case_to_warp(folder)[1]
-    image = np.zeros(case.image.shape, np.int16)
-    label = np.zeros(case.record.shape, np.uint8)
-    start = np.array(case.record.box.start)
-    size = np.array(case.record.box.size)
-    margin = np.ceil(MARGIN * size).astype(int)
-    enlarged = Region(xyz((start - margin).tolist()), xyz((size + 2 * margin).tolist()))
-    around = enlarged.slices(case.record.shape)
-    places = _places(around, start + (size - 1) / 2, size, rng)
-    label[around] = map_coordinates(case.label, places, order=0)
-    for channel in range(image.shape[-1]):
-        source = case.image[..., channel].astype(np.float32)
-        inside = source != 0
-        source[inside] = (source[inside] - source[inside].mean()) / source[inside].std()
-        share = map_coordinates(inside.astype(np.float32), places, order=1)
-        brain = share >= 0.5
-        # Of the brain's voxels alone.
-        level = 1 + 0.2 * map_coordinates(source, places, order=1)[brain] / share[brain]
-        level = np.maximum(level, 0.01) ** np.exp(rng.uniform(-GAMMA, GAMMA))
-        uneven = np.exp(UNEVEN * smooth_field(rng, xyz(brain.shape), 3)[brain])
-        level *= uneven * rng.uniform(0.7, 1.4)
-        level += 0.2 * rng.uniform(*NOISE) * rng.standard_normal(level.size, np.float32)
-        image[(*around, channel)][brain] = np.clip(np.rint(1000 * level), 1, 32767)
-    return image, label
-
-
-def _places(box: Tuple[slice, ...], centre: Array, size: Array, rng: np.random.Generator) -> Array:
-    """(3, x, y, z): the voxel of the source from which each voxel of the copy's `box` comes."""
-    turn = np.eye(3)
-    for (a, b), angle in zip(((0, 1), (0, 2), (1, 2)), rng.uniform(-ANGLE, ANGLE, 3)):
-        plane = np.eye(3)
-        plane[a, a] = np.cos(angle)
-        plane[a, b] = -np.sin(angle)
-        plane[b, a] = np.sin(angle)
-        plane[b, b] = np.cos(angle)
-        turn = turn @ plane
-    affine = (turn * rng.uniform(1 - SCALE, 1 + SCALE, 3)).astype(np.float32)
-    offset = (centre + rng.uniform(-SHIFT, SHIFT, 3) * size).astype(np.float32)
-    from_centre = [np.arange(cut.start, cut.stop) - c for cut, c in zip(box, centre)]
-    axes = np.ix_(*(along.astype(np.float32) for along in from_centre))
-    shape = xyz(along.size for along in axes)
-    places = np.empty((3, *shape), np.float32)
-    for axis in range(3):
-        u, v, w = (weight * along for weight, along in zip(affine[axis], axes))
-        bend = smooth_field(rng, shape, BENDS) * np.float32(BEND * size[axis])
-        places[axis] = offset[axis] + u + v + w + bend
-    return places
+def _about(drawing: Drawing) -> Tuple[str, str]:
+    """The name and the description of a data set."""
+    name = "BRATS phantom"
+    description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
+    if drawing.warp:
+        name = f"Warped copies of {case_to_warp(drawing.warp)[1].record.case_id}"
+        description = (
+            "Copies of one real case, warped and with other intensities, for trials of the software"
+        )
+    if drawing.kind == "ct":
+        name = "CT phantom"
+        description = (
+            "Made-up livers in made-up bodies, for trials of the software; no patient's data"
+        )
+    if drawing.lesion_size == "small":
+        least, most = SMALL_WT
+        name += ", small lesions"
+        description += (
+            f". Small lesions: a whole tumour is {least:.1%} to {most:.0%} of the brain's box"
+        )
+    if drawing.context == "count":
+        name += ", context count"
+        description += (
+            f". Context count: a rim is called {LABELS[ENHANCING]} where the lesion is the only"
+            f" one, else {LABELS[NON_ENHANCING]}; a patch of up to {blind_patch(drawing.shape)}"
+            " voxels from front to back has nothing in it that tells which"
+        )
+    if drawing.annotate_every > 1:
+        name += f", every {drawing.annotate_every}th slice"
+        description += f". Of {drawing.annotate_every} axial slices one is annotated"
+    return name, description

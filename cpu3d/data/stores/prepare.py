@@ -23,32 +23,19 @@ import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Container, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
-    SPLITS,
-    CaseList,
-    CaseRecord,
     Manifest,
-    case_list,
-    make_manifest,
-    record_path,
-    to_json,
 )
-from cpu3d.data.normalise import if_any_differs
-from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.convert import (
     USUAL,
-    Job,
     Settings,
-    convert_all,
-    refuse_bad_cases,
-    same_sources,
 )
 from cpu3d.data.stores.dataset import Dataset, parse_regions
+from cpu3d.data.stores.finished import differences, still_lost
 from cpu3d.data.stores.folder import (
     QUARANTINE,
     SOURCE,
@@ -56,16 +43,13 @@ from cpu3d.data.stores.folder import (
     has_grown,
     has_settings,
     identity,
-    normalisation_begun,
-    note_no_growth,
-    note_normalisation,
     read_quarantine,
     restore_source,
     settings_of,
-    write_quarantine,
 )
 from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
-from cpu3d.data.stores.normalisation import decide, in_window, with_windows
+from cpu3d.data.stores.names import without_number
+from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.resample import (
     Keep,
@@ -83,12 +67,13 @@ from cpu3d.data.stores.splits import (
     describe_folds,
     describe_patients,
     read_folds,
+    split_sizes,
 )
+from cpu3d.data.stores.unfinished import finish
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.atomic import write_json
 from cpu3d.util.child import worker_count
 from cpu3d.util.progress import say
-from cpu3d.util.records import count, versions
+from cpu3d.util.records import count
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, format_bytes
 
@@ -222,20 +207,7 @@ def prepare(
     with claimed(store_dir, "store", SOURCE, claim):
         if finished:
             return _finished_before(store_dir, dataset, settings, workers, splitting)
-        dataset = _with_kinds(dataset, store_dir, splitting, settings, workers)
-        jobs = [Job(files) for files in dataset.cases]
-        records, problems = convert_all(jobs, dataset, store_dir, settings, workers)
-        mixed = mixed_orientation(records)
-        records = records.without(mixed)
-        problems.update({**dataset.problems, **mixed})
-        if not skip_bad:
-            refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-        dataset, records = _with_windows(dataset, records, splitting, store_dir)
-        manifest = _manifest_of(dataset, records, splitting, settings)
-        write_quarantine(store_dir, problems)
-        if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
-            note_no_growth(store_dir)
-        write_store(store_dir, manifest)
+        manifest = finish(store_dir, dataset, settings, workers, splitting, skip_bad)
     print_summary(store_dir)
     return manifest
 
@@ -270,15 +242,15 @@ def _with_spacing(
     is_begun = has_settings(store_dir)
     if is_begun or not split:
         if is_begun:
-            begun = settings_of(store_dir).spacing_mm
+            begun = settings_of(store_dir).target_spacing_mm
         else:
-            begun = open_store(store_dir).manifest.spacing_mm
+            begun = open_store(store_dir).manifest.target_spacing_mm
         if spacing is not Keep.AUTO and chosen != begun:
             rule = f"--spacing must be {in_mm(begun)}, as store {store_dir} was begun"
             raise InputError(f"{rule}, got {in_mm(chosen)}; leave it out, or choose another store")
-        return replace(settings, spacing_mm=begun)
+        return replace(settings, target_spacing_mm=begun)
     if spacing is not Keep.AUTO:
-        return replace(settings, spacing_mm=chosen)
+        return replace(settings, target_spacing_mm=chosen)
     trained = [files for files in dataset.cases if files.case_id in split["train"]]
     spacings, shapes = voxels_of(trained)
     target = target_spacing(spacings, shapes)
@@ -289,76 +261,7 @@ def _with_spacing(
         found = f"voxels of training cases have {', '.join(ranges)} mm"
         todo = "--spacing off stores them as they are"
         say(f"Spacing: {found}; all are resampled to {in_mm(target)}; {todo}", stderr=False)
-    return replace(settings, spacing_mm=target)
-
-
-def _with_kinds(
-    dataset: Dataset, store_dir: Path, splitting: Splitting, settings: Settings, workers: int
-) -> Dataset:
-    """The data set with the kind of normalisation of each channel: as its store was begun, or as is
-    decided now by its training cases."""
-    begun = normalisation_begun(store_dir)
-    if begun is not None:
-        return replace(dataset, normalisation=begun)
-    split = splitting.split({case.case_id: case.patient_id for case in dataset.cases})
-    decided = decide(dataset, split["train"], settings.normalise, workers)
-    note_normalisation(store_dir, decided)
-    return replace(dataset, normalisation=decided)
-
-
-def _with_windows(
-    dataset: Dataset, records: CaseList, splitting: Splitting, store_dir: Path
-) -> Tuple[Dataset, CaseList]:
-    """The data set with the windows of its CT, by the records of the training cases; and the
-    records with the boxes that follow."""
-    split = splitting.split({case.case_id: case.patient_id for case in records.known})
-    training = records.chosen(split["train"]) if split["train"] else records
-    windows = with_windows(dataset.normalisation, dataset.channels, training)
-    dataset = replace(dataset, normalisation=windows)
-    if all(each.low is None for each in windows):
-        return dataset, records
-
-    def boxed() -> Iterator[CaseRecord]:
-        for record in records:
-            known = in_window(record, windows)
-            write_json(record_path(store_dir, record.case_id), to_json(known))
-            yield known
-
-    return dataset, CaseList.collected(boxed(), store_dir)
-
-
-def _manifest_of(
-    dataset: Dataset, records: CaseList, splitting: Splitting, settings: Settings
-) -> Manifest:
-    """The manifest of a new store with these cases, whose split is drawn now."""
-    patients_of = {case.case_id: case.patient_id for case in records.known}
-    codes: Set[int] = set()
-    for record in records:
-        codes.update(record.label_voxels)
-        if record.resampled_from:  # also those that are too small for its voxels
-            codes.update(record.resampled_from.label_voxels)
-    named = _named_codes(dataset)
-    if dataset.ignore is not None:
-        named.add(dataset.ignore)  # it keeps its name, also if no label holds it
-    labels = labels_in_use(dataset.layout, dataset.labels, codes | named)
-    regions = regions_in(dataset, labels)
-    return make_manifest(
-        name=dataset.name,
-        layout=dataset.layout,
-        channels=dataset.channels,
-        labels=labels,
-        regions=regions,
-        paint=paint_by_order(regions, dataset.class_order),
-        ignore=dataset.ignore,
-        split=splitting.split(patients_of),
-        split_seed=splitting.seed,
-        folds=splitting.folds_of(patients_of),
-        cases=records,
-        versions=versions(),
-        patient_rules=Counter(dataset.patient_rules[case_id] for case_id in patients_of),
-        spacing_mm=settings.spacing_mm,
-        normalisation=if_any_differs(dataset.normalisation),
-    )
+    return replace(settings, target_spacing_mm=target)
 
 
 def _finished_before(
@@ -375,11 +278,11 @@ def _finished_before(
     problems = mended.lines()
     if mended.case_ids:
         say(f"Made again: {', '.join(mended.case_ids)}", stderr=False)
-    differences = _differences(store_dir, manifest, dataset, splitting, but=mended.problems)
-    if differences:
+    changes = differences(store_dir, manifest, dataset, splitting, but=mended.problems)
+    if changes:
         todo = "give another --store for the new content, or add new cases with `store append`"
-        differences.append(f"{todo}; its content is untouched")
-    raise_if_any([*problems, *differences])
+        changes.append(f"{todo}; its content is untouched")
+    raise_if_any([*problems, *changes])
     if mended.case_ids:
         print_summary(store_dir)
     else:
@@ -388,27 +291,16 @@ def _finished_before(
     return manifest
 
 
-def still_lost(store_dir: Path, dataset_dir: Path, case_ids: Sequence[str]) -> List[str]:
-    """The warning that a store has lost files of cases that a data set does not have; none of no
-    cases."""
-    if not case_ids:
-        return []
-    got = f"files of {', '.join(case_ids)} are lost or damaged"
-    todo = f"run `store append {store_dir}` with the data set that has them"
-    return [f"warning: {got}, and {dataset_dir} does not have them; {todo}"]
-
-
-def split_sizes(manifest: Manifest) -> str:
-    """The cases of each split, as "8 train, 1 val, 1 test"."""
-    return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
-
-
 def _announce(dataset: Dataset) -> None:
     """Print the data set's cases, channels, patients and label codes."""
     regions = regions_in(dataset, dataset.labels)
-    always = labels_in_use(dataset.layout, dataset.labels, _named_codes(dataset))
+    always = labels_in_use(dataset.layout, dataset.labels, dataset.named_codes)
     facts = f"{count(dataset.cases, 'case')}, layout {dataset.layout}"
     lines = [f"{dataset.name}: {facts}, channels {', '.join(dataset.channels)}"]
+    twins = [name for name in dataset.channels if without_number(name) != name]
+    if twins:
+        told = "channels of one name are told apart by their order in the list"
+        lines.append(f"note: {told}: {', '.join(twins)}")
     lines.append("Labels and regions:")
     for code, name in sorted(dataset.labels.items()):
         line = f"  {code} {name} -> {_regions_with(code, regions, dataset.ignore)}"
@@ -425,96 +317,11 @@ def _announce(dataset: Dataset) -> None:
     say(*lines, stderr=False)
 
 
-def _named_codes(dataset: Dataset) -> Set[int]:
-    """The codes of the regions that a data set or a user names, which a store has even if they
-    occur in none of its cases."""
-    if dataset.regions is None:
-        return set()
-    return {code for codes in dataset.regions.values() for code in codes}
-
-
 def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optional[int]) -> str:
     """The names of the regions that a label code belongs to, or that it is the one to ignore."""
     if code == ignore:
         return "not annotated: neither learnt nor scored"
     return ", ".join(name for name, codes in regions.items() if code in codes) or "no region"
-
-
-def _differences(
-    store_dir: Path,
-    old: Manifest,
-    dataset: Dataset,
-    splitting: Splitting,
-    but: Container[str],
-) -> List[str]:
-    """A line for everything that this run would change in the content of a finished store; cases of
-    `but` aside."""
-    rule = f"store {store_dir} is finished and must keep its content, but"
-    files_of = {files.case_id: files for files in dataset.cases}
-    patients: Dict[str, str] = {}
-    absent = set()
-    differences = []
-    for record in old.cases:
-        case_id = record.case_id
-        files = files_of.pop(case_id, None)
-        patients[case_id] = record.patient_id
-        if files is None:
-            absent.add(case_id)
-        elif files.patient_id != record.patient_id:
-            got = f"{record.patient_id} and not {files.patient_id}"
-            differences.append(f"{rule} case {case_id} is of patient {got}")
-        elif case_id not in but and not same_sources(files, record):
-            differences.append(f"{rule} the source of case {case_id} has changed")
-    regions = regions_in(dataset, old.labels)
-    if regions != old.regions:
-        got = f"{_worded(regions)}, not {_worded(old.regions)}"
-        differences.append(f"{rule} the regions are now {got}")
-    left_out = read_quarantine(store_dir)
-    new = [case_id for case_id in files_of if case_id not in left_out]
-    differences += [f"{rule} case {case_id} is new in {dataset.folder}" for case_id in new]
-    own = {case_id: patient for case_id, patient in patients.items() if case_id not in absent}
-    if has_grown(store_dir) or _holds_split_of(old, own, splitting):
-        # The other cases are of other data sets, and the split is from before they came.
-        return differences
-    for case_id in sorted(absent):
-        if case_id not in but:
-            differences.append(f"{rule} case {case_id} is no longer whole in {dataset.folder}")
-    kept = f"{split_sizes(old)}, seed {old.split_seed}"
-    if old.folds or splitting.folds:
-        asked = (splitting.split(patients), splitting.folds_of(patients))
-        if asked != (old.split, old.folds):
-            wanted = kept
-            if old.folds:
-                wanted = f"the {len(old.folds)} folds of its --splits"
-            differences.append(f"{rule} --splits or --split asks for others than {wanted}")
-    elif splitting.seed != old.split_seed or splitting.split(patients) != old.split:
-        differences.append(f"{rule} --split and --seed ask for another split than {kept}")
-    return differences
-
-
-def _worded(regions: Mapping[str, Sequence[int]]) -> str:
-    """Regions as --regions takes them."""
-    return " ".join(f"{name}={','.join(map(str, codes))}" for name, codes in regions.items())
-
-
-def _holds_split_of(old: Manifest, own: Mapping[str, str], splitting: Splitting) -> bool:
-    """Whether a store has grown from one of the cases `own`, case id -> patient, whose split it
-    still holds.
-
-    Of a store that grew before source.json held that this is the only trace.
-    """
-    if not 0 < len(own) < len(old.cases) or splitting.seed != old.split_seed:
-        return False
-    everyone = {case.case_id: case.patient_id for case in case_list(old.cases).known}
-    if splitting.split(everyone) == old.split:
-        return False
-    held = {}
-    for name in SPLITS:
-        held[name] = tuple(case_id for case_id in old.split[name] if case_id in own)
-    try:
-        return splitting.split(own) == held
-    except InputError:  # fewer patients than splits
-        return False
 
 
 # --- The summary of a store ---
@@ -568,10 +375,12 @@ def summary_lines(store: Store) -> List[str]:
         "images": f"{kinds}; {exact}",
         "size": f"{format_bytes(size_bytes)} on disk",
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
-        "largest": f"grid {by(manifest.largest_shape)}, brain's box {by(manifest.largest_box)}",
+        "largest": f"grid {by(manifest.largest_shape)}, content box {by(manifest.largest_box)}",
     }
-    if manifest.spacing_mm:
-        lines["spacing"] = f"{in_mm(manifest.spacing_mm)}, {count(resampled, 'case')} resampled"
+    if manifest.target_spacing_mm:
+        lines["spacing"] = (
+            f"{in_mm(manifest.target_spacing_mm)}, {count(resampled, 'case')} resampled"
+        )
     for index, each in enumerate(manifest.normalisations):
         why = each.why or f"{statistics.median(foregrounds[index]):.0%} of the voxels are not 0"
         lines[f"input {index}"] = f"{manifest.channels[index]}: {each.words}; {why}"

@@ -6,10 +6,9 @@ runs go on. The store may have grown from several data sets: each gives back its
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import List, NamedTuple, Tuple
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
     CaseList,
     CaseRecord,
@@ -86,22 +85,25 @@ def repair(store: Store, dataset: Dataset, settings: Settings, workers: int) -> 
 
 def fitting(dataset: Dataset, store: Store) -> Dataset:
     """The data set with the channels, by name, the labels and the normalisation that the store has,
-    of which the same is ignored. Raises InputError for other channels, labels or regions."""
+    of which the same is ignored, and which has the store's regions whatever its list says. Raises
+    InputError for other channels and labels."""
     dataset = dataset.with_channels(store.manifest.channels)
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
     ignore = store.manifest.ignore
     if ignore is not None and ignore in labels:
         dataset = ignoring(dataset, ignore)
-    values: Dict[str, Any] = {"labels": labels, "ignore": dataset.ignore}
-    if dataset.regions is not None:  # else the store may have others, by `prepare --regions`
-        values["regions"] = dataset.regions
-        values["paint"] = paint_by_order(dataset.regions, dataset.class_order)
-    for name, value in values.items():
+    for name, value in (("labels", labels), ("ignore", dataset.ignore)):
         expected = getattr(store.manifest, name)
         if value != expected:
             rule = f"data set {dataset.folder} must have the {name} of store {store.folder}"
             raise InputError(f"{rule}, {expected}, got {value}; prepare a separate store")
-    return replace(dataset, labels=labels, normalisation=store.manifest.normalisation)
+    return replace(
+        dataset,
+        labels=labels,
+        regions=store.manifest.regions,
+        class_order=(),
+        normalisation=store.manifest.normalisation,
+    )
 
 
 def _source_lost(store_dir: Path, record: CaseRecord, dataset: Dataset) -> str:

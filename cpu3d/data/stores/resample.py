@@ -43,9 +43,9 @@ from memory_estimator.common.units import by
 
 Spacing3 = Tuple[float, float, float]  # mm along R, A, S
 
-DIFFERS = 0.1  # share from which on training cases of other spacings are brought to one
+DIFFERS = 0.1  # share of a length from which on another one is another spacing
 # Slices are thick from so many times the other two spacings on, as in nnU-Net's planner.
-THICK = 3
+THICK_SLICES = 3
 THICK_PERCENTILE = 10  # of the thick axis' spacings: fine slices are not thrown together
 MOST_VOXELS = 2**31
 MOST_GROWTH = 8  # times as many voxels as the source has: 2 mm become 1 mm
@@ -108,21 +108,27 @@ def target_spacing(spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]) ->
     if not spacings_mm:
         return None
     all_mm = np.array(spacings_mm)
-    if (all_mm.max(0) <= all_mm.min(0) * (1 + DIFFERS + 1e-6)).all():
+    if not differs(all_mm.max(0), all_mm.min(0)):
         return None
     target = np.median(all_mm, axis=0)
     voxels = np.median(shapes, axis=0)
     thick = thick_axis(target.tolist())
-    if thick is not None and THICK * voxels[thick] <= np.delete(voxels, thick).min():
+    if thick is not None and THICK_SLICES * voxels[thick] <= np.delete(voxels, thick).min():
         fine = np.percentile(all_mm[:, thick], THICK_PERCENTILE)
         target[thick] = max(fine, np.delete(target, thick).max())
     return xyz(float(f"{length:.6g}") for length in target)
 
 
+def differs(spacing_mm: Sequence[float], usual_mm: Sequence[float]) -> bool:
+    """Whether a spacing is more than 10 % off the usual one along an axis; 1.1 mm are not of 1."""
+    shares = np.abs(np.divide(spacing_mm, usual_mm) - 1)
+    return bool(shares.max() > DIFFERS + 1e-6)
+
+
 def thick_axis(spacing_mm: Sequence[float]) -> Optional[int]:
     """The axis whose spacing is at least 3 times each of the others; None if there is none."""
     axis = int(np.argmax(spacing_mm))
-    if spacing_mm[axis] >= THICK * np.delete(spacing_mm, axis).max():
+    if spacing_mm[axis] >= THICK_SLICES * np.delete(spacing_mm, axis).max():
         return axis
     return None
 

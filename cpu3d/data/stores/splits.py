@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Sequence, Set, Tuple
 
-from cpu3d.data.manifest import FOLD_SPLITS, SPLITS, case_list, split_problems
+from cpu3d.data.manifest import Manifest, case_list
+from cpu3d.data.split import FOLD_SPLITS, SPLITS, split_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
@@ -59,6 +60,11 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         for case_id in sorted(set(case_ids) - set(patients))
     )
     return patients
+
+
+def split_sizes(manifest: Manifest) -> str:
+    """The cases of each split, as "8 train, 1 val, 1 test"."""
+    return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
 
 
 def describe_patients(rules: Mapping[str, int]) -> List[str]:

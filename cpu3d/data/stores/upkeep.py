@@ -17,23 +17,23 @@ from types import SimpleNamespace
 from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.manifest import SPLITS, CaseList, Manifest, case_list, remake
+from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
+from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.case import case_notes, mixed_orientation, note_lines
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
-from cpu3d.data.stores.dataset import CaseFiles, Dataset
+from cpu3d.data.stores.dataset import CaseFiles, Dataset, regions_in_words
+from cpu3d.data.stores.finished import still_lost
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
 from cpu3d.data.stores.layouts import read_dataset
+from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines, unit_notes
 from cpu3d.data.stores.prepare import (
     PATIENTS_HELP,
     SKIP_BAD_HELP,
     WORKERS_HELP,
     print_summary,
-    split_sizes,
-    still_lost,
 )
 from cpu3d.data.stores.repair import fitting, open_mended, repair
-from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients
+from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients, split_sizes
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -60,7 +60,8 @@ class Verify:
 
 @dataclass(frozen=True)
 class Append:
-    """Add a data set's new cases, prepared as the store's own cases, and make lost files again."""
+    """Add a data set's new cases, with the settings, the regions and the ignored code of the store,
+    and make lost files again."""
 
     store: Path = option(help="finished store", positional=True)
     dataset: Path = option(help="folder as for `prepare`")
@@ -109,7 +110,10 @@ def run_append(options: Append) -> int:
             way = "train on cases of new patients, and none holds them out"
             lines.append(f"  folds    all {len(after.folds)} {way}")
     added = case_list(after.cases).chosen(done.new)
-    notes = {record.case_id: case_notes(record, after.channels, after.ignore) for record in added}
+    notes = {}
+    for record in added:
+        of_unit = unit_notes(record, after.channels, after.normalisations)
+        notes[record.case_id] = [*case_notes(record, after.channels, after.ignore), *of_unit]
     say(*lines, *note_lines(notes), stderr=False)
     say(*still_lost(folder, options.dataset, done.elsewhere))
     return 0
@@ -169,22 +173,23 @@ def append(
     """Add the cases of a data set that a finished store does not have, and make those again whose
     files it has lost.
 
-    They are made with the store's own settings. The split of the old cases stays, new ones are
-    dealt by `deal_cases`, or in a store with given folds by `add_to_folds`. The manifest is
-    replaced at the end; the same call continues an interrupted one. Raises InputError, and adds
-    nothing, if channels or labels differ, a known id has other files, a lost case cannot be made
-    again, a patient or identical images would be in two splits, and for bad cases unless
-    `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
+    They are made with the store's own settings, regions and code to be ignored. The split of the
+    old cases stays, new ones are dealt by `deal_cases`, or in a store with given folds by
+    `add_to_folds`. The manifest is replaced at the end; the same call continues an interrupted one.
+    Raises InputError, and adds nothing, if channels or labels differ, a known id has other files, a
+    lost case cannot be made again, a patient or identical images would be in two splits, and for
+    bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
     """
     workers = worker_count(workers)
     store_dir = Path(store_dir)
     settings = settings_of(store_dir)
-    dataset = read_dataset(dataset_dir, patients)
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
         store = open_mended(store_dir)
-        dataset = fitting(dataset, store)
+        found = read_dataset(dataset_dir, patients, labels=store.manifest.labels)
+        say(*_note_on_regions(found, store))
+        dataset = fitting(found, store)
         mended = repair(store, dataset, settings, workers)
         store = mended.store
         in_store = {case_id for name in SPLITS for case_id in store.manifest.split[name]}
@@ -225,6 +230,16 @@ def append(
         bad=tuple(sorted(bad)),
         elsewhere=mended.elsewhere,
     )
+
+
+def _note_on_regions(dataset: Dataset, store: Store) -> List[str]:
+    """A note if the list of a data set names other regions than the store has; else none."""
+    regions = store.manifest.regions
+    if dataset.regions is None or dataset.regions == regions:
+        return []
+    own = regions_in_words(dataset.regions)
+    rule = f"regions are those of store {store.folder}, {regions_in_words(regions)}"
+    return [f"note: {rule}, and not those of {dataset.folder}, {own}"]
 
 
 def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:

@@ -255,6 +255,22 @@ def test_regions_are_painted_in_the_order_of_the_images_data_set_or_else_of_the_
     assert (case.regions.paint, list(case.regions.paint)) == (paint, list(paint))
 
 
+def test_an_order_that_is_the_usual_one_goes_before_the_runs_too(tmp_path):
+    run = PaintedRegions({"left": (1, 2), "right": (2,)}, [("right", 2), ("left", 1)])
+    folder = listed(tmp_path, STORE, key="channel_names")
+    path = tmp_path / "dataset.json"
+    content = json.loads(path.read_text())
+    content["labels"] = {"background": 0, "both": [7, 8, 9], "left": [8, 9], "right": 8}
+    content["regions_class_order"] = [7, 9, 8]
+    path.write_text(json.dumps(content))
+    for number, channel in enumerate(STORE):
+        write_nifti(folder / f"x_{number:04d}.nii.gz", volume(channel))
+    predictor = FakePredictor(None, run, {0: "background", 1: "left", 2: "right"}, channels=STORE)
+    predictor.inputs = STORE
+    (case,) = find_cases([folder], predictor).cases
+    assert list(case.regions.paint.items()) == [("left", 9), ("right", 8)]
+
+
 def taken_by_predict(paths, inputs):
     """The values of `VALUES` in the network's channels of one case, or None if it is refused."""
     result = find_cases(paths, of_run(*inputs))
@@ -338,6 +354,27 @@ def test_the_program_of_an_export_takes_the_files_that_predict_takes(
     assert taken_by_program(paths, inputs) == expected
 
 
+@pytest.mark.parametrize("is_4d", [True, False])
+def test_channels_of_one_name_are_taken_in_their_order(tmp_path, is_4d):
+    names = ("MRI", "CT", "MRI")
+    folder = listed(tmp_path, names, key="channel_names")
+    volumes = [volume(name) for name in ("FLAIR", "T1w", "t1gd")]
+    path = write_nifti(folder / "a.nii.gz", np.stack(volumes, -1))
+    paths = [path]
+    if not is_4d:
+        path.unlink()
+        paths = [
+            write_nifti(folder / f"a_{number:04d}.nii.gz", volumes[number]) for number in (2, 0, 1)
+        ]
+    channels = ("MRI (1)", "CT", "MRI (2)")
+    predictor = of_run(*channels)
+    predictor.channels = channels
+    (case,) = find_cases(paths, predictor).cases
+    image = load_case(case.files, channels=case.channels).image
+    assert [image[..., n].max() for n in range(3)] == [each.max() for each in volumes]
+    assert segment.listed_channels(paths[0]) == list(channels)
+
+
 @pytest.mark.parametrize("depth", ["", "site1"])
 def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path, depth):
     folder = listed(tmp_path, ("T1-CE", "flair", "T1", "T2"))
@@ -350,7 +387,9 @@ def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path, de
         assert taken_by_program([path], inputs) == expected
 
 
-@pytest.mark.parametrize("other", ["shifted", "shape", "metres", "shear", "air"])
+@pytest.mark.parametrize(
+    "other", ["shifted", "shape", "metres", "shear", "air", "one value", "zeros"]
+)
 def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_path, other):
     image, affine = volume("t1gd"), np.eye(4)
     affines = {
@@ -362,6 +401,10 @@ def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_
     second = affine if other == "shifted" else affines.get(other, affine)
     if other == "shape":
         image = image[:-1]
+    if other == "one value":
+        image = np.where(image == 0, 0, 7).astype(np.int16)
+    if other == "zeros":
+        image = np.zeros_like(image)
     if other == "air":
         image = np.where(image == 0, -1000, image)
     paths = [first, write_nifti(tmp_path / "x_t1ce.nii.gz", image, second)]

@@ -1,6 +1,7 @@
 """Runs on a store of resampled cases answer on each image's own grid: evaluate, predict, export,
 pages."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,19 +10,22 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
-from cpu3d.data.store import open_store
+from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_label, to_source_grid
+from cpu3d.data.stores.splits import with_fold
+from cpu3d.folds import SCORE_S, beside_s
 from cpu3d.inference import evaluate, predict, segment
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.decision import decide
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
+from cpu3d.plan import make_plan
 from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config
 from tests.cpu3d.data.datasets import dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
-from tests.cpu3d.runs import run_command, start
+from tests.cpu3d.runs import HOST, run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in
 
 FOLDS = [
@@ -60,7 +64,7 @@ class Perfect:
         self.channels = self.inputs = config.store_channels
         self.labels = config.label_names
         self.regions = config.codes_by_region
-        self.spacing_mm = config.target_spacing_mm
+        self.target_spacing_mm = config.target_spacing_mm
         self.inference = Inference()
         self.window = None
 
@@ -70,9 +74,28 @@ class Perfect:
         return to_source_grid(np.stack(answers, -1).astype(np.float32), record)
 
 
+def test_the_hours_of_folds_count_scores_on_the_sources_grids(tmp_path):
+    """Of voxels of 0.8 mm a case has 60 x 50 x 40, and of 1 mm 48 x 40 x 32."""
+    voxels = dict.fromkeys("abde", (1.0, 1.0, 1.0))
+    spaced_set(tmp_path / "data", {**voxels, "c": (0.8, 0.8, 0.8)})
+    options = {"workers": 1, "fractions": (1, 0, 0), "spacing": (1.0, 1.0, 1.0)}
+    prepare(tmp_path / "data", tmp_path / "store", **options)
+    store = open_store(tmp_path / "store")
+    folds = [f"{number}/5" for number in range(1, 6)]
+    (fold,) = [name for name in folds if "c" in with_fold(store, name).manifest.split["val"]]
+    plan = make_plan(store, tmp_path / "run", HOST, {"fold": fold, "steps": 4, "device": "cpu"})
+    as_stored = dataclasses.replace(store.manifest, target_spacing_mm=None)
+    of_store = dataclasses.replace(plan, store=with_fold(Store(store.folder, as_stored), fold))
+    more = 60 * 50 * 40 - 48 * 40 * 32
+    memory = {part.name: part.bytes for part in plan.forecast.full.beside}
+    regions = len(store.manifest.regions)
+    assert memory["answers on sources' grids"] == 4 * (regions + 1) * 60 * 50 * 40
+    assert beside_s(plan) - beside_s(of_store) == pytest.approx(2 * SCORE_S * more / 1e6)
+
+
 def test_a_run_knows_the_spacing_of_its_store(store, run):
     config = load_config(run)
-    assert config.target_spacing_mm == store.manifest.spacing_mm == (1.0, 1.0, 1.0)
+    assert config.target_spacing_mm == store.manifest.target_spacing_mm == (1.0, 1.0, 1.0)
     assert config.spacing_mm == pytest.approx((1.0, 1.0, 1.0))
     content = json.loads((run / "config.json").read_text())
     del content["target_spacing_mm"]  # as runs of earlier versions have none

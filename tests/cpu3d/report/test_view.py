@@ -15,7 +15,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import from_ras, write_volume
-from cpu3d.data.stores.phantom_ct import ct_case
+from cpu3d.data.phantoms.ct import ct_case
 from cpu3d.pages import viewer as viewer_module
 from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import in_steps, pack
@@ -165,6 +165,20 @@ def sparse_page(tmp_path):
     words = ("--image", images / "a.nii.gz", "--label", tmp_path / "truth.nii.gz")
     assert view(*words, "--out", tmp_path / "page.html") == 0
     return tmp_path / "page.html"
+
+
+def test_a_code_to_be_ignored_may_be_named_and_is_counted(case, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    words = ("--image", case, "--prediction", case.parent / "ours.nii.gz", "--out", out)
+    assert view(*words, "--ignore", 2) == 0
+    (shown,) = shown_cases(out)
+    assert shown["ignore"] == 2
+    assert all(2 not in region["codes"] for region in shown["regions"])
+    truth = made_case()[1]
+    assert f"{np.mean(truth == 2):.1%} of the voxels, code 2" in capsys.readouterr().out
+    assert 0 < shown["ignored_share"] < 1
+    assert view(*words, "--ignore", 9) == 2
+    assert "--ignore must be a code" in capsys.readouterr().err
 
 
 def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(sparse_page):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from cpu3d.data.region import Region
-from cpu3d.data.stores.case import CENTRES, case_notes, centres_of, load_case, note_lines
+from cpu3d.data.stores.case import CENTRES, centres_of, load_case
 from cpu3d.data.stores.dataset import CaseFiles
+from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import tiny_image, write_nifti
 

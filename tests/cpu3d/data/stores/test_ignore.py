@@ -202,6 +202,34 @@ def test_patches_are_drawn_around_voxels_of_regions_alone(store):
         assert (target.numpy() == IGNORED).any()
 
 
+@pytest.mark.parametrize(("side", "code", "least"), [(6, 1, 20), (16, 0, 12)])
+def test_a_random_patch_without_an_annotated_voxel_is_drawn_again(tmp_path, side, code, least):
+    """One corner of a volume is annotated, which 0.6 or 11 % of random patches meet. With a tumour
+    in it the last attempt does."""
+    label = np.full((40, 40, 40), 200, np.uint8)
+    label[:side, :side, :side] = 0
+    label[2, 2, 2] = code
+    image = np.random.default_rng(0).integers(1, 99, label.shape).astype(np.int16)
+    data = one_channel(tmp_path / "data", names=("c_0",), voxels=label)
+    write_nifti(data / "imagesTr/c_0.nii.gz", image)
+    prepare(data, tmp_path / "store", **ALL)
+    store = open_store(tmp_path / "store")
+    options = {"sampling": "random", "seed": 3}
+    patches = list(patch_dataset(store, (8, 8, 8), **options, stop=20))
+    annotated = [(target.numpy() != IGNORED).any() for _, target in patches]
+    assert sum(annotated) >= least
+    again = patch_dataset(store, (8, 8, 8), **options, start=13, stop=20, threads=2)
+    for own, other in zip(again, patches[13:]):
+        for ours, theirs in zip(own, other):
+            np.testing.assert_array_equal(ours, theirs)
+    sampling = patch_sampling(store, (8, 8, 8), **options)
+    records = store.cases("train")
+    first = patch_at(5, sampling, records)
+    assert patch_at(5, sampling, records, 0) == first
+    others = {patch_at(5, sampling, records, attempt).region.start for attempt in range(1, 5)}
+    assert len(others | {first.region.start}) == 5
+
+
 @pytest.mark.parametrize(
     ("name", "answer"),
     [

@@ -169,6 +169,7 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
         ({"channel_names": {"0": "FLAIR", "1": "T1w"}}, "BRATS_000_0002.* and 3 more"),
         ({"channel_names": {"0": "FLAIR", "2": "T1w"}}, "without gaps"),
         ({"channel_names": {**NAMES, "3": "T1"}}, "different names"),
+        ({"channel_names": {**NAMES, "3": "flair"}}, "different names"),
         ({"numTraining": 3}, "numTraining .* 2, got 3"),
         ({"labels": {"background": 0, "a": 1, "b": 1}}, "distinct names"),
         ({"labels": {"background": 0, "other": 0, "a": 1}}, "distinct names"),
@@ -203,6 +204,26 @@ def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
     assert str(raw) in line
     assert re.search(rule, line)
     assert not store.exists()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_channels_of_one_name_are_told_apart_by_their_order_and_it_is_said_once(
+    tmp_path, capsys, version
+):
+    names = {"0": "rescale_to_0_1", "1": "MRI", "2": "MRI", "3": "rescale_to_0_1"}
+    key = "channel_names" if version == 2 else "modality"
+    raw = nnunet(tmp_path / "raw", 2, version, **{key: names})
+    manifest = prepare(raw, tmp_path / "store", **ALL)
+    numbered = ("rescale_to_0_1 (1)", "MRI (1)", "MRI (2)", "rescale_to_0_1 (2)")
+    assert manifest.channels == numbered
+    assert capsys.readouterr().out.count("told apart by their order") == 1
+    kinds = [each.kind.value for each in manifest.normalisations]
+    assert [kind == "rescale" for kind in kinds] == [True, False, False, True]
+    expected = prepare(nnunet(tmp_path / "other", 2), tmp_path / "expected", **ALL)
+    for record, other in zip(manifest.cases, expected.cases):
+        assert record.image_voxels_sha256 == other.image_voxels_sha256
+    more = nnunet(tmp_path / "more", 3, version, **{key: names})
+    assert append(tmp_path / "store", more, workers=1).new == ("BRATS_002",)
 
 
 def test_a_name_that_is_there_twice_is_refused(tmp_path):
@@ -364,6 +385,55 @@ def test_regions_that_a_user_names_go_before_the_data_sets_own(tmp_path, make, c
     assert "1 edema -> edema" in capsys.readouterr().out
     assert append(store, make(tmp_path / "more", 4), workers=1).new == ("BRATS_003",)
     assert open_store(store).manifest.regions == manifest.regions
+
+
+@pytest.mark.parametrize(
+    ("first", "chosen", "more", "is_noted"),
+    [
+        ({"labels": TUMOUR}, {"WT": (1, 2, 3), "ET": (3,)}, {"labels": TUMOUR}, True),
+        (ORDER, None, {**ORDER, "regions_class_order": None}, False),
+        (ORDER, {"core": (2, 3)}, ORDER, True),
+        ({}, {"core": (2, 3)}, {}, False),
+    ],
+)
+def test_a_store_grows_with_its_own_regions_whatever_the_list_says(
+    tmp_path, capsys, first, chosen, more, is_noted
+):
+    store = tmp_path / "store"
+    before = prepare(nnunet(tmp_path / "first", 2, **first), store, **ALL, regions=chosen)
+    (store / "cases/BRATS_001.y.npy").unlink()
+    capsys.readouterr()
+    done = append(store, nnunet(tmp_path / "more", 3, **more), workers=1)
+    assert (done.new, done.repaired) == (("BRATS_002",), ("BRATS_001",))
+    assert (done.manifest.regions, done.manifest.paint) == (before.regions, before.paint)
+    assert ("regions are those of store" in capsys.readouterr().err) == is_noted
+
+
+def test_a_store_of_a_list_without_labels_grows_by_such_a_list(tmp_path):
+    regions = {"WT": (1, 2, 3), "ET": (3,)}
+    first = datalist(tmp_path / "first", labels=None, modality="MRI")
+    before = prepare(first, tmp_path / "store", **ALL, regions=regions)
+    more = datalist(tmp_path / "more", labels=None, modality="MRI")
+    for path in sorted(more.parent.glob("p?/*")):  # cases of other names
+        new = more.parent / re.sub(r"p(\d/)p", r"q\1q", f"{path.parent.name}/{path.name}")
+        new.parent.mkdir(exist_ok=True)
+        path.rename(new)
+    more.write_text(re.sub(r"p(\d/)p", r"q\1q", more.read_text()))
+    done = append(tmp_path / "store", more, workers=1)
+    assert done.new == ("q0", "q1", "q2", "q3", "q4")
+    assert (done.manifest.regions, done.manifest.labels) == (before.regions, before.labels)
+
+
+@pytest.mark.parametrize(("begun", "then"), [(None, [1, 3, 3]), ([1, 3, 3], [1, 2, 3])])
+def test_another_order_of_painting_for_a_finished_store_is_refused(tmp_path, begun, then):
+    data = nnunet(tmp_path / "data", 2, labels=TUMOUR, regions_class_order=begun)
+    store = tmp_path / "store"
+    before = prepare(data, store, **ALL)
+    prepare(data, store, **ALL)
+    changed(data, regions_class_order=then)
+    with pytest.raises(InputError, match="regions_class_order"):
+        prepare(data, store, **ALL)
+    assert open_store(store).manifest == before
 
 
 def test_another_choice_of_regions_for_a_finished_store_is_refused(tmp_path):

@@ -6,16 +6,12 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.normalise import Kind
+from cpu3d.data.phantoms.ct import ct_case
+from cpu3d.data.phantoms.head import CLEARANCE, blind_patch, phantom_case
+from cpu3d.data.phantoms.warp import warped_case
 from cpu3d.data.stores import phantom as phantom_module
 from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.phantom import (
-    CLEARANCE,
-    blind_patch,
-    phantom_case,
-    warped_case,
-    write_phantom,
-)
-from cpu3d.data.stores.phantom_ct import ct_case
+from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 
@@ -93,6 +89,21 @@ def test_an_unfinished_or_smaller_set_is_continued(tmp_path, monkeypatch):
     assert drawn == [0, 2]
     assert len(read_dataset(out).cases) == 3
     assert not list(out.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("kind", ["mr", "ct"])
+def test_of_slices_that_are_annotated_now_and_then_the_others_are_to_be_ignored(tmp_path, kind):
+    options = {"cases": 1, "shape": SMALL, "workers": 1, "kind": kind}
+    whole = read_dataset(write_phantom(tmp_path / "whole", **options))
+    sparse = read_dataset(write_phantom(tmp_path / "sparse", **options, annotate_every=10))
+    code = max(sparse.labels)
+    assert (sparse.ignore, sparse.labels) == (code, {**whole.labels, code: "ignore"})
+    read = lambda files: np.asarray(nibabel.load(files.label).dataobj)
+    expected = read(whole.cases[0])
+    made = read(sparse.cases[0])
+    is_annotated = np.arange(SMALL[2]) % 10 == 0
+    np.testing.assert_array_equal(made[..., is_annotated], expected[..., is_annotated])
+    assert set(np.unique(made[..., ~is_annotated])) == {code}
 
 
 def test_bad_arguments_are_named_together_and_too_little_memory_is_one(tmp_path, monkeypatch):

@@ -14,8 +14,9 @@ from cpu3d.data.nifti import (
     to_ras,
     write_volume,
 )
-from cpu3d.data.stores.case import case_notes, load_case
+from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles
+from cpu3d.data.stores.notes import case_notes
 from cpu3d.data.stores.resample import (
     Keep,
     grid_of,
@@ -44,7 +45,7 @@ SMALL = ((40, 40, 40),) * 3
 def load(folder, spacing_mm, target_mm, axes="RAS"):
     image, label = write_drawn(folder, "a", spacing_mm, axes)
     files = CaseFiles("a", "a", (image,), label)
-    return load_case(files, channels=CHANNELS, labels=LABELS, spacing_mm=target_mm)
+    return load_case(files, channels=CHANNELS, labels=LABELS, target_spacing_mm=target_mm)
 
 
 # --- The rule ---
@@ -229,7 +230,7 @@ def test_a_label_that_vanishes_is_said(tmp_path):
         CaseFiles("a", "a", (image,), label),
         channels=CHANNELS,
         labels=LABELS,
-        spacing_mm=(2.0, 2.0, 2.0),
+        target_spacing_mm=(2.0, 2.0, 2.0),
     )
     assert 2 not in case.record.label_voxels
     assert case.record.resampled_from.label_voxels[2] == 1

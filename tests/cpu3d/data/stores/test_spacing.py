@@ -9,7 +9,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.normalise import in_units
-from cpu3d.data.store import open_store
+from cpu3d.data.store import open_store, sealed
 from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.folder import read_quarantine, settings_of
 from cpu3d.data.stores.prepare import prepare
@@ -34,7 +34,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
 ):
     folder = tmp_path / "store"
     manifest = prepare(data, folder, **ALL, settings=settings)
-    assert manifest.spacing_mm == ISO
+    assert manifest.target_spacing_mm == ISO
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if line.startswith("Spacing:")]
     assert "0.8 to 2 along R, 0.8 to 2 along A, 1 to 4 along S mm" in line
@@ -70,9 +70,9 @@ def test_without_resampling_a_store_has_the_files_that_it_always_had(tmp_path, a
     data = spaced_set(tmp_path / "data", spacings)
     spacing = Keep.AUTO if alike else Keep.OFF
     manifest = prepare(data, tmp_path / "store", **ALL, spacing=spacing)
-    assert manifest.spacing_mm is None
-    assert "spacing_mm" not in json.loads((tmp_path / "store/manifest.json").read_text())
-    assert "spacing_mm" not in json.loads((tmp_path / "store/source.json").read_text())
+    assert manifest.target_spacing_mm is None
+    assert "target_spacing_mm" not in json.loads((tmp_path / "store/manifest.json").read_text())
+    assert "target_spacing_mm" not in json.loads((tmp_path / "store/source.json").read_text())
     records = [json.loads(path.read_text()) for path in tmp_path.glob("store/cases/*.json")]
     assert len(records) == len(spacings)
     assert not any("resampled_from" in record for record in records)
@@ -89,7 +89,7 @@ def test_only_the_training_cases_decide(tmp_path):
     data = spaced_set(tmp_path / "data", spacings)
     (tmp_path / "folds.json").write_text(json.dumps(folds))
     manifest = prepare(data, tmp_path / "store", workers=1, splits=tmp_path / "folds.json")
-    assert (manifest.split["test"], manifest.spacing_mm) == (("c",), None)
+    assert (manifest.split["test"], manifest.target_spacing_mm) == (("c",), None)
 
 
 def test_a_chosen_spacing_holds_for_cases_that_agree(tmp_path, capsys):
@@ -136,9 +136,31 @@ def test_a_store_stays_at_the_spacing_that_it_was_begun_with(data, tmp_path, fin
     assert prepare(data, store, **ALL) == before  # by auto, which would have taken another one
     plain = tmp_path / "plain"
     prepare(data, plain, **ALL, spacing=Keep.OFF)
-    assert prepare(data, plain, **ALL).spacing_mm is None
+    assert prepare(data, plain, **ALL).target_spacing_mm is None
     with pytest.raises(InputError, match=r"--spacing must be off, as store .*, got 1 x 1 x 1 mm"):
         prepare(data, plain, **ALL, spacing=ISO)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_store_of_an_earlier_version_opens_grows_and_is_continued(data, tmp_path, finished):
+    """It has the target spacing under the name of a case's own."""
+    few = {case_id: SPACINGS[case_id] for case_id in "abd"}
+    spaced_set(tmp_path / "few", few)
+    store = tmp_path / "store"
+    before = prepare(tmp_path / "few", store, **ALL)
+    for name in ("source.json", "manifest.json"):
+        path = store / name
+        content = json.loads(path.read_text())
+        content["spacing_mm"] = content.pop("target_spacing_mm")
+        path.write_text(json.dumps(sealed(content) if name == "manifest.json" else content))
+    if finished:
+        assert open_store(store).manifest == before
+    else:
+        (store / "manifest.json").unlink()
+    assert prepare(tmp_path / "few", store, **ALL) == before
+    done = append(store, data, workers=1)
+    assert done.manifest.target_spacing_mm == before.target_spacing_mm
+    assert len(done.new) == 4
 
 
 def test_new_cases_are_resampled_as_the_stores_own(data, tmp_path):
@@ -149,7 +171,8 @@ def test_new_cases_are_resampled_as_the_stores_own(data, tmp_path):
     done = append(store, data, workers=1)
     assert done.new == ("c", "e", "f", "g")
     grown = open_store(store)
-    assert grown.manifest.spacing_mm == settings_of(store).spacing_mm == (1.0, 1.0, 2.0)
+    assert grown.manifest.target_spacing_mm == (1.0, 1.0, 2.0)
+    assert settings_of(store).target_spacing_mm == (1.0, 1.0, 2.0)
     assert {record.shape for record in grown.manifest.cases} == {(48, 40, 16)}
     assert verify(store, workers=1) == ()
 
@@ -193,7 +216,7 @@ def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
     label[:20] = 9  # about the half of the field, in which the head reaches
     write_volume(path, to_ras(label, geometry), geometry)
     manifest = prepare(data, tmp_path / "store", **ALL, ignore=9)
-    assert (manifest.ignore, manifest.spacing_mm) == (9, ISO)
+    assert (manifest.ignore, manifest.target_spacing_mm) == (9, ISO)
     store = open_store(tmp_path / "store")
     np.testing.assert_array_equal(store.truth("b") == 9, to_ras(label, geometry) == 9)
     half = np.zeros((48, 40, 32), bool)

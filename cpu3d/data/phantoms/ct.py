@@ -7,8 +7,8 @@ from typing import Iterable, Tuple
 
 import numpy as np
 
+from cpu3d.data.phantoms.shapes import smooth_field, soft
 from cpu3d.data.region import Array, Shape3
-from cpu3d.data.stores.phantom_shapes import smooth_field, soft
 
 CT_CHANNELS = ("CT",)
 CT_LABELS = {0: "background", 1: "liver", 2: "lesion"}

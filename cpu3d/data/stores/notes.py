@@ -1,0 +1,141 @@
+"""What is said of cases that can be used, and may not be what they seem."""
+
+import re
+from collections import Counter
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence
+
+import numpy as np
+
+from cpu3d.data import nifti
+from cpu3d.data.manifest import CaseRecord
+from cpu3d.data.normalise import PERCENTILES, Normalisation
+from cpu3d.data.region import Array
+from cpu3d.data.stores.channels import AS_IT_IS
+from cpu3d.data.stores.dataset import Problems
+from cpu3d.data.stores.resample import in_mm
+from cpu3d.util.records import count, listed
+
+NAMED = 3  # cases that a note names
+EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
+WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
+_NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
+
+
+def case_notes(
+    record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
+) -> List[str]:
+    """What to say of a case: that its file gives no orientation, channels whose background is not
+    0, codes but the one to `ignore` that resampling has lost, and a size of voxels that only a
+    store of an earlier version can have."""
+    notes = []
+    if not nifti.is_voxel_size(record.spacing_mm):
+        sizes = " x ".join(f"{length:.4g}" for length in record.spacing_mm)
+        rule = f"voxels of {sizes} mm, as its store was prepared when units were not read"
+        notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
+    if not nifti.is_placed(record.geometry):
+        notes.append(nifti.orientation_note(record.geometry))
+    source = record.resampled_from
+    for code, voxels in source.label_voxels.items() if source else ():
+        if code != ignore and code not in record.label_voxels:
+            sizes = in_mm(record.spacing_mm)
+            rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
+            notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")
+    names: Dict[str, List[str]] = {}  # value -> channels
+    for name, border in zip(channels, record.background):
+        if border:
+            names.setdefault(f"{border:.3g}", []).append(name)
+    for value, alike in names.items():
+        rule = f"most of the border of {listed(alike)} is about {value}, and only 0 is background"
+        notes.append(f"{rule}: the content box is the whole grid; make it 0 if nothing is there")
+    return notes
+
+
+def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
+    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases.
+    More than a few that differ in numbers alone, as in each case's own spacing, are one line too,
+    with those of the first."""
+    alike: Dict[str, Dict[str, List[str]]] = {}  # text without its numbers -> text -> case ids
+    for case_id, texts in notes.items():
+        for text in texts:
+            alike.setdefault(_NUMBER.sub("#", text), {}).setdefault(text, []).append(case_id)
+    lines = []
+    for ids_of in alike.values():
+        if len(ids_of) > NAMED:
+            first = next(iter(ids_of))
+            joined = [case_id for ids in ids_of.values() for case_id in ids]
+            ids_of = {f"{first} (numbers of {joined[0]})": joined}
+        for text, ids in ids_of.items():
+            names = ids[:NAMED]
+            if len(ids) > NAMED:
+                names.append(f"{len(ids) - NAMED} more")
+            lines.append(f"note: {listed(names)}: {text}")
+    return lines
+
+
+def mixed_orientation(
+    new: Iterable[CaseRecord],
+    in_store: Iterable[CaseRecord] = (),
+) -> Problems:
+    """The problems of cases that give an orientation where the others give none, or the other way
+    round: left and right may be exchanged between them. The others are those of the store, or else
+    the larger group; of two equal ones, those with an orientation."""
+    placed = {record.case_id: nifti.is_placed(record.geometry) for record in new}
+    others = Counter(nifti.is_placed(record.geometry) for record in in_store)
+    if not others:
+        others = Counter(placed.values())
+    wanted = others[True] >= others[False]
+    as_others = f"the patient's orientation, as {count(others[wanted], 'other case')}"
+    if wanted:
+        rule = f"must give {as_others}"
+        got = "sform and qform codes of 0"
+    else:
+        rule = f"must not give {as_others}"
+        got = "sform or qform codes above 0"
+    advice = "correct its header, or leave it out: left and right may be exchanged between them"
+    odd = [case_id for case_id, has in placed.items() if has != wanted]
+    return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}
+
+
+def unit_notes(
+    record: CaseRecord, channels: Sequence[str], normalisation: Sequence[Normalisation]
+) -> List[str]:
+    """A note for each CT of a case that joins a store whose labelled voxels are mostly outside of
+    the store's window."""
+    notes = []
+    for name, each, values in zip(channels, normalisation, record.foreground):
+        if each.low is None or each.high is None or not values:
+            continue
+        middle = float(np.median(values))
+        if not each.low <= middle <= each.high:
+            window = f"the store's window from {each.low:.4g} to {each.high:.4g}"
+            rule = f"labelled values of {name} about {middle:.4g} do not fit {window}"
+            notes.append(f"{rule}: they may be in another unit, as HU + 1024")
+    return notes
+
+
+def window_notes(
+    image: Array,
+    record: CaseRecord,
+    channels: Sequence[str],
+    normalisation: Sequence[Normalisation],
+) -> List[str]:
+    """A note for each CT of a case whose values are not those that the window of its store is of,
+    as of HU + 1024 with a window in HU: nearly all are above the window's lower end, or nearly all
+    below, or most of what is not below the window is above it. `image` (X, Y, Z, C) is as stored.
+    """
+    notes = []
+    units = record.units or (AS_IT_IS,) * len(channels)
+    for index, (name, each) in enumerate(zip(channels, normalisation)):
+        if each.low is None or each.high is None:
+            continue
+        step, offset = units[index]
+        values = image[..., index].ravel()
+        values = values[:: max(values.size // EXAMINED_VOXELS, 1)] * step + offset
+        least, most = np.percentile(values, PERCENTILES).tolist()
+        margin = WINDOW_MARGIN * (each.high - each.low)
+        is_above = np.median(values[values >= min(each.low, most)]) > each.high
+        if each.low + margin < least or most < each.low or is_above:
+            got = f"values of {name} from {least:.4g} to {most:.4g} (0.5th to 99.5th percentile)"
+            window = f"the training's window from {each.low:.4g} to {each.high:.4g}"
+            notes.append(f"{got} do not fit {window}: they may be in another unit, as HU + 1024")
+    return notes
