@@ -2,7 +2,7 @@
 follows from store, host and workers.
 
     start = Start(settings, chosen, kept, saved)
-    facts, decisions = decide(start, store, host, gpus, workers)
+    facts, decisions, reasons = decide(start, store, host, gpus, workers)
     config = joined(start.settings, facts, decisions)
 
 Names, channels and outputs follow from the store; batch and learning rate from the workers, if they
@@ -10,10 +10,10 @@ grow with them; device and dtype from the host; the grid, or the patch, from bot
 
 import dataclasses
 import math
-import statistics
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
+from cpu3d.data.decided import strides_of_store
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import network_grid
@@ -22,6 +22,7 @@ from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
 from cpu3d.run.config_json import rate_growth
+from cpu3d.run.transfer import network_of_init
 from cpu3d.settings import OF_PATCHES, Chosen, RunConfig, Settings, StoreFacts, left_open
 from memory_estimator import planner
 from memory_estimator.common.units import by
@@ -29,7 +30,7 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, Job, micro_of
 from models.config import UNetConfig
-from models.strides import divisors_text
+from models.strides import Strides, common_spacing, divisors_text, shape3, strides_text
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
@@ -65,7 +66,7 @@ class Decisions:
     channels: Tuple[str, ...]
     regions: Tuple[str, ...]
     device: str
-    unet: UNetConfig  # its channels, outputs, seed and dtype
+    unet: UNetConfig  # its channels, outputs, seed, dtype and strides
     learning_rate: float
     adam_rate: float
     micro_batch: int  # 0 is by the rule of `memory_estimator.job.micro_of`
@@ -82,8 +83,9 @@ class Decisions:
 
 def decide(
     start: Start, store: Store, host: Host, gpus: Sequence[Gpu], workers: int
-) -> Tuple[StoreFacts, Decisions]:
-    """The facts of the store and the decisions of a run. Raises InputError or ValueError for
+) -> Tuple[StoreFacts, Decisions, Dict[str, str]]:
+    """The facts of the store, the decisions of a run, and for some of them, by the setting's name,
+    a line that says why. Raises InputError or ValueError for
     settings that do not suit them."""
     settings = start.settings
     learning_rate, adam_rate = _rates(start, workers)
@@ -100,12 +102,14 @@ def decide(
     dtype = start.wanted("dtype")
     if dtype is None:
         dtype = host.best_dtype if card is None else best_dtype(card)
+    strides, why_strides = _strides(start, store)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
         outputs=len(regions),
         seed=settings.seed,
         dtype=dtype,
+        strides=strides,
     )
     grid = network_grid(
         grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisors
@@ -127,9 +131,9 @@ def decide(
         steps=_steps(start),
         grid=grid,
         patches_per_case=patches_per_case,
-        coarse_grid=_coarse_grid(start, store, grid),
+        coarse_grid=_coarse_grid(start, store, grid, unet.divisors),
     )
-    return facts, decisions
+    return facts, decisions, {"strides": why_strides} if why_strides else {}
 
 
 def joined(settings: Settings, facts: StoreFacts, decisions: Decisions) -> RunConfig:
@@ -158,7 +162,7 @@ def store_facts(store: Store) -> StoreFacts:
         region_codes=manifest.regions,
         paint=manifest.paint,
         split_hash=manifest.split_hash,
-        spacing_mm=tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
+        spacing_mm=common_spacing(spacings),
         target_spacing_mm=manifest.spacing_mm,
         oriented=placed.pop() if len(placed) == 1 else None,
         normalisation=manifest.normalisation,
@@ -285,14 +289,37 @@ def _refuse_patches(start: Start) -> None:
             raise InputError(f"{rule}; {todo}")
 
 
-def _coarse_grid(start: Start, store: Store, grid: Shape3) -> Shape3:
-    """The grid of the coarse steps; NO_GRID, which is no curriculum, if that would leave the
-    deepest level fewer than two voxels along an axis, and by itself if the grid is so small that
-    coarse steps do not pay."""
+def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
+    """The strides of the network, and why if no setting gives them: those of the run that is
+    continued, or of the network whose weights are taken, or by nnU-Net's rule."""
+    settings = start.settings
+    unet = settings.unet
+    wanted = start.wanted("strides")
+    if wanted is not None:
+        return wanted, ""
+    if start.saved is not None:
+        same = start.saved.unet.depth == unet.depth  # else the depth is refused
+        return start.saved.unet.strides if same else (), ""
+    if settings.init:
+        source = network_of_init(settings.init)
+        if source is None:  # of a file alone it is not known: earlier versions halved all axes
+            source = dataclasses.replace(unet, strides=())
+        if source.depth == unet.depth:
+            words = strides_text(source.every_stride)
+            return source.strides, f"strides {words}: those of --init {settings.init}"
+    extent = grid_size(store, extent=settings.extent, multiple=1)
+    if settings.is_patch:
+        extent = shape3(map(min, start.wanted("patch") or planner.USUAL_PATCH, extent))
+    return strides_of_store(store, extent, unet.depth)
+
+
+def _coarse_grid(start: Start, store: Store, grid: Shape3, divisors: Shape3) -> Shape3:
+    """The grid of the coarse steps of a network of these divisors; NO_GRID, which is no curriculum,
+    if that would leave the deepest level fewer than two voxels along an axis, and by itself if the
+    grid is so small that coarse steps do not pay."""
     settings = start.settings
     if settings.curriculum == "off":
         return NO_GRID
-    divisors = settings.unet.divisors
     extent = grid
     if not settings.is_patch:
         extent = grid_size(store, extent=settings.extent, multiple=1)

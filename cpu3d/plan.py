@@ -238,7 +238,7 @@ def make_plan(
     try:
         if saved and saved.mode != start.settings.mode:
             raise InputError(*differences(saved, start.settings))
-        facts, decisions = decide(start, store, host, gpus, workers)
+        facts, decisions, reasons = decide(start, store, host, gpus, workers)
         config = joined(start.settings, facts, decisions)
     except ValueError as error:
         raise InputError(str(error)) from None
@@ -249,7 +249,6 @@ def make_plan(
     elif config.init:
         transfer = open_transfer(config, store)
         config = dataclasses.replace(config, init_record=transfer.record)
-    reasons = {}
     if config.device == "cpu":
         for line in why_no_card(start.wanted("device"), config.mode, gpus):
             reasons["device"] = line

@@ -6,7 +6,19 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
+from typing import (
+    Any,
+    Dict,
+    List,
+    Literal,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    TypedDict,
+    Union,
+)
 
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
@@ -239,10 +251,10 @@ class Architecture:
         "instance", "normalisation after each convolution", choices=NORMS, group="network"
     )
     up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
-    strides: Strides = option(
-        (),
+    strides: Union[Literal["auto"], Strides] = option(
+        "auto",
         "voxels along X, Y, Z that become one, for each of the L - 1 halvings, the finest first: 2 "
-        "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2 (default: 2,2,2 each)",
+        "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2; auto: by spacing and shape",
         "X,Y,Z",
         group="network",
     )
