@@ -20,13 +20,24 @@ from typing import (
     Union,
 )
 
+import msgspec
+
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
-from models.strides import Strides, strides_text
+from models.strides import (
+    Shape3,
+    Spacing3,
+    Strides,
+    common_spacing,
+    shape3,
+    strides_for,
+    strides_reason,
+    strides_text,
+)
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
@@ -36,6 +47,11 @@ STORED_BYTES = 2
 
 AUTO = "auto"  # of an option that is decided later
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
+STORE_SCHEMA = 1  # version of a store's layout and records, as `cpu3d.data.manifest` has it
+TWICE = (
+    "the run holds its variables once more while its grid changes, which is not counted; `train` "
+    "adds it"
+)
 
 
 @dataclass(frozen=True)
@@ -277,7 +293,22 @@ class JobOptions(Architecture):
     run: Optional[Path] = option(
         None, "the job of a run folder that `train` has written", "DIR", one_of="source"
     )
+    store: Optional[Path] = option(
+        None,
+        "the default job of `train` on a store that `prepare` has written: the shape and the "
+        "spacing of its cases, channels, regions, cases; other options override it",
+        "DIR",
+        one_of="source",
+    )
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
+    spacing: Optional[Tuple[float, float, float]] = option(
+        None,
+        "mm of a voxel: the strides are then those that `train` takes, and the shape is padded to "
+        "them (default: that of --store; else each level halves all axes)",
+        ("X", "Y", "Z"),
+        above=0,
+        below=math.inf,
+    )
     batch: int = option(1, "volumes a step", "B")
     micro_batch: int = option(
         0,
@@ -313,7 +344,18 @@ class JobSource(NamedTuple):
 
 
 def source_job(args: argparse.Namespace) -> JobSource:
-    """The source of a job. Raises ValueError as `read_run`."""
+    """The source of a job. What a store gives becomes options of `args`, where they were not given.
+    Raises ValueError as `read_run` and `read_store`."""
+    if hasattr(args, "spacing"):
+        for name in ("run", "strides"):
+            if getattr(args, name, AUTO) != AUTO:
+                rule = f"--spacing must come without --{name}, which has the strides"
+                raise ValueError(f"{rule}, got both; leave one of them out")
+    if hasattr(args, "store"):
+        for name, value in read_store(args.store).items():
+            if not hasattr(args, name):
+                setattr(args, name, value)
+        return JobSource(notes=[TWICE])
     if hasattr(args, "recipe"):
         return JobSource(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
     return read_run(args.run) if hasattr(args, "run") else JobSource()
@@ -324,13 +366,21 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     open is `base`'s for the time being. Raises ValueError for settings out of range."""
     chosen = {name: value for name, value in vars(args).items() if value != AUTO}
     if base is None and "shape" not in chosen:
-        raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
+        todo = "add --shape X Y Z, --store, --recipe or --run"
+        raise ValueError(f"shape must be given, got none; {todo}")
     if "shape" in chosen:
         chosen["shape"] = tuple(chosen["shape"])
     if "classes" in chosen:
         chosen["outputs"] = chosen.pop("classes")
     if base is None:
         base = Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
+    if "spacing" in chosen:
+        shape = chosen.get("shape", base.shape)
+        depth = chosen.get("depth", base.unet.depth)
+        chosen.setdefault("strides", strides_for(chosen["spacing"], shape, depth))
+        unet = dataclasses.replace(base.unet, depth=depth, strides=chosen["strides"])
+        padded = (-(-side // divisor) * divisor for side, divisor in zip(shape, unet.divisors))
+        chosen["shape"] = shape3(padded)
 
     def of(kind: Any) -> Dict[str, Any]:
         names = [field.name for field in dataclasses.fields(kind)]
@@ -341,6 +391,15 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         rule = f"batch must be at most the {job.cases} training cases"
         raise ValueError(f"{rule}, got {job.batch}; lower it")
     return job
+
+
+def strides_note(args: argparse.Namespace, job: Job) -> str:
+    """Why the network of a job has its strides; "" if they were given, or no spacing is known."""
+    spacing_mm = getattr(args, "spacing", None)
+    if spacing_mm is None or getattr(args, "strides", AUTO) != AUTO:
+        return ""
+    shape = getattr(args, "shape", job.shape)
+    return strides_reason(job.unet.every_stride, spacing_mm, shape)
 
 
 def policy_is_open(args: argparse.Namespace) -> bool:
@@ -408,9 +467,68 @@ def _not_counted(config: _Config) -> List[str]:
         validates = "the run validates on whole volumes of the store"
         notes.append(f"{validates}, which is not counted; `train` adds it")
     if config["coarse_steps"] > 0:
-        twice = "the run holds its variables once more while its grid changes"
-        notes.append(f"{twice}, which is not counted; `train` adds it")
+        notes.append(TWICE)
     return notes
+
+
+class _Split(TypedDict):
+    train: Tuple[str, ...]
+    val: Tuple[str, ...]
+
+
+class _Records(TypedDict):
+    file: str
+
+
+class _Manifest(TypedDict):
+    """The fields of a store's manifest.json that the estimator reads."""
+
+    channels: Tuple[str, ...]
+    regions: Dict[str, Any]
+    split: _Split
+    largest_shape: Shape3
+    largest_box: Shape3
+    records: _Records
+
+
+class _Case(msgspec.Struct):
+    """The fields of a case's record that the estimator reads."""
+
+    case_id: str
+    spacing_mm: Spacing3
+
+
+def read_store(folder: Union[str, Path]) -> Dict[str, Any]:
+    """What a store gives of a job, as options and fields: `train` decides the same of it. Raises
+    ValueError for a folder without a store, or with one that is damaged or of another version."""
+    path = Path(folder) / "manifest.json"
+    todo = "`store verify` says more"
+
+    def options(content: Any) -> Dict[str, Any]:
+        manifest: _Manifest = typed(content, _Manifest, "manifest")
+        decide = {*manifest["split"]["train"], *manifest["split"]["val"]}  # those of every fold
+        records = path.parent / Path(manifest["records"]["file"]).name
+        spacings = []
+        for line in records.read_bytes().splitlines():
+            case = msgspec.json.decode(line, type=_Case)
+            if case.case_id in decide:
+                spacings.append(case.spacing_mm)
+        channels = len(manifest["channels"])
+        return {
+            "shape": manifest["largest_box"],
+            "spacing": common_spacing(spacings),
+            "channels": channels,
+            "classes": len(manifest["regions"]),
+            "cases": len(manifest["split"]["train"]),
+            "case_bytes": stored_bytes(manifest["largest_shape"], channels),
+            "from_store": True,
+        }
+
+    try:
+        return read_record(path, STORE_SCHEMA, options, todo)
+    except (FileNotFoundError, NotADirectoryError):
+        rule = f"store {folder} must hold a finished manifest.json"
+        raise ValueError(f"{rule}, got none; run `prepare`, or name another folder") from None
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:
