@@ -13,11 +13,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Dict, Optional, Sequence, Tuple
 
-from cpu3d.data.decided import strides_of_store
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import network_grid
 from cpu3d.data.store import Store, check_names, grid_size
+from cpu3d.data.stores.decided import strides_of_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
@@ -102,7 +102,7 @@ def decide(
     dtype = start.wanted("dtype")
     if dtype is None:
         dtype = host.best_dtype if card is None else best_dtype(card)
-    strides, why_strides = _strides(start, store)
+    strides, why = _strides(start, store)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
@@ -133,7 +133,10 @@ def decide(
         patches_per_case=patches_per_case,
         coarse_grid=_coarse_grid(start, store, grid, unet.divisors),
     )
-    return facts, decisions, {"strides": why_strides} if why_strides else {}
+    reasons = {}
+    if why:
+        reasons["strides"] = f"strides {strides_text(unet.every_stride)}: {why}"
+    return facts, decisions, reasons
 
 
 def joined(settings: Settings, facts: StoreFacts, decisions: Decisions) -> RunConfig:
@@ -305,8 +308,7 @@ def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
         if source is None:  # of a file alone it is not known: earlier versions halved all axes
             source = dataclasses.replace(unet, strides=())
         if source.depth == unet.depth:
-            words = strides_text(source.every_stride)
-            return source.strides, f"strides {words}: those of --init {settings.init}"
+            return source.strides, f"those of --init {settings.init}"
     extent = grid_size(store, extent=settings.extent, multiple=1)
     if settings.is_patch:
         extent = shape3(map(min, start.wanted("patch") or planner.USUAL_PATCH, extent))

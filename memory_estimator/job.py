@@ -399,7 +399,7 @@ def strides_note(args: argparse.Namespace, job: Job) -> str:
     if spacing_mm is None or getattr(args, "strides", AUTO) != AUTO:
         return ""
     shape = getattr(args, "shape", job.shape)
-    return strides_reason(job.unet.every_stride, spacing_mm, shape)
+    return f"strides {strides_text(job.unet.every_stride)}: {strides_reason(spacing_mm, shape)}"
 
 
 def policy_is_open(args: argparse.Namespace) -> bool:

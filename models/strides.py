@@ -77,12 +77,10 @@ def common_spacing(spacings_mm: Iterable[Sequence[float]]) -> Spacing3:
     return x, y, z
 
 
-def strides_reason(strides: Strides, spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
-    """Why a network has the strides of `strides_for`, such as "strides 2,2,1 2,2,2: of voxels of 1
-    x 1 x 2 mm, 128 x 128 x 64 of them"."""
+def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
+    """What strides follow from, such as "128 x 128 x 64 voxels of 1 x 1 x 2 mm"."""
     lengths = " x ".join(f"{length:.4g}" for length in spacing_mm)
-    sides = " x ".join(map(str, shape))
-    return f"strides {strides_text(strides)}: of voxels of {lengths} mm, {sides} of them"
+    return f"{' x '.join(map(str, shape))} voxels of {lengths} mm"
 
 
 def strides_text(strides: Strides) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
 from cpu3d.compare.run import Evaluation
-from cpu3d.data.decided import strides_of_store
 from cpu3d.data.manifest import SPLITS
 from cpu3d.data.store import Store, grid_size
+from cpu3d.data.stores.decided import strides_of_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
