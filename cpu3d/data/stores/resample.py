@@ -82,7 +82,10 @@ def in_mm(spacing_mm: Optional[Sequence[float]]) -> str:
 
 
 def ranges_in_mm(spacings_mm: Sequence[Spacing3]) -> str:
-    """The spacings of cases for people, as "0.8 to 1.2 along R, 1 along A, 5 along S mm"."""
+    """The spacings of cases for people, as "0.8 to 1.2 along R, 1 along A, 5 along S mm", or "1 x 1
+    x 5 mm" if all are equal."""
+    if len(set(spacings_mm)) == 1:
+        return in_mm(spacings_mm[0])
     ranges = []
     for axis, lengths in zip("RAS", zip(*spacings_mm)):
         least = f"{min(lengths):.3g}"
