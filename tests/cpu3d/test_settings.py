@@ -227,7 +227,8 @@ def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
 
 def test_what_is_left_open_stays_as_it_was():
     config = with_settings(
-        RunConfig(device="gpu:0"), chosen("--device", "auto", "--dtype", "auto", "--policy", "auto")
+        RunConfig(device="gpu:0"),
+        chosen(*["--device", "auto", "--dtype", "auto", "--policy", "auto", "--strides", "auto"]),
     )
     assert (config.device, config.unet) == ("gpu:0", UNetConfig())
 

@@ -101,8 +101,9 @@ def _spacing(store: Store) -> Decision:
         return Decision("spacing", value, why)
     resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
     value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
-    chosen = "" if by_itself == target_mm else "; chosen, or of the cases that the store began with"
-    return Decision("spacing", value, found + chosen)
+    if by_itself != target_mm:
+        found += "; chosen, or of the cases that the store began with"
+    return Decision("spacing", value, found)
 
 
 def _regions(manifest: Manifest) -> List[Decision]:
