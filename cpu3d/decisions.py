@@ -85,23 +85,30 @@ def decide(
     start: Start, store: Store, host: Host, gpus: Sequence[Gpu], workers: int
 ) -> Tuple[StoreFacts, Decisions, Dict[str, str]]:
     """The facts of the store, the decisions of a run, and for some of them, by the setting's name,
-    a line that says why. Raises InputError or ValueError for
-    settings that do not suit them."""
+    a line that says why. Raises InputError or ValueError for settings that do not suit them."""
     settings = start.settings
     learning_rate, adam_rate = _rates(start, workers)
     micro_batch = _micro_batch(settings, workers, start.saved)
     split = with_fold(store, settings.fold)
     facts = store_facts(split)
     all_regions = tuple(facts.region_codes)
-    channels = settings.channels if settings.channels else facts.store_channels
-    regions = settings.regions if settings.regions else all_regions
+    channels = settings.channels
+    if not channels:
+        channels = facts.store_channels
+    regions = settings.regions
+    if not regions:
+        regions = all_regions
     check_names("channels", channels, facts.store_channels)
     check_names("regions", regions, all_regions)
     device = _device(start, gpus, workers)
-    card = None if device == "cpu" else card_of(device, gpus)
+    card: Optional[Gpu] = None
+    usual_dtype = host.best_dtype
+    if device != "cpu":
+        card = card_of(device, gpus)
+        usual_dtype = best_dtype(card)
     dtype = start.wanted("dtype")
     if dtype is None:
-        dtype = host.best_dtype if card is None else best_dtype(card)
+        dtype = usual_dtype
     strides, why = _strides(start, store)
     unet = dataclasses.replace(
         settings.unet,
@@ -301,8 +308,9 @@ def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
     if wanted is not None:
         return wanted, ""
     if start.saved is not None:
-        same = start.saved.unet.depth == unet.depth  # else the depth is refused
-        return start.saved.unet.strides if same else (), ""
+        if start.saved.unet.depth != unet.depth:  # which is refused
+            return (), ""
+        return start.saved.unet.strides, ""
     if settings.init:
         source = network_of_init(settings.init)
         if source is None:  # of a file alone it is not known: earlier versions halved all axes
@@ -311,7 +319,10 @@ def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
             return source.strides, f"those of --init {settings.init}"
     extent = grid_size(store, extent=settings.extent, multiple=1)
     if settings.is_patch:
-        extent = shape3(map(min, start.wanted("patch") or planner.USUAL_PATCH, extent))
+        patch = start.wanted("patch")
+        if patch is None:
+            patch = planner.USUAL_PATCH
+        extent = shape3(map(min, patch, extent))
     return strides_of_store(store, extent, unet.depth)
 
 
@@ -332,7 +343,9 @@ def _coarse_grid(start: Start, store: Store, grid: Shape3, divisors: Shape3) -> 
     if is_asked_for and not is_possible:
         below = divisors_text(least)
         rule = f"--curriculum must be off if half of {by(grid)} is below {below}"
-        todo = "leave it out" if start.saved else "leave it out, or choose a smaller --depth"
+        todo = "leave it out"
+        if not start.saved:
+            todo += ", or choose a smaller --depth"
         raise InputError(f"{rule} along an axis, got half, a grid of {by(coarse)}; {todo}")
     pays = math.prod(coarse) >= LEAST_COARSE_VOXELS
     if is_possible and (pays or is_asked_for):

@@ -190,9 +190,11 @@ class Plan:
             f"run: {length}; {batch}, workers {self.workers}",
         ]
         if config.init_record:
-            mark = "warning: init" if config.init_record.seen else "init"
             for name, text in init_rows(config.init_record):
-                lines.append(f"{mark if name == SEEN else 'init'}: {name}: {text}")
+                line = f"init: {name}: {text}"
+                if name == SEEN and config.init_record.seen:
+                    line = f"warning: {line}"
+                lines.append(line)
         if config.freeze != "none":
             lines.append(f"freeze: {freeze_words(config)}; a step takes less than is predicted")
         return lines
@@ -287,7 +289,9 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     config = plan.config
     reasons = dict(plan.reasons)
     if config.device != "cpu":
-        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
+        if pick:
+            config = config.with_policy("speed")
+        return dataclasses.replace(plan, config=config)
     threads = thread_plan(host).intra_op
     job = dataclasses.replace(plan.job, threads=threads)
     if not host.instructions:
@@ -350,7 +354,9 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if not options:
         options = planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
     if options:
-        fits = f"what fits, {place}" if place else "what fits"
+        fits = "what fits"
+        if place:
+            fits += f", {place}"
         listed = "; ".join(map(str, options))
         smaller = f"{fits}: {listed}"
     elif place:

@@ -215,7 +215,10 @@ def resolve_variants(
 def _with_whole_strides(chosen: Json, store: Store) -> Json:
     """The settings of a variant, with the strides of whole volumes if it is on patches and has none
     of its own: variants differ in what the network sees, not in the network."""
-    settings = with_settings(recipe_settings(chosen), chosen)
+    try:
+        settings = with_settings(recipe_settings(chosen), chosen)
+    except ValueError:  # the plan refuses them by name
+        return chosen
     if not settings.is_patch or settings.init or chosen.get("strides", AUTO) != AUTO:
         return chosen
     extent = grid_size(store, extent=settings.extent, multiple=1)
