@@ -91,15 +91,8 @@ def decide(
     micro_batch = _micro_batch(settings, workers, start.saved)
     split = with_fold(store, settings.fold)
     facts = store_facts(split)
-    all_regions = tuple(facts.region_codes)
-    channels = settings.channels
-    if not channels:
-        channels = facts.store_channels
-    regions = settings.regions
-    if not regions:
-        regions = all_regions
-    check_names("channels", channels, facts.store_channels)
-    check_names("regions", regions, all_regions)
+    channels = _named("channels", settings.channels, facts.store_channels)
+    regions = _named("regions", settings.regions, tuple(facts.region_codes))
     device = _device(start, gpus, workers)
     card: Optional[Gpu] = None
     usual_dtype = host.best_dtype
@@ -118,9 +111,8 @@ def decide(
         dtype=dtype,
         strides=strides,
     )
-    grid = network_grid(
-        grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisors
-    )
+    extent = grid_size(store, extent=settings.extent, multiple=1)
+    grid = network_grid(extent, settings.resolution, unet.divisors)
     patches_per_case = 1
     if settings.is_patch:
         of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
@@ -128,8 +120,8 @@ def decide(
     else:
         _refuse_patches(start)
     decisions = Decisions(
-        channels=tuple(channels),
-        regions=tuple(regions),
+        channels=channels,
+        regions=regions,
         device=device,
         unet=unet,
         learning_rate=learning_rate,
@@ -200,6 +192,14 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
 
 
 # --- The decisions ---
+
+
+def _named(kind: str, chosen: Sequence[str], names: Sequence[str]) -> Tuple[str, ...]:
+    """The chosen ones of the store's `names`, or all. Raises InputError for others."""
+    if not chosen:
+        chosen = names
+    check_names(kind, chosen, names)
+    return tuple(chosen)
 
 
 def _rates(start: Start, workers: int) -> Tuple[float, float]:
