@@ -20,9 +20,7 @@ from typing import (
     Union,
 )
 
-import msgspec
-
-from memory_estimator.common.files import read_record, typed
+from memory_estimator.common.files import parse_json, read_record, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by
 from memory_estimator.installed import ENGINES, installed_engine
@@ -491,11 +489,19 @@ class _Manifest(TypedDict):
     records: _Records
 
 
-class _Case(msgspec.Struct):
+class _Case(TypedDict):
     """The fields of a case's record that the estimator reads."""
 
     case_id: str
     spacing_mm: Spacing3
+
+
+def _lines(path: Path) -> List[bytes]:
+    """The lines of a store's records. Raises ValueError if they are lost."""
+    try:
+        return path.read_bytes().splitlines()
+    except FileNotFoundError:
+        raise ValueError(f"no {path.name} beside it") from None
 
 
 def read_store(folder: Union[str, Path]) -> Dict[str, Any]:
@@ -507,12 +513,11 @@ def read_store(folder: Union[str, Path]) -> Dict[str, Any]:
     def options(content: Any) -> Dict[str, Any]:
         manifest: _Manifest = typed(content, _Manifest, "manifest")
         decide = {*manifest["split"]["train"], *manifest["split"]["val"]}  # those of every fold
-        records = path.parent / Path(manifest["records"]["file"]).name
         spacings = []
-        for line in records.read_bytes().splitlines():
-            case = msgspec.json.decode(line, type=_Case)
-            if case.case_id in decide:
-                spacings.append(case.spacing_mm)
+        for line in _lines(path.parent / Path(manifest["records"]["file"]).name):
+            case: _Case = typed(parse_json(line), _Case, "case")
+            if case["case_id"] in decide:
+                spacings.append(case["spacing_mm"])
         channels = len(manifest["channels"])
         return {
             "shape": manifest["largest_box"],
