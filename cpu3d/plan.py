@@ -46,7 +46,8 @@ from memory_estimator.common.units import by, format_bytes
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
-from memory_estimator.job import PLAN_SCHEMA, Job, statistics_note, stored_bytes
+from memory_estimator.job import Job, statistics_note, stored_bytes
+from memory_estimator.sources import PLAN_SCHEMA
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
 from models.strides import strides_text

@@ -39,10 +39,8 @@ from memory_estimator.installed import as_typed, has_tensorflow, installed_versi
 from memory_estimator.job import (
     Job,
     JobOptions,
-    JobSource,
     job_from,
     policy_is_open,
-    source_job,
     statistics_note,
     strides_note,
 )
@@ -53,6 +51,7 @@ from memory_estimator.scaling import (
     worker_price,
     worker_share,
 )
+from memory_estimator.sources import JobSource, source_job
 from models.config import POLICIES
 from models.native.build import check_platform, find_compiler
 

@@ -50,7 +50,8 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
-from memory_estimator.job import Job, JobOptions, job_from, source_job
+from memory_estimator.job import Job, JobOptions, job_from
+from memory_estimator.sources import source_job
 from memory_estimator.validation import instructions_of, job_of_record, request_for
 from models.config import DTYPES, POLICIES, UNetConfig
 

@@ -27,8 +27,9 @@ from cpu3d.settings import RunConfig
 from memory_estimator.__main__ import make_parser as estimate_parser
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
-from memory_estimator.job import Job, job_from, read_run, source_job, strides_note
+from memory_estimator.job import Job, job_from, strides_note
 from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
+from memory_estimator.sources import read_run, source_job
 from memory_estimator.training import whole_volume_bytes
 from models.config import POLICIES, UNetConfig
 from models.layer_plan import layer_plan

@@ -14,10 +14,9 @@ from memory_estimator.job import (
     JobOptions,
     job_from,
     policy_is_open,
-    read_run,
-    source_job,
     strides_note,
 )
+from memory_estimator.sources import read_run, source_job
 from models.config import UNetConfig
 
 
