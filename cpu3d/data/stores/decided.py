@@ -14,7 +14,7 @@ from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store
 from cpu3d.data.stores.layouts import regions_of
-from cpu3d.data.stores.resample import in_mm, ranges_in_mm, target_spacing
+from cpu3d.data.stores.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by
@@ -97,12 +97,15 @@ def _spacing(store: Store) -> Decision:
     by_itself = target_spacing(spacings, shapes)
     if target_mm is None:
         value = f"{in_mm(common_spacing(spacings))}, as the files have them"
-        why = found if by_itself is None else f"{found}, but --spacing was off"
-        return Decision("spacing", value, why)
+        if by_itself is not None:
+            found += "; kept, as the store was begun"
+        elif len(set(spacings)) > 1:
+            found += f", at most {DIFFERS:.0%} apart"
+        return Decision("spacing", value, found)
     resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
     value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
     if by_itself != target_mm:
-        found += "; chosen, or of the cases that the store began with"
+        found += "; resampled as the store was begun"
     return Decision("spacing", value, found)
 
 
@@ -113,9 +116,15 @@ def _regions(manifest: Manifest) -> List[Decision]:
         why = "by the labels' names"
     lines = []
     for region, codes in manifest.regions.items():
-        labels = ", ".join(f"{code} {manifest.labels.get(code, '')}".strip() for code in codes)
+        labels = ", ".join(_label(manifest, code) for code in codes)
         lines.append(Decision(f"region {region}", labels, why))
+    ignored = Decision("ignored label", "none", "no label is named so, and none was chosen")
     if manifest.ignore is not None:
-        label = f"{manifest.ignore} {manifest.labels.get(manifest.ignore, '')}".strip()
-        lines.append(Decision("ignored label", label, "not annotated: neither learnt nor scored"))
-    return lines
+        label = _label(manifest, manifest.ignore)
+        ignored = Decision("ignored label", label, "not annotated: neither learnt nor scored")
+    return [*lines, ignored]
+
+
+def _label(manifest: Manifest, code: int) -> str:
+    """A label for people, such as "2 oedema"."""
+    return f"{code} {manifest.labels.get(code, '')}".strip()
