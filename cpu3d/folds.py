@@ -241,8 +241,11 @@ def _with_begun_strides(chosen: Chosen, folder: Path, parts: int) -> Dict[str, A
         return dict(chosen)
     for part in range(1, parts + 1):
         run = fold_folder(folder, f"{part}/{parts}")
-        if (run / "config.json").is_file() and checkpoints(run):
-            return {**chosen, "strides": load_config(run).unet.every_stride}
+        if not (run / "config.json").is_file() or not checkpoints(run):
+            continue
+        unet = load_config(run).unet
+        if chosen.get("depth", unet.depth) == unet.depth:  # another one is refused by its name
+            return {**chosen, "strides": unet.every_stride}
     return dict(chosen)
 
 
