@@ -423,10 +423,8 @@ def test_the_memory_of_thick_slices_is_what_is_predicted(phantom_store, tmp_path
     plan = make_plan(store, tmp_path, HOST, settings)
     assert plan.config.unet.divisors[2] < plan.config.unet.divisors[1]
     job = dataclasses.replace(plan.forecast.full.job, from_store=False)
-    measured = harness.in_fresh_process(measure, request_for(job, engine=None, steps=1))
-    predicted = estimate(
-        dataclasses.replace(job, engine=measured["engine"]), plan.forecast.full.constants
-    )
+    measured = harness.in_fresh_process(measure, request_for(job, steps=1))
+    predicted = estimate(job, plan.forecast.full.constants)
     assert measured["allocator_peak_bytes"] == pytest.approx(
         predicted.allocator_peak_bytes, rel=0.05
     )
