@@ -28,7 +28,6 @@ from cpu3d.inference.export import contract
 from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.predictor import load_predictor, over_mirror_images
-from cpu3d.inference.runs import Inference
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
@@ -168,16 +167,12 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert (
         checked["different_labels"]["float32"] <= 1
     )  # of 960 voxels, where two regions are as likely to rounding
-    # Beside `predict` as it is, in the run's dtype, all that differs is what it rounds.
-    case = store.case("e")
-    image = store.image("e")[..., [store.manifest.channels.index(name) for name in config.channels]]
-    painted = []
-    for folder in (run, exact):
-        in_one_pass = load_predictor(folder, inference=Inference(flips=False))
-        of_case = in_one_pass.probabilities(image, case, config.channels)
-        painted.append(rules.paint(of_case, in_one_pass.regions, case.spacing_mm))
-    rounded = np.count_nonzero(painted[0] != painted[1])
-    assert abs(checked["different_labels"]["predict"] - rounded) <= 1
+    # `predict` computes in the run's dtype. Which labels bfloat16 turns is chance: a network that has
+    # learnt nothing is as likely to say one as another in many voxels.
+    if config.unet.dtype == "float32":
+        assert checked["different_labels"]["predict"] <= 1
+    else:
+        assert 1e-4 < checked["largest_difference_from_predict"] < 0.05
     assert checked["postprocessed_voxels"] > 0
     assert about["postprocessing"]["words"] == rules.words
 
