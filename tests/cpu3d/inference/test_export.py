@@ -167,8 +167,8 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert (
         checked["different_labels"]["float32"] <= 1
     )  # of 960 voxels, where two regions are as likely to rounding
-    # `predict` computes in the run's dtype. Which labels bfloat16 turns is chance: a network that has
-    # learnt nothing is as likely to say one as another in many voxels.
+    # `predict` computes in the run's dtype. Which labels bfloat16 turns is chance: in many voxels a
+    # network that has learnt nothing finds two as likely.
     if config.unet.dtype == "float32":
         assert checked["different_labels"]["predict"] <= 1
     else:
