@@ -40,6 +40,8 @@ class Pass:
         self._made: Dict[Value, Any] = {}
         self._last: List[tf.Tensor] = []
 
+    # Nothing in it branches on a tensor, and to convert it takes seconds.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def forward(self, image: tf.Tensor) -> List[tf.Tensor]:
         """Logits of each head, the finest first, of an image (N, X, Y, Z, C)."""
         self._made[self.program.image] = Source(image)

@@ -77,6 +77,8 @@ class UNet3D(tf.keras.Model):
             logits = Pass(self, False).forward(image)
         return logits if len(logits) > 1 else logits[0]
 
+    # Nothing in it branches on a tensor, and to convert it takes seconds.
+    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
     def _in_training(self, image: tf.Tensor) -> List[tf.Tensor]:
         """The logits of each head, with the backward pass of `Pass` as their gradient."""
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too

@@ -106,8 +106,7 @@ class NumpyLearner:
 def shared_learner(config):
     """The network of a run from its initial weights; one that was compiled for an equal run before
     is taken again."""
-    names = ("unet", "grid", "batch", "micro_batch", "optimizer", "ema", "device", "freeze")
-    key = repr([getattr(config, name) for name in names])
+    key = repr([getattr(config, name) for name in OF_NETWORK])
     if key not in _LEARNERS:
         learner = Learner(config)
         _LEARNERS[key] = (
@@ -115,10 +114,14 @@ def shared_learner(config):
             {name: np.array(array) for name, array in learner.arrays().items()},
         )
     learner, initial = _LEARNERS[key]
+    learner.config = config
     learner.restore(initial)
     return learner
 
 
+OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze", "ema", "loss")
+OF_NETWORK += ("optimizer", "peak_rate", "adam_rate", "weight_decay")
+"""What a learner is compiled from."""
 _LEARNERS = {}
 
 
@@ -151,6 +154,11 @@ def start(store, folder, *, learner=shared_learner, **settings):
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     save_config(plan.config, folder)
     return Fit(plan, folder, make_learner=learner)
+
+
+def start_without_network(store, folder, **settings):
+    """A run whose learner needs no network."""
+    return start(store, folder, learner=NumpyLearner, **settings)
 
 
 def written_weights(config, folder, seed=0):

@@ -22,6 +22,7 @@ from cpu3d.inference import segment
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
+from tests.cpu3d.data.datasets import dataset_json
 from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
 
 CHANGES = {
@@ -197,9 +198,8 @@ def test_more_ct_of_another_spacing_is_taken_and_lost_files_come_back(mixed, tmp
     data = mixed.folder.parent / "data"
     few = tmp_path / "few"
     shutil.copytree(data, few)
-    content = json.loads((few / "dataset.json").read_text())
-    content["training"] = [each for each in content["training"] if "003" not in each["image"]]
-    (few / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(few) as content:
+        content["training"] = [each for each in content["training"] if "003" not in each["image"]]
     store = tmp_path / "store"
     chosen = {"fractions": (1, 0, 0), "workers": 1, "settings": Settings("b2nd", crop=True)}
     before = prepare(few, store, **chosen, spacing=(1.0, 1.0, 1.0))

@@ -472,6 +472,7 @@ def test_a_fold_that_diverges_is_named_and_the_others_go_on(
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "Fold 1/2 is missing" in page
     assert "loss must be finite" in page
+    commands.pages = False
     status = folds_status(folder)
     assert (status.state, [fold.state for fold in status.folds]) == (
         "diverged",

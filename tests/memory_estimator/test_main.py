@@ -197,12 +197,9 @@ ABSURD = [
 
 
 @pytest.mark.parametrize(("arguments", "code"), ABSURD)
-def test_the_largest_sizes_are_answered_or_refused(arguments, code):
-    command = [sys.executable, "-m", "memory_estimator", *arguments.split()]
-    more = {"capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run(command, env=ENVIRONMENT, check=False, **more)
-    assert done.returncode == code
-    assert done.stderr.count("\n") == (code == 2)
+def test_the_largest_sizes_are_answered_or_refused(arguments, code, capsys):
+    assert main(arguments.split()) == code
+    assert capsys.readouterr().err.count("\n") == (code == 2)
 
 
 def test_without_own_operations_layers_are_counted(monkeypatch, tmp_path, capsys):

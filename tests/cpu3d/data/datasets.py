@@ -1,9 +1,11 @@
 """Data sets a few voxels large, written with nibabel itself and not with what is under test."""
 
+import contextlib
 import hashlib
 import json
 import zlib
 from pathlib import Path
+from typing import Iterator
 
 import nibabel
 import numpy as np
@@ -86,6 +88,24 @@ def decathlon(folder: Path, cases: int = 3, **changes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "dataset.json").write_text(json.dumps(content))
     return folder
+
+
+@contextlib.contextmanager
+def dataset_json(folder: Path) -> Iterator[dict]:
+    """What a data set's list says, to be changed in place: it is written back."""
+    path = folder / "dataset.json"
+    content = json.loads(path.read_text())
+    yield content
+    path.write_text(json.dumps(content))
+
+
+def content_of(folder: Path) -> dict:
+    """Path in the folder -> the bytes of that file."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def nnunet(folder: Path, cases: int = 3, version: int = 2, **changes) -> Path:

@@ -19,6 +19,7 @@ from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
 from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config
+from tests.cpu3d.data.datasets import dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
 from tests.cpu3d.runs import run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in
@@ -107,9 +108,8 @@ def test_a_perfect_answer_scores_on_the_source_s_grid_what_the_way_back_leaves(
 def test_scores_on_the_source_s_grid_leave_out_what_is_not_annotated(data, run, tmp_path):
     marked = tmp_path / "data"
     shutil.copytree(data, marked)
-    content = json.loads((marked / "dataset.json").read_text())
-    content["labels"]["9"] = "not drawn"
-    (marked / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(marked) as content:
+        content["labels"]["9"] = "not drawn"
     path = marked / "labelsTr/f.nii.gz"
     source, geometry = read_volume(path)
     sparse = source.copy()

@@ -37,6 +37,7 @@ from tests.cpu3d.runs import (
     assert_same_run,
     decided,
     of_voxels,
+    shared_learner,
     steps_of,
     written_weights,
 )
@@ -50,6 +51,13 @@ OPTIONS = {
 CHANNELS = ["FLAIR", "T1w"]
 REGIONS = ["WT", "TC"]
 OF_SOURCE = {**OPTIONS, "channels": CHANNELS, "regions": REGIONS, "ema": 0.5}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cpu3d.training.fit.Learner", lambda config, exchange: shared_learner(config))
+        yield
 
 
 @pytest.fixture(scope="module")

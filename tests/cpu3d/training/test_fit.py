@@ -46,10 +46,7 @@ from tests.cpu3d.runs import (
     steps_of,
     weights,
 )
-
-
-def start(store, folder, **settings):
-    return runs.start(store, folder, learner=NumpyLearner, **settings)
+from tests.cpu3d.runs import start_without_network as start
 
 
 def validations_of(folder):

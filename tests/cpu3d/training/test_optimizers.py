@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.training.optimizers import ITERATION, TIMES, Muon, RuleOptimizer, orthogonal
+from cpu3d.training.optimizers import Muon, RuleOptimizer, orthogonal
 from models.native import operations
 from models.optimizers import ADAM, DESCENT, MUON, OPTIMIZERS, Optimizer
+from tests.models.native import reference
 
 
 def noise(*shape, seed=0):
@@ -17,15 +18,7 @@ def noise(*shape, seed=0):
 
 
 def orthogonal_by_hand(kernel):
-    """Newton and Schulz' iteration on the matrix itself, in float64."""
-    x = kernel.reshape(-1, kernel.shape[-1]).astype(np.float64)
-    scale = math.sqrt(max(1.0, x.shape[0] / x.shape[1]))
-    x = x / np.linalg.norm(x)
-    (a, b, c) = ITERATION
-    for _ in range(TIMES):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return (scale * x).reshape(kernel.shape)
+    return reference.orthogonal(kernel.reshape(-1, kernel.shape[-1])).reshape(kernel.shape)
 
 
 @pytest.mark.parametrize(

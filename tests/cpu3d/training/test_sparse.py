@@ -1,6 +1,5 @@
 """Phantoms of which every tenth slice is annotated are learnt nearly as well as whole ones."""
 
-import json
 import shutil
 
 import nibabel
@@ -13,6 +12,7 @@ from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
+from tests.cpu3d.data.datasets import dataset_json
 from tests.cpu3d.runs import start, steps_of
 
 SPLIT = {"fractions": (0.7, 0.15, 0.15), "workers": 1}
@@ -28,9 +28,8 @@ def stores(tmp_path_factory):
     write_phantom(whole, cases=8, shape=(40, 48, 36), seed=5, workers=1)
     split = prepare(whole, folder / "whole store", **SPLIT).split
     shutil.copytree(whole, sparse)
-    about = json.loads((sparse / "dataset.json").read_text())
-    about["labels"]["255"] = "not annotated"
-    (sparse / "dataset.json").write_text(json.dumps(about))
+    with dataset_json(sparse) as about:
+        about["labels"]["255"] = "not annotated"
     for number, case_id in enumerate(split["train"]):
         (path,) = (sparse / "labelsTr").glob(f"{case_id}.nii*")
         image = nibabel.load(path)

@@ -16,18 +16,13 @@ from cpu3d.run.config_json import load_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.training import tracking
 from cpu3d.training.tracking import require_mlflow
-from tests.cpu3d import runs
-from tests.cpu3d.runs import NumpyLearner
+from tests.cpu3d.runs import start_without_network
 
 PASSWORD = "s3cret"
 
 
-def fit(store, folder, **settings):
-    return runs.start(store, folder, learner=NumpyLearner, **settings)
-
-
 def test_tensorboard_has_the_settings_and_the_scores(phantom_store, tmp_path):
-    fit(phantom_store, tmp_path, epochs=2).run()
+    start_without_network(phantom_store, tmp_path, epochs=2).run()
     read = EventMultiplexer().AddRunsFromDirectory(str(tmp_path))
     read.Reload()
     (run,) = read.Runs()
@@ -52,12 +47,14 @@ def test_mlflow_has_one_run_with_every_point_once(phantom_store, tmp_path, monke
     monkeypatch.chdir(tmp_path)  # MLflow keeps files beside a database in ./mlruns
     folder = tmp_path / "run"
     uri = f"sqlite:///{tmp_path}/records.db"
-    fit(phantom_store, folder, epochs=1).run()  # not tracked: MLflow learns of it later
-    fit(phantom_store, folder, epochs=2).run(mlflow=uri)
+    start_without_network(
+        phantom_store, folder, epochs=1
+    ).run()  # not tracked: MLflow learns of it later
+    start_without_network(phantom_store, folder, epochs=2).run(mlflow=uri)
     checkpoints(folder)[
         0
     ].unlink()  # as after a kill: steps 5 to 8 are done again, with equal numbers
-    fit(phantom_store, folder, epochs=2).run(mlflow=uri)
+    start_without_network(phantom_store, folder, epochs=2).run(mlflow=uri)
     log_batch = tracking_module.MlflowClient.log_batch
 
     def failing(self, run_id, metrics=(), **more):
@@ -67,8 +64,8 @@ def test_mlflow_has_one_run_with_every_point_once(phantom_store, tmp_path, monke
 
     with monkeypatch.context() as patched:
         patched.setattr(tracking_module.MlflowClient, "log_batch", failing)
-        fit(phantom_store, folder, epochs=3).run(mlflow=uri)
-    fit(phantom_store, folder, epochs=4).run(mlflow=uri)
+        start_without_network(phantom_store, folder, epochs=3).run(mlflow=uri)
+    start_without_network(phantom_store, folder, epochs=4).run(mlflow=uri)
     client = tracking_module.MlflowClient(uri)
     experiment = client.get_experiment_by_name("cpu3d").experiment_id
     (run,) = client.search_runs([experiment])
@@ -80,7 +77,7 @@ def test_mlflow_has_one_run_with_every_point_once(phantom_store, tmp_path, monke
 
     assert (steps("step/loss"), steps("validation/dice/WT")) == ([*range(1, 17)], [4, 8, 12, 16])
     checkpoints(folder)[0].unlink()
-    fit(phantom_store, folder, epochs=4, learning_rate=0.005).run(
+    start_without_network(phantom_store, folder, epochs=4, learning_rate=0.005).run(
         mlflow=uri
     )  # steps 13 to 16 at another rate
     for name in ("step/loss", "step/learning_rate", "validation/loss"):
@@ -108,7 +105,7 @@ def test_a_server_that_fails_is_one_warning_and_no_more(
     monkeypatch.setitem(sys.modules, "mlflow.tracking", types.SimpleNamespace(MlflowClient=client))
     monkeypatch.setattr(tracking, "PATIENCE_S", 0.1)
     try:
-        fit(phantom_store, tmp_path, epochs=2).run(
+        start_without_network(phantom_store, tmp_path, epochs=2).run(
             mlflow=f"http://someone:{PASSWORD}@localhost:5000"
         )
     finally:

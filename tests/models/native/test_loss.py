@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from models.native.shared import IGNORED
-from tests.models.native.reference import DTYPES, KERNELS, MANY_THREADS, operation, run
+from tests.models.native.reference import DTYPES, KERNELS, THREADS, operation, run
 
-THREADS = (1, 2, 3, 8, MANY_THREADS)
 SHAPES = [
     # Map with a batch, regions, and how much finer the target is along each axis.
     ((1, 1, 1, 1), 1, (1, 1, 1)),

@@ -12,7 +12,7 @@ from tests.models.native.reference import (
     KERNELS,
     KINDS,
     LOSSES,
-    MANY_THREADS,
+    THREADS,
     operation,
     run,
 )
@@ -41,7 +41,6 @@ SHAPES = (
     (3, 1, 3, 8),
 )  # with a batch, of the coarser grid
 CHANNELS = ((1, 3), (3, 1), (5, 20), (16, 3), (20, 5), (33, 16), (32, 16), (16, 48))
-THREADS = (1, 2, 3, 8, MANY_THREADS)
 ERRORS = {"float32": 2e-6, "bfloat16": 2**-8}  # of a map; all else is summed of what is written
 SUM_ERROR = 2e-6
 TILES = ("amx", "amx_in_c", "amx_in_c_avx512")  # multiply formed values as bfloat16

@@ -15,8 +15,14 @@ from cpu3d.data.stores.names import channel_key
 from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.data.stores.upkeep import append, deal_cases, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import brats_case, decathlon, tiny_image, tiny_label, write_nifti
-from tests.cpu3d.data.stores.test_prepare import content_of
+from tests.cpu3d.data.datasets import (
+    brats_case,
+    content_of,
+    decathlon,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
 
 SPLITS = ("train", "val", "test")
 IDS = tuple(f"BRATS_00{number}" for number in range(6))

@@ -4,7 +4,7 @@ import pytest
 
 from cpu3d.data.stores.layouts import read_dataset, regions_of
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import SUFFIXES, brats_case, decathlon
+from tests.cpu3d.data.datasets import SUFFIXES, brats_case, dataset_json, decathlon
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
 
@@ -97,9 +97,8 @@ def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay
     assert [reason.split()[0] for reason in dataset.problems["bad1"]] == ["T1gd", "seg"]
     folder = decathlon(tmp_path / "d")
     (folder / "imagesTr/BRATS_001.nii.gz").unlink()
-    content = json.loads((folder / "dataset.json").read_text())
-    del content["training"][2]["label"]
-    (folder / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(folder) as content:
+        del content["training"][2]["label"]
     dataset = read_dataset(folder)
     assert [case.case_id for case in dataset.cases] == ["BRATS_000"]
     assert [dataset.problems[f"BRATS_00{n}"][0].split()[0] for n in (1, 2)] == ["image", "label"]
@@ -124,10 +123,9 @@ def test_a_list_that_points_outside_its_folder_is_refused(tmp_path, path):
     folder = decathlon(tmp_path / "d")
     (tmp_path / "out.nii.gz").write_bytes(b"")
     (folder / "link").symlink_to(folder)
-    content = json.loads((folder / "dataset.json").read_text())
-    content["training"][0]["image"] = path
-    content["training"][1]["label"] = path
-    (folder / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(folder) as content:
+        content["training"][0]["image"] = path
+        content["training"][1]["label"] = path
     with pytest.raises(InputError, match="inside its folder") as error:
         read_dataset(folder)
     assert len(error.value.problems) == 2

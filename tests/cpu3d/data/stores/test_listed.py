@@ -19,13 +19,14 @@ from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import (
     SUFFIXES,
     brats_case,
+    content_of,
+    dataset_json,
     decathlon,
     nnunet,
     tiny_image,
     tiny_label,
     write_nifti,
 )
-from tests.cpu3d.data.stores.test_prepare import content_of
 
 ALL = {"fractions": (1, 0, 0), "workers": 1}
 TUMOUR = {"background": 0, "whole": [1, 2, 3], "core": [2, 3], "enhancing": 3}
@@ -309,10 +310,9 @@ def test_a_split_that_is_asked_for_goes_before_the_folds_of_a_list(tmp_path, how
 
 def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
     folder = decathlon(tmp_path / "data", 4)
-    content = json.loads((folder / "dataset.json").read_text())
-    for number, entry in enumerate(content["training"][:3]):
-        entry["fold"] = number % 2
-    (folder / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(folder) as content:
+        for number, entry in enumerate(content["training"][:3]):
+            entry["fold"] = number % 2
     dataset = read_dataset(folder)
     assert dataset.layout == "decathlon"
     assert [fold["val"] for fold in dataset.folds] == [("BRATS_000", "BRATS_002"), ("BRATS_001",)]

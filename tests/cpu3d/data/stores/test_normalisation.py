@@ -22,7 +22,7 @@ from cpu3d.data.stores.normalisation import is_ct
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import decathlon, write_nifti
+from tests.cpu3d.data.datasets import dataset_json, decathlon, write_nifti
 
 LABELS = {"0": "background", "1": "tumour"}
 SHAPE = (14, 12, 10)
@@ -322,12 +322,11 @@ def test_appended_cases_are_normalised_as_the_store(tmp_path):
     store = prepared(tmp_path, with_skull)
     more = data_set(tmp_path / "more", stripped, cases=6)
     before = store.manifest.normalisation
-    entries = json.loads((more / "dataset.json").read_text())
-    for entry in entries["training"]:
-        for kind in ("image", "label"):
-            (more / entry[kind]).rename(more / entry[kind].replace("c_", "new_"))
-            entry[kind] = entry[kind].replace("c_", "new_")
-    (more / "dataset.json").write_text(json.dumps(entries))
+    with dataset_json(more) as entries:
+        for entry in entries["training"]:
+            for kind in ("image", "label"):
+                (more / entry[kind]).rename(more / entry[kind].replace("c_", "new_"))
+                entry[kind] = entry[kind].replace("c_", "new_")
     append(tmp_path / "store", more, workers=1)
     grown = open_store(tmp_path / "store")
     assert grown.manifest.normalisation == before
@@ -382,8 +381,7 @@ def test_one_case_of_ct_among_others_is_a_bad_case(tmp_path):
     more = data_set(tmp_path / "more", in_hounsfield_units, cases=7)
     for number in range(4):
         (more / f"imagesTr/c_{number}.nii.gz").unlink()
-    content = json.loads((more / "dataset.json").read_text())
-    content["training"] = content["training"][4:]
-    (more / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(more) as content:
+        content["training"] = content["training"][4:]
     with pytest.raises(InputError, match=r"must not be CT.*c_4"):
         append(tmp_path / "store", more, workers=1)

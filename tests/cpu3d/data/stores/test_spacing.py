@@ -16,8 +16,8 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import Keep, resample_image
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
+from tests.cpu3d.data.datasets import content_of, dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set
-from tests.cpu3d.data.stores.test_prepare import content_of
 
 ISO = (1.0, 1.0, 1.0)
 ALL = {"fractions": (1, 0, 0), "workers": 1}
@@ -185,9 +185,8 @@ def test_a_lost_source_json_comes_back_with_the_spacing(data, tmp_path):
 
 def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
     data = spaced_set(tmp_path / "data", {"a": ISO, "b": (1.0, 1.0, 2.0), "c": ISO})
-    content = json.loads((data / "dataset.json").read_text())
-    content["labels"]["9"] = "not drawn"
-    (data / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(data) as content:
+        content["labels"]["9"] = "not drawn"
     path = data / "labelsTr/b.nii.gz"
     label, geometry = read_volume(path)
     label = label.copy()
@@ -205,9 +204,8 @@ def test_what_is_not_annotated_stays_so_on_both_grids(tmp_path):
 
 def test_a_case_that_keeps_no_annotated_voxel_is_a_bad_case(tmp_path):
     data = spaced_set(tmp_path / "data", dict.fromkeys("abc", ISO))
-    content = json.loads((data / "dataset.json").read_text())
-    content["labels"]["9"] = "not drawn"
-    (data / "dataset.json").write_text(json.dumps(content))
+    with dataset_json(data) as content:
+        content["labels"]["9"] = "not drawn"
     path = data / "labelsTr/b.nii.gz"
     label, geometry = read_volume(path)
     sparse = np.full_like(label, 9)

@@ -21,7 +21,7 @@ from cpu3d.data.stores.splits import (
 )
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import decathlon
+from tests.cpu3d.data.datasets import dataset_json, decathlon
 
 THIRDS = (0.8, 0.1, 0.1)
 
@@ -141,14 +141,13 @@ def dataset(tmp_path):
 
     def make(*case_ids, folder="data"):
         path = decathlon(tmp_path / folder, len(case_ids))
-        content = json.loads((path / "dataset.json").read_text())
-        for number, case_id in enumerate(case_ids):
-            for kind in ("images", "labels"):
-                (path / f"{kind}Tr/BRATS_{number:03d}.nii.gz").rename(
-                    path / f"{kind}Tr/{case_id}.nii.gz"
-                )
-                content["training"][number][kind[:-1]] = f"./{kind}Tr/{case_id}.nii.gz"
-        (path / "dataset.json").write_text(json.dumps(content))
+        with dataset_json(path) as content:
+            for number, case_id in enumerate(case_ids):
+                for kind in ("images", "labels"):
+                    (path / f"{kind}Tr/BRATS_{number:03d}.nii.gz").rename(
+                        path / f"{kind}Tr/{case_id}.nii.gz"
+                    )
+                    content["training"][number][kind[:-1]] = f"./{kind}Tr/{case_id}.nii.gz"
         return path
 
     return make
