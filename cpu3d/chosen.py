@@ -152,6 +152,8 @@ def with_settings(settings: S, chosen: Chosen) -> S:
     augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, chosen))
     of_network = _fields_of(Network, chosen)
     decided = {name: value for name, value in of_network.items() if value != AUTO}
+    if decided.get("depth", settings.unet.depth) != settings.unet.depth:
+        decided.setdefault("strides", ())  # those that there are are of another depth
     unet = dataclasses.replace(settings.unet, **decided)
     own = _fields_of(Settings, chosen)
     if own.get("device") == AUTO:

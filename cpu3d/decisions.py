@@ -2,7 +2,7 @@
 follows from store, host and workers.
 
     start = Start(settings, chosen, kept, saved)
-    facts, settings, decided = decide(start, store, host, gpus, workers)
+    facts, settings, decided, reasons = decide(start, store, host, gpus, workers)
     config = joined(facts, settings, decided)
 
 Names, channels and outputs follow from the store; batch and learning rate from the workers, if they
@@ -10,26 +10,27 @@ grow with them; device and dtype from the host; the grid, or the patch, from bot
 
 import dataclasses
 import math
-import statistics
 from dataclasses import dataclass
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 from cpu3d.chosen import OF_PATCHES, Chosen
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import network_grid
 from cpu3d.data.store import Store, check_names, grid_size
+from cpu3d.data.stores.decided import strides_of_store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
 from cpu3d.run.config_json import rate_growth
+from cpu3d.run.transfer import network_of_init
 from cpu3d.settings import Decided, RunConfig, Settings, StoreFacts, left_open
 from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, Job, micro_of
-from models.strides import divisors_text
+from models.strides import Strides, common_spacing, divisors_text, shape3, strides_text
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
@@ -59,46 +60,49 @@ class Start:
 
 def decide(
     start: Start, store: Store, host: Host, gpus: Sequence[Gpu], workers: int
-) -> Tuple[StoreFacts, Settings, Decided]:
-    """The facts of the store, the settings of a run as they are decided, and what no setting gives.
-    The number of validations and of coarse steps, and the memory policy, are decided later. Raises
-    InputError or ValueError for settings that do not suit the others."""
+) -> Tuple[StoreFacts, Settings, Decided, Dict[str, str]]:
+    """The facts of the store, the settings of a run as they are decided, what no setting gives, and
+    for some of them, by the setting's name, a line that says why. The number of validations and of
+    coarse steps, and the memory policy, are decided later. Raises InputError or ValueError for
+    settings that do not suit the others."""
     settings = start.settings
     learning_rate, adam_rate = _rates(start, workers)
     micro_batch = _micro_batch(settings, workers, start.saved)
     split = with_fold(store, settings.fold)
     facts = store_facts(split)
-    all_regions = tuple(facts.region_codes)
-    channels = settings.channels if settings.channels else facts.store_channels
-    regions = settings.regions if settings.regions else all_regions
-    check_names("channels", channels, facts.store_channels)
-    check_names("regions", regions, all_regions)
+    channels = _named("channels", settings.channels, facts.store_channels)
+    regions = _named("regions", settings.regions, tuple(facts.region_codes))
     device = _device(start, gpus, workers)
-    card = None if device == "cpu" else card_of(device, gpus)
+    card: Optional[Gpu] = None
+    usual_dtype = host.best_dtype
+    if device != "cpu":
+        card = card_of(device, gpus)
+        usual_dtype = best_dtype(card)
     dtype = start.wanted("dtype")
     if dtype is None:
-        dtype = host.best_dtype if card is None else best_dtype(card)
+        dtype = usual_dtype
+    strides, why = _strides(start, store)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
         outputs=len(regions),
         seed=settings.seed,
         dtype=dtype,
+        strides=strides,
     )
-    grid = network_grid(
-        grid_size(store, extent=settings.extent, multiple=1), settings.resolution, unet.divisors
-    )
+    extent = grid_size(store, extent=settings.extent, multiple=1)
+    grid = network_grid(extent, settings.resolution, unet.divisors)
     patches_per_case = 1
     if settings.is_patch:
         of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
         grid, patches_per_case = _patches(start, of_run, grid, card)
     else:
         _refuse_patches(start)
-    coarse_grid = _coarse_grid(start, store, grid)
+    coarse_grid = _coarse_grid(start, store, grid, unet.divisors)
     decided_settings = dataclasses.replace(
         settings,
-        channels=tuple(channels),
-        regions=tuple(regions),
+        channels=channels,
+        regions=regions,
         device=device,
         unet=unet,
         learning_rate=learning_rate,
@@ -108,7 +112,10 @@ def decide(
         steps=_steps(start),
         patches_per_case=patches_per_case,
     )
-    return facts, decided_settings, Decided(grid, coarse_grid)
+    reasons = {}
+    if why:
+        reasons["strides"] = f"strides {strides_text(unet.every_stride)}: {why}"
+    return facts, decided_settings, Decided(grid, coarse_grid), reasons
 
 
 def joined(facts: StoreFacts, settings: Settings, decided: Decided) -> RunConfig:
@@ -135,7 +142,7 @@ def store_facts(store: Store) -> StoreFacts:
         region_codes=manifest.regions,
         paint=manifest.paint,
         split_hash=manifest.split_hash,
-        spacing_mm=tuple(float(statistics.median(lengths)) for lengths in zip(*spacings)),
+        spacing_mm=common_spacing(spacings),
         target_spacing_mm=manifest.target_spacing_mm,
         oriented=placed.pop() if len(placed) == 1 else None,
         normalisation=manifest.normalisation,
@@ -163,6 +170,14 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
 
 
 # --- The decisions ---
+
+
+def _named(kind: str, chosen: Sequence[str], names: Sequence[str]) -> Tuple[str, ...]:
+    """The chosen ones of the store's `names`, or all. Raises InputError for others."""
+    if not chosen:
+        chosen = names
+    check_names(kind, chosen, names)
+    return tuple(chosen)
 
 
 def _rates(start: Start, workers: int) -> Tuple[float, float]:
@@ -262,14 +277,40 @@ def _refuse_patches(start: Start) -> None:
             raise InputError(f"{rule}; {todo}")
 
 
-def _coarse_grid(start: Start, store: Store, grid: Shape3) -> Shape3:
-    """The grid of the coarse steps; NO_GRID, which is no curriculum, if that would leave the
-    deepest level fewer than two voxels along an axis, and by itself if the grid is so small that
-    coarse steps do not pay."""
+def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
+    """The strides of the network, and why if no setting gives them: those of the run that is
+    continued, or of the network whose weights are taken, or by nnU-Net's rule."""
+    settings = start.settings
+    unet = settings.unet
+    wanted = start.wanted("strides")
+    if wanted is not None:
+        return wanted, ""
+    if start.saved is not None:
+        if start.saved.unet.depth != unet.depth:  # which is refused
+            return (), ""
+        return start.saved.unet.strides, ""
+    if settings.init:
+        source = network_of_init(settings.init)
+        if source is None:  # of a file alone it is not known: earlier versions halved all axes
+            source = dataclasses.replace(unet, strides=())
+        if source.depth == unet.depth:
+            return source.strides, f"those of --init {settings.init}"
+    extent = grid_size(store, extent=settings.extent, multiple=1)
+    if settings.is_patch:
+        patch = start.wanted("patch")
+        if patch is None:
+            patch = planner.USUAL_PATCH
+        extent = shape3(map(min, patch, extent))
+    return strides_of_store(store, extent, unet.depth)
+
+
+def _coarse_grid(start: Start, store: Store, grid: Shape3, divisors: Shape3) -> Shape3:
+    """The grid of the coarse steps of a network of these divisors; NO_GRID, which is no curriculum,
+    if that would leave the deepest level fewer than two voxels along an axis, and by itself if the
+    grid is so small that coarse steps do not pay."""
     settings = start.settings
     if settings.curriculum == "off":
         return NO_GRID
-    divisors = settings.unet.divisors
     extent = grid
     if not settings.is_patch:
         extent = grid_size(store, extent=settings.extent, multiple=1)
@@ -280,7 +321,9 @@ def _coarse_grid(start: Start, store: Store, grid: Shape3) -> Shape3:
     if is_asked_for and not is_possible:
         below = divisors_text(least)
         rule = f"--curriculum must be off if half of {by(grid)} is below {below}"
-        todo = "leave it out" if start.saved else "leave it out, or choose a smaller --depth"
+        todo = "leave it out"
+        if not start.saved:
+            todo += ", or choose a smaller --depth"
         raise InputError(f"{rule} along an axis, got half, a grid of {by(coarse)}; {todo}")
     pays = math.prod(coarse) >= LEAST_COARSE_VOXELS
     if is_possible and (pays or is_asked_for):

@@ -46,6 +46,7 @@ from memory_estimator.common.schema import to_command_line
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
+from memory_estimator.job import AUTO
 
 FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
 SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
@@ -96,6 +97,7 @@ def train_folds(
         kept = read_folds(folder)
         before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
         chosen = chosen_again(_without_replaced(before, settings), settings)
+        chosen = _with_begun_strides(chosen, folder, parts)
         store = open_store(store_folder)
         host = host_share(read_host(), 1)
         planned = _plan(store, folder, parts, chosen, host, force=force)
@@ -234,6 +236,21 @@ def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:
         if chosen:
             return {name: value for name, value in chosen.items() if name != "fold"}
     return {}
+
+
+def _with_begun_strides(chosen: Chosen, folder: Path, parts: int) -> Dict[str, Any]:
+    """The settings with the strides of a fold that has begun, if none are chosen: an earlier
+    version may have decided others, and all folds are alike."""
+    if chosen.get("strides", AUTO) != AUTO:
+        return dict(chosen)
+    for part in range(1, parts + 1):
+        run = fold_folder(folder, f"{part}/{parts}")
+        if not (run / "config.json").is_file() or not checkpoints(run):
+            continue
+        unet = load_config(run).unet
+        if chosen.get("depth", unet.depth) == unet.depth:  # another one is refused by its name
+            return {**chosen, "strides": unet.every_stride}
+    return dict(chosen)
 
 
 def _plan(

@@ -39,7 +39,8 @@ from memory_estimator.common.units import by, format_bytes
 from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
-from memory_estimator.job import PLAN_SCHEMA, Job, statistics_note, stored_bytes
+from memory_estimator.job import Job, statistics_note, stored_bytes
+from memory_estimator.sources import PLAN_SCHEMA
 from memory_estimator.training import Beside, Forecast, price_of_run
 from models.layer_plan import training_flops
 from models.strides import strides_text
@@ -183,9 +184,11 @@ class Plan:
             f"run: {length}; {batch}, workers {self.workers}",
         ]
         if config.init_record:
-            mark = "warning: init" if config.init_record.seen else "init"
             for name, text in init_rows(config.init_record):
-                lines.append(f"{mark if name == SEEN else 'init'}: {name}: {text}")
+                line = f"init: {name}: {text}"
+                if name == SEEN and config.init_record.seen:
+                    line = f"warning: {line}"
+                lines.append(line)
         if config.freeze != "none":
             lines.append(f"freeze: {freeze_words(config)}; a step takes less than is predicted")
         return lines
@@ -231,7 +234,8 @@ def make_plan(
     try:
         if saved and saved.mode != start.settings.mode:
             raise InputError(*differences(saved, start.settings))
-        config = joined(*decide(start, store, host, gpus, workers))
+        facts, settings, decided, reasons = decide(start, store, host, gpus, workers)
+        config = joined(facts, settings, decided)
     except ValueError as error:
         raise InputError(str(error)) from None
     raise_if_any(differences(saved, config) if saved else ())
@@ -241,7 +245,6 @@ def make_plan(
     elif config.init:
         transfer = open_transfer(config, store)
         config = dataclasses.replace(config, init_record=transfer.record)
-    reasons = {}
     if config.device == "cpu":
         for line in why_no_card(start.wanted("device"), config.mode, gpus):
             reasons["device"] = line
@@ -280,7 +283,9 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     config = plan.config
     reasons = dict(plan.reasons)
     if config.device != "cpu":
-        return dataclasses.replace(plan, config=config.with_policy("speed") if pick else config)
+        if pick:
+            config = config.with_policy("speed")
+        return dataclasses.replace(plan, config=config)
     threads = thread_plan(host).intra_op
     job = dataclasses.replace(plan.job, threads=threads)
     if not host.instructions:
@@ -343,7 +348,9 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if not options:
         options = planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
     if options:
-        fits = f"what fits, {place}" if place else "what fits"
+        fits = "what fits"
+        if place:
+            fits += f", {place}"
         listed = "; ".join(map(str, options))
         smaller = f"{fits}: {listed}"
     elif place:

@@ -4,6 +4,8 @@ TensorFlow.
     ./run.sh estimate --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh estimate --recipe paper-2020 --host-memory 1.5TiB --plan
     ./run.sh estimate --run runs/first --json
+    ./run.sh estimate --store brats-store
+    ./run.sh estimate --shape 200 220 30 --spacing 0.9 0.9 5    # as `train` would halve and pad it
 
 For another host, give its memory, its kind of CPU and its cores:
     ./run.sh estimate --recipe paper-2020 --host-memory 6TiB --calibration amx --threads 56
@@ -37,11 +39,10 @@ from memory_estimator.installed import as_typed, has_tensorflow, installed_versi
 from memory_estimator.job import (
     Job,
     JobOptions,
-    JobSource,
     job_from,
     policy_is_open,
-    source_job,
     statistics_note,
+    strides_note,
 )
 from memory_estimator.scaling import (
     ScalingOptions,
@@ -50,6 +51,7 @@ from memory_estimator.scaling import (
     worker_price,
     worker_share,
 )
+from memory_estimator.sources import JobSource, source_job
 from models.config import POLICIES
 from models.native.build import check_platform, find_compiler
 
@@ -193,6 +195,7 @@ def _answer(args: argparse.Namespace) -> Answer:
         content["workers"] = workers
     content["fits"] = predicted.upper_bound_bytes <= memory_bytes
     content["advice"] = _advice(job, predicted, price, memory_bytes)
+    content["strides"] = strides_note(args, job)
     content["policy"] = {"name": job.policy, "picked": is_open, "reason": reason}
     content["notes"] = [*source.notes, *_assumptions(options, predicted, host)]
     measured_here = None if options.calibration else host()
@@ -290,6 +293,8 @@ def _advice(job: Job, predicted: Estimate, price: planner.Price, memory_bytes: i
 def _blocks(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:
     """The content for reading."""
     blocks: List[Union[str, Table]] = [job.describe()]
+    if content["strides"]:
+        blocks.append(content["strides"])
     policy = content["policy"]
     if policy["picked"]:
         blocks.append(f"policy {policy['name']} picked: {policy['reason']}")

@@ -1,20 +1,33 @@
-"""The job to be estimated, one training step: from the command line, a recipe by its name, or the
-folder of a run."""
+"""The job to be estimated, one training step: the recipes, and the options of a command line."""
 
 import argparse
 import dataclasses
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
+from typing import (
+    Any,
+    Dict,
+    Literal,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
 
-from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.units import by, counted
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
-from models.strides import Strides, strides_text
+from models.strides import (
+    Strides,
+    shape3,
+    strides_for,
+    strides_reason,
+    strides_text,
+)
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
@@ -22,7 +35,6 @@ MOST = 2**31 - 1  # volumes of a batch, threads, cases
 STORED_BYTES = 2
 
 AUTO = "auto"  # of an option that is decided later
-PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
 
 
 @dataclass(frozen=True)
@@ -238,10 +250,10 @@ class Architecture:
         "instance", "normalisation after each convolution", choices=NORMS, group="network"
     )
     up: str = option("transposed", "how the decoder doubles the grid", choices=UPS, group="network")
-    strides: Strides = option(
-        (),
+    strides: Union[Literal["auto"], Strides] = option(
+        "auto",
         "voxels along X, Y, Z that become one, for each of the L - 1 halvings, the finest first: 2 "
-        "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2 (default: 2,2,2 each)",
+        "or 1 by axis, such as 2,2,1 2,2,2 2,2,2 2,2,2; auto: by spacing and shape",
         "X,Y,Z",
         group="network",
     )
@@ -264,7 +276,22 @@ class JobOptions(Architecture):
     run: Optional[Path] = option(
         None, "the job of a run folder that `train` has written", "DIR", one_of="source"
     )
+    store: Optional[Path] = option(
+        None,
+        "the default job of `train` on a store that `prepare` has written: the shape and the "
+        "spacing of its cases, channels, regions, cases; other options override it",
+        "DIR",
+        one_of="source",
+    )
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
+    spacing: Optional[Tuple[float, float, float]] = option(
+        None,
+        "mm of a voxel: the strides are then those that `train` takes, and the shape is padded to "
+        "them (default: that of --store; else each level halves all axes)",
+        ("X", "Y", "Z"),
+        above=0,
+        below=math.inf,
+    )
     batch: int = option(1, "volumes a step", "B")
     micro_batch: int = option(
         0,
@@ -290,36 +317,26 @@ class JobOptions(Architecture):
     )
 
 
-class JobSource(NamedTuple):
-    """The job of --recipe or --run."""
-
-    # None without them; of several workers all that they compute together
-    job: Optional[Job] = None
-    notes: Sequence[str] = ()  # memory that an estimate of it does not count, a sentence each
-    workers: int = 1  # of the run
-
-
-def source_job(args: argparse.Namespace) -> JobSource:
-    """The source of a job. Raises ValueError as `read_run`."""
-    if hasattr(args, "recipe"):
-        return JobSource(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
-    if hasattr(args, "run"):
-        return read_run(args.run)
-    return JobSource()
-
-
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     """The job of `JobOptions`; options that were not given are as in `base`. A policy that is left
     open is `base`'s for the time being. Raises ValueError for settings out of range."""
     chosen = {name: value for name, value in vars(args).items() if value != AUTO}
     if base is None and "shape" not in chosen:
-        raise ValueError("shape must be given, got none; add --shape X Y Z, --recipe or --run")
+        todo = "add --shape X Y Z, --store, --recipe or --run"
+        raise ValueError(f"shape must be given, got none; {todo}")
     if "shape" in chosen:
         chosen["shape"] = tuple(chosen["shape"])
     if "classes" in chosen:
         chosen["outputs"] = chosen.pop("classes")
     if base is None:
         base = Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
+    if "spacing" in chosen:
+        shape = chosen.get("shape", base.shape)
+        depth = chosen.get("depth", base.unet.depth)
+        chosen.setdefault("strides", strides_for(chosen["spacing"], shape, depth))
+        unet = dataclasses.replace(base.unet, depth=depth, strides=chosen["strides"])
+        padded = (-(-side // divisor) * divisor for side, divisor in zip(shape, unet.divisors))
+        chosen["shape"] = shape3(padded)
 
     def of(kind: Any) -> Dict[str, Any]:
         names = [field.name for field in dataclasses.fields(kind)]
@@ -332,74 +349,18 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     return job
 
 
+def strides_note(args: argparse.Namespace, job: Job) -> str:
+    """Why the network of a job has its strides; "" if they were given, or no spacing is known."""
+    spacing_mm = getattr(args, "spacing", None)
+    if spacing_mm is None or getattr(args, "strides", AUTO) != AUTO:
+        return ""
+    shape = getattr(args, "shape", job.shape)
+    return f"strides {strides_text(job.unet.every_stride)}: {strides_reason(spacing_mm, shape)}"
+
+
 def policy_is_open(args: argparse.Namespace) -> bool:
     """Whether the policy is to be picked: if none was given, but for a run, which has its own."""
     return getattr(args, "policy", "" if hasattr(args, "run") else AUTO) == AUTO
-
-
-class _Config(TypedDict):
-    """Settings of a run that add memory which an estimate does not count."""
-
-    device: str
-    mode: str
-    resolution: float
-    coarse_steps: int
-
-
-class _SavedPlan(TypedDict):
-    """The fields of plan.json that the estimator reads."""
-
-    workers: int
-    config: _Config
-    job: Job
-
-
-def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
-    """The plan of a run, whose job has all of its fields: defaults are not those of the run."""
-    fields: Any = content.get("job")
-    if isinstance(fields, dict) and "resampled" in fields:  # of a version that had no such changes
-        fields = {name: value for name, value in fields.items() if name != "resampled"}
-        fields["reworked"] = False
-        content = {**content, "job": fields}
-    plan: _SavedPlan = typed(content, _SavedPlan, "plan")
-    job = plan["job"]
-    unet = {"strides": (), **fields.get("unet", {})}  # left out if all axes are halved
-    if set(fields) != set(vars(job)) or set(unet) != set(vars(job.unet)):
-        raise ValueError("a job without all of its fields")
-    if plan["workers"] < 1 or job.batch % plan["workers"]:
-        raise ValueError(f"{plan['workers']} workers for batches of {job.batch}")
-    return plan
-
-
-def read_run(folder: Union[str, Path]) -> JobSource:
-    """The job of the run in `folder`, as its plan.json has it. Raises ValueError for a folder
-    without a plan, or with one that is damaged or of another version."""
-    path = Path(folder) / "plan.json"
-    todo = "continue the run with its store, which writes it again"
-    try:
-        plan = read_record(path, PLAN_SCHEMA, _saved_plan, todo)
-    except (FileNotFoundError, NotADirectoryError):
-        if not (path.parent / "config.json").is_file():
-            todo = "name a folder that `train` has written"
-        if (path.parent / "fold-1" / "plan.json").is_file():
-            todo = f"name one of its folds, such as {path.parent / 'fold-1'}"
-        raise ValueError(f"run {folder} must hold a plan.json, got none; {todo}") from None
-    return JobSource(plan["job"], _not_counted(plan["config"]), plan["workers"])
-
-
-def _not_counted(config: _Config) -> List[str]:
-    """What a run takes besides, a sentence each."""
-    notes = []
-    if config["device"] != "cpu":
-        on_card = "`train` shows what its steps take on the card"
-        notes.append(f"the run is on {config['device']}: a CPU is estimated; {on_card}")
-    if config["mode"] == "patch" or config["resolution"] != 1:
-        validates = "the run validates on whole volumes of the store"
-        notes.append(f"{validates}, which is not counted; `train` adds it")
-    if config["coarse_steps"] > 0:
-        twice = "the run holds its variables once more while its grid changes"
-        notes.append(f"{twice}, which is not counted; `train` adds it")
-    return notes
 
 
 def stored_bytes(shape: Sequence[int], channels: int) -> int:

@@ -151,6 +151,11 @@ class UNetConfig:
         """Voxels of `level` along X, Y, Z that become one of the next coarser level."""
         return self.strides[level] if self.strides else EVERY_AXIS
 
+    @property
+    def every_stride(self) -> Strides:
+        """The strides of each halving, also where `strides` is () for those of all axes."""
+        return tuple(map(self.stride, range(self.depth - 1)))
+
     def reduction(self, level: int) -> Shape3:
         """Voxels of the input along X, Y, Z that become one of `level`."""
         return shape3(map(math.prod, zip((1, 1, 1), *map(self.stride, range(level)))))

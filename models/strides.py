@@ -7,9 +7,11 @@ the axes that are halved, else 1.
 """
 
 import itertools
+import statistics
 from typing import Any, Iterable, List, Sequence, Tuple
 
 Shape3 = Tuple[int, int, int]
+Spacing3 = Tuple[float, float, float]  # mm along X, Y, Z
 Strides = Tuple[Shape3, ...]  # of each halving, the finest first
 
 EVERY_AXIS: Shape3 = (2, 2, 2)
@@ -46,23 +48,39 @@ def checked_strides(strides: Any, depth: int) -> Strides:
 def strides_for(spacing_mm: Sequence[float], shape: Sequence[int], depth: int) -> Strides:
     """The strides that bring voxels of `spacing_mm` towards cubes, by nnU-Net's rule (Isensee et
     al. 2021): a level halves each axis that keeps LEAST_SIDE voxels and whose spacing is below
-    THICK times the smallest of those. `shape` are the voxels X, Y, Z of the input. Raises
-    ValueError where none is left to halve."""
+    THICK times the smallest of those. `shape` are the voxels X, Y, Z of the input. nnU-Net ends
+    where no axis keeps as many; here `depth` is given, and each further level halves the axes of
+    the level before it, or without one all axes."""
     spacing = list(spacing_mm)
     sides = list(shape)
     made: List[Shape3] = []
-    for level in range(depth - 1):
+    for _ in range(depth - 1):
         long = [axis for axis in range(3) if sides[axis] >= 2 * LEAST_SIDE]
-        if not long:
-            rule = f"depth must be at most {level + 1} for {' x '.join(map(str, shape))} voxels"
-            raise ValueError(f"{rule}, got {depth}; choose that, or a larger grid")
-        limit = THICK * min(spacing[axis] for axis in long)
-        halved = [axis for axis in long if spacing[axis] < limit]
-        for axis in halved:
-            sides[axis] = -(-sides[axis] // 2)
-            spacing[axis] *= 2
-        made.append(shape3(2 if axis in halved else 1 for axis in range(3)))
+        if long:
+            limit = THICK * min(spacing[axis] for axis in long)
+            halved = [axis for axis in long if spacing[axis] < limit]
+            stride = shape3(2 if axis in halved else 1 for axis in range(3))
+        elif made:
+            stride = made[-1]
+        else:
+            stride = EVERY_AXIS
+        for axis in range(3):
+            sides[axis] = -(-sides[axis] // stride[axis])
+            spacing[axis] *= stride[axis]
+        made.append(stride)
     return tuple(made)
+
+
+def common_spacing(spacings_mm: Iterable[Sequence[float]]) -> Spacing3:
+    """The median of the cases' spacings along each axis: the one that strides are decided by."""
+    x, y, z = (float(statistics.median(lengths)) for lengths in zip(*spacings_mm))
+    return x, y, z
+
+
+def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
+    """What strides follow from, such as "128 x 128 x 64 voxels of 1 x 1 x 2 mm"."""
+    lengths = " x ".join(f"{length:.4g}" for length in spacing_mm)
+    return f"{' x '.join(map(str, shape))} voxels of {lengths} mm"
 
 
 def strides_text(strides: Strides) -> str:

@@ -2,8 +2,8 @@
 the runs of each.
 
 A second call with the same options continues, and adds seeds; one with other options is refused.
-Steps, dtype, policy and patch are decided once and then kept, so that all runs of a variant are
-alike."""
+Steps, dtype, policy, strides and patch are decided once and then kept, so that all runs of a
+variant are alike."""
 
 import argparse
 import json
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings
+from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings, with_settings
 from cpu3d.compare.run import Evaluation
 from cpu3d.data.split import SPLITS
-from cpu3d.data.store import Store
+from cpu3d.data.store import Store, grid_size
+from cpu3d.data.stores.decided import strides_of_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
@@ -29,6 +30,7 @@ from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import add_options, arguments, option, to_command_line
 from memory_estimator.host import read_host
+from memory_estimator.job import AUTO
 from memory_estimator.planner import BOTTOM
 
 SCHEMA = 1
@@ -181,6 +183,7 @@ def resolve_variants(
     problems = []
     for name, chosen in variants.items():
         try:
+            chosen = _with_whole_strides(chosen, store)
             plan = make_plan(store, Path("/nonexistent"), host, chosen, gpus=gpus, force=force)
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
@@ -194,12 +197,27 @@ def resolve_variants(
             dtype=config.unet.dtype,
             policy=config.unet.policy,
             device=config.device,
+            strides=config.unet.every_stride,
         )
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
         resolved[name] = settings, plan
     raise_if_any(problems)
     return resolved
+
+
+def _with_whole_strides(chosen: Json, store: Store) -> Json:
+    """The settings of a variant, with the strides of whole volumes if it is on patches and has none
+    of its own: variants differ in what the network sees, not in the network."""
+    try:
+        settings = with_settings(recipe_settings(chosen), chosen)
+    except ValueError:  # the plan refuses them by name
+        return chosen
+    if not settings.is_patch or settings.init or chosen.get("strides", AUTO) != AUTO:
+        return chosen
+    extent = grid_size(store, extent=settings.extent, multiple=1)
+    strides, _ = strides_of_store(store, extent, settings.unet.depth)
+    return {**chosen, "strides": strides}
 
 
 # --- The budget, and the course of every run of a variant ---
@@ -378,10 +396,20 @@ def resumed(new: Kept, out: Path) -> Kept:
         raise InputError(f"{path} {problem}; choose another --out")
     seeds = list(dict.fromkeys((*kept.seeds, *new.seeds)))
     results = kept.results if seeds == kept.seeds else None
-    return Kept(kept.asked, seeds, kept.plan, results)
+    return Kept(kept.asked, seeds, list(map(_with_strides, kept.plan)), results)
 
 
 # --- Private helpers ---
+
+
+def _with_strides(course: Course) -> Course:
+    """The course with the strides of all axes, if it is of an earlier version, which had none."""
+    settings = read_train_options(course["options"], f"variant {course['name']}")
+    if "strides" in settings or settings.get("init"):
+        return course
+    unet = with_settings(recipe_settings(settings), settings).unet
+    more = as_options({"strides": unet.every_stride})
+    return {**course, "options": [*course["options"], *more]}
 
 
 class _Parser(argparse.ArgumentParser):

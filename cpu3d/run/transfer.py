@@ -33,6 +33,7 @@ from cpu3d.settings import InitRecord, RunConfig
 from cpu3d.util.records import count, listed
 from memory_estimator.common.files import typed
 from models.config import UNetConfig
+from models.strides import strides_text
 from models.weights import Weight, is_frozen, network_weights
 
 NAMED = "name a run that `train` has written, or one of its .npz files of weights"
@@ -99,6 +100,13 @@ def open_transfer(config: RunConfig, store: Store) -> Transfer:
         warnings=_other_inputs(config, old),
     )
     return Transfer(record, weights, pieces)
+
+
+def network_of_init(init: str) -> Optional[UNetConfig]:
+    """The network whose weights a run with `init` starts from; None for a file alone, of which it
+    is not known. Raises InputError if there are no weights."""
+    source = _found(Path(init))
+    return source.config.unet if source.config else None
 
 
 def init_rows(record: InitRecord) -> List[Tuple[str, str]]:
@@ -228,8 +236,15 @@ def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
     differing = []
     for name, value in vars(new).items():
         before = getattr(old, name)
-        if name not in OF_RUN and before != value:
-            differing.append(f"{name} {value} for {before}")
+        if name in OF_RUN or before == value:
+            continue
+        if name == "strides":
+            if old.depth != new.depth:  # which is named
+                continue
+            name = "--strides"
+            value = strides_text(new.every_stride)
+            before = strides_text(old.every_stride)
+        differing.append(f"{name} {value} for {before}")
     if not differing:
         return []
     rule = f"the network must be that of --init {init}"

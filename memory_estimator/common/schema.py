@@ -15,10 +15,12 @@ a recipe.
 
 A field's annotation gives the option's type: int, float, str, Path, bool, Optional of one, a tuple
 of a fixed length (`--shape X Y Z`) or of any (`--seeds 0 1 2`), a tuple of tuples of int
-(`--strides 2,2,1 2,2,2`). Fields without `option` are not on the command line."""
+(`--strides 2,2,1 2,2,2`), or a Union of a Literal and that, whose word stands for numbers that are
+decided later (`--strides auto`). Fields without `option` are not on the command line."""
 
 import argparse
 import dataclasses
+import functools
 import operator
 from pathlib import Path
 from typing import (
@@ -26,6 +28,7 @@ from typing import (
     Dict,
     Iterator,
     List,
+    Literal,
     Mapping,
     Optional,
     Sequence,
@@ -120,8 +123,10 @@ def _add_switch(target: Any, hint: Any, field: Field, spec: Option) -> None:
 def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
     """An option, or a positional argument, with one word or several."""
     inner, nargs = _shape_of(hint)
-    if isinstance(nargs, int) and get_args(hint)[-1] is Ellipsis and not spec.repeat:
-        inner = _whole_numbers  # of a tuple of tuples each is a word
+    word = _word_of(hint)
+    if isinstance(nargs, int) and get_args(_values_of(hint))[-1] is Ellipsis and not spec.repeat:
+        # of a tuple of tuples each is a word
+        inner = functools.partial(_whole_numbers, instead=word)
         nargs = "+"
     if spec.repeat and nargs == "+":
         nargs = None
@@ -131,6 +136,8 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
     more.update(type=inner, metavar=spec.metavar, choices=spec.choices, nargs=nargs)
     if spec.repeat:
         more["action"] = "append"
+    elif word:
+        more["action"] = _WordInstead
     if spec.positional or spec.rest:
         target.add_argument(field.name, **more)
     else:
@@ -138,12 +145,25 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
         target.add_argument(_flag(field), dest=field.name, required=required, **more)
 
 
-def _whole_numbers(word: str) -> Tuple[int, ...]:
-    """The numbers of a word such as "2,2,1"."""
+class _WordInstead(argparse.Action):
+    """Stores a word that was given instead of numbers as itself, and numbers as a list."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        if len(values) == 1 and isinstance(values[0], str):
+            values = values[0]
+        setattr(namespace, self.dest, values)
+
+
+def _whole_numbers(word: str, instead: str = "") -> Union[str, Tuple[int, ...]]:
+    """The numbers of a word such as "2,2,1", or the word that may be given instead."""
+    if instead and word == instead:
+        return word
     try:
         return tuple(map(int, word.split(",")))
     except ValueError:
         rule = "must be whole numbers with commas, such as 2,2,1"
+        if instead:
+            rule += f", or {instead}"
         raise argparse.ArgumentTypeError(f"{rule}, got {word!r:.40}") from None
 
 
@@ -225,11 +245,26 @@ def _fields(cls: Any) -> Iterator[Tuple[Field, Option]]:
             yield field, field.metadata[_KEY]
 
 
+def _values_of(hint: Any) -> Any:
+    """The annotation of an option's values: that of a Union which is neither None nor a Literal."""
+    if get_origin(hint) is not Union:
+        return hint
+    kinds = [kind for kind in get_args(hint) if get_origin(kind) is not Literal]
+    return next(kind for kind in kinds if kind is not type(None))
+
+
+def _word_of(hint: Any) -> str:
+    """The word that may be given instead of an option's values; "" for none."""
+    for kind in get_args(hint):
+        if get_origin(kind) is Literal:
+            return str(get_args(kind)[0])
+    return ""
+
+
 def _shape_of(hint: Any) -> Tuple[Any, Union[int, str, None]]:
     """(type of one word, how many of them as argparse counts) of a field's annotation."""
+    hint = _values_of(hint)
     inside = get_args(hint)
-    if get_origin(hint) is Union:
-        return _shape_of(next(kind for kind in inside if kind is not type(None)))
     if get_origin(hint) is not tuple:
         return hint, None
     if inside[-1] is not Ellipsis:

@@ -5,10 +5,12 @@ import argparse
 import dataclasses
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 
+from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.plan import make_plan
 from cpu3d.run.checkpoint import (
@@ -169,6 +171,22 @@ def written_weights(config, folder, seed=0):
     state = {"step": 1, "best": 0.5, "coarse_steps": 0, "split_hash": config.split_hash}
     save_checkpoint(folder / "checkpoints" / BEST, arrays, state)
     return folder
+
+
+def of_voxels(store, *spacing_mm, but=(), other_mm=(1.0, 1.0, 1.0)):
+    """A view of a store with voxels of another size, in the cases `but` of `other_mm`."""
+    cases = []
+    for case in store.manifest.cases:
+        size = other_mm if case.case_id in but else spacing_mm
+        cases.append(dataclasses.replace(case, spacing_mm=size))
+    return Store(store.folder, dataclasses.replace(store.manifest, cases=cases))
+
+
+def stored(view, folder):
+    """A view of a store as one in `folder`."""
+    shutil.copytree(view.folder, folder)
+    write_store(folder, view.manifest)
+    return open_store(folder)
 
 
 def weights(folder, name="last"):

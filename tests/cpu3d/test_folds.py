@@ -44,7 +44,9 @@ from tests.cpu3d.runs import (
     SMALL,
     NumpyLearner,
     assert_same_run,
+    of_voxels,
     shown_cases,
+    stored,
     written_weights,
 )
 
@@ -125,6 +127,24 @@ def carried_out_here(monkeypatch):
 @pytest.fixture
 def commands(monkeypatch):
     return carried_out_here(monkeypatch)
+
+
+def test_folds_that_a_version_before_began_go_on_with_its_strides(
+    commands, phantom_store, tmp_path
+):
+    store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
+    folder = tmp_path / "folds"
+    all_axes = {**SETTINGS, "strides": ((2, 2, 2), (2, 2, 2))}
+    train_folds(store.folder, folder, 2, settings=all_axes)
+    shutil.rmtree(folder / "fold-2")
+    kept = json.loads((folder / "folds.json").read_text())
+    del kept["chosen"]["strides"]
+    (folder / "folds.json").write_text(json.dumps(kept))
+    train_folds(store.folder, folder, 2, settings=SETTINGS)
+    assert load_config(folder / "fold-2").unet.strides == ()
+    train_folds(store.folder, tmp_path / "new", 2, settings=SETTINGS)
+    networks = {load_config(tmp_path / "new" / f"fold-{part}").unet.strides for part in (1, 2)}
+    assert networks == {((2, 2, 1), (2, 2, 1))}
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpu3d.bench import harness
+from cpu3d.bench.step_costs import measure, request_for
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
@@ -22,16 +24,19 @@ from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
+from memory_estimator.__main__ import make_parser as estimate_parser
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
-from memory_estimator.job import Job, read_run
+from memory_estimator.job import Job, job_from, strides_note
 from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
+from memory_estimator.sources import read_run, source_job
 from memory_estimator.training import whole_volume_bytes
-from models.config import UNetConfig
+from models.config import POLICIES, UNetConfig
 from models.layer_plan import layer_plan
+from models.strides import strides_text
 from tests.cpu3d.conftest import make_store
 from tests.cpu3d.host.hosts import BFLOAT16
-from tests.cpu3d.runs import SMALL, decided
+from tests.cpu3d.runs import SMALL, decided, of_voxels, stored
 
 GIB = 2**30
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
@@ -259,7 +264,7 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
         (
             {"depth": 5, "curriculum": "half"},
-            "--curriculum must be off if half of .* is below 32 along .*, got half",
+            "--curriculum must be off if half of .* is below 8, 32 and 32 along .*, got half",
         ),
         ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4"),
         (
@@ -284,7 +289,7 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
         ),
         (
             {**PATCH, "patch": [10, 10, 90]},
-            r"must fit into .* and be divisible by 4, .*; give 12 12 32, [^\n]*$",
+            r"must fit into .* and be divisible by 2, 2 and 4 .*; give 10 10 32, [^\n]*$",
         ),
         (
             {**PATCH, "patch": [16, 0, 16]},
@@ -319,6 +324,110 @@ def test_a_side_of_the_grid_is_a_multiple_of_what_its_own_axis_is_halved_by(
     strides = ((2, 2, 1), (2, 1, 1))
     seen = decided(phantom_store, tmp_path, **SMALL, strides=strides).grid
     assert seen == tuple(-(-n // divisor) * divisor for n, divisor in zip(extent, (4, 2, 1)))
+
+
+# --- The strides ---
+
+
+THICK = (1.0, 1.0, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("spacing_mm", "settings", "strides"),
+    [
+        ((1.0, 1.0, 1.0), {}, ()),
+        ((1.0, 1.0, 1.9), {}, ()),
+        (THICK, {}, ((2, 2, 1), (2, 2, 1))),
+        (THICK, {"strides": "auto"}, ((2, 2, 1), (2, 2, 1))),
+        (THICK, {"resolution": 0.5}, ((2, 2, 1), (2, 2, 1))),
+        ((1.0, 1.0, 2.0), {}, ((2, 2, 1), (2, 2, 2))),
+        (THICK, {"strides": ((2, 2, 2), (2, 2, 2))}, ()),
+        (THICK, {"strides": ((2, 1, 2), (2, 2, 2))}, ((2, 1, 2), (2, 2, 2))),
+        # of a patch it is the patch that counts: 8 voxels become 4 and no less
+        (THICK, {"mode": "patch", "patch": (16, 16, 16)}, ((2, 2, 1), (2, 2, 1))),
+        ((1.0, 1.0, 1.0), {"mode": "patch", "patch": (16, 16, 16)}, ()),
+        ((1.0, 1.0, 1.0), {"mode": "patch", "patch": (16, 16, 8)}, ((2, 2, 2), (2, 2, 1))),
+    ],
+)
+def test_strides_follow_from_the_voxels_unless_they_are_chosen(
+    phantom_store, tmp_path, spacing_mm, settings, strides
+):
+    plan = planned(of_voxels(phantom_store, *spacing_mm), tmp_path, **settings)
+    unet = plan.config.unet
+    assert unet.strides == strides
+    is_open = settings.get("strides", "auto") == "auto"
+    assert ("strides" in plan.reasons) == is_open
+    if is_open:
+        words = plan.reasons["strides"]
+        assert strides_text(unet.every_stride) in words
+        assert " x ".join(f"{length:g}" for length in spacing_mm) in words
+    assert all(n % divisor == 0 for n, divisor in zip(plan.config.grid, unet.divisors))
+
+
+def test_coarse_steps_have_the_grid_that_the_decided_strides_need(phantom_store, tmp_path):
+    store = of_voxels(phantom_store, *THICK)
+    extent = grid_size(store, extent="brain", multiple=1)
+    config = planned(store, tmp_path, curriculum="half").config
+    assert config.unet.divisors[2] == 1
+    assert config.grid[2] == extent[2]
+    assert config.coarse_grid[2] == -(-extent[2] // 2)
+
+
+def test_all_folds_have_the_strides_of_training_and_validation_together(phantom_store, tmp_path):
+    split = phantom_store.manifest.split
+    thin = [*split["train"][:2], *split["test"]]
+    store = of_voxels(phantom_store, *THICK, but=thin)  # 2 of 5 that decide
+    for fold in ("", *(f"{part}/5" for part in range(1, 6))):
+        config = planned(store, tmp_path, fold=fold).config
+        assert config.unet.strides == ((2, 2, 1), (2, 2, 1))
+
+
+@pytest.mark.parametrize("again", [{}, {"strides": "auto"}, {"recipe": "brats-regions"}])
+def test_a_run_that_continues_keeps_its_strides_also_one_of_a_version_before(
+    phantom_store, tmp_path, again
+):
+    store = of_voxels(phantom_store, *THICK)
+    before = planned(store, tmp_path, strides=((2, 2, 2), (2, 2, 2)))
+    save_config(before.config, tmp_path)
+    assert "strides" not in json.loads((tmp_path / "config.json").read_text())["unet"]
+    plan = planned(store, tmp_path, **again)
+    assert plan.saved is not None
+    assert plan.config.unet.strides == ()
+    with pytest.raises(InputError, match=r"unet\.strides must stay"):
+        planned(store, tmp_path, strides=((2, 2, 1), (2, 2, 1)))
+    with pytest.raises(InputError, match=r"^unet\.depth must stay 3, got 4"):
+        planned(store, tmp_path, depth=4)
+
+
+def test_an_estimate_of_a_store_is_of_the_job_that_train_plans(phantom_store, tmp_path):
+    store = stored(of_voxels(phantom_store, *THICK), tmp_path / "store")
+    plan = make_plan(store, tmp_path / "run", HOST, {"dtype": "bfloat16", "policy": "speed"})
+    assert plan.config.unet.strides
+    args = estimate_parser().parse_args(["--store", str(store.folder), "--policy", "speed"])
+    source = source_job(args)
+    job = job_from(args, source.job)
+    assert dataclasses.replace(job, threads=1) == plan.job
+    assert strides_note(args, job) == plan.reasons["strides"]
+    box = map(str, store.manifest.largest_box)
+    spaced = estimate_parser().parse_args(["--shape", *box, "--spacing", *map(str, THICK)])
+    source_job(spaced)
+    of_shape = job_from(spaced)
+    assert (of_shape.unet.strides, of_shape.shape) == (plan.config.unet.strides, plan.config.grid)
+
+
+@pytest.mark.slow  # a process of its own
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_memory_of_thick_slices_is_what_is_predicted(phantom_store, tmp_path, policy):
+    store = of_voxels(phantom_store, *THICK)
+    settings = {"policy": policy, "filters": 16, "depth": 4, "dtype": "float32"}
+    plan = make_plan(store, tmp_path, HOST, settings)
+    assert plan.config.unet.divisors[2] < plan.config.unet.divisors[1]
+    job = dataclasses.replace(plan.forecast.full.job, from_store=False)
+    measured = harness.in_fresh_process(measure, request_for(job, steps=1))
+    predicted = estimate(job, plan.forecast.full.constants)
+    assert measured["allocator_peak_bytes"] == pytest.approx(
+        predicted.allocator_peak_bytes, rel=0.05
+    )
 
 
 # --- Several workers ---

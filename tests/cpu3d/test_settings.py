@@ -236,9 +236,8 @@ def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
 
 
 def test_what_is_left_open_stays_as_it_was():
-    config = with_settings(
-        RunConfig(device="gpu:0"), chosen("--device", "auto", "--dtype", "auto", "--policy", "auto")
-    )
+    words = "--device auto --dtype auto --policy auto --strides auto"
+    config = with_settings(RunConfig(device="gpu:0"), chosen(*words.split()))
     assert (config.device, config.unet) == ("gpu:0", UNetConfig())
 
 

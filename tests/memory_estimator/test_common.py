@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, Optional, Tuple
+from typing import Dict, Literal, Optional, Tuple, Union
 
 import pytest
 
@@ -137,6 +137,28 @@ class Options:
     name: str = option("a", choices=("a", "b"), one_of="who")
     names: Tuple[str, ...] = option((), one_of="who")
     strides: Tuple[Tuple[int, int, int], ...] = option(())
+
+
+@dataclass(frozen=True)
+class LeftOpen:
+    strides: Union[Literal["auto"], Tuple[Tuple[int, int, int], ...]] = option("auto")
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [("auto", "auto"), ("2,2,1", ((2, 2, 1),)), ("2,2,1 2,2,2", ((2, 2, 1), (2, 2, 2)))],
+)
+def test_a_word_stands_for_numbers_that_are_decided_later(words, value):
+    line = ["--strides", *words.split()]
+    args = parsed(*line, kinds=(LeftOpen,))
+    assert from_args(LeftOpen, args) == LeftOpen(value)
+    assert to_command_line(LeftOpen, given_options(LeftOpen, args)) == line
+
+
+def test_another_word_is_refused_with_the_one_that_may_be_given(capsys):
+    with pytest.raises(SystemExit):
+        parsed("--strides", "all", kinds=(LeftOpen,))
+    assert "2,2,1, or auto, got 'all'" in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

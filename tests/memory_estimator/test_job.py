@@ -8,7 +8,15 @@ import pytest
 
 from cpu3d.chosen import recipe_settings
 from memory_estimator.common.schema import add_options
-from memory_estimator.job import RECIPES, Job, JobOptions, job_from, policy_is_open, read_run
+from memory_estimator.job import (
+    RECIPES,
+    Job,
+    JobOptions,
+    job_from,
+    policy_is_open,
+    strides_note,
+)
+from memory_estimator.sources import read_run, source_job
 from models.config import UNetConfig
 
 
@@ -174,3 +182,85 @@ def test_a_damaged_run_is_refused_by_its_file(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message) as error:
         read_run(write_plan(tmp_path, **changes))
     assert "plan.json" in str(error.value)
+
+
+# --- Spacing, and a store ---
+
+
+@pytest.mark.parametrize(
+    ("line", "shape", "strides"),
+    [
+        ("--shape 144 192 144", (144, 192, 144), ()),
+        ("--shape 138 177 144 --spacing 1 1 1", (144, 192, 144), ()),
+        (
+            "--shape 145 182 29 --spacing 1 1 5",
+            (160, 192, 32),
+            ((2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)),
+        ),
+        ("--shape 145 182 29 --spacing 1 1 5 --depth 3", (148, 184, 29), ((2, 2, 1),) * 2),
+        ("--recipe brats-regions --spacing 1 1 1", (144, 192, 144), ()),
+    ],
+)
+def test_strides_follow_from_a_spacing_and_the_shape_is_padded_to_them(line, shape, strides):
+    args = parsed(line)
+    job = job_from(args, source_job(args).job)
+    assert (job.shape, job.unet.strides) == (shape, strides)
+    assert bool(strides_note(args, job)) == ("--spacing" in line)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--shape 8 8 8 --spacing 1 1 5 --strides 2,2,2", "--spacing must come without --strides"),
+        ("--run there --spacing 1 1 5", "--spacing must come without --run"),
+        ("--store nowhere", "store nowhere must hold a finished manifest.json, got none"),
+    ],
+)
+def test_what_gives_strides_twice_or_is_no_store_is_refused(line, message):
+    with pytest.raises(ValueError, match=message):
+        source_job(parsed(line))
+
+
+MANIFEST = {
+    "schema": 1,
+    "channels": ["CT"],
+    "regions": {"liver": [1, 2], "tumour": [2]},
+    "split": {"train": ["a", "b"], "val": ["c"], "test": ["d"]},
+    "largest_shape": [100, 100, 30],
+    "largest_box": [90, 80, 20],
+    "records": {"file": "cases-0.jsonl"},
+}
+
+
+def write_store(folder, **changes):
+    sizes = {"a": 1.0, "b": 5.0, "c": 5.0, "d": 1.0}
+    cases = [{"case_id": name, "spacing_mm": [1, 1, z], "more": 0} for name, z in sizes.items()]
+    (folder / "cases-0.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    (folder / "manifest.json").write_text(json.dumps({**MANIFEST, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize(("more", "depth"), [("", 5), (" --depth 3 --classes 1", 3)])
+def test_a_store_is_a_job_by_training_and_validation_cases_and_other_options_override_it(
+    tmp_path, more, depth
+):
+    args = parsed(f"--store {write_store(tmp_path)}{more}")
+    job = job_from(args, source_job(args).job)
+    assert (job.unet.channels, job.unet.outputs) == (1, 1 if more else 2)
+    assert (job.cases, job.from_store, job.case_bytes) == (2, True, 100 * 100 * 30 * 3)
+    assert job.unet.every_stride[:2] == ((2, 2, 1), (2, 2, 1))  # the median is 5 mm
+    assert len(job.unet.every_stride) == depth - 1
+    assert job.shape[2] == 20
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schema": 2}, "of schema 1, got schema 2"),
+        ({"largest_box": [1, 2]}, "largest_box"),
+        ({"records": {"file": "gone"}}, "manifest.json .* got no gone beside it"),
+    ],
+)
+def test_a_damaged_store_is_refused_by_its_file(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        source_job(parsed(f"--store {write_store(tmp_path, **changes)}"))

@@ -18,8 +18,6 @@ to the median of their sizes (of thick slices to a fine one, as in nnU-Net). Sco
 are on the images' own grids all the same.
 """
 
-import math
-import statistics
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +33,7 @@ from cpu3d.data.stores.convert import (
     Settings,
 )
 from cpu3d.data.stores.dataset import Dataset, parse_regions
+from cpu3d.data.stores.decided import decided_table
 from cpu3d.data.stores.finished import differences, still_lost
 from cpu3d.data.stores.folder import (
     QUARANTINE,
@@ -56,6 +55,7 @@ from cpu3d.data.stores.resample import (
     Spacing3,
     in_mm,
     parse_spacing,
+    ranges_in_mm,
     target_spacing,
     voxels_of,
 )
@@ -75,6 +75,7 @@ from cpu3d.util.child import worker_count
 from cpu3d.util.progress import say
 from cpu3d.util.records import count
 from memory_estimator.common.schema import option
+from memory_estimator.common.table import new_console
 from memory_estimator.common.units import by, format_bytes
 
 USUAL_SPLIT = (0.8, 0.1, 0.1)  # of the patients, unless a user or folds say others
@@ -255,10 +256,7 @@ def _with_spacing(
     spacings, shapes = voxels_of(trained)
     target = target_spacing(spacings, shapes)
     if target:
-        ranges = []
-        for axis, lengths in zip("RAS", zip(*spacings)):
-            ranges.append(f"{min(lengths):.3g} to {max(lengths):.3g} along {axis}")
-        found = f"voxels of training cases have {', '.join(ranges)} mm"
+        found = f"voxels of training cases have {ranges_in_mm(spacings)}"
         todo = "--spacing off stores them as they are"
         say(f"Spacing: {found}; all are resampled to {in_mm(target)}; {todo}", stderr=False)
     return replace(settings, target_spacing_mm=target)
@@ -328,15 +326,13 @@ def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optio
 
 
 def summary_lines(store: Store) -> List[str]:
-    """A summary of a store's records, as lines."""
+    """A summary of a store's records, as lines: what it holds, beside what was decided for it."""
     manifest = store.manifest
     patients = set()
     notes = {}
     size_bytes = 0
     error = 0.0
     zeroed = 0
-    resampled = 0
-    foregrounds: List[List[float]] = [[] for _ in manifest.channels]  # share of the voxels
     images: Counter[str] = Counter()  # kind of image -> cases
     shapes: Counter[str] = Counter()
     cases: Counter[int] = Counter()  # label code -> cases
@@ -348,7 +344,6 @@ def summary_lines(store: Store) -> List[str]:
             notes[record.case_id] = case
         size_bytes += record.image_bytes + record.label_bytes
         if record.resampled_from:
-            resampled += 1
             size_bytes += record.resampled_from.label_bytes
         image = f"{record.image_dtype} .{record.format}"
         if record.stored.size != record.shape:
@@ -359,8 +354,6 @@ def summary_lines(store: Store) -> List[str]:
         voxels.update(record.label_voxels)
         error = max(error, record.max_abs_error)
         zeroed += record.zeroed_voxels
-        for shares, n in zip(foregrounds, record.channel_voxels):
-            shares.append(n / math.prod(record.shape))
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
     exact = f"rounded by up to {error:.1g} std" if error else "exact"
     kinds = ", ".join(f"{n} {image}" for image, n in images.most_common())
@@ -371,35 +364,28 @@ def summary_lines(store: Store) -> List[str]:
         "patients": "; ".join(describe_patients(manifest.patient_rules)),
         "split": f"{split_sizes(manifest)}{drawn}, hash {manifest.split_hash}",
         "folds": "; ".join(describe_folds(manifest.folds, manifest.split)),
-        "channels": ", ".join(manifest.channels),
         "images": f"{kinds}; {exact}",
         "size": f"{format_bytes(size_bytes)} on disk",
         "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
-        "largest": f"grid {by(manifest.largest_shape)}, content box {by(manifest.largest_box)}",
     }
-    if manifest.target_spacing_mm:
-        lines["spacing"] = (
-            f"{in_mm(manifest.target_spacing_mm)}, {count(resampled, 'case')} resampled"
-        )
-    for index, each in enumerate(manifest.normalisations):
-        why = each.why or f"{statistics.median(foregrounds[index]):.0%} of the voxels are not 0"
-        lines[f"input {index}"] = f"{manifest.channels[index]}: {each.words}; {why}"
     if zeroed:
         lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
         share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
-        regions = _regions_with(code, manifest.regions, manifest.ignore)
-        lines[f"label {code}"] = f"{name} -> {regions}: {count(cases[code], 'case')}, {share}"
+        lines[f"label {code}"] = f"{name}: {count(cases[code], 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
     return [head, *shown, *note_lines(notes)]
 
 
 def print_summary(store_dir: Path) -> None:
-    """Print the summary of a finished store, and how many cases were left out of it."""
-    say(*summary_lines(open_store(store_dir)), stderr=False)
+    """Print the summary of a finished store, the table of what was decided for it, and how many
+    cases were left out of it."""
+    store = open_store(store_dir)
+    say(*summary_lines(store), "", stderr=False)
+    new_console().print(decided_table(store))
     bad = read_quarantine(store_dir)
     if bad:
         left_out = f"  left out {count(bad, 'bad case')}, see {store_dir / QUARANTINE}"

@@ -81,6 +81,20 @@ def in_mm(spacing_mm: Optional[Sequence[float]]) -> str:
     return f"{' x '.join(f'{length:.4g}' for length in spacing_mm)} mm"
 
 
+def ranges_in_mm(spacings_mm: Sequence[Spacing3]) -> str:
+    """The spacings of cases for people, as "0.8 to 1.2 along R, 1 along A, 5 along S mm", or "1 x 1
+    x 5 mm" if all are equal."""
+    if len(set(spacings_mm)) == 1:
+        return in_mm(spacings_mm[0])
+    ranges = []
+    for axis, lengths in zip("RAS", zip(*spacings_mm)):
+        least = f"{min(lengths):.3g}"
+        most = f"{max(lengths):.3g}"
+        reach = least if least == most else f"{least} to {most}"
+        ranges.append(f"{reach} along {axis}")
+    return f"{', '.join(ranges)} mm"
+
+
 # --- Grids ---
 
 

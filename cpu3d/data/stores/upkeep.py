@@ -10,6 +10,7 @@ files the store has lost. It can be interrupted: the same command continues.
 
 import functools
 import itertools
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, regions_in_words
+from cpu3d.data.stores.decided import decisions_of
 from cpu3d.data.stores.finished import still_lost
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
 from cpu3d.data.stores.layouts import read_dataset
@@ -48,6 +50,7 @@ class Info:
     """Print the content of a store, and how this host would read it."""
 
     store: Path = option(help="folder made by `prepare`", positional=True)
+    json: bool = option(False, help="print what was decided for the data set as JSON")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,16 @@ class Append:
 
 
 def run_info(options: Info) -> int:
-    print_summary(options.store)
+    if not options.json:
+        print_summary(options.store)
+        return 0
+    store = open_store(options.store)
+    content = {
+        "store": str(store.folder),
+        "name": store.manifest.name,
+        "decided": [decision._asdict() for decision in decisions_of(store)],
+    }
+    print(json.dumps(content, indent=1))
     return 0
 
 

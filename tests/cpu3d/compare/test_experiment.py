@@ -8,15 +8,18 @@ import pytest
 from cpu3d.chosen import SETTINGS
 from cpu3d.compare.experiment import (
     Budget,
+    Kept,
     courses,
     parse_variant,
+    read_train_options,
     resolve_variants,
+    resumed,
     usual_variants,
 )
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import add_options, arguments
-from tests.cpu3d.runs import decided, written_weights
+from tests.cpu3d.runs import decided, of_voxels, written_weights
 
 SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
 
@@ -112,6 +115,35 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_optio
         assert course["options"][course["options"].index("--validations") + 1] == str(
             few[0]["steps"]
         )
+
+
+@pytest.mark.parametrize(
+    ("spacing_mm", "strides"),
+    [((1.0, 1.0, 5.0), ((2, 2, 1), (2, 2, 1))), ((1.0, 1.0, 1.0), ((2, 2, 2), (2, 2, 2)))],
+)
+def test_variants_have_the_strides_of_whole_volumes_and_their_runs_keep_them(
+    phantom_store, tmp_path, spacing_mm, strides
+):
+    store = of_voxels(phantom_store, *spacing_mm)
+    own = ((2, 1, 2), (2, 2, 2))
+    patch = {**SMALL, "mode": "patch", "patch": [16, 16, 8]}  # by itself 2,2,1 would be the second
+    variants = {"whole": SMALL, "patch": patch, "own": {**patch, "strides": own}}
+    resolved = resolve_variants(variants, store)
+    seen = {name: plan.config.unet.every_stride for name, (_, plan) in resolved.items()}
+    assert seen == {"whole": strides, "patch": strides, "own": own}
+    plan = courses(resolved, "whole", Budget("epochs", 1), 1)
+    for course in plan:
+        chosen = read_train_options(course["options"], course["name"])
+        config = decided(store, tmp_path / "none", **chosen)
+        assert config.unet.every_stride == seen[course["name"]]
+    # one of an earlier version, which did not name them, goes on with all axes
+    (whole, *_) = plan
+    place = whole["options"].index("--strides")
+    before = {**whole, "options": whole["options"][:place] + whole["options"][place + 3 :]}
+    Kept({}, [0], [before]).save(tmp_path)
+    (again,) = resumed(Kept({}, [0, 1], [whole]), tmp_path).plan
+    chosen = read_train_options(again["options"], again["name"])
+    assert chosen["strides"] == ((2, 2, 2), (2, 2, 2))
 
 
 def test_a_variant_whose_first_weights_have_seen_a_held_out_patient_is_refused(

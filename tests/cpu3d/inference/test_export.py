@@ -71,6 +71,15 @@ def make_run(store, folder, **settings):
     return folder
 
 
+def in_float32(run, folder):
+    """The same run in `folder`, computed in float32."""
+    shutil.copytree(run, folder)
+    config = load_config(run)
+    unet = dataclasses.replace(config.unet, dtype="float32")
+    save_config(dataclasses.replace(config, unet=unet), folder)
+    return folder
+
+
 RULES = PostProcessing(
     {"WT": (Rule(mm3=40),), "TC": (Rule(share=0.5),), "ET": (Rule(mm3=9),)}, nested=True
 )
@@ -124,7 +133,8 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert program == Path(segment.__file__).read_text()
     segment.main(out, str(image), str(tmp_path / "label.nii.gz"))
     case = load_case(CaseFiles("f", "f", (image,), None), channels=config.channels, labels=None)
-    predictor = load_predictor(run)
+    exact = in_float32(run, tmp_path / "exact")  # as an exported network computes
+    predictor = load_predictor(exact)
     answers = predictor.probabilities(case.image, case.record, config.channels)
     rules, spacing_mm = postprocessing_of(run, config), case.record.spacing_mm
     expected = rules.paint(answers, predictor.regions, spacing_mm)
@@ -132,7 +142,7 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert len(np.unique(expected)) > 2
     label, geometry = read_volume(tmp_path / "label.nii.gz")
     assert geometry.axes == "RAS"
-    assert np.mean(label != expected) < (0.02 if config.unet.dtype == "bfloat16" else 0.002)
+    assert np.mean(label != expected) < 0.002  # where regions are as likely to rounding
     about = json.loads((out / "export.json").read_text())
     taken = about["inputs"]["image"]
     assert (taken["dtype"], taken["shape"]) == ("float32", [*config.grid, len(config.channels)])
@@ -157,7 +167,12 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
     assert (
         checked["different_labels"]["float32"] <= 1
     )  # of 960 voxels, where two regions are as likely to rounding
-    assert checked["different_labels"]["predict"] < 0.02 * 960
+    # `predict` computes in the run's dtype. Which labels bfloat16 turns is chance: in many voxels a
+    # network that has learnt nothing finds two as likely.
+    if config.unet.dtype == "float32":
+        assert checked["different_labels"]["predict"] <= 1
+    else:
+        assert 1e-4 < checked["largest_difference_from_predict"] < 0.05
     assert checked["postprocessed_voxels"] > 0
     assert about["postprocessing"]["words"] == rules.words
 

@@ -27,6 +27,7 @@ from cpu3d.run.weights import run_weights
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
+from models.strides import strides_text
 from models.unet3d import build_unet3d
 from models.weights import network_weights
 from tests.cpu3d.runs import (
@@ -34,8 +35,11 @@ from tests.cpu3d.runs import (
     SMALL,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_run,
+    decided,
+    of_voxels,
     shared_learner,
     steps_of,
+    written_weights,
 )
 
 OPTIONS = {
@@ -391,6 +395,32 @@ def test_another_network_is_refused_with_what_differs(phantom_store, source, tmp
 def seen(store, source, folder, **settings):
     chosen = {**OPTIONS, "init": str(source), **settings}
     return make_plan(store, folder, HOST, chosen).config.init_record.seen
+
+
+@pytest.mark.parametrize("strides", [((2, 2, 2), (2, 2, 2)), ((2, 2, 1), (2, 2, 2))])
+def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_path, strides):
+    trained = decided(phantom_store, tmp_path / "none", **OPTIONS, strides=strides)
+    source = written_weights(trained, tmp_path / "source")
+    store = of_voxels(phantom_store, 1.0, 1.0, 5.0)  # which would have others by itself
+    plan = make_plan(store, tmp_path / "run", HOST, {**OPTIONS, "init": str(source)})
+    assert plan.config.unet == trained.unet
+    assert str(source) in plan.reasons["strides"]
+    other = {**OPTIONS, "init": str(source), "strides": ((2, 1, 2), (2, 2, 2))}
+    with pytest.raises(InputError) as error:
+        make_plan(store, tmp_path / "run", HOST, other)
+    (problem,) = error.value.problems
+    for words in ("--strides 2,1,2 2,2,2", strides_text(strides), f"--init {source}"):
+        assert words in problem
+
+
+def test_a_file_of_weights_alone_is_of_a_network_that_halves_all_axes(phantom_store, tmp_path):
+    trained = decided(phantom_store, tmp_path / "none", **OPTIONS)
+    source = written_weights(trained, tmp_path / "source")
+    file = Path(shutil.copy(weights_file(source, "best"), tmp_path / "alone.npz"))
+    store = of_voxels(phantom_store, 1.0, 1.0, 5.0)
+    plan = make_plan(store, tmp_path / "run", HOST, {**OPTIONS, "init": str(file)})
+    assert plan.config.unet.strides == ()
+    assert str(file) in plan.reasons["strides"]
 
 
 def test_patients_of_other_stores_count_by_their_images_and_not_by_their_names(

@@ -16,11 +16,12 @@ from cpu3d.data.sampling import ALL, PatchSampling
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import Settings
+from cpu3d.data.stores.decided import decisions_of
 from cpu3d.data.stores.folder import SOURCE
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.normalisation import is_ct
 from cpu3d.data.stores.notes import case_notes
-from cpu3d.data.stores.prepare import prepare, summary_lines
+from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.datasets import dataset_json, decathlon, write_nifti
@@ -110,9 +111,9 @@ def kinds(store):
 def test_a_kind_is_by_name_or_by_voxels_and_the_summary_says_why(tmp_path, volume, name, kind, why):
     store = prepared(tmp_path, volume, names=(name,))
     assert kinds(store) == [kind]
-    (line,) = [line for line in summary_lines(store) if f"{name}: " in line]
-    assert kind in line
-    assert why in line
+    decided = {line.name: line for line in decisions_of(store)}[f"channel {name}"]
+    assert kind in decided.value
+    assert why in decided.why
 
 
 def test_kinds_are_of_channels_and_a_user_may_choose_them(tmp_path):

@@ -1,5 +1,6 @@
 """`store info` and `store verify`."""
 
+import json
 import re
 
 import pytest
@@ -46,7 +47,23 @@ def test_info_adds_up_what_the_records_say(store_in, printed):
     assert "3 of 3 patients, 0 unlabelled" in out
     assert "3 int16 .npy" in out
     assert f"1 train, 1 val, 1 test, seed 0, hash {open_store(store).manifest.split_hash}" in out
-    assert re.search(r"label 3 +enhancing tumour -> WT, TC, ET: 3 cases, 0.833% of the voxels", out)
+    assert re.search(r"label 3 +enhancing tumour: 3 cases, 0.833% of the voxels", out)
+
+
+def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_in, printed):
+    store = store_in()
+    content = json.loads(printed("info", store, "--json").out)
+    decided = {line["name"]: (line["value"], line["why"]) for line in content["decided"]}
+    assert all(why for _, why in decided.values())
+    assert decided["channel FLAIR"][0] == "zscore-foreground"
+    assert decided["grid"][0] == "6 x 5 x 4"
+    assert decided["region TC"][0] == "2 non-enhancing tumor, 3 enhancing tumour"
+    # of so small a volume all axes are halved
+    assert decided["strides of 5 levels"][0] == "2,2,2 2,2,2 2,2,2 2,2,2"
+    out = printed("info", store).out
+    for name, (value, _) in decided.items():
+        start = value.split(",")[0]  # what follows may be on a line of its own
+        assert re.search(f"{re.escape(name)} +{re.escape(start)}", out)
 
 
 @pytest.mark.parametrize(("format_", "part"), [("npy", "x"), ("b2nd", "y")])

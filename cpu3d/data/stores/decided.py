@@ -1,0 +1,131 @@
+"""What was decided for a data set, each with its reason: how its channels are normalised, the size
+of its voxels, the boxes that volumes are cut to, the strides of the default network, its regions.
+
+    console.print(decided_table(store))               # at the end of `prepare`, and in `store info`
+    strides, why = strides_of_store(store, shape, depth)
+"""
+
+import math
+import statistics
+from typing import List, NamedTuple, Tuple
+
+from cpu3d.data.manifest import CaseList, Manifest, case_list
+from cpu3d.data.nifti import ras_shape, ras_spacing_mm
+from cpu3d.data.region import Shape3
+from cpu3d.data.split import FOLD_SPLITS
+from cpu3d.data.store import Store
+from cpu3d.data.stores.layouts import regions_of
+from cpu3d.data.stores.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
+from cpu3d.util.records import count
+from memory_estimator.common.table import Table
+from memory_estimator.common.units import by
+from models.config import UNetConfig
+from models.strides import Strides, common_spacing, strides_for, strides_reason, strides_text
+
+
+class Decision(NamedTuple):
+    """A line of the table."""
+
+    name: str
+    value: str
+    why: str
+
+
+def decisions_of(store: Store) -> List[Decision]:
+    """What was decided for the data set of a store."""
+    manifest = store.manifest
+    box = manifest.largest_box
+    depth = UNetConfig().depth
+    strides, why_strides = strides_of_store(store, box, depth)
+    holds = "what is there, and every label, of any case"
+    return [
+        *_normalised(manifest),
+        _spacing(store),
+        Decision("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
+        Decision("content box", by(box, " x "), f"holds {holds}"),
+        Decision(f"strides of {depth} levels", strides_text(strides), why_strides),
+        *_regions(manifest),
+    ]
+
+
+def decided_table(store: Store) -> Table:
+    """The decisions for reading."""
+    title = f"Decided for {store.manifest.name}"
+    return Table(("", "decided", "why"), decisions_of(store), title=title, names=3)
+
+
+def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, str]:
+    """The strides of a network of `depth` levels that sees `shape` voxels of a store's cases, and
+    why: by the size of voxels in training and validation together, so that the networks of all
+    folds are alike."""
+    spacing_mm = common_spacing(record.spacing_mm for record in _cases(store, *FOLD_SPLITS))
+    strides = strides_for(spacing_mm, shape, depth)
+    return strides, strides_reason(spacing_mm, shape)
+
+
+# --- Private helpers ---
+
+
+def _cases(store: Store, *splits: str) -> CaseList:
+    """The cases of these splits, or all if there are none."""
+    cases = case_list(store.manifest.cases)
+    ids = [case_id for split in splits for case_id in store.manifest.split[split]]
+    return cases.chosen(ids) if ids else cases
+
+
+def _normalised(manifest: Manifest) -> List[Decision]:
+    """The normalisation of each channel."""
+    foregrounds: List[List[float]] = [[] for _ in manifest.channels]  # share of the voxels
+    for record in manifest.cases:
+        for shares, voxels in zip(foregrounds, record.channel_voxels):
+            shares.append(voxels / math.prod(record.shape))
+    lines = []
+    for name, each, shares in zip(manifest.channels, manifest.normalisations, foregrounds):
+        why = each.why or f"{statistics.median(shares):.0%} of the voxels are not 0"
+        lines.append(Decision(f"channel {name}", each.words, why))
+    return lines
+
+
+def _spacing(store: Store) -> Decision:
+    """The size of voxels, and whether cases were resampled to it."""
+    spacings = []
+    shapes = []
+    for record in _cases(store, "train"):  # as their files have them
+        spacings.append(ras_spacing_mm(record.geometry))
+        shapes.append(ras_shape(record.geometry))
+    found = f"voxels of training cases have {ranges_in_mm(spacings)}"
+    target_mm = store.manifest.target_spacing_mm
+    by_itself = target_spacing(spacings, shapes)
+    if target_mm is None:
+        value = f"{in_mm(common_spacing(spacings))}, as the files have them"
+        if by_itself is not None:
+            found += "; kept, as the store was begun"
+        elif len(set(spacings)) > 1:
+            found += f", at most {DIFFERS:.0%} apart"
+        return Decision("spacing", value, found)
+    resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
+    value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
+    if by_itself != target_mm:
+        found += "; resampled as the store was begun"
+    return Decision("spacing", value, found)
+
+
+def _regions(manifest: Manifest) -> List[Decision]:
+    """The regions that are learnt, and the label that is not."""
+    why = "as the data set or --regions names them"
+    if manifest.regions == regions_of(manifest.labels, manifest.ignore):
+        why = "by the labels' names"
+    lines = []
+    for region, codes in manifest.regions.items():
+        labels = ", ".join(_label(manifest, code) for code in codes)
+        lines.append(Decision(f"region {region}", labels, why))
+    ignored = Decision("ignored label", "none", "no label is named so, and none was chosen")
+    if manifest.ignore is not None:
+        label = _label(manifest, manifest.ignore)
+        ignored = Decision("ignored label", label, "not annotated: neither learnt nor scored")
+    return [*lines, ignored]
+
+
+def _label(manifest: Manifest, code: int) -> str:
+    """A label for people, such as "2 oedema"."""
+    return f"{code} {manifest.labels.get(code, '')}".strip()

@@ -1,0 +1,72 @@
+"""What was decided for a data set, and why."""
+
+import dataclasses
+
+import pytest
+
+from cpu3d.data.store import Store, open_store
+from cpu3d.data.stores.decided import decided_table, decisions_of, strides_of_store
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.resample import Keep
+from models.strides import strides_text
+from tests.cpu3d.data.spaced import spaced_set
+
+THIN = (1.0, 1.0, 1.0)
+SPLIT = {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
+
+
+def prepared(tmp_path, spacings, **how):
+    """A store of two cases to train on, one to validate, one to test, of these spacings."""
+    cases = dict(zip("abcd", spacings))
+    data = spaced_set(tmp_path / "data", cases)
+    prepare(data, tmp_path / "store", workers=1, fractions=(2, 1, 1), **how)
+    store = open_store(tmp_path / "store")
+    return store.with_split(SPLIT)
+
+
+def by_name(store):
+    return {line.name: line for line in decisions_of(store)}
+
+
+@pytest.mark.parametrize(
+    ("spacings", "how", "value", "why"),
+    [
+        ([THIN] * 4, {}, "1 x 1 x 1 mm, as the files have them", "1 x 1 x 1 mm"),
+        ([(2.0, 2.0, 2.0), THIN, THIN, THIN], {"spacing": THIN}, "1 case resampled", "1 to 2"),
+        ([THIN] * 4, {"spacing": (2.0, 2.0, 2.0)}, "2 x 2 x 2 mm, 4 cases", "as the store was"),
+        ([(2.0, 2.0, 2.0), THIN, THIN, THIN], {"spacing": Keep.OFF}, "as the files", "kept"),
+    ],
+)
+def test_the_spacing_is_named_with_what_the_files_have(tmp_path, spacings, how, value, why):
+    decided = by_name(prepared(tmp_path, spacings, **how))["spacing"]
+    assert value in decided.value
+    assert why in decided.why
+
+
+def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
+    store = prepared(tmp_path, [(1.0, 1.0, 4.0)] * 3 + [THIN], spacing=Keep.OFF)
+    assert (store.manifest.largest_shape, store.manifest.largest_box[2]) == ((48, 40, 32), 30)
+    strides, why = strides_of_store(store, (48, 40, 32), 4)
+    # 1 1 4, 2 2 4, 4 4 4 mm; 48 40 32 voxels become 12 10 32 and then 6 5 16
+    assert strides_text(strides) == "2,2,1 2,2,1 2,2,2"
+    assert "48 x 40 x 32" in why
+    assert "1 x 1 x 4 mm" in why
+    line = by_name(store)["strides of 5 levels"]
+    assert line.value.startswith("2,2,1 2,2,1")
+
+
+@pytest.mark.parametrize(("ignore", "value"), [(None, "none"), (2, "2 core")])
+def test_regions_have_their_labels_and_the_ignored_one_is_named(tmp_path, ignore, value):
+    store = prepared(tmp_path, [THIN] * 4)
+    manifest = dataclasses.replace(store.manifest, ignore=ignore)
+    decided = by_name(Store(store.folder, manifest))
+    assert decided["region edema"].value == "1 edema"
+    assert decided["ignored label"].value == value
+
+
+def test_every_decision_is_a_line_of_the_table(tmp_path):
+    store = prepared(tmp_path, [THIN] * 4)
+    assert list(map(tuple, decided_table(store).rows)) == list(map(tuple, decisions_of(store)))
+    names = list(by_name(store))
+    for name in ("channel FLAIR", "channel T1gd", "spacing", "grid", "content box"):
+        assert name in names
