@@ -2,8 +2,8 @@
 follows from store, host and workers.
 
     start = Start(settings, chosen, kept, saved)
-    facts, decisions = decide(start, store, host, gpus, workers)
-    config = joined(start.settings, facts, decisions)
+    facts, settings, decided = decide(start, store, host, gpus, workers)
+    config = joined(facts, settings, decided)
 
 Names, channels and outputs follow from the store; batch and learning rate from the workers, if they
 grow with them; device and dtype from the host; the grid, or the patch, from both."""
@@ -14,6 +14,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Optional, Sequence, Tuple
 
+from cpu3d.chosen import OF_PATCHES, Chosen
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import network_grid
@@ -22,13 +23,12 @@ from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
 from cpu3d.run.config_json import rate_growth
-from cpu3d.settings import OF_PATCHES, Chosen, RunConfig, Settings, StoreFacts, left_open
+from cpu3d.settings import Decided, RunConfig, Settings, StoreFacts, left_open
 from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, Job, micro_of
-from models.config import UNetConfig
 from models.strides import divisors_text
 
 LEAST_COARSE_VOXELS = 40**3
@@ -57,34 +57,12 @@ class Start:
         return left_open(self.chosen.get(name, self.kept.get(name)))
 
 
-@dataclass(frozen=True)
-class Decisions:
-    """Settings as they are decided, and what no setting gives. The number of validations and of
-    coarse steps, and the memory policy, are decided later."""
-
-    channels: Tuple[str, ...]
-    regions: Tuple[str, ...]
-    device: str
-    unet: UNetConfig  # its channels, outputs, seed and dtype
-    learning_rate: float
-    adam_rate: float
-    micro_batch: int  # 0 is by the rule of `memory_estimator.job.micro_of`
-    steps: int  # 0 is by the epochs
-    grid: Shape3
-    patches_per_case: int
-    coarse_grid: Shape3  # NO_GRID without a curriculum
-
-    @property
-    def curriculum(self) -> str:
-        """The setting of this name, decided."""
-        return "off" if self.coarse_grid == NO_GRID else "half"
-
-
 def decide(
     start: Start, store: Store, host: Host, gpus: Sequence[Gpu], workers: int
-) -> Tuple[StoreFacts, Decisions]:
-    """The facts of the store and the decisions of a run. Raises InputError or ValueError for
-    settings that do not suit them."""
+) -> Tuple[StoreFacts, Settings, Decided]:
+    """The facts of the store, the settings of a run as they are decided, and what no setting gives.
+    The number of validations and of coarse steps, and the memory policy, are decided later. Raises
+    InputError or ValueError for settings that do not suit the others."""
     settings = start.settings
     learning_rate, adam_rate = _rates(start, workers)
     micro_batch = _micro_batch(settings, workers, start.saved)
@@ -116,7 +94,9 @@ def decide(
         grid, patches_per_case = _patches(start, of_run, grid, card)
     else:
         _refuse_patches(start)
-    decisions = Decisions(
+    coarse_grid = _coarse_grid(start, store, grid)
+    decided_settings = dataclasses.replace(
+        settings,
         channels=tuple(channels),
         regions=tuple(regions),
         device=device,
@@ -124,19 +104,16 @@ def decide(
         learning_rate=learning_rate,
         adam_rate=adam_rate,
         micro_batch=micro_batch,
+        curriculum="off" if coarse_grid == NO_GRID else "half",
         steps=_steps(start),
-        grid=grid,
         patches_per_case=patches_per_case,
-        coarse_grid=_coarse_grid(start, store, grid),
     )
-    return facts, decisions
+    return facts, decided_settings, Decided(grid, coarse_grid)
 
 
-def joined(settings: Settings, facts: StoreFacts, decisions: Decisions) -> RunConfig:
-    """The run of these settings, but for what is decided later; what is decided goes before what
-    was chosen."""
-    fields = {**vars(settings), **vars(facts), **vars(decisions)}
-    return RunConfig(**{**fields, "curriculum": decisions.curriculum})
+def joined(facts: StoreFacts, settings: Settings, decided: Decided) -> RunConfig:
+    """The run of these, but for what is decided later."""
+    return RunConfig(**vars(facts), **vars(settings), **vars(decided))
 
 
 def store_facts(store: Store) -> StoreFacts:

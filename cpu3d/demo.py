@@ -14,7 +14,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
+from typing import List, Optional
 
 from cpu3d.util.progress import say
 from memory_estimator.common.schema import option
@@ -46,45 +46,41 @@ def run(options: Options) -> int:
     """Run each command in turn. A run under a chosen policy has folders of its own."""
     from cpu3d.__main__ import main
 
-    os.environ.pop(
-        "TF_CONFIG", None
-    )  # left over, it would make the training wait for other workers
-    out = options.out / "smoke" if options.smoke else options.out
-    own, chosen = (
-        (f"-{options.policy}", ["--policy", options.policy]) if options.policy else ("", [])
-    )
-    data, store, run_folder = str(out / "data"), str(out / "store"), str(out / f"run{own}")
-    shape, length = SHAPE, ["--budget-minutes", str(BUDGET_MINUTES)]
-    if options.smoke:
-        shape, length = SMOKE_SHAPE, ["--filters", "4", "--depth", "3", "--epochs", "4"]
-    new_case = str(Path(data) / "imagesTr" / "BRATS_001.nii.gz")
-    for command in (
-        [
-            "phantom",
-            "--out",
-            data,
-            "--cases",
-            str(CASES),
-            "--shape",
-            *map(str, shape),
-            "--seed",
-            "0",
-        ],
-        ["prepare", "--dataset", data, "--store", store, "--split", "7", "3", "2"],
-        ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length, *chosen],
-        ["evaluate", "--run", run_folder],
-        [
-            "predict",
-            "--run",
-            run_folder,
-            "--image",
-            new_case,
-            "--out",
-            str(out / f"predictions{own}"),
-        ],
-        ["report", "--run", run_folder],
-    ):
+    # Left over, it would make the training wait for other workers.
+    os.environ.pop("TF_CONFIG", None)
+    for command in _commands(options):
         say("", f"$ {as_typed('./run.sh')} {shlex.join(command)}")
-        if code := main(command):
+        code = main(command)
+        if code:
             return code
     return 0
+
+
+def _commands(options: Options) -> List[List[str]]:
+    """The words of each command."""
+    out = options.out
+    shape = SHAPE
+    length = ["--budget-minutes", str(BUDGET_MINUTES)]
+    if options.smoke:
+        out = out / "smoke"
+        shape = SMOKE_SHAPE
+        length = ["--filters", "4", "--depth", "3", "--epochs", "4"]
+    own = ""
+    policy = []
+    if options.policy:
+        own = f"-{options.policy}"
+        policy = ["--policy", options.policy]
+    data = str(out / "data")
+    store = str(out / "store")
+    run_folder = str(out / f"run{own}")
+    predictions = str(out / f"predictions{own}")
+    new_case = str(out / "data" / "imagesTr" / "BRATS_001.nii.gz")
+    phantoms = ["--cases", str(CASES), "--shape", *map(str, shape), "--seed", "0"]
+    return [
+        ["phantom", "--out", data, *phantoms],
+        ["prepare", "--dataset", data, "--store", store, "--split", "7", "3", "2"],
+        ["train", "--store", store, "--run", run_folder, "--recipe", "demo", *length, *policy],
+        ["evaluate", "--run", run_folder],
+        ["predict", "--run", run_folder, "--image", new_case, "--out", predictions],
+        ["report", "--run", run_folder],
+    ]

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from cpu3d.chosen import SETTINGS, Chosen, TrainOptions, chosen_again, located
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.windows import window_count
 from cpu3d.distributed.cluster import read_cluster
@@ -34,7 +35,7 @@ from cpu3d.run.config_json import differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
-from cpu3d.settings import SETTINGS, Chosen, RunConfig, TrainOptions, chosen_again, located
+from cpu3d.settings import RunConfig
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import writable_folder

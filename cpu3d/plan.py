@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.chosen import Chosen, chosen_again, located, recipe_settings, with_settings
 from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
@@ -28,16 +29,7 @@ from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import differences, load_config, rate_growth
 from cpu3d.run.transfer import SEEN, Transfer, freeze_words, init_rows, open_transfer
-from cpu3d.settings import (
-    VALIDATIONS,
-    Chosen,
-    RunConfig,
-    Settings,
-    chosen_again,
-    located,
-    recipe_settings,
-    with_settings,
-)
+from cpu3d.settings import VALIDATIONS, RunConfig, Settings
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import Accuracy, load_accuracy
@@ -239,8 +231,7 @@ def make_plan(
     try:
         if saved and saved.mode != start.settings.mode:
             raise InputError(*differences(saved, start.settings))
-        facts, decisions = decide(start, store, host, gpus, workers)
-        config = joined(start.settings, facts, decisions)
+        config = joined(*decide(start, store, host, gpus, workers))
     except ValueError as error:
         raise InputError(str(error)) from None
     raise_if_any(differences(saved, config) if saved else ())
@@ -387,12 +378,11 @@ def _start(run_folder: Path, chosen: Chosen, workers: int) -> Tuple[Optional[Cho
     if in_all is not None and not is_begun:  # nothing is trained that would have to be continued
         chosen = in_all
         saved = None
-    settings: Settings
+    has_new_rates = saved is None or "recipe" in chosen
     if saved is None or "recipe" in chosen:
         settings = recipe_settings(chosen)
     else:
-        settings = saved
-    has_new_rates = settings is not saved
+        settings = saved.settings
     batch = chosen.get("batch", settings.batch)
     if "batch_per_worker" in chosen:
         batch = chosen["batch_per_worker"] * workers

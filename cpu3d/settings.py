@@ -1,26 +1,21 @@
-"""The settings of a training run. One declaration of each makes its option, its check and its place
-in config.json.
+"""A training run as data: its settings, facts of its store, and what was decided of it. A setting's
+one declaration makes its option, its check and its place in config.json.
 
-    add_options(parser, SETTINGS)                                 # that a user may choose
-    chosen, = arguments([SETTINGS], parser.parse_args())          # those that were given
-    settings = with_settings(recipe_settings(chosen), chosen)     # in their places
-
-What was chosen is a dict of name -> value. `Settings` are all settings of a run, of which some may
-still be open, such as "auto"; `StoreFacts` are what its store is; `cpu3d.plan` decides what is open
-and puts all together: a `RunConfig`, as a run folder's config.json holds it. How far a run has got
-is in none of them: `cpu3d.training.fit` has that. No TensorFlow.
+`Settings` are what a user may choose (cpu3d/chosen.py), and some may be open, such as "auto";
+`StoreFacts` are what the store is; `Decided` is what follows from both and no setting gives.
+`cpu3d.plan` decides what is open and puts all together: a `RunConfig`, as a run folder's
+config.json holds it. How far a run has got is in none of them: `cpu3d.run.checkpoint.Progress` has
+that. No TensorFlow.
 """
 
 import dataclasses
 import fractions
 import functools
 import math
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
-from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.manifest import Code
@@ -31,13 +26,10 @@ from memory_estimator.common.schema import check, option
 from memory_estimator.installed import ENGINES
 from memory_estimator.job import (
     AUTO,
-    DEFAULT_RECIPE,
-    RECIPES,
-    Architecture,
     check_micro_batch,
     micro_of,
 )
-from models.config import DTYPES, POLICIES, UNetConfig
+from models.config import UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
 from models.weights import FREEZE
@@ -65,9 +57,7 @@ epoch of few cases is over in seconds, and the best of many scores of few cases 
 _data = functools.partial(option, group="data")
 _patches = functools.partial(option, group="patches")
 _training = functools.partial(option, group="training")
-_network = functools.partial(option, group="network")
 
-_SUMMARIES = " ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
 _RATES = ", ".join(f"{name} {o.learning_rate:g}" for name, o in OPTIMIZERS.items())
 
 
@@ -261,7 +251,7 @@ class Settings:
         choices=(AUTO, *ENGINES),
     )
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self, InputError)
         try:
             check_micro_batch(self.batch, self.micro_batch)
@@ -295,8 +285,8 @@ class Settings:
         return self.mode == "patch"
 
     @property
-    def parts(self) -> int:
-        """Micro-batches a step."""
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
         return self.batch // self.micro
 
 
@@ -323,9 +313,8 @@ class InitRecord:
 
 
 @dataclass(frozen=True)
-class RunConfig(Settings, StoreFacts):
-    """A training run, all of it: nothing is left open. Two runs of equal configs on equal hosts are
-    equal."""
+class Decided:
+    """What a plan decides of a run that no setting gives."""
 
     grid: Tuple[int, int, int] = (0, 0, 0)
     """Voxels X, Y, Z that the network sees: a patch, or all of the extent."""
@@ -333,6 +322,18 @@ class RunConfig(Settings, StoreFacts):
     """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
+
+
+@dataclass(frozen=True)
+class RunConfig(Decided, Settings, StoreFacts):
+    """A training run, all of it: nothing is left open. Two runs of equal configs on equal hosts are
+    equal."""
+
+    @property
+    def settings(self) -> Settings:
+        """Its settings alone."""
+        names = [setting.name for setting in dataclasses.fields(Settings)]
+        return Settings(**{name: getattr(self, name) for name in names})
 
     @property
     def codes_by_region(self) -> PaintedRegions:
@@ -410,155 +411,6 @@ class RunConfig(Settings, StoreFacts):
         return dataclasses.replace(self, unet=dataclasses.replace(self.unet, policy=policy))
 
 
-@dataclass(frozen=True)
-class Network(Architecture):
-    """Fields of UNetConfig that a user may choose."""
-
-    dtype: str = _network(AUTO, "auto: bfloat16 if it is fast here", choices=(AUTO, *DTYPES))
-    policy: str = _network(
-        AUTO,
-        "memory policy; auto: the fastest that fits the free memory, or the policy of the run that "
-        "continues",
-        choices=(AUTO, *POLICIES),
-    )
-
-
-@dataclass(frozen=True)
-class Shorthand:
-    """Options that become other settings: the recipe's, the grid, the batch and the rate, the
-    augmentation."""
-
-    recipe: Optional[str] = _data(
-        None,
-        f"settings to start from (default: {DEFAULT_RECIPE}). {_SUMMARIES}",
-        choices=sorted(RECIPES),
-    )
-    patch: Optional[Tuple[int, int, int]] = _patches(
-        None,
-        "voxels of a patch (default: the largest that fits the card; on a CPU 128 128 128, cut to "
-        "the volume)",
-        metavar=("X", "Y", "Z"),
-    )
-    batch_per_worker: Optional[int] = _training(
-        None,
-        "volumes a step of each worker; the learning rates grow with the number of workers (sgd) "
-        "or its square root",
-        "N",
-        one_of="batch",
-    )
-    no_augment: bool = option(False, "no augmentation", group="augmentation")
-
-
-SETTINGS = (Settings, Shorthand, Network, AugmentConfig)
-"""The declarations of all settings that a user may choose; others come from the recipe, or the
-continued run."""
-
-Chosen = Mapping[str, Any]
-"""What a user chose: field name of one of SETTINGS -> value."""
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Options of `train` besides the settings of a run."""
-
-    store: Path = option(help="store that `prepare` has written", metavar="DIR")
-    run: Path = option(help="folder for the run; continued if it exists", metavar="DIR")
-    folds: Optional[int] = option(
-        None,
-        "train all K folds in turn, into RUN/fold-1 to RUN/fold-K, and score each case by the fold "
-        "that held it out",
-        "K",
-        at_least=2,
-    )
-    force: bool = option(False, "train even if the job may not fit the free memory")
-    mlflow: str = option(
-        "", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI"
-    )
-    """No setting of the run: it may hold a password, which is never written to a file."""
-
-
-TRAIN_OPTIONS = (TrainOptions, SETTINGS)  # "OPTIONS" of `train`, which `launch` reads too
-
-
-def located(chosen: Chosen) -> Dict[str, Any]:
-    """The chosen settings with absolute paths: a process that starts in another folder reads them
-    too."""
-    if not chosen.get("init"):
-        return dict(chosen)
-    return {**chosen, "init": os.path.abspath(chosen["init"])}
-
-
 def left_open(value: Optional[str]) -> Optional[str]:
     """`value`, or None if it is AUTO."""
     return None if value == AUTO else value
-
-
-def recipe_settings(chosen: Chosen) -> Settings:
-    """The settings of the chosen "recipe", or of DEFAULT_RECIPE. dtype and grid follow from host
-    and store."""
-    recipe = RECIPES[chosen.get("recipe") or DEFAULT_RECIPE]
-    job = recipe.job
-    of_job = Settings(
-        unet=job.unet, batch=job.batch, micro_batch=job.micro_batch, optimizer=job.optimizer
-    )
-    return with_settings(of_job, recipe.settings)
-
-
-S = TypeVar("S", bound=Settings)
-
-INSTEAD = {  # setting -> others that it replaces
-    "epochs": ("steps", "budget_minutes"),
-    "steps": ("budget_minutes",),
-    "budget_minutes": ("steps",),
-    "validate_every": ("validations",),
-    "validations": ("validate_every",),
-}
-
-
-OF_PATCHES = ("patch", "patches_per_case", "foreground")  # settings of patches alone
-
-
-def chosen_again(before: Chosen, now: Chosen) -> Dict[str, Any]:
-    """The settings chosen in two calls: those of the later one, and of the earlier one those that
-    they do not replace."""
-    replaced = {other for name in now for other in INSTEAD.get(name, ())}
-    if "batch" in now or "batch_per_worker" in now:
-        replaced.update(("batch", "batch_per_worker"))
-    if now.get("mode") == "whole":
-        replaced.update(OF_PATCHES)
-    kept = {name: value for name, value in before.items() if name not in replaced}
-    return {**kept, **now}
-
-
-def with_settings(settings: S, chosen: Chosen) -> S:
-    """`settings` with the chosen ones in their places, but for values of "auto" and `Shorthand`,
-    which the plan decides. A length, or validations, chosen in one way replace those that
-    `settings` has in another. Raises ValueError or InputError for values out of range."""
-    augment = NO_AUGMENT if chosen.get("no_augment") else settings.augment
-    augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, chosen))
-    of_network = _fields_of(Network, chosen)
-    decided = {name: value for name, value in of_network.items() if value != AUTO}
-    unet = dataclasses.replace(settings.unet, **decided)
-    own = _fields_of(Settings, chosen)
-    if own.get("device") == AUTO:
-        del own["device"]
-    if own.get("steps") and own.get("budget_minutes"):
-        rule = "--budget-minutes must come without --steps"
-        raise InputError(f"{rule}, got --steps {own['steps']}; leave one out")
-    for name in chosen:
-        for other in INSTEAD.get(name, ()):
-            own.setdefault(other, getattr(Settings, other))  # its default
-    return dataclasses.replace(settings, **own, unet=unet, augment=augment)
-
-
-# --- Private helpers ---
-
-
-def _fields_of(cls: type, chosen: Chosen) -> Dict[str, Any]:
-    """The chosen settings that are fields of `cls`, lists as tuples."""
-    names = {setting.name for setting in dataclasses.fields(cls)} - {"unet", "augment"}
-    return {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in chosen.items()
-        if name in names
-    }

@@ -2,7 +2,7 @@
 from them.
 
 accuracy.json holds them for the records in records/memory: `bench tables --accuracy` writes it,
-from `validation`."""
+from `measured`."""
 
 import dataclasses
 import math

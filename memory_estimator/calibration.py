@@ -19,7 +19,7 @@ from memory_estimator.common.files import read_json, read_record, typed
 from memory_estimator.host import INSTRUCTION_SETS, Host, instruction_set, read_host
 from memory_estimator.installed import ENGINES
 from memory_estimator.job import Job
-from memory_estimator.step.program import Program
+from memory_estimator.step.timeline import Program
 from models.config import DTYPES
 
 SCHEMA = 1
@@ -38,6 +38,7 @@ FEATURES = {
     "every_op": ("seconds",),
 }
 """Kind of operations -> its features that have a cost; `timing.features` counts them."""
+WORK = ("work", "work, values")  # features that threads share among them
 
 LAYERS_SLOWER = 2.0
 """Seconds of TensorFlow's layers over those of own operations on the same CPU: assumed."""
@@ -122,7 +123,8 @@ class HostConstants:
 
     def runtime_bytes(self, engine: str, program: Program) -> int:
         """Resident memory of the process besides the tensors of `program` and its scratch."""
-        return self.baseline_bytes[engine] + self.op_bytes[engine] * runtime_ops(program)
+        graph_ops = sum(op.graph_ops for op in program.ops)
+        return self.baseline_bytes[engine] + self.op_bytes[engine] * graph_ops
 
     def speeds(self, job: Job) -> Mapping[str, Mapping[str, float]]:
         """Kind -> feature -> seconds a unit with a job's threads. Work divides evenly, which a
@@ -149,27 +151,11 @@ def scaled(
     """Costs of kinds of operations in a dtype, times factors of arithmetic, of memory traffic, of
     TensorFlow's code."""
 
-    def times(feature: str) -> float:
-        if feature.startswith("work"):
-            return work
-        return overhead if feature == "seconds" else traffic
-
+    factors = {**dict.fromkeys(WORK, work), "seconds": overhead}
     return {
-        kind: {name: cost * times(name) for name, cost in costs.items()}
+        kind: {name: cost * factors.get(name, traffic) for name, cost in costs.items()}
         for kind, costs in kinds.items()
     }
-
-
-ORTHOGONAL = 11
-"""Operations that a kernel which TensorFlow makes orthogonal counts as, with its twenty products of
-matrices: 20 of 21 steps of 64^3 and 96^3 voxels are within 35 MiB of a line through their
-operations."""
-
-
-def runtime_ops(program: Program) -> int:
-    """Operations that `op_bytes` counts, as far as a program shows TensorFlow's own."""
-    orthogonal = sum(op.name.endswith("/orthogonal") and not op.own for op in program.ops)
-    return len(program.ops) + ORTHOGONAL * orthogonal
 
 
 def load_constants(name: Union[str, Path]) -> HostConstants:

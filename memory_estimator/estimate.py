@@ -8,11 +8,19 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from memory_estimator.accuracy import Accuracy, Bound, Kind, bound_of_layers, load_accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
-from memory_estimator.job import DTYPE_BYTES, Job, stored_bytes
+from memory_estimator.job import Job, stored_bytes
 from memory_estimator.step.allocator import SMALL_BYTES, use
 from memory_estimator.step.layer_step import step_of
-from memory_estimator.step.program import Program, StepOp, Tensor, Timeline, rounded, timeline
 from memory_estimator.step.scratch import scratch_bytes
+from memory_estimator.step.timeline import (
+    Group,
+    Program,
+    StepOp,
+    Tensor,
+    Timeline,
+    rounded,
+    timeline,
+)
 from memory_estimator.step.timing import step_busy_share, step_seconds
 from memory_estimator.step.training_step import validation_pass
 
@@ -23,31 +31,29 @@ STORE_NOTE = (
 """Printed with the errors of a job that a store feeds: its pipeline's requests of the allocator are
 not replayed."""
 
-NEXT_BATCH = "input pipeline, next batch"  # the group of the tensors that a store holds ready
-
-RULES: Dict[str, str] = {
-    "weights": "exact: float32",
-    "weights, parts": "exact: copies of the weights that meet one of two joined maps",
-    "optimizer slots": "exact: float32 copies of the trainable weights",
-    "averaged weights": "exact: a float32 copy of the trainable weights",
-    "gradients": "exact: float32, of each trainable weight that has its gradient by then",
-    "gradient sums": "exact: a float32 copy of the trainable weights, for the micro-batches of a "
-    "step",
-    "activations": "derived: the maps that a gradient still reads",
-    "transients": "derived: maps that only a few operations need",
-    "scratch": "derived: matrices of Muon",
-    "input": "exact: images in the compute dtype, targets in one byte",
-    NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
+RULES: Dict[Group, str] = {
+    Group.WEIGHTS: "exact: float32",
+    Group.WEIGHTS_PARTS: "exact: copies of the weights that meet one of two joined maps",
+    Group.SLOTS: "exact: float32 copies of the trainable weights",
+    Group.AVERAGES: "exact: a float32 copy of the trainable weights",
+    Group.GRADIENTS: "exact: float32, of each trainable weight that has its gradient by then",
+    Group.GRADIENT_SUMS: (
+        "exact: a float32 copy of the trainable weights, for the micro-batches of a step"
+    ),
+    Group.ACTIVATIONS: "derived: the maps that a gradient still reads",
+    Group.TRANSIENTS: "derived: maps that only a few operations need",
+    Group.SCRATCH: "derived: matrices of Muon",
+    Group.INPUT: "exact: images in the compute dtype, targets in one byte",
+    Group.NEXT_BATCH: "exact: images in the compute dtype, targets in one byte",
 }
-"""Groups of tensors, in the order of the bill, and how their sizes are known; some are split by
-level."""
+"""Groups of tensors, in the order of the bill, and how their sizes are known."""
 
 CONSTANTS = ("name", "instructions", "origin", "record")  # fields that `to_json` names
 
 SCRATCH_RULE = "derived: own operations' buffers, each at its largest"
 
 # groups that live during few operations: the bill names their tensors
-NAMED_SINGLY = ("transients", "scratch")
+NAMED_SINGLY = (Group.TRANSIENTS, Group.SCRATCH)
 
 
 @dataclass(frozen=True)
@@ -221,26 +227,26 @@ def _with_bytes(lines: Sequence[Component]) -> Tuple[Component, ...]:
 
 
 def live_at_peak(line: Timeline) -> List[Component]:
-    """The tensors live at the peak, by group. Raises ValueError for a tensor of no group in
-    RULES."""
-    groups: Dict[Tuple[int, str], List[Tensor]] = {}
-    for tensor in line.peak_tensors:
-        rule = tensor.group.partition(", level ")[0]
-        if rule not in RULES:
-            known = ", ".join(RULES)
-            got = f"{tensor.group!r}; declare it in RULES"
-            raise ValueError(f"group must be one of {known}, got {got}")
-        groups.setdefault((list(RULES).index(rule), tensor.group), []).append(tensor)
+    """The tensors live at the peak, by group and level."""
     bill = []
-    for place, group in sorted(groups):
-        tensors = groups[place, group]
-        source = list(RULES.values())[place]
-        if group in NAMED_SINGLY:
-            names = [tensor.name for tensor in tensors]  # the largest first, as all are
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            source = f"{source}: {', '.join(names[:3])}{more}"
-        bill.append(Component(group, sum(rounded(tensor.bytes) for tensor in tensors), source))
+    for group, source in RULES.items():
+        of_group = [tensor for tensor in line.peak_tensors if tensor.group is group]
+        for name in sorted({tensor.line for tensor in of_group}):
+            tensors = [tensor for tensor in of_group if tensor.line == name]
+            size = sum(rounded(tensor.bytes) for tensor in tensors)
+            more = ""
+            if group in NAMED_SINGLY:
+                more = f": {_listed([tensor.name for tensor in tensors])}"
+            bill.append(Component(name, size, f"{source}{more}"))
     return bill
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names of tensors, the largest first."""
+    listed = ", ".join(names[:3])
+    if len(names) > 3:
+        listed += f" and {len(names) - 3} more"
+    return listed
 
 
 def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, ...]]:
@@ -248,10 +254,10 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     and memory that is held beside it outside of TensorFlow's allocator, or at moments that are not
     replayed."""
     channels = job.unet.channels
-    value_bytes = DTYPE_BYTES[job.unet.dtype]
+    value_bytes = job.unet.value_bytes
     volume = math.prod(job.shape)
-    image = Tensor("next_image", job.voxels * channels * value_bytes, NEXT_BATCH)
-    target = Tensor("next_target", job.voxels * job.unet.outputs, NEXT_BATCH)
+    image = Tensor("next_image", job.voxels * channels * value_bytes, Group.NEXT_BATCH)
+    target = Tensor("next_target", job.voxels * job.unet.outputs, Group.NEXT_BATCH)
     prepared = 0  # a sample alone is the next micro-batch
     if job.micro > 1:  # samples are copied into one
         prepared = image.bytes + target.bytes
@@ -260,7 +266,7 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
         if value_bytes < 4:
             prepared += 4 * volume * channels
     files = job.case_bytes or stored_bytes(job.shape, channels)
-    largest = max(tensor.bytes for tensor in program.resident if tensor.group == "weights")
+    largest = max(tensor.bytes for tensor in program.resident if tensor.group is Group.WEIGHTS)
     mapped = "exact: mapped or read; counted, though the kernel may drop mapped pages"
     twice = "exact: the largest variable, as read and as copied"
     beside = (
@@ -271,6 +277,7 @@ def _with_store(program: Program, job: Job) -> Tuple[Program, Tuple[Component, .
     resident = (*program.resident, image, target)
     if job.micro > 1:
         return dataclasses.replace(program, resident=resident), beside
-    outside = tuple(tensor for tensor in resident if tensor.group in ("input", NEXT_BATCH))
-    before = tuple(op for op in program.before if op.writes and op.writes[0].group != "input")
+    samples = (Group.INPUT, Group.NEXT_BATCH)
+    outside = tuple(tensor for tensor in resident if tensor.group in samples)
+    before = tuple(op for op in program.before if op.writes and op.writes[0].group not in samples)
     return dataclasses.replace(program, resident=resident, before=before, outside=outside), beside

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
-from memory_estimator.common.units import by
+from memory_estimator.common.units import by, counted
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
@@ -18,7 +18,6 @@ from models.strides import Strides, strides_text
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 STORED_BYTES = 2
 
@@ -107,7 +106,7 @@ class Job:
         if self.micro_batches > 1:
             words.append(f"{self.micro} at a time")
         words.append(f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}")
-        words.append("1 thread" if self.threads == 1 else f"{self.threads} threads")
+        words.append(counted(self.threads, "thread"))
         return ", ".join(words)
 
     def to_json(self) -> Dict[str, Any]:
@@ -304,7 +303,9 @@ def source_job(args: argparse.Namespace) -> JobSource:
     """The source of a job. Raises ValueError as `read_run`."""
     if hasattr(args, "recipe"):
         return JobSource(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
-    return read_run(args.run) if hasattr(args, "run") else JobSource()
+    if hasattr(args, "run"):
+        return read_run(args.run)
+    return JobSource()
 
 
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:

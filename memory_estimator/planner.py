@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
-from memory_estimator.job import DTYPE_BYTES, USUAL_PATCH, Job, divisors
+from memory_estimator.job import USUAL_PATCH, Job, divisors
 from models.config import POLICIES
 from models.layer_plan import layer_plan
 from models.strides import Shape3, divisors_text, shape3
@@ -278,7 +278,7 @@ def gpu_bytes(job: Job) -> int:
     cuDNN a workspace as large as a convolution's input and output, WORKSPACE_BYTES at most. Rough:
     two steps were measured."""
     layers = layer_plan(job.unet, job.shape)
-    value_bytes = job.micro * DTYPE_BYTES[job.unet.dtype]
+    value_bytes = job.micro * job.unet.value_bytes
     sizes = [op.elements * value_bytes for op in layers]
     weights = sum(op.trainable for op in layers)
     held = 4 * 4 * weights + sum(sizes) + 3 * max(sizes) + min(2 * max(sizes), WORKSPACE_BYTES)

@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.common.schema import given_options, option
 from memory_estimator.common.table import Table
-from memory_estimator.common.units import UNITS, format_bytes, format_seconds
+from memory_estimator.common.units import UNITS, counted, format_bytes, format_seconds
 from memory_estimator.estimate import Component, Estimate
 from memory_estimator.job import Job
 from models.layer_plan import layer_plan
@@ -131,11 +131,14 @@ def worker_share(job: Job, workers: int) -> Job:
 def worker_price(price: Callable[[Job], Estimate], workers: int) -> Callable[[Job], Estimate]:
     """As `price`, for one of so many workers, each of which computes the job that is asked for."""
 
+    if workers == 1:
+        return price
+
     def price_of_worker(job: Job) -> Estimate:
         whole = dataclasses.replace(job, batch=job.batch * workers, micro_batch=job.micro)
         return worker_estimate(price(whole), workers)
 
-    return price_of_worker if workers > 1 else price
+    return price_of_worker
 
 
 def parse_rate(text: str) -> float:
@@ -217,9 +220,9 @@ def several_hosts(options: ScalingOptions, worker: Estimate) -> Tuple[Dict[str, 
         row: Dict[str, Any] = {"hosts": hosts, "workers": workers, "batch": batch}
         row.update(costs_s)
         row["step_s"] = step_s
-        # Whole batches only, as `train` counts them; None without cases, or with fewer than a
-        # batch.
-        row["epoch_s"] = job.cases // batch * step_s if job.cases >= batch else None
+        row["epoch_s"] = None  # without cases, or with fewer than a batch
+        if job.cases >= batch:  # whole ones only, as `train` counts them
+            row["epoch_s"] = job.cases // batch * step_s
         row["efficiency"] = alone_s * (1 + DATA_WAIT_SHARE) / step_s  # 1 without any losses
         row["cases_per_s"] = batch / step_s
         row["network_share"] = costs_s["exchange_s"] / step_s
@@ -249,8 +252,9 @@ def _table_of(rows: Sequence[Dict[str, Any]], per_host: int, gradient_bytes: int
         times = (format_seconds(row["epoch_s"]), format_seconds(row["total_s"]))
         lines.append([*sizes, *shares, f"{row['efficiency']:.0%}", *times])
     columns = ("hosts", "batch", "s a step", "summing", "cases/s", "efficiency")
-    workers = "1 worker" if per_host == 1 else f"{per_host} workers"
-    title = f"{workers} a host, {format_bytes(gradient_bytes)} of gradients summed"
+    title = (
+        f"{counted(per_host, 'worker')} a host, {format_bytes(gradient_bytes)} of gradients summed"
+    )
     worst = f"{max(ERRORS, key=abs):+.1%} of a step, workers on one host"
     caption = f"costs of summing: {ORIGIN}\nworst error: {worst}\n{NOT_COUNTED}"
     return Table((*columns, "an epoch", "in all"), lines, title, caption, names=0)

@@ -15,9 +15,10 @@ from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
 from memory_estimator.host import Host
-from memory_estimator.job import DTYPE_BYTES, Job
+from memory_estimator.job import Job
 from memory_estimator.planner import Price
 from memory_estimator.scaling import worker_estimate
+from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
 from models.strides import Shape3
 
@@ -31,7 +32,7 @@ CASE_BYTES = 1200
 kept in memory, 840 measured, and its number in the orders of four epochs."""
 
 # groups of tensors that a checkpoint holds
-SAVED = ("weights", "optimizer slots", "averaged weights")
+SAVED = (Group.WEIGHTS, Group.SLOTS, Group.AVERAGES)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
     which sees less of them, counted and not measured: with logits and their weights, and at a lower
     resolution averaged down."""
     unet = job.unet
-    volume = unet.channels * DTYPE_BYTES[unet.dtype] + unet.outputs
+    volume = unet.channels * unet.value_bytes + unet.outputs
     scored = 4 + LOGITS_MAPS * 4 * unet.outputs
     averaged = 4 * unet.channels * (1 + resolution) if resolution < 1 else 0
     held = 3 * volume  # in use, ahead, and one in preparation

@@ -24,9 +24,36 @@ NETWORKS: Dict[str, Widths] = {
     # 32-64, 64-128, 128-256, 256-512 for filters 32, depth 4
     "cicek2016": Widths("the wider original", (1, 2), up=Fraction(1)),
 }
-NORMS = ("instance", "batch", "none")
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """The weights of the layer after a convolution, a value for each channel in each."""
+
+    trained: Tuple[str, ...]
+    moving: Tuple[str, ...] = ()  # statistics, which training moves without a gradient
+
+
+NORMS: Dict[str, NormWeights] = {
+    "instance": NormWeights(("gamma", "beta")),
+    "batch": NormWeights(("gamma", "beta"), ("moving_mean", "moving_variance")),
+    "none": NormWeights(("bias",)),
+}
 UPS = ("transposed", "upsampling")
-DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """What the maps of hidden layers are computed and kept in."""
+
+    bytes: int  # of a value
+    keras_policy: str  # Keras' name of it, with weights in float32
+
+
+DTYPES: Dict[str, Dtype] = {
+    "float32": Dtype(4, "float32"),
+    "bfloat16": Dtype(2, "mixed_bfloat16"),
+}
 POLICIES = ("speed", "lean")
 """Ways to save memory in a training step (models/network.py), the fastest first.
 
@@ -82,9 +109,9 @@ class UNetConfig:
             raise ValueError(f"depth must be between 2 and 8, got {got}; 5 is the paper's")
         choices = {
             "network": tuple(NETWORKS),
-            "norm": NORMS,
+            "norm": tuple(NORMS),
             "up": UPS,
-            "dtype": DTYPES,
+            "dtype": tuple(DTYPES),
             "policy": POLICIES,
         }
         for name, allowed in choices.items():
@@ -109,6 +136,11 @@ class UNetConfig:
     @property
     def widths(self) -> Widths:
         return NETWORKS[self.network]
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of a value of a hidden layer's map."""
+        return DTYPES[self.dtype].bytes
 
     @property
     def most_filters(self) -> int:

@@ -7,12 +7,32 @@ The Keras model, the memory estimator and the exporter are made from it.
 import dataclasses
 import math
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from models.config import UNetConfig
+from models.config import NORMS, UNetConfig
 from models.network import network_program
 from models.program import Kind, Op, Value
 from models.strides import Shape3
+
+
+class LayerKind(Enum):
+    """What a layer does."""
+
+    INPUT = "input"
+    CONV = "conv"
+    NORM = "norm"
+    NORM_ACT = "norm_act"  # norm and ReLU
+    ACT = "act"
+    POOL = "pool"
+    UP_CONV = "up_conv"
+    UPSAMPLE = "upsample"
+    CONCAT = "concat"
+    SHORTCUT = "shortcut"  # a residual block's sum
+    HEAD = "head"
+
+
+NORM_KINDS = (LayerKind.NORM, LayerKind.NORM_ACT)
 
 
 @dataclass(frozen=True)
@@ -20,9 +40,7 @@ class LayerOp:
     """One layer of the network."""
 
     name: str  # the Keras layer's name, such as "encoder0_conv1"
-    kind: str
-    """ "input", "conv", "norm_act" (norm and ReLU), "norm", "act", "pool", "up_conv", "upsample",
-    "concat", "shortcut" (a residual block's sum), or "head"."""
+    kind: LayerKind
     inputs: Tuple[str, ...]  # names of the layers whose outputs it reads
     level: int  # resolution level of its output, 0 is the finest
     shape: Tuple[int, int, int, int]  # of its output for one sample: (X, Y, Z, C)
@@ -43,11 +61,26 @@ class LayerOp:
         """Operations of its forward pass for one sample, a multiply-add counted as 2; of
         convolutions alone, as the rest is limited by memory traffic. An up-convolution costs one
         kernel tap per output voxel."""
-        if self.kind in ("conv", "head", "shortcut"):
-            return 2 * math.prod(self.kernel) * self.in_channels * self.elements
-        if self.kind == "up_conv":
-            return 2 * self.in_channels * self.elements
-        return 0
+        if not self.kernel:
+            return 0
+        taps = 1 if self.kind is LayerKind.UP_CONV else math.prod(self.kernel)
+        return 2 * taps * self.in_channels * self.elements
+
+    @property
+    def kernel_shape(self) -> Tuple[int, ...]:
+        """(X, Y, Z, in, out), of a transposed convolution (X, Y, Z, out, in); () without one."""
+        if not self.kernel:
+            return ()
+        read = self.in_channels
+        made = self.shape[3]
+        if self.kind is LayerKind.UP_CONV:
+            return (*self.kernel, made, read)
+        return (*self.kernel, read, made)
+
+    @property
+    def kernel_elements(self) -> int:
+        """Weights of a layer's kernel, without a bias."""
+        return math.prod(self.kernel_shape) if self.kernel else 0
 
 
 def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
@@ -57,7 +90,7 @@ def layer_plan(config: UNetConfig, shape: Shape3) -> Tuple[LayerOp, ...]:
     every_map = dataclasses.replace(config, policy="speed")  # whole, and computed once
     program = network_program(every_map)
     layers = _Layers(config, shape)
-    layers.made[program.image] = layers.add("image", "input", (), 0, config.channels)
+    layers.made[program.image] = layers.add("image", LayerKind.INPUT, (), 0, config.channels)
     for op in program.forward:
         layer = LAYERS[op.kind](layers, op)
         if layer is not None:
@@ -71,7 +104,8 @@ def training_flops(config: UNetConfig, shape: Shape3, batch: int = 1) -> int:
     Recomputation is not counted."""
     plan = layer_plan(config, shape)
     image = plan[0].name
-    return batch * sum(op.flops * (2 if image in op.inputs else 3) for op in plan)
+    of_image = sum(op.flops for op in plan if image in op.inputs)
+    return batch * (3 * sum(op.flops for op in plan) - of_image)
 
 
 # --- Private helpers ---
@@ -85,12 +119,12 @@ class _Layers:
         self.shape = shape
         self.ops: List[LayerOp] = []
         self.made: Dict[Value, LayerOp] = {}  # the layer whose output a value is
-        self._entries: Dict[Tuple[Value, ...], LayerOp] = {}
+        self.entries: Dict[str, LayerOp] = {}  # that the first convolution of a block reads
 
     def add(
         self,
         name: str,
-        kind: str,
+        kind: LayerKind,
         inputs: Tuple[LayerOp, ...],
         level: int,
         channels: int,
@@ -103,26 +137,23 @@ class _Layers:
         return op
 
     def convolution(
-        self, name: str, kind: str, x: LayerOp, level: int, channels: int, side: int
+        self, name: str, kind: LayerKind, x: LayerOp, level: int, channels: int, side: int
     ) -> LayerOp:
         fan_in = x.shape[3]
         weights = side**3 * fan_in * channels
-        if kind == "head":
+        if kind is LayerKind.HEAD:
             weights += channels  # its bias
         more = {"kernel": 3 * (side,), "in_channels": fan_in, "trainable": weights}
         return self.add(name, kind, (x,), level, channels, **more)
 
     def entry(self, op: Op) -> LayerOp:
         """The layer that a convolution reads: of several maps one that puts them side by side."""
-        if len(op.maps) == 1:
-            return self.made[op.maps[0]]
-        if op.maps not in self._entries:
-            inputs = tuple(self.made[each] for each in op.maps)
-            block = op.layer.rpartition("_")[0]
-            channels = sum(layer.shape[3] for layer in inputs)
-            joined = self.add(f"{block}_concat", "concat", inputs, op.made.level, channels)
-            self._entries[op.maps] = joined
-        return self._entries[op.maps]
+        inputs = tuple(self.made[each] for each in op.maps)
+        if len(inputs) == 1:
+            return inputs[0]
+        channels = sum(layer.shape[3] for layer in inputs)
+        name = f"{op.block}_concat"
+        return self.add(name, LayerKind.CONCAT, inputs, op.made.level, channels)
 
 
 def _convolve(layers: _Layers, op: Op) -> LayerOp:
@@ -130,18 +161,27 @@ def _convolve(layers: _Layers, op: Op) -> LayerOp:
     variance do not. A ReLU belongs to the norm, or follows a residual's sum."""
     channels = op.made.channels
     level = op.made.level
-    x = layers.convolution(op.layer, "conv", layers.entry(op), level, channels, side=3)
-    norm = layers.config.norm
-    trainable = channels if norm == "none" else 2 * channels
-    frozen = 2 * channels if norm == "batch" else 0
-    kind = "norm_act" if "_act" in op.norm else "norm"
-    return layers.add(op.norm, kind, (x,), level, channels, trainable=trainable, frozen=frozen)
+    entry = layers.entry(op)
+    layers.entries.setdefault(op.block, entry)
+    x = layers.convolution(op.layer, LayerKind.CONV, entry, level, channels, side=3)
+    weights = NORMS[layers.config.norm]
+    return layers.add(
+        op.norm,
+        LayerKind.NORM_ACT if op.has_relu else LayerKind.NORM,
+        (x,),
+        level,
+        channels,
+        trainable=channels * len(weights.trained),
+        frozen=channels * len(weights.moving),
+    )
 
 
 def _max_pool(layers: _Layers, op: Op) -> LayerOp:
     source = layers.made[op.maps[0]]
-    level = op.made.level
-    return layers.add(op.layer, "pool", (source,), level, op.made.channels, strides=op.strides)
+    made = op.made
+    return layers.add(
+        op.layer, LayerKind.POOL, (source,), made.level, made.channels, strides=op.strides
+    )
 
 
 def _up_convolve(layers: _Layers, op: Op) -> LayerOp:
@@ -153,35 +193,33 @@ def _up_convolve(layers: _Layers, op: Op) -> LayerOp:
         fan_in = below.shape[3]
         weights = math.prod(strides) * fan_in * width
         more = {"kernel": strides, "in_channels": fan_in, "trainable": weights}
-        return layers.add(op.layer, "up_conv", (below,), level, width, strides=strides, **more)
+        inputs = (below,)
+        kind = LayerKind.UP_CONV
+        return layers.add(op.layer, kind, inputs, level, width, strides=strides, **more)
     # The 1x1x1 convolution and nearest-neighbour copying commute; on the coarse grid it costs an
     # eighth, where all axes are halved.
-    x = layers.convolution(op.layer, "conv", below, level + 1, width, side=1)
-    return layers.add(f"decoder{level}_up", "upsample", (x,), level, width, strides=strides)
+    x = layers.convolution(op.layer, LayerKind.CONV, below, level + 1, width, side=1)
+    name = f"decoder{level}_up"
+    return layers.add(name, LayerKind.UPSAMPLE, (x,), level, width, strides=strides)
 
 
 def _project(layers: _Layers, op: Op) -> Optional[LayerOp]:
-    if not op.layer.startswith("head"):  # a shortcut, which is one layer with its sum
+    if op.block:  # its shortcut, which is one layer with the sum
         return None
     source = layers.made[op.maps[0]]
-    return layers.convolution(op.layer, "head", source, op.made.level, op.made.channels, side=1)
+    made = op.made
+    return layers.convolution(op.layer, LayerKind.HEAD, source, made.level, made.channels, side=1)
 
 
 def _residual_sum(layers: _Layers, op: Op) -> LayerOp:
     last = layers.made[op.maps[0]]
-    block = op.layer.rpartition("_")[0]
-    entry = _entry_of(layers, block)
+    entry = layers.entries[op.block]
     width = last.shape[3]
     weights = entry.shape[3] * width
     more = {"kernel": (1, 1, 1), "in_channels": entry.shape[3], "trainable": weights}
-    x = layers.add(f"{block}_shortcut", "shortcut", (last, entry), last.level, width, **more)
-    return layers.add(op.layer, "act", (x,), last.level, width)
-
-
-def _entry_of(layers: _Layers, block: str) -> LayerOp:
-    """The layer that a block's first convolution reads."""
-    by_name = {layer.name: layer for layer in layers.ops}
-    return by_name[by_name[f"{block}_conv1"].inputs[0]]
+    name = f"{op.block}_shortcut"
+    x = layers.add(name, LayerKind.SHORTCUT, (last, entry), last.level, width, **more)
+    return layers.add(op.layer, LayerKind.ACT, (x,), last.level, width)
 
 
 LAYERS: Dict[Kind, Callable[[_Layers, Op], Optional[LayerOp]]] = {

@@ -5,8 +5,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
-from models.config import EPSILON, MOMENTUM, UNetConfig
-from models.layer_plan import LayerOp
+from models.config import DTYPES, EPSILON, MOMENTUM, UNetConfig
+from models.layer_plan import NORM_KINDS, LayerKind, LayerOp
 
 PRIOR_LOGIT = -2.944
 """First bias of the head: a sigmoid of 0.05 (Lin et al. 2017), as tumour is a few per cent of a
@@ -17,54 +17,55 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     """The Keras layer of a layer of the plan. Only heads have a bias: the layers after the others
     normalise or add one. Logits are of the compute dtype, as all else: the loss casts them to
     float32."""
-    own: Dict[str, Any] = {"name": op.name, "dtype": _policy_of(config)}
-    if op.kind in ("norm", "norm_act"):
-        return NORM_CLASSES[config.norm](config.norm, op.kind == "norm_act", **own)
+    own: Dict[str, Any] = {"name": op.name, "dtype": DTYPES[config.dtype].keras_policy}
+    if op.kind in NORM_KINDS:
+        has_relu = op.kind is LayerKind.NORM_ACT
+        return NORM_CLASSES[config.norm](config.norm, has_relu, **own)
     plain = {
-        "pool": lambda: tf.keras.layers.MaxPool3D(op.strides, **own),
-        "upsample": lambda: tf.keras.layers.UpSampling3D(op.strides, **own),
-        "concat": lambda: tf.keras.layers.Concatenate(**own),
-        "act": lambda: tf.keras.layers.ReLU(**own),
+        LayerKind.POOL: lambda: tf.keras.layers.MaxPool3D(op.strides, **own),
+        LayerKind.UPSAMPLE: lambda: tf.keras.layers.UpSampling3D(op.strides, **own),
+        LayerKind.CONCAT: lambda: tf.keras.layers.Concatenate(**own),
+        LayerKind.ACT: lambda: tf.keras.layers.ReLU(**own),
     }
     if op.kind in plain:
         return plain[op.kind]()
     width = op.shape[3]
     own["kernel_initializer"] = initial_kernel(config.seed, op.name)
-    if op.kind == "shortcut":
+    if op.kind is LayerKind.SHORTCUT:
         return Shortcut(width, **own)
-    if op.kind == "up_conv":
+    if op.kind is LayerKind.UP_CONV:
         own.update(strides=op.strides, use_bias=False)
         return tf.keras.layers.Conv3DTranspose(width, op.kernel, **own)
     bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
-    more = {"use_bias": op.kind == "head", "bias_initializer": bias, "padding": "same"}
-    return tf.keras.layers.Conv3D(width, op.kernel, **more, **own)
+    own.update(use_bias=op.kind is LayerKind.HEAD, bias_initializer=bias, padding="same")
+    return tf.keras.layers.Conv3D(width, op.kernel, **own)
 
 
 def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
     """The output of a layer of the plan by layers that Keras has itself, which any program with
     Keras can load. Their weights have the same order and shapes. Not for a network without norms:
     Keras has no layer that only adds a bias."""
-    own: Dict[str, Any] = {"name": op.name, "dtype": _policy_of(config)}
+    own: Dict[str, Any] = {"name": op.name, "dtype": DTYPES[config.dtype].keras_policy}
     x = inputs[0]
-    if op.kind in ("norm", "norm_act"):
+    if op.kind in NORM_KINDS:
         # Statistics are float32.
         exact: Dict[str, Any] = {"name": op.name, "dtype": "float32", "epsilon": EPSILON}
         if config.norm == "instance":
             y = tf.keras.layers.GroupNormalization(-1, **exact)(x)
         else:
             y = tf.keras.layers.BatchNormalization(momentum=MOMENTUM, **exact)(x)
-        if op.kind == "norm":
+        if op.kind is LayerKind.NORM:
             return y
         return tf.keras.layers.ReLU(name=f"{op.name}_relu", dtype=own["dtype"])(y)
-    if op.kind == "shortcut":
+    if op.kind is LayerKind.SHORTCUT:
         projected = tf.keras.layers.Conv3D(op.shape[3], 1, use_bias=False, **own)(inputs[1])
         return tf.keras.layers.Add(name=f"{op.name}_sum", dtype=own["dtype"])([x, projected])
-    return plain_layer(config, op)(inputs if len(inputs) > 1 else x)
+    return plain_layer(config, op)(one_or_all(inputs))
 
 
-def _policy_of(config: UNetConfig) -> str:
-    """Keras' name of a compute dtype with weights in float32."""
-    return "mixed_bfloat16" if config.dtype == "bfloat16" else "float32"
+def one_or_all(tensors: List[Any]) -> Any:
+    """Tensors as Keras takes and gives them: several in a list, and one by itself."""
+    return tensors if len(tensors) > 1 else tensors[0]
 
 
 class NormActivation(tf.keras.layers.Layer):
@@ -110,7 +111,9 @@ class NormActivation(tf.keras.layers.Layer):
         else:
             known = {"mean": self.moving_mean, "variance": self.moving_variance}
             y, _, _ = self._fused(x, is_training=False, **known)
-        return tf.nn.relu(y) if self.activate else y
+        if self.activate:
+            y = tf.nn.relu(y)
+        return y
 
     def move(self, mean: tf.Tensor, variance: tf.Tensor) -> None:
         """Move batch norm's statistics towards those of a batch, (C,), as training does."""

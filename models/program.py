@@ -7,6 +7,7 @@ computes them, models/layer_plan.py makes Keras' layers of them, and the memory 
 bytes, scratch, multiply-adds and seconds (memory_estimator/step/training_step.py).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Optional, Sequence, Tuple
@@ -64,6 +65,7 @@ class Value:
     form: Form
     level: int = 0  # of the grid of a map or gradient; 0 is the finest
     channels: int = 0  # of a map or gradient; of a kernel's part those that it has of `span`
+    layer: str = ""  # of a whole kernel, the layer that has it
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ class Op:
     reads and that is as large."""
     kept: bool = False  # whether the result is kept for the backward pass
     again: bool = False  # whether it was made before: batch norm's statistics do not move twice
+    block: str = ""  # that it belongs to, such as "encoder0"; "" for heads and between two levels
     norm: str = ""  # of a convolution, the layer that follows it
+    has_relu: bool = False  # whether that layer ends in a ReLU: not before a residual's sum
     parts: Tuple[Value, ...] = ()  # of JOIN_GRADIENTS
     strides: Tuple[int, int, int] = (1, 1, 1)
     """Between the grids of two levels: voxels of the finer one along X, Y, Z for one of the
@@ -97,11 +101,11 @@ class Op:
     @property
     def reads(self) -> Tuple[Value, ...]:
         """All values that it reads; first the map, or the gradient, that is computed with."""
-        gradient = () if self.gradient is None else (self.gradient,)
-        is_backward = self.kind in (Kind.INPUT_GRADIENT, Kind.UP_INPUT_GRADIENT)
-        inputs = gradient + self.maps if is_backward else self.maps + gradient
-        others = (self.add, self.kernel)
-        return (*inputs, *self.parts, *(value for value in others if value is not None))
+        gradient = given(self.gradient)
+        others = (*self.parts, *given(self.add, self.kernel))
+        if self.kind in (Kind.INPUT_GRADIENT, Kind.UP_INPUT_GRADIENT):
+            return (*gradient, *self.maps, *others)
+        return (*self.maps, *gradient, *others)
 
 
 @dataclass(frozen=True)
@@ -142,13 +146,18 @@ def loss_program(logits: Sequence[Value]) -> LossProgram:
 
 
 def kernel_of(layer: str) -> Value:
-    return Value(f"{layer}/kernel", Form.KERNEL)
+    return Value(f"{layer}/kernel", Form.KERNEL, layer=layer)
 
 
 def slope_of(logits: Value) -> Value:
     """The gradient of a loss by the logits of a head."""
     name = f"{head_of(logits.level)}/slope"
     return Value(name, Form.RAW_GRADIENT, logits.level, logits.channels)
+
+
+def given(*values: Optional[Value]) -> Tuple[Value, ...]:
+    """Those of some values that are there."""
+    return tuple(value for value in values if value is not None)
 
 
 def needed(value: Optional[Value]) -> Value:
@@ -161,3 +170,15 @@ def needed(value: Optional[Value]) -> Value:
 def head_of(level: int) -> str:
     """The layer that makes the logits of a level."""
     return f"head{level}" if level else "head"
+
+
+class UniqueNames:
+    """Names that are given once each: the second of one name ends in /2."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def unique(self, name: str) -> str:
+        self._counts[name] += 1
+        count = self._counts[name]
+        return name if count == 1 else f"{name}/{count}"

@@ -41,7 +41,7 @@ class Pass:
         self._last: List[tf.Tensor] = []
 
     # Nothing in it branches on a tensor, and to convert it takes seconds.
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def forward(self, image: tf.Tensor) -> List[tf.Tensor]:
         """Logits of each head, the finest first, of an image (N, X, Y, Z, C)."""
         self._made[self.program.image] = Source(image)
@@ -71,7 +71,7 @@ class Pass:
     def __getitem__(self, value: Value) -> Any:
         """What was made of a value of the program."""
         if value.form is Form.KERNEL and value not in self._made:
-            return self.value(self.layer(value.name.rpartition("/")[0]).kernel)
+            return self.value(self.layer(value.layer).kernel)
         return self._made[value]
 
     def maps(self, op: Op) -> List[Source]:
@@ -84,9 +84,12 @@ class Pass:
         """What it computes with, an `AtValues` or `Gradient`."""
         return self[needed(op.gradient)]
 
-    def add(self, op: Op) -> Any:
-        """What is added to the result, None without."""
-        return None if op.add is None else self[op.add]
+    def add(self, op: Op) -> Optional[tf.Tensor]:
+        """The map that is added to the result, raw or a gradient, None without."""
+        if op.add is None:
+            return None
+        made = self[op.add]
+        return made.raw if isinstance(made, Source) else made.map
 
     def in_turn(self, operation: Callable[..., Any], *arguments: Any) -> Any:
         """The outputs of an operation, computed after the one before it."""
@@ -111,20 +114,15 @@ class Pass:
 
 
 def _convolve(run: Pass, op: Op) -> Source:
-    add = _raw_of(run.add(op))
-    raw, mean, variance = run.in_turn(operations.convolve, run.maps(op), run.kernel(op), add)
+    terms = (run.kernel(op), run.add(op))
+    raw, mean, variance = run.in_turn(operations.convolve, run.maps(op), *terms)
     if not op.norm:
         return Source(raw)
     return Source(raw, _norm(run, run.layer(op.norm), raw, mean, variance, op.again))
 
 
-def _raw_of(source: Optional[Source]) -> Optional[tf.Tensor]:
-    return None if source is None else source.raw
-
-
 def _input_gradient(run: Pass, op: Op) -> AtValues:
-    below = run[op.maps[0]] if op.maps else None
-    return run.in_turn(operations.input_gradient, run.gradient(op), run.kernel(op), below)
+    return run.in_turn(operations.input_gradient, run.gradient(op), run.kernel(op), *run.maps(op))
 
 
 def _filter_gradient(run: Pass, op: Op) -> tf.Tensor:
@@ -142,7 +140,7 @@ def _max_pool(run: Pass, op: Op) -> Source:
 def _max_pool_gradient(run: Pass, op: Op) -> AtValues:
     (source,) = run.maps(op)
     at = run.gradient(op).map
-    return run.in_turn(operations.max_pool_gradient, source, at, run.add(op).map, op.strides)
+    return run.in_turn(operations.max_pool_gradient, source, at, run.add(op), op.strides)
 
 
 def _up_convolve(run: Pass, op: Op) -> Source:
@@ -167,18 +165,16 @@ def _project(run: Pass, op: Op) -> Source:
     bias = tf.zeros(layer.filters)
     if layer.bias is not None:
         bias = run.value(layer.bias)
-    add = _raw_of(run.add(op))
     (source,) = run.maps(op)
-    return Source(run.in_turn(operations.project, source, run.kernel(op), bias, add))
+    return Source(run.in_turn(operations.project, source, run.kernel(op), bias, run.add(op)))
 
 
 def _project_gradient(run: Pass, op: Op) -> AtValues:
     layer = run.layer(op.layer)
-    known_at = run.add(op)
-    add = None if known_at is None else known_at.map
     (source,) = run.maps(op)
+    slope = run.gradient(op).map
     at, of_rows, of_bias = run.in_turn(
-        operations.project_gradient, source, run.gradient(op).map, run.kernel(op), add
+        operations.project_gradient, source, slope, run.kernel(op), run.add(op)
     )
     first, past = op.span
     rows = layer.kernel.shape[3]
@@ -213,7 +209,7 @@ def _to_raw(run: Pass, op: Op) -> Gradient:
 
 
 def _residual_sum(run: Pass, op: Op) -> Source:
-    return Source(run.in_turn(operations.residual_sum, *run.maps(op), run.add(op).raw))
+    return Source(run.in_turn(operations.residual_sum, *run.maps(op), run.add(op)))
 
 
 def _residual_gradient(run: Pass, op: Op) -> AtValues:
@@ -223,7 +219,7 @@ def _residual_gradient(run: Pass, op: Op) -> AtValues:
 
 
 def _add(run: Pass, op: Op) -> AtValues:
-    pairs = zip(run.gradient(op), run.add(op))
+    pairs = zip(run.gradient(op), run[needed(op.add)])
     return AtValues(*(run.in_turn(tf.add, *pair) for pair in pairs))
 
 
@@ -241,7 +237,7 @@ def _norm(
     """The norm of a raw sum with these statistics of each sample, (N, C); `again` moves no moving
     statistics."""
     ones = tf.ones_like(mean)
-    floor = 0 * ones if layer.activate else -float("inf") * ones
+    floor = (0.0 if layer.activate else -float("inf")) * ones
     if layer.norm == "none":
         return Norm(ones, run.value(layer.bias) * ones, 0 * ones, ones, floor)
     if run.moves(layer):
@@ -324,7 +320,9 @@ def _join_gradients(run: Pass, op: Op) -> tf.Tensor:
     """The gradient of a whole kernel, from those of its parts; of an up-sampled 1x1x1 kernel that
     of all taps together."""
     parts = [run[each] for each in op.parts]
-    whole = run.in_turn(tf.concat, parts, 3) if len(parts) > 1 else parts[0]
+    whole = parts[0]
+    if len(parts) > 1:
+        whole = run.in_turn(tf.concat, parts, 3)
     if run.layer(op.layer).kernel.shape[:3] == (1, 1, 1):
         of_taps = tf.reduce_sum(whole, (0, 1, 2), keepdims=True)
         whole = tf.transpose(of_taps, (0, 1, 2, 4, 3))

@@ -7,8 +7,8 @@ import tensorflow as tf
 from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
-from models.layer_plan import LayerOp, layer_plan
-from models.layers import NormActivation, ShortcutSum, keras_layers, plain_layer
+from models.layer_plan import LayerKind, LayerOp, layer_plan
+from models.layers import NormActivation, ShortcutSum, keras_layers, one_or_all, plain_layer
 from models.losses import LOSSES, Formula
 from models.native import operations
 from models.step import Pass
@@ -75,16 +75,16 @@ class UNet3D(tf.keras.Model):
             logits = self._in_training(image)
         else:
             logits = Pass(self, False).forward(image)
-        return logits if len(logits) > 1 else logits[0]
+        return one_or_all(logits)
 
     # Nothing in it branches on a tensor, and to convert it takes seconds.
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def _in_training(self, image: tf.Tensor) -> List[tf.Tensor]:
         """The logits of each head, with the backward pass of `Pass` as their gradient."""
         read = [weight for weight in self.weights if weight.trainable]  # a frozen layer's too
         names = [weight.name for weight in read]
 
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
+        @tf.custom_gradient
         def computed(image: tf.Tensor, *values: tf.Tensor) -> Tuple[List[tf.Tensor], Any]:
             network = Pass(self, True, dict(zip(names, values)))
 
@@ -191,12 +191,12 @@ def _built(
     maps = {"image": image}
     for op in plan[1:]:
         maps[op.name] = make(config, op, [maps[name] for name in op.inputs])
-    logits = [maps[op.name] for op in plan if op.kind == "head"]
+    logits = [maps[op.name] for op in plan if op.kind is LayerKind.HEAD]
     return image, logits if config.deep_supervision else logits[0]
 
 
 def _plain(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
-    return plain_layer(config, op)(inputs if len(inputs) > 1 else inputs[0])
+    return plain_layer(config, op)(one_or_all(inputs))
 
 
 def _check_keras() -> None:

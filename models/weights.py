@@ -10,8 +10,8 @@ Two networks are compared by it, and those weights are named that a training lea
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Tuple
 
-from models.config import UNetConfig
-from models.layer_plan import LayerOp, layer_plan
+from models.config import NORMS, UNetConfig
+from models.layer_plan import NORM_KINDS, LayerKind, LayerOp, layer_plan
 
 FREEZE = ("none", "encoder")
 """What a training may leave as it is. "encoder": all levels on the way down and the deepest one,
@@ -26,13 +26,9 @@ class Weight:
     layer: str  # the Keras layer's name, such as "encoder0_conv1"
     name: str  # "kernel", "bias", "gamma", "beta", "moving_mean" or "moving_variance"
     shape: Tuple[int, ...]
+    is_trainable: bool  # whether it has a gradient; moving statistics have none
     channel_axis: Optional[int] = None  # along which the image's channels lie
     region_axis: Optional[int] = None  # along which the regions lie
-
-    @property
-    def is_trainable(self) -> bool:
-        """Whether it has a gradient; moving statistics have none."""
-        return not self.name.startswith("moving_")
 
 
 def is_frozen(layer: str, freeze: str) -> bool:
@@ -50,17 +46,24 @@ def network_weights(config: UNetConfig) -> List[Weight]:
     none of it on the grid."""
     plan = layer_plan(config, config.divisors)
     image = plan[0].name
+    moving = NORMS[config.norm].moving
     weights: List[Weight] = []
     for op in plan:
         for name, shape in _shapes(config, op).items():
-            is_kernel = name == "kernel"
+            channel_axis = None
+            if name == "kernel" and image in op.inputs:
+                channel_axis = 3
+            region_axis = None
+            if op.kind is LayerKind.HEAD:
+                region_axis = len(shape) - 1
             weight = Weight(
                 array=array_name(len(weights)),
                 layer=op.name,
                 name=name,
                 shape=shape,
-                channel_axis=3 if is_kernel and image in op.inputs else None,
-                region_axis=len(shape) - 1 if op.kind == "head" else None,
+                is_trainable=name not in moving,
+                channel_axis=channel_axis,
+                region_axis=region_axis,
             )
             weights.append(weight)
     return weights
@@ -72,17 +75,12 @@ def network_weights(config: UNetConfig) -> List[Weight]:
 def _shapes(config: UNetConfig, op: LayerOp) -> Dict[str, Tuple[int, ...]]:
     """Name -> shape of the weights of a layer, in Keras' order."""
     width = op.shape[3]
-    if op.kind in ("conv", "shortcut"):
-        return {"kernel": (*op.kernel, op.in_channels, width)}
-    if op.kind == "up_conv":  # a transposed kernel
-        return {"kernel": (*op.kernel, width, op.in_channels)}
-    if op.kind == "head":
-        return {"kernel": (*op.kernel, op.in_channels, width), "bias": (width,)}
-    if op.kind not in ("norm", "norm_act"):
-        return {}
-    if config.norm == "none":
-        return {"bias": (width,)}
-    names = ["gamma", "beta"]
-    if config.norm == "batch":
-        names += ["moving_mean", "moving_variance"]
-    return dict.fromkeys(names, (width,))
+    shapes: Dict[str, Tuple[int, ...]] = {}
+    if op.kernel:
+        shapes["kernel"] = op.kernel_shape
+    if op.kind is LayerKind.HEAD:
+        shapes["bias"] = (width,)
+    if op.kind in NORM_KINDS:
+        norm = NORMS[config.norm]
+        shapes.update(dict.fromkeys((*norm.trained, *norm.moving), (width,)))
+    return shapes

@@ -116,6 +116,7 @@ ORDER = (
         {"pages"},
         {"host"},
         {"settings"},
+        {"chosen"},
         {"run"},
     ),
     *(

@@ -29,7 +29,7 @@ from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
 from memory_estimator.installed import ENGINES, installed_engine
 from memory_estimator.job import Job
-from memory_estimator.validation import job_of_record, request_for
+from memory_estimator.measured import job_of_record, request_for
 from models.config import DTYPES, UNetConfig
 from models.native.library import VARIABLE
 

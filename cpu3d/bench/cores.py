@@ -20,8 +20,8 @@ from memory_estimator.common.table import Bold, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.step.program import OwnOperation
-from memory_estimator.step.scratch import CONVOLUTIONS, scratch_bytes
+from memory_estimator.step.scratch import scratch_bytes
+from memory_estimator.step.timeline import OwnOperation
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
 from models.native.calls import load, operation
@@ -65,6 +65,7 @@ MAPS = {
 }
 """By kind, as native.h has them; the target of a loss comes on top."""
 
+CONVOLUTIONS = ("convolve", "input_gradient", "filter_gradient")  # 3x3x3
 WITH_SUMS = ("convolve", "input_gradient", "max_pool_gradient", "residual_gradient")
 WITH_SUMS += ("project_gradient", "project_sums", "up_input_gradient")
 WITH_FILTERS = ("convolve", "input_gradient", "project", "project_gradient", "project_sums")
@@ -123,14 +124,14 @@ def measure(request: Dict[str, Any]) -> Result:
     if own.kernels is None:
         rule = f"own operations must load here, got none: {own.why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
-    instructions = own.float32 if dtype == "float32" else own.bfloat16
+    instructions = own.of(dtype)
     counts = sorted({1, *request["threads"]})
     unet = UNetConfig(filters=request["filters"], dtype=dtype)
     program = training_step(Job(unet, tuple(request["shape"])))
     calls: Dict[Tuple[OwnOperation, bool], int] = {}
     for op in program.ops:
         if op.own:
-            key = op.own, op.takes_over == op.reads[0]
+            key = op.own, op.is_in_place
             calls[key] = calls.get(key, 0) + 1
     library = load(own.kernels)
     rows = []

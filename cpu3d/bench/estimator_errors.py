@@ -33,7 +33,7 @@ from memory_estimator.estimate import Estimate, estimate
 from memory_estimator.host import Host, read_host
 from memory_estimator.installed import ENGINES, how_to_install
 from memory_estimator.job import Job
-from memory_estimator.validation import (
+from memory_estimator.measured import (
     Measured,
     Row,
     compare_steps,

@@ -20,9 +20,9 @@ from cpu3d.util.records import versions
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
-from models.native.calls import CODES, load, operation
+from models.native.calls import load, operation
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import own_operations
+from models.native.library import DTYPE_CODES, own_operations
 
 GRID = (24, 32, 60)
 CHANNELS = 16  # of the map and of the outputs
@@ -91,7 +91,7 @@ def errors_of(library: Any, case: Case) -> Dict[str, float]:
     errors = {}
     for name, each in INSTRUCTION_SETS.items():
         is_of_dtype = case.dtype == "bfloat16" or not each.bfloat16_alone
-        if is_of_dtype and library.native_kernels(name.encode(), CODES[case.dtype]):
+        if is_of_dtype and library.native_kernels(name.encode(), DTYPE_CODES[case.dtype]):
             errors[name] = _error(noise.own(library, name), truth)
     if case.dtype == "float32":
         errors[PLAIN] = _error(noise.plain(np.float32), truth)

@@ -28,7 +28,6 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
-from memory_estimator.job import DTYPE_BYTES
 from models.config import DTYPES
 from models.native.library import own_operations
 from models.native.shared import MOST_THREADS
@@ -86,7 +85,7 @@ def run(options: Options, output: Output) -> int:
     if options.dtype:
         request["dtypes"] = [options.dtype]
     elif host.fast_bfloat16:
-        request["dtypes"] = DTYPES
+        request["dtypes"] = tuple(DTYPES)
     else:
         request["dtypes"] = ("float32",)
     result = in_fresh_process(measure, request)
@@ -138,7 +137,7 @@ def _intensity(row: Result) -> float:
     """FLOPs a byte of the maps."""
     flops = 2 * 27 * row["inputs"] * row["outputs"]  # a voxel
     values = row["inputs"] + row["outputs"]
-    return flops / (values * DTYPE_BYTES[row["dtype"]])
+    return flops / (values * DTYPES[row["dtype"]].bytes)
 
 
 # --- In the measuring process ---

@@ -51,7 +51,7 @@ from memory_estimator.common.units import GIB, by
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job, JobOptions, job_from, source_job
-from memory_estimator.validation import instructions_of, job_of_record, request_for
+from memory_estimator.measured import instructions_of, job_of_record, request_for
 from models.config import DTYPES, POLICIES, UNetConfig
 
 WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots and caches

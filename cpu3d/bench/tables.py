@@ -38,7 +38,7 @@ from cpu3d.util.records import listed, newest, read_records
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
-from memory_estimator.validation import accuracy_json, digest, error_table, page
+from memory_estimator.measured import accuracy_json, digest, error_table, page
 
 HEAD = [
     "# Results",

@@ -23,6 +23,7 @@ import shlex
 from pathlib import Path
 from typing import Iterator, List, Tuple
 
+from cpu3d.chosen import SETTINGS
 from cpu3d.compare.experiment import Json, Kept, Options, planned, resumed
 from cpu3d.compare.results import plan_table, publish
 from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
@@ -33,7 +34,6 @@ from cpu3d.inference.runs import store_of_run
 from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import FINISHED, last_end, last_event
-from cpu3d.settings import SETTINGS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say

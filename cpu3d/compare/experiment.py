@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
+from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings
 from cpu3d.compare.run import Evaluation
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store
@@ -23,7 +24,7 @@ from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import Plan, make_plan
 from cpu3d.run.transfer import leak
-from cpu3d.settings import OF_PATCHES, SETTINGS, RunConfig, located, recipe_settings
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, reason, typed
 from memory_estimator.common.schema import add_options, arguments, option, to_command_line

@@ -316,7 +316,7 @@ def _pipeline(
     stored_as = tf.uint16 if is_bfloat16 else tf.float32  # NumPy has no bfloat16
 
     # nothing in it branches on a tensor, and it is traced sooner
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def sample(index: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         # A stateful op would make a deterministic pipeline serial.
         image, target = tf.numpy_function(load, [index], [stored_as, tf.uint8], stateful=False)
@@ -380,7 +380,7 @@ def _keeping_errors(load: Callable[[int], ImageAndTarget]) -> Callable[[int], Im
     """The loader, whose InputError and OSError `Batches` raises as they were: TensorFlow keeps
     their text alone."""
 
-    @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+    @tf.autograph.experimental.do_not_convert
     def call(index: int) -> ImageAndTarget:
         try:
             return load(index)

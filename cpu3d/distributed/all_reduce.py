@@ -21,6 +21,7 @@ from typing import Any, Callable, Mapping, NamedTuple, Optional
 
 import numpy as np
 
+from cpu3d.data.region import Array
 from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.distributed.rendezvous import MEETING_S, meet
 from cpu3d.errors import WorkerLostError
@@ -87,7 +88,7 @@ def join(
 # --- Sent by the chief ---
 
 
-def array_from_chief(exchange: Exchange, array: np.ndarray) -> np.ndarray:
+def array_from_chief(exchange: Exchange, array: Array) -> Array:
     """The chief's array to the bit, by the sum alone: every 16 bits travel as one float32, which
     holds them.
 
@@ -193,7 +194,7 @@ def _tensorflow_sum(cluster: Cluster) -> Callable[[Any], Any]:
         return context_of_replica.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(part))
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float32)])
-    def sum_of_piece(piece):
+    def sum_of_piece(piece: Any) -> Any:
         return strategy.run(reduce, args=(piece,))
 
     def sum_over_workers(vector: Any) -> Any:
@@ -250,7 +251,7 @@ class SharedMemory:
         # have read this one.
         self._halves = itertools.cycle(memory[: math.prod(shape)].reshape(shape))
 
-    def sum(self, vector: np.ndarray) -> np.ndarray:
+    def sum(self, vector: Array) -> Array:
         """A float32 array (n,) summed over all workers; the chief raises ValueError if one has
         another length."""
         rank = self._cluster.rank

@@ -29,7 +29,7 @@ class Cluster:
     rank: int = 0
     """This process's rank, from 0. The chief's is 0: it alone writes to the run."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         form = re.compile(r"(?:[^\s/\[\]@,:]+|\[[^\s/\[\]@,]+\]):(\d{1,5})", re.ASCII)
         for address, times in Counter(self.addresses).items():
             match = form.fullmatch(address)

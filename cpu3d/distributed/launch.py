@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.chosen import TRAIN_OPTIONS
 from cpu3d.distributed.cluster import (
     ALONE,
     LOOPBACK,
@@ -39,7 +40,6 @@ from cpu3d.distributed.supervise import WorkerCommand, run_workers, wait_for_ear
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import default_workers, plan_lines, read_topology, thread_plans
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import TRAIN_OPTIONS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.progress import say

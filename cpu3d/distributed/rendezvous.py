@@ -149,7 +149,10 @@ def _listen(cluster: Cluster) -> socket.socket:
     except OSError as error:
         rule = f"port {port} of worker {cluster.rank} ({address}) must be free"
         todo = "end the process that has it, perhaps of an earlier run, or choose another port"
-        raise InputError(f"{rule}, got {os.strerror(error.errno)}; {todo}") from None
+        got = str(error)
+        if error.errno is not None:
+            got = os.strerror(error.errno)
+        raise InputError(f"{rule}, got {got}; {todo}") from None
 
 
 def _of_host(cluster: Cluster, rank: int, method: str) -> socket.socket:
@@ -206,7 +209,7 @@ def _hear(connection: socket.socket, cluster: Cluster, here: Dict[int, socket.so
     hello: Dict[str, Any] = {}
     if not _is_stranger(cluster, connection):
         hello = _receive(connection, HELLO_S, HELLO_BYTES)
-    rank = hello.get("rank")
+    rank: Any = hello.get("rank")
     is_same = hello.get("cluster") == digest(cluster)
     if is_same and rank in range(1, cluster.workers) and rank not in here:
         here[rank] = connection

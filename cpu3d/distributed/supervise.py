@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, Interrupted, WorkerLostError, ending_of
 from cpu3d.run.heartbeat import (
@@ -83,7 +83,7 @@ def run_workers(
     WorkerFailedError, of the first that failed. If this process is killed the workers get SIGTERM.
     """
     workers: List[_Worker] = []
-    children: List[subprocess.Popen] = []
+    children: List[subprocess.Popen[Any]] = []
     with forward_signals(children, as_signal=_passed_on) as signals:
         try:
             for command in commands:

@@ -142,8 +142,9 @@ def without_notices() -> Iterator[None]:
     except OSError:
         yield
         return
-    os.dup2(filtered.stdin.fileno(), 2)
-    filtered.stdin.close()
+    if filtered.stdin is not None:  # as it is a pipe
+        os.dup2(filtered.stdin.fileno(), 2)
+        filtered.stdin.close()
     try:
         yield
     finally:
@@ -195,7 +196,11 @@ def _hidden_plugins() -> Iterator[None]:
     There is no switch for it, but its __init__ asks `os.path.exists` for the folder in each
     site-packages."""
     exists = os.path.exists
-    os.path.exists = lambda path: os.path.basename(path) != "tensorflow-plugins" and exists(path)
+
+    def is_seen(path: Any) -> bool:
+        return os.path.basename(path) != "tensorflow-plugins" and exists(path)
+
+    os.path.exists = is_seen
     try:
         yield
     finally:

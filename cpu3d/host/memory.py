@@ -10,7 +10,7 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Union
 
 from memory_estimator.host import read_text, sizes
 from memory_estimator.job import Job
@@ -147,7 +147,7 @@ def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
     return os.strerror(error) if error else ""
 
 
-def _call(name: str, *arguments) -> int:
+def _call(name: str, *arguments: Any) -> int:
     """The error number of one of _Calls, 0 for none."""
     if sys.platform != "linux" or platform.machine() not in _CALLS:
         return errno.ENOSYS

@@ -214,7 +214,7 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
         filters = [tf.cast(uniform(shape, (3, n), -0.1, 0.1), dtype) for n in range(2)]
 
         @tf.function
-        def step():
+        def step() -> Any:
             with tf.GradientTape() as tape:
                 tape.watch(filters)
                 hidden = tf.nn.relu(tf.nn.conv3d(image, filters[0], [1] * 5, "SAME"))
@@ -231,9 +231,9 @@ def bfloat16_gain(tf: Any, host: Host, engine: Optional[str]) -> Check:
     slow_s, fast_s = map(min, zip(*times))  # the fastest counts
     gain = slow_s / fast_s
     error = abs(rounded - exact).max() / abs(exact).max()
-    times = f"{format_seconds(fast_s)} against {format_seconds(slow_s)} a small step"
+    seconds = f"{format_seconds(fast_s)} against {format_seconds(slow_s)} a small step"
     within = f"filter gradients within {error:.1%}"
-    result = f"{gain:.2f} times as fast as float32: {times}, {within}"
+    result = f"{gain:.2f} times as fast as float32: {seconds}, {within}"
     if not error < 0.1:
         return Check("bfloat16", "fail", result, "train with --dtype float32, and report it")
     if gain < 1.2:  # 1.4 to 1.8 on two cores with AVX512_BF16, other work beside it

@@ -16,7 +16,7 @@ from cpu3d.data.normalise import Kind
 from cpu3d.inference.predictor import Predictor
 from cpu3d.settings import RunConfig
 from models.config import EPSILON, UNetConfig
-from models.layer_plan import LayerOp, layer_plan
+from models.layer_plan import NORM_KINDS, LayerKind, LayerOp, layer_plan
 from models.unet3d import build_unet3d, finest
 
 # Of 2022: every onnxruntime from 1.12 on reads them.
@@ -93,9 +93,9 @@ def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
     unet = UNetConfig(**about["network"])
     tensors = {}
     for op in layer_plan(unet, tuple(about["size"])):
-        if op.kind == "input":
+        if op.kind is LayerKind.INPUT:
             tensors[op.name] = image
-        elif op.kind != "head" or op.name == "head":  # other heads are for the loss alone
+        elif op.kind is not LayerKind.HEAD or op.level == 0:  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
     turned = graph.add("Transpose", [tensors["head"]], perm=[0, 2, 3, 4, 1])
@@ -230,14 +230,14 @@ def _layer(
         # (x, y, z, in, out) -> (out, in, x, y, z); a transposed one has (..., out, in) in Keras
         turned = np.transpose(weights["kernel"], (4, 3, 0, 1, 2))
         kernel = graph.constant(turned, f"{op.name}/kernel")
-        if op.kind == "up_conv":
+        if op.kind is LayerKind.UP_CONV:
             return graph.add("ConvTranspose", [inputs[0], kernel], strides=op.strides)
         pads = [side // 2 for side in op.kernel] * 2
         convolved = graph.add("Conv", [inputs[-1], kernel, *weight.values()], pads=pads)
-        if op.kind == "shortcut":
+        if op.kind is LayerKind.SHORTCUT:
             return graph.add("Add", [inputs[0], convolved])
         return convolved
-    if op.kind in ("norm", "norm_act"):
+    if op.kind in NORM_KINDS:
         if norm == "none":
             column = graph.constant(np.int64([1, -1, 1, 1, 1]))
             y = graph.add("Add", [inputs[0], graph.add("Reshape", [weight["bias"], column])])
@@ -248,8 +248,8 @@ def _layer(
                 moments = _moments(graph, inputs[0])
             tensors = [*inputs, weight["gamma"], weight["beta"], *moments]
             y = graph.add("BatchNormalization", tensors, epsilon=EPSILON)
-        return y if op.kind == "norm" else graph.add("Relu", [y])
-    if op.kind == "upsample":
+        return y if op.kind is LayerKind.NORM else graph.add("Relu", [y])
+    if op.kind is LayerKind.UPSAMPLE:
         scales = graph.constant(np.float32([1, 1, *op.strides]))
         nearest = {
             "mode": "nearest",
@@ -257,13 +257,13 @@ def _layer(
             "coordinate_transformation_mode": "asymmetric",
         }
         return graph.add("Resize", [inputs[0], "", scales], **nearest)
-    if op.kind == "pool":
+    if op.kind is LayerKind.POOL:
         return graph.add("MaxPool", inputs, kernel_shape=op.strides, strides=op.strides)
-    if op.kind == "concat":
+    if op.kind is LayerKind.CONCAT:
         return graph.add("Concat", inputs, axis=1)
-    if op.kind == "act":
+    if op.kind is LayerKind.ACT:
         return graph.add("Relu", inputs)
-    raise ValueError(f"a layer's kind must be one that ONNX has nodes for, got {op.kind}")
+    raise ValueError(f"a layer's kind must be one that ONNX has nodes for, got {op.kind.value}")
 
 
 def _moments(graph: _Graph, tensor: str) -> Sequence[str]:

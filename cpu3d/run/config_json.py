@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Mapping
 from cpu3d.data.augment import AXES, LATER
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import RunConfig, Settings
+from cpu3d.settings import Decided, RunConfig, Settings, StoreFacts
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
 from models.losses import DEFAULT_LOSS
@@ -33,10 +33,10 @@ batch norm the micro-batch is none of them, as its statistics are of the volumes
 together."""
 
 FOLLOWING = (
-    "store_channels", "label_names", "region_codes", "paint", "split_hash", "grid", "coarse_grid",
-    "unet.channels", "unet.outputs", "unet.seed", "normalisation",
-)  # fmt: skip
-"""Settings that no option gives: they follow from the store, or from other settings."""
+    *(field.name for kind in (StoreFacts, Decided) for field in dataclasses.fields(kind)),
+    *("unet.channels", "unet.outputs", "unet.seed"),
+)
+"""What no option gives: it follows from the store, or from settings."""
 FACTS = ("spacing_mm", "target_spacing_mm", "oriented", "init_record")
 """Fields that follow from the training cases, which a split's hash fixes, or from the weights that
 the run has started from. Runs of earlier versions lack them."""

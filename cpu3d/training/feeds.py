@@ -2,7 +2,7 @@
 from the position."""
 
 import time
-from typing import Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
@@ -28,8 +28,8 @@ class Feeds:
     def __init__(
         self, store: Store, config: RunConfig, share: Share = ALL, reader: Optional[Reader] = None
     ):
-        """`share` is this worker's part of batches and held-out cases; `reader` is shared with
-        other feeds."""
+        """`share` is this worker's of batches and held-out cases; `reader` is shared with other
+        feeds."""
         self.config = config
         self._store = store
         self._share = share
@@ -46,7 +46,7 @@ class Feeds:
         self.resizing: Optional[Resizing] = None
         if config.resolution < 1:
             self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
-        self._common = {
+        self._common: Dict[str, Any] = {
             "extent": config.extent,
             "channels": config.channels,
             "regions": config.regions,
@@ -56,11 +56,11 @@ class Feeds:
 
     def training(
         self, start: int, stop: int, watch: Callable[[str], None] = lambda phase: None
-    ) -> "Parts":
+    ) -> "MicroBatches":
         """This worker's micro-batches (image, target) from step `start` to step `stop`, as the
         network sees them; `watch` is called before and after each wait for one."""
         config = self.config
-        options = {
+        options: Dict[str, Any] = {
             "start": start * config.batch,
             "stop": stop * config.batch,
             "seed": config.seed,
@@ -86,7 +86,7 @@ class Feeds:
                 resolution=config.resolution,
                 **options,
             )
-        return Parts(dataset, watch)
+        return MicroBatches(dataset, watch)
 
     def validation(self) -> Iterable[Tuple[tf.Tensor, tf.Tensor]]:
         """This worker's held-out cases (1, X, Y, Z, ...), whole, at their own resolution, not
@@ -112,7 +112,8 @@ class Feeds:
         record = self._store.cases("val")[held_out]
         region = case_region(record, self.volume_shape, self.config.extent)
         sides = zip(region.padding(record.shape), region.size)
-        return tuple(slice(before, size - after) for (before, after), size in sides)
+        x, y, z = (slice(before, size - after) for (before, after), size in sides)
+        return x, y, z
 
     def case_ids(self, step: int) -> List[str]:
         """The cases of a step, a name for each volume or patch."""
@@ -125,11 +126,11 @@ class Feeds:
         return names
 
 
-class Parts:
+class MicroBatches:
     """An iterator over micro-batches that counts the seconds spent waiting for them."""
 
     def __init__(self, dataset: tf.data.Dataset, watch: Callable[[str], None]):
-        self._parts = Batches(dataset)
+        self._batches = Batches(dataset)
         self._watch = watch
         self._waited_s = 0.0
 
@@ -145,7 +146,7 @@ class Parts:
     def __next__(self) -> Tuple[tf.Tensor, tf.Tensor]:
         self._watch("waiting for data")
         begin = time.perf_counter()
-        part = next(self._parts)
+        micro_batch = next(self._batches)
         self._waited_s += time.perf_counter() - begin
         self._watch("computing")
-        return part
+        return micro_batch

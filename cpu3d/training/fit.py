@@ -50,7 +50,7 @@ from cpu3d.run.config_json import continued, half_rates
 from cpu3d.run.log import append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
 from cpu3d.training.budget import cut, steps_within
-from cpu3d.training.feeds import Feeds, Parts
+from cpu3d.training.feeds import Feeds, MicroBatches
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
@@ -263,7 +263,7 @@ class Fit:
         self._reader = feeds.reader
         return feeds
 
-    def _parts(self) -> Parts:
+    def _micro_batches(self) -> MicroBatches:
         """The data of the next steps, until the grid changes or the run ends."""
         end = self.config.coarse_steps
         if self.step >= end:
@@ -273,11 +273,11 @@ class Fit:
     def _timed(self, learner: Learner) -> float:
         """Median seconds of a step of a learner, whose variables stay as they were."""
         feeds = self._feeds_of(learner.config)
-        parts = feeds.training(self.step, self.step + TIMED_STEPS, self._guard.phase)
+        micro_batches = feeds.training(self.step, self.step + TIMED_STEPS, self._guard.phase)
         before = learner.arrays()
         step_s = []
         for _ in range(TIMED_STEPS):
-            _, seconds = self._compute(learner, parts, rate=0.0)
+            _, seconds = self._compute(learner, micro_batches, rate=0.0)
             step_s.append(seconds)
         learner.restore(before)
         return statistics.median(step_s[1:])
@@ -288,7 +288,7 @@ class Fit:
         """Steps, validations and saves until the run is over or a worker wants to stop; returns why
         it does: the same on all workers."""
         stop = Stop.NONE
-        parts: Optional[Parts] = None
+        micro_batches: Optional[MicroBatches] = None
         while not (stop or self.is_over):
             if not self.progress.owes_validation:
                 # Only now, as a validation after the last coarse step is of coarse weights, on
@@ -296,11 +296,11 @@ class Fit:
                 if self.learner.config.is_coarse and self.step >= self.config.coarse_steps:
                     if self.step > self._saved_step:
                         self._save()  # building may take more memory than there is
-                    parts = None  # frees its volumes before others are read
+                    micro_batches = None  # frees their volumes before others are read
                     self._move_to_full()
-                if parts is None:
-                    parts = self._parts()
-                stop = self._train_step(parts, wish)
+                if micro_batches is None:
+                    micro_batches = self._micro_batches()
+                stop = self._train_step(micro_batches, wish)
                 is_due = self.step == self.steps or self._is_validation_step(self.step)
                 self.progress.owes_validation = bool(self.feeds.held_out) and is_due
             if self.progress.owes_validation and not stop:  # a stop does not wait for a validation
@@ -327,15 +327,15 @@ class Fit:
     def _phase(self, name: str) -> None:
         self._guard.phase(name, step=self.step)
 
-    def _train_step(self, parts: Parts, wish: Wish) -> Stop:
+    def _train_step(self, micro_batches: MicroBatches, wish: Wish) -> Stop:
         """Take a step; returns as `_loop`."""
         config = self.config
         if self.step == config.coarse_steps:  # coarse validations do not count for patience
             self.progress.stale_validations = 0
         rate = config.rate_at(self.step, self.steps)
         with self._saved_if_a_worker_is_lost():  # at most this step is lost
-            outcome, step_s = self._compute(self.learner, parts, rate, wish)
-        waited_s = parts.waited_s()
+            outcome, step_s = self._compute(self.learner, micro_batches, rate, wish)
+        waited_s = micro_batches.waited_s()
         if self._observer and self.step >= config.coarse_steps:
             self._observer.note(step_s - waited_s - outcome.exchange_s)
         self._guard.stepped(step_s)
@@ -360,18 +360,22 @@ class Fit:
         return Stop(int(max(outcome.notes)))
 
     def _compute(
-        self, learner: Learner, parts: Parts, rate: float, wish: Wish = lambda: Stop.NONE
+        self,
+        learner: Learner,
+        micro_batches: MicroBatches,
+        rate: float,
+        wish: Wish = lambda: Stop.NONE,
     ) -> Tuple[Outcome, float]:
-        """The outcome of a learner's step on the next parts, and its seconds."""
+        """The outcome of a learner's step on the next micro-batches, and its seconds."""
         self._phase("computing")
         begin = time.perf_counter()
-        outcome = learner.step(parts, rate, wish, lambda: self._phase("summing gradients"))
+        outcome = learner.step(micro_batches, rate, wish, lambda: self._phase("summing gradients"))
         self._phase("computing")
         return outcome, time.perf_counter() - begin
 
     def _too_high(self, outcome: Outcome, names: List[str]) -> str:
         """What is wrong with a step whose loss is too high or not finite, and on which cases."""
-        losses = np.repeat(outcome.losses, self.config.micro)  # of a part, for each of its cases
+        losses = np.repeat(outcome.losses, self.config.micro)  # for each case of a micro-batch
         bad = [name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS]
         rule = f"loss must be finite and at most {HIGHEST_LOSS:g}"
         if not bad:  # the mean of all is too high
@@ -545,10 +549,11 @@ class Fit:
         checkpoint = newest(self.folder) if self._exchange.is_chief else None
         has_cases = bool(self.store.cases("val"))
         lost = ""
-        has_begun = bool(checkpoint and checkpoint.state.get("step"))
-        if has_begun and (isinstance(checkpoint.state.get("best"), float) or not has_cases):
-            lost = lost_best(self.folder, checkpoint)
-        if lost and has_cases:
+        if checkpoint and checkpoint.state.get("step"):
+            has_best = isinstance(checkpoint.state.get("best"), float)
+            if has_best or not has_cases:
+                lost = lost_best(self.folder, checkpoint)
+        if checkpoint and lost and has_cases:
             checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
         text = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
         if text:

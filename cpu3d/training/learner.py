@@ -1,19 +1,20 @@
 """The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench
 step` both run this.
 
-A batch in parts is one compiled function for each part, which adds its gradients to sums, and one
-that updates the weights from them, in the memory of one part and one set of gradients. The sums of
-several workers, each of which has its share of the parts, are added up once a step, and each
-updates its own weights from that, to the bit."""
+A batch in micro-batches is one compiled function for each, which adds its gradients to sums, and
+one that updates the weights from them, in the memory of one micro-batch and one set of gradients.
+The sums of several workers, each of which has its share of the micro-batches, are added up once a
+step, and each updates its own weights from that, to the bit."""
 
 import functools
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, Iterator, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.region import Array
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
@@ -26,11 +27,11 @@ from models.weights import is_frozen
 class Outcome:
     """The outcome of a step, the same on all workers."""
 
-    losses: np.ndarray
-    """(parts,) loss of each micro-batch before the update; not finite if its gradients are not. A
-    worker skips its parts after one that is not finite; their losses are 0."""
-    dice: np.ndarray  # (batch, R) soft Dice before the update
-    notes: np.ndarray  # (workers,) each worker's `note`
+    losses: Array
+    """Loss of each micro-batch before the update; not finite if its gradients are not. A worker
+    skips its micro-batches after one that is not finite; their losses are 0."""
+    dice: Array  # (batch, R) soft Dice before the update
+    notes: Array  # (workers,) each worker's `note`
     exchange_s: float = 0.0  # of summing the workers' gradients, waiting for the slowest included
 
     @property
@@ -64,12 +65,12 @@ class Learner:
             self._average = [tf.Variable(v, trainable=False) for v in weights]
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._sums = []  # of gradients; not in a checkpoint, as they are zero at each step
-        if config.parts > 1:
+        if config.micro_batches > 1:
             self._sums = [tf.Variable(tf.zeros(v.shape), trainable=False) for v in weights]
         # Without autograph: nothing in them branches on a tensor.
         compiled = functools.partial(tf.function, autograph=False)
         self._step = compiled(self._train)
-        self._accumulate = compiled(self._add_part)
+        self._accumulate = compiled(self._add_micro_batch)
         self._pack = compiled(self._packed)
         self._take = compiled(self._take_vector)
         self._apply = compiled(
@@ -79,37 +80,37 @@ class Learner:
 
     def step(
         self,
-        parts: Iterator[Tuple[tf.Tensor, tf.Tensor]],
+        micro_batches: Iterator[Tuple[tf.Tensor, tf.Tensor]],
         learning_rate: float,
         note: Callable[[], float] = lambda: 0.0,
         before_exchange: Callable[[], None] = lambda: None,
     ) -> Outcome:
-        """Take an optimizer step on this worker's next parts of the batch: image (micro, X, Y, Z,
-        C) and target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are
+        """Take an optimizer step on this worker's next micro-batches: image (micro, X, Y, Z, C) and
+        target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are
         there; all workers get it. With a loss that is not finite no worker updates its weights.
 
         Raises WorkerLostError if another worker is gone, with all variables as they were before the
         step, and WorkersDifferError if one has other weights than the chief."""
         config = self.config
         self.optimizer.learning_rate.assign(learning_rate)
-        if config.parts == 1:
-            loss, dice = self._step(*next(parts))
+        if config.micro_batches == 1:
+            loss, dice = self._step(*next(micro_batches))
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
             total.assign(tf.zeros(total.shape))
         before = []
         if self._exchange.count > 1:
             before = [moving.numpy() for moving in self._moving]
-        share = config.parts // self._exchange.count
+        share = config.micro_batches // self._exchange.count
         first = self._exchange.rank * share
-        losses = np.zeros(config.parts, np.float32)
+        losses = np.zeros(config.micro_batches, np.float32)
         dice = np.zeros((config.batch, config.unet.outputs), np.float32)
-        for part in range(first, first + share):
-            # No name is kept for a part: it would live beside the next one.
-            loss, own_dice = self._accumulate(*next(parts))
-            losses[part] = loss
-            dice[part * config.micro : (part + 1) * config.micro] = own_dice
-            if not np.isfinite(losses[part]):
+        for index in range(first, first + share):
+            # No name is kept for a micro-batch: it would live beside the next one.
+            loss, own_dice = self._accumulate(*next(micro_batches))
+            losses[index] = loss
+            dice[index * config.micro : (index + 1) * config.micro] = own_dice
+            if not np.isfinite(losses[index]):
                 break
         own_note = float(note())
         notes = np.array([own_note])
@@ -128,7 +129,7 @@ class Learner:
             self._apply()
         return Outcome(losses, dice, notes, exchange_s)
 
-    def logits(self, image) -> tf.Tensor:
+    def logits(self, image: tf.Tensor) -> tf.Tensor:
         """Logits (N, X, Y, Z, R) of the finest head, inference mode."""
         return self._predict(image)
 
@@ -148,7 +149,7 @@ class Learner:
         """The number of trainable parameters."""
         return sum(v.shape.num_elements() for v in self.model.trainable_variables)
 
-    def start_from(self, first: Callable[[str, np.ndarray], np.ndarray]) -> None:
+    def start_from(self, first: Callable[[str, Array], Array]) -> None:
         """Take the network's first weights, and their averages, from a function of a weight's name
         in `arrays()` and of what it is by itself."""
         for name, weight in zip(weight_names(self.model.weights), self.model.weights):
@@ -163,18 +164,17 @@ class Learner:
         todo = "it belongs to another run"
         differing = sorted(set(arrays) ^ set(variables))[:3]
         if differing:
-            got = ", ".join(
-                f"{'no' if name in variables else 'unknown'} {name}" for name in differing
-            )
-            raise InputError(
-                f"checkpoint must hold this run's {len(variables)} variables, got {got}; {todo}"
-            )
+            got = []
+            for name in differing:
+                got.append(f"no {name}" if name in variables else f"unknown {name}")
+            rule = f"checkpoint must hold this run's {len(variables)} variables"
+            raise InputError(f"{rule}, got {', '.join(got)}; {todo}")
         for name, variable in variables.items():
             shape = tuple(variable.shape)
-            got = tuple(arrays[name].shape)
-            if got != shape:
+            other = tuple(arrays[name].shape)
+            if other != shape:
                 rule = f"checkpoint array {name} must have shape {shape}"
-                raise InputError(f"{rule}, got {got}; {todo}")
+                raise InputError(f"{rule}, got {other}; {todo}")
             variable.assign(arrays[name])
 
     def weights(self) -> Dict[str, tf.Tensor]:
@@ -210,9 +210,7 @@ class Learner:
 
     # --- Workers ---
 
-    def _summed(
-        self, losses: np.ndarray, dice: np.ndarray, note: float
-    ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _summed(self, losses: Array, dice: Array, note: float) -> Tuple[Array, Array, Array]:
         """Losses, Dice and notes of all workers, summed in one vector with the gradients, which
         `_take` puts in place."""
         workers = self._exchange.count
@@ -236,7 +234,9 @@ class Learner:
 
     # --- Traced ---
 
-    def _packed(self, losses, dice, notes, is_own):
+    def _packed(
+        self, losses: tf.Tensor, dice: tf.Tensor, notes: tf.Tensor, is_own: tf.Tensor
+    ) -> tf.Tensor:
         """(n,) float32: gradients, moving statistics, losses, Dice, notes, and the fingerprints of
         the workers' weights, of which this one knows its own."""
         are_moving = {id(moving) for moving in self._moving}
@@ -246,7 +246,7 @@ class Learner:
         members = (*self._sums, *shares, losses, dice, notes, fingerprints)
         return tf.concat([tf.reshape(member, [-1]) for member in members], 0)
 
-    def _take_vector(self, total):
+    def _take_vector(self, total: tf.Tensor) -> None:
         """Put the summed gradients and statistics in their places, those of `_packed`."""
         begin = 0
         for variable in (*self._sums, *self._moving):
@@ -254,7 +254,7 @@ class Learner:
             variable.assign(tf.reshape(total[begin:end], variable.shape))
             begin = end
 
-    def _train(self, image, target):
+    def _train(self, image: tf.Tensor, target: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         loss, dice, gradients = self._gradients(image, target)
         # The loss shows whether all gradients are finite. By itself TensorFlow reads that last, and
         # keeps them for it.
@@ -262,7 +262,7 @@ class Learner:
             self._update(gradients)
         return loss, dice
 
-    def _add_part(self, image, target):
+    def _add_micro_batch(self, image: tf.Tensor, target: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         loss, dice, gradients = self._gradients(image, target)
         # All gradients first: additions in between would run in any order, and memory could not be
         # predicted.
@@ -271,10 +271,13 @@ class Learner:
                 total.assign_add(gradient)
         return loss, dice
 
-    def _gradients(self, image, target):
-        """Loss, soft Dice, and the gradients of the part's share in the loss of the batch."""
+    def _gradients(
+        self, image: tf.Tensor, target: tf.Tensor
+    ) -> Tuple[tf.Tensor, tf.Tensor, List[tf.Tensor]]:
+        """Loss, soft Dice, and the gradients of a micro-batch's share in the loss of the batch."""
+        share = 1 / self.config.micro_batches
         loss, dice, gradients = self.model.loss_and_gradients(
-            self.config.loss, image, target, 1 / self.config.parts
+            self.config.loss, image, target, share
         )
         # A voxel that is NaN may not reach the loss, through a ReLU, but then it reaches a
         # gradient.
@@ -284,7 +287,7 @@ class Learner:
             )
         return tf.where(finite, loss, np.nan), dice, gradients
 
-    def _update(self, gradients):
+    def _update(self, gradients: Sequence[tf.Tensor]) -> None:
         # Without this TensorFlow mixes updates and gradients in any order, and memory cannot be
         # predicted. One edge an operation, from a group: one from each gradient would be most of
         # the graph.

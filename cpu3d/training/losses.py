@@ -11,7 +11,7 @@ target;
 `loss_weights=head_weights(model.outputs)` (models/supervision.py) makes of their losses the one
 that `train` minimises."""
 
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import tensorflow as tf
 
@@ -31,14 +31,14 @@ class RegionLoss(tf.keras.losses.Loss):
         self.formula = formula
 
     @tf.autograph.experimental.do_not_convert
-    def call(self, y_true, y_pred):
+    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
         """(N,) of logits (N, X, Y, Z, R) and a target (N, X, Y, Z, R), whose grid may be a multiple
         of the logits'."""
         y_pred = tf.convert_to_tensor(y_pred)
         target = tf.stop_gradient(_on_grid_or_finer(y_pred, y_true))
 
         @tf.custom_gradient
-        def of_samples(logits):
+        def of_samples(logits: tf.Tensor) -> Tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             supervised = supervise(LOSSES[self.formula], target, [logits], by_sample=True)
             return supervised.loss, lambda upstream: supervised.slopes(upstream[:, None])[0]
 
@@ -77,7 +77,7 @@ class RegionDice(tf.keras.metrics.Mean):
         super().__init__(name, dtype)
         self.region = region
 
-    def update_state(self, y_true, y_pred, sample_weight=None):
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         """Add the Dice of cases; arguments as of `DiceCrossEntropy.call`."""
         y_pred = tf.convert_to_tensor(y_pred)
         dice = hard_dice(
@@ -86,14 +86,15 @@ class RegionDice(tf.keras.metrics.Mean):
         if self.region is not None and not 0 <= self.region < dice.shape[1]:
             rule = f"region must be at least 0, below {dice.shape[1]}"
             raise ValueError(f"{rule}, got {self.region}; give an index")
-        dice = tf.reduce_mean(dice, 1) if self.region is None else dice[:, self.region]
-        return super().update_state(dice, sample_weight)
+        if self.region is None:
+            return super().update_state(tf.reduce_mean(dice, 1), sample_weight)
+        return super().update_state(dice[:, self.region], sample_weight)
 
     def get_config(self) -> Dict[str, Any]:
         return {**super().get_config(), "region": self.region}
 
 
-def hard_dice(counts) -> tf.Tensor:
+def hard_dice(counts: tf.Tensor) -> tf.Tensor:
     """(N, R) of `hard_dice_counts`. A region absent from both scores 1: nothing was missed or made
     up."""
     overlap, predicted, true = tf.unstack(counts, axis=-1)
@@ -101,7 +102,7 @@ def hard_dice(counts) -> tf.Tensor:
     return tf.where(total == 0, tf.ones_like(total), 2 * overlap / tf.maximum(total, 1))
 
 
-def hard_dice_counts(target, logits) -> tf.Tensor:
+def hard_dice_counts(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
     """Voxel counts (N, R, 3) float64: overlap, predicted, true, with a voxel predicted from a
     probability of 0.5 on; without those whose target is IGNORED."""
     counts_at = tf.cast(target, tf.uint8) != IGNORED
@@ -118,7 +119,7 @@ def hard_dice_counts(target, logits) -> tf.Tensor:
 # --- Private helpers ---
 
 
-def _on_grid_or_finer(logits, target):
+def _on_grid_or_finer(logits: tf.Tensor, target: Any) -> tf.Tensor:
     """The target. Raises ValueError if it is no map of as many regions on that grid or a multiple
     of it."""
     target = tf.convert_to_tensor(target)

@@ -5,7 +5,7 @@ small lesion's, move as far as those that all voxels support. docs/log.md has th
 saves."""
 
 import math
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -15,7 +15,8 @@ from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight, is_ke
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in
 # five times.
-ITERATION, TIMES = (3.4445, -4.7750, 2.0315), 5
+ITERATION = (3.4445, -4.7750, 2.0315)
+TIMES = 5
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -48,16 +49,19 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
         super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
         self.rules = rules
         self.optimizer = OPTIMIZERS[rules]
-        rate = self.optimizer.learning_rate if learning_rate is None else learning_rate
-        self._learning_rate = self._build_learning_rate(rate)
+        if learning_rate is None:
+            learning_rate = self.optimizer.learning_rate
+        if momentum is None:
+            momentum = self.optimizer.momentum
+        self._learning_rate = self._build_learning_rate(learning_rate)
         self.other_scale = other_scale
-        self.momentum = self.optimizer.momentum if momentum is None else momentum
+        self.momentum = momentum
         self.beta_1 = beta_1
         self.beta_2 = beta_2
         self.epsilon = epsilon
         self.kernel_decay = kernel_decay
 
-    def build(self, var_list) -> None:
+    def build(self, var_list: Sequence[tf.Variable]) -> None:
         super().build(var_list)
         if getattr(self, "_built", False):
             return
@@ -74,16 +78,18 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
             self._slots[index].append(slot)
         self._built = True
 
-    def apply_gradients(self, *arguments, **options):
-        self._before = []  # the last update
-        self._shared = {}  # tensors that the updates share
+    def apply_gradients(self, *arguments: Any, **options: Any) -> Any:
+        self._forget()
         try:
             return super().apply_gradients(*arguments, **options)
         finally:  # tensors left in them would be saved with a model
-            self._before = []
-            self._shared = {}
+            self._forget()
 
-    def update_step(self, gradient, variable) -> None:
+    def _forget(self) -> None:
+        self._before: List[tf.Tensor] = []  # the last update
+        self._shared: Dict[str, Any] = {}  # tensors that the updates share
+
+    def update_step(self, gradient: tf.Tensor, variable: tf.Variable) -> None:
         index = self._index_dict[self._var_key(variable)]
         rule = self.optimizer.rule_of(variable.shape)
         with tf.control_dependencies(self._before):
@@ -92,13 +98,13 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
             with tf.control_dependencies(before):  # or both would hold a tensor of its size
                 self._before = [rule.update(weight)]
 
-    def get_config(self):
+    def get_config(self) -> Dict[str, Any]:
         names = ("rules", "other_scale", "momentum", "beta_1", "beta_2", "epsilon", "kernel_decay")
         own = {name: getattr(self, name) for name in names}
         rate = self._serialize_hyperparameter(self._learning_rate)
         return {**super().get_config(), "learning_rate": rate, **own}
 
-    def rate_of(self, variable: tf.Variable):
+    def rate_of(self, variable: tf.Variable) -> tf.Tensor:
         """The learning rate of a variable."""
         rule = self.optimizer.rule_of(variable.shape)
         is_other = self.optimizer.has_two_rates and rule is self.optimizer.others
@@ -113,7 +119,7 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
                 self._shared[name] = make()
         return self._shared[name]
 
-    def _rate(self, dtype, scale: float, is_corrected: bool):
+    def _rate(self, dtype: tf.DType, scale: float, is_corrected: bool) -> tf.Tensor:
         rate = tf.cast(self.learning_rate, dtype)
         if scale != 1:
             rate = rate * scale
@@ -188,7 +194,7 @@ class Muon(RuleOptimizer):
         """`adam_scale` times `learning_rate` is Adam's; `options` as of `RuleOptimizer`."""
         super().__init__("muon", learning_rate, adam_scale, name=name, **options)
 
-    def get_config(self):
+    def get_config(self) -> Dict[str, Any]:
         config = super().get_config()
         del config["rules"]
         config["adam_scale"] = config.pop("other_scale")
@@ -208,7 +214,7 @@ def matrix_shape(shape: Tuple[int, ...]) -> Tuple[int, int]:
     return math.prod(shape[:-1]), shape[-1]
 
 
-def first_terms(side: int, dtype) -> Tuple[tf.Tensor, tf.Tensor]:
+def first_terms(side: int, dtype: tf.DType) -> Tuple[tf.Tensor, tf.Tensor]:
     """The terms that the polynomial of a `side` x `side` matrix is added to, for all kernels of
     that side.
 
@@ -219,7 +225,7 @@ def first_terms(side: int, dtype) -> Tuple[tf.Tensor, tf.Tensor]:
     return a * identity, b / math.sqrt(c) * identity
 
 
-def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
+def orthogonal(kernel: tf.Tensor, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None) -> tf.Tensor:
     """The orthogonal matrix nearest to a kernel (..., A, B) as a matrix of B columns, roughly, in
     the kernel's shape: singular values of 0.7 to 1.2, times the root of its rows over its columns
     if that is more than 1. `terms` are `first_terms` of the smaller side.
@@ -233,7 +239,8 @@ def orthogonal(kernel, terms: Optional[Tuple[tf.Tensor, tf.Tensor]] = None):
     rows, is multiplied once. `operations.orthogonal` is the same, faster, where own operations run.
     """
     rows, columns = matrix_shape(kernel.shape)
-    matrix, wide = tf.reshape(kernel, (rows, columns)), rows < columns
+    matrix = tf.reshape(kernel, (rows, columns))
+    wide = rows < columns
     gram = tf.matmul(matrix, matrix, transpose_a=not wide, transpose_b=wide)
     square = 2 * tf.nn.l2_loss(matrix) + 1e-30
     gram *= math.sqrt(ITERATION[2]) / square

@@ -138,7 +138,7 @@ class _Mlflow:
         self._run = run
         self._config = config
         self._uri = uri
-        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._left_out = 0  # steps that came while WAITING others waited
         self._given_up = False
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)

@@ -24,6 +24,8 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
+from cpu3d.chosen import TRAIN_OPTIONS
+from cpu3d.chosen import TrainOptions as Options
 from cpu3d.data.store import open_store
 from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
@@ -36,8 +38,7 @@ from cpu3d.plan import Plan, check_fits, make_plan
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import TRAIN_OPTIONS, RunConfig, left_open
-from cpu3d.settings import TrainOptions as Options
+from cpu3d.settings import RunConfig, left_open
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import remove_partials, writable_folder
@@ -86,7 +87,7 @@ def train(
             settings=call.settings,
             host=call.host,
             threads=call.threads,
-            engine=call.engine,
+            engine=call.engine_name,
             cluster=cluster,
         )
         with fits_memory("a training step", f"train with {_smaller(call.plan)}"):
@@ -114,13 +115,20 @@ class _Call:
         self.gpus = HostGpus()
         self.engine = left_open(settings.get("engine"))
         self.device = "cpu"
-        self.plan: Optional[Plan] = None  # of a worker that is not the chief, once it has joined
+        self.engine_name = ""  # once this process is set up
+        self._plan: Optional[Plan] = None  # of a worker that is not the chief, once it has joined
+
+    @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise RuntimeError("a worker must have a plan to train, got none; join it first")
+        return self._plan
 
     def decide(self) -> None:
         """Plan the run, and refuse a new one that may not fit. The chief alone does it; the others
         get its plan."""
         if self.cluster.is_chief:
-            self.plan = make_plan(
+            self._plan = make_plan(
                 self.store,
                 self.folder,
                 self.host,
@@ -142,12 +150,12 @@ class _Call:
         cluster = self.cluster
         place = (cluster.local_index, len(cluster.local_ranks))
         _, self.threads, tf = set_up(self.engine, self.device, local=place)
-        self.engine = engine_name(tf)
+        self.engine_name = engine_name(tf)
         if cluster.is_chief:
-            plan = {**self.plan.to_json(), "engine_name": self.engine}
+            plan = {**self.plan.to_json(), "engine_name": self.engine_name}
             return join(cluster, plan=plan, say=say)
         exchange = join(cluster, say=say)
-        self.plan = plan_of_chief(exchange.plan, self.store, self.host, self.engine)
+        self._plan = plan_of_chief(exchange.plan, self.store, self.host, self.engine_name)
         return exchange
 
     def refuse_what_does_not_fit(self) -> None:

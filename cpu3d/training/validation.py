@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.labels import label_from_regions, region_mask
+from cpu3d.data.region import Array
 from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
 from cpu3d.training.feeds import Feeds, Inside
@@ -32,7 +33,7 @@ class Validation:
     """The scores at one moment of a run, means over the cases."""
 
     loss: float
-    dice: np.ndarray  # (R,) hard Dice of the painted regions
+    dice: Array  # (R,) hard Dice of the painted regions
 
 
 def validate(
@@ -51,7 +52,7 @@ def validate(
     regions = feeds.config.codes_by_region
     # A row for each case: its loss, then the Dice of each region. Workers sum them in float32.
     dtype = np.float32 if exchange.count > 1 else np.float64
-    rows = np.zeros((feeds.held_out, 1 + len(regions)), dtype)
+    rows: Array = np.zeros((feeds.held_out, 1 + len(regions)), dtype)
     loss = _loss_of(feeds.config.loss)
     learner.swap_average()
     try:
@@ -96,7 +97,7 @@ def _whole_logits(
 
 def _painted_dice(
     target: tf.Tensor, logits: tf.Tensor, regions: Mapping[str, Sequence[int]], inside: Inside
-) -> np.ndarray:
+) -> Array:
     """(R,) Dice of the regions of the painted label of a case, in its own voxels `inside` the
     volume that are not IGNORED. Slab by slab of X, as each map of a whole volume is a large one."""
     counts = np.zeros((len(regions), 3), np.int64)  # voxels: of both, predicted, true
@@ -119,12 +120,11 @@ def _painted_dice(
 
 
 @functools.cache
-def _loss_of(name: str) -> Callable:
+def _loss_of(name: str) -> Callable[[tf.Tensor, tf.Tensor], tf.Tensor]:
     """The compiled loss of that name: target and logits of a whole volume -> a number."""
     formula = LOSSES[name]
 
-    @tf.function(autograph=False)
-    def loss(target, logits):
+    def loss(target: tf.Tensor, logits: tf.Tensor) -> tf.Tensor:
         return supervise(formula, target, [logits]).loss
 
-    return loss
+    return tf.function(loss, autograph=False)

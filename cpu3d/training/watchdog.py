@@ -84,6 +84,8 @@ def take_sample(root: Path = Path("/")) -> Sample:
     the kernel kills no process while it has some; not for a cgroup."""
     memory = meminfo(root)
     process = resident()
+    if process is None:
+        raise OSError("/proc must tell a process's memory, got nothing; train on Linux")
     total = memory["MemTotal"]
     rooms = {MACHINE: Room(available_bytes(root, memory) + memory.get("SwapFree", 0), total)}
     limit, used = memory_limit(root, total)
@@ -149,7 +151,7 @@ class MemoryFloor:
         """Memory that a limit must leave free at the peak of a step."""
         kept = room.floor_bytes + self._save_bytes
         first = self._first
-        if not self._bound_bytes or name not in first.rooms:
+        if first is None or not self._bound_bytes or name not in first.rooms:
             return kept
         to_take = max(0, self._bound_bytes - first.file_bytes - first.own_bytes)
         left_by_bound = first.rooms[name].free_bytes - self._here * to_take
@@ -235,7 +237,7 @@ class Guard:
             thread.start()
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
         if self.now.exit_code is None:
             self.note_end(*how_it_ended(error))
         self._done.set()
@@ -454,7 +456,7 @@ def noted_signals() -> Iterator[List[int]]:
     killed."""
     noted: List[int] = []
 
-    def note(number, frame):
+    def note(number: int, frame: Any) -> None:
         if noted and number == signal.SIGINT:
             raise KeyboardInterrupt
         noted.append(number)

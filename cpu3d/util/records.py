@@ -22,6 +22,7 @@ from typing import (
 
 from cpu3d.errors import InputError
 from memory_estimator.common.files import parse_json, read_text, reason
+from memory_estimator.common.units import counted
 from memory_estimator.installed import versions_of
 
 T = TypeVar("T")
@@ -108,5 +109,4 @@ def plus_minus(mean: float, sd: Optional[float], digits: int) -> str:
 
 def count(items: Union[int, Sized], noun: str) -> str:
     """A number of things, or of a collection's items, as "3 cases" or "1 case"."""
-    n = items if isinstance(items, int) else len(items)
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+    return counted(items if isinstance(items, int) else len(items), noun)

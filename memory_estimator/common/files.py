@@ -11,6 +11,8 @@ from typing import Any, Callable, TypeVar, Union
 
 import msgspec
 
+from memory_estimator.common.units import shortened
+
 AnyPath = Union[str, Path]
 T = TypeVar("T")
 
@@ -187,4 +189,4 @@ def _short(content: Any) -> str:
     text = content
     if not isinstance(content, str):
         text = json.dumps(content, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return shortened(text)

@@ -57,9 +57,11 @@ class Table:
             collapse_padding=True,
             pad_edge=False,
         )
-        for position, name in enumerate(self.columns):
-            left = position < self.names
-            table.add_column(Text(name), justify="left" if left else "right", overflow="fold")
+        words = self.columns[: self.names]
+        for name in words:
+            table.add_column(Text(name), justify="left", overflow="fold")
+        for name in self.columns[self.names :]:
+            table.add_column(Text(name), justify="right", overflow="fold")
         for row in self.rows:
             table.add_row(*(Text(cell, getattr(cell, "style", "")) for cell in row))
         return table

@@ -20,9 +20,8 @@ def parse_bytes(text: str) -> int:
     in GB, which decides whether a job fits."""
     match = re.fullmatch(r"(\d{1,18})(?:\.(\d{1,18}))?\s*([A-Za-z]+)", text.strip(), re.ASCII)
     if not match:
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
         rule = "memory must be a number with its unit, of 18 digits at most"
-        raise ValueError(f"{rule}, got {shown!r}; write it like 384GiB or 1.5TiB")
+        raise ValueError(f"{rule}, got {shortened(text)!r}; write it like 384GiB or 1.5TiB")
     todo = "write it like 384GiB or 1.5TiB"
     whole = match[1]
     fraction = match[2] or ""
@@ -57,6 +56,16 @@ def format_seconds(seconds: Optional[float]) -> str:
         if seconds < below:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds / 86400:,.1f} days"
+
+
+def shortened(text: str) -> str:
+    """A text in an error's message, of 60 letters at most."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def counted(number: int, noun: str) -> str:
+    """Such as "3 cases" or "1 case"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def by(numbers: Sequence[int], sign: str = "x") -> str:

@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Set, Tuple
 
-from memory_estimator.step.program import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
+from memory_estimator.step.timeline import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
 
 MIB = 2**20
 # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
@@ -91,8 +91,8 @@ class Allocator:
 
     def run(self, ops: Sequence[StepOp], stays: Set[str]) -> None:
         """Take and give back as operations do, in order; tensors named in `stays` remain."""
-        for op, taken, freed in walk(ops, stays):
-            for tensor in taken:
+        for op, freed in walk(ops, stays):
+            for tensor in op.taken:
                 self.take(tensor.name, tensor.bytes)
             if op.takes_over:
                 name = op.writes[0].name

@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any, Dict, List, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.program import Program, Tensor
+from memory_estimator.step.timeline import Group, Program, Tensor
 from memory_estimator.step.training_step import Paper, training_step
 from memory_estimator.step.update import reset_sums, update
-from memory_estimator.step.writer import Writer, kernel_elements
-from models.layer_plan import LayerOp
+from memory_estimator.step.writer import Writer
+from models.layer_plan import NORM_KINDS, LayerKind, LayerOp
 from models.program import Form, Value
 
 COPIES = {
@@ -25,6 +25,9 @@ COPIES = {
 """Engine, dtype -> copies of a convolution's maps that the process holds beside them, in oneDNN's
 layout. Thirteen processes on 64^3 to 128^3 voxels held from 8 % less to 8 % more than is predicted
 so (docs/log.md)."""
+
+COSTS: Dict[Tuple[int, ...], str] = {(3, 3, 3): "convolve", (1, 1, 1): "project"}
+"""Kernel -> kind of operations whose cost its pass has; others are between two grids."""
 
 
 def step_of(job: Job, instructions: str) -> Program:
@@ -60,18 +63,25 @@ class _Layers:
     def forward(self) -> List[Value]:
         """The logits of each head, the finest first."""
         for op in self.writer.plan[1:]:
-            group = f"activations, level {op.level}"
             reads = list(op.inputs)
             if op.kernel:
                 reads.append(f"{op.name}/kernel")
             kind = _kind(op)
             over: List[str] = []
-            if op.kind == "norm_act":
+            if op.kind is LayerKind.NORM_ACT:
                 over = [self.writer.make(f"{op.name}/norm", "pass", reads, self._bytes(op))]
                 reads = over
-            more = self._counted(op, kind)
-            self.writer.make(op.name, kind, reads, self._bytes(op), group, over=over, **more)
-        heads = [op for op in self.writer.plan if op.kind == "head"]
+            self.writer.make(
+                op.name,
+                kind,
+                reads,
+                self._bytes(op),
+                Group.ACTIVATIONS,
+                op.level,
+                over=over,
+                **self._counted(op, kind),
+            )
+        heads = [op for op in self.writer.plan if op.kind is LayerKind.HEAD]
         return [Value(op.name, Form.MAP, op.level, op.shape[3]) for op in heads]
 
     def loss_sums(self, head: Value) -> None:
@@ -123,13 +133,13 @@ class _Layers:
         kernels = {}
         for op in reversed(self.writer.plan[1:]):
             gradient = of_outputs.pop(op.name)
-            if op.kind in ("norm_act", "act"):
+            if op.kind in (LayerKind.NORM_ACT, LayerKind.ACT):
                 gradient = self._make(op, "relu/gradient", [gradient, op.name], op)
             if op.kernel:
                 kernels[op.name] = self._kernel_gradient(op, gradient)
             for name in op.inputs:
                 below = self.writer.layers[name]
-                if below.kind == "input":
+                if below.kind is LayerKind.INPUT:
                     continue
                 made = self._gradient(op, below, gradient)
                 if name in of_outputs:
@@ -140,12 +150,13 @@ class _Layers:
 
     def _gradient(self, op: LayerOp, below: LayerOp, gradient: str) -> str:
         """The gradient of a layer's input, from that of its output."""
-        if op.kind == "act" or (op.kind == "shortcut" and below.name == op.inputs[0]):
+        is_term = op.kind is LayerKind.SHORTCUT and below.name == op.inputs[0]
+        if op.kind is LayerKind.ACT or is_term:
             return gradient
         reads = [gradient]
-        if op.kind == "pool":
+        if op.kind is LayerKind.POOL:
             reads += [op.name, below.name]
-        elif op.kind in ("norm_act", "norm"):
+        elif op.kind in NORM_KINDS:
             reads += [below.name]
         kind = _kind(op)
         if kind == "convolve":
@@ -159,10 +170,9 @@ class _Layers:
             kind = "filter_gradient"
         reads = [op.inputs[-1], gradient]  # of a shortcut its entry
         more = self._counted(op, kind)
-        size = 4 * kernel_elements(op)
-        return self.writer.make(
-            f"{op.name}/filter_gradient", kind, reads, size, "gradients", **more
-        )
+        size = 4 * op.kernel_elements
+        name = f"{op.name}/filter_gradient"
+        return self.writer.make(name, kind, reads, size, Group.GRADIENTS, **more)
 
     def _make(
         self,
@@ -179,7 +189,7 @@ class _Layers:
     def _bytes(self, op: LayerOp) -> int:
         return self.writer.job.micro * op.elements * self.writer.value_bytes
 
-    def _counted(self, op: LayerOp, kind: str) -> Dict[str, object]:
+    def _counted(self, op: LayerOp, kind: str) -> Dict[str, Any]:
         """Counts of a `StepOp` besides tensors. A convolution takes its maps in a layout of its
         own: copies of them."""
         if not op.kernel:
@@ -188,7 +198,7 @@ class _Layers:
         source = self.writer.layers[op.inputs[-1]]
         size = self._bytes(op) + self._bytes(source)
         size *= COPIES[job.engine, job.unet.dtype]
-        copies = (Tensor(f"{op.name}/{kind}/reordered", size, "scratch"),)
+        copies = (Tensor(f"{op.name}/{kind}/reordered", size, Group.SCRATCH),)
         return {
             "flops": op.flops * job.micro,
             "in_channels": op.in_channels,
@@ -199,8 +209,6 @@ class _Layers:
 
 def _kind(op: LayerOp) -> str:
     """The kind of operations whose cost a layer's pass has."""
-    if op.kernel == (3, 3, 3):
-        return "convolve"
-    if op.kernel == (1, 1, 1):
-        return "project"
-    return "up" if op.kernel else "pass"
+    if not op.kernel:
+        return "pass"
+    return COSTS.get(op.kernel, "up")

@@ -7,11 +7,11 @@ the pieces that an own operation is cut into are not equally large: some threads
 
 from typing import Dict, Tuple
 
-from memory_estimator.calibration import FEATURES, HostConstants
+from memory_estimator.calibration import FEATURES, WORK, HostConstants
 from memory_estimator.job import Job
 from memory_estimator.step.cut import round_up
-from memory_estimator.step.program import Program, StepOp
 from memory_estimator.step.scratch import cut_for
+from memory_estimator.step.timeline import Program, StepOp
 
 LANES = 16  # channels are written in blocks of so many
 FEWEST = 4  # and read in blocks of so many
@@ -26,7 +26,7 @@ def op_seconds(program: Program, constants: HostConstants, job: Job) -> Tuple[fl
         op_s = overhead_s
         for feature, amount in features(op).items():
             cost = speeds[op.kind][feature]
-            if feature.startswith("work"):
+            if feature in WORK:
                 cost *= busy_share(op, constants, constants.threads)
                 cost /= busy_share(op, constants, job.threads)
             op_s += cost * amount
@@ -39,8 +39,7 @@ def busy_share(op: StepOp, constants: HostConstants, threads: int) -> float:
     not wait for the largest; 1 of TensorFlow's operations, which are taken to divide evenly."""
     if op.own is None or not constants.instructions:
         return 1.0
-    in_place = op.takes_over == op.reads[0]
-    return cut_for(op.own, threads, constants.instructions, in_place).efficiency
+    return cut_for(op.own, threads, constants.instructions, op.is_in_place).efficiency
 
 
 def step_busy_share(program: Program, constants: HostConstants, job: Job) -> float:
@@ -50,9 +49,7 @@ def step_busy_share(program: Program, constants: HostConstants, job: Job) -> flo
     cut_s = 0.0
     for op in program.ops:
         costs = features(op).items()
-        op_s = sum(
-            speeds[op.kind][name] * amount for name, amount in costs if name.startswith("work")
-        )
+        op_s = sum(speeds[op.kind][name] * amount for name, amount in costs if name in WORK)
         even_s += op_s
         cut_s += op_s / busy_share(op, constants, job.threads)
     return even_s / cut_s if cut_s else 1.0

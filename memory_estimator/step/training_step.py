@@ -10,14 +10,15 @@ from dataclasses import replace
 from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from memory_estimator.job import Job
-from memory_estimator.step.program import OwnOperation, Program, StepOp
-from memory_estimator.step.scratch import KINDS
+from memory_estimator.step.scratch import costs_of
+from memory_estimator.step.timeline import Group, OwnOperation, Program, StepOp
 from memory_estimator.step.update import reset_sums, update
-from memory_estimator.step.writer import Writer, kernel_elements
+from memory_estimator.step.writer import Writer
 from models.network import network_program
 from models.program import Form, Kind, NetworkProgram, Op, Value, loss_program, needed
 
-TAPS = {"pass": 0, "project": 1}  # of filters, by the kind of costs; others have 27
+TAPS = {"pass": 0, "project": 1, "up": 1}
+"""Of filters for a voxel of the finer grid, by the kind of costs; others have 27."""
 SCORED_SLABS = 8  # of X: so many parts of a held-out volume are painted, one after the other
 SLAB_MAPS = 2  # of one, in float32: logits and probabilities
 
@@ -45,7 +46,7 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     unet = replace(job.unet, deep_supervision=False)
     writer = Writer(replace(job, unet=unet, batch=1, micro_batch=1))
     ready = [
-        writer.tensor(f"validation/{tensor.name}", tensor.bytes, "input")
+        writer.tensor(f"validation/{tensor.name}", tensor.bytes, Group.INPUT)
         for tensor in writer.resident[-2:]
     ]
     writer.run("validation/next", "pass", [], ready)
@@ -89,10 +90,10 @@ class Paper:
     def stands_in(self, value: Value, tensors: Tuple[str, ...]) -> None:
         self._tensors[value] = tensors
 
-    def make(self, op: Op, value: Value, size_bytes: int, group: str, **more: Any) -> None:
+    def make(self, op: Op, value: Value, size_bytes: int, group: Group, **more: Any) -> None:
         """An operation that makes one value; `more` as of `Writer.make`."""
         options = {
-            "kind": KINDS.get(op.kind.value, "pass"),
+            "kind": costs_of(op.kind.value),
             "reads": [tensor for read in op.reads for tensor in self.tensors(read)],
             "over": [self.tensors(each)[0] for each in op.over],
             **more,
@@ -102,16 +103,18 @@ class Paper:
 
     def make_map(self, op: Op, own: Optional[OwnOperation]) -> None:
         """An operation that makes a map or its gradient."""
-        kept = op.kept and self._keeps
-        group = f"activations, level {op.made.level}" if kept else "transients"
-        counts = self.counts(op, self.read_channels(op), op.made.channels)
-        self.make(op, op.made, self.map_bytes(op.made), group, own=own, **counts)
+        more: Dict[str, Any] = self.counts(op, self.read_channels(op), op.made.channels)
+        group = Group.TRANSIENTS
+        if op.kept and self._keeps:
+            group = Group.ACTIVATIONS
+            more["level"] = op.made.level
+        self.make(op, op.made, self.map_bytes(op.made), group, own=own, **more)
 
     def make_kernel_gradient(self, op: Op, value: Value, **more: Any) -> None:
         """A whole kernel's gradient without multiply-adds: the operation beside it has them, or
         there are none."""
-        size = 4 * kernel_elements(self.writer.layers[op.layer])
-        self.make(op, value, size, "gradients", **more)
+        size = 4 * self.writer.layers[op.layer].kernel_elements
+        self.make(op, value, size, Group.GRADIENTS, **more)
 
     def read_channels(self, op: Op) -> int:
         """Channels that the filters of an operation meet: of all joined maps, else of the first
@@ -122,12 +125,11 @@ class Paper:
 
     def counts(self, op: Op, inputs: int, outputs: int) -> Dict[str, int]:
         """Of a `StepOp`: multiply-adds, as 2, on the coarser grid, and channels."""
-        costs = KINDS.get(op.kind.value, "pass")
-        taps = math.prod(op.strides) if costs == "up" else TAPS.get(costs, 27)
-        has_products = op.kernel is not None or op.made.form is Form.KERNEL_GRADIENT
-        products = taps * self.job.micro * math.prod(self._grid(op)) * inputs * outputs
-        flops = 2 * products if has_products else 0
-        return {"flops": flops, "in_channels": inputs, "out_channels": outputs}
+        products = 0
+        if op.kernel is not None or op.made.form is Form.KERNEL_GRADIENT:
+            taps = TAPS.get(costs_of(op.kind.value), 27) * math.prod(op.strides)
+            products = taps * self.job.micro * math.prod(self._grid(op)) * inputs * outputs
+        return {"flops": 2 * products, "in_channels": inputs, "out_channels": outputs}
 
     def own(self, op: Op, channels: int, outputs: int) -> OwnOperation:
         return OwnOperation(
@@ -171,8 +173,8 @@ def _write_project_gradient(paper: Paper, op: Op) -> None:
     paper.make_map(op, paper.own(op, op.made.channels, needed(op.gradient).channels))
     # The gradients of a kernel's parts are padded and added up.
     of_kernel = op.makes[1]
-    size = 4 * kernel_elements(paper.writer.layers[op.layer])
-    name = paper.writer.make(of_kernel.name, "pass", [], size, "gradients")
+    size = 4 * paper.writer.layers[op.layer].kernel_elements
+    name = paper.writer.make(of_kernel.name, "pass", [], size, Group.GRADIENTS)
     paper.stands_in(of_kernel, (name,))
 
 
@@ -182,7 +184,8 @@ def _write_project_to_raw(paper: Paper, op: Op) -> None:
     own = paper.own(op, op.made.channels, paper.network.logits[0].channels)
     counts = paper.counts(op, op.made.channels, op.made.channels)
     reads = [*paper.tensors(op.maps[0]), slope, *paper.tensors(needed(op.kernel))]
-    paper.make(op, op.made, paper.map_bytes(op.made), "transients", reads=reads, own=own, **counts)
+    size = paper.map_bytes(op.made)
+    paper.make(op, op.made, size, Group.TRANSIENTS, reads=reads, own=own, **counts)
 
 
 def _write_project_sums(paper: Paper, op: Op) -> None:
@@ -209,9 +212,9 @@ def _write_filter_gradient(paper: Paper, op: Op) -> None:
     inputs = sum(each.channels for each in op.maps)
     outputs = needed(op.gradient).channels
     whole = layer.in_channels * layer.shape[3]
-    size = 4 * kernel_elements(layer) * inputs * outputs // whole
+    size = 4 * layer.kernel_elements * inputs * outputs // whole
     counts = paper.counts(op, inputs, outputs)
-    paper.make(op, op.made, size, "gradients", own=paper.own(op, inputs, outputs), **counts)
+    paper.make(op, op.made, size, Group.GRADIENTS, own=paper.own(op, inputs, outputs), **counts)
 
 
 # --- Operations: kernels ---
@@ -219,16 +222,15 @@ def _write_filter_gradient(paper: Paper, op: Op) -> None:
 
 def _write_kernel_rows(paper: Paper, op: Op) -> None:
     layer = paper.writer.layers[op.layer]
-    whole = layer.shape[3] if layer.kind == "up_conv" else layer.in_channels
-    size = 4 * kernel_elements(layer) * op.made.channels // whole
-    paper.make(op, op.made, size, "weights, parts", kind="update")
+    size = 4 * layer.kernel_elements * op.made.channels // layer.kernel_shape[3]
+    paper.make(op, op.made, size, Group.WEIGHTS_PARTS, kind="update")
 
 
 def _write_kernel_taps(paper: Paper, op: Op) -> None:
     layer = paper.writer.layers[op.layer]
     taps = math.prod(op.strides)
-    size = 4 * kernel_elements(layer) * taps * op.made.channels // layer.shape[3]
-    paper.make(op, op.made, size, "weights, parts", kind="update")
+    size = 4 * layer.kernel_elements * taps * op.made.channels // layer.shape[3]
+    paper.make(op, op.made, size, Group.WEIGHTS_PARTS, kind="update")
 
 
 def _write_join_gradients(paper: Paper, op: Op) -> None:
@@ -245,7 +247,7 @@ def _write_loss_sums(paper: Paper, op: Op) -> None:
     logits, target = op.maps
     paper.writer.run(
         op.made.name,
-        KINDS[op.kind.value],
+        costs_of(op.kind.value),
         [*paper.tensors(logits), target.name],
         own=paper.own(op, logits.channels, 0),
         traffic_bytes=_read_by_loss(paper, logits),
@@ -257,7 +259,7 @@ def _write_loss_slope(paper: Paper, op: Op) -> None:
     size = paper.map_bytes(logits)
     own = paper.own(op, logits.channels, 0)
     traffic = _read_by_loss(paper, logits) + size
-    paper.make(op, op.made, size, "transients", own=own, traffic_bytes=traffic)
+    paper.make(op, op.made, size, Group.TRANSIENTS, own=own, traffic_bytes=traffic)
 
 
 def _read_by_loss(paper: Paper, logits: Value) -> int:

@@ -2,15 +2,14 @@
 before it."""
 
 import dataclasses
-from collections import Counter
-from typing import Any, Dict, List, Sequence, Tuple
+import math
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from memory_estimator.job import DTYPE_BYTES, Job
-from memory_estimator.step.program import Program, StepOp, Tensor, inputs_made, kernel_made
+from memory_estimator.job import Job
+from memory_estimator.step.timeline import Group, Program, StepOp, Tensor, inputs_made, kernel_made
 from models.layer_plan import LayerOp, layer_plan
 from models.optimizers import MUON, OPTIMIZERS, Optimizer
-
-CONVOLUTIONS = ("conv", "head", "up_conv", "shortcut")  # kinds of layers that have a kernel
+from models.program import UniqueNames
 
 
 class Writer:
@@ -24,17 +23,19 @@ class Writer:
         self.phase = "forward pass"  # of the operations that are added next
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
-        self.kernels = [op for op in self.plan if op.kind in CONVOLUTIONS]
-        self.value_bytes = DTYPE_BYTES[job.unet.dtype]
+        self.kernels = [op for op in self.plan if op.kernel]
+        self.value_bytes = job.unet.value_bytes
         self.resident: List[Tensor] = []
         self._before: List[StepOp] = []
         self._ops: List[Tuple[StepOp, Sequence[str]]] = []
         self._bytes: Dict[str, int] = {}
-        self._names: Counter[Tuple[str, str]] = Counter()
+        self._tensor_names = UniqueNames()
+        self._op_names = UniqueNames()
         self._make_weights(OPTIMIZERS[job.optimizer])
-        image = self.tensor("image", self.value_bytes * job.voxels * job.unet.channels, "input")
-        target = self.tensor("target", job.voxels * job.unet.outputs, "input")
-        self._before += inputs_made(image, target, job.voxels * job.unet.channels)
+        values = job.voxels * job.unet.channels
+        image = self.tensor("image", self.value_bytes * values, Group.INPUT)
+        target = self.tensor("target", job.voxels * job.unet.outputs, Group.INPUT)
+        self._before += inputs_made(image, target, values)
         self.resident += [image, target]
 
     def program(self) -> Program:
@@ -49,11 +50,17 @@ class Writer:
             ops.append(dataclasses.replace(op, takes_over=next(fits, None)))
         return Program(tuple(self.resident), tuple(ops), tuple(self._before))
 
-    def tensor(self, name: str, size_bytes: int, group: str = "transients") -> Tensor:
-        """A tensor under a name of its own: the second of one name ends in /2."""
-        name = self._unique(name, "tensor")
+    def tensor(
+        self,
+        name: str,
+        size_bytes: int,
+        group: Group = Group.TRANSIENTS,
+        level: Optional[int] = None,
+    ) -> Tensor:
+        """A tensor under a name of its own."""
+        name = self._tensor_names.unique(name)
         self._bytes[name] = size_bytes
-        return Tensor(name, size_bytes, group)
+        return Tensor(name, size_bytes, group, level)
 
     def run(
         self,
@@ -68,7 +75,7 @@ class Writer:
         of `StepOp`."""
         moved = sum(self._bytes[read] for read in reads) + sum(tensor.bytes for tensor in writes)
         more.setdefault("traffic_bytes", moved)
-        name = self._unique(name, "operation")
+        name = self._op_names.unique(name)
         op = StepOp(name, kind, tuple(reads), tuple(writes), phase=self.phase, **more)
         self._ops.append((op, over))
 
@@ -78,83 +85,71 @@ class Writer:
         kind: str,
         reads: Sequence[str],
         size_bytes: int,
-        group: str = "transients",
+        group: Group = Group.TRANSIENTS,
+        level: Optional[int] = None,
         **more: Any,
     ) -> str:
         """Add an operation that writes one tensor, and return its name; `more` is as of `run`."""
-        made = self.tensor(name, size_bytes, group)
+        made = self.tensor(name, size_bytes, group, level)
         self.run(name, kind, reads, [made], **more)
         return made.name
 
-    def move(self, tensor: str, group: str, reads: Sequence[str]) -> None:
+    def move(self, tensor: str, group: Group, reads: Sequence[str]) -> None:
         """A resident tensor is computed over the first of `reads`, and is there from now on."""
         made = Tensor(tensor, self._bytes[tensor], group)
         self.run(f"{tensor}/moved", "update", reads, [made], over=reads[:1])
-
-    def _unique(self, name: str, kind: str) -> str:
-        self._names[kind, name] += 1
-        count = self._names[kind, name]
-        return name if count == 1 else f"{name}/{count}"
 
     def _make_weights(self, optimizer: Optimizer) -> None:
         """Kernels, slots as zeros, averages as copies: in the order of
         `cpu3d.training.learner.Learner`."""
         for op in self.kernels:
-            kernel = self.tensor(f"{op.name}/kernel", 4 * kernel_elements(op), "weights")
+            kernel = self.tensor(f"{op.name}/kernel", 4 * op.kernel_elements, Group.WEIGHTS)
             self._before += kernel_made(kernel)
             self.resident.append(kernel)
-        trained = sum(op.trainable for op in self.plan) - sum(map(kernel_elements, self.kernels))
+        trained = sum(op.trainable - op.kernel_elements for op in self.plan)
         small = trained + sum(op.frozen for op in self.plan)
-        self._add_resident("norms and biases", 4 * small, "weights")
+        self._add_resident("norms and biases", 4 * small, Group.WEIGHTS)
         copies = []
         for op in self.kernels:
-            slots = optimizer.rule_of(kernel_shape(op)).slots
-            copies += [(op, f"slot{number}", "optimizer slots") for number in range(len(slots))]
+            slots = optimizer.rule_of(op.kernel_shape).slots
+            copies += [(op, f"slot{number}", Group.SLOTS) for number in range(len(slots))]
         if optimizer.slots_in_turn:
             copies.sort(key=lambda copy: copy[1])
         if self.job.averaged:
-            copies += [(op, "average", "averaged weights") for op in self.kernels]
+            copies += [(op, "average", Group.AVERAGES) for op in self.kernels]
         if self.job.micro_batches > 1:
-            copies += [(op, "gradient_sum", "gradient sums") for op in self.kernels]
+            copies += [(op, "gradient_sum", Group.GRADIENT_SUMS) for op in self.kernels]
         for op, suffix, group in copies:
-            self._zeros(f"{op.name}/{suffix}", 4 * kernel_elements(op), group)
+            self._zeros(f"{op.name}/{suffix}", 4 * op.kernel_elements, group)
         slots_bytes = 4 * len(optimizer.others.slots) * trained
-        self._add_resident("slots of norms and biases", slots_bytes, "optimizer slots")
+        self._add_resident("slots of norms and biases", slots_bytes, Group.SLOTS)
         if self.job.micro_batches > 1:
-            self._add_resident("sums of norms and biases", 4 * trained, "gradient sums")
+            self._add_resident("sums of norms and biases", 4 * trained, Group.GRADIENT_SUMS)
         if not self.own:
             self._make_diagonals(optimizer)
 
     def _make_diagonals(self, optimizer: Optimizer) -> None:
         """The terms of Muon's iteration by TensorFlow, for each side of a kernel."""
-        rules = {op: optimizer.rule_of(kernel_shape(op)) for op in self.kernels}
-        sides = {min(kernel_sides(op)) for op, rule in rules.items() if rule is MUON}
+        sides = set()
+        for op in self.kernels:
+            if optimizer.rule_of(op.kernel_shape) is MUON:
+                sides.add(min(matrix_shape(op)))
         for side in sorted(sides):
             for _ in range(2):
-                self._zeros(f"diagonal{side}", 4 * side**2, "optimizer slots")
+                self._zeros(f"diagonal{side}", 4 * side**2, Group.SLOTS)
 
-    def _zeros(self, name: str, size_bytes: int, group: str) -> None:
+    def _zeros(self, name: str, size_bytes: int, group: Group) -> None:
         made = self._add_resident(name, size_bytes, group)
         self._before.append(StepOp(made.name, "update", writes=(made,)))
 
-    def _add_resident(self, name: str, size_bytes: int, group: str) -> Tensor:
+    def _add_resident(self, name: str, size_bytes: int, group: Group) -> Tensor:
         made = self.tensor(name, size_bytes, group)
         self.resident.append(made)
         return made
 
 
-def kernel_elements(op: LayerOp) -> int:
-    """Weights of a layer without its bias, which only the head has."""
-    return op.trainable - (op.shape[3] if op.kind == "head" else 0)
-
-
-def kernel_shape(op: LayerOp) -> Tuple[int, ...]:
-    """A layer's kernel: voxels X, Y, Z, and its channels."""
-    return (*op.kernel, op.in_channels, op.shape[3])
-
-
-def kernel_sides(op: LayerOp) -> Tuple[int, int]:
+def matrix_shape(op: LayerOp) -> Tuple[int, int]:
     """A kernel as Muon's matrix: rows, columns. The last axis of an up-convolution is its
     inputs."""
-    columns = op.in_channels if op.kind == "up_conv" else op.shape[3]
-    return kernel_elements(op) // columns, columns
+    *rows, columns = op.kernel_shape
+    return math.prod(rows), columns

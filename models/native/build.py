@@ -65,7 +65,7 @@ def existing(folder: Optional[Path] = None) -> List[Libraries]:
             built_on, _, sets = about.rpartition(".")
             pairs.append(Libraries(kernels, doors[0], built_on, tuple(sets.split("+"))))
 
-    def order(pair: Libraries) -> Tuple:
+    def order(pair: Libraries) -> Tuple[bool, int, Path]:
         return pair.platform != platform_name(), -len(pair.instruction_sets), pair.kernels
 
     return sorted(pairs, key=order)

@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any, Sequence, Tuple, Union
 
 from models.native import library as libraries
-from models.native.library import BFLOAT16, FLOAT32
+from models.native.library import DTYPE_CODES
 from models.native.shared import KIND_CODES
-
-CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
 class Operation(ctypes.Structure):
@@ -69,7 +67,7 @@ def operation(
     """An Operation on NumPy arrays, or None in place of one; it does not keep them. `shape` is
     batch, x, y, z; `strides` are voxels of the finer grid for one of the coarser, where there are
     two; `arrays` are other fields by their names."""
-    made = Operation(KIND_CODES[kind], CODES[dtype], threads, *shape, outputs=outputs)
+    made = Operation(KIND_CODES[kind], DTYPE_CODES[dtype], threads, *shape, outputs=outputs)
     made.finer[:] = strides
     for i, array in enumerate(maps):
         made.maps[i] = pointer(array)

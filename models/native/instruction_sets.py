@@ -23,10 +23,20 @@ class InstructionSet:
         return "-DBFLOAT16_ROWS" in self.options
 
     @property
+    def is_direct(self) -> bool:
+        """Whether its products are of rows as they are, in tiles."""
+        return "direct" in self.sources
+
+    @property
+    def lanes(self) -> int:
+        """Values of float32 in a vector."""
+        return 16 if "-mavx512f" in self.options else 8
+
+    @property
     def products_share(self) -> float:
         """Products of its 3x3x3 convolutions over those of plain ones: without a transform all; of
         transformed rows 4 of 6 if they are of bfloat16, else 6 of 12."""
-        if "direct" in self.sources:
+        if self.is_direct:
             return 1.0
         return 4 / 6 if self.bfloat16_alone else 6 / 12
 
@@ -75,6 +85,8 @@ INSTRUCTION_SETS: Dict[str, InstructionSet] = {
 BFLOAT16_PRODUCTS = tuple(name for name, each in INSTRUCTION_SETS.items() if each.bfloat16_alone)
 """Those that multiply bfloat16 values. The others make them float32 first."""
 
+DIRECT_PRODUCTS = tuple(name for name, each in INSTRUCTION_SETS.items() if each.is_direct)
+"""Those that multiply bfloat16 values in tiles, without a transform."""
 
 BFLOAT16_FLAGS = ("avx512_bf16", "amx_tile", "amx_bf16")
 """Flags of a CPU that do nothing for float32 maps."""

@@ -30,6 +30,7 @@ class InstructionSetError(ValueError):
 VARIABLE = "CPU3D_INSTRUCTION_SET"
 FLOAT32 = 0  # as in native.h
 BFLOAT16 = 1
+DTYPE_CODES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class OwnOperations:
     why: str = ""  # there are none
     kernels: Optional[Path] = None  # the libraries that answered, as `build.Libraries` has them
     door: Optional[Path] = None
+
+    def of(self, dtype: str) -> str:
+        """The instruction set for maps of a dtype, "" for none."""
+        return {"float32": self.float32, "bfloat16": self.bfloat16}[dtype]
 
 
 def own_operations() -> OwnOperations:
@@ -94,7 +99,9 @@ def _asked(chosen: str, folder: Path) -> OwnOperations:
     except OSError as error:
         return OwnOperations(why=str(error))
     library, refused = _loadable(folder)
-    why = next(iter(refused.values()), "they are damaged" if build.are_left(folder) else "")
+    why = next(iter(refused.values()), "")
+    if not why and build.are_left(folder):
+        why = "they are damaged"
     if library is None and why:
         note = f"note: own operations do not load here ({why}); building them for this host"
         print(note, file=sys.stderr)

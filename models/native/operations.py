@@ -25,10 +25,15 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import does_not_load, load, own_operations
+from models.native.library import (
+    DTYPE_CODES,
+    OwnOperations,
+    does_not_load,
+    load,
+    own_operations,
+)
 from models.native.shared import KIND_CODES
 
-Tensor = tf.Tensor
 Strides = Tuple[int, int, int]
 HALVED: Strides = (2, 2, 2)  # voxels of the finer grid along X, Y, Z for one of the coarser
 
@@ -37,17 +42,17 @@ class Norm(NamedTuple):
     """A raw map's norm, (N, C) each: r's value is max(scale * r + shift, floor). A floor of 0 is a
     ReLU, -inf none."""
 
-    scale: Tensor
-    shift: Tensor
-    mean: Tensor
-    rstd: Tensor  # 1 / standard deviation
-    floor: Tensor
+    scale: tf.Tensor
+    shift: tf.Tensor
+    mean: tf.Tensor
+    rstd: tf.Tensor  # 1 / standard deviation
+    floor: tf.Tensor
 
 
 class Source(NamedTuple):
     """A map that is read; without a norm its values are the raw ones."""
 
-    raw: Tensor
+    raw: tf.Tensor
     norm: Optional[Norm] = None
 
 
@@ -56,20 +61,20 @@ class Gradient(NamedTuple):
     stands for that of the raw map: a * (g where scale * raw + shift > floor, else 0) + b * raw +
     c."""
 
-    map: Tensor
+    map: tf.Tensor
     source: Optional[Source] = None
-    a: Optional[Tensor] = None
-    b: Optional[Tensor] = None
-    c: Optional[Tensor] = None
+    a: Optional[tf.Tensor] = None
+    b: Optional[tf.Tensor] = None
+    c: Optional[tf.Tensor] = None
 
 
 class AtValues(NamedTuple):
     """The gradient g of the values of a map, and two sums of it, (N, C): of g where scale * raw +
     shift > floor, and of that times (raw - mean) * rstd. Without a norm both are meaningless."""
 
-    map: Tensor
-    sum1: Tensor
-    sum2: Tensor
+    map: tf.Tensor
+    sum1: tf.Tensor
+    sum2: tf.Tensor
 
 
 def available() -> bool:
@@ -89,35 +94,30 @@ def in_use() -> bool:
 
 
 def convolve(
-    sources: Sequence[Source], filters: Tensor, add: Optional[Tensor] = None
-) -> Tuple[Tensor, Tensor, Tensor]:
+    sources: Sequence[Source], filters: tf.Tensor, add: Optional[tf.Tensor] = None
+) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each
     (N, out). Two sources count as concatenated."""
     maps = [source.raw for source in sources]
-    extras = [] if add is None else [add]
     made = (*maps[0].shape[:4], filters.shape[4])
-    return tuple(_run("convolve", maps, extras, filters, None, _norms(sources), made=made)[0])
+    floats = (filters, None, _norms(sources))
+    at, _, _ = _run("convolve", maps, _given(add), *floats, made=made)
+    return tuple(at)
 
 
-def input_gradient(gradient: Gradient, filters: Tensor, below: Optional[Source] = None) -> AtValues:
+def input_gradient(
+    gradient: Gradient, filters: tf.Tensor, below: Optional[Source] = None
+) -> AtValues:
     """The gradient of the convolved map, (batch, x, y, z, in), whose norm is that of `below`. For
     concatenated maps call it with each map's part of the filters."""
-    extras = [source.raw for source in (below, gradient.source) if source and source.norm]
+    extras = [source.raw for source in _given(below, gradient.source) if source.norm]
     made = (*gradient.map.shape[:4], filters.shape[3])
-    norms = _norms([below] if below else [])
-    return _run(
-        "input_gradient",
-        [gradient.map],
-        extras,
-        filters,
-        None,
-        _through(gradient),
-        norms,
-        made=made,
-    )[0]
+    floats = (filters, None, _through(gradient), _norms(_given(below)))
+    at, _, _ = _run("input_gradient", [gradient.map], extras, *floats, made=made)
+    return at
 
 
-def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
+def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> tf.Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     maps = [source.raw for source in sources]
     extras = [gradient.map]
@@ -133,21 +133,21 @@ def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> Tensor:
 # --- Between two grids ---
 
 
-def max_pool(source: Source, strides: Strides = HALVED) -> Tensor:
+def max_pool(source: Source, strides: Strides = HALVED) -> tf.Tensor:
     """The largest value of every 2 x 2 x 2 voxels, or of fewer as `strides` say."""
     size = [_times(side, 1, stride) for side, stride in zip(source.raw.shape[1:4], strides)]
     return _pass("max_pool", source, strides=strides, size=size)[0].map
 
 
 def max_pool_gradient(
-    source: Source, pooled_gradient: Tensor, add: Tensor, strides: Strides = HALVED
+    source: Source, pooled_gradient: tf.Tensor, add: tf.Tensor, strides: Strides = HALVED
 ) -> AtValues:
     """The gradient of the pooled map at the first of the largest, plus `add`, of the source's
     shape."""
     return _pass("max_pool_gradient", source, [pooled_gradient, add], strides=strides)[0]
 
 
-def up_convolve(source: Source, filters: Tensor) -> Tensor:
+def up_convolve(source: Source, filters: tf.Tensor) -> tf.Tensor:
     """The transposed convolution whose stride is its kernel's shape, such as (batch, 2x, 2y, 2z,
     out) for filters (2, 2, 2, out, in)."""
     *strides, channels, _ = filters.shape
@@ -156,13 +156,13 @@ def up_convolve(source: Source, filters: Tensor) -> Tensor:
     return _pass("up_convolve", source, (), filters, **more)[0].map
 
 
-def up_input_gradient(gradient: Tensor, filters: Tensor, below: Source) -> AtValues:
+def up_input_gradient(gradient: tf.Tensor, filters: tf.Tensor, below: Source) -> AtValues:
     """The gradient of `below`, which was convolved."""
     strides = filters.shape[:3]
     return _pass("up_input_gradient", below, [gradient], filters, strides=strides)[0]
 
 
-def up_filter_gradient(source: Source, gradient: Tensor, strides: Strides = HALVED) -> Tensor:
+def up_filter_gradient(source: Source, gradient: tf.Tensor, strides: Strides = HALVED) -> tf.Tensor:
     """The gradient of the filters, (*strides, out, in)."""
     _, of_filters, _ = _pass("up_filter_gradient", source, [gradient], strides=strides)
     of_filters.set_shape((*strides, gradient.shape[-1], source.raw.shape[-1]))
@@ -172,42 +172,46 @@ def up_filter_gradient(source: Source, gradient: Tensor, strides: Strides = HALV
 # --- Voxel by voxel ---
 
 
-def project(source: Source, filters: Tensor, bias: Tensor, add: Optional[Tensor] = None) -> Tensor:
+def project(
+    source: Source, filters: tf.Tensor, bias: tf.Tensor, add: Optional[tf.Tensor] = None
+) -> tf.Tensor:
     """A 1 x 1 x 1 convolution with a bias, plus `add`; filters are (1, 1, 1, in, out)."""
-    extras = [] if add is None else [add]
-    return _pass("project", source, extras, filters, bias, channels=filters.shape[4])[0].map
+    channels = filters.shape[4]
+    return _pass("project", source, _given(add), filters, bias, channels=channels)[0].map
 
 
 def project_gradient(
-    source: Source, gradient: Tensor, filters: Tensor, add: Optional[Tensor] = None
-) -> Tuple[AtValues, Tensor, Tensor]:
+    source: Source, gradient: tf.Tensor, filters: tf.Tensor, add: Optional[tf.Tensor] = None
+) -> Tuple[AtValues, tf.Tensor, tf.Tensor]:
     """The gradient of the source's values, plus `add`; and those of the filters and the bias."""
-    return _pass(
-        "project_gradient", source, [gradient] if add is None else [gradient, add], filters
-    )
+    return _pass("project_gradient", source, _given(gradient, add), filters)
 
 
 def project_sums(
-    source: Source, gradient: Tensor, filters: Tensor
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    source: Source, gradient: tf.Tensor, filters: tf.Tensor
+) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """The results of `project_gradient` but the gradient of the source's values."""
     at, *of_weights = _pass("project_sums", source, [gradient], filters)
     return (at.sum1, at.sum2, *of_weights)
 
 
-def residual_sum(source: Source, term: Tensor) -> Tensor:
+def residual_sum(source: Source, term: tf.Tensor) -> tf.Tensor:
     """max(value + term, 0)."""
     return _pass("residual_sum", source, [term])[0].map
 
 
-def residual_gradient(source: Source, output: Tensor, gradient: Tensor) -> AtValues:
+def residual_gradient(source: Source, output: tf.Tensor, gradient: tf.Tensor) -> AtValues:
     """The gradient of both terms: that of the sum, `output`, where it is positive."""
     return _pass("residual_gradient", source, [output, gradient])[0]
 
 
-def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
+def to_raw(at: Gradient, filters: Optional[tf.Tensor] = None) -> Gradient:
     """The gradient of a raw map, formed as a map of its own; with filters, of a source whose values
     were projected: `at.map` is the gradient of the projection."""
+    if at.source is None:
+        raise ValueError(
+            "a gradient must have a source to be formed of, got none; leave it as it is"
+        )
     kind = "to_raw" if filters is None else "project_to_raw"
     return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
 
@@ -215,7 +219,7 @@ def to_raw(at: Gradient, filters: Optional[Tensor] = None) -> Gradient:
 # --- The loss: logits (batch, x, y, z, R) against a target uint8 that is 0, not 0, or IGNORED ---
 
 
-def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
+def loss_sums(logits: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
     """Sums over the voxels of each sample and region, (batch, 4, R): of cross-entropies, of p where
     the target is not 0, of p, and of such voxels, with p the sigmoid of a logit.
 
@@ -228,7 +232,7 @@ def loss_sums(logits: Tensor, target: Tensor) -> Tensor:
     return sums
 
 
-def loss_slope(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
+def loss_slope(logits: tf.Tensor, target: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
     """The gradient of a loss by the logits, in their dtype, from its derivatives by the first three
     of `loss_sums`, (batch, 3, R); 0 where the target is IGNORED."""
     slope = _module().cpu_loss_slope(logits, target, factors)
@@ -239,7 +243,7 @@ def loss_slope(logits: Tensor, target: Tensor, factors: Tensor) -> Tensor:
 # --- An optimizer's update ---
 
 
-def orthogonal(kernel: Tensor) -> Tensor:
+def orthogonal(kernel: tf.Tensor) -> tf.Tensor:
     """The orthogonal matrix nearest to a kernel (..., A, B), float32, as a matrix of B columns,
     roughly, in the kernel's shape: singular values of 0.7 to 1.2, times the root of its rows over
     its columns if that is more than 1. `cpu3d.training.optimizers.orthogonal` is the same by
@@ -255,9 +259,9 @@ def orthogonal(kernel: Tensor) -> Tensor:
 def products_per_s(dtype: str, threads: int) -> float:
     """Multiplications and additions a second of the products alone, of values in the cache L1: the
     most of a few runs. A short convolution may be counted as faster, as it needs fewer of them."""
-    library = load(own_operations().kernels)
+    library = _library(own_operations())
     library.native_products.restype = ctypes.c_double
-    code = ("float32", "bfloat16").index(dtype)
+    code = DTYPE_CODES[dtype]
     best = 0.0
     for _ in range(5):
         begin = time.perf_counter()
@@ -285,8 +289,8 @@ def speed(dtype: str) -> Speed:
     """How fast a convolution is here, with the instruction set and the threads that a training
     would have: the fastest of a few runs, beside the limit measured just before."""
     own = own_operations()
-    name = own.float32 if dtype == "float32" else own.bfloat16
-    limit = products_per_s(dtype, load(own.kernels).thread_count())
+    name = own.of(dtype)
+    limit = products_per_s(dtype, _library(own).thread_count())
     shape = (1, SPEED_EDGE, SPEED_EDGE, SPEED_EDGE, SPEED_CHANNELS)
     source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
     filters = tf.random.stateless_uniform((3, 3, 3, SPEED_CHANNELS, SPEED_CHANNELS), (3, 4), -1.0)
@@ -317,12 +321,12 @@ WITH_SUMS = (
 
 def _run(
     kind: str,
-    maps: Sequence[Tensor],
-    extras: Sequence[Tensor],
-    *floats: Optional[Tensor],
-    made: Sequence = (),
+    maps: Sequence[tf.Tensor],
+    extras: Sequence[tf.Tensor],
+    *floats: Optional[tf.Tensor],
+    made: Sequence[Optional[int]] = (),
     strides: Sequence[int] = HALVED,
-) -> Tuple[AtValues, Tensor, Tensor]:
+) -> Tuple[AtValues, tf.Tensor, tf.Tensor]:
     """Map with its two sums, gradients of filters and bias; results that the kind does not make are
     empty. `floats` are filters, bias, coefficients and other coefficients, if any; `made` is the
     shape of the map, or of the map that has the sums. `strides` are between two grids."""
@@ -348,27 +352,43 @@ def _run(
 def _pass(
     kind: str,
     source: Source,
-    extras: Sequence[Tensor] = (),
-    filters: Optional[Tensor] = None,
-    bias: Optional[Tensor] = None,
-    coefficients: Optional[Tensor] = None,
+    extras: Sequence[tf.Tensor] = (),
+    filters: Optional[tf.Tensor] = None,
+    bias: Optional[tf.Tensor] = None,
+    coefficients: Optional[tf.Tensor] = None,
     strides: Sequence[int] = HALVED,
     size: Optional[Sequence[Optional[int]]] = None,
     channels: Optional[int] = None,
-) -> Tuple[AtValues, Tensor, Tensor]:
+) -> Tuple[AtValues, tf.Tensor, tf.Tensor]:
     """`_run` on one map; the new map has as many voxels and channels unless `size` and `channels`
     say others."""
     batch, *own_size, width = source.raw.shape
-    made = (batch, *(size or own_size), width if channels is None else channels)
+    if size is None:
+        size = own_size
+    if channels is None:
+        channels = width
+    made = (batch, *size, channels)
     if coefficients is None:
         coefficients = _norms([source])
     floats = (filters, bias, coefficients)
     return _run(kind, [source.raw], extras, *floats, made=made, strides=strides)
 
 
+def _given(*values: Any) -> List[Any]:
+    """Those of some values that are there."""
+    return [value for value in values if value is not None]
+
+
 def _times(side: Optional[int], times: int, over: int) -> Optional[int]:
     """A side of a coarser or finer grid; None stays unknown."""
     return None if side is None else side * times // over
+
+
+def _library(own: OwnOperations) -> ctypes.CDLL:
+    """The functions of native.h."""
+    if own.kernels is None:
+        raise RuntimeError(f"own operations must load here, got none: {own.why}")
+    return load(own.kernels)
 
 
 def _module() -> Any:
@@ -417,11 +437,11 @@ def _module_of_registered() -> Any:
     source = _pywrap_python_op_gen.GetPythonWrappers(definitions)
     module = types.ModuleType("cpu_operation")
     exec(source, module.__dict__)
-    module._IS_TENSORFLOW_PLUGIN = True  # as load_op_library's, for AutoGraph
+    vars(module)["_IS_TENSORFLOW_PLUGIN"] = True  # as load_op_library's, for AutoGraph
     return module
 
 
-def _norms(sources: Sequence[Source]) -> Optional[Tensor]:
+def _norms(sources: Sequence[Source]) -> Optional[tf.Tensor]:
     """(batch, 6, channels): scale, shift, floor, mean, rstd, and one that is not read; None if all
     are raw."""
     if not any(source.norm for source in sources):
@@ -433,14 +453,19 @@ def _norms(sources: Sequence[Source]) -> Optional[Tensor]:
             norm = Norm(ones, 0 * ones, 0 * ones, ones, -float("inf") * ones)
         rows = (norm.scale, norm.shift, norm.floor, norm.mean, norm.rstd, norm.rstd)
         parts.append(tf.stack(rows, 1))
-    return tf.concat(parts, 2) if len(parts) > 1 else parts[0]
+    if len(parts) == 1:  # an operation less in the graph
+        return parts[0]
+    return tf.concat(parts, 2)
 
 
-def _through(gradient: Gradient) -> Optional[Tensor]:
+def _through(gradient: Gradient) -> Optional[tf.Tensor]:
     """(batch, 6, channels): scale, shift, floor, a, b, c; None for a raw map's gradient."""
     if gradient.source is None:
         return None
     norm = gradient.source.norm
+    if norm is None:
+        rule = "the source of a gradient must have a norm, got none"
+        raise ValueError(f"{rule}; leave out a source without one")
     return tf.stack([norm.scale, norm.shift, norm.floor, gradient.a, gradient.b, gradient.c], 1)
 
 
@@ -448,7 +473,9 @@ def _through(gradient: Gradient) -> Optional[Tensor]:
 
 
 @tf.RegisterGradient("CpuOperation")
-def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tensor]]:
+def _gradient_of(
+    op: Any, at_map: tf.Tensor, at_sums: tf.Tensor, *_: Any
+) -> List[Optional[tf.Tensor]]:
     """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same
     values in float32: in bfloat16 its gradients of filters may be infinite. These can be
     differentiated again. A training step does not come here: models/step.py has gradients by own
@@ -475,7 +502,7 @@ def _gradient_of(op, at_map: Tensor, at_sums: Tensor, *_) -> List[Optional[Tenso
     return tape.gradient(made, inputs, at_map)
 
 
-def _through_sums(raw: Tensor, sums: Tensor, at_sums: Tensor) -> Tensor:
+def _through_sums(raw: tf.Tensor, sums: tf.Tensor, at_sums: tf.Tensor) -> tf.Tensor:
     """The gradient of a raw map from those of its mean and variance, (N, 2, C)."""
     mean, _ = _over_grid(sums)
     at_mean, at_variance = _over_grid(at_sums)
@@ -483,7 +510,7 @@ def _through_sums(raw: Tensor, sums: Tensor, at_sums: Tensor) -> Tensor:
     return (at_mean + 2 * at_variance * (tf.cast(raw, tf.float32) - mean)) / voxels
 
 
-def _plain_values(maps: Sequence[Tensor], norms: Tensor) -> Tensor:
+def _plain_values(maps: Sequence[tf.Tensor], norms: tf.Tensor) -> tf.Tensor:
     """The values of maps side by side, formed with `norms` as of `_norms`."""
     raw = tf.cast(tf.concat(maps, -1), tf.float32)
     if norms.shape.num_elements() == 0:
@@ -493,7 +520,7 @@ def _plain_values(maps: Sequence[Tensor], norms: Tensor) -> Tensor:
     return tf.where(values > floor, values, floor)  # at the floor itself the gradient is 0
 
 
-def _over_grid(rows: Tensor) -> List[Tensor]:
+def _over_grid(rows: tf.Tensor) -> List[tf.Tensor]:
     """(N, rows, C) as a list of (N, 1, 1, 1, C)."""
     return [row[:, None, None, None] for row in tf.unstack(rows, axis=1)]
 
@@ -501,32 +528,32 @@ def _over_grid(rows: Tensor) -> List[Tensor]:
 class _Read(NamedTuple):
     """What a forward operation reads, in float32."""
 
-    values: Tensor  # of its maps, side by side
-    filters: Tensor
-    bias: Tensor
-    terms: List[Tensor]  # other maps
+    values: tf.Tensor  # of its maps, side by side
+    filters: tf.Tensor
+    bias: tf.Tensor
+    terms: List[tf.Tensor]  # other maps
     strides: List[int]  # between two grids
 
 
-def _plain_convolve(read: _Read) -> Tensor:
+def _plain_convolve(read: _Read) -> tf.Tensor:
     made = tf.nn.conv3d(read.values, read.filters, (1, 1, 1, 1, 1), "SAME")
     if read.bias.shape.num_elements():
         made += read.bias
     return tf.add_n([made, *read.terms])
 
 
-def _plain_max_pool(read: _Read) -> Tensor:
+def _plain_max_pool(read: _Read) -> tf.Tensor:
     return tf.nn.max_pool3d(read.values, read.strides, read.strides, "VALID")
 
 
-def _plain_up(read: _Read) -> Tensor:
+def _plain_up(read: _Read) -> tf.Tensor:
     size = read.values.shape[1:4]
     grid = [stride * side for stride, side in zip(read.strides, size)]
     shape = (tf.shape(read.values)[0], *grid, read.filters.shape[3])
     return tf.nn.conv3d_transpose(read.values, read.filters, shape, read.strides, "SAME")
 
 
-def _plain_residual_sum(read: _Read) -> Tensor:
+def _plain_residual_sum(read: _Read) -> tf.Tensor:
     return tf.nn.relu(read.values + read.terms[0])
 
 

@@ -59,14 +59,14 @@ class NumpyLearner:
         self.parameters = regions
         self.largest_bytes = 8 * regions
 
-    def step(self, parts, learning_rate, note=lambda: 0.0, before_exchange=lambda: None):
+    def step(self, micro_batches, learning_rate, note=lambda: 0.0, before_exchange=lambda: None):
         weights = self._arrays["model/000"]
         momentum = self._arrays["optimizer/000"]
         losses = []
         dice = []
         gradient = np.zeros_like(weights)
-        for _ in range(self.config.parts):
-            image, target = (np.asarray(array, np.float64) for array in next(parts))
+        for _ in range(self.config.micro_batches):
+            image, target = (np.asarray(array, np.float64) for array in next(micro_batches))
             error = target.mean((1, 2, 3)) * (1 + image.mean()) - weights
             losses.append(np.square(error).mean())
             dice.extend(error)

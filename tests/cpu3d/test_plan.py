@@ -338,7 +338,7 @@ def test_the_batch_grows_with_the_workers_and_the_rates_with_it_and_once_alone(
 ):
     for _ in range(3):
         config = planned(phantom_store, tmp_path, 4, batch_per_worker=1, **settings).config
-        assert (config.batch, config.micro, config.parts) == (4, 1, 4)
+        assert (config.batch, config.micro, config.micro_batches) == (4, 1, 4)
         assert config.learning_rate == pytest.approx(rate)
         if "optimizer" not in settings:
             assert config.adam_rate == pytest.approx(0.06)
@@ -619,7 +619,7 @@ def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(
 
 def test_batch_norm_sees_what_a_worker_computes_and_that_stays_as_it_was(phantom_store, tmp_path):
     config = planned(phantom_store, tmp_path, 2, batch=4, norm="batch").config
-    assert (config.micro, config.parts) == (2, 2)
+    assert (config.micro, config.micro_batches) == (2, 2)
     save_config(config, tmp_path)
     assert make_plan(phantom_store, tmp_path, HOST, {}).config.micro == 2
     with pytest.raises(

@@ -8,11 +8,12 @@ import math
 
 import pytest
 
+from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
 from cpu3d.compare.experiment import as_options
 from cpu3d.data.augment import LATER
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
-from cpu3d.settings import FULL_RATE_SHARE, SETTINGS, RunConfig, recipe_settings, with_settings
+from cpu3d.settings import FULL_RATE_SHARE, Decided, RunConfig, Settings, StoreFacts
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
@@ -25,6 +26,15 @@ CONFIG = RunConfig(
     grid=(16, 32, 16),
     unet=UNetConfig(depth=3),
 )
+
+
+def test_a_run_is_what_its_store_is_what_was_chosen_and_what_was_decided_each_once():
+    kinds = (StoreFacts, Settings, Decided)
+    fields = [field.name for kind in kinds for field in dataclasses.fields(kind)]
+    assert fields == [field.name for field in dataclasses.fields(RunConfig)]
+    assert RunConfig(**vars(CONFIG.settings)) == RunConfig(
+        channels=CONFIG.channels, unet=CONFIG.unet
+    )
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -100,7 +110,7 @@ def test_a_run_from_before_contrast_goes_on_unless_it_turned_volumes_in_planes(a
 
 
 @pytest.mark.parametrize(
-    ("norm", "micro_batch", "micro", "parts"),
+    ("norm", "micro_batch", "micro", "count"),
     [
         ("instance", 0, 1, 6),
         ("none", 0, 1, 6),
@@ -110,11 +120,11 @@ def test_a_run_from_before_contrast_goes_on_unless_it_turned_volumes_in_planes(a
     ],
 )
 def test_the_micro_batch_is_one_volume_by_rule_but_with_batch_norm_the_whole_batch(
-    norm, micro_batch, micro, parts
+    norm, micro_batch, micro, count
 ):
     config = RunConfig(unet=UNetConfig(norm=norm), batch=6, micro_batch=micro_batch)
     job = Job(config.unet, (64, 64, 64), batch=6, micro_batch=micro_batch)
-    assert (config.micro, config.parts) == (job.micro, job.micro_batches) == (micro, parts)
+    assert (config.micro, config.micro_batches) == (job.micro, job.micro_batches) == (micro, count)
     assert job.voxels == micro * 64**3
 
 

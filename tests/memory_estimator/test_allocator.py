@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator
-from memory_estimator.step.program import (
+from memory_estimator.step.timeline import (
     GRANULE_BYTES,
+    Group,
     Program,
     StepOp,
     Tensor,
@@ -103,7 +104,7 @@ def test_no_two_tensors_overlap_and_no_tensor_is_short_and_all_that_is_given_bac
 
 def tensor(name, granules):
     """A tensor of so many of the allocator's smallest units."""
-    return Tensor(name, granules * GRANULE_BYTES, "")
+    return Tensor(name, granules * GRANULE_BYTES, Group.TRANSIENTS)
 
 
 def live(program):
@@ -112,8 +113,8 @@ def live(program):
 
 def calls(program):
     return [
-        (op.name, [tensor.name for tensor in taken], freed)
-        for op, taken, freed in walk(program.ops, set())
+        (op.name, [tensor.name for tensor in op.taken], freed)
+        for op, freed in walk(program.ops, set())
     ]
 
 

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from memory_estimator.calibration import load_constants
 from memory_estimator.job import Job
 from memory_estimator.step.cut import Work, cut_of
-from memory_estimator.step.program import OwnOperation
 from memory_estimator.step.scratch import cut_for
+from memory_estimator.step.timeline import OwnOperation
 from memory_estimator.step.timing import step_busy_share
 from memory_estimator.step.training_step import training_step
 from models.config import UNetConfig
@@ -78,6 +78,6 @@ def test_a_step_keeps_the_cores_of_a_socket_busy(instructions, threads):
     program = training_step(job)
     for op in program.ops:
         if op.own and op.own.kind != "orthogonal":  # too small for so many
-            cut = cut_for(op.own, threads, instructions, op.takes_over == op.reads[0])
+            cut = cut_for(op.own, threads, instructions, op.is_in_place)
             assert cut.efficiency > 0.55, op.own
     assert step_busy_share(program, load_constants(instructions), job) > 0.85

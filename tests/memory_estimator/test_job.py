@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cpu3d.settings import recipe_settings
+from cpu3d.chosen import recipe_settings
 from memory_estimator.common.schema import add_options
 from memory_estimator.job import RECIPES, Job, JobOptions, job_from, policy_is_open, read_run
 from models.config import UNetConfig

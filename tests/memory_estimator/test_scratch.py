@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimator.host import read_host
-from memory_estimator.step.program import OwnOperation, StepOp
 from memory_estimator.step.scratch import KINDS, scratch_bytes, scratch_of
+from memory_estimator.step.timeline import OwnOperation, StepOp
 from models.native.build import build
 from models.strides import STRIDES
 from tests.models.native import reference
@@ -104,7 +104,7 @@ def test_a_process_that_computes_grows_by_what_is_predicted_and_not_with_the_ope
     """In a fresh process, besides the maps: many sizes, the largest neither first nor last."""
     script = f"""
 import numpy as np
-from memory_estimator.step.program import OwnOperation, StepOp
+from memory_estimator.step.timeline import OwnOperation, StepOp
 from memory_estimator.step.scratch import scratch_bytes
 from tests.models.native.reference import *
 library, threads = load({str(path)!r}), 8

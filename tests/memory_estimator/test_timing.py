@@ -12,7 +12,7 @@ from memory_estimator.__main__ import main
 from memory_estimator.calibration import HostConstants
 from memory_estimator.job import Job
 from memory_estimator.scaling import largest_of, step_costs
-from memory_estimator.step.program import OwnOperation, Program, StepOp
+from memory_estimator.step.timeline import OwnOperation, Program, StepOp
 from memory_estimator.step.timing import op_seconds
 from models.config import UNetConfig
 

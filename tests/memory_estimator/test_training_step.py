@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import Allocator, use
 from memory_estimator.step.layer_step import layer_step
-from memory_estimator.step.program import rounded, timeline
+from memory_estimator.step.timeline import rounded, timeline
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS, Optimizer, Rule
@@ -25,7 +25,12 @@ UNETS = {
     "network": tuple(NETWORKS),
 }
 UNETS.update(
-    norm=NORMS, up=UPS, residual=BOTH, deep_supervision=BOTH, dtype=DTYPES, policy=POLICIES
+    norm=tuple(NORMS),
+    up=UPS,
+    residual=BOTH,
+    deep_supervision=BOTH,
+    dtype=tuple(DTYPES),
+    policy=POLICIES,
 )
 MORE = {
     "optimizer": tuple(OPTIMIZERS),

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 from models.config import EPSILON, POLICIES, UNetConfig
-from models.layer_plan import layer_plan
+from models.layer_plan import LayerKind, layer_plan
 from models.layers import NormActivation
 from models.native import operations
 from models.supervision import thinned
@@ -332,8 +332,8 @@ def exact_gradients(model, image, target):
         heads = []
         for op in layer_plan(model.unet, grid)[1:]:
             inputs = [maps[name] for name in op.inputs]
-            maps[op.name] = EXACT[op.kind](op, inputs, weights[op.name])
-            if op.kind == "head":
+            maps[op.name] = EXACT[op.kind.value](op, inputs, weights[op.name])
+            if op.kind is LayerKind.HEAD:
                 heads.append(maps[op.name])
         loss = squared_errors(heads, tf.constant(target, tf.float64))
     gradients = tape.gradient(loss, weights)

@@ -14,7 +14,7 @@ from memory_estimator.calibration import find_constants, load_constants, shipped
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.validation import request_for
+from memory_estimator.measured import request_for
 from models.config import UNetConfig
 
 HOST = read_host()

@@ -23,7 +23,7 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.validation import job_of_record, request_for
+from memory_estimator.measured import job_of_record, request_for
 from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
 

@@ -14,7 +14,7 @@ from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.tables import tables
 from cpu3d.util.records import append_record
 from memory_estimator.host import read_host
-from memory_estimator.validation import configurations, request_for
+from memory_estimator.measured import configurations, request_for
 
 RECORDS = Path(__file__).parents[3] / "records"
 MIB = 2**20

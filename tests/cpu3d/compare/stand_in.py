@@ -24,10 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, os.getcwd())
 
+from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
-from cpu3d.settings import SETTINGS, RunConfig, recipe_settings, with_settings
+from cpu3d.settings import RunConfig
 from memory_estimator.common.schema import add_options, arguments
 
 BUDGET_STEPS = 6

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from cpu3d.chosen import SETTINGS
 from cpu3d.compare.experiment import (
     Budget,
     courses,
@@ -14,7 +15,6 @@ from cpu3d.compare.experiment import (
 )
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
-from cpu3d.settings import SETTINGS
 from memory_estimator.common.schema import add_options, arguments
 from tests.cpu3d.runs import decided, written_weights
 

@@ -94,10 +94,10 @@ def test_a_fault_ends_with_its_code_and_the_run_continues(
     fault, before, save_minutes, messages, kept, reason = FAULTS[code]
     step = HeavyLearner.step
 
-    def faulty_step(self, parts, *rest):
+    def faulty_step(self, micro_batches, *rest):
         if self.arrays()["updates"] == before - 1:
             fault(patch)
-        return step(self, parts, *rest)
+        return step(self, micro_batches, *rest)
 
     try:
         with monkeypatch.context() as patch:

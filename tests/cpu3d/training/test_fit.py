@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from cpu3d.chosen import SETTINGS
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import DivergedError, InputError, Interrupted, WorkerLostError
@@ -30,7 +31,7 @@ from cpu3d.run.checkpoint import (
 )
 from cpu3d.run.config_json import save_config
 from cpu3d.run.log import append_event, read_events
-from cpu3d.settings import SETTINGS, RunConfig
+from cpu3d.settings import RunConfig
 from cpu3d.training import fit as fit_module
 from cpu3d.training.fit import Fit
 from cpu3d.training.watchdog import Stop

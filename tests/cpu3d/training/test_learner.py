@@ -1,5 +1,5 @@
-"""A batch in parts is the batch: the same gradients, weights and averages to rounding, in the
-memory of one part."""
+"""A batch in micro-batches is the batch: the same gradients, weights and averages to rounding, in
+the memory of one."""
 
 import dataclasses
 
@@ -31,12 +31,12 @@ def learner(*numbers, **settings):
 def volumes(count=BATCH, side=SIDE, seed=0):
     rng = np.random.default_rng(seed)
     image = rng.standard_normal((count, side, side, side, UNET.channels)).astype("f4")
-    # Volumes unlike each other, so that no part can stand for another.
+    # Volumes unlike each other, so that no micro-batch can stand for another.
     share = np.linspace(0.05, 0.6, count).reshape((count, 1, 1, 1, 1))
     return image, (rng.random((count, side, side, side, UNET.outputs)) < share).astype("u1")
 
 
-def parts(pair, micro):
+def micro_batches(pair, micro):
     image, target = pair
     for begin in range(0, len(image), micro):
         yield tf.constant(image[begin : begin + micro]), tf.constant(target[begin : begin + micro])
@@ -44,7 +44,7 @@ def parts(pair, micro):
 
 def slots(learned, pair):
     """The optimizer's slots after a first step: a share of its gradients, or of their squares."""
-    learned.step(parts(pair, learned.config.micro), 1e-2)
+    learned.step(micro_batches(pair, learned.config.micro), 1e-2)
     arrays = {
         name: np.array(array)
         for name, array in learned.arrays().items()
@@ -61,39 +61,40 @@ def assert_alike(arrays, expected, within):
 def trained(learned, steps=2):
     """The outcomes of the steps, and all variables after them."""
     outcomes = [
-        learned.step(parts(volumes(seed=step), learned.config.micro), 1e-2) for step in range(steps)
+        learned.step(micro_batches(volumes(seed=step), learned.config.micro), 1e-2)
+        for step in range(steps)
     ]
     return outcomes, {name: np.array(array) for name, array in learned.arrays().items()}
 
 
-def test_gradients_summed_over_parts_are_those_of_the_whole_batch():
+def test_gradients_summed_over_micro_batches_are_those_of_the_whole_batch():
     for arrays, expected in zip(
         *(slots(learner(micro, ema=0.9), volumes()) for micro in (1, BATCH))
     ):
         assert_alike(arrays, expected, 1e-4)
 
 
-def test_two_steps_in_parts_end_with_the_whole_batch_s_weights_averages_and_counters():
+def test_two_steps_in_micro_batches_end_with_the_whole_batch_s_weights_averages_and_counters():
     outcomes, arrays = trained(learner(BATCH, ema=0.9))
-    outcomes_of_parts, arrays_of_parts = trained(learner(1, ema=0.9))
-    assert list(arrays_of_parts) == list(arrays)
+    outcomes_of_ones, arrays_of_ones = trained(learner(1, ema=0.9))
+    assert list(arrays_of_ones) == list(arrays)
     # A small gradient is mostly rounding, and Adam divides by its size: only all weights together
     # are alike.
     for kind in {name.split("/")[0] for name in arrays}:
-        assert_alike(flat(arrays_of_parts, kind), flat(arrays, kind), 3e-3)
-    assert arrays_of_parts["updates"] == 2
-    for outcome, of_parts in zip(outcomes, outcomes_of_parts):
-        assert of_parts.dice.shape == (BATCH, UNET.outputs)
-        np.testing.assert_allclose(of_parts.loss, outcome.loss, rtol=1e-5)
-        np.testing.assert_allclose(of_parts.dice, outcome.dice, rtol=1e-4)
+        assert_alike(flat(arrays_of_ones, kind), flat(arrays, kind), 3e-3)
+    assert arrays_of_ones["updates"] == 2
+    for outcome, of_ones in zip(outcomes, outcomes_of_ones):
+        assert of_ones.dice.shape == (BATCH, UNET.outputs)
+        np.testing.assert_allclose(of_ones.loss, outcome.loss, rtol=1e-5)
+        np.testing.assert_allclose(of_ones.dice, outcome.dice, rtol=1e-4)
 
 
-def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_updated():
+def test_a_micro_batch_whose_loss_is_not_finite_ends_the_step_before_anything_is_updated():
     learned = learner(1, ema=0.9)
     before = {name: np.array(array) for name, array in learned.arrays().items()}
     image, target = volumes()
     image[1] = np.inf
-    outcome = learned.step(parts((image, target), 1), 1e-2)
+    outcome = learned.step(micro_batches((image, target), 1), 1e-2)
     assert np.isfinite(outcome.losses).tolist() == [
         True,
         False,
@@ -107,10 +108,10 @@ def test_a_part_whose_loss_is_not_finite_ends_the_step_before_anything_is_update
         if name != "optimizer/001":  # the learning rate
             np.testing.assert_array_equal(array, before[name], err_msg=name)
     # Nor does anything of it stay in the sums.
-    learned.step(parts(volumes(), 1), 1e-2)
+    learned.step(micro_batches(volumes(), 1), 1e-2)
     after = {name: np.array(array) for name, array in learned.arrays().items()}
     learned.restore(before)
-    learned.step(parts(volumes(), 1), 1e-2)
+    learned.step(micro_batches(volumes(), 1), 1e-2)
     for name, array in learned.arrays().items():
         np.testing.assert_array_equal(after[name], array, err_msg=name)
 
@@ -120,16 +121,16 @@ def peak_bytes_of(batch, micro):
     learned = Learner(
         config(micro, batch, 32, dataclasses.replace(UNET, filters=8), optimizer="sgd")
     )
-    part = next(parts(volumes(micro, 32), micro))
+    each = next(micro_batches(volumes(micro, 32), micro))
     for _ in range(2):
-        learned.step(iter([part] * learned.config.parts), 1e-2)
+        learned.step(iter([each] * learned.config.micro_batches), 1e-2)
     tf.config.experimental.reset_memory_stats("CPU:0")
     current = tf.config.experimental.get_memory_info("CPU:0")["current"]
-    learned.step(iter([part] * learned.config.parts), 1e-2)
+    learned.step(iter([each] * learned.config.micro_batches), 1e-2)
     return allocator_peak_bytes() - current
 
 
-def test_the_peak_of_a_batch_in_parts_is_that_of_one_part_and_one_set_of_gradients():
+def test_the_peak_of_a_batch_in_micro_batches_is_that_of_one_and_one_set_of_gradients():
     if allocator_peak_bytes() is None:
         pytest.skip("needs an engine that counts its memory")
     # The allocator gives out chunks of up to twice what is asked for, whichever earlier work left.
@@ -140,7 +141,7 @@ def test_arrays_stay_as_they_were_while_training_goes_on():
     learned = learner(1, ema=0.9)
     held = learned.arrays()
     copied = {name: np.array(array) for name, array in held.items()}
-    learned.step(parts(volumes(), 1), 1e-2)
+    learned.step(micro_batches(volumes(), 1), 1e-2)
     assert any((learned.arrays()[name].numpy() != array).any() for name, array in copied.items())
     for name, array in copied.items():
         np.testing.assert_array_equal(held[name], array, err_msg=name)

@@ -17,7 +17,7 @@ from cpu3d.settings import RunConfig
 from cpu3d.training.learner import Learner
 from cpu3d.training.validation import validate
 from memory_estimator.job import Job
-from memory_estimator.step.program import Program, timeline
+from memory_estimator.step.timeline import Program, timeline
 from memory_estimator.step.training_step import training_step, validation_pass
 from models.config import UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES

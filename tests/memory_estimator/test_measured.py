@@ -10,7 +10,7 @@ import pytest
 from cpu3d.bench.estimator_errors import VALIDATION, validation
 from memory_estimator.accuracy import SHIPPED, Accuracy, load_accuracy
 from memory_estimator.job import Job
-from memory_estimator.validation import (
+from memory_estimator.measured import (
     LEAST_RECORDS,
     Measured,
     Row,

@@ -5,9 +5,26 @@ A tensor lives from the operation that writes it to the last one that reads it.
 """
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 GRANULE_BYTES = 256  # TensorFlow's allocator rounds every request up to this
+
+
+class Group(Enum):
+    """What a tensor is held for: a line of the bill, or one for each level."""
+
+    WEIGHTS = "weights"
+    WEIGHTS_PARTS = "weights, parts"
+    SLOTS = "optimizer slots"
+    AVERAGES = "averaged weights"
+    GRADIENTS = "gradients"
+    GRADIENT_SUMS = "gradient sums"
+    ACTIVATIONS = "activations"
+    TRANSIENTS = "transients"
+    SCRATCH = "scratch"
+    INPUT = "input"
+    NEXT_BATCH = "input pipeline, next batch"  # that a store holds ready
 
 
 @dataclass(frozen=True)
@@ -16,7 +33,15 @@ class Tensor:
 
     name: str  # unique in its program, such as "decoder0_conv1" or "decoder0_conv1/filter_gradient"
     bytes: int
-    group: str  # the line of the bill it counts under, such as "activations, level 0"
+    group: Group
+    level: Optional[int] = None  # that the group is split by
+
+    @property
+    def line(self) -> str:
+        """The line of the bill that it counts under, such as "activations, level 0"."""
+        if self.level is None:
+            return self.group.value
+        return f"{self.group.value}, level {self.level}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +82,19 @@ class StepOp:
     in_channels: int = 0
     out_channels: int = 0
     phase: str = ""  # of the step: "forward pass", "loss", "backward pass" or "update"
+    graph_ops: int = 1  # so many operations of TensorFlow's graph, each with some memory
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it writes over the first tensor that it reads."""
+        return bool(self.reads) and self.takes_over == self.reads[0]
+
+    @property
+    def taken(self) -> Tuple[Tensor, ...]:
+        """The tensors that it takes memory for."""
+        if self.takes_over:
+            return self.writes[1:] + self.scratch
+        return self.writes + self.scratch
 
 
 @dataclass(frozen=True)
@@ -102,14 +140,14 @@ def timeline(program: Program) -> Timeline:
     peak_tensors: Tuple[Tensor, ...] = ()
     live = {tensor.name: tensor for tensor in program.resident}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
-    for op, taken, freed in walk(program.ops, {tensor.name for tensor in program.resident}):
+    for op, freed in walk(program.ops, {tensor.name for tensor in program.resident}):
         missing = [name for name in op.reads if name not in live]
         if missing:
             rule = f"{op.name} must read tensors that are live"
             raise ValueError(f"{rule}, got {missing[0]}; correct the program")
         if op.takes_over:
             held -= rounded(live.pop(op.takes_over).bytes)
-        for tensor in (op.writes[:1] if op.takes_over else ()) + taken:
+        for tensor in op.writes + op.scratch:
             if tensor.name in live:  # a resident tensor that moves
                 held -= rounded(live[tensor.name].bytes)
             live[tensor.name] = tensor
@@ -128,7 +166,6 @@ class Turn(NamedTuple):
     """An operation's turn."""
 
     op: StepOp
-    taken: Tuple[Tensor, ...]  # tensors that it takes memory for
     freed: List[str]  # names of those that give theirs back after it
 
 
@@ -143,10 +180,9 @@ def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Turn]:
         if name not in stays:
             gone.setdefault(index, []).append(name)
     for index, op in enumerate(ops):
-        new = op.writes[1:] if op.takes_over else op.writes
         freed = [tensor.name for tensor in reversed(op.scratch)]
         freed += [name for name in gone.get(index, ()) if name != op.takes_over]
-        yield Turn(op, new + op.scratch, freed)
+        yield Turn(op, freed)
 
 
 def kernel_made(kernel: Tensor) -> List[StepOp]:
@@ -167,11 +203,14 @@ def inputs_made(image: Tensor, target: Tensor, values: int) -> List[StepOp]:
         Tensor(f"{image.name}/{name}", 4 * values, image.group)
         for name in ("noise", "scaled", "shifted")
     ]
-    noise, scaled, shifted = wide if image.bytes < 4 * values else (*wide[:2], image)
+    noise, scaled, shifted = wide
+    cast = [_made(image)]
+    if image.bytes == 4 * values:
+        shifted = image
+        cast = []
     numbers = Tensor(f"{target.name}/drawn", 4 * target.bytes, target.group)
     hits = Tensor(f"{target.name}/hits", target.bytes, target.group)
     drawn = [_made(noise), _made(scaled, noise), _made(shifted, scaled, noise), _made(numbers)]
-    cast = [_made(image)] if shifted is not image else []
     done = StepOp("inputs made", "update", (shifted.name, numbers.name))
     return [*drawn, *cast, _made(hits), _made(target, hits), done]
 

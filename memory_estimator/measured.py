@@ -75,7 +75,10 @@ def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job,
     for unet, shape, more in NETWORKS:
         for dtype, policy in itertools.product(DTYPES, POLICIES):
             config = UNetConfig(**unet, dtype=dtype, policy=policy)
-            for engine in engines if shape in ON_EVERY_ENGINE else engines[:1]:
+            measured = engines[:1]
+            if shape in ON_EVERY_ENGINE:
+                measured = engines
+            for engine in measured:
                 jobs.append(Job(config, shape, engine=engine, threads=threads, **more))
     return tuple(jobs)
 
@@ -375,7 +378,11 @@ def _spread_text(rows: Iterable[Row], figure: str) -> str:
 
 def signed(share: Optional[float]) -> str:
     """For reading, such as "+6.3%"; "-" if it is not known."""
-    return "-" if share is None or math.isnan(share) else f"{share:+.1%}"
+    return _cell(share, "+.1%")
+
+
+def _cell(figure: Optional[float], form: str) -> str:
+    return "-" if figure is None or math.isnan(figure) else f"{figure:{form}}"
 
 
 def page(measured: Sequence[Measured], rows: Sequence[Row]) -> List[str]:
@@ -414,17 +421,17 @@ def _cells(step: Measured, row: Optional[Row]) -> Sequence[str]:
     if row is None:
         return (name, *7 * ["-"], f"not measured: {step.failure}")
     allocator, process, bound, seconds = map(signed, row.errors.values())
-    step_s = "-" if math.isnan(step.step_s) else f"{step.step_s:.2f}"
-    peaks = (step.allocator_peak_bytes, step.process_peak_bytes)
-    sizes = ["-" if size is None else f"{size / GIB:.3f}" for size in peaks]
+    allocator_gib = None
+    if step.allocator_peak_bytes is not None:
+        allocator_gib = step.allocator_peak_bytes / GIB
     return (
         name,
-        sizes[0],
+        _cell(allocator_gib, ".3f"),
         allocator,
-        sizes[1],
+        _cell(step.process_peak_bytes / GIB, ".3f"),
         process,
         bound,
-        step_s,
+        _cell(step.step_s, ".2f"),
         seconds,
         "" if row.covered else "wide",
     )

@@ -1,0 +1,315 @@
+"""Single operations of a U-Net, as models/program.py lists them: what each reads, makes and writes
+over, by the blocks of a network's levels. No TensorFlow.
+
+models/network.py has their order.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+from models.config import UNetConfig
+from models.program import Form, Kind, Op, UniqueNames, Value, given, kernel_of
+
+Maps = Tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Maps that the convolutions of a level's block read and make."""
+
+    name: str  # such as "encoder0"
+    entry: Maps  # one map, or the skip's and the parts of the up-sampled one
+    sums: Maps  # of each convolution
+    output: Value  # the last of them, but with a residual's sum a map of its own
+
+
+class Emitter:
+    """Writes operations down, in the order in which it is asked for them."""
+
+    def __init__(self, config: UNetConfig):
+        self.config = config
+        self.kernel_gradients: Dict[str, Value] = {}  # by the layers that have the kernels
+        self._ops: List[Op] = []
+        self._names = UniqueNames()
+        self._kernels: Dict[Tuple[str, int], Value] = {}
+        self._joined: Set[str] = set()
+        """Layers that read several maps side by side: each map meets its rows of the kernel."""
+        for level in range(config.depth - 1):
+            self._joined |= {f"decoder{level}_conv1", f"decoder{level}_shortcut"}
+
+    # --- Forward ---
+
+    def convolve(
+        self,
+        block: str,
+        number: int,
+        maps: Maps,
+        width: int,
+        *,
+        kernel: Optional[Value] = None,
+        add: Optional[Value] = None,
+        is_whole: bool = True,
+        again: bool = False,
+    ) -> Value:
+        """A convolution of a block, by its number from 1 on; by a part of its `kernel`, whose sum
+        is `is_whole` with the last part, and has a norm then."""
+        layer = f"{block}_conv{number}"
+        if kernel is None:
+            kernel = kernel_of(layer)
+        norm = ""
+        has_relu = False
+        if is_whole:
+            norm = self._norm_of(block, number)
+            has_relu = not self._is_before_sum(number)
+        return self._emit(
+            Kind.CONVOLVE,
+            layer,
+            self._value(layer, Form.MAP, maps[0].level, width),
+            maps=maps,
+            kernel=kernel,
+            add=add,
+            block=block,
+            norm=norm,
+            has_relu=has_relu,
+            over=(*given(add), *maps)[:1],
+            kept=not again,
+            again=again,
+        )
+
+    def max_pool(self, level: int, source: Value) -> Value:
+        layer = f"encoder{level}_pool"
+        made = self._value(layer, Form.MAP, level, source.channels)
+        strides = self.config.stride(level - 1)
+        return self._emit(Kind.MAX_POOL, layer, made, maps=(source,), strides=strides, kept=True)
+
+    def up(self, level: int, index: int, below: Value, again: bool) -> Value:
+        layer = self.up_layer(level)
+        first, past = self.config.up_parts(level)[index]
+        made = self._value(layer, Form.MAP, level, past - first)
+        maps = (below,)
+        kernel = self._up_kernel(level, index)
+        return self._emit(
+            Kind.UP_CONVOLVE,
+            layer,
+            made,
+            maps=maps,
+            kernel=kernel,
+            strides=self.config.stride(level),
+            kept=not again,
+            again=again,
+        )
+
+    def project(
+        self,
+        name: str,
+        entry: Maps,
+        index: int,
+        width: int,
+        block: str = "",
+        add: Optional[Value] = None,
+    ) -> Value:
+        return self._emit(
+            Kind.PROJECT,
+            name,
+            self._value(name, Form.MAP, entry[index].level, width),
+            maps=(entry[index],),
+            kernel=self.kernel_rows(name, entry, index),
+            add=add,
+            block=block,
+            over=given(add),
+        )
+
+    def residual_sum(self, name: str, last: Value, total: Value, again: bool) -> Value:
+        layer = f"{name}_act{self.config.convolutions}"
+        return self._emit(
+            Kind.RESIDUAL_SUM,
+            layer,
+            self._value(layer, Form.MAP, last.level, last.channels),
+            maps=(last,),
+            add=total,
+            block=name,
+            over=(total,),
+            kept=not again,
+            again=again,
+        )
+
+    # --- Backward ---
+
+    def max_pool_gradient(self, level: int, source: Value, at: Value, add: Value) -> Value:
+        layer = f"encoder{level}_pool"
+        made = self._gradient(layer, source)
+        return self._emit(
+            Kind.MAX_POOL_GRADIENT,
+            layer,
+            made,
+            maps=(source,),
+            gradient=at,
+            add=add,
+            strides=self.config.stride(level),
+            over=(add,),
+        )
+
+    def up_gradients(self, level: int, index: int, below: Value, at: Value) -> Tuple[Value, Value]:
+        """Of the filters, and of the values of the level below."""
+        layer = self.up_layer(level)
+        both = {
+            "maps": (below,),
+            "gradient": at,
+            "strides": self.config.stride(level),
+        }
+        of_up = self._value(f"{layer}/filter_gradient", Form.KERNEL_GRADIENT)
+        self._emit(Kind.UP_FILTER_GRADIENT, layer, of_up, **both)
+        at_below = self._gradient(layer, below)
+        kernel = self._up_kernel(level, index)
+        self._emit(Kind.UP_INPUT_GRADIENT, layer, at_below, **both, kernel=kernel)
+        return of_up, at_below
+
+    def add(self, at: Value, add: Value) -> Value:
+        made = self._value(f"{at.name}/sum", Form.GRADIENT, at.level, at.channels)
+        return self._emit(Kind.ADD, "", made, gradient=at, add=add, over=(at, add))
+
+    def project_gradient(
+        self, name: str, entry: Maps, index: int, at: Value, add: Optional[Value]
+    ) -> Value:
+        source = entry[index]
+        return self._emit(
+            Kind.PROJECT_GRADIENT,
+            name,
+            self._gradient(name, source),
+            self._of_kernel(name),
+            maps=(source,),
+            gradient=at,
+            add=add,
+            kernel=self.kernel_rows(name, entry, index),
+            over=given(add),
+            span=_span_of(entry, index),
+        )
+
+    def project_to_raw(self, block: Block, at: Value) -> Value:
+        """Of the finest head: first come the sums that the norm needs."""
+        maps = (block.output,)
+        kernel = kernel_of("head")
+        sums = self._value("head/sums", Form.GRADIENT, maps[0].level, maps[0].channels)
+        makes = (sums, self._of_kernel("head"))
+        self._emit(Kind.PROJECT_SUMS, "head", *makes, maps=maps, gradient=at, kernel=kernel)
+        at = self.norm_gradient(block, len(block.sums), sums)
+        made = self._gradient("head", maps[0], Form.RAW_GRADIENT)
+        return self._emit(
+            Kind.PROJECT_TO_RAW, "head", made, maps=maps, gradient=at, kernel=kernel, over=maps
+        )
+
+    def residual_gradient(self, block: Block, at: Value) -> Value:
+        layer = f"{block.name}_act{len(block.sums)}"
+        made = self._gradient(layer, at)
+        maps = (block.sums[-1], block.output)
+        return self._emit(Kind.RESIDUAL_GRADIENT, layer, made, maps=maps, gradient=at, over=(at,))
+
+    def norm_gradient(self, block: Block, number: int, at: Value) -> Value:
+        """The gradient of a raw sum, to be formed on reading, from that of its values."""
+        if at.form is Form.RAW_GRADIENT:
+            return at
+        source = block.sums[number - 1]
+        layer = self._norm_of(block.name, number)
+        made = self._gradient(layer, source, Form.FORMED_GRADIENT)
+        return self._emit(Kind.NORM_GRADIENT, layer, made, maps=(source,), gradient=at)
+
+    def to_raw(self, block: Block, at: Value) -> Value:
+        """A first convolution's formed gradient as a map of its own, over the raw sum."""
+        source = block.sums[0]
+        layer = f"{block.name}_conv1"
+        made = self._value(f"{layer}/to_raw", Form.RAW_GRADIENT, source.level, source.channels)
+        return self._emit(Kind.TO_RAW, layer, made, gradient=at, over=(source,))
+
+    def input_gradient(
+        self, name: str, at: Value, entry: Maps, index: int, sums: bool = False
+    ) -> Value:
+        made = self._gradient(name, entry[index])
+        maps: Maps = ()
+        if sums:  # of the norm of the map
+            maps = (entry[index],)
+        kernel = self.kernel_rows(name, entry, index)
+        return self._emit(
+            Kind.INPUT_GRADIENT, name, made, maps=maps, gradient=at, kernel=kernel, over=(at,)
+        )
+
+    def filter_gradient(self, name: str, entry: Maps, at: Value, of_part: str = "") -> Value:
+        made = self._of_kernel(name, of_part)
+        return self._emit(Kind.FILTER_GRADIENT, name, made, maps=entry, gradient=at)
+
+    def join_gradients(self, name: str, parts: Sequence[Value]) -> None:
+        self._emit(Kind.JOIN_GRADIENTS, name, self._of_kernel(name), parts=tuple(parts))
+
+    # --- Kernels ---
+
+    def _of_kernel(self, name: str, of_part: str = "") -> Value:
+        """The gradient of a layer's kernel: the last that is made is the whole one."""
+        made = self._value(f"{name}/filter_gradient{of_part}", Form.KERNEL_GRADIENT)
+        self.kernel_gradients[name] = made
+        return made
+
+    def kernel_rows(self, name: str, entry: Maps, index: int) -> Value:
+        """A layer's kernel, or the rows that one map of its block's entry meets: a copy, made when
+        it is first read."""
+        if name not in self._joined:
+            return kernel_of(name)
+        return self._kernel_part(Kind.KERNEL_ROWS, name, index, _span_of(entry, index))
+
+    def _up_kernel(self, level: int, index: int) -> Value:
+        parts = self.config.up_parts(level)
+        name = self.up_layer(level)
+        if self.config.up == "upsampling":
+            strides = self.config.stride(level)
+            return self._kernel_part(Kind.KERNEL_TAPS, name, index, parts[index], strides=strides)
+        if len(parts) == 1:
+            return kernel_of(name)
+        return self._kernel_part(Kind.KERNEL_ROWS, name, index, parts[index])
+
+    def _kernel_part(
+        self, kind: Kind, name: str, index: int, span: Tuple[int, int], **more: Any
+    ) -> Value:
+        if (name, index) not in self._kernels:
+            made = self._value(f"{name}/kernel{index}", Form.KERNEL, channels=span[1] - span[0])
+            self._kernels[name, index] = made
+            self._emit(kind, name, made, kernel=kernel_of(name), span=span, **more)
+        return self._kernels[name, index]
+
+    # --- Names ---
+
+    def _norm_of(self, block: str, number: int) -> str:
+        """The layer after a convolution: norm and ReLU, or before a residual's sum the norm
+        alone."""
+        if self._is_before_sum(number):
+            return f"{block}_norm{number}"
+        return f"{block}_act{number}"
+
+    def _is_before_sum(self, number: int) -> bool:
+        """Whether a residual's sum follows the convolution of this number."""
+        return self.config.residual and number == self.config.convolutions
+
+    def up_layer(self, level: int) -> str:
+        name = f"decoder{level}_up"
+        return name if self.config.up == "transposed" else f"{name}_conv"
+
+    def _value(self, name: str, form: Form, level: int = 0, channels: int = 0) -> Value:
+        """A value under a name of its own."""
+        return Value(self._names.unique(name), form, level, channels)
+
+    def _gradient(self, layer: str, like: Value, form: Form = Form.GRADIENT) -> Value:
+        """That which a layer makes, of a map."""
+        return self._value(f"{layer}/gradient", form, like.level, like.channels)
+
+    def _emit(self, kind: Kind, layer: str, *makes: Value, **more: Any) -> Value:
+        self._ops.append(Op(kind, layer, makes, **more))
+        return makes[0]
+
+    def taken(self) -> Tuple[Op, ...]:
+        """The operations since the last call."""
+        ops = tuple(self._ops)
+        self._ops = []
+        return ops
+
+
+def _span_of(entry: Maps, index: int) -> Tuple[int, int]:
+    """The rows of a kernel that one of several maps meets: the first, and the one past them."""
+    first = sum(value.channels for value in entry[:index])
+    return first, first + entry[index].channels
