@@ -29,7 +29,7 @@ from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
-from memory_estimator.job import AUTO, Job, micro_of
+from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
 from models.strides import Strides, common_spacing, divisors_text, shape3, strides_text
 
 LEAST_COARSE_VOXELS = 40**3
@@ -299,7 +299,7 @@ def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
     if settings.is_patch:
         patch = start.wanted("patch")
         if patch is None:
-            patch = planner.USUAL_PATCH
+            patch = USUAL_PATCH
         extent = shape3(map(min, patch, extent))
     return strides_of_store(store, extent, unet.depth)
 
@@ -315,7 +315,7 @@ def _coarse_grid(start: Start, store: Store, grid: Shape3, divisors: Shape3) -> 
     if not settings.is_patch:
         extent = grid_size(store, extent=settings.extent, multiple=1)
     coarse = network_grid(extent, settings.resolution / 2, divisors)  # of patches that is 1 / 2
-    least = tuple(2 * divisor for divisor in divisors)
+    least = shape3(2 * divisor for divisor in divisors)
     is_possible = all(side >= fewest for side, fewest in zip(coarse, least))
     is_asked_for = settings.curriculum == "half"
     if is_asked_for and not is_possible:
