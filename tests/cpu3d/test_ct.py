@@ -3,6 +3,7 @@ nothing."""
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import nibabel
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
-from cpu3d.data.normalise import Kind, in_units
+from cpu3d.data.normalise import Kind, Normalisation, in_units
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import Settings
+from cpu3d.data.stores.notes import window_notes
 from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_image
@@ -95,6 +97,27 @@ def test_an_image_in_another_unit_than_the_window_is_named(
     values = np.asarray(nibabel.load(path).dataobj, np.float32)[..., None]
     about = {"channels": ["CT"], "normalisation": [kind.to_json()]}
     assert list(segment.notes_on_windows(values, about)) == said
+
+
+AIR, LUNG, FAT, MUSCLE, BONE = -1000, -800, -100, 50, 700
+BODY = np.repeat([AIR, LUNG, FAT, MUSCLE, BONE], [400, 100, 100, 350, 50]).reshape(10, 10, 10, 1)
+
+
+@pytest.mark.parametrize(
+    "window", [(-140, -55), (-1000, -300), (-1000, -850), (-17, 201), (30, 150), (100, 400)]
+)
+@pytest.mark.parametrize("padding", [AIR, -2000])
+@pytest.mark.parametrize("added", [0, 1024])
+def test_an_image_is_named_by_its_unit_whatever_tissue_the_window_is_of(window, padding, added):
+    image = BODY.copy()
+    image[:2] = padding
+    image = image + added
+    kind = Normalisation(Kind.CT, *window, mean=sum(window) / 2, std=10.0)
+    record = SimpleNamespace(units=())
+    said = window_notes(image, record, ("CT",), (kind,))
+    assert len(said) == (added > 0)
+    about = {"channels": ["CT"], "normalisation": [kind.to_json()]}
+    assert list(segment.notes_on_windows(np.float32(image), about)) == said
 
 
 def test_a_run_is_scored_and_reported(stores, runs):

@@ -38,6 +38,8 @@ from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.normalisation import ct_problem, looks_like_ct, refuses_ct
 from cpu3d.data.stores.resample import (
     Spacing3,
+    in_mm,
+    lost_share,
     resample_image,
     resample_label,
     resampled_shape,
@@ -97,6 +99,9 @@ def load_case(
     InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
     volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
+    label_name = f"label {files.label}"
+    if label is not None and ignore is not None:
+        check_annotated(label, ignore, label_name, "all of the image")
     background = _backgrounds(volumes, kinds)
     made = _Resampled(label, nifti.ras_spacing_mm(geometry))
     if target_spacing_mm:
@@ -106,15 +111,23 @@ def load_case(
     image, error, units = _stored_image(volumes, names, kinds)
     del volumes
     label = made.label
+    lost = 0.0
     if label is not None and ignore is not None:
-        label = _checked_for_ignored(label, image, kinds, ignore, f"label {files.label}")
+        lost = _annotation_lost(made, ignore, label_name)
+        if not if_any_differs(kinds):
+            label = _ignored_in_box(label, image, ignore)
+    facts = facts_of(image, label, kinds, units, ignore)
+    # Where the window of a CT is not known yet, the box is not either: `finish` looks later.
+    if label is not None and ignore is not None and not facts["peaks"]:
+        in_box = label[facts["box"].slices(xyz(label.shape))]
+        check_annotated(in_box, ignore, label_name, "all of the content box")
     paths = files.images if labels is None else files.paths
     folder = dataset_folder or paths[0].parent
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
         spacing_mm=made.voxel_mm,
-        **facts_of(image, label, kinds, units, ignore),
+        **facts,
         units=units,
         max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
@@ -125,6 +138,7 @@ def load_case(
         **WITHOUT_FILES,
         background=background,
         resampled_from=made.source,
+        annotation_lost=lost,
     )
     return LoadedCase(image, label, made.source_label, record)
 
@@ -188,16 +202,27 @@ def _stored_image(
     return image, max(error, rounding_in_windows(units, kinds)), units
 
 
-def _checked_for_ignored(
-    label: Array, image: Array, kinds: Sequence[Normalisation], ignore: int, name: str
-) -> Array:
-    """The label with what is to be ignored as background outside of the content box, if all
-    channels have a background: else the box is the whole grid, or not known before the windows of
-    CT are. Raises InputError if nothing is annotated."""
-    _check_annotated(label, ignore, name)
-    if if_any_differs(kinds):
-        return label
-    return _ignored_in_box(label, image, ignore, name)
+def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
+    """Raise InputError for a label, or a box of it, of which all is to be ignored; `where` are
+    words for the box."""
+    if (label == ignore).all():
+        rule = f"{name} must have annotated voxels"
+        todo = "annotate some there, or leave the case out"
+        raise InputError(f"{rule}, got {ignore}, to be ignored, in {where}; {todo}")
+
+
+def _annotation_lost(made: _Resampled, ignore: int, name: str) -> float:
+    """The share of what was annotated that resampling makes voxels to be ignored. Raises InputError
+    if it is all."""
+    if made.label is None or made.source_label is None:
+        return 0.0
+    if (made.label == ignore).all():
+        own = np.count_nonzero(made.source_label != ignore)
+        rule = f"{name} must have annotated voxels at {in_mm(made.voxel_mm)}"
+        got = f"none of its {own}: more than half of each larger voxel is {ignore}, to be ignored"
+        todo = "prepare with --spacing off, or with smaller voxels, as in --spacing 1 1 1"
+        raise InputError(f"{rule}, got {got}; {todo}")
+    return lost_share(made.source_label, made.label, ignore)
 
 
 def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
@@ -265,25 +290,15 @@ def _read(
     return volumes, label, geometry, zeroed_voxels
 
 
-def _ignored_in_box(label: Array, image: Array, ignore: int, name: str) -> Array:
+def _ignored_in_box(label: Array, image: Array, ignore: int) -> Array:
     """The label with `ignore` as background outside of the box around voxels that are annotated, or
     not zero in some channel. A box around all ignored voxels would be the whole grid where slices
-    are annotated, and training would take the memory of that. Raises InputError if no voxel in the
-    box is annotated."""
+    are annotated, and training would take the memory of that."""
     mask = image.any(axis=-1) | ((label != ignore) & (label > 0))
     box = bounding_box(mask).slices(xyz(label.shape))
-    _check_annotated(label[box], ignore, name)
     inside = np.zeros_like(label)
     inside[box] = label[box]
     return inside
-
-
-def _check_annotated(label: Array, ignore: int, name: str) -> None:
-    """Raise InputError for a label of which all is to be ignored."""
-    if (label == ignore).all():
-        rule = f"{name} must have annotated voxels"
-        todo = "annotate some, or leave the case out"
-        raise InputError(f"{rule}, got {ignore}, to be ignored, in all of the image; {todo}")
 
 
 def facts_of(

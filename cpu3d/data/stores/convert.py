@@ -25,7 +25,7 @@ from cpu3d.data.manifest import (
     record_path,
     to_json,
 )
-from cpu3d.data.normalise import Kind
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import Array, bounding_box, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
@@ -51,7 +51,11 @@ class Settings:
         " packed to a tenth, for slow disks and networks",
         choices=FORMATS,
     )
-    crop: bool = option(False, "store each case's content box only; outside of it nothing is there")
+    crop: bool = option(
+        False,
+        "store each case's content box only, outside of which nothing is there; whole grids of the"
+        " CT of a new store, whose boxes are known last",
+    )
     zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
     target_spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
     normalise: Tuple[str, ...] = option(
@@ -89,7 +93,7 @@ def convert(
     """
     files, before = job
     if before is None:
-        finished = _finished(store_dir, files)
+        finished = _finished(store_dir, files, dataset.normalisation)
         if finished:
             return finished
     if before and not same_sources(files, before):
@@ -137,7 +141,9 @@ def _voxels(record: CaseRecord) -> Tuple[str, ...]:
     return record.image_voxels_sha256, record.label_voxels_sha256, of_source
 
 
-def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
+def _finished(
+    store_dir: Path, files: CaseFiles, normalisation: Sequence[Normalisation]
+) -> Optional[CaseRecord]:
     """The record of a case whose arrays are as they were written, from the sources that it has now;
     else None."""
     try:
@@ -146,6 +152,8 @@ def _finished(store_dir: Path, files: CaseFiles) -> Optional[CaseRecord]:
         return None
     if record.patient_id != files.patient_id or not same_sources(files, record):
         return None
+    if record.peaks and any(each.low is not None for each in normalisation):
+        return None  # it was left out of the store before the window was known, and so the box
     if Reader(store_dir, "pread").problems(record, contents=True):
         return None
     return record
@@ -187,9 +195,8 @@ def write_arrays(
     the files.
 
     `cropped` keeps only the content box, if it is known, and all that the label has; outside it is
-    background. `source_label`
-    is that of a case that was resampled, on its source's grid, and is kept whole. Files are read
-    back and compared. Raises OSError."""
+    background. `source_label` is that of a case that was resampled, on its source's grid, and is
+    kept whole. Files are read back and compared. Raises OSError."""
     stored = whole(record.shape)
     if cropped and not record.peaks:
         stored = record.box

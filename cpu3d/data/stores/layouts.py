@@ -84,10 +84,9 @@ def read_dataset(
     `patients` is a table of the cases' patients, else their names show them. `regions`, by name,
     take the place of those that the data set has. `ignore` is the code of voxels that are not to be
     learnt, else that of a label whose name says so. `labels` are those of a list that names none,
-    else `regions` name them. Links are followed. Raises InputError for no
-    folder, no cases, two layouts, a case id twice, a dataset.json that is damaged or names files
-    outside its folder, several labels to be ignored, and as `Dataset.with_regions` and
-    `ignoring`."""
+    else `regions` name them. Links are followed. Raises InputError for no folder, no cases, two
+    layouts, a case id twice, a dataset.json that is damaged or names files outside its folder,
+    several labels to be ignored, and as `Dataset.with_regions` and `ignoring`."""
     folder = Path(folder)
     if labels is None and regions:
         labels = names_of_codes(regions)

@@ -16,8 +16,10 @@ from cpu3d.data.stores.resample import in_mm
 from cpu3d.util.records import count, listed
 
 NAMED = 3  # cases that a note names
+NOTED_LOSS = 0.05  # share of the annotated voxels, more than the edges of what is annotated
 EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
 WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
+SHIFT_HU = 1024  # that files of some scanners add, so that no value is below 0
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 
 
@@ -25,8 +27,8 @@ def case_notes(
     record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
 ) -> List[str]:
     """What to say of a case: that its file gives no orientation, channels whose background is not
-    0, codes but the one to `ignore` that resampling has lost, and a size of voxels that only a
-    store of an earlier version can have."""
+    0, codes but the one to `ignore` and annotation that resampling has lost, and a size of voxels
+    that only a store of an earlier version can have."""
     notes = []
     if not nifti.is_voxel_size(record.spacing_mm):
         sizes = " x ".join(f"{length:.4g}" for length in record.spacing_mm)
@@ -40,6 +42,10 @@ def case_notes(
             sizes = in_mm(record.spacing_mm)
             rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
             notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")
+    if record.annotation_lost >= NOTED_LOSS:
+        rule = f"{record.annotation_lost:.0%} of what is annotated is not learnt"
+        why = f"most of a voxel of {in_mm(record.spacing_mm)} there is to be ignored"
+        notes.append(f"{rule}, as {why}; --spacing off, or smaller voxels, keep it")
     names: Dict[str, List[str]] = {}  # value -> channels
     for name, border in zip(channels, record.background):
         if border:
@@ -121,8 +127,8 @@ def window_notes(
 ) -> List[str]:
     """A note for each CT of a case whose values are not those that the window of its store is of,
     as of HU + 1024 with a window in HU: nearly all are above the window's lower end, or nearly all
-    below, or most of what is not below the window is above it. `image` (X, Y, Z, C) is as stored.
-    """
+    below, or most of what is not below the window is far above it. `image` (X, Y, Z, C) is as
+    stored."""
     notes = []
     units = record.units or (AS_IT_IS,) * len(channels)
     for index, (name, each) in enumerate(zip(channels, normalisation)):
@@ -133,7 +139,9 @@ def window_notes(
         values = values[:: max(values.size // EXAMINED_VOXELS, 1)] * step + offset
         least, most = np.percentile(values, PERCENTILES).tolist()
         margin = WINDOW_MARGIN * (each.high - each.low)
-        is_above = np.median(values[values >= min(each.low, most)]) > each.high
+        middle = np.median(values[values >= min(each.low, most)])
+        # Muscle, at about 50 HU, is above a window of fat, of lungs or of airways, too.
+        is_above = middle > max(each.high, 0) + SHIFT_HU / 2
         if each.low + margin < least or most < each.low or is_above:
             got = f"values of {name} from {least:.4g} to {most:.4g} (0.5th to 99.5th percentile)"
             window = f"the training's window from {each.low:.4g} to {each.high:.4g}"

@@ -273,27 +273,23 @@ def _about(drawing: Drawing) -> Tuple[str, str]:
     description = "Made-up gliomas in made-up brains, for trials of the software; no patient's data"
     if drawing.warp:
         name = f"Warped copies of {case_to_warp(drawing.warp)[1].record.case_id}"
-        description = (
-            "Copies of one real case, warped and with other intensities, for trials of the software"
-        )
+        copies = "Copies of one real case, warped and with other intensities"
+        description = f"{copies}, for trials of the software"
     if drawing.kind == "ct":
         name = "CT phantom"
-        description = (
-            "Made-up livers in made-up bodies, for trials of the software; no patient's data"
-        )
+        livers = "Made-up livers in made-up bodies"
+        description = f"{livers}, for trials of the software; no patient's data"
     if drawing.lesion_size == "small":
         least, most = SMALL_WT
         name += ", small lesions"
-        description += (
-            f". Small lesions: a whole tumour is {least:.1%} to {most:.0%} of the brain's box"
-        )
+        size = f"a whole tumour is {least:.1%} to {most:.0%} of the brain's box"
+        description += f". Small lesions: {size}"
     if drawing.context == "count":
         name += ", context count"
-        description += (
-            f". Context count: a rim is called {LABELS[ENHANCING]} where the lesion is the only"
-            f" one, else {LABELS[NON_ENHANCING]}; a patch of up to {blind_patch(drawing.shape)}"
-            " voxels from front to back has nothing in it that tells which"
-        )
+        one = f"{LABELS[ENHANCING]} where the lesion is the only one"
+        rim = f"a rim is called {one}, else {LABELS[NON_ENHANCING]}"
+        patch = f"a patch of up to {blind_patch(drawing.shape)} voxels from front to back"
+        description += f". Context count: {rim}; {patch} has nothing in it that tells which"
     if drawing.annotate_every > 1:
         name += f", every {drawing.annotate_every}th slice"
         description += f". Of {drawing.annotate_every} axial slices one is annotated"

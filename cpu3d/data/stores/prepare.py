@@ -24,14 +24,9 @@ from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.manifest import (
-    Manifest,
-)
+from cpu3d.data.manifest import Manifest
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.convert import (
-    USUAL,
-    Settings,
-)
+from cpu3d.data.stores.convert import USUAL, Settings
 from cpu3d.data.stores.dataset import Dataset, parse_regions
 from cpu3d.data.stores.decided import decided_table
 from cpu3d.data.stores.finished import differences, still_lost

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Iterator, Set, Tuple
 
+from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
     CaseList,
@@ -16,9 +17,11 @@ from cpu3d.data.manifest import (
     to_json,
 )
 from cpu3d.data.normalise import if_any_differs
+from cpu3d.data.region import xyz
 from cpu3d.data.store import write_store
+from cpu3d.data.stores.case import check_annotated
 from cpu3d.data.stores.convert import Job, Settings, convert_all, refuse_bad_cases
-from cpu3d.data.stores.dataset import Dataset
+from cpu3d.data.stores.dataset import Dataset, Problems
 from cpu3d.data.stores.folder import (
     has_grown,
     normalisation_begun,
@@ -30,6 +33,7 @@ from cpu3d.data.stores.layouts import labels_in_use, regions_in
 from cpu3d.data.stores.normalisation import decide, in_window, with_windows
 from cpu3d.data.stores.notes import mixed_orientation
 from cpu3d.data.stores.splits import Splitting
+from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import count, versions
 
@@ -51,9 +55,17 @@ def finish(
     mixed = mixed_orientation(records)
     records = records.without(mixed)
     problems.update({**dataset.problems, **mixed})
-    if not skip_bad:
-        refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
-    dataset, records = _with_windows(dataset, records, splitting, store_dir)
+
+    def refuse() -> None:
+        if not skip_bad:
+            refuse_bad_cases(problems, f"{count(records, 'good case')} kept in {store_dir}")
+
+    refuse()
+    dataset, unannotated = _with_windows(dataset, records, splitting, store_dir)
+    records = records.without(unannotated)
+    problems.update(unannotated)
+    refuse()
+    records = _with_boxes(dataset, records, store_dir)
     manifest = _manifest_of(dataset, records, splitting, settings)
     write_quarantine(store_dir, problems)
     if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
@@ -78,23 +90,59 @@ def _with_kinds(
 
 def _with_windows(
     dataset: Dataset, records: CaseList, splitting: Splitting, store_dir: Path
-) -> Tuple[Dataset, CaseList]:
-    """The data set with the windows of its CT, by the records of the training cases; and the
-    records with the boxes that follow."""
-    split = splitting.split({case.case_id: case.patient_id for case in records.known})
-    training = records.chosen(split["train"]) if split["train"] else records
-    windows = with_windows(dataset.normalisation, dataset.channels, training)
-    dataset = replace(dataset, normalisation=windows)
-    if all(each.low is None for each in windows):
-        return dataset, records
+) -> Tuple[Dataset, Problems]:
+    """The data set with the windows of its CT, by the records of the training cases; and the cases
+    with nothing annotated in the boxes that follow, which are not among these."""
+    unannotated: Problems = {}
+    while True:
+        records = records.without(unannotated)
+        split = splitting.split({case.case_id: case.patient_id for case in records.known})
+        training = records.chosen(split["train"]) if split["train"] else records
+        windows = with_windows(dataset.normalisation, dataset.channels, training)
+        known = replace(dataset, normalisation=windows)
+        more = _unannotated(known, records, store_dir)
+        if not more:
+            return known, unannotated
+        unannotated.update(more)  # without them others may be in training
+
+
+def _unannotated(dataset: Dataset, records: CaseList, store_dir: Path) -> Problems:
+    """The cases whose content box, by the windows of their CT, holds nothing but voxels to be
+    ignored."""
+    problems: Problems = {}
+    ignore = dataset.ignore
+    if ignore is None or all(each.low is None for each in dataset.normalisation):
+        return problems
+    label_of = {files.case_id: files.label for files in dataset.cases}
+    reader = Reader(store_dir, "pread")
+    for record in records:
+        # What is labelled is in the box, and annotated.
+        if ignore not in record.label_voxels or not {*record.label_voxels} <= {0, ignore}:
+            continue
+        box = in_window(record, dataset.normalisation, ignore).box
+        ends = zip(box.start, box.stop, record.stored.start)
+        slices = xyz(slice(start - first, stop - first) for start, stop, first in ends)
+        label = reader.array(record, "y", slices)
+        try:
+            name = f"label {label_of[record.case_id]}"
+            check_annotated(label, ignore, name, "all of the content box")
+        except InputError as error:
+            problems[record.case_id] = list(error.problems)
+    return problems
+
+
+def _with_boxes(dataset: Dataset, records: CaseList, store_dir: Path) -> CaseList:
+    """The records with the boxes that the windows of CT tell, also in the cases' own files."""
+    if all(each.low is None for each in dataset.normalisation):
+        return records
 
     def boxed() -> Iterator[CaseRecord]:
         for record in records:
-            known = in_window(record, windows, dataset.ignore)
+            known = in_window(record, dataset.normalisation, dataset.ignore)
             write_json(record_path(store_dir, record.case_id), to_json(known))
             yield known
 
-    return dataset, CaseList.collected(boxed(), store_dir)
+    return CaseList.collected(boxed(), store_dir)
 
 
 def _manifest_of(

@@ -5,11 +5,13 @@ import json
 import numpy as np
 import pytest
 
+from cpu3d.data.manifest import record_path
 from cpu3d.data.source import patch_at, patch_dataset, patch_sampling, volume_dataset
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import prepare as command
 from cpu3d.data.stores.names import is_ignored
 from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.resample import Keep
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from models.native.shared import IGNORED
@@ -116,6 +118,45 @@ def test_a_case_without_an_annotated_voxel_where_its_image_is_is_refused(tmp_pat
     ) as bad:
         prepare(data, tmp_path / "store", **ALL)
     assert sum("c_0" in problem for problem in bad.value.problems) == 1
+
+
+def sparse_set(folder, *, step, side=24):
+    """Cases of which every `step`th slice is annotated."""
+    label = np.full((side, side, side), 200, np.uint8)
+    label[..., ::step] = 0
+    label[8:16, 8:16, ::step] = 1
+    data = one_channel(folder, voxels=label)
+    for seed, path in enumerate(sorted((data / "imagesTr").iterdir())):
+        image = np.random.default_rng(seed).integers(1, 99, label.shape)
+        write_nifti(path, image.astype(np.int16))
+    return data
+
+
+def test_annotation_that_resampling_would_lose_altogether_is_refused_with_the_way_out(tmp_path):
+    data = sparse_set(tmp_path / "data", step=4)
+    with pytest.raises(InputError) as error:
+        prepare(data, tmp_path / "store", **ALL, spacing=(1.0, 1.0, 2.0))
+    problems = [problem for problem in error.value.problems if "c_0" in problem]
+    assert len(problems) == 1
+    for word in ("annotated voxels at 1 x 1 x 2 mm", "--spacing off", str(24 * 24 * 6)):
+        assert word in problems[0]
+    prepare(data, tmp_path / "store", **ALL, spacing=Keep.OFF)
+
+
+@pytest.mark.parametrize(
+    ("mm", "share", "is_noted"), [(1.0, 0, False), (0.5, 0, False), (1.5, 0.5, True)]
+)
+def test_the_share_of_annotation_that_resampling_loses_is_noted(
+    tmp_path, capsys, mm, share, is_noted
+):
+    """Of four slices in six, one or none is in the middle of a voxel of a slice and a half."""
+    data = sparse_set(tmp_path / "data", step=3)
+    manifest = prepare(data, tmp_path / "store", **ALL, spacing=(1.0, 1.0, mm))
+    for record in manifest.cases:
+        assert record.annotation_lost == pytest.approx(share, abs=0.3 * share)
+        record_json = json.loads(record_path(tmp_path / "store", record.case_id).read_bytes())
+        assert ("annotation_lost" in record_json) == is_noted
+    assert ("of what is annotated is not learnt" in capsys.readouterr().out) == is_noted
 
 
 @pytest.mark.parametrize("crop", [False, True])

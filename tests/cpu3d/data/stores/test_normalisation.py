@@ -17,7 +17,7 @@ from cpu3d.data.store import open_store
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.decided import decisions_of
-from cpu3d.data.stores.folder import SOURCE
+from cpu3d.data.stores.folder import SOURCE, read_quarantine
 from cpu3d.data.stores.layouts import CaseFiles
 from cpu3d.data.stores.normalisation import is_ct
 from cpu3d.data.stores.notes import case_notes
@@ -344,6 +344,37 @@ def test_sparse_slices_do_not_make_the_box_of_a_ct_the_whole_grid(tmp_path):
     np.testing.assert_array_equal(cropped.label("c_3"), store.label("c_3"))
     assert cropped.case("c_3").box != whole(SHAPE)
     assert verify(tmp_path / "cropped", workers=1) == ()
+
+
+@pytest.mark.parametrize("place", ["c_0", "c_2"])
+def test_a_ct_that_is_annotated_in_the_air_alone_is_a_bad_case(tmp_path, place):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",), cases=5)
+    about = json.loads((data / "dataset.json").read_text())
+    about["labels"]["9"] = "ignore"
+    (data / "dataset.json").write_text(json.dumps(about))
+    label = np.full(SHAPE, 9, np.uint8)
+    label[:1] = 0
+    for path in (data / "labelsTr").iterdir():
+        write_nifti(path, np.where(ball(0.4), 1, label) if place not in path.name else label)
+    store = tmp_path / "store"
+    options = {"fractions": (3, 1, 1), "workers": 1}
+    with pytest.raises(InputError, match=rf"{place}.*annotated.*in all of the content box"):
+        prepare(data, store, **options)
+    manifest = prepare(data, store, **options, skip_bad=True)
+    good = sorted({f"c_{number}" for number in range(5)} - {place})
+    assert [case.case_id for case in manifest.cases] == good
+    assert list(read_quarantine(store)) == [place]
+    assert verify(store, workers=1) == ()
+    more = data_set(tmp_path / "more", in_hounsfield_units, names=("CT",), cases=1)
+    (more / "dataset.json").write_text(
+        json.dumps({**about, "training": [dict(about["training"][int(place[-1])])]})
+    )
+    for kind in ("imagesTr", "labelsTr"):
+        (more / kind / f"{place}.nii.gz").write_bytes(
+            (data / kind / f"{place}.nii.gz").read_bytes()
+        )
+    with pytest.raises(InputError, match=rf"{place}.*in all of the content box"):
+        append(store, more, workers=1)
 
 
 @pytest.mark.parametrize("names", [("CT",), ("CT", "MRI")])
