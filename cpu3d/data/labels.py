@@ -74,6 +74,14 @@ def painted_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, int]:
     return {name: own[0] for name, own in own_codes(regions).items() if own}
 
 
+def painting_in_words(
+    regions: Mapping[str, Tuple[int, ...]], paint: Iterable[Tuple[str, int]]
+) -> str:
+    """How regions are painted, in the order of painting, as "WT with 1, TC with 2"."""
+    codes = painted_codes(PaintedRegions(regions, paint))
+    return ", ".join(f"{name} with {code}" for name, code in codes.items())
+
+
 def region_mask(label: Array, codes: Sequence[int]) -> Array:
     """The voxels of `label` that hold one of `codes`: a boolean array of the same shape."""
     table = np.zeros(256, bool)

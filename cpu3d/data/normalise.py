@@ -21,9 +21,7 @@ import numpy as np
 from cpu3d.data.region import Array, Region, xyz
 
 PERCENTILES = (0.5, 99.5)  # of the labelled foreground: the window of a CT, as nnU-Net's
-
-
-CHOSEN = "by --normalise"  # the reason for a kind that a user chose
+CHOSEN = "by --normalise"  # the reason for a kind that a user chose; in old files the only mark
 
 
 class Kind(str, enum.Enum):
@@ -51,8 +49,11 @@ class Normalisation:
     mean: Optional[float] = None
     std: Optional[float] = None
     why: str = field(default="", compare=False)  # the reason for the kind, in words and numbers
+    is_chosen: bool = field(default=False, compare=False)  # whether a user chose the kind
 
     def __post_init__(self) -> None:
+        if self.why == CHOSEN:
+            object.__setattr__(self, "is_chosen", True)  # as a file of before does not say
         numbers = (self.low, self.high, self.mean, self.std)
         if self.kind is not Kind.CT or numbers == (None,) * 4:
             return
@@ -76,7 +77,7 @@ class Normalisation:
         """Whether channels that look like CT are taken, whatever they are called: not if values
         become scores by a case's own mean and deviation, unless a user chose that over all
         voxels."""
-        return not self.is_of_case or (self.kind is Kind.ZSCORE and self.why == CHOSEN)
+        return not self.is_of_case or (self.kind is Kind.ZSCORE and self.is_chosen)
 
     @property
     def words(self) -> str:
@@ -89,6 +90,8 @@ class Normalisation:
     def to_json(self) -> Dict[str, Any]:
         """The fields that say something."""
         content = {name: value for name, value in vars(self).items() if value not in (None, "")}
+        if not self.is_chosen:
+            del content["is_chosen"]
         return {**content, "kind": self.kind.value}
 
 

@@ -4,6 +4,7 @@ hash."""
 import hashlib
 import json
 from collections import defaultdict
+from dataclasses import replace
 from typing import Dict, Iterable, List, Mapping, Protocol, Sequence, Tuple
 
 from cpu3d.data.normalise import Normalisation
@@ -52,7 +53,9 @@ def split_hash(
         ids = [{name: sorted(fold[name]) for name in FOLD_SPLITS} for fold in folds]
         digest.update(json.dumps(ids).encode())
     if normalisation:
-        kinds = [{**each.to_json(), "why": ""} for each in normalisation]
+        # By kinds and numbers alone; "why" stands in it as it always has.
+        unchosen = [replace(each, why="", is_chosen=False) for each in normalisation]
+        kinds = [{**each.to_json(), "why": ""} for each in unchosen]
         digest.update(json.dumps(kinds).encode())
     return digest.hexdigest()[:12]
 

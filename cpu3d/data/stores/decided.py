@@ -37,12 +37,12 @@ def decisions_of(store: Store) -> List[Decision]:
     box = manifest.largest_box
     depth = UNetConfig().depth
     strides, why_strides = strides_of_store(store, box, depth)
-    holds = "what is there, and every label, of any case"
+    holds = "holds what is there, and every label, of any case"
     return [
         *_normalised(manifest),
         _spacing(store),
         Decision("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
-        Decision("content box", by(box, " x "), f"holds {holds}"),
+        Decision("content box", by(box, " x "), holds),
         Decision(f"strides of {depth} levels", strides_text(strides), why_strides),
         *_regions(manifest),
     ]
@@ -114,7 +114,7 @@ def _regions(manifest: Manifest) -> List[Decision]:
     """The regions that are learnt, and the label that is not."""
     why = "as the data set or --regions names them"
     if manifest.regions == regions_of(manifest.labels, manifest.ignore):
-        why = "by the labels' names"
+        why = "the usual ones for these labels' names"
     lines = []
     for region, codes in manifest.regions.items():
         labels = ", ".join(_label(manifest, code) for code in codes)

@@ -4,7 +4,7 @@ data set cannot give back."""
 from pathlib import Path
 from typing import Container, Dict, List, Mapping, Sequence
 
-from cpu3d.data.labels import PaintedRegions, paint_by_order, painted_codes
+from cpu3d.data.labels import paint_by_order, painting_in_words
 from cpu3d.data.manifest import Manifest, case_list
 from cpu3d.data.split import SPLITS
 from cpu3d.data.stores.convert import same_sources
@@ -55,8 +55,7 @@ def differences(
         got = f"{regions_in_words(regions)}, not {regions_in_words(old.regions)}"
         changes.append(f"{rule} the regions are now {got}")
     elif paint_by_order(regions, dataset.class_order) != old.paint:
-        codes = painted_codes(PaintedRegions(old.regions, old.paint))
-        kept = ", ".join(f"{name} with {code}" for name, code in codes.items())
+        kept = painting_in_words(old.regions, old.paint)
         got = f"{list(dataset.class_order) or 'none'}, not one that paints {kept}"
         changes.append(f"{rule} regions_class_order is now {got}")
     left_out = read_quarantine(store_dir)

@@ -7,14 +7,14 @@ with claimed(folder, "store", SOURCE, content):    # locked; a folder of other c
 
 import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
 from cpu3d.data.manifest import SCHEMA, Manifest, case_list
-from cpu3d.data.normalise import CHOSEN, Kind, Normalisation, if_any_differs
+from cpu3d.data.normalise import Kind, Normalisation, if_any_differs
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store, with_names_of_now
 from cpu3d.data.stores.convert import USUAL, Settings
@@ -175,12 +175,13 @@ def restore_source(store_dir: Path, content: Dict[str, Any], dataset: Dataset) -
     asked = content.get("normalise") or []
     if not _are_chosen(asked, manifest):
         named = zip(manifest.channels, manifest.normalisations)
-        words = [f"{name}={each.kind}" for name, each in named if each.why == CHOSEN]
+        words = [f"{name}={each.kind}" for name, each in named if each.is_chosen]
         problems.append(f"normalise of {lost} must be {words}, got {asked}")
     raise_if_any(f"{problem}; give that" for problem in problems)
     kinds = []
     for each in manifest.normalisation:
-        kinds.append(Normalisation(each.kind, why=each.why).to_json())  # without windows, as begun
+        begun = replace(each, low=None, high=None, mean=None, std=None)  # no window was known
+        kinds.append(begun.to_json())
     if kinds:
         content = {**content, NORMALISATION: kinds}
     own_cases = {files.case_id for files in dataset.cases} | set(dataset.problems)
@@ -199,7 +200,7 @@ def _are_chosen(words: Sequence[str], manifest: Manifest) -> bool:
     if not manifest.normalisation:
         return set(asked.values()) <= {Kind.FOREGROUND}
     named = zip(manifest.channels, manifest.normalisation)
-    return asked == {name: each.kind for name, each in named if each.why == CHOSEN}
+    return asked == {name: each.kind for name, each in named if each.is_chosen}
 
 
 def settings_of(store_dir: Path) -> Settings:

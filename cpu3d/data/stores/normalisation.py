@@ -84,7 +84,7 @@ def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> List[str]
     for name, each in zip(dataset.channels, kinds):
         if refuses_ct(name, each):
             refused.add(name)
-        elif each.is_of_case and each.why == CHOSEN:
+        elif each.is_of_case and each.is_chosen:
             chosen[name] = each.kind
     if not cases or not (refused or chosen):
         return []
@@ -163,7 +163,8 @@ def with_windows(
             windowed.append(each)
             continue
         try:
-            windowed.append(ct_of([values for values in sample if values], each.why))
+            window = ct_of([values for values in sample if values], each.why)
+            windowed.append(replace(window, is_chosen=each.is_chosen))
         except ValueError as error:
             problems.append(_without_foreground(name, str(error)))
     raise_if_any(problems)
@@ -220,7 +221,7 @@ def chosen_kinds(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, No
             rule = f"--normalise must have a kind among {', '.join(kinds)}"
             problems.append(f"{rule}, got {word}; pick one")
         else:
-            decided[channel] = Normalisation(kinds[kind], why=CHOSEN)
+            decided[channel] = Normalisation(kinds[kind], why=CHOSEN, is_chosen=True)
     raise_if_any(problems)
     return decided
 

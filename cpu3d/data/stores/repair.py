@@ -88,6 +88,7 @@ def fitting(dataset: Dataset, store: Store) -> Dataset:
     of which the same is ignored, and which has the store's regions whatever its list says. Raises
     InputError for other channels and labels."""
     dataset = dataset.with_channels(store.manifest.channels)
+    dataset = replace(dataset, regions=store.manifest.regions, class_order=())
     labels = labels_in_use(dataset.layout, dataset.labels, store.manifest.labels)
     ignore = store.manifest.ignore
     if ignore is not None and ignore in labels:
@@ -100,8 +101,6 @@ def fitting(dataset: Dataset, store: Store) -> Dataset:
     return replace(
         dataset,
         labels=labels,
-        regions=store.manifest.regions,
-        class_order=(),
         normalisation=store.manifest.normalisation,
     )
 

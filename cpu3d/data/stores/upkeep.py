@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.files.reader import Reader
+from cpu3d.data.labels import paint_by_order, painting_in_words
 from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store, write_store
@@ -245,13 +246,22 @@ def append(
 
 
 def _note_on_regions(dataset: Dataset, store: Store) -> List[str]:
-    """A note if the list of a data set names other regions than the store has; else none."""
+    """A note if the list of a data set names other regions than the store has, or paints them in
+    another order; else none."""
     regions = store.manifest.regions
-    if dataset.regions is None or dataset.regions == regions:
+    paint = store.manifest.paint
+    if dataset.regions is None:
         return []
-    own = regions_in_words(dataset.regions)
-    rule = f"regions are those of store {store.folder}, {regions_in_words(regions)}"
-    return [f"note: {rule}, and not those of {dataset.folder}, {own}"]
+    if dataset.regions != regions:
+        own = regions_in_words(dataset.regions)
+        rule = f"regions are those of store {store.folder}, {regions_in_words(regions)}"
+        return [f"note: {rule}, and not those of {dataset.folder}, {own}"]
+    own_paint = paint_by_order(dataset.regions, dataset.class_order)
+    if own_paint == paint:
+        return []
+    own = painting_in_words(dataset.regions, own_paint)
+    rule = f"regions are painted as in store {store.folder}, {painting_in_words(regions, paint)}"
+    return [f"note: {rule}, and not as in {dataset.folder}, {own}"]
 
 
 def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:

@@ -9,8 +9,10 @@ import pytest
 from cpu3d.data.manifest import case_from_json, record_line, to_json
 from cpu3d.data.normalise import Kind, Normalisation, Statistics, ct_of, levels_of, normalise
 from cpu3d.data.region import Region
+from cpu3d.data.split import split_hash
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.errors import InputError
+from memory_estimator.common.files import typed
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
 CT = Normalisation(Kind.CT, -100.0, 300.0, 50.0, 25.0)
@@ -138,3 +140,21 @@ def test_a_store_with_a_damaged_kind_is_refused(tmp_path, damage):
 def test_numbers_of_another_count_than_the_channels_are_refused():
     with pytest.raises(ValueError, match="around"):
         case_from_json(record_line(make_record(around=(1.0, 2.0))))
+
+
+@pytest.mark.parametrize(
+    ("content", "is_taken"),
+    [
+        ({"kind": "zscore", "why": "by --normalise"}, True),  # of before there was a field for it
+        ({"kind": "zscore", "why": "as it was chosen", "is_chosen": True}, True),
+        ({"kind": "zscore", "why": "0 around 3% of the voxels"}, False),
+        ({"kind": "zscore-foreground", "why": "by --normalise", "is_chosen": True}, False),
+    ],
+)
+def test_scores_that_a_user_chose_are_known_whatever_words_tell_why(content, is_taken):
+    each = typed(content, Normalisation, "normalisation")
+    assert each.may_be_hounsfield is is_taken
+    assert typed(each.to_json(), Normalisation, "normalisation").may_be_hounsfield is is_taken
+    bare = Normalisation(each.kind)
+    none = {"train": [], "val": [], "test": []}
+    assert split_hash(none, [], (), [each]) == split_hash(none, [], (), [bare])

@@ -19,6 +19,7 @@ from tests.cpu3d.data.datasets import (
     SHAPE,
     brats_case,
     decathlon,
+    nnunet,
     tiny_image,
     tiny_label,
     write_nifti,
@@ -135,25 +136,26 @@ def sparse_set(folder, *, step, side=24):
 def test_annotation_that_resampling_would_lose_altogether_is_refused_with_the_way_out(tmp_path):
     data = sparse_set(tmp_path / "data", step=4)
     with pytest.raises(InputError) as error:
-        prepare(data, tmp_path / "store", **ALL, spacing=(1.0, 1.0, 2.0))
+        prepare(data, tmp_path / "store", **ALL, spacing=(1.0, 1.0, 3.0))
     problems = [problem for problem in error.value.problems if "c_0" in problem]
     assert len(problems) == 1
-    for word in ("annotated voxels at 1 x 1 x 2 mm", "--spacing off", str(24 * 24 * 6)):
+    for word in ("annotated voxels at 1 x 1 x 3 mm", "--spacing off", str(24 * 24 * 6)):
         assert word in problems[0]
-    prepare(data, tmp_path / "store", **ALL, spacing=Keep.OFF)
+    prepare(data, tmp_path / "kept", **ALL, spacing=Keep.OFF)
 
 
 @pytest.mark.parametrize(
-    ("mm", "share", "is_noted"), [(1.0, 0, False), (0.5, 0, False), (1.5, 0.5, True)]
+    ("mm", "lost", "is_noted"), [(1.0, 0, False), (0.5, 0, False), (1.5, 2, True), (2.0, 5, True)]
 )
 def test_the_share_of_annotation_that_resampling_loses_is_noted(
-    tmp_path, capsys, mm, share, is_noted
+    tmp_path, capsys, mm, lost, is_noted
 ):
-    """Of four slices in six, one or none is in the middle of a voxel of a slice and a half."""
-    data = sparse_set(tmp_path / "data", step=3)
+    """Of six annotated slices those are lost that are not the middle of a voxel; the first has no
+    slice beside it that is to be ignored."""
+    data = sparse_set(tmp_path / "data", step=4)
     manifest = prepare(data, tmp_path / "store", **ALL, spacing=(1.0, 1.0, mm))
     for record in manifest.cases:
-        assert record.annotation_lost == pytest.approx(share, abs=0.3 * share)
+        assert record.annotation_lost == pytest.approx(lost / 6)
         record_json = json.loads(record_path(tmp_path / "store", record.case_id).read_bytes())
         assert ("annotation_lost" in record_json) == is_noted
     assert ("of what is annotated is not learnt" in capsys.readouterr().out) == is_noted
@@ -190,6 +192,18 @@ def test_more_cases_and_lost_files_come_with_the_same_code_ignored(tmp_path):
     other = one_channel(tmp_path / "other", {**labels, "200": "ignore"}, names=("e_0",))
     with pytest.raises(InputError, match="labels"):
         append(store, other, workers=1)
+
+
+def test_a_list_whose_regions_have_the_ignored_code_joins_with_those_of_the_store(tmp_path):
+    labels = {"background": 0, "a": 1, "b": 2, "c": 3}
+    store = tmp_path / "store"
+    before = prepare(nnunet(tmp_path / "data", 2, labels=labels), store, **ALL, ignore=3)
+    named = {**labels, "whole": [1, 2, 3]}
+    order = [1, 2, 3, 1]
+    more = nnunet(tmp_path / "more", 3, labels=named, regions_class_order=order)
+    done = append(store, more, workers=1)
+    assert done.new == ("BRATS_002",)
+    assert (done.manifest.regions, done.manifest.ignore) == (before.regions, 3)
 
 
 @pytest.mark.parametrize("finished", [False, True])
