@@ -125,9 +125,10 @@ def patch_at(
     each.
 
     With "foreground", any number of successive positions has its share of foreground patches, to
-    the nearest one; a case without the regions gives a random patch. If nothing in a patch is
-    annotated, the next `attempt` below ATTEMPTS gives another of the same case; the last one is
-    around a labelled voxel."""
+    the nearest one; a case without the regions gives a random patch. That is of the first
+    `attempt`. Where voxels are to be ignored and nothing in a patch is annotated, the loader takes
+    the next one below ATTEMPTS, another patch of the same case; the last one is around a labelled
+    voxel, also with "random". `source.patch_drawn` tells which it was."""
     sample = sample_at(position, cases=len(records), seed=sampling.seed, shuffle=sampling.shuffle)
     record = records[sample.case_index]
     shape = xyz(sampling.shape)

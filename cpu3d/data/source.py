@@ -20,21 +20,21 @@ from typing import Any, Callable, Deque, Iterable, Optional, Sequence, Tuple, Un
 import tensorflow as tf
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.files.loader import labelled, loader, open_reading
+from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import all_names
 from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Array, Multiple, Shape3, is_integer, require, xyz
 from cpu3d.data.resolution import field_of, network_grid, shrinking
-from cpu3d.data.sampling import ALL, PatchSampling, Share, patch_at
+from cpu3d.data.sampling import ALL, Patch, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
 
 __all__ = [
     "Batches", "PatchSampling", "case_region", "grid_size", "normalise", "open_reading",
-    "open_store", "patch_at", "patch_dataset", "patch_sampling", "volume_dataset",
+    "open_store", "patch_at", "patch_dataset", "patch_drawn", "patch_sampling", "volume_dataset",
 ]  # fmt: skip
 
 
@@ -163,7 +163,9 @@ def patch_dataset(
         sampling: "random": anywhere in the case's extent. "foreground": a share of the patches
             around labelled voxels, the others random. "centre": the one around the extent's middle.
         foreground: with "foreground" the share of patches around labelled voxels, 0 to 1. Any
-            number of successive patches has its share, to the nearest one.
+            number of successive patches has its share, to the nearest one, and may have more where
+            the store has a label to be ignored: a patch of nothing else is drawn again, the last
+            time around a labelled voxel.
         extent: where patches are: "brain" for the content box, "full" for the whole grid.
 
     The other arguments, the batches and the errors are as for `volume_dataset`."""
@@ -205,7 +207,7 @@ def patch_sampling(
     shuffle: bool = True,
 ) -> PatchSampling:
     """The rule by which `patch_dataset` draws patches, from its arguments. `patch_at` tells the
-    case and the place of each."""
+    case and the place of each; `patch_drawn` does where the store has a label to be ignored."""
     return PatchSampling(
         cast(Shape3, tuple(patch_shape)),  # which is checked there
         sampling,
@@ -215,6 +217,23 @@ def patch_sampling(
         seed=seed,
         shuffle=shuffle,
     )
+
+
+def patch_drawn(
+    store: Store,
+    position: int,
+    sampling: PatchSampling,
+    *,
+    split: str = "train",
+    augment: AugmentConfig = NO_AUGMENT,
+) -> Patch:
+    """The case and the place of the sample at `position` of `patch_dataset` with this rule, split
+    and augmentation, once it was drawn again if nothing in it was annotated: labels are read."""
+    if store.manifest.ignore is None:
+        return patch_at(position, sampling, store.cases(split))
+    form = Form(sampling.shape, (0,), _codes(store, None), "float32", None, store.manifest.ignore)
+    reader = open_reading(store, (split,))
+    return _loader(store, split, sampling, augment, form, reader, ALL).patch(position)
 
 
 @dataclass(frozen=True)
@@ -293,19 +312,31 @@ def _dataset(
     reader = stream.read_mode
     if not isinstance(reader, Reader):
         reader = open_reading(store, (stream.split,), read_mode=reader, share=stream.share)
-    load = loader(
+    load = _loader(store, stream.split, sampling, stream.augment, form, reader, stream.share)
+    return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
+
+
+def _loader(
+    store: Store,
+    split: str,
+    sampling: PatchSampling,
+    augment: AugmentConfig,
+    form: Form,
+    reader: Reader,
+    share: Share,
+) -> Loader:
+    """The loader of a split's samples."""
+    names = all_names(store.manifest.labels, store.manifest.regions)
+    return Loader(
         reader,
-        records,
+        labelled(store, split),
         sampling,
-        stream.augment,
+        augment,
         form,
-        share=stream.share,
-        mirrored=stream.augment.mirrored_axes(
-            all_names(store.manifest.labels, store.manifest.regions)
-        ),
+        share=share,
+        mirrored=augment.mirrored_axes(names),
         normalisation=store.manifest.normalisation,
     )
-    return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 
 
 def _pipeline(

@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from typing import Callable, Optional, Sequence
+from dataclasses import dataclass
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.native.samples import make_sample
 from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
-from cpu3d.data.sampling import ALL, ATTEMPTS, PatchSampling, Share, patch_at
+from cpu3d.data.sampling import ALL, ATTEMPTS, Patch, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from models.native.shared import IGNORED
@@ -60,52 +61,55 @@ def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
     return store.cases(split)
 
 
-def loader(
-    reader: Reader,
-    records: Sequence[CaseRecord],
-    sampling: PatchSampling,
-    augment: AugmentConfig,
-    form: Form,
-    *,
-    share: Share,
-    mirrored: Sequence[int],
-    normalisation: Sequence[Normalisation] = (),
-) -> Callable[[int], ImageAndTarget]:
+@dataclass(frozen=True)
+class Loader:
     """Index of a sample of `share` -> its image and target.
 
-    A patch in which nothing is annotated is drawn again. Threads may call it, in any order.
-    `mirrored` are the axes along which samples may be mirrored, `normalisation` is that of the
-    store.
-    """
+    A patch in which nothing is annotated is drawn again. Threads may call it, in any order."""
 
-    def load(sample: int) -> ImageAndTarget:
-        position = share.position(int(sample))
-        made = load_patch(position, 0)
-        if form.ignore is None or sampling.sampling == "centre":
-            return made
+    reader: Reader
+    records: Sequence[CaseRecord]
+    sampling: PatchSampling
+    augment: AugmentConfig
+    form: Form
+    share: Share
+    mirrored: Sequence[int]  # axes along which samples may be mirrored
+    normalisation: Sequence[Normalisation] = ()  # of the store
+
+    def __call__(self, sample: int) -> ImageAndTarget:
+        return self._drawn(sample)[1]
+
+    def patch(self, sample: int) -> Patch:
+        """The patch that a sample is of: the first attempt of `patch_at`, or a later one."""
+        return self._drawn(sample)[0]
+
+    def _drawn(self, sample: int) -> Tuple[Patch, ImageAndTarget]:
+        position = self.share.position(int(sample))
+        patch, made = self._attempt(position, 0)
+        if self.form.ignore is None or self.sampling.sampling == "centre":
+            return patch, made
         attempt = 1
         while attempt < ATTEMPTS and (made[1] == IGNORED).all():  # nothing is to be learnt of it
-            made = load_patch(position, attempt)
+            patch, made = self._attempt(position, attempt)
             attempt += 1
-        return made
+        return patch, made
 
-    def load_patch(position: int, attempt: int) -> ImageAndTarget:
-        patch = patch_at(position, sampling, records, attempt)
-        record = records[patch.case_index]
+    def _attempt(self, position: int, attempt: int) -> Tuple[Patch, ImageAndTarget]:
+        patch = patch_at(position, self.sampling, self.records, attempt)
+        record = self.records[patch.case_index]
         drawn = draw(
-            augment,
-            levels_of(record.statistics, normalisation),
+            self.augment,
+            levels_of(record.statistics, self.normalisation),
             record.spacing_mm,
-            seed=sampling.seed,
+            seed=self.sampling.seed,
             position=position,
-            mirrored=mirrored,
+            mirrored=self.mirrored,
         )
         needed = patch.region
-        if drawn.matrix is not None and form.shrinking is None:
+        if drawn.matrix is not None and self.form.shrinking is None:
             needed = _turned(patch.region, drawn.matrix)
-        return make_sample(_stored(reader, record, patch.region, needed), drawn, form)
-
-    return load
+        stored = _stored(self.reader, record, patch.region, needed)
+        return patch, make_sample(stored, drawn, self.form)
 
 
 def _turned(region: Region, matrix: Array) -> Region:

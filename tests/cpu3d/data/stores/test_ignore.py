@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.manifest import record_path
-from cpu3d.data.source import patch_at, patch_dataset, patch_sampling, volume_dataset
+from cpu3d.data.source import patch_at, patch_dataset, patch_drawn, patch_sampling, volume_dataset
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import prepare as command
 from cpu3d.data.stores.names import is_ignored
@@ -283,6 +283,12 @@ def test_a_random_patch_without_an_annotated_voxel_is_drawn_again(tmp_path, side
     assert patch_at(5, sampling, records, 0) == first
     others = {patch_at(5, sampling, records, attempt).region.start for attempt in range(1, 5)}
     assert len(others | {first.region.start}) == 5
+    used = [patch_drawn(store, position, sampling).region.start for position in range(20)]
+    assert used != [patch_at(position, sampling, records).region.start for position in range(20)]
+    ignored = label == 200
+    for (_, target), (x, y, z) in zip(patches, used):
+        expected = ignored[x : x + 8, y : y + 8, z : z + 8]
+        np.testing.assert_array_equal(target[0, ..., 0] == IGNORED, expected)
 
 
 @pytest.mark.parametrize(

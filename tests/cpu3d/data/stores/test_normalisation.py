@@ -7,7 +7,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
-from cpu3d.data.files.loader import labelled, loader, open_reading
+from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.manifest import case_from_json
 from cpu3d.data.native.form import Form
 from cpu3d.data.normalise import Kind, Normalisation, normalise
@@ -208,7 +208,7 @@ def samples(store, augment=NO_AUGMENT):
     """All samples of the training cases, in voxels around the whole grid."""
     size = (16, 16, 16)
     records = labelled(store, "train")
-    load = loader(
+    load = Loader(
         open_reading(store),
         records,
         PatchSampling(size, "centre", extent="full", seed=3),
