@@ -99,9 +99,6 @@ def load_case(
     InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
     volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
-    label_name = f"label {files.label}"
-    if label is not None and ignore is not None:
-        check_annotated(label, ignore, label_name, "all of the image")
     background = _backgrounds(volumes, kinds)
     made = _Resampled(label, nifti.ras_spacing_mm(geometry))
     if target_spacing_mm:
@@ -111,9 +108,10 @@ def load_case(
     image, error, units = _stored_image(volumes, names, kinds)
     del volumes
     label = made.label
+    label_name = f"label {files.label}"
     lost = 0.0
     if label is not None and ignore is not None:
-        lost = _annotation_lost(made, ignore, label_name)
+        lost = _annotation_lost(label, made.source_label, made.voxel_mm, ignore, label_name)
         if not if_any_differs(kinds):
             label = _ignored_in_box(label, image, ignore)
     facts = facts_of(image, label, kinds, units, ignore)
@@ -211,18 +209,22 @@ def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
         raise InputError(f"{rule}, got {ignore}, to be ignored, in {where}; {todo}")
 
 
-def _annotation_lost(made: _Resampled, ignore: int, name: str) -> float:
-    """The share of what was annotated that resampling makes voxels to be ignored. Raises InputError
-    if it is all."""
-    if made.label is None or made.source_label is None:
+def _annotation_lost(
+    label: Array, source_label: Optional[Array], voxel_mm: Spacing3, ignore: int, name: str
+) -> float:
+    """The share of what was annotated in the source's label, None if the case is on its grid, that
+    resampling makes voxels to be ignored. Raises InputError if it is all, or nothing was."""
+    if source_label is None:
+        check_annotated(label, ignore, name, "all of the image")
         return 0.0
-    if (made.label == ignore).all():
-        own = np.count_nonzero(made.source_label != ignore)
-        rule = f"{name} must have annotated voxels at {in_mm(made.voxel_mm)}"
+    check_annotated(source_label, ignore, name, "all of the image")
+    if (label == ignore).all():
+        own = np.count_nonzero(source_label != ignore)
+        rule = f"{name} must have annotated voxels at {in_mm(voxel_mm)}"
         got = f"none of its {own}: more than half of each larger voxel is {ignore}, to be ignored"
-        todo = "prepare with --spacing off, or with smaller voxels, as in --spacing 1 1 1"
+        todo = "prepare with --spacing off, or with smaller voxels"
         raise InputError(f"{rule}, got {got}; {todo}")
-    return lost_share(made.source_label, made.label, ignore)
+    return lost_share(source_label, label, ignore)
 
 
 def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
