@@ -30,7 +30,7 @@ from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
-from models.strides import Strides, common_spacing, divisors_text, shape3, strides_text
+from models.strides import Strides, common_spacing, divisors_text, shape3, strides_line
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
@@ -114,7 +114,11 @@ def decide(
     )
     reasons = {}
     if why:
-        reasons["strides"] = f"strides {strides_text(unet.every_stride)}: {why}"
+        reasons["strides"] = strides_line(unet.every_stride, why)
+    wanted = start.wanted("patch")
+    if wanted is not None and tuple(wanted) != grid:
+        asked = by(wanted, " x ")
+        reasons["patch"] = f"patch {by(grid, ' x ')}: that of {asked}, cut to the volumes"
     return facts, decided_settings, Decided(grid, coarse_grid), reasons
 
 
@@ -256,7 +260,7 @@ def _patches(
     divisors = of_run.unet.divisors
     wanted = start.wanted("patch")
     if wanted is not None:
-        patch = tuple(wanted)
+        patch = _within_padding(tuple(wanted), extent, of_run.unet.depth)
     elif card is not None:
         patch = largest_patch(card, job_of(of_run, extent, threads=1, cases=0))
     else:
@@ -266,6 +270,16 @@ def _patches(
     if count is None:
         count = max(round(math.prod(extent) / math.prod(patch)), 1)
     return patch, count
+
+
+def _within_padding(patch: Tuple[int, ...], extent: Shape3, depth: int) -> Tuple[int, ...]:
+    """The patch without what lies outside the volume but within the padding that halving every axis
+    would need: it fits the volumes of a network that has no strides of its own."""
+    factor = 2 ** (depth - 1)
+    padded = [-(-side // factor) * factor for side in extent]
+    if len(patch) != 3 or any(n > most for n, most in zip(patch, padded)):
+        return patch  # which is refused
+    return tuple(map(min, patch, extent))
 
 
 def _refuse_patches(start: Start) -> None:

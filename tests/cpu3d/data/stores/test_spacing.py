@@ -39,7 +39,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     (line,) = [line for line in printed.splitlines() if line.startswith("Spacing:")]
     assert "0.8 to 2 along R, 0.8 to 2 along A, 1 to 4 along S mm" in line
     assert "resampled to 1 x 1 x 1 mm" in line
-    assert "spacing  1 x 1 x 1 mm, 3 cases resampled" in printed
+    assert "1 x 1 x 1 mm, 3 cases resampled" in printed
     store = open_store(folder)
     for record in store.manifest.cases:
         is_resampled = SPACINGS[record.case_id] != ISO
