@@ -74,20 +74,15 @@ def decide(
     regions = _named("regions", settings.regions, tuple(facts.region_codes))
     device = _device(start, gpus, workers)
     card: Optional[Gpu] = None
-    usual_dtype = host.best_dtype
     if device != "cpu":
         card = card_of(device, gpus)
-        usual_dtype = best_dtype(card)
-    dtype = start.wanted("dtype")
-    if dtype is None:
-        dtype = usual_dtype
     strides, why = _strides(start, store)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
         outputs=len(regions),
         seed=settings.seed,
-        dtype=dtype,
+        dtype=_dtype(start, host, card),
         strides=strides,
     )
     extent = grid_size(store, extent=settings.extent, multiple=1)
@@ -112,13 +107,9 @@ def decide(
         steps=_steps(start),
         patches_per_case=patches_per_case,
     )
-    reasons = {}
+    reasons = _cut_patch(start, grid)
     if why:
         reasons["strides"] = strides_line(unet.every_stride, why)
-    wanted = start.wanted("patch")
-    if wanted is not None and tuple(wanted) != grid:
-        asked = by(wanted, " x ")
-        reasons["patch"] = f"patch {by(grid, ' x ')}: that of {asked}, cut to the volumes"
     return facts, decided_settings, Decided(grid, coarse_grid), reasons
 
 
@@ -251,6 +242,14 @@ def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:
     return device
 
 
+def _dtype(start: Start, host: Host, card: Optional[Gpu]) -> str:
+    """The compute dtype, by itself the fastest of the host, or of its card."""
+    dtype: Optional[str] = start.wanted("dtype")
+    if dtype is not None:
+        return dtype
+    return host.best_dtype if card is None else best_dtype(card)
+
+
 def _patches(
     start: Start, of_run: Settings, extent: Shape3, card: Optional[Gpu]
 ) -> Tuple[Shape3, int]:
@@ -280,6 +279,14 @@ def _within_padding(patch: Tuple[int, ...], extent: Shape3, depth: int) -> Tuple
     if len(patch) != 3 or any(n > most for n, most in zip(patch, padded)):
         return patch  # which is refused
     return tuple(map(min, patch, extent))
+
+
+def _cut_patch(start: Start, grid: Shape3) -> Dict[str, str]:
+    """The reason why the patch, which is the grid, is not the one that was asked for, if so."""
+    wanted = start.wanted("patch")
+    if wanted is None or tuple(wanted) == grid:
+        return {}
+    return {"patch": f"patch {by(grid, ' x ')}: {by(wanted, ' x ')}, cut to the volumes"}
 
 
 def _refuse_patches(start: Start) -> None:

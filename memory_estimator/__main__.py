@@ -325,11 +325,11 @@ def _blocks(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[U
     return blocks
 
 
-def _described(job: Job, why_strides: str) -> List[Union[str, Table]]:
+def _described(job: Job, why: str) -> List[Union[str, Table]]:
     """A job for reading, and its strides if they follow from something."""
     lines: List[Union[str, Table]] = [job.describe()]
-    if why_strides:
-        lines.append(strides_line(job.unet.every_stride, why_strides))
+    if why:
+        lines.append(strides_line(job.unet.every_stride, why))
     return lines
 
 
@@ -339,7 +339,7 @@ def _several_hosts(
     price: planner.Price,
     host_bytes: int,
     is_open: bool,
-    why_strides: str,
+    why: str,
     notes: Sequence[str],
 ) -> Answer:
     """Time on several hosts. `host_bytes` are the memory of one, 0 if it was not given: this host's
@@ -354,9 +354,9 @@ def _several_hosts(
         job = job.with_unet(policy=choice.policy)
     content, table = several_hosts(options, price(job))
     worker = price_of_worker(job)
-    content["strides"] = _strides(job, why_strides)
+    content["strides"] = _strides(job, why)
     content["notes"] = list(notes)
-    blocks = [*_described(job, why_strides), table, *(f"note: {note}" for note in notes)]
+    blocks = [*_described(job, why), table, *(f"note: {note}" for note in notes)]
     if memory_bytes:
         blocks.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
     content["upper_bound_bytes"] = worker.upper_bound_bytes

@@ -97,7 +97,9 @@ def test_a_chosen_spacing_holds_for_cases_that_agree(tmp_path, capsys):
     words = ["--split", "1", "0", "0", "--workers", "1", "--spacing", "2", "2", "2"]
     place = ["--dataset", str(data), "--store", str(tmp_path / "store")]
     assert main(["prepare", *place, *words]) == 0
-    assert "2 x 2 x 2 mm, 3 cases resampled" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 x 2 x 2 mm, 3 cases resampled" in printed
+    assert "by --spacing" in printed
     store = open_store(tmp_path / "store")
     assert {record.shape for record in store.manifest.cases} == {(24, 20, 16)}
     assert main(["store", "info", str(tmp_path / "store")]) == 0
