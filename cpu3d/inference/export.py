@@ -22,6 +22,7 @@ Voxels whose label differs, such as from a run in bfloat16, are counted there.
 import contextlib
 import dataclasses
 import datetime
+import math
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
@@ -41,6 +42,7 @@ from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.stores.normalisation import refuses_ct
 from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.data.stores.resample import (
+    TIE,
     grid_of,
     resample_image,
     resampled_shape,
@@ -67,6 +69,7 @@ from cpu3d.inference.segment import (
     probabilities_at,
     probabilities_of,
     processed,
+    seen_of,
 )
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
@@ -124,15 +127,13 @@ def run(options: Options) -> int:
     # Once, as a run that continues replaces its last checkpoint.
     path = weights_file(options.run, options.weights)
     config, weights = load_weights(config, path)
-    digest = file_sha256(path)
+    origin = _origin(options, path)
     exported = exported_config(config, options.size)
     own = Predictor(dataclasses.replace(config, grid=exported.grid), weights, ONE_PASS)
-    packages = versions()
     if options.format == "onnx":
         # A program that reads ONNX computes norms by their definition.
         exact = networks.ExactPredictor(exported, weights, ONE_PASS)
         write = networks.write_onnx
-        packages |= {name: metadata.version(name) for name in ("onnx", "onnxruntime")}
     else:
         # A SavedModel has predict's own operations.
         exact = Predictor(exported, weights, ONE_PASS)
@@ -143,12 +144,7 @@ def run(options: Options) -> int:
     about = {
         **contract(exported, config.unet.dtype, options.format),
         "postprocessing": postprocessing.steps(exact.regions),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "run": str(options.run.resolve()),
-        "versions": packages,
-        "weights": options.weights,
-        "checkpoint": path.name,
-        "weights_sha256": digest,
+        **origin,
     }
     out.mkdir(parents=True, exist_ok=True)
     with _empty_after_an_error(out):
@@ -168,6 +164,21 @@ def run(options: Options) -> int:
         return 1
     say(f"written: {out}", stderr=False)
     return 0
+
+
+def _origin(options: Options, weights: Path) -> Dict[str, Any]:
+    """When and from what an export was made; `weights` is the run's file."""
+    packages = versions()
+    if options.format == "onnx":
+        packages |= {name: metadata.version(name) for name in ("onnx", "onnxruntime")}
+    return {
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "run": str(options.run.resolve()),
+        "versions": packages,
+        "weights": options.weights,
+        "checkpoint": weights.name,
+        "weights_sha256": file_sha256(weights),
+    }
 
 
 @contextlib.contextmanager
@@ -338,7 +349,10 @@ files' names (`channel_names` in `export.json`); if no name tells, they must be 
 after normalisation or to 1/65534 of a channel's range; this network does not. Save the program
 below as `segment.py` beside `export.json` and run it (pip install nibabel scipy {package}):
 
-    python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
+    python segment.py [--zero-nan] IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz
+
+It refuses images with NaN or infinite voxels unless --zero-nan makes these background, as `predict`
+does.
 
 ```python
 {program}```
@@ -385,7 +399,6 @@ def verify(
     one_pass = {**about, "mirrored_axes": ()}
     network = load_network(folder, about)
     answer = probabilities_at(network, one_pass, values, record.spacing_mm)
-    resampled = _resampling_difference(network, one_pass, values, record)
     expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
     raw = painted(answer, about)
     label = processed(answer, about, voxel_mm3(steps_mm))
@@ -394,15 +407,17 @@ def verify(
         for name, other in zip(("float32", "predict"), expected)
     }
     differ["predict --raw"] = int(np.count_nonzero(raw != label_from_regions(expected[1], regions)))
-    finite = bool(np.isfinite(answer).all())
     largest, from_predict = (float(np.abs(answer - other).max()) for other in expected)
+    differences = {"largest_difference": largest}
+    if about["target_spacing_mm"]:
+        differences.update(_resampling_differences(network, one_pass, values, record))
+    passed = all(difference <= TOLERANCE for difference in differences.values())  # none is NaN
+    differences["largest_difference_from_predict"] = from_predict
     return {
         "case_id": record.case_id,
-        "passed": finite and max(largest, resampled or 0) <= TOLERANCE,
+        "passed": passed,
         "tolerance": TOLERANCE,
-        "largest_difference": largest if finite else None,
-        "largest_difference_from_predict": from_predict if finite else None,
-        "mean_difference_resampled": resampled,
+        **{name: each if math.isfinite(each) else None for name, each in differences.items()},
         "voxels": int(np.prod(exact.region(record).size)),
         "different_labels": differ,
         "label_voxels": int(np.count_nonzero(label)),
@@ -410,28 +425,47 @@ def verify(
     }
 
 
-def _resampling_difference(
+def _resampling_differences(
     network: Any, about: Dict[str, Any], values: Array, record: CaseRecord
-) -> Optional[float]:
-    """The mean difference of the program's answer from that of the same network between own
-    resampling and the way back, on an image whose voxels are finer than the network's; None for a
-    network that sees images as they are. The mean, as a voxel that is half background may round to
-    either side."""
+) -> Dict[str, float]:
+    """The largest differences of the program's resampling from that of `predict`, on an image whose
+    voxels are finer than the network's: of what the network sees, as a share of its channel's
+    range, and of the answer that is brought back.
+
+    Where half of a voxel is background, rounding decides whether it is: it is left out of the
+    first, and the second is of one and the same image that is seen."""
     target_mm = about["target_spacing_mm"]
-    if not target_mm:
-        return None
     finer_mm = xyz(FINER * length for length in target_mm)
     own_shape = xyz(values.shape[:3])
     shape = resampled_shape(record.case_id, own_shape, finer_mm, target_mm)
-    channels = []
-    for volume, each in zip(np.moveaxis(values, -1, 0), kinds_of(about)):
+    seen = seen_of(about, values, finer_mm)
+    if seen.shape[:3] != shape:
+        return {"largest_difference_resampled": math.inf}
+    of_image = []
+    for channel, each in enumerate(kinds_of(about)):
+        volume = values[..., channel]
         outside = 0.0 if each["kind"] == Kind.FOREGROUND.value else None
-        channels.append(resample_image(volume, shape, finer_mm, outside))
-    answer = probabilities_of(network, about, np.stack(channels, -1))
-    source = SourceGrid(own_shape, {}, "")
-    made = dataclasses.replace(record, shape=shape, resampled_from=source)
-    expected = to_source_grid(answer, made)
-    return float(np.abs(probabilities_at(network, about, values, finer_mm) - expected).mean())
+        expected = resample_image(volume, shape, finer_mm, outside)
+        apart = np.abs(seen[..., channel] - expected)
+        if outside is not None:
+            shares = _on_grid((volume != outside)[..., None], shape, record)[..., 0]
+            apart[np.abs(shares - 0.5) <= TIE] = 0
+        of_image.append(float(apart.max()) / max(float(np.ptp(volume)), 1e-30))
+    answer = probabilities_of(network, about, seen)
+    brought_back = probabilities_at(network, about, values, finer_mm)
+    apart = np.abs(brought_back - _on_grid(answer, own_shape, record))
+    return {
+        "largest_difference_resampled": float(np.max(of_image)),
+        "largest_difference_brought_back": float(apart.max()),
+    }
+
+
+def _on_grid(answers: Array, shape: Shape3, record: CaseRecord) -> Array:
+    """Probabilities `(X, Y, Z, R)` as `predict` brings them to a grid of another shape."""
+    made = dataclasses.replace(
+        record, shape=xyz(answers.shape[:3]), resampled_from=SourceGrid(shape, {}, "")
+    )
+    return to_source_grid(answers, made)
 
 
 def _case_to_try(

@@ -1,5 +1,6 @@
-"""Segment an image with an exported network: python segment.py IMAGE.nii.gz [IMAGE.nii.gz ...]
-LABEL.nii.gz"""
+"""Segment an image with an exported network.
+
+python segment.py [--zero-nan] IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz"""
 
 # This text is in USAGE.md, to be saved beside export.json: it needs NumPy, nibabel and a reader of
 # the network alone, and SciPy for post-processing.
@@ -88,13 +89,21 @@ def probabilities_of(network, about, image):
 def probabilities_at(network, about, image, spacing):
     """The same of an image with this spacing in mm, which the network sees at its own: answers are
     brought back to the image's voxels."""
+    answer = probabilities_of(network, about, seen_of(about, image, spacing))
+    regions = np.moveaxis(answer, -1, 0)
+    return np.stack([resampled(region, image.shape[:3]) for region in regions], -1)
+
+
+def seen_of(about, image, spacing):
+    """An image float32 (X, Y, Z, C) with this spacing in mm as the network sees it, at its own."""
     shape = image.shape[:3]
     wanted = about.get("target_spacing_mm") or spacing
     made = tuple(max(round(n * own / mm), 1) for n, own, mm in zip(shape, spacing, wanted))
     if made == shape:
-        return probabilities_of(network, about, image)
+        return image
     if np.prod(made, dtype=float) > min(2**31, 8 * np.prod(shape, dtype=float)):
-        sys.exit(f"the image must have at most 8 times its voxels at {wanted} mm, got {made}")
+        rule = f"the image must have at most 8 times its voxels at {wanted} mm, got {made}"
+        sys.exit(f"{rule} from {shape}; take a network of larger voxels")
     mm = [n * own / other for n, own, other in zip(shape, spacing, made)]
     cubic = [not (is_thick(axis, spacing) or is_thick(axis, mm)) for axis in range(3)]
     channels = []
@@ -104,8 +113,7 @@ def probabilities_at(network, about, image, spacing):
             inside = resampled(volume != 0, made) >= 0.5
             values = np.where(inside, values, np.float32(0))
         channels.append(values)
-    answer = probabilities_of(network, about, np.stack(channels, -1))
-    return np.stack([resampled(region, shape) for region in np.moveaxis(answer, -1, 0)], -1)
+    return np.stack(channels, -1)
 
 
 def is_thick(axis, spacing):
@@ -314,7 +322,7 @@ def in_order(image, paths, about):
     if len(names) != image.shape[3] or any(names.count(name) != 1 for name in wanted):
         got = ", ".join(listed or [pathlib.Path(path).name for path in paths])
         rule = f"the image must have each of {', '.join(wanted)} once, by name or in this order"
-        sys.exit(f"{rule}, got {got}")
+        sys.exit(f"{rule}, got {got}; give these, or name them so")
     return image[..., [names.index(name) for name in wanted]]
 
 
@@ -408,15 +416,20 @@ def check_grids(paths, files):
         steps = file.affine[:3, :3] * unit_mm(file)
         lengths = np.linalg.norm(steps, axis=0)
         if sum(n > 1 for n in file.shape[3:]) > 1:
-            sys.exit(f"{path} must be 3D, or 4D with the channels last, got shape {file.shape}")
+            rule = f"{path} must be 3D, or 4D with the channels last, got shape {file.shape}"
+            sys.exit(f"{rule}; write each channel into a 3D file")
         apart = np.abs(file.affine[:3] * unit_mm(file) - first.affine[:3] * unit).max()
         if file.shape[:3] != first.shape[:3] or apart > 1e-3:
-            sys.exit(f"{path} must have the grid of {paths[0]}; resample it or correct its header")
+            rule = f"{path} must have the grid of {paths[0]}, got another"
+            sys.exit(f"{rule}; resample it or correct its header")
         if lengths.min() < 0.01 * (1 - 1e-6) or lengths.max() > 100 * (1 + 1e-6):
             sys.exit(f"{path} must have voxels of 0.01 to 100 mm, got {lengths}; correct its unit")
         directions = steps / lengths
-        if np.triu(np.abs(directions.T @ directions), 1).max() > np.sin(np.radians(45)):
-            sys.exit(f"{path} must have axes sheared by at most 45 degrees; resample it")
+        cosine = np.triu(np.abs(directions.T @ directions), 1).max()
+        shear = np.degrees(np.arcsin(min(cosine, 1)))
+        if shear > 45:
+            rule = f"{path} must have axes sheared by at most 45 degrees, got {shear:.0f}"
+            sys.exit(f"{rule}; resample it")
 
 
 def read_image(paths):
@@ -426,10 +439,8 @@ def read_image(paths):
     files = [nibabel.load(path) for path in paths]
     check_grids(paths, files)
     channels = []
-    for path, file in zip(paths, map(nibabel.as_closest_canonical, files)):
+    for file in map(nibabel.as_closest_canonical, files):
         volume = file.get_fdata(dtype=np.float32)
-        if not np.isfinite(volume).all():
-            print(f"note: {path}: NaN and infinite voxels are made background", file=sys.stderr)
         channels += list(np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0))
     return np.stack(channels, -1), files[0]
 
@@ -440,11 +451,16 @@ def spacing_of(file):
     return [float(n) * unit_mm(file) for n in nibabel.affines.voxel_sizes(canonical.affine)]
 
 
-def cleaned(image, about):
-    """The network's channels without NaN, infinity, and what splines have left around a head."""
+def cleaned(image, about, zero_nan=False):
+    """The network's channels without what splines have left around a head, and, with `zero_nan`,
+    without NaN and infinity."""
     channels = []
-    for volume, kind in zip(np.moveaxis(image, -1, 0), kinds_of(about)):
+    for volume, name, kind in zip(np.moveaxis(image, -1, 0), about["channels"], kinds_of(about)):
         is_finite = np.isfinite(volume)
+        bad = np.count_nonzero(~is_finite)
+        if bad and not zero_nan:
+            rule = f"{name} must be finite, got {bad} NaN or infinite voxels"
+            sys.exit(f"{rule}; correct them, or make them background with --zero-nan")
         if kind["kind"] != "zscore-foreground":
             sides = border(volume)
             around = middle(sides[np.isfinite(sides)])
@@ -454,7 +470,8 @@ def cleaned(image, about):
     for volume, name, kind in zip(channels, about["channels"], kinds_of(about)):
         is_air = (volume > -1100) & (volume < -900)
         if name in about.get("not_ct", ()) and is_air.mean() >= 0.05:
-            sys.exit(f"{name} must not be CT, got large parts at the value of air, -1000 HU")
+            rule = f"{name} must not be CT, got large parts at the value of air, -1000 HU"
+            sys.exit(f"{rule}; give the image of that channel")
         inside = volume[volume != 0] if kind["kind"] == "zscore-foreground" else volume
         if not inside.size or inside.min() == inside.max():
             sys.exit(f"{name} must vary, got one value; fetch the image again")
@@ -516,11 +533,13 @@ def save_label(path, label, file):
     nibabel.save(answer, path)
 
 
-def main(folder, *paths):
-    """Segment the images `paths[:-1]` and write the label `paths[-1]`."""
+def main(folder, *words):
+    """Segment the images of all words but the last, and write the label of the last; --zero-nan
+    among them makes NaN and infinite voxels background."""
+    paths = [word for word in words if word != "--zero-nan"]
     about = json.loads((folder / "export.json").read_text(encoding="utf-8-sig"))
     image, file = read_image(paths[:-1])
-    image = cleaned(in_order(image, paths[:-1], about), about)
+    image = cleaned(in_order(image, paths[:-1], about), about, "--zero-nan" in words)
     for note in [*notes_on(file, about), *notes_on_windows(image, about)]:
         print(f"note: {note}", file=sys.stderr)
     network = load_network(folder, about)

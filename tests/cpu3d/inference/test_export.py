@@ -300,9 +300,46 @@ def test_the_last_weights_are_exported_without_rules_of_the_best(call, tiny, tmp
     assert about["verification"]["postprocessed_voxels"] == 0
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with an export.json, whose network answers with a 20th of FLAIR."""
+    monkeypatch.setattr(segment, "load_network", lambda folder, about: None)
+    monkeypatch.setattr(
+        segment, "probabilities_of", lambda network, about, image: image[..., :1] / 20
+    )
+    about = {
+        "paint": [[{"output": 0, "code": 1}]],
+        "threshold": 0.5,
+        "trained_spacing_mm": [1, 1, 1],
+        "postprocessing": {"cut": [], "remove": []},
+        "channels": ["FLAIR", "T1gd"],
+        "channel_names": {"FLAIR": ["flair"], "T1gd": ["t1gd"]},
+    }
+    (tmp_path / "export.json").write_text(json.dumps(about))
+    return tmp_path
+
+
+def test_the_program_makes_nan_background_if_that_is_chosen_as_predict_does(store, folder):
+    voxels, geometry = read_volume(store.folder.parent / "source/f.nii.gz")
+    voxels = voxels.astype(np.float32)
+    voxels[5, 5, 4, 0] = np.nan
+    voxels[6, 5, 4, 0] = np.inf
+    path = folder / "f.nii.gz"
+    out = folder / "label.nii.gz"
+    write_volume(path, voxels, geometry)
+    with pytest.raises(SystemExit, match=r"FLAIR must be finite, got 2\b.*--zero-nan"):
+        segment.main(folder, str(path), str(out))
+    assert not out.exists()
+    segment.main(folder, "--zero-nan", str(path), str(out))
+    files = CaseFiles("f", "f", (path,), None)
+    case = load_case(files, channels=("FLAIR", "T1gd"), zero_nan=True)
+    label = to_ras(*read_volume(out))
+    np.testing.assert_array_equal(label, case.image[..., 0] >= 10)
+
+
 @pytest.mark.parametrize("codes", [(1, 1), (0, 0)])
 def test_the_program_reads_units_orientation_and_background_as_predict_does(
-    store, tmp_path, capsys, monkeypatch, codes
+    store, folder, capsys, monkeypatch, codes
 ):
     voxels = read_volume(store.folder.parent / "source/f.nii.gz")[0]
     residue = np.random.default_rng(0).normal(0, 1e-7, voxels.shape)
@@ -312,26 +349,18 @@ def test_the_program_reads_units_orientation_and_background_as_predict_does(
     image.set_sform(image.affine, codes[0])
     image.set_qform(image.affine, codes[1])
     image.header.set_xyzt_units("micron")
-    path, out = tmp_path / "f.nii.gz", tmp_path / "label.nii.gz"
+    path, out = folder / "f.nii.gz", folder / "label.nii.gz"
     nibabel.save(image, path)
     case = load_case(CaseFiles("f", "f", (path,), None), channels=("FLAIR", "T1gd"))
     seen = []
-    monkeypatch.setattr(segment, "load_network", lambda folder, about: None)
-    monkeypatch.setattr(
-        segment,
-        "probabilities_of",
-        lambda network, about, image: seen.append(image) or image[..., :1] / 20,
-    )
-    about = {
-        "paint": [[{"output": 0, "code": 1}]],
-        "threshold": 0.5,
-        "trained_spacing_mm": [1, 1, 1],
-    }
-    about["postprocessing"] = {"cut": [], "remove": []}
-    about["channels"] = ["FLAIR", "T1gd"]
-    about["channel_names"] = {"FLAIR": ["flair"], "T1gd": ["t1gd"]}
-    (tmp_path / "export.json").write_text(json.dumps(about))
-    segment.main(tmp_path, str(path), str(out))
+    answer = segment.probabilities_of
+
+    def noted(network, about, image):
+        seen.append(image)
+        return answer(network, about, image)
+
+    monkeypatch.setattr(segment, "probabilities_of", noted)
+    segment.main(folder, str(path), str(out))
     np.testing.assert_array_equal(seen[0] != 0, case.image != 0)
     printed = capsys.readouterr().err
     assert "voxels of 1 x 1 x 2 mm, but the network was trained on 1 x 1 x 1 mm" in printed
