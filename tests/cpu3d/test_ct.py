@@ -18,7 +18,8 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_image
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from cpu3d.inference import segment
+from cpu3d.inference.export import image as images
+from cpu3d.inference.export import segment
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
@@ -94,7 +95,7 @@ def test_an_image_in_another_unit_than_the_window_is_named(
     assert all(f"{kind.low:.4g} to {kind.high:.4g}" in note for note in said)
     values = np.asarray(nibabel.load(path).dataobj, np.float32)[..., None]
     about = {"channels": ["CT"], "normalisation": [kind.to_json()]}
-    assert list(segment.notes_on_windows(values, about)) == said
+    assert list(images.notes_on_windows(values, about)) == said
 
 
 def test_a_run_is_scored_and_reported(stores, runs):

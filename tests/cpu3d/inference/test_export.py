@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import re
+import runpy
 import shutil
-from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -22,9 +22,9 @@ from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.windows import sliding_window
-from cpu3d.inference import export_network as network
-from cpu3d.inference import segment
-from cpu3d.inference.export import contract
+from cpu3d.inference.export import image as images
+from cpu3d.inference.export import network, segment
+from cpu3d.inference.export.contract import contract
 from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.predictor import load_predictor, over_mirror_images
@@ -130,8 +130,10 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
         image = tmp_path / "f.nii.gz"
         write_volume(image, volume[::-1, ::-1], LPS_2MM)
     program = (out / "USAGE.md").read_text().split("```python\n")[1].split("```")[0]
-    assert program == Path(segment.__file__).read_text()
-    segment.main(out, str(image), str(tmp_path / "label.nii.gz"))
+    assert "from cpu3d" not in program
+    (tmp_path / "segment.py").write_text(program)
+    saved = runpy.run_path(str(tmp_path / "segment.py"))
+    saved["main"](out, str(image), str(tmp_path / "label.nii.gz"))
     case = load_case(CaseFiles("f", "f", (image,), None), channels=config.channels, labels=None)
     exact = in_float32(run, tmp_path / "exact")  # as an exported network computes
     predictor = load_predictor(exact)
@@ -385,7 +387,7 @@ def test_the_program_takes_the_same_background_as_predict(kind):
         "scores": np.where(volume == 0, 0, noise),
         "whole": np.rint(volume),
     }[kind].astype(np.float32)
-    np.testing.assert_array_equal(segment.without_residue(volume), without_residue(volume))
+    np.testing.assert_array_equal(images.without_residue(volume), without_residue(volume))
 
 
 @pytest.mark.parametrize(
@@ -396,7 +398,7 @@ def test_the_program_says_if_only_the_image_gives_an_orientation(trained, codes,
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
     image.set_sform(image.affine, codes[0])
     image.set_qform(image.affine, codes[1])
-    notes = " ".join(segment.notes_on(image, {"trained_with_orientation": trained}))
+    notes = " ".join(images.notes_on(image, {"trained_with_orientation": trained}))
     assert ("trained on images without" in notes) == said
     assert ("codes are 0" in notes) == (codes == (0, 0))
 

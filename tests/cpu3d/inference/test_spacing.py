@@ -15,8 +15,9 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_label, to_source_grid
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.folds import SCORE_S, beside_s
-from cpu3d.inference import evaluate, predict, segment
+from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.export import segment
 from cpu3d.inference.postprocessing.decision import decide
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
