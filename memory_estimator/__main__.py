@@ -274,7 +274,7 @@ def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]
         notes.append(f"assumes that own operations compute, with {name}, as `{setup}` builds them")
     constants = predicted.constants
     threads = predicted.job.threads
-    if constants.instructions and threads != constants.threads:
+    if constants.instructions and threads not in (1, constants.threads):
         busy = f"{threads} threads share the work of an operation in pieces, which keep them busy"
         notes.append(f"assumes that {busy} {predicted.busy_share:.0%} of its time")
     if predicted.kind and predicted.job.engine not in predicted.accuracy.versions:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Dict, Mapping, Optional, Tuple, Union
 
 from memory_estimator.common.files import read_record, typed
+from memory_estimator.common.units import counted
 from memory_estimator.job import Job
 
 SCHEMA = 1
@@ -89,7 +90,7 @@ class Accuracy:
             return job.unet.network
         if instructions not in kind.instructions:
             return instructions
-        return "" if job.threads in kind.threads else f"{job.threads} threads"
+        return "" if job.threads in kind.threads else counted(job.threads, "thread")
 
     def widest(self, process_peak_bytes: int) -> int:
         """The upper bound for a predicted peak by the widest margin of any kind of own operations'

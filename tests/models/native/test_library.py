@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import uuid
 
 import pytest
 
@@ -27,7 +28,8 @@ def whole(library):
 @pytest.fixture
 def pair(whole, tmp_path, monkeypatch):
     """A copy of it, which alone counts, on a host without a compiler."""
-    monkeypatch.setattr(build, "BUILT", tmp_path / "built")
+    # The answer of a folder is kept, and pytest names the folder of a test as that of one before.
+    monkeypatch.setattr(build, "BUILT", tmp_path / uuid.uuid4().hex)
     build.BUILT.mkdir()
     for path in (whole.kernels, whole.door):
         shutil.copy(path, build.BUILT)
