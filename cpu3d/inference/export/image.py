@@ -254,7 +254,9 @@ def notes_on_windows(image, about):
         high = kind["high"]
         values = volume.ravel()[:: max(volume.size // 10**6, 1)]
         least, most = np.percentile(values, (0.5, 99.5))
-        is_above = np.median(values[values >= min(low, most)]) > high
+        median = np.median(values[values >= min(low, most)])
+        # Muscle, at about 50 HU, is above a window of fat, of lungs or of airways, too.
+        is_above = median > max(high, 0) + 512  # half of what is between HU and HU + 1024
         if low + 0.05 * (high - low) < least or most < low or is_above:
             got = f"values of {name} from {least:.4g} to {most:.4g} (0.5th to 99.5th percentile)"
             window = f"the training's window from {low:.4g} to {high:.4g}"
