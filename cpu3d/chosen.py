@@ -138,6 +138,9 @@ def chosen_again(before: Chosen, now: Chosen) -> Dict[str, Any]:
     replaced = {other for name in now for other in INSTEAD.get(name, ())}
     if "batch" in now or "batch_per_worker" in now:
         replaced.update(("batch", "batch_per_worker"))
+    strides = before.get("strides", AUTO)
+    if "depth" in now and strides != AUTO and len(strides) != now["depth"] - 1:
+        replaced.add("strides")  # which are of another depth
     if now.get("mode") == "whole":
         replaced.update(OF_PATCHES)
     kept = {name: value for name, value in before.items() if name not in replaced}

@@ -30,7 +30,7 @@ from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
-from models.strides import Strides, common_spacing, divisors_text, shape3, strides_text
+from models.strides import Strides, common_spacing, divisors_text, shape3, strides_line
 
 LEAST_COARSE_VOXELS = 40**3
 """Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
@@ -74,20 +74,15 @@ def decide(
     regions = _named("regions", settings.regions, tuple(facts.region_codes))
     device = _device(start, gpus, workers)
     card: Optional[Gpu] = None
-    usual_dtype = host.best_dtype
     if device != "cpu":
         card = card_of(device, gpus)
-        usual_dtype = best_dtype(card)
-    dtype = start.wanted("dtype")
-    if dtype is None:
-        dtype = usual_dtype
     strides, why = _strides(start, store)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
         outputs=len(regions),
         seed=settings.seed,
-        dtype=dtype,
+        dtype=_dtype(start, host, card),
         strides=strides,
     )
     extent = grid_size(store, extent=settings.extent, multiple=1)
@@ -112,9 +107,9 @@ def decide(
         steps=_steps(start),
         patches_per_case=patches_per_case,
     )
-    reasons = {}
+    reasons = _cut_patch(start, grid)
     if why:
-        reasons["strides"] = f"strides {strides_text(unet.every_stride)}: {why}"
+        reasons["strides"] = strides_line(unet.every_stride, why)
     return facts, decided_settings, Decided(grid, coarse_grid), reasons
 
 
@@ -254,6 +249,14 @@ def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:
     return device
 
 
+def _dtype(start: Start, host: Host, card: Optional[Gpu]) -> str:
+    """The compute dtype, by itself the fastest of the host, or of its card."""
+    dtype: Optional[str] = start.wanted("dtype")
+    if dtype is not None:
+        return dtype
+    return host.best_dtype if card is None else best_dtype(card)
+
+
 def _patches(
     start: Start, of_run: Settings, extent: Shape3, card: Optional[Gpu]
 ) -> Tuple[Shape3, int]:
@@ -263,7 +266,7 @@ def _patches(
     divisors = of_run.unet.divisors
     wanted = start.wanted("patch")
     if wanted is not None:
-        patch = tuple(wanted)
+        patch = _within_padding(tuple(wanted), extent, of_run.unet.depth)
     elif card is not None:
         patch = largest_patch(card, job_of(of_run, extent, threads=1, cases=0))
     else:
@@ -273,6 +276,24 @@ def _patches(
     if count is None:
         count = max(round(math.prod(extent) / math.prod(patch)), 1)
     return patch, count
+
+
+def _within_padding(patch: Tuple[int, ...], extent: Shape3, depth: int) -> Tuple[int, ...]:
+    """The patch without what lies outside the volume but within the padding that halving every axis
+    would need: it fits the volumes of a network that has no strides of its own."""
+    factor = 2 ** (depth - 1)
+    padded = [-(-side // factor) * factor for side in extent]
+    if len(patch) != 3 or any(n > most for n, most in zip(patch, padded)):
+        return patch  # which is refused
+    return tuple(map(min, patch, extent))
+
+
+def _cut_patch(start: Start, grid: Shape3) -> Dict[str, str]:
+    """The reason why the patch, which is the grid, is not the one that was asked for, if so."""
+    wanted = start.wanted("patch")
+    if wanted is None or tuple(wanted) == grid:
+        return {}
+    return {"patch": f"patch {by(grid, ' x ')}: {by(wanted, ' x ')}, cut to the volumes"}
 
 
 def _refuse_patches(start: Start) -> None:

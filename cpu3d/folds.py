@@ -98,10 +98,10 @@ def train_folds(
         kept = read_folds(folder)
         before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
         chosen = chosen_again(_without_replaced(before, settings), settings)
-        chosen = _with_begun_strides(chosen, folder, parts)
+        alike = _with_begun_strides(chosen, folder, parts)
         store = open_store(store_folder)
         host = host_share(read_host(), 1)
-        planned = _plan(store, folder, parts, chosen, host, force=force)
+        planned = _plan(store, folder, parts, alike, host, force=force)
         _show(planned, host)
         if not folder.is_dir():
             writable_folder(folder, "folder of --run")
@@ -110,7 +110,7 @@ def train_folds(
         first = planned[0].plan
         folds = Folds(parts, str(place), chosen, first.training_s, beside_s(first))
         save_folds(folder, folds)
-        words = _command_line(chosen, force=force, mlflow=mlflow)
+        words = _command_line(alike, force=force, mlflow=mlflow)
         failed = _carry_out(planned, place, folder, words)
     for table in results_tables(gather_folds(folder)):
         new_console().print(table)

@@ -174,7 +174,7 @@ class Plan:
             length += f", {config.coarse_steps} of them on {by(config.coarse_grid, ' x ')}"
         batch = f"batch {config.batch}, {config.micro} at a time"
         levels = f"{unet.depth} levels"
-        if unet.strides:
+        if unet.strides and "strides" not in self.reasons:
             levels += f" of strides {strides_text(unet.strides)}"
         lines = [
             f"network: {unet.network}, {levels}, {unet.filters} filters, "

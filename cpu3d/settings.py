@@ -1,11 +1,11 @@
 """A training run as data: its settings, facts of its store, and what was decided of it. A setting's
 one declaration makes its option, its check and its place in config.json.
 
-`Settings` are what a user may choose (cpu3d/chosen.py), and some may be open, such as "auto";
-`StoreFacts` are what the store is; `Decided` is what follows from both and no setting gives.
-`cpu3d.plan` decides what is open and puts all together: a `RunConfig`, as a run folder's
-config.json holds it. How far a run has got is in none of them: `cpu3d.run.checkpoint.Progress` has
-that. No TensorFlow.
+What a user chose is `cpu3d.chosen.Chosen`, name -> value. `Settings` have a value for each setting,
+and some may be open, such as "auto"; `StoreFacts` are what the store is. `cpu3d.plan` replaces what
+is open in the settings, and decides what no setting gives, `Decided`. A `RunConfig` is these three
+with nothing left open, as a run folder's config.json holds it. How far a run has got is in none of
+them: `cpu3d.run.checkpoint.Progress` has that. No TensorFlow.
 """
 
 import dataclasses
@@ -95,7 +95,7 @@ class StoreFacts:
 @dataclass(frozen=True)
 class Settings:
     """The settings of a run, by a user, a recipe or the run that is continued. Some may be open:
-    "auto", None, no names, or 0."""
+    "auto", None, no names, or 0. The plan decides those, and its settings have no open ones."""
 
     unet: UNetConfig = field(default_factory=UNetConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)

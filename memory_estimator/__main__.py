@@ -42,7 +42,7 @@ from memory_estimator.job import (
     job_from,
     policy_is_open,
     statistics_note,
-    strides_note,
+    why_strides,
 )
 from memory_estimator.scaling import (
     ScalingOptions,
@@ -54,6 +54,8 @@ from memory_estimator.scaling import (
 from memory_estimator.sources import JobSource, source_job
 from models.config import POLICIES
 from models.native.build import check_platform, find_compiler
+from models.native.instruction_sets import BFLOAT16_PRODUCTS
+from models.strides import strides_line
 
 FITS = 0
 FAILED = 1
@@ -169,11 +171,14 @@ def _answer(args: argparse.Namespace) -> Answer:
     host = functools.cache(read_host)  # not read if the options describe one
     source = source_job(args)
     given_bytes = parse_bytes(options.host_memory) if options.host_memory else 0
+    if hasattr(args, "store") and not hasattr(args, "dtype"):
+        args.dtype = _best_dtype(options, host)
     job, workers = _share(args, source, host)
+    why = why_strides(args, job)
     price = _price(options, host)
     is_open = policy_is_open(args)
     if scaling.hosts:
-        return _several_hosts(scaling, job, price, given_bytes, is_open)
+        return _several_hosts(scaling, job, price, given_bytes, is_open, why, source.notes)
     memory_bytes = given_bytes
     label = "given"
     if not given_bytes:
@@ -195,7 +200,7 @@ def _answer(args: argparse.Namespace) -> Answer:
         content["workers"] = workers
     content["fits"] = predicted.upper_bound_bytes <= memory_bytes
     content["advice"] = _advice(job, predicted, price, memory_bytes)
-    content["strides"] = strides_note(args, job)
+    content["strides"] = _strides(job, why)
     content["policy"] = {"name": job.policy, "picked": is_open, "reason": reason}
     content["notes"] = [*source.notes, *_assumptions(options, predicted, host)]
     measured_here = None if options.calibration else host()
@@ -219,6 +224,19 @@ def _share(
         args.threads = max(1, host().usable_cores // workers_here)
     workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
     return worker_share(job_from(args, source.job), workers), workers
+
+
+def _best_dtype(options: Options, host: Callable[[], Host]) -> str:
+    """The compute dtype that `train` takes by itself on the host whose constants are used."""
+    if not options.calibration and not _is_assumed(options, host):
+        return host().best_dtype
+    is_fast = _constants(options, host).instructions in BFLOAT16_PRODUCTS
+    return "bfloat16" if is_fast else "float32"
+
+
+def _strides(job: Job, why: str) -> Dict[str, Any]:
+    """The strides of a job as JSON content, and what they follow from."""
+    return {"strides": job.unet.every_stride, "reason": why}
 
 
 def _price(options: Options, host: Callable[[], Host]) -> planner.Price:
@@ -292,9 +310,7 @@ def _advice(job: Job, predicted: Estimate, price: planner.Price, memory_bytes: i
 
 def _blocks(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:
     """The content for reading."""
-    blocks: List[Union[str, Table]] = [job.describe()]
-    if content["strides"]:
-        blocks.append(content["strides"])
+    blocks: List[Union[str, Table]] = _described(job, content["strides"]["reason"])
     policy = content["policy"]
     if policy["picked"]:
         blocks.append(f"policy {policy['name']} picked: {policy['reason']}")
@@ -309,15 +325,25 @@ def _blocks(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[U
     return blocks
 
 
+def _described(job: Job, why: str) -> List[Union[str, Table]]:
+    """A job for reading, and its strides if they follow from something."""
+    lines: List[Union[str, Table]] = [job.describe()]
+    if why:
+        lines.append(strides_line(job.unet.every_stride, why))
+    return lines
+
+
 def _several_hosts(
     options: ScalingOptions,
     job: Job,
     price: planner.Price,
     host_bytes: int,
     is_open: bool,
+    why: str,
+    notes: Sequence[str],
 ) -> Answer:
     """Time on several hosts. `host_bytes` are the memory of one, 0 if it was not given: this host's
-    is another."""
+    is another. `notes` are those of the job's source."""
     if options.global_batch:  # the fewest workers have the largest share of it
         fewest = min(options.hosts) * options.workers_per_host
         job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))
@@ -328,7 +354,9 @@ def _several_hosts(
         job = job.with_unet(policy=choice.policy)
     content, table = several_hosts(options, price(job))
     worker = price_of_worker(job)
-    blocks: List[Union[str, Table]] = [job.describe(), table]
+    content["strides"] = _strides(job, why)
+    content["notes"] = list(notes)
+    blocks = [*_described(job, why), table, *(f"note: {note}" for note in notes)]
     if memory_bytes:
         blocks.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
     content["upper_bound_bytes"] = worker.upper_bound_bytes

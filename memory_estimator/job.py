@@ -286,8 +286,9 @@ class JobOptions(Architecture):
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
     spacing: Optional[Tuple[float, float, float]] = option(
         None,
-        "mm of a voxel: the strides are then those that `train` takes, and the shape is padded to "
-        "them (default: that of --store; else each level halves all axes)",
+        "mm of a voxel: the strides are then those that `train` takes, unless --strides gives "
+        "others, and the shape is padded to them (default: that of --store; else each level halves "
+        "all axes)",
         ("X", "Y", "Z"),
         above=0,
         below=math.inf,
@@ -299,7 +300,11 @@ class JobOptions(Architecture):
         "batch)",
         "M",
     )
-    dtype: str = option("bfloat16", "compute dtype", choices=DTYPES)
+    dtype: str = option(
+        "bfloat16",
+        "compute dtype (default: bfloat16; with --store the one that `train` takes on the host)",
+        choices=DTYPES,
+    )
     optimizer: str = option("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
     policy: str = option(
         AUTO,
@@ -349,13 +354,13 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     return job
 
 
-def strides_note(args: argparse.Namespace, job: Job) -> str:
-    """Why the network of a job has its strides; "" if they were given, or no spacing is known."""
+def why_strides(args: argparse.Namespace, job: Job) -> str:
+    """What the strides of a job follow from; "" if they were given, or no spacing is known."""
     spacing_mm = getattr(args, "spacing", None)
     if spacing_mm is None or getattr(args, "strides", AUTO) != AUTO:
         return ""
     shape = getattr(args, "shape", job.shape)
-    return f"strides {strides_text(job.unet.every_stride)}: {strides_reason(spacing_mm, shape)}"
+    return strides_reason(spacing_mm, shape)
 
 
 def policy_is_open(args: argparse.Namespace) -> bool:

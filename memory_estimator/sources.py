@@ -12,8 +12,8 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 from memory_estimator.common.files import parse_json, read_record, typed
 from memory_estimator.installed import installed_engine
-from memory_estimator.job import AUTO, RECIPES, Job, stored_bytes
-from models.strides import Shape3, Spacing3, common_spacing
+from memory_estimator.job import RECIPES, Job, stored_bytes
+from models.strides import Shape3, Spacing3, deciding_spacing
 
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
 STORE_SCHEMA = 1  # version of a store's layout and records, as `cpu3d.data.manifest` has it
@@ -35,11 +35,9 @@ class JobSource(NamedTuple):
 def source_job(args: argparse.Namespace) -> JobSource:
     """The source of a job. What a store gives becomes options of `args`, where they were not given.
     Raises ValueError as `read_run` and `read_store`."""
-    if hasattr(args, "spacing"):
-        for name in ("run", "strides"):
-            if getattr(args, name, AUTO) != AUTO:
-                rule = f"--spacing must come without --{name}, which has the strides"
-                raise ValueError(f"{rule}, got both; leave one of them out")
+    if hasattr(args, "spacing") and hasattr(args, "run"):
+        rule = "--spacing must come without --run, which has the strides"
+        raise ValueError(f"{rule}, got both; leave one of them out")
     if hasattr(args, "store"):
         for name, value in read_store(args.store).items():
             if not hasattr(args, name):
@@ -157,19 +155,18 @@ def read_store(folder: Union[str, Path]) -> Dict[str, Any]:
 
     def options(content: Any) -> Dict[str, Any]:
         manifest: _Manifest = typed(content, _Manifest, "manifest")
-        decide = {*manifest["split"]["train"], *manifest["split"]["val"]}  # those of every fold
-        spacings = []
+        split = manifest["split"]
+        spacings_mm = {}
         for line in _lines(path.parent / Path(manifest["records"]["file"]).name):
             case: _Case = typed(parse_json(line), _Case, "case")
-            if case["case_id"] in decide:
-                spacings.append(case["spacing_mm"])
+            spacings_mm[case["case_id"]] = case["spacing_mm"]
         channels = len(manifest["channels"])
         return {
             "shape": manifest["largest_box"],
-            "spacing": common_spacing(spacings),
+            "spacing": deciding_spacing(spacings_mm, split["train"], split["val"]),
             "channels": channels,
             "classes": len(manifest["regions"]),
-            "cases": len(manifest["split"]["train"]),
+            "cases": len(split["train"]),
             "case_bytes": stored_bytes(manifest["largest_shape"], channels),
             "from_store": True,
         }

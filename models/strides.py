@@ -8,10 +8,10 @@ the axes that are halved, else 1.
 
 import itertools
 import statistics
-from typing import Any, Iterable, List, Sequence, Tuple
+from typing import Any, Iterable, List, Mapping, Sequence, Tuple
 
 Shape3 = Tuple[int, int, int]
-Spacing3 = Tuple[float, float, float]  # mm along X, Y, Z
+Spacing3 = Tuple[float, float, float]  # mm along X, Y, Z, which are R, A, S in a store
 Strides = Tuple[Shape3, ...]  # of each halving, the finest first
 
 EVERY_AXIS: Shape3 = (2, 2, 2)
@@ -72,9 +72,21 @@ def strides_for(spacing_mm: Sequence[float], shape: Sequence[int], depth: int) -
 
 
 def common_spacing(spacings_mm: Iterable[Sequence[float]]) -> Spacing3:
-    """The median of the cases' spacings along each axis: the one that strides are decided by."""
+    """The median of the cases' spacings along each axis."""
     x, y, z = (float(statistics.median(lengths)) for lengths in zip(*spacings_mm))
     return x, y, z
+
+
+def deciding_spacing(
+    spacings_mm: Mapping[str, Sequence[float]], train: Iterable[str], val: Iterable[str]
+) -> Spacing3:
+    """The spacing that the strides of a data set are decided by: that of its cases in training and
+    validation together, so that the networks of all folds are alike; of all cases if there are
+    none. `spacings_mm` are by case."""
+    ids = [*train, *val]
+    if not ids:
+        ids = list(spacings_mm)
+    return common_spacing(spacings_mm[case_id] for case_id in ids)
 
 
 def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
@@ -86,6 +98,11 @@ def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
 def strides_text(strides: Strides) -> str:
     """As on the command line: "2,2,1 2,2,2"."""
     return " ".join(",".join(map(str, each)) for each in strides)
+
+
+def strides_line(strides: Strides, reason: str) -> str:
+    """The strides and what they follow from."""
+    return f"strides {strides_text(strides)}: {reason}"
 
 
 def divisors_text(divisors: Shape3) -> str:

@@ -181,9 +181,11 @@ def resolve_variants(
     gpus = HostGpus()
     resolved = {}
     problems = []
+    baseline = next(iter(variants), "")
     for name, chosen in variants.items():
         try:
-            chosen = _with_whole_strides(chosen, store)
+            first = resolved[baseline][1] if baseline in resolved else None
+            chosen = _with_strides_of(variants[baseline], first, chosen, store)
             plan = make_plan(store, Path("/nonexistent"), host, chosen, gpus=gpus, force=force)
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
@@ -206,17 +208,23 @@ def resolve_variants(
     return resolved
 
 
-def _with_whole_strides(chosen: Json, store: Store) -> Json:
-    """The settings of a variant, with the strides of whole volumes if it is on patches and has none
-    of its own: variants differ in what the network sees, not in the network."""
+def _with_strides_of(baseline: Json, first: Optional[Plan], chosen: Json, store: Store) -> Json:
+    """The settings of a variant, which has the strides of the baseline's whole volumes unless it
+    has some of its own: variants differ in what the network sees, not in the network. `first` is
+    the baseline's plan, None for the baseline itself, and if it has none."""
     try:
         settings = with_settings(recipe_settings(chosen), chosen)
-    except ValueError:  # the plan refuses them by name
+        of_baseline = with_settings(recipe_settings(baseline), baseline)
+    except (ValueError, InputError):  # its own plan refuses them by name
         return chosen
-    if not settings.is_patch or settings.init or chosen.get("strides", AUTO) != AUTO:
+    if settings.init or chosen.get("strides", AUTO) != AUTO:
         return chosen
-    extent = grid_size(store, extent=settings.extent, multiple=1)
-    strides, _ = strides_of_store(store, extent, settings.unet.depth)
+    depth = settings.unet.depth
+    is_decided = baseline.get("strides", AUTO) == AUTO  # else they are the baseline's own
+    if first and is_decided and first.config.unet.depth == depth:
+        return {**chosen, "strides": first.config.unet.every_stride}
+    extent = grid_size(store, extent=of_baseline.extent, multiple=1)
+    strides, _ = strides_of_store(store, extent, depth)
     return {**chosen, "strides": strides}
 
 

@@ -312,15 +312,14 @@ def _pipeline(
     load: Callable[[int], ImageAndTarget], indices: range, form: Form, batch: int, threads: int
 ) -> tf.data.Dataset:
     """What `load` makes of the indices, in their order, in batches."""
-    is_bfloat16 = form.dtype == "bfloat16"
-    stored_as = tf.uint16 if is_bfloat16 else tf.float32  # NumPy has no bfloat16
+    stored_as = tf.uint16 if form.is_bfloat16 else tf.float32
 
     # nothing in it branches on a tensor, and it is traced sooner
     @tf.autograph.experimental.do_not_convert
     def sample(index: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         # A stateful op would make a deterministic pipeline serial.
         image, target = tf.numpy_function(load, [index], [stored_as, tf.uint8], stateful=False)
-        if is_bfloat16:
+        if form.is_bfloat16:
             image = tf.bitcast(image, tf.bfloat16)
         image = tf.ensure_shape(image, (*form.grid, len(form.channels)))
         target = tf.ensure_shape(target, (*form.grid, len(form.codes)))

@@ -15,7 +15,7 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.resample import differs
+from cpu3d.data.stores.resample import differs, in_mm
 from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, raise_if_any
@@ -171,9 +171,10 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
         trained = config.spacing_mm or record.spacing_mm
         is_as_it_was = config.target_spacing_mm is None  # else it was resampled
         if is_as_it_was and differs(record.spacing_mm, trained):
-            own, usual = (" x ".join(f"{n:.3g}" for n in mm) for mm in (record.spacing_mm, trained))
+            own = in_mm(record.spacing_mm)
+            usual = in_mm(trained)
             effect = "the answer may be worse; resample the image to the latter"
-            notes.append(f"voxels of {own} mm, but the run was trained on {usual} mm: {effect}")
+            notes.append(f"voxels of {own}, but the run was trained on {usual}: {effect}")
         if config.oriented is False and is_placed(record.geometry):
             sides = "left and right may be exchanged in the answer"
             rule = "an image with orientation, but the run was trained on images without"

@@ -19,6 +19,7 @@ from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
 from models.losses import DEFAULT_LOSS
 from models.optimizers import OPTIMIZERS
+from models.strides import strides_text
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 NESTED = ("unet", "augment")  # the settings that hold settings
@@ -135,6 +136,8 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
     if old.mode == new.mode:
         names = [name for name in {**left, **right} if name not in changeable]
     differing = [name for name in names if left.get(name) != right.get(name)]
+    if "unet.depth" in differing and "unet.strides" in differing:
+        differing.remove("unet.strides")  # as many as there are levels
     chosen = [name for name in differing if name not in FOLLOWING]
     lines = []
     if old.augment.in_planes:
@@ -148,8 +151,14 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
             todo = "take the store that the run was begun on"
         else:
             todo = "leave it out"
-        rule = f"{name} must stay {left.get(name)!r}"
-        lines.append(f"{rule}, got {right.get(name)!r}; {todo}, or train into another folder")
+        before = repr(left.get(name))
+        got = repr(right.get(name))
+        if name == "unet.strides":
+            name = "--strides"
+            before = strides_text(old.unet.every_stride)
+            got = strides_text(new.unet.every_stride)
+        rule = f"{name} must stay {before}"
+        lines.append(f"{rule}, got {got}; {todo}, or train into another folder")
     return lines
 
 

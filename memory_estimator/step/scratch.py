@@ -23,6 +23,7 @@ from memory_estimator.step.call import (
 from memory_estimator.step.cut import Cut, ceil_div, cut_of, cut_of_rows, round_up
 from memory_estimator.step.timeline import OwnOperation, StepOp
 from models.native import shared
+from models.program import Kind
 
 MOST_SUMS = {8: 6, 16: 28}  # lanes of a vector -> tiles of a product, whose sums are in registers
 LOSS_TERMS = 4  # sums of each region
@@ -85,9 +86,9 @@ def _way_of(call: Call) -> Way:
     return kind.way
 
 
-def costs_of(kind: str) -> str:
+def costs_of(kind: Kind) -> str:
     """The kind of `calibration.FEATURES` that operations of a kind of models/program.py cost."""
-    return KINDS[kind].costs if kind in KINDS else "pass"
+    return "pass" if kind in OF_TENSORFLOW else KINDS[kind.value].costs
 
 
 # --- Rows that have nothing to do with each other ---
@@ -313,6 +314,15 @@ UP = Way(_cut_of_pass, _of_up)
 CONVOLUTION = Way(_cut_of_convolution, _of_convolution)
 DIRECT_CONVOLUTION = Way(direct.cut_of_convolution, direct.of_convolution)
 
+OF_TENSORFLOW = (
+    Kind.NORM_GRADIENT,
+    Kind.ADD,
+    Kind.KERNEL_ROWS,
+    Kind.KERNEL_TAPS,
+    Kind.JOIN_GRADIENTS,
+)
+"""Kinds of a step that no own operation computes."""
+
 KINDS: Dict[str, OwnKind] = {
     "convolve": OwnKind("convolve", CONVOLUTION, DIRECT_CONVOLUTION),
     "input_gradient": OwnKind("input_gradient", CONVOLUTION, DIRECT_CONVOLUTION),
@@ -341,4 +351,4 @@ KINDS: Dict[str, OwnKind] = {
     "loss_slope": OwnKind("loss", Way(_cut_of_loss, _of_loss_slope)),
     "orthogonal": OwnKind("update", Way(_cut_of_orthogonal, _of_orthogonal)),
 }
-"""Own operations, as native.h has them."""
+"""Own operations by their names in native.h: those of `Kind`, and of the update."""

@@ -93,7 +93,7 @@ class Paper:
     def make(self, op: Op, value: Value, size_bytes: int, group: Group, **more: Any) -> None:
         """An operation that makes one value; `more` as of `Writer.make`."""
         options = {
-            "kind": costs_of(op.kind.value),
+            "kind": costs_of(op.kind),
             "reads": [tensor for read in op.reads for tensor in self.tensors(read)],
             "over": [self.tensors(each)[0] for each in op.over],
             **more,
@@ -127,7 +127,7 @@ class Paper:
         """Of a `StepOp`: multiply-adds, as 2, on the coarser grid, and channels."""
         products = 0
         if op.kernel is not None or op.made.form is Form.KERNEL_GRADIENT:
-            taps = TAPS.get(costs_of(op.kind.value), 27) * math.prod(op.strides)
+            taps = TAPS.get(costs_of(op.kind), 27) * math.prod(op.strides)
             products = taps * self.job.micro * math.prod(self._grid(op)) * inputs * outputs
         return {"flops": 2 * products, "in_channels": inputs, "out_channels": outputs}
 
@@ -247,7 +247,7 @@ def _write_loss_sums(paper: Paper, op: Op) -> None:
     logits, target = op.maps
     paper.writer.run(
         op.made.name,
-        costs_of(op.kind.value),
+        costs_of(op.kind),
         [*paper.tensors(logits), target.name],
         own=paper.own(op, logits.channels, 0),
         traffic_bytes=_read_by_loss(paper, logits),

@@ -142,6 +142,9 @@ def test_folds_that_a_version_before_began_go_on_with_its_strides(
     (folder / "folds.json").write_text(json.dumps(kept))
     train_folds(store.folder, folder, 2, settings=SETTINGS)
     assert load_config(folder / "fold-2").unet.strides == ()
+    assert "strides" not in json.loads((folder / "folds.json").read_text())["chosen"]
+    with pytest.raises(InputError, match=r"fold 1/2: unet\.depth must stay"):
+        train_folds(store.folder, folder, 2, settings={**SETTINGS, "depth": 4})
     train_folds(store.folder, tmp_path / "new", 2, settings=SETTINGS)
     networks = {load_config(tmp_path / "new" / f"fold-{part}").unet.strides for part in (1, 2)}
     assert networks == {((2, 2, 1), (2, 2, 1))}

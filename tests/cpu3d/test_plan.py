@@ -24,12 +24,12 @@ from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
-from memory_estimator.__main__ import make_parser as estimate_parser
+from memory_estimator import __main__ as estimator
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
-from memory_estimator.job import Job, job_from, strides_note
+from memory_estimator.job import Job
 from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
-from memory_estimator.sources import read_run, source_job
+from memory_estimator.sources import read_run
 from memory_estimator.training import whole_volume_bytes
 from models.config import POLICIES, UNetConfig
 from models.layer_plan import layer_plan
@@ -326,6 +326,18 @@ def test_a_side_of_the_grid_is_a_multiple_of_what_its_own_axis_is_halved_by(
     assert seen == tuple(-(-n // divisor) * divisor for n, divisor in zip(extent, (4, 2, 1)))
 
 
+@pytest.mark.parametrize(("slices", "grid"), [(8, 6), (6, 6), (2, 2)])
+def test_a_patch_is_cut_to_volumes_that_other_strides_would_pad(tiny_store, tmp_path, slices, grid):
+    """The volumes have 12 x 8 x 6 voxels, of which all axes halved twice would make 12 x 8 x 8."""
+    options = {"mode": "patch", "strides": ((2, 2, 1), (2, 2, 1))}
+    plan = planned(tiny_store, tmp_path, patch=(8, 8, slices), **options)
+    assert plan.config.grid == (8, 8, grid)
+    assert ("patch" in plan.reasons) == (slices > grid)
+    for patch in ((8, 8, 12), (16, 8, 6)):
+        with pytest.raises(InputError, match="must fit into the volumes of 12 8 6"):
+            planned(tiny_store, tmp_path, patch=patch, **options)
+
+
 # --- The strides ---
 
 
@@ -393,26 +405,54 @@ def test_a_run_that_continues_keeps_its_strides_also_one_of_a_version_before(
     plan = planned(store, tmp_path, **again)
     assert plan.saved is not None
     assert plan.config.unet.strides == ()
-    with pytest.raises(InputError, match=r"unet\.strides must stay"):
+    rule = "--strides must stay 2,2,2 2,2,2, got 2,2,1 2,2,1"
+    with pytest.raises(InputError, match=rule):
         planned(store, tmp_path, strides=((2, 2, 1), (2, 2, 1)))
     with pytest.raises(InputError, match=r"^unet\.depth must stay 3, got 4"):
         planned(store, tmp_path, depth=4)
 
 
-def test_an_estimate_of_a_store_is_of_the_job_that_train_plans(phantom_store, tmp_path):
+def test_another_depth_is_named_without_the_strides_that_follow_from_it(phantom_store, tmp_path):
+    store = of_voxels(phantom_store, *THICK)
+    save_config(planned(store, tmp_path).config, tmp_path)
+    with pytest.raises(InputError) as raised:
+        planned(store, tmp_path, depth=4)
+    assert ["depth" in problem for problem in raised.value.problems] == [True]
+
+
+def test_strides_of_another_depth_are_not_kept_for_a_run_that_has_not_begun(
+    phantom_store, tmp_path
+):
+    strides = ((2, 2, 1), (2, 2, 2))
+    before = planned(phantom_store, tmp_path, strides=strides)
+    save_config(before.config, tmp_path)
+    save_plan(before, tmp_path)
+    assert planned(phantom_store, tmp_path).config.unet.strides == strides
+    assert planned(phantom_store, tmp_path, depth=2).config.unet.depth == 2
+
+
+@pytest.mark.parametrize("host", [HOST, dataclasses.replace(HOST, isa=("avx2",))])
+def test_an_estimate_of_a_store_is_of_the_job_that_train_plans(
+    phantom_store, tmp_path, capsys, monkeypatch, host
+):
+    monkeypatch.setattr(estimator, "read_host", lambda: host)
+
+    def estimated(*options):
+        options = ["--policy", "speed", "--threads", "1", "--json", *map(str, options)]
+        assert estimator.main(options) == 0
+        return json.loads(capsys.readouterr().out)
+
     store = stored(of_voxels(phantom_store, *THICK), tmp_path / "store")
-    plan = make_plan(store, tmp_path / "run", HOST, {"dtype": "bfloat16", "policy": "speed"})
+    plan = make_plan(store, tmp_path / "run", host, {"policy": "speed"})
     assert plan.config.unet.strides
-    args = estimate_parser().parse_args(["--store", str(store.folder), "--policy", "speed"])
-    source = source_job(args)
-    job = job_from(args, source.job)
-    assert dataclasses.replace(job, threads=1) == plan.job
-    assert strides_note(args, job) == plan.reasons["strides"]
-    box = map(str, store.manifest.largest_box)
-    spaced = estimate_parser().parse_args(["--shape", *box, "--spacing", *map(str, THICK)])
-    source_job(spaced)
-    of_shape = job_from(spaced)
-    assert (of_shape.unet.strides, of_shape.shape) == (plan.config.unet.strides, plan.config.grid)
+    of_store = estimated("--store", store.folder)
+    assert of_store["job"] == json.loads(json.dumps(plan.job.to_json()))
+    assert plan.reasons["strides"].endswith(of_store["strides"]["reason"])
+    words = strides_text(plan.config.unet.every_stride)
+    assert strides_text(of_store["strides"]["strides"]) == words
+    of_shape = estimated("--shape", *store.manifest.largest_box, "--spacing", *THICK)
+    assert of_shape["strides"] == of_store["strides"]
+    assert of_shape["job"]["shape"] == list(plan.config.grid)
 
 
 @pytest.mark.slow  # a process of its own

@@ -14,7 +14,7 @@ from memory_estimator.job import (
     JobOptions,
     job_from,
     policy_is_open,
-    strides_note,
+    why_strides,
 )
 from memory_estimator.sources import read_run, source_job
 from models.config import UNetConfig
@@ -199,24 +199,25 @@ def test_a_damaged_run_is_refused_by_its_file(changes, message, tmp_path):
         ),
         ("--shape 145 182 29 --spacing 1 1 5 --depth 3", (148, 184, 29), ((2, 2, 1),) * 2),
         ("--recipe brats-regions --spacing 1 1 1", (144, 192, 144), ()),
+        ("--shape 9 9 9 --spacing 1 1 5 --depth 2 --strides 2,1,2", (10, 9, 10), ((2, 1, 2),)),
     ],
 )
 def test_strides_follow_from_a_spacing_and_the_shape_is_padded_to_them(line, shape, strides):
     args = parsed(line)
     job = job_from(args, source_job(args).job)
     assert (job.shape, job.unet.strides) == (shape, strides)
-    assert bool(strides_note(args, job)) == ("--spacing" in line)
+    is_open = "--spacing" in line and "--strides" not in line
+    assert bool(why_strides(args, job)) == is_open
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--shape 8 8 8 --spacing 1 1 5 --strides 2,2,2", "--spacing must come without --strides"),
         ("--run there --spacing 1 1 5", "--spacing must come without --run"),
         ("--store nowhere", "store nowhere must hold a finished manifest.json, got none"),
     ],
 )
-def test_what_gives_strides_twice_or_is_no_store_is_refused(line, message):
+def test_a_spacing_of_a_run_and_what_is_no_store_are_refused(line, message):
     with pytest.raises(ValueError, match=message):
         source_job(parsed(line))
 
@@ -251,6 +252,14 @@ def test_a_store_is_a_job_by_training_and_validation_cases_and_other_options_ove
     assert job.unet.every_stride[:2] == ((2, 2, 1), (2, 2, 1))  # the median is 5 mm
     assert len(job.unet.every_stride) == depth - 1
     assert job.shape[2] == 20
+
+
+def test_a_store_without_training_and_validation_cases_is_a_job_by_all(tmp_path):
+    none = {"train": [], "val": [], "test": ["a", "b", "c", "d"]}
+    args = parsed(f"--store {write_store(tmp_path, split=none)}")
+    job = job_from(args, source_job(args).job)
+    assert job.cases == 0
+    assert args.spacing == (1, 1, 3)  # the median of 1, 5, 5, 1
 
 
 @pytest.mark.parametrize(

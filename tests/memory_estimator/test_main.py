@@ -16,7 +16,7 @@ from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
 from models.config import POLICIES, UNetConfig
-from tests.memory_estimator.test_job import write_plan
+from tests.memory_estimator.test_job import write_plan, write_store
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -179,6 +179,33 @@ def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
+
+
+@pytest.mark.parametrize("hosts", ["", "--hosts 1 2"])
+def test_the_strides_of_a_store_are_in_the_answer_with_their_reason(tmp_path, capsys, hosts):
+    ask = f"--store {write_store(tmp_path)} --threads 2 --host-memory 8GiB {hosts}"
+    content = answer(ask, capsys)
+    assert content["strides"]["strides"][0] == [2, 2, 1]
+    assert content["notes"]
+    assert main(ask.split()) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (*content["notes"], content["strides"]["reason"], "2,2,1"):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("calibration", "options", "dtype"),
+    [
+        ("amx", "", "bfloat16"),
+        ("avx2", "", "float32"),
+        ("avx2", "--dtype bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_a_store_s_job_is_what_train_takes_on_that_host(
+    tmp_path, capsys, calibration, options, dtype
+):
+    ask = f"--store {write_store(tmp_path)} --threads 2 --host-memory 8GiB {options}"
+    assert answer(f"{ask} --calibration {calibration}", capsys)["job"]["unet"]["dtype"] == dtype
 
 
 ABSURD = [

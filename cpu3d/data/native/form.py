@@ -31,7 +31,7 @@ class Form:
     grid: Shape3  # the network's voxels X, Y, Z
     channels: Tuple[int, ...]  # those of the store, in the order of the image's last axis
     codes: Tuple[Tuple[int, ...], ...]  # of each region, in the order of the target's last axis
-    dtype: str = "float32"  # of the image; "bfloat16" is given as its bits, uint16
+    dtype: str = "float32"  # of the image, one of DTYPES
     shrinking: Optional[Tuple[Array, ...]] = None
     """Weights (grid, store voxels) of each axis, of `resolution.shrinking`; None at full
     resolution."""
@@ -41,6 +41,11 @@ class Form:
         if self.dtype not in DTYPES:
             names = ", ".join(DTYPES)
             raise InputError(f"dtype must be one of {names}, got {self.dtype!r}; pick one")
+
+    @property
+    def is_bfloat16(self) -> bool:
+        """Whether the image is given as bits of bfloat16, uint16: NumPy has no such type."""
+        return DTYPES[self.dtype].bytes == 2
 
     @property
     def table(self) -> Array:

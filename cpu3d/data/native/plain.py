@@ -36,7 +36,7 @@ def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
         image = np.clip(image, *drawn.limits.T)
     image = _flipped(image, drawn.flips)
     target = _flipped(_decided(target, form), drawn.flips)
-    if form.dtype == "bfloat16":
+    if form.is_bfloat16:
         image = _bfloat16_bits(image)
     return np.ascontiguousarray(image), np.ascontiguousarray(target, np.uint8)
 

@@ -46,7 +46,7 @@ def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
     drawn = drawn.of_channels(form.channels)
     if function is None:
         return plain.make_sample(stored, drawn, form)
-    stored_as = np.uint16 if form.dtype == "bfloat16" else np.float32
+    stored_as = np.uint16 if form.is_bfloat16 else np.float32
     image = aligned_empty((*form.grid, len(form.channels)), stored_as)
     target = aligned_empty((*form.grid, len(form.codes)), np.uint8)
     target.fill(0)
@@ -152,7 +152,7 @@ class _Call:
             contrast=self._pointer(drawn.contrast),
             gamma=self._pointer(drawn.gamma),
             is_negative=drawn.negative,
-            is_bfloat16=form.dtype == "bfloat16",
+            is_bfloat16=form.is_bfloat16,
             has_ignored=form.ignore is not None,
             to_image=image.ctypes.data,
             to_target=target.ctypes.data,

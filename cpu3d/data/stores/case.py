@@ -37,13 +37,13 @@ from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.normalisation import ct_problem, looks_like_ct, refuses_ct
 from cpu3d.data.stores.resample import (
-    Spacing3,
     resample_image,
     resample_label,
     resampled_shape,
     spacing_at,
 )
 from cpu3d.errors import InputError, raise_if_any
+from models.strides import Spacing3
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
 CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it

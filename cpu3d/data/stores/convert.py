@@ -30,7 +30,6 @@ from cpu3d.data.region import Array, bounding_box, crop, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.stores.normalisation import refuse_hounsfield
-from cpu3d.data.stores.resample import Spacing3
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
@@ -38,6 +37,7 @@ from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
 from memory_estimator.common.schema import check, option
+from models.strides import Spacing3
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import List, NamedTuple, Tuple
 from cpu3d.data.manifest import CaseList, Manifest, case_list
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3
-from cpu3d.data.split import FOLD_SPLITS
 from cpu3d.data.store import Store
 from cpu3d.data.stores.layouts import regions_of
 from cpu3d.data.stores.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
@@ -20,7 +19,14 @@ from cpu3d.util.records import count
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by
 from models.config import UNetConfig
-from models.strides import Strides, common_spacing, strides_for, strides_reason, strides_text
+from models.strides import (
+    Strides,
+    common_spacing,
+    deciding_spacing,
+    strides_for,
+    strides_reason,
+    strides_text,
+)
 
 
 class Decision(NamedTuple):
@@ -37,12 +43,12 @@ def decisions_of(store: Store) -> List[Decision]:
     box = manifest.largest_box
     depth = UNetConfig().depth
     strides, why_strides = strides_of_store(store, box, depth)
-    holds = "what is there, and every label, of any case"
+    holds = "holds what is there, and every label, of any case"
     return [
         *_normalised(manifest),
         _spacing(store),
         Decision("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
-        Decision("content box", by(box, " x "), f"holds {holds}"),
+        Decision("content box", by(box, " x "), holds),
         Decision(f"strides of {depth} levels", strides_text(strides), why_strides),
         *_regions(manifest),
     ]
@@ -56,9 +62,11 @@ def decided_table(store: Store) -> Table:
 
 def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, str]:
     """The strides of a network of `depth` levels that sees `shape` voxels of a store's cases, and
-    why: by the size of voxels in training and validation together, so that the networks of all
-    folds are alike."""
-    spacing_mm = common_spacing(record.spacing_mm for record in _cases(store, *FOLD_SPLITS))
+    why: by the size of voxels, as `deciding_spacing` has it."""
+    manifest = store.manifest
+    split = manifest.split
+    spacings_mm = {record.case_id: record.spacing_mm for record in manifest.cases}
+    spacing_mm = deciding_spacing(spacings_mm, split["train"], split["val"])
     strides = strides_for(spacing_mm, shape, depth)
     return strides, strides_reason(spacing_mm, shape)
 
@@ -66,10 +74,10 @@ def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, 
 # --- Private helpers ---
 
 
-def _cases(store: Store, *splits: str) -> CaseList:
-    """The cases of these splits, or all if there are none."""
-    cases = case_list(store.manifest.cases)
-    ids = [case_id for split in splits for case_id in store.manifest.split[split]]
+def _trained(manifest: Manifest) -> CaseList:
+    """The training cases, or all if there are none."""
+    cases = case_list(manifest.cases)
+    ids = manifest.split["train"]
     return cases.chosen(ids) if ids else cases
 
 
@@ -90,7 +98,7 @@ def _spacing(store: Store) -> Decision:
     """The size of voxels, and whether cases were resampled to it."""
     spacings = []
     shapes = []
-    for record in _cases(store, "train"):  # as their files have them
+    for record in _trained(store.manifest):  # as their files have them
         spacings.append(ras_spacing_mm(record.geometry))
         shapes.append(ras_shape(record.geometry))
     found = f"voxels of training cases have {ranges_in_mm(spacings)}"
@@ -99,14 +107,14 @@ def _spacing(store: Store) -> Decision:
     if target_mm is None:
         value = f"{in_mm(common_spacing(spacings))}, as the files have them"
         if by_itself is not None:
-            found += "; kept, as the store was begun"
+            found += "; kept by --spacing off, or as the store was begun"
         elif len(set(spacings)) > 1:
             found += f", at most {DIFFERS:.0%} apart"
         return Decision("spacing", value, found)
     resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
     value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
     if by_itself != target_mm:
-        found += "; resampled as the store was begun"
+        found += "; by --spacing, or as the store was begun"
     return Decision("spacing", value, found)
 
 

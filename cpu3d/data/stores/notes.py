@@ -29,8 +29,8 @@ def case_notes(
     store of an earlier version can have."""
     notes = []
     if not nifti.is_voxel_size(record.spacing_mm):
-        sizes = " x ".join(f"{length:.4g}" for length in record.spacing_mm)
-        rule = f"voxels of {sizes} mm, as its store was prepared when units were not read"
+        sizes = in_mm(record.spacing_mm)
+        rule = f"voxels of {sizes}, as its store was prepared when units were not read"
         notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
     if not nifti.is_placed(record.geometry):
         notes.append(nifti.orientation_note(record.geometry))

@@ -52,7 +52,6 @@ from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.resample import (
     Keep,
-    Spacing3,
     in_mm,
     parse_spacing,
     ranges_in_mm,
@@ -77,6 +76,7 @@ from cpu3d.util.records import count
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import new_console
 from memory_estimator.common.units import by, format_bytes
+from models.strides import Spacing3
 
 USUAL_SPLIT = (0.8, 0.1, 0.1)  # of the patients, unless a user or folds say others
 PATIENTS_HELP = (

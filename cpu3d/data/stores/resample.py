@@ -40,8 +40,7 @@ from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.errors import InputError
 from cpu3d.util.child import worker_count
 from memory_estimator.common.units import by
-
-Spacing3 = Tuple[float, float, float]  # mm along R, A, S
+from models.strides import Spacing3
 
 DIFFERS = 0.1  # share of a length from which on another one is another spacing
 # Slices are thick from so many times the other two spacings on, as in nnU-Net's planner.

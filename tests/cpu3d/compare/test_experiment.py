@@ -1,6 +1,7 @@
 """The plan of a comparison: variants, one budget, and the options of its runs."""
 
 import argparse
+import dataclasses
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from cpu3d.compare.experiment import (
     resumed,
     usual_variants,
 )
+from cpu3d.data.store import Store
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import add_options, arguments
@@ -144,6 +146,33 @@ def test_variants_have_the_strides_of_whole_volumes_and_their_runs_keep_them(
     (again,) = resumed(Kept({}, [0, 1], [whole]), tmp_path).plan
     chosen = read_train_options(again["options"], again["name"])
     assert chosen["strides"] == ((2, 2, 2), (2, 2, 2))
+
+
+SHORT = ((2, 2, 2), (2, 2, 1))  # of a box of 12 slices
+LONG = ((2, 2, 2), (2, 2, 2))  # of a grid of 36 slices
+OWN = ((2, 1, 2), (2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "strides"),
+    [
+        ({}, {"baseline": SHORT, "full": SHORT, "brain": SHORT, "patch": SHORT}),
+        ({"extent": "full"}, {"baseline": LONG, "full": LONG, "brain": LONG, "patch": LONG}),
+        ({"strides": OWN}, {"baseline": OWN, "full": SHORT, "brain": SHORT, "patch": SHORT}),
+    ],
+)
+def test_variants_of_one_depth_have_one_network_whatever_they_see(phantom_store, baseline, strides):
+    x, y, _ = phantom_store.manifest.largest_box
+    manifest = dataclasses.replace(phantom_store.manifest, largest_box=(x, y, 12))
+    variants = {
+        "baseline": {**SMALL, **baseline},
+        "full": {**SMALL, "extent": "full"},
+        "brain": {**SMALL, "extent": "brain"},
+        "patch": {**SMALL, "extent": "full", "mode": "patch", "patch": [16, 16, 16]},
+    }
+    resolved = resolve_variants(variants, Store(phantom_store.folder, manifest))
+    seen = {name: plan.config.unet.every_stride for name, (_, plan) in resolved.items()}
+    assert seen == strides
 
 
 def test_a_variant_whose_first_weights_have_seen_a_held_out_patient_is_refused(

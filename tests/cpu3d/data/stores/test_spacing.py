@@ -39,7 +39,7 @@ def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     (line,) = [line for line in printed.splitlines() if line.startswith("Spacing:")]
     assert "0.8 to 2 along R, 0.8 to 2 along A, 1 to 4 along S mm" in line
     assert "resampled to 1 x 1 x 1 mm" in line
-    assert "spacing  1 x 1 x 1 mm, 3 cases resampled" in printed
+    assert "1 x 1 x 1 mm, 3 cases resampled" in printed
     store = open_store(folder)
     for record in store.manifest.cases:
         is_resampled = SPACINGS[record.case_id] != ISO
@@ -97,7 +97,9 @@ def test_a_chosen_spacing_holds_for_cases_that_agree(tmp_path, capsys):
     words = ["--split", "1", "0", "0", "--workers", "1", "--spacing", "2", "2", "2"]
     place = ["--dataset", str(data), "--store", str(tmp_path / "store")]
     assert main(["prepare", *place, *words]) == 0
-    assert "2 x 2 x 2 mm, 3 cases resampled" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "2 x 2 x 2 mm, 3 cases resampled" in printed
+    assert "by --spacing" in printed
     store = open_store(tmp_path / "store")
     assert {record.shape for record in store.manifest.cases} == {(24, 20, 16)}
     assert main(["store", "info", str(tmp_path / "store")]) == 0
