@@ -46,7 +46,7 @@ COMMANDS = {
         "write a page to scroll through the slices of a case in a browser",
     ),
     "export": (
-        "cpu3d.inference.export",
+        "cpu3d.inference.export.command",
         "write a trained network for other programs: SavedModel or ONNX",
     ),
     "report": ("cpu3d.report.report", "write one report.html of a run"),

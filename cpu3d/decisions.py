@@ -16,7 +16,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 from cpu3d.chosen import OF_PATCHES, Chosen
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import network_grid
+from cpu3d.data.resolution import field_of, network_grid
 from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.data.stores.decided import strides_of_store
 from cpu3d.data.stores.splits import with_fold
@@ -165,6 +165,13 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
 
 
 # --- The decisions ---
+
+
+def volume_shape(store: Store, config: RunConfig) -> Shape3:
+    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: the box
+    that holds every case and the network's field."""
+    extent = grid_size(store, extent=config.extent, multiple=1)
+    return field_of(config.grid, config.resolution, at_least=extent)
 
 
 def _named(kind: str, chosen: Sequence[str], names: Sequence[str]) -> Tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any, Dict, List, Optional, Sequence
 from cpu3d.chosen import SETTINGS, Chosen, TrainOptions, chosen_again, located
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.windows import window_count
+from cpu3d.decisions import volume_shape
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
@@ -27,7 +28,7 @@ from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold,
 from cpu3d.inference.postprocessing.joint import decide_jointly
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.plan import Plan, check_fits, make_plan, read_plan, volume_shape
+from cpu3d.plan import Plan, check_fits, make_plan, read_plan
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of

@@ -11,19 +11,17 @@ memory policy."""
 
 import contextlib
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.chosen import Chosen, chosen_again, located, recipe_settings, with_settings
 from cpu3d.data.labels import all_names, mirror_pair
-from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import field_of
-from cpu3d.data.store import Store, grid_size
+from cpu3d.data.store import Store
 from cpu3d.data.stores.splits import with_fold
-from cpu3d.decisions import Start, decide, job_of, joined
+from cpu3d.decisions import Start, decide, job_of, joined, volume_shape
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
+from cpu3d.forecast import price_of, smaller_grids
 from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
@@ -32,8 +30,8 @@ from cpu3d.run.transfer import SEEN, Transfer, freeze_words, init_rows, open_tra
 from cpu3d.settings import VALIDATIONS, RunConfig, Settings
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
-from memory_estimator.accuracy import Accuracy, load_accuracy
-from memory_estimator.calibration import HostConstants, find_constants
+from memory_estimator.accuracy import load_accuracy
+from memory_estimator.calibration import find_constants
 from memory_estimator.common.files import read_json
 from memory_estimator.common.units import by, format_bytes
 from memory_estimator.estimate import Estimate
@@ -41,7 +39,7 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
 from memory_estimator.job import Job, statistics_note, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA
-from memory_estimator.training import Beside, Forecast, price_of_run
+from memory_estimator.training import Forecast
 from models.layer_plan import training_flops
 from models.strides import strides_text
 
@@ -297,12 +295,10 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         accuracy = load_accuracy(versions=installed_versions())
         coarse: Optional[Estimate] = None
         if config.coarse_steps:
-            of_coarse = dataclasses.replace(plan, config=config.at(0))
-            coarse_job = dataclasses.replace(
-                job, shape=of_coarse.config.grid, unet=of_coarse.config.unet
-            )
-            coarse = _price(of_coarse, constants, accuracy)(coarse_job)
-        price = _price(plan, constants, accuracy, coarse)
+            first = config.at(0)
+            coarse_price = price_of(first, plan.store, plan.workers, constants, accuracy)
+            coarse = coarse_price(dataclasses.replace(job, shape=first.grid, unet=first.unet))
+        price = price_of(config, plan.store, plan.workers, constants, accuracy, coarse)
         if pick:
             choice = planner.fastest_that_fits(job, price, host.free_bytes)
             config = config.with_policy(choice.policy)
@@ -338,7 +334,9 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if forecast is None or forecast.upper_bound_bytes <= free_bytes:
         return
     full = forecast.full
-    price = _price(plan, full.constants, full.accuracy, forecast.coarse)
+    config = plan.config
+    store = plan.store
+    price = price_of(config, store, plan.workers, full.constants, full.accuracy, forecast.coarse)
     options = []
     place = ""
     if plan.saved:
@@ -346,7 +344,8 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
         if not options:
             place = "as a run in another folder"
     if not options:
-        options = planner.nearest(full.job, price, free_bytes, grids=_other_grids(plan))
+        grids = smaller_grids(config, store)
+        options = planner.nearest(full.job, price, free_bytes, grids=grids)
     if options:
         fits = "what fits"
         if place:
@@ -360,13 +359,6 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     rule = f"memory must hold this training, up to {format_bytes(forecast.upper_bound_bytes)}"
     todo = "end other programs, use a host with more memory, or --force"
     raise DoesNotFitError(f"{rule}, got {format_bytes(free_bytes)} free; {smaller}; {todo}")
-
-
-def volume_shape(store: Store, config: RunConfig) -> Shape3:
-    """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: the box
-    that holds every case and the network's field."""
-    extent = grid_size(store, extent=config.extent, multiple=1)
-    return field_of(config.grid, config.resolution, at_least=extent)
 
 
 # --- The start of the decisions ---
@@ -460,51 +452,3 @@ def _with_coarse_steps(plan: Plan, is_begun: bool) -> Plan:
                 new = f"a new run of {plan.steps} steps would have {share}"
                 reasons["coarse steps"] += f"; {new}"
     return dataclasses.replace(plan, config=config, reasons=reasons)
-
-
-# --- Time and memory ---
-
-
-def _price(
-    plan: Plan, constants: HostConstants, accuracy: Accuracy, coarse: Optional[Estimate] = None
-) -> planner.Price:
-    """The price of jobs as steps of the run, after coarse steps if `coarse` is their estimate."""
-    config = plan.config
-    whole: Optional[Shape3] = None
-    sees_less = config.is_patch or config.resolution < 1  # than a validation
-    if sees_less and plan.store.manifest.split["val"]:
-        whole = volume_shape(plan.store, config)
-    copies = 0  # of the variables
-    if config.coarse_steps:
-        copies += 1
-    if config.has_open_length:
-        copies += 1
-    beside = Beside(
-        volume_shape=whole,
-        resolution=config.resolution,
-        copies=copies,
-        left_bytes=coarse.allocator_peak_bytes if coarse else 0,
-        scored_shape=_scored_shape(plan.store),
-        cases=len(plan.store.manifest.cases),
-        has_ignored=plan.store.manifest.ignore is not None,
-    )
-    return price_of_run(constants, accuracy, beside, workers=plan.workers)
-
-
-def _scored_shape(store: Store) -> Optional[Shape3]:
-    """The largest grid that answers on validation cases are brought back to; None if there are no
-    such cases, or they were not resampled."""
-    shapes = [record.scored_shape for record in store.cases("val") if record.resampled_from]
-    return max(shapes, key=math.prod, default=None)
-
-
-def _other_grids(plan: Plan) -> List[Tuple[str, Shape3]]:
-    """Smaller grids that the run could have, each with its option, the smallest first."""
-    config = plan.config
-    if config.is_patch:
-        *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisors)
-        return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
-    if config.resolution < 1 or config.extent == "brain":
-        return []
-    brain = grid_size(plan.store, extent="brain", multiple=config.unet.divisors)
-    return [("--extent brain", brain)]

@@ -121,6 +121,7 @@ ORDER = (
     ),
     *(
         {"decisions"},
+        {"forecast"},
         {"plan"},
         {"distributed"},
         {"processes"},

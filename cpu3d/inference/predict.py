@@ -39,7 +39,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -167,21 +167,10 @@ def predict_case(
     that cannot be read or does not fit the run, and for a file that would be overwritten without a
     sidecar by `predict`."""
     begin = time.monotonic()
-    out = options.out
-    files = case.files
-    sidecar = out / f"{files.case_id}.json"
-    label_file = out / f"{files.case_id}.nii.gz"
-    page_file = out / f"{files.case_id}.html"
-    names = {}
-    if options.probabilities:
-        names = _probability_names(files.case_id, tuple(predictor.regions))
-    outputs = [sidecar, label_file, *(out / name for name in names.values())]
-    if options.page:
-        outputs.append(page_file)
-    _check_replaceable(sidecar, outputs, files)
+    outputs = _outputs(case.files, options, tuple(predictor.regions))
     kinds = predictor.normalisation_of(case.channels)
     loaded = load_case(
-        files,
+        case.files,
         channels=case.channels,
         zero_nan=options.zero_nan,
         target_spacing_mm=predictor.target_spacing_mm,
@@ -196,21 +185,52 @@ def predict_case(
         *training_notes(record, configs),
         *window_notes(loaded.image, record, case.channels, kinds),
     ]
+    names = {region: path.name for region, path in outputs.probabilities.items()}
     more = {"postprocessing": postprocessing.words, "probabilities": names, "notes": notes}
     content = _sidecar(case, record, label, **more) | about
     # First, so that a label cut off by a crash is known as ours and can be redone.
-    write_json(sidecar, content)
-    for position, name in enumerate(names.values()):
+    write_json(outputs.sidecar, content)
+    for position, path in enumerate(outputs.probabilities.values()):
         probability = answers[..., position].astype(np.float32)
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
         # for little.
-        write_volume(out / name, probability, geometry, compression=1)
-    write_label(label_file, label, geometry)
-    if options.page:
-        write_case_page(page_file, _viewed(case, loaded, label, kinds), "predict")
+        write_volume(path, probability, geometry, compression=1)
+    write_label(outputs.label, label, geometry)
+    if outputs.page:
+        write_case_page(outputs.page, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
-    write_json(sidecar, content)
+    write_json(outputs.sidecar, content)
     return content
+
+
+class _Outputs(NamedTuple):
+    """The files that are written of a case."""
+
+    sidecar: Path
+    label: Path
+    page: Optional[Path]  # None without one
+    probabilities: Dict[str, Path]  # by region; none if they are not written
+
+
+def _outputs(files: CaseFiles, options: Options, regions: Sequence[str]) -> _Outputs:
+    """The files of a case. Raises InputError for one that must not be replaced."""
+    out = options.out
+    case_id = files.case_id
+    probabilities = {}
+    if options.probabilities:
+        names = _probability_names(case_id, regions)
+        probabilities = {region: out / name for region, name in names.items()}
+    outputs = _Outputs(
+        sidecar=out / f"{case_id}.json",
+        label=out / f"{case_id}.nii.gz",
+        page=out / f"{case_id}.html" if options.page else None,
+        probabilities=probabilities,
+    )
+    written = [outputs.sidecar, outputs.label, *probabilities.values()]
+    if outputs.page:
+        written.append(outputs.page)
+    _check_replaceable(outputs.sidecar, written, files)
+    return outputs
 
 
 def _viewed(

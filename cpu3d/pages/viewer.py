@@ -68,6 +68,13 @@ class ViewedCase:
     normalisation: Sequence[Normalisation] = ()
     """Of the channels, which tells whether 0 is background; it is without."""
 
+    @property
+    def ignored_share(self) -> float:
+        """Share of the truth's voxels, in the page's box or not, that are not annotated."""
+        if self.truth is None or self.ignore is None:
+            return 0.0
+        return float(np.mean(self.truth == self.ignore))
+
 
 def viewer(cases: Iterable[ViewedCase]) -> Dict[str, Any]:
     """The `viewer` of `viewer.html.j2`: JSON about the cases, and their volumes as base64 by name.
@@ -122,7 +129,6 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     box = _box(case)
     inside = box.slices(case.image.shape[:3])
     truth_key = None
-    ignored_share = 0.0  # of the voxels in the page
     predictions = []
     shown = []  # labels, the truth first
     packed = {}
@@ -130,8 +136,6 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         truth_key = f"{name}-truth"
         shown.append(np.ascontiguousarray(case.truth[inside]))
         packed[truth_key] = pack(shown[-1])
-        if case.ignore is not None:
-            ignored_share = float(np.mean(shown[-1] == case.ignore))
     for number, (answer, label) in enumerate(case.predictions.items()):
         key = f"{name}-prediction-{number}"
         shown.append(np.ascontiguousarray(label[inside]))
@@ -149,11 +153,6 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     to_voxel = ras_to_file(case.geometry)
     to_voxel[:3, 3] += to_voxel[:3, :3] @ box.start
     to_mm = np.asarray(case.geometry.affine) @ to_voxel
-    more_colours = itertools.cycle(MORE_COLOURS)
-    regions = []
-    for region, codes in case.regions.items():
-        colour = COLOURS[region] if region in COLOURS else next(more_colours)
-        regions.append({"name": region, "codes": [int(code) for code in codes], "colour": colour})
     return {
         "name": case.name,
         "note": case.note,
@@ -166,12 +165,22 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
         "placed": is_placed(case.geometry),
         "modalities": modalities,
         "labels": {int(code): label for code, label in case.labels.items()},
-        "regions": regions,
+        "regions": _coloured(case.regions),
         "ignore": case.ignore,
-        "ignored_share": ignored_share,
+        "ignored_share": case.ignored_share,
         "truth": truth_key,
         "predictions": predictions,
     }, packed
+
+
+def _coloured(regions: Mapping[str, Sequence[int]]) -> List[Dict[str, Any]]:
+    """The page's JSON about regions."""
+    more_colours = itertools.cycle(MORE_COLOURS)
+    coloured = []
+    for region, codes in regions.items():
+        colour = COLOURS[region] if region in COLOURS else next(more_colours)
+        coloured.append({"name": region, "codes": [int(code) for code in codes], "colour": colour})
+    return coloured
 
 
 def _box(case: ViewedCase) -> Region:

@@ -17,11 +17,12 @@ at most 255 grey values. Voxels of the label that are not annotated are hatched,
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.background import without_residue
+from cpu3d.data.manifest import Geometry
 from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.stores.case import grid_problems, label_codes
@@ -98,9 +99,13 @@ def run(options: Options) -> int:
             say(f"note: {channel} of {case.name} is empty: all voxels are 0 or not finite")
     if not is_placed(case.geometry):
         say(*note_lines({case.name: [orientation_note(case.geometry)]}))
-    if case.truth is not None and case.ignore is not None:
-        share = np.mean(case.truth == case.ignore)
-        say(f"not annotated: {share:.1%} of the voxels, code {case.ignore}", stderr=False)
+    if case.ignored_share:
+        share = f"{case.ignored_share:.1%} of the voxels"
+        say(f"not annotated: {share}, code {case.ignore}", stderr=False)
+    elif options.ignore is not None:
+        codes = listed(np.unique(case.truth))
+        rule = f"no voxel of the label has code {options.ignore} of --ignore, only {codes}"
+        say(f"note: {rule}: all of it is annotated")
     write_case_page(out, case, "view")
     say(f"written: {out} ({format_bytes(out.stat().st_size)})", stderr=False)
     return 0
@@ -116,41 +121,23 @@ def read_case(
     annotated, by default that of a name that says so.
 
     Raises InputError for files that cannot be read, are on different grids, or are no label map but
-    must be, and for a code to be ignored that the label does not have."""
+    must be, and for a code to be ignored without a label."""
     files, names = viewed_files(image)
     if label is None:
         label = files.label
+    if ignore is not None and label is None:
+        raise InputError(f"--ignore must come with a label, got {ignore} alone; name its --label")
     labels = list(predictions)
     if label:
         labels.insert(0, label)
     answers = dict(zip(_distinct(predictions), predictions))
-    images = {}
-    maps = {}
-    problems = []
-    first = None
-    to_read = [(path, False) for path in files.images] + [(path, True) for path in labels]
-    for path, is_label in to_read:
-        try:
-            array, geometry = read_volume(path)
-            if first is None:
-                first = (path, geometry)
-            raise_if_any(grid_problems(path, geometry, *first))
-            if is_label:
-                maps[path] = to_ras(label_codes(path, array), geometry)
-            else:
-                images[path] = to_ras(_modalities(path, array, alone=len(names) == 1), geometry)
-        except InputError as error:
-            problems += error.problems
-    raise_if_any(problems)
+    images, maps, geometry = _read(files.images, labels)
     channels = []
     for name, (path, volume) in zip(names, images.items()):
         if volume.shape[3] == 1:
             channels.append(name)
         else:
             channels += channels_of(path, volume.shape[3])
-    truth = maps[label] if label else None
-    if ignore is not None:
-        _check_ignored(ignore, label, truth)
     meanings, regions = _meanings(label_codes_of(files), list(maps.values()), ignore)
     volumes = list(images.values())
     image = volumes[0] if len(volumes) == 1 else np.concatenate(volumes, axis=-1)
@@ -162,11 +149,11 @@ def read_case(
         name=files.case_id,
         image=image,
         channels=channels,
-        geometry=first[1],
+        geometry=geometry,
         regions=regions,
         labels=meanings,
         ignore=_ignored_by_name(meanings) if ignore is None else ignore,
-        truth=truth,
+        truth=maps[label] if label else None,
         predictions={name: maps[path] for name, path in answers.items()},
         normalisation=kinds,
     )
@@ -241,6 +228,36 @@ def _images_and_labels(paths: Sequence[Path]) -> Tuple[List[Path], List[Path]]:
     return (images, labels) if images else (labels, [])
 
 
+class _Volumes(NamedTuple):
+    """The files of a case, in axes R A S."""
+
+    images: Dict[Path, np.ndarray]  # (X, Y, Z, C)
+    labels: Dict[Path, np.ndarray]  # (X, Y, Z) uint8
+    geometry: Geometry  # of the first image
+
+
+def _read(images: Sequence[Path], labels: Sequence[Path]) -> _Volumes:
+    """Read files that must be on one grid. Raises InputError with the problems of all."""
+    read = {}
+    maps = {}
+    problems = []
+    first = None  # file and its grid
+    for path in (*images, *labels):
+        try:
+            array, geometry = read_volume(path)
+            if first is None:
+                first = (path, geometry)
+            raise_if_any(grid_problems(path, geometry, *first))
+            if path in images:
+                read[path] = to_ras(_modalities(path, array, alone=len(images) == 1), geometry)
+            if path in labels:
+                maps[path] = to_ras(label_codes(path, array), geometry)
+        except InputError as error:
+            problems += error.problems
+    raise_if_any(problems)
+    return _Volumes(read, maps, first[1])
+
+
 def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
     """An image as `(X, Y, Z, C)` of finite numbers."""
     if array.ndim != 4:
@@ -259,16 +276,6 @@ def _modalities(path: Path, array: np.ndarray, *, alone: bool) -> np.ndarray:
         if not looks_like_ct(array[..., number]):
             array[..., number] = without_residue(array[..., number])
     return array
-
-
-def _check_ignored(ignore: int, label: Optional[Path], truth: Optional[np.ndarray]) -> None:
-    """Raise InputError unless some voxels of the label have the code to be ignored."""
-    if truth is None:
-        raise InputError(f"--ignore must come with a label, got {ignore} alone; name its --label")
-    if not (truth == ignore).any():
-        codes = ", ".join(map(str, np.unique(truth)))
-        rule = f"--ignore must be a code of {label}, which has {codes}"
-        raise InputError(f"{rule}, got {ignore}; choose one of these, or leave it out")
 
 
 def _ignored_by_name(meanings: Mapping[int, str]) -> Optional[int]:

@@ -11,7 +11,7 @@ from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store, case_region
-from cpu3d.plan import volume_shape
+from cpu3d.decisions import volume_shape
 from cpu3d.settings import RunConfig, left_open
 
 # Patches prepared at a time if a card computes and the CPU is free for them.

@@ -128,7 +128,7 @@ class PostProcessing:
         return label
 
     def steps(self, regions: Regions) -> Dict[str, Any]:
-        """The same changes for a program without this project (`cpu3d.inference.segment`), as
+        """The same changes for a program without this project, `cpu3d.inference.export.segment`, as
         export.json has them: "cut", the outputs that are 0 outside of larger ones, and "remove",
         the rules in their order, which look at an output's probabilities."""
         names = list(regions)

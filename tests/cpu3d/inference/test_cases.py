@@ -10,9 +10,9 @@ import pytest
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.stores.case import load_case
 from cpu3d.errors import InputError
-from cpu3d.inference import segment
 from cpu3d.inference.cases import find_cases
-from cpu3d.inference.export import contract
+from cpu3d.inference.export import image as images
+from cpu3d.inference.export.contract import contract
 from cpu3d.settings import RunConfig
 from models.config import UNetConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
@@ -219,10 +219,10 @@ def test_the_program_of_an_export_finds_channels_by_name(tmp_path):
     }
     for paths, places in cases.items():
         taken = image[..., : max(len(paths), 4 * (len(paths) == 1))]
-        assert segment.in_order(taken, paths, about).ravel().tolist() == places, paths
+        assert images.in_order(taken, paths, about).ravel().tolist() == places, paths
     for paths in (("x_t1ce.nii.gz", "y.nii.gz"), ("x_t1ce.nii.gz", "x_t1c.nii.gz"), ("a.nii.gz",)):
         with pytest.raises(SystemExit, match="FLAIR, t1gd"):
-            segment.in_order(image[..., :2] if len(paths) > 1 else image, paths, about)
+            images.in_order(image[..., :2] if len(paths) > 1 else image, paths, about)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def taken_by_program(paths, inputs):
     )
     about = json.loads(json.dumps(contract(config, "float32", "onnx")))
     try:
-        image = segment.cleaned(segment.in_order(segment.read_image(paths)[0], paths, about), about)
+        image = images.cleaned(images.in_order(images.read_image(paths)[0], paths, about), about)
     except SystemExit:
         return None
     return [int(channel.max()) // 100 for channel in np.moveaxis(image, -1, 0)]
@@ -372,7 +372,7 @@ def test_channels_of_one_name_are_taken_in_their_order(tmp_path, is_4d):
     (case,) = find_cases(paths, predictor).cases
     image = load_case(case.files, channels=case.channels).image
     assert [image[..., n].max() for n in range(3)] == [each.max() for each in volumes]
-    assert segment.listed_channels(paths[0]) == list(channels)
+    assert images.listed_channels(paths[0]) == list(channels)
 
 
 @pytest.mark.parametrize("depth", ["", "site1"])

@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import re
+import runpy
 import shutil
-from pathlib import Path
 
 import nibabel
 import numpy as np
@@ -22,9 +22,9 @@ from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.windows import sliding_window
-from cpu3d.inference import export_network as network
-from cpu3d.inference import segment
-from cpu3d.inference.export import contract
+from cpu3d.inference.export import image as images
+from cpu3d.inference.export import network, segment
+from cpu3d.inference.export.contract import contract
 from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.predictor import load_predictor, over_mirror_images
@@ -130,8 +130,10 @@ def test_the_program_in_usage_md_segments_a_file_as_predict_does_and_export_json
         image = tmp_path / "f.nii.gz"
         write_volume(image, volume[::-1, ::-1], LPS_2MM)
     program = (out / "USAGE.md").read_text().split("```python\n")[1].split("```")[0]
-    assert program == Path(segment.__file__).read_text()
-    segment.main(out, str(image), str(tmp_path / "label.nii.gz"))
+    assert "from cpu3d" not in program
+    (tmp_path / "segment.py").write_text(program)
+    saved = runpy.run_path(str(tmp_path / "segment.py"))
+    saved["main"](out, str(image), str(tmp_path / "label.nii.gz"))
     case = load_case(CaseFiles("f", "f", (image,), None), channels=config.channels, labels=None)
     exact = in_float32(run, tmp_path / "exact")  # as an exported network computes
     predictor = load_predictor(exact)
@@ -300,9 +302,46 @@ def test_the_last_weights_are_exported_without_rules_of_the_best(call, tiny, tmp
     assert about["verification"]["postprocessed_voxels"] == 0
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with an export.json, whose network answers with a 20th of FLAIR."""
+    monkeypatch.setattr(segment, "load_network", lambda folder, about: None)
+    monkeypatch.setattr(
+        segment, "probabilities_of", lambda network, about, image: image[..., :1] / 20
+    )
+    about = {
+        "paint": [[{"output": 0, "code": 1}]],
+        "threshold": 0.5,
+        "trained_spacing_mm": [1, 1, 1],
+        "postprocessing": {"cut": [], "remove": []},
+        "channels": ["FLAIR", "T1gd"],
+        "channel_names": {"FLAIR": ["flair"], "T1gd": ["t1gd"]},
+    }
+    (tmp_path / "export.json").write_text(json.dumps(about))
+    return tmp_path
+
+
+def test_the_program_makes_nan_background_if_that_is_chosen_as_predict_does(store, folder):
+    voxels, geometry = read_volume(store.folder.parent / "source/f.nii.gz")
+    voxels = voxels.astype(np.float32)
+    voxels[5, 5, 4, 0] = np.nan
+    voxels[6, 5, 4, 0] = np.inf
+    path = folder / "f.nii.gz"
+    out = folder / "label.nii.gz"
+    write_volume(path, voxels, geometry)
+    with pytest.raises(SystemExit, match=r"FLAIR must be finite, got 2\b.*--zero-nan"):
+        segment.main(folder, str(path), str(out))
+    assert not out.exists()
+    segment.main(folder, "--zero-nan", str(path), str(out))
+    files = CaseFiles("f", "f", (path,), None)
+    case = load_case(files, channels=("FLAIR", "T1gd"), zero_nan=True)
+    label = to_ras(*read_volume(out))
+    np.testing.assert_array_equal(label, case.image[..., 0] >= 10)
+
+
 @pytest.mark.parametrize("codes", [(1, 1), (0, 0)])
 def test_the_program_reads_units_orientation_and_background_as_predict_does(
-    store, tmp_path, capsys, monkeypatch, codes
+    store, folder, capsys, monkeypatch, codes
 ):
     voxels = read_volume(store.folder.parent / "source/f.nii.gz")[0]
     residue = np.random.default_rng(0).normal(0, 1e-7, voxels.shape)
@@ -312,26 +351,18 @@ def test_the_program_reads_units_orientation_and_background_as_predict_does(
     image.set_sform(image.affine, codes[0])
     image.set_qform(image.affine, codes[1])
     image.header.set_xyzt_units("micron")
-    path, out = tmp_path / "f.nii.gz", tmp_path / "label.nii.gz"
+    path, out = folder / "f.nii.gz", folder / "label.nii.gz"
     nibabel.save(image, path)
     case = load_case(CaseFiles("f", "f", (path,), None), channels=("FLAIR", "T1gd"))
     seen = []
-    monkeypatch.setattr(segment, "load_network", lambda folder, about: None)
-    monkeypatch.setattr(
-        segment,
-        "probabilities_of",
-        lambda network, about, image: seen.append(image) or image[..., :1] / 20,
-    )
-    about = {
-        "paint": [[{"output": 0, "code": 1}]],
-        "threshold": 0.5,
-        "trained_spacing_mm": [1, 1, 1],
-    }
-    about["postprocessing"] = {"cut": [], "remove": []}
-    about["channels"] = ["FLAIR", "T1gd"]
-    about["channel_names"] = {"FLAIR": ["flair"], "T1gd": ["t1gd"]}
-    (tmp_path / "export.json").write_text(json.dumps(about))
-    segment.main(tmp_path, str(path), str(out))
+    answer = segment.probabilities_of
+
+    def noted(network, about, image):
+        seen.append(image)
+        return answer(network, about, image)
+
+    monkeypatch.setattr(segment, "probabilities_of", noted)
+    segment.main(folder, str(path), str(out))
     np.testing.assert_array_equal(seen[0] != 0, case.image != 0)
     printed = capsys.readouterr().err
     assert "voxels of 1 x 1 x 2 mm, but the network was trained on 1 x 1 x 1 mm" in printed
@@ -356,7 +387,7 @@ def test_the_program_takes_the_same_background_as_predict(kind):
         "scores": np.where(volume == 0, 0, noise),
         "whole": np.rint(volume),
     }[kind].astype(np.float32)
-    np.testing.assert_array_equal(segment.without_residue(volume), without_residue(volume))
+    np.testing.assert_array_equal(images.without_residue(volume), without_residue(volume))
 
 
 @pytest.mark.parametrize(
@@ -367,7 +398,7 @@ def test_the_program_says_if_only_the_image_gives_an_orientation(trained, codes,
     image = nibabel.Nifti1Image(np.zeros((4, 4, 4), np.float32), np.eye(4))
     image.set_sform(image.affine, codes[0])
     image.set_qform(image.affine, codes[1])
-    notes = " ".join(segment.notes_on(image, {"trained_with_orientation": trained}))
+    notes = " ".join(images.notes_on(image, {"trained_with_orientation": trained}))
     assert ("trained on images without" in notes) == said
     assert ("codes are 0" in notes) == (codes == (0, 0))
 

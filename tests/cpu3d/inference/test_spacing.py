@@ -15,8 +15,9 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.resample import resample_label, to_source_grid
 from cpu3d.data.stores.splits import with_fold
 from cpu3d.folds import SCORE_S, beside_s
-from cpu3d.inference import evaluate, predict, segment
+from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.export import segment
 from cpu3d.inference.postprocessing.decision import decide
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
@@ -231,6 +232,34 @@ def exported(run):
     assert about["target_spacing_mm"] == [1, 1, 1]
     assert about["verification"]["passed"]
     return out
+
+
+@pytest.mark.parametrize("value", [0, np.nan])
+@pytest.mark.parametrize(
+    ("of", "difference"),
+    [
+        ("the image", "largest_difference_resampled"),
+        ("the answer", "largest_difference_brought_back"),
+    ],
+)
+def test_an_export_that_resamples_a_few_voxels_otherwise_is_not_written(
+    run, tmp_path, monkeypatch, capsys, of, difference, value
+):
+    """The image that is tried has finer voxels than the network."""
+    resampled = segment.resampled
+
+    def with_a_hole(volume, shape, *kernels):
+        made = resampled(volume, shape, *kernels)
+        is_answer = made.size > volume.size
+        if volume.dtype != bool and made.size != volume.size and is_answer == (of == "the answer"):
+            made[tuple(slice(n // 2, n // 2 + 3) for n in shape)] = value
+        return made
+
+    monkeypatch.setattr(segment, "resampled", with_a_hole)
+    out = tmp_path / "out"
+    assert main(["export", "--run", str(run), "--format", "onnx", "--out", str(out)]) == 1
+    assert not (out / "export.json").exists()
+    assert difference.replace("_", " ") in capsys.readouterr().out
 
 
 def test_an_export_refuses_what_predict_refuses(exported, tmp_path):

@@ -174,11 +174,23 @@ def test_a_code_to_be_ignored_may_be_named_and_is_counted(case, tmp_path, capsys
     (shown,) = shown_cases(out)
     assert shown["ignore"] == 2
     assert all(2 not in region["codes"] for region in shown["regions"])
-    truth = made_case()[1]
-    assert f"{np.mean(truth == 2):.1%} of the voxels, code 2" in capsys.readouterr().out
-    assert 0 < shown["ignored_share"] < 1
-    assert view(*words, "--ignore", 9) == 2
-    assert "--ignore must be a code" in capsys.readouterr().err
+    share = np.mean(made_case()[1] == 2)
+    assert f"{share:.1%} of the voxels, code 2" in capsys.readouterr().out
+    assert shown["ignored_share"] == pytest.approx(share)
+
+
+def test_a_code_to_be_ignored_that_does_not_occur_is_said_and_no_error(case, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert view("--image", case, "--ignore", 9, "--out", out) == 0
+    assert re.search(r"no voxel .* code 9\b.* 0, 2 and 3\b", capsys.readouterr().err)
+    (shown,) = shown_cases(out)
+    assert (shown["ignore"], shown["ignored_share"]) == (9, 0)
+
+
+def test_a_code_to_be_ignored_needs_a_label(case, tmp_path, capsys):
+    scan = shutil.copy(case / f"{CASE_ID}-t1c.nii.gz", tmp_path / "scan.nii.gz")
+    assert view("--image", scan, "--ignore", 2, "--out", tmp_path / "page.html") == 2
+    assert "--ignore must come with a label, got 2" in capsys.readouterr().err
 
 
 def test_voxels_to_be_ignored_are_told_by_the_list_of_their_data_set(sparse_page):

@@ -1,0 +1,1 @@
+"""A trained network for other programs."""
