@@ -33,6 +33,7 @@ Train a 3D U-Net on whole volumes, or on patches of them.
   ./run.sh estimate ...         memory and time of a training step: python -m memory_estimator ...;
                                 needs only rich and msgspec
   ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., after a set-up if needed
+                                `.venv/bin/python -m cpu3d --help` lists them, and exit codes
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
 
 Example:

@@ -29,13 +29,8 @@ from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
-from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
+from memory_estimator.job import AUTO, LEAST_COARSE_VOXELS, USUAL_PATCH, Job, micro_of
 from models.strides import Strides, common_spacing, divisors_text, shape3, strides_line
-
-LEAST_COARSE_VOXELS = 40**3
-"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
-resolution was lost at full resolution (docs/log.md, "Short runs on real sets"). 48^3
-was not tried long enough to leave it out."""
 
 NO_GRID: Shape3 = (0, 0, 0)
 

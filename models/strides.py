@@ -90,9 +90,11 @@ def deciding_spacing(
 
 
 def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
-    """What strides follow from, such as "128 x 128 x 64 voxels of 1 x 1 x 2 mm"."""
+    """What strides follow from, such as "128 x 128 x 64 voxels of 1 x 1 x 2 mm", and the rule."""
     lengths = " x ".join(f"{length:.4g}" for length in spacing_mm)
-    return f"{' x '.join(map(str, shape))} voxels of {lengths} mm"
+    voxels = f"{' x '.join(map(str, shape))} voxels of {lengths} mm"
+    rule = f"sides of {2 * LEAST_SIDE} or more, of voxels below {THICK:g} times the shortest"
+    return f"{voxels}; a level halves {rule}"
 
 
 def strides_text(strides: Strides) -> str:

@@ -182,11 +182,16 @@ def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):
 
 
 @pytest.mark.parametrize("hosts", ["", "--hosts 1 2"])
-def test_the_strides_of_a_store_are_in_the_answer_with_their_reason(tmp_path, capsys, hosts):
-    ask = f"--store {write_store(tmp_path)} --threads 2 --host-memory 8GiB {hosts}"
+@pytest.mark.parametrize(("box", "notes"), [((90, 80, 20), 0), ((180, 160, 20), 1)])
+def test_the_strides_of_a_store_are_in_the_answer_with_their_reason(
+    tmp_path, capsys, box, notes, hosts
+):
+    store = write_store(tmp_path, largest_shape=box, largest_box=box)
+    ask = f"--store {store} --threads 2 --host-memory 8GiB {hosts}"
     content = answer(ask, capsys)
     assert content["strides"]["strides"][0] == [2, 2, 1]
-    assert content["notes"]
+    # Of coarse steps, which half of the smaller box is too small for.
+    assert sum("grid changes" in note for note in content["notes"]) == notes
     assert main(ask.split()) == 0
     printed = " ".join(capsys.readouterr().out.split())
     for words in (*content["notes"], content["strides"]["reason"], "2,2,1"):
