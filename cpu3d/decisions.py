@@ -65,6 +65,7 @@ def decide(
     micro_batch = _micro_batch(settings, workers, start.saved)
     split = with_fold(store, settings.fold)
     facts = store_facts(split)
+    _refuse_other_store(start, facts)
     channels = _named("channels", settings.channels, facts.store_channels)
     regions = _named("regions", settings.regions, tuple(facts.region_codes))
     device = _device(start, gpus, workers)
@@ -167,6 +168,20 @@ def volume_shape(store: Store, config: RunConfig) -> Shape3:
     that holds every case and the network's field."""
     extent = grid_size(store, extent=config.extent, multiple=1)
     return field_of(config.grid, config.resolution, at_least=extent)
+
+
+def _refuse_other_store(start: Start, facts: StoreFacts) -> None:
+    """Raise InputError if the store lacks a channel or region of the run that is continued."""
+    if start.saved is None:
+        return
+    for kind, of_run, names in (
+        ("channels", start.saved.channels, facts.store_channels),
+        ("regions", start.saved.regions, tuple(facts.region_codes)),
+    ):
+        if not set(of_run) <= set(names):
+            rule = f"--store must have the {kind} of this run, {', '.join(of_run)}"
+            todo = "take the store that the run was begun on, or another --run"
+            raise InputError(f"{rule}, got {', '.join(names)}; {todo}")
 
 
 def _named(kind: str, chosen: Sequence[str], names: Sequence[str]) -> Tuple[str, ...]:

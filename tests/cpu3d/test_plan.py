@@ -215,6 +215,13 @@ def test_a_store_with_the_same_names_and_other_volumes_is_another_split(phantom_
         decided(changed, tmp_path)
 
 
+def test_a_store_without_the_run_s_channels_is_another_one(phantom_store, tmp_path):
+    config = decided(phantom_store, tmp_path, **SMALL)
+    save_config(dataclasses.replace(config, channels=("CT",), store_channels=("CT",)), tmp_path)
+    with pytest.raises(InputError, match=r"--store must have the channels of this run, CT, got"):
+        planned(phantom_store, tmp_path)
+
+
 def as_of_an_earlier_version(run, **augment):
     """The config.json of a run from before contrast and the settings below it."""
     content = json.loads((run / "config.json").read_text())
