@@ -25,7 +25,7 @@ TWICE = (
 
 
 class JobSource(NamedTuple):
-    """The job of --recipe or --run."""
+    """The job of --recipe, --run or --store."""
 
     # None without them; of several workers all that they compute together
     job: Optional[Job] = None

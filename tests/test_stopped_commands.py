@@ -108,6 +108,15 @@ def assert_whole(folder, before):
             assert after[name].rstrip().endswith((b"</html>", b"}")), name
 
 
+def counted_and_undone(command, here, begun, monkeypatch):
+    """How many files a command syncs, and what the folder held before it, which it holds again."""
+    count = syncs_of(command)
+    shutil.rmtree(here)
+    shutil.copytree(begun, here)
+    monkeypatch.chdir(here)
+    return count, content_of(here)
+
+
 @pytest.mark.parametrize("moment", [0.0, 1.0])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", COMMANDS)
@@ -116,11 +125,7 @@ def test_a_command_that_fails_while_it_writes_leaves_whole_files(
 ):
     error, code = FAULTS[fault]
     command = COMMANDS[name]
-    count = syncs_of(command)
-    shutil.rmtree(here)
-    shutil.copytree(begun, here)
-    monkeypatch.chdir(here)
-    before = content_of(here)
+    count, before = counted_and_undone(command, here, begun, monkeypatch)
 
     def stop():
         raise error
@@ -157,11 +162,7 @@ def test_a_command_that_is_killed_while_it_writes_leaves_whole_files(
     here, begun, monkeypatch, name
 ):
     command = COMMANDS[name]
-    count = syncs_of(command)
-    shutil.rmtree(here)
-    shutil.copytree(begun, here)
-    monkeypatch.chdir(here)
-    before = content_of(here)
+    count, before = counted_and_undone(command, here, begun, monkeypatch)
     words = [sys.executable, "-c", KILLED, str((count + 1) // 2), *command.split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(words, cwd=here, env=environment, capture_output=True, text=True)
