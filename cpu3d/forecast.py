@@ -42,7 +42,7 @@ def price_of(
         copies += 1
     beside = Beside(
         volume_shape=whole,
-        resolution=config.resolution,
+        resolution=config.resolution_by_axis,
         copies=copies,
         left_bytes=coarse.allocator_peak_bytes if coarse else 0,
         scored_shape=_scored_shape(store),

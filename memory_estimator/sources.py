@@ -7,14 +7,13 @@ Files are read as JSON: nothing of what has written them is imported."""
 
 import argparse
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict, Union
 
 from memory_estimator.common.files import parse_json, read_record, typed
 from memory_estimator.installed import installed_engine
-from memory_estimator.job import LEAST_COARSE_VOXELS, RECIPES, Job, stored_bytes
-from models.strides import Shape3, Spacing3, deciding_spacing
+from memory_estimator.job import RECIPES, Job, job_from, stored_bytes
+from models.strides import Shape3, Spacing3, coarse_grid, deciding_spacing
 
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
 STORE_SCHEMA = 1  # version of a store's layout and records, as `cpu3d.data.manifest` has it
@@ -43,8 +42,9 @@ def source_job(args: argparse.Namespace) -> JobSource:
         for name, value in read_store(args.store).items():
             if not hasattr(args, name):
                 setattr(args, name, value)
-        has_coarse_steps = math.prod(args.shape) >= 8 * LEAST_COARSE_VOXELS
-        return JobSource(notes=[TWICE] if has_coarse_steps else [])
+        unet = job_from(args).unet
+        coarse = coarse_grid(args.shape, unet.stride(0), unet.divisors)
+        return JobSource(notes=[TWICE] if coarse.is_taken else [])
     if hasattr(args, "recipe"):
         return JobSource(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
     return read_run(args.run) if hasattr(args, "run") else JobSource()
