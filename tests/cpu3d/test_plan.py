@@ -391,7 +391,7 @@ def test_coarse_steps_halve_the_axes_of_the_first_level(phantom_store, tmp_path,
     config = plan.config
     seen = grid_size(phantom_store, extent="brain", multiple=1)
     if settings:
-        seen = settings["patch"]
+        seen = config.grid
     for side, step, divisor, coarse in zip(seen, first, config.unet.divisors, config.coarse_grid):
         fewest = -(-side // step)
         assert coarse == -(-fewest // divisor) * divisor
