@@ -392,14 +392,13 @@ def test_coarse_steps_halve_the_axes_of_the_first_level(phantom_store, tmp_path,
     seen = grid_size(phantom_store, extent="brain", multiple=1)
     if settings:
         seen = config.grid
-    for side, step, divisor, coarse in zip(seen, first, config.unet.divisors, config.coarse_grid):
-        fewest = -(-side // step)
-        assert coarse == -(-fewest // divisor) * divisor
+    halved = [-(-side // step) for side, step in zip(seen, first)]
+    assert config.coarse_grid == network_grid(halved, (1, 1, 1), config.unet.divisors)
     assert plan.config.at(0).unet.every_stride == plan.config.unet.every_stride
     assert plan.forecast.coarse.job.shape == config.coarse_grid
-    voxels = math.prod(config.coarse_grid) / math.prod(config.grid)
-    coarse = config.coarse_steps
-    assert config.full_steps(plan.steps) == pytest.approx(plan.steps - coarse + coarse * voxels)
+    share = math.prod(config.coarse_grid) / math.prod(config.grid)  # of a full step's cost
+    cost = plan.steps - config.coarse_steps * (1 - share)
+    assert config.full_steps(plan.steps) == pytest.approx(cost)
 
 
 @pytest.mark.parametrize("resolution", [0.5, 0.75])
@@ -970,17 +969,23 @@ def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tm
     assert bound(2000) - bound(1) == pytest.approx(2000 * 1200, rel=0.2)
 
 
-def test_what_whole_volumes_take_is_counted_by_hand():
+@pytest.mark.parametrize(
+    ("resolution", "averaged"),
+    [
+        ((1, 1, 1), 0),
+        # a float32 copy, and what it becomes along the first axis that has half the resolution
+        ((0.5, 0.5, 0.5), 4 * 4 * 1.5),
+        ((0.5, 0.5, 1), 4 * 4 * 1.5),
+        ((1, 0.5, 0.5), 4 * 4 * 1.5),
+    ],
+)
+def test_what_whole_volumes_take_is_counted_by_hand(resolution, averaged):
     job = job_of(PATCHES, PATCHES.grid, threads=2, cases=8)
     shape = (240, 240, 155)
     voxels = 240 * 240 * 155
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
-    assert whole_volume_bytes(job, shape, (1, 1, 1)) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
-    # At half the resolution a float32 copy, and what it becomes along the first axis that has it.
-    for resolution in ((0.5, 0.5, 0.5), (0.5, 0.5, 1), (1, 0.5, 0.5)):
-        assert whole_volume_bytes(job, shape, resolution) == voxels * (
-            3 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + 4 * 4 * 1.5
-        )
+    counted = voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + averaged)
+    assert whole_volume_bytes(job, shape, resolution) == counted
 
 
 def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp_path, priced):
