@@ -32,6 +32,7 @@ from memory_estimator.installed import installed_engine
 from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
 from models.config import UNetConfig
 from models.strides import (
+    EVERY_AXIS,
     Strides,
     axes_text,
     coarse_grid,
@@ -92,18 +93,8 @@ def decide(
         dtype=_dtype(start, host, card),
         strides=strides,
     )
-    coarse_stride = unet.stride(0)
-    if start.saved is not None:  # of an earlier version it may be another
-        coarse_stride = start.saved.coarse_stride
-    extent = grid_size(store, extent=settings.extent, multiple=1)
-    grid = network_grid(extent, lowered(settings.resolution, coarse_stride), unet.divisors)
-    patches_per_case = 1
-    if settings.is_patch:
-        of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
-        grid, patches_per_case = _patches(start, of_run, grid, card)
-    else:
-        _refuse_patches(start)
-    of_coarse = _coarse_grid(start, store, unet, grid, coarse_stride)
+    of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
+    grids, patches_per_case = _grids(start, store, of_run, card)
     decided_settings = dataclasses.replace(
         settings,
         channels=channels,
@@ -113,14 +104,14 @@ def decide(
         learning_rate=learning_rate,
         adam_rate=adam_rate,
         micro_batch=micro_batch,
-        curriculum="off" if of_coarse == NO_GRID else "half",
+        curriculum="off" if grids.coarse_grid == NO_GRID else "half",
         steps=_steps(start),
         patches_per_case=patches_per_case,
     )
-    reasons = _cut_patch(start, grid)
+    reasons = _cut_patch(start, grids.grid)
     if why:
         reasons["strides"] = strides_line(unet.every_stride, why)
-    return facts, decided_settings, Decided(grid, of_coarse, coarse_stride), reasons
+    return facts, decided_settings, grids, reasons
 
 
 def joined(facts: StoreFacts, settings: Settings, decided: Decided) -> RunConfig:
@@ -279,6 +270,28 @@ def _dtype(start: Start, host: Host, card: Optional[Gpu]) -> str:
     if dtype is not None:
         return dtype
     return host.best_dtype if card is None else best_dtype(card)
+
+
+def _grids(
+    start: Start, store: Store, of_run: Settings, card: Optional[Gpu]
+) -> Tuple[Decided, int]:
+    """The grids that the network sees, and the patches of a case. `of_run` are the settings with
+    the decided network and micro-batch."""
+    unet = of_run.unet
+    stride = unet.stride(0)
+    if start.saved is not None:  # of an earlier version it may be another
+        stride = start.saved.coarse_stride
+    extent = grid_size(store, extent=of_run.extent, multiple=1)
+    grid = network_grid(extent, lowered(of_run.resolution, stride), unet.divisors)
+    patches_per_case = 1
+    if of_run.is_patch:
+        grid, patches_per_case = _patches(start, of_run, grid, card)
+    else:
+        _refuse_patches(start)
+    of_coarse = _coarse_grid(start, store, unet, grid, stride)
+    if of_coarse == NO_GRID and of_run.resolution == 1:  # nothing follows from it
+        stride = EVERY_AXIS
+    return Decided(grid, of_coarse, stride), patches_per_case
 
 
 def _patches(

@@ -325,8 +325,8 @@ class Decided:
     along the axes of `coarse_stride`."""
     coarse_stride: Tuple[int, int, int] = EVERY_AXIS
     """2 for the axes X, Y, Z that coarse steps halve, and that have `resolution`; 1 for those that
-    stay as they are. It is the stride of the network's first level; runs of earlier versions have
-    all axes, whatever that is."""
+    stay as they are. It is the stride of the network's first level; all axes in runs of earlier
+    versions, and without coarse steps at full resolution."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
 

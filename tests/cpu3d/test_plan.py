@@ -435,8 +435,12 @@ def test_coarse_steps_that_a_version_before_began_on_all_axes_go_on_so(phantom_s
     assert "coarse_stride must stay (2, 2, 2), got (2, 2, 1)" in problem
 
 
-def test_of_axes_that_are_halved_alike_config_json_is_as_it_was(phantom_store, tmp_path):
-    config = planned(phantom_store, tmp_path, curriculum="half").config
+@pytest.mark.parametrize(("spacing_mm", "curriculum"), [((1, 1, 1), "half"), (THICK, "off")])
+def test_where_all_axes_are_seen_alike_config_json_is_as_it_was(
+    phantom_store, tmp_path, spacing_mm, curriculum
+):
+    store = of_voxels(phantom_store, *map(float, spacing_mm))
+    config = planned(store, tmp_path, curriculum=curriculum).config
     assert config.coarse_stride == (2, 2, 2)
     assert "coarse_stride" not in config.to_json()
 
