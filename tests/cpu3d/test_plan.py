@@ -439,27 +439,86 @@ def test_strides_of_another_depth_are_not_kept_for_a_run_that_has_not_begun(
 
 
 @pytest.mark.parametrize("host", [HOST, dataclasses.replace(HOST, isa=("avx2",))])
-def test_an_estimate_of_a_store_is_of_the_job_that_train_plans(
-    phantom_store, tmp_path, capsys, monkeypatch, host
+@pytest.mark.parametrize("side", [48, 96])  # half of the larger has coarse steps
+def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
+    phantom_store, tmp_path, capsys, monkeypatch, host, side
 ):
     monkeypatch.setattr(estimator, "read_host", lambda: host)
 
     def estimated(*options):
-        options = ["--policy", "speed", "--threads", "1", "--json", *map(str, options)]
+        options = ["--json", *map(str, options)]
         assert estimator.main(options) == 0
         return json.loads(capsys.readouterr().out)
 
-    store = stored(of_voxels(phantom_store, *THICK), tmp_path / "store")
-    plan = make_plan(store, tmp_path / "run", host, {"policy": "speed"})
+    thick = of_voxels(phantom_store, *THICK).manifest
+    larger = dataclasses.replace(
+        thick, largest_shape=(side, side, side), largest_box=(side, side, side)
+    )
+    store = stored(Store(phantom_store.folder, larger), tmp_path / "store")
+    chosen = {"filters": 8}
+    plan = make_plan(store, tmp_path / "run", host, chosen)
     assert plan.config.unet.strides
-    of_store = estimated("--store", store.folder)
-    assert of_store["job"] == json.loads(json.dumps(plan.job.to_json()))
+    assert bool(plan.config.coarse_steps) == (side == 96)
+    of_store = estimated("--store", store.folder, "--filters", 8)
+    job = dataclasses.replace(plan.job, threads=plan.forecast.full.job.threads)
+    assert of_store["job"] == json.loads(json.dumps(job.to_json()))
+    assert of_store["upper_bound_bytes"] == plan.forecast.upper_bound_bytes
+    assert of_store["run"] == json.loads(json.dumps(plan.to_json()["run"]))
+    assert of_store["run"]["all_s"] > plan.training_s
     assert plan.reasons["strides"].endswith(of_store["strides"]["reason"])
     words = strides_text(plan.config.unet.every_stride)
     assert strides_text(of_store["strides"]["strides"]) == words
     of_shape = estimated("--shape", *store.manifest.largest_box, "--spacing", *THICK)
     assert of_shape["strides"] == of_store["strides"]
     assert of_shape["job"]["shape"] == list(plan.config.grid)
+
+
+@pytest.mark.parametrize("options", ["", "--hosts 1 2", "--filters 4 --depth 3 --batch 2"])
+def test_an_estimate_of_a_store_says_what_its_strides_follow_from(phantom_store, capsys, options):
+    ask = f"--store {phantom_store.folder} --threads 2 --host-memory 8GiB {options}"
+    assert estimator.main([*ask.split(), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert estimator.main(ask.split()) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (*content["notes"], content["strides"]["reason"], "2,2,2"):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("calibration", "options", "dtype"),
+    [
+        ("amx", "", "bfloat16"),
+        ("avx2", "", "float32"),
+        ("avx2", "--dtype bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_a_store_s_job_is_what_train_takes_on_that_host(
+    phantom_store, capsys, calibration, options, dtype
+):
+    ask = f"--store {phantom_store.folder} --threads 2 --host-memory 8GiB --json {options}"
+    assert estimator.main([*ask.split(), "--calibration", calibration]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["unet"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--spacing 1 1 5", "--spacing must come without --store"),
+        ("--shape 64 64 64", "--shape must come without --store"),
+        ("--filters 4 --batch 99", "batch must be at most"),
+    ],
+)
+def test_an_estimate_of_a_store_refuses_what_the_store_has_or_does_not_allow(
+    phantom_store, capsys, options, message
+):
+    ask = f"--store {phantom_store.folder} {options}"
+    assert estimator.main(ask.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_estimate_of_no_store_is_refused(tmp_path, capsys):
+    assert estimator.main(["--store", str(tmp_path)]) == 2
+    assert "must hold a finished manifest.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # a process of its own
