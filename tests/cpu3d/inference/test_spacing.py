@@ -24,6 +24,7 @@ from cpu3d.inference.runs import Inference
 from cpu3d.plan import make_plan
 from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config
+from memory_estimator.training import SCORE_S
 from tests.cpu3d.data.datasets import dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
 from tests.cpu3d.runs import HOST, run_command, start
