@@ -22,6 +22,8 @@ from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
 from models.strides import (
+    LEAST_MM,
+    MOST_MM,
     Strides,
     shape3,
     strides_for,
@@ -294,8 +296,8 @@ class JobOptions(Architecture):
         "mm of a voxel of --shape: the strides are then those that `train` takes, unless --strides "
         "gives others, and the shape is padded to them (default: each level halves all axes)",
         ("X", "Y", "Z"),
-        above=0,
-        below=math.inf,
+        at_least=LEAST_MM,
+        at_most=MOST_MM,
     )
     batch: int = option(1, "volumes a step", "B")
     micro_batch: int = option(
