@@ -201,7 +201,7 @@ def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(
     )
     assert way() == way(recipe="brats-regions") == ("lean", 2)
     assert way(recipe="brats-regions", policy="speed", micro_batch=4) == ("speed", 4)
-    with pytest.raises(InputError, match="^--batch must stay 4, got 3"):
+    with pytest.raises(InputError, match=r"^--batch must stay 4, got 3"):
         way(batch=3)
 
 
@@ -240,7 +240,7 @@ def test_a_run_of_an_earlier_version_continues_without_the_changes_of_intensity_
     assert not any(
         getattr(augment, name) for name in ("contrast", "gamma", "noise", "blur", "low_resolution")
     )
-    with pytest.raises(InputError, match="--gamma must stay 0.0, got 0.5"):
+    with pytest.raises(InputError, match=r"--gamma must stay 0\.0, got 0\.5"):
         decided(phantom_store, tmp_path, gamma=0.5)
 
 
@@ -415,7 +415,7 @@ def test_a_run_that_continues_keeps_its_strides_also_one_of_a_version_before(
     rule = "--strides must stay 2,2,2 2,2,2, got 2,2,1 2,2,1"
     with pytest.raises(InputError, match=rule):
         planned(store, tmp_path, strides=((2, 2, 1), (2, 2, 1)))
-    with pytest.raises(InputError, match="^--depth must stay 3, got 4"):
+    with pytest.raises(InputError, match=r"^--depth must stay 3, got 4"):
         planned(store, tmp_path, depth=4)
 
 
