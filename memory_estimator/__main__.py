@@ -411,7 +411,8 @@ def _several_hosts(options: ScalingOptions, asked: _Asked, host_bytes: int) -> A
     """Time on several hosts. `host_bytes` are the memory of one, 0 if it was not given: this host's
     is another."""
     job = asked.job
-    price = asked.price(asked.forecast(host_bytes).coarse)
+    of_run = dataclasses.replace(asked, is_open=False).forecast(host_bytes)
+    price = asked.price(of_run.coarse)
     if options.global_batch:  # the fewest workers have the largest share of it
         fewest = min(options.hosts) * options.workers_per_host
         job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))

@@ -212,7 +212,9 @@ class Forecast:
     def steps_s(self) -> float:
         """Seconds of the steps, of which a budget of time takes as many as it holds."""
         budget_s = self.course.budget_s
-        return self.training_s if budget_s is None else min(self.training_s, budget_s)
+        if budget_s is None:
+            return self.training_s
+        return min(self.training_s, budget_s)
 
     @property
     def validation_s(self) -> float:

@@ -69,7 +69,7 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
     assert content["config"]["unet"]["dtype"] == SMALL["dtype"]
     assert content["predicted"]["upper_bound_bytes"] == plan.forecast.full.upper_bound_bytes
     threads = plan.forecast.full.job.threads
-    assert dataclasses.replace(read_run(tmp_path)[0], threads=threads) == plan.forecast.full.job
+    assert dataclasses.replace(read_run(tmp_path).job, threads=threads) == plan.forecast.full.job
     assert content["reasons"]["policy"].startswith(
         f"policy {content['config']['unet']['policy']}: "
     )
@@ -807,7 +807,7 @@ def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(
     save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
     with pytest.raises(InputError) as error:
         decided(phantom_store, tmp_path, extent="full")
-    assert [problem.split()[0] for problem in error.value.problems] == ["extent"]
+    assert [problem.split()[0] for problem in error.value.problems] == ["--extent"]
     other = remake(phantom_store.manifest, labels={**phantom_store.manifest.labels, 9: "other"})
     with pytest.raises(InputError, match=r"must stay .*; take the store"):
         decided(Store(phantom_store.folder, other), tmp_path)

@@ -71,15 +71,15 @@ BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm=
             CONFIG,
             {},
             {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 9},
-            ["mode .* 'whole', got 'patch'"],
+            ["--mode .* whole, got patch"],
         ),
         (CONFIG, {"strides": ((2, 2, 2), (2, 2, 2))}, {}, []),  # which it has
         (CONFIG, {"strides": ((2, 2, 1), (2, 2, 2))}, {}, ["--strides .* 2,2,2 2,2,2, got 2"]),
-        (CONFIG, {"depth": 4}, {"batch": 2}, ["unet.depth .* 3, got 4", "batch .* 1, got 2"]),
+        (CONFIG, {"depth": 4}, {"batch": 2}, ["--depth .* 3, got 4", "--batch .* 1, got 2"]),
         (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 4}, []),  # what the rule gives
-        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["micro_batch .* 4, got 2"]),
-        (BATCH_NORM, {}, {"batch": 3}, ["batch .* 4, got 3"]),  # its micro-batch follows
-        (BATCH_NORM, {"norm": "instance"}, {}, ["unet.norm .* 'batch', got 'instance'"]),
+        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["--micro-batch .* 4, got 2"]),
+        (BATCH_NORM, {}, {"batch": 3}, ["--batch .* 4, got 3"]),  # its micro-batch follows
+        (BATCH_NORM, {"norm": "instance"}, {}, ["--norm .* batch, got instance"]),
     ],
 )
 def test_what_would_be_another_run_is_refused_with_both_values(old, network, settings, problems):
