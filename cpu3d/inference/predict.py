@@ -61,7 +61,7 @@ from cpu3d.inference.runs import Inference, RunOptions, answering, seen_notes, t
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
-from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.atomic import check_folder, writable_folder, write_json
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json
@@ -105,6 +105,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     together = answering(chosen)
     configs = together.configs
     postprocessing = RAW if chosen.raw else postprocessing_together(together)
+    check_folder(options.out, "--out")
     predictors = trained_predictors(together.runs, together.weights, inference)
     predictor = Ensemble(predictors)
     cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
