@@ -14,7 +14,8 @@ For several hosts that train together (predicted from one worker's step, its gra
 network):
     ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
 
-Needs msgspec and rich, which prints its tables, and outside Linux psutil; --store also numpy.
+Needs msgspec and rich, which prints its tables, and outside Linux psutil; --store also numpy,
+nibabel and psutil.
 """
 
 import argparse
