@@ -282,12 +282,12 @@ def _source(args: argparse.Namespace, options: Options, host: Callable[[], Host]
             raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
     args.dtype = getattr(args, "dtype", _best_dtype(options, host))
     chosen = given_options(JobOptions, args)
-    del chosen["store"]
+    folder = chosen.pop("store")
     chosen.pop("threads", None)
     # This command stands above all rooms, as `cpu3d` does; nothing else of its room does.
     from cpu3d.plan import source_of_store
 
-    return source_of_store(options.store, host(), chosen)
+    return source_of_store(folder, host(), chosen)
 
 
 def _whole(
