@@ -52,15 +52,14 @@ def use(program: Program) -> Use:
 
 def peak_of_run(programs: Sequence[Program]) -> int:
     """The most bytes handed out at once in a run of steps of one program after those of another,
-    each with its validation: what TensorFlow counts from the piece on that `train` reserves. The
-    variables of the next are made while those of the one before are still there."""
+    each with its validation: what TensorFlow counts from the piece on that `train` reserves. What
+    one program holds between its steps is still there in the next, as was measured (12 steps on
+    thick slices: 42 MiB, then 87)."""
     allocator = Allocator()
     allocator.reserve(region_bytes(programs[-1]))
     for program in programs:
-        earlier = allocator.set_aside()
+        allocator.set_aside()
         allocator.begin(program)
-        for name in earlier:
-            allocator.give_back(name)
         stays = {tensor.name for tensor in program.resident}
         for ops in (program.ops, program.ops, program.after, program.ops):
             allocator.run(ops, stays)
@@ -111,10 +110,9 @@ class Allocator:
                 self.take(tensor.name, tensor.bytes)
         self.run(program.before, {tensor.name for tensor in program.resident})
 
-    def set_aside(self) -> List[str]:
-        """Give all that is held other names, which are returned: another program has the same."""
+    def set_aside(self) -> None:
+        """Give all that is held other names: another program has the same."""
         self._by_name = {f"earlier/{name}": chunk for name, chunk in self._by_name.items()}
-        return list(self._by_name)
 
     def run(self, ops: Sequence[StepOp], stays: Set[str]) -> None:
         """Take and give back as operations do, in order; tensors named in `stays` remain."""
