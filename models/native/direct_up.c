@@ -97,17 +97,17 @@ static void make_row(struct thread *t, size_t voxel, int row)
     for (int pass = 0; pass < passes_of(j->voxels, j->blocks); pass++) {
         struct column columns[2];
         int count = columns_of(columns, j->voxels, 0, j->blocks, pass);
-        const char *weights[2];
-        weights[0] = weights_of(j, columns[0], row);
-        weights[1] = weights_of(j, columns[count - 1], row);
+        struct factors factors = {.of = &j->products, .columns = count};
+        factors.weights[0] = weights_of(j, columns[0], row);
+        factors.weights[1] = weights_of(j, columns[count - 1], row);
         struct finished f = finished_of(columns, count, j->made.channels);
         for (int tile = 0; tile < j->tiles; tile += f.rows) {
-            const char *first[4];
             f.rows = least(MOST_TILE_ROWS / count, j->tiles - tile);
+            factors.rows = f.rows;
             f.ahead = (size_t)f.rows * j->lines * j->voxels * j->made.channels;
             for (int i = 0; i < j->rows; i++)
-                first[i] = t->formed + i * j->formed_bytes + tile * j->products.row_bytes;
-            multiply(&j->products, f.rows, count, t->sums, first, weights);
+                factors.first[i] = t->formed + i * j->formed_bytes + tile * j->products.row_bytes;
+            multiply(&factors, t->sums);
             for (int i = 0; i < f.rows; i++) {
                 const float *sums = t->sums + i * count * TILE_FLOATS;
                 int z0 = (tile + i) * j->lines;
@@ -127,7 +127,7 @@ static void make_rows(struct thread *t, int batch, int x, int y)
     const struct operation *op = j->op;
     size_t coarse = voxel_of(op, batch, x, y);
     int is_up = op->kind == UP_CONVOLVE;
-    for (int i = 0; i < j->rows; i++) {
+    for (int i = 0; i < j->rows && WITH_VECTORS; i++) {
         size_t voxel = is_up ? coarse : finer_voxel(op, op->finer, batch, x, y, i);
         uint16_t *to = (uint16_t *)(t->formed + i * j->formed_bytes);
         form_bfloat16_row(to, j->width, &j->input, batch, voxel, j->edge * op->z);
