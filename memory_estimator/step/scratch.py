@@ -336,10 +336,12 @@ KINDS: Dict[str, OwnKind] = {
     "residual_sum": OwnKind("pass", PASS),
     "residual_gradient": OwnKind("pass", PASS),
     "to_raw": OwnKind("pass", PASS),
-    "project": OwnKind("project", PROJECTION),
+    "project": OwnKind("project", PROJECTION, Way(_cut_of_pass, direct.of_projection)),
     "project_gradient": OwnKind("project", PROJECTION_GRADIENT),
     "project_sums": OwnKind("project", PROJECTION_GRADIENT),
-    "project_to_raw": OwnKind("project", PROJECTION),
+    "project_to_raw": OwnKind(
+        "project", PROJECTION, Way(_cut_of_pass, direct.of_projection_to_raw)
+    ),
     "up_convolve": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up)),
     "up_input_gradient": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up_gradient)),
     "up_filter_gradient": OwnKind(

@@ -306,7 +306,7 @@ static void end_gradients(struct thread *t)
     form_rest(f, GRADIENT_PAIRS, form_of(&t->job->gradient));
     if (!f->number)
         return;
-    for (; f->number < TILE_LINES * tiles_of(t); f->number++, f->to += LINE_BYTES) {
+    for (; f->number < (unsigned)TILE_LINES * tiles_of(t); f->number++, f->to += LINE_BYTES) {
         memset(f->to, 0, LINE_BYTES);
         transpose_behind(f->to, f->number);
     }

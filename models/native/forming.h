@@ -70,9 +70,9 @@ static void transpose_tile(char *tile)
 
 /* What is due once line `number` of a plane of tiles is at `to`: a step of its own tile after every
    fourth line, and one of the tile before. */
-ALWAYS_INLINE void transpose_behind(char *to, int number)
+ALWAYS_INLINE void transpose_behind(char *to, unsigned number)
 {
-    int line = number % TILE_LINES;
+    unsigned line = number % TILE_LINES;
     if (line % 4 < 3)
         return;
     transpose_four(to - 3 * LINE_BYTES);
@@ -108,7 +108,7 @@ struct forming {
     int row_twos;     /* in all of it; */
     int last;         /* voxels of its last two: 0 to 2, what is not in the map is 0 */
     int rows;         /* left, this one included; 0: all is done */
-    int number;       /* of lines so far */
+    unsigned number;  /* of lines so far */
 };
 
 static int form_of(const struct input *in)
