@@ -146,26 +146,15 @@ def _of_fine_rows(call: Call, cut: Cut, rows: int, steps: int, voxels: int, made
 
 
 def of_projection(call: Call, cut: Cut) -> Scratch:
-    op = call.op
-    of_map = _of_projected_map(call, cut, op.channels, op.outputs)
-    bias = LINE_BYTES * ceil_div(op.outputs, GROUP)
-    return of_map._replace(passing_bytes=of_map.passing_bytes + bias)
-
-
-def of_projection_to_raw(call: Call, cut: Cut) -> Scratch:
-    return _of_projected_map(call, cut, call.op.outputs, call.op.channels)
-
-
-def _of_projected_map(call: Call, cut: Cut, terms: int, made: int) -> Scratch:
-    """`job_of` in direct_up.c: a formed row of `terms` values a voxel, and the sums of four tiles;
-    packed parts of the filters, and the pieces' sums."""
+    """`job_of` in direct_up.c: a formed row, and the sums of four tiles; packed parts of the
+    filters, the bias and the pieces' sums."""
     op = call.op
     z = op.grid[2]
-    terms = GROUP if terms <= GROUP else round_up(terms, 2 * GROUP)
-    width = round_up(made, GROUP)
+    channels = GROUP if op.channels <= GROUP else round_up(op.channels, 2 * GROUP)
+    width = round_up(op.outputs, GROUP)
     tiles = ceil_div(z, 16)
-    kept = 4 * 4 * 256 + tiles * ceil_div(z, tiles) * 2 * terms
-    passing = shared.WEIGHT_PARTS * width * 2 * terms
+    kept = 4 * 4 * 256 + tiles * ceil_div(z, tiles) * 2 * channels
+    passing = shared.WEIGHT_PARTS * width * 2 * channels + 4 * width
     passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
     return Scratch(cut.pieces, kept, passing)
 

@@ -339,9 +339,7 @@ KINDS: Dict[str, OwnKind] = {
     "project": OwnKind("project", PROJECTION, Way(_cut_of_pass, direct.of_projection)),
     "project_gradient": OwnKind("project", PROJECTION_GRADIENT),
     "project_sums": OwnKind("project", PROJECTION_GRADIENT),
-    "project_to_raw": OwnKind(
-        "project", PROJECTION, Way(_cut_of_pass, direct.of_projection_to_raw)
-    ),
+    "project_to_raw": OwnKind("project", PROJECTION),
     "up_convolve": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up)),
     "up_input_gradient": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up_gradient)),
     "up_filter_gradient": OwnKind(

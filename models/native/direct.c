@@ -40,8 +40,8 @@ static struct made made_of(const struct operation *op)
         .channels = op->outputs,
         .width = round_up(op->outputs, 16),
         .sums = sums_of(op),
-        .raw = op->others[0],
-        .added = op->kind == CONVOLVE ? op->others[0] : NULL,
+        .other = op->others[0],
+        .adds = op->kind == CONVOLVE && op->others[0],
     };
     return made;
 }
@@ -278,7 +278,7 @@ static int finish_beside(const struct factors *t, const struct made *made, const
     int is_regular = is_whole(f) && f->spans[0].count[0] == f->spans[0].count[1];
     if (!f->rows || !WITH_VECTORS)
         return 0;
-    if (!has_chores(t) || !is_regular || !spans || made->added) {
+    if (!has_chores(t) || !is_regular || !spans || made->adds) {
         finish(made, f);
         return 0;
     }
@@ -325,7 +325,7 @@ static void form_beside(const struct factors *t, int tap, struct forming *list, 
 static void make_turn(struct thread *t, const struct factors *factors, float *sums,
                       const struct finished *f)
 {
-    clear_tiles(factors);
+    begin_tiles(factors);
     int tap = finish_beside(factors, &t->made, f);
     if (has_chores(factors) && is_forming(t))
         form_beside(factors, tap, &t->forming, form_of(&t->job->input));
@@ -533,7 +533,6 @@ static int run_kind(const struct operation *op)
     case FILTER_GRADIENT:
         return DIRECT_FILTERS(op);
     case PROJECT:
-    case PROJECT_TO_RAW:
     case UP_CONVOLVE:
     case UP_INPUT_GRADIENT:
         return DIRECT_UP(op);

@@ -78,13 +78,14 @@ static void multiply_taps(const struct factors *t, int tap, int past)
     }
 }
 
-static void clear_tiles(const struct factors *t)
+/* The sums begin with the bias. */
+static void begin_tiles(const struct factors *t)
 {
 #pragma GCC unroll 4
     for (int i = 0; i < MOST_TILE_ROWS; i++) {
         const float *bias = t->bias[i % t->columns];
         if (bias)
-            tile_load(i, bias, 0);
+            tile_load(i, bias, 0); /* the same line again and again */
         else
             tile_zero(i);
     }
@@ -101,25 +102,23 @@ static void store_tiles(const struct factors *t, float *sums)
 /* The sums over all taps. */
 static void multiply(const struct factors *t, float *sums)
 {
-    clear_tiles(t);
+    begin_tiles(t);
     multiply_taps(t, 0, t->of->taps);
     store_tiles(t, sums);
 }
 
 /* --- Finishing: sums become values of a map --- */
 
-enum { BEFORE_NORM = NORM_SUMS + 1 }; /* no sums: the map is the gradient before its norm */
-
 /* The map that is made, of a sample. */
 struct made {
     void *map;
     size_t bytes;
     int channels, width; /* width: in whole 16 */
-    int sums;          /* of `map_sums`, or BEFORE_NORM */
+    enum map_sums sums;
     double *totals;    /* [2][width] */
-    const void *raw;   /* the raw map below, for NORM_SUMS and BEFORE_NORM */
-    const void *added; /* or NULL */
-    const float *norm; /* [COEFFICIENTS][channels] of the map below */
+    const void *other; /* what is added, or with NORM_SUMS the raw map below; NULL */
+    int adds;
+    const float *norm; /* with NORM_SUMS: [COEFFICIENTS][channels] of the map below */
 };
 
 /* The sums of a tile as spans: two halves of up to 16 values, side by side in the map where they
@@ -252,8 +251,8 @@ ALWAYS_INLINE void store_span(void *map, size_t at, vec (*value)[VECS], int is_s
 
 /* How the spans of a call are finished: constants of the functions below. */
 struct how {
-    int kind;     /* of `map_sums`, or BEFORE_NORM */
-    int adds;     /* another map is added */
+    enum map_sums kind;
+    int adds;     /* the other map is added */
     int is_whole; /* both halves have 16 channels, and lie side by side in the map */
 };
 
@@ -272,7 +271,7 @@ ALWAYS_INLINE vec value_of(const struct made *made, const struct spans *l, int h
     size_t at = l->at[half] + v * LANES;
     vec value = load(l->sums[half] + v * LANES);
     if (how.adds)
-        value += load_values(made->added, at, wide, BFLOAT16);
+        value += load_values(made->other, at, wide, BFLOAT16);
     return value;
 }
 
@@ -281,7 +280,7 @@ ALWAYS_INLINE void finish_span(const struct made *made, const struct finished *f
                                const struct spans *l, int voxels, int is_streamed, struct how how,
                                struct span_sums *s)
 {
-    int reads_raw = how.kind == NORM_SUMS || how.kind == BEFORE_NORM;
+    int reads = how.adds || how.kind == NORM_SUMS;
     int is_pair = how.is_whole && voxels == 2;
     vec value[2][VECS];
 #pragma GCC unroll 4
@@ -290,15 +289,9 @@ ALWAYS_INLINE void finish_span(const struct made *made, const struct finished *f
         int v = n % VECS;
         int wide = how.is_whole ? LANES : lanes_of(f->wide[half], v);
         size_t at = l->at[half] + v * LANES;
-        if (reads_raw)
-            __builtin_prefetch((const uint16_t *)made->raw + at + f->ahead);
-        if (how.adds)
-            __builtin_prefetch((const uint16_t *)made->added + at + f->ahead);
+        if (reads)
+            __builtin_prefetch((const uint16_t *)made->other + at + f->ahead);
         value[half][v] = value_of(made, l, half, v, wide, how);
-        if (how.kind == BEFORE_NORM) {
-            vec raw = load_values(made->raw, at, wide, BFLOAT16);
-            value[half][v] = gradient_of_raw(s->below[half][v], raw, value[half][v]);
-        }
         if (!is_pair)
             value[half][v] = store_values(made->map, at, value[half][v], wide, BFLOAT16);
     }
@@ -313,7 +306,7 @@ ALWAYS_INLINE void finish_span(const struct made *made, const struct finished *f
         vec written = value[half][v];
         vec *to = s->sums[half][v];
         if (how.kind == NORM_SUMS)
-            add_norm_sums(to, s->below[half][v], load_values(made->raw, at, wide, BFLOAT16),
+            add_norm_sums(to, s->below[half][v], load_values(made->other, at, wide, BFLOAT16),
                           written);
         if (how.kind == MOMENTS) {
             vec difference = written - s->pivot[half][v];
@@ -369,8 +362,7 @@ ALWAYS_INLINE struct finishing begin_finishing(const struct made *made, const st
         int half = n / VECS;
         int v = n % VECS;
         int wide = lanes_of(f->wide[half], v);
-        int reads_raw = how.kind == NORM_SUMS || how.kind == BEFORE_NORM;
-        const float *norm = reads_raw ? made->norm : NULL;
+        const float *norm = how.kind == NORM_SUMS ? made->norm : NULL;
         int channel = f->channel[half] + v * LANES;
         load_norm(w.s.below[half][v], norm, made->channels, channel, wide);
         if (how.kind == MOMENTS && f->spans[0].count[half])
@@ -402,7 +394,7 @@ ALWAYS_INLINE void end_finishing(const struct finishing *w, struct how how)
 {
     const struct finished *f = w->of;
     int counted[2] = {0, 0};
-    if (how.kind == NO_SUMS || how.kind == BEFORE_NORM)
+    if (how.kind == NO_SUMS)
         return;
     for (int row = 0; row < f->rows; row++)
         for (int half = 0; half < 2; half++)
@@ -439,7 +431,7 @@ static void finish(const struct made *made, const struct finished *f)
 {
     if (!f->rows || !WITH_VECTORS)
         return;
-    switch (made->sums * 4 + (made->added != NULL) * 2 + is_whole(f)) {
+    switch (made->sums * 4 + made->adds * 2 + is_whole(f)) {
 #define FINISH(kind, adds, whole) \
     case kind * 4 + adds * 2 + whole: \
         finish_as(made, f, (struct how){kind, adds, whole}); \
@@ -448,7 +440,6 @@ static void finish(const struct made *made, const struct finished *f)
         FINISH(NO_SUMS, 0, 0) FINISH(NO_SUMS, 0, 1) FINISH(NO_SUMS, 1, 0) FINISH(NO_SUMS, 1, 1)
         FINISH(MOMENTS, 0, 0) FINISH(MOMENTS, 0, 1) FINISH(MOMENTS, 1, 0) FINISH(MOMENTS, 1, 1)
         FINISH(NORM_SUMS, 0, 0) FINISH(NORM_SUMS, 0, 1)
-        FINISH(BEFORE_NORM, 0, 0) FINISH(BEFORE_NORM, 0, 1)
         /* clang-format on */
 #undef FINISH
     default:

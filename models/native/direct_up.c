@@ -6,9 +6,8 @@
    voxels of a fine row, and the four fine rows are the taps that make one voxel. Along an axis of 1
    there are half as many rows, or one voxel in place of a pair.
 
-   PROJECT and PROJECT_TO_RAW have weights as in float32: each is the sum of three of bfloat16, which
-   are three taps of the same voxel. The sums of PROJECT begin with the bias. Projections that make
-   a filter gradient, in float32, are in pointwise.c. */
+   PROJECT has weights as in float32: each is the sum of three of bfloat16, which are three taps of
+   the same voxel. Its sums begin with the bias. */
 #include "direct.h"
 
 struct job {
@@ -17,7 +16,7 @@ struct job {
     struct made made;   /* without what belongs to a sample */
     struct products products;
     struct cut cut;      /* of coarse rows */
-    int is_projection, is_up; /* up: of values; else of a gradient */
+    int is_projection;
     int finer[3];        /* voxels of the finer grid for one of the coarser */
     int rows, edge;      /* that are formed for a coarse row; voxels of them for one of it */
     int fine_rows;       /* over a coarse one */
@@ -39,15 +38,14 @@ static struct job job_of(const struct operation *op)
     struct job j = {.op = op, .cut = cut_of_rows(rows_of_all(op), op->threads)};
     struct products *p = &j.products;
     size_t coarse = (size_t)op->batch * op->x * op->y * op->z;
-    j.is_projection = op->kind < UP_CONVOLVE;
-    j.is_up = op->kind == PROJECT || op->kind == UP_CONVOLVE;
+    j.is_projection = op->kind == PROJECT;
     for (int axis = 0; axis < 3; axis++)
         j.finer[axis] = j.is_projection ? 1 : op->finer[axis];
     int edge = j.finer[2];
     j.fine_rows = j.finer[0] * j.finer[1];
     j.weight_rows = j.is_projection ? WEIGHT_PARTS : j.fine_rows;
     j.made.map = op->map;
-    if (j.is_up) {
+    if (op->kind != UP_INPUT_GRADIENT) {
         j.input = (struct input){.channels = {op->channels[0]}, .maps = {op->maps[0]}};
         j.input.coefficients = op->coefficients;
         j.rows = 1;
@@ -56,7 +54,8 @@ static struct job job_of(const struct operation *op)
         j.voxels = edge;
         j.made.channels = op->outputs;
         j.made.bytes = coarse * j.fine_rows * edge * op->outputs * 2;
-        j.made.added = op->others[0];
+        j.made.adds = op->others[0] != NULL;
+        j.made.other = op->others[0];
         p->taps = 1;
         p->steps = j.width / 32;
     } else {
@@ -68,20 +67,18 @@ static struct job job_of(const struct operation *op)
         j.made.channels = op->channels[0];
         j.made.bytes = coarse * op->channels[0] * 2;
         j.made.sums = op->sums_to ? NORM_SUMS : NO_SUMS;
-        j.made.raw = op->maps[0];
+        j.made.other = op->maps[0];
         p->taps = j.fine_rows;
         p->steps = edge * j.width / 32;
     }
     p->depth = 16;
     if (j.is_projection) {
         p->taps = WEIGHT_PARTS;
-        if (j.input.channels[0] <= 16) {
+        if (op->channels[0] <= 16) {
             j.width = 16;
             p->depth = 8;
         }
     }
-    if (op->kind == PROJECT_TO_RAW)
-        j.made.sums = BEFORE_NORM;
     j.input = all_of(j.input);
     j.made.width = round_up(j.made.channels, 16);
     j.blocks = j.made.width / 16;
@@ -95,7 +92,7 @@ static struct job job_of(const struct operation *op)
     j.weight_bytes = j.blocks * j.voxels * j.column_bytes;
     /* A cache line between threads. */
     j.position_totals = (size_t)op->batch * 2 * j.made.width + 16;
-    j.bias_bytes = op->kind == PROJECT ? (size_t)j.blocks * LINE_BYTES : 0;
+    j.bias_bytes = j.is_projection ? (size_t)j.blocks * LINE_BYTES : 0;
     j.passing = j.weight_bytes + j.bias_bytes + j.cut.pieces * sizeof(double) * j.position_totals;
     return j;
 }
@@ -124,7 +121,7 @@ static void make_row(struct thread *t, size_t voxel, int row)
         struct factors factors = {.of = &j->products, .columns = count};
         factors.weights[0] = weights_of(j, columns[0], row);
         factors.weights[1] = weights_of(j, columns[count - 1], row);
-        if (j->bias_bytes)
+        if (j->is_projection)
             for (int i = 0; i < count; i++)
                 factors.bias[i] = j->bias + 16 * columns[i].block;
         struct finished f = finished_of(columns, count, j->made.channels);
@@ -156,12 +153,13 @@ static void make_rows(struct thread *t, int batch, int x, int y)
     const struct job *j = t->job;
     const struct operation *op = j->op;
     size_t coarse = voxel_of(op, batch, x, y);
+    int is_up = op->kind != UP_INPUT_GRADIENT;
     for (int i = 0; i < j->rows && WITH_VECTORS; i++) {
-        size_t voxel = j->is_up ? coarse : finer_voxel(op, j->finer, batch, x, y, i);
+        size_t voxel = is_up ? coarse : finer_voxel(op, j->finer, batch, x, y, i);
         uint16_t *to = (uint16_t *)(t->formed + i * j->formed_bytes);
         form_bfloat16_row(to, j->width, &j->input, batch, voxel, j->edge * op->z);
     }
-    if (!j->is_up) {
+    if (!is_up) {
         make_row(t, coarse, 0);
         return;
     }
@@ -197,16 +195,12 @@ static float part_of(float weight, int part)
     return weight;
 }
 
-/* Of a projection's value k, for n channels of the map from `first` on. Filters are
-   [channels][outputs]. */
-static void weights_of_part(float *to, const struct job *j, int part, int k, int first, int n)
+/* Of a projection's value k, for n outputs from `first` on. Filters are [channels][outputs]. */
+static void weights_of_part(float *to, const struct operation *op, int part, int k, int first, int n)
 {
-    int outputs = j->op->outputs;
-    size_t next = j->is_up ? 1 : outputs;
-    const float *filters = j->op->filters;
-    filters += j->is_up ? (size_t)k * outputs + first : (size_t)first * outputs + k;
-    for (int i = 0; i < n && k < j->input.channels[0]; i++)
-        to[i] = part_of(filters[i * next], part);
+    const float *filters = op->filters + (size_t)k * op->outputs + first;
+    for (int o = 0; o < n && k < op->channels[0]; o++)
+        to[o] = part_of(filters[o], part);
 }
 
 /* The weights of value k of a line for up to 16 channels of the map from `first` on, of a fine row
@@ -220,7 +214,7 @@ static void weights_at(float *to, const struct job *j, int row, int voxel, int k
     int edge = j->finer[2];
     const float *filters = j->op->filters;
     if (j->is_projection) {
-        weights_of_part(to, j, row, k, first, n);
+        weights_of_part(to, j->op, row, k, first, n);
         return;
     }
     if (j->op->kind == UP_CONVOLVE) {
@@ -261,7 +255,7 @@ static void place(struct job *j, char *memory)
     j->weights = memory;
     j->bias = (float *)(memory + j->weight_bytes);
     j->totals = (double *)(memory + j->weight_bytes + j->bias_bytes);
-    if (!j->bias_bytes)
+    if (!j->is_projection)
         return;
     memset(j->bias, 0, j->bias_bytes);
     memcpy(j->bias, j->op->bias, sizeof(float) * j->op->outputs);
