@@ -9,7 +9,7 @@ from cpu3d.bench.overlap import beside, overlap_table
 from models.native.instruction_sets import DIRECT_PRODUCTS
 from models.native.library import own_operations
 
-SMALL = "bench kernels --overlap --shape 32 32 32 --filters 16 --rounds 1 --threads 2".split()
+SMALL = "bench kernels --overlap --shape 32 32 32 --filters 16 --rounds 1 --threads 2"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_the_table_has_every_operation_and_all_of_a_step():
     own_operations().bfloat16 in ("", *DIRECT_PRODUCTS), reason="needs a CPU without AMX"
 )
 def test_a_host_without_amx_is_told_what_it_lacks(capfd):
-    assert main(SMALL) != 0
+    assert main(SMALL.split()) != 0
     assert "amx" in capfd.readouterr().err
 
 
@@ -44,7 +44,7 @@ def test_a_host_without_amx_is_told_what_it_lacks(capfd):
 @pytest.mark.skipif(own_operations().kernels is None, reason="own operations are not built")
 def test_every_operation_in_tiles_is_timed_whole_and_in_parts(monkeypatch, capsys):
     monkeypatch.setenv("CPU3D_INSTRUCTION_SET", "amx_in_c")
-    assert main([*SMALL, "--json"]) == 0
+    assert main([*SMALL.split(), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     kinds = {"convolve", "input_gradient", "filter_gradient", "project"}
     kinds |= {"up_convolve", "up_input_gradient", "up_filter_gradient"}
