@@ -178,11 +178,15 @@ static void begin_plane(struct thread *t, int x)
     const struct band *band = &t->band;
     int inside = 0; /* rows */
     int first = 0;
-    for (int y = band->y0 - 1; y <= band->y1; y++)
-        if (j->is_whole && is_read_in_map(t, x, y))
-            first = inside++ ? first : y;
-        else
+    for (int y = band->y0 - 1; y <= band->y1; y++) {
+        if (!j->is_whole || !is_read_in_map(t, x, y)) {
             form_ring_row(t, x, y);
+            continue;
+        }
+        if (!inside)
+            first = y;
+        inside++;
+    }
     t->formed_plane = x;
     t->first_row = first;
     t->rows_inside = inside;
@@ -192,7 +196,7 @@ static void begin_plane(struct thread *t, int x)
             save_last_row(j->op, &t->piece, band, x, y);
 }
 
-/* Whether anything of the plane is to be formed. */
+/* Whether anything of the plane is left to be formed; begins its next block after one that is. */
 static int is_forming(struct thread *t)
 {
     const struct job *j = t->job;

@@ -83,7 +83,7 @@ static void begin_tiles(const struct factors *t)
 {
 #pragma GCC unroll 4
     for (int i = 0; i < MOST_TILE_ROWS; i++) {
-        const float *bias = t->bias[i % t->columns];
+        const float *bias = t->bias[i & (t->columns - 1)]; /* one column or two */
         if (bias)
             tile_load(i, bias, 0); /* the same line again and again */
         else

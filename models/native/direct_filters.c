@@ -83,7 +83,8 @@ static struct job job_of(const struct operation *op)
 
 /* Rows and planes that are taken at a time, so many that they stay in the cache L2: there are two
    planes of values more than of gradients; and of values a row more on each side, and a line that
-   the last shift reads. The gradients that are formed ahead come on top. memory_estimator/step/scratch.py has the bytes as a formula. */
+   the last shift reads. The gradients that are formed ahead come on top.
+   memory_estimator/step/scratch.py has the bytes as a formula. */
 static void set_memory(struct job *j)
 {
     long arrays = j->cut.inputs * j->copies; /* of values, in a plane */
@@ -229,12 +230,14 @@ static void begin_values(struct thread *t)
     int first = 0;
     for (int y = band->y0 - 1; y <= band->y1; y++) {
         char *row = to + (y - band->y0 + 1) * row_bytes_of(j);
-        if (!is_outside(op, x, y)) {
-            first = inside++ ? first : y;
+        if (is_outside(op, x, y)) {
+            memset(row, 0, row_bytes_of(j));
+            memset(row + j->copy_bytes, 0, row_bytes_of(j));
             continue;
         }
-        memset(row, 0, row_bytes_of(j));
-        memset(row + j->copy_bytes, 0, row_bytes_of(j));
+        if (!inside)
+            first = y;
+        inside++;
     }
     if (!inside)
         return;
@@ -355,7 +358,7 @@ static float *panel_of(const struct thread *t, int target, int group, int block)
 }
 
 /* What is formed between the products of plane x, if anything is: gradients of the next plane, and
-   then values of the one after it, over those of plane x - 1, if no product needs these any more. */
+   then values of the one after it, over those of plane x - 1 once no product needs these. */
 enum formed { NOTHING, OF_VALUES, OF_GRADIENTS };
 
 static enum formed formed_beside(struct thread *t, int x, int is_free)

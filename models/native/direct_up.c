@@ -196,7 +196,8 @@ static float part_of(float weight, int part)
 }
 
 /* Of a projection's value k, for n outputs from `first` on. Filters are [channels][outputs]. */
-static void weights_of_part(float *to, const struct operation *op, int part, int k, int first, int n)
+static void weights_of_part(float *to, const struct operation *op, int part, int k, int first,
+                            int n)
 {
     const float *filters = op->filters + (size_t)k * op->outputs + first;
     for (int o = 0; o < n && k < op->channels[0]; o++)
