@@ -28,7 +28,7 @@ def test_the_table_has_every_operation_and_all_of_a_step():
     record = {"rows": [row], "instructions": "amx", "threads": 2, "host": {"cpu": "some CPU"}}
     operation, every = overlap_table(record).rows
     figures = ("4.00", "3.00", "2.00", "5.00", "0.50")
-    assert operation == ("2 x 3 x 4", "convolve", "16, 32", "3", *figures)
+    assert operation == ("2x3x4", "convolve", "16, 32", "3", *figures)
     assert [str(cell) for cell in every][4:] == ["12.00", "9.00", "6.00", "15.00", "0.50"]
 
 
