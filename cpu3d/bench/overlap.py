@@ -55,18 +55,18 @@ def overlap_table(record: Result) -> Table:
         "both",
         "beside",
     )
-    lines = []
+    lines: List[List[Any]] = []
     for row in record["rows"]:
         channels = f"{row['channels']}, {row['outputs']}"
-        about = (by(row["grid"]), row["kind"], channels, str(row["calls"]))
-        lines.append((*about, *_figures(row["seconds"])))
+        about = [by(row["grid"]), row["kind"], channels, str(row["calls"])]
+        lines.append([*about, *_figures(row["seconds"])])
     total = dict.fromkeys((WHOLE, *LEFT_OUT), 0.0)
     for row in record["rows"]:
         for part, seconds in row["seconds"].items():
             total[part] += row["calls"] * seconds
     calls = sum(row["calls"] for row in record["rows"])
-    about = ("all", "all", "", str(calls))
-    lines.append([Bold(cell) for cell in (*about, *_figures(total))])
+    about = ["all", "all", "", str(calls)]
+    lines.append([Bold(cell) for cell in [*about, *_figures(total)]])
     title = f"Products of tiles and vectors beside them, {record['instructions']}, "
     title += f"{record['threads']} threads of {record['host']['cpu']}"
     return Table(heads, lines, title=title, names=3)
@@ -98,9 +98,9 @@ def measure(request: Dict[str, Any]) -> Result:
     threads = request["threads"] or len(os.sched_getaffinity(0))
     calls: Dict[Tuple[OwnOperation, bool], int] = {}
     unet = UNetConfig(filters=request["filters"], dtype=DTYPE)
-    for op in training_step(Job(unet, tuple(request["shape"]))).ops:
-        if op.own and KINDS[op.own.kind].in_tiles:
-            key = op.own, op.is_in_place
+    for step_op in training_step(Job(unet, tuple(request["shape"]))).ops:
+        if step_op.own and KINDS[step_op.own.kind].in_tiles:
+            key = step_op.own, step_op.is_in_place
             calls[key] = calls.get(key, 0) + 1
     rows = []
     with tempfile.TemporaryDirectory() as folder:

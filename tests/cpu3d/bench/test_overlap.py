@@ -27,8 +27,8 @@ def test_the_table_has_every_operation_and_all_of_a_step():
     row.update(in_place=False, calls=3, seconds=seconds)
     record = {"rows": [row], "instructions": "amx", "threads": 2, "host": {"cpu": "some CPU"}}
     operation, every = overlap_table(record).rows
-    figures = ("4.00", "3.00", "2.00", "5.00", "0.50")
-    assert operation == ("2x3x4", "convolve", "16, 32", "3", *figures)
+    figures = ["4.00", "3.00", "2.00", "5.00", "0.50"]
+    assert operation == ["2x3x4", "convolve", "16, 32", "3", *figures]
     assert [str(cell) for cell in every][4:] == ["12.00", "9.00", "6.00", "15.00", "0.50"]
 
 
