@@ -16,7 +16,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 from cpu3d.chosen import OF_PATCHES, Chosen
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
-from cpu3d.data.resolution import field_of, network_grid
+from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, check_names, grid_size
 from cpu3d.data.stores.decided import strides_of_store
 from cpu3d.data.stores.splits import with_fold
@@ -29,8 +29,20 @@ from memory_estimator import planner
 from memory_estimator.common.units import by
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_engine
-from memory_estimator.job import AUTO, LEAST_COARSE_VOXELS, USUAL_PATCH, Job, micro_of
-from models.strides import Strides, common_spacing, divisors_text, shape3, strides_line
+from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
+from models.config import UNetConfig
+from models.strides import (
+    EVERY_AXIS,
+    Strides,
+    axes_text,
+    coarse_grid,
+    common_spacing,
+    divisors_text,
+    lowered,
+    network_grid,
+    shape3,
+    strides_line,
+)
 
 NO_GRID: Shape3 = (0, 0, 0)
 
@@ -81,15 +93,8 @@ def decide(
         dtype=_dtype(start, host, card),
         strides=strides,
     )
-    extent = grid_size(store, extent=settings.extent, multiple=1)
-    grid = network_grid(extent, settings.resolution, unet.divisors)
-    patches_per_case = 1
-    if settings.is_patch:
-        of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
-        grid, patches_per_case = _patches(start, of_run, grid, card)
-    else:
-        _refuse_patches(start)
-    coarse_grid = _coarse_grid(start, store, grid, unet.divisors)
+    of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
+    grids, patches_per_case = _grids(start, store, of_run, card)
     decided_settings = dataclasses.replace(
         settings,
         channels=channels,
@@ -99,14 +104,14 @@ def decide(
         learning_rate=learning_rate,
         adam_rate=adam_rate,
         micro_batch=micro_batch,
-        curriculum="off" if coarse_grid == NO_GRID else "half",
+        curriculum="off" if grids.coarse_grid == NO_GRID else "half",
         steps=_steps(start),
         patches_per_case=patches_per_case,
     )
-    reasons = _cut_patch(start, grid)
+    reasons = _cut_patch(start, grids.grid)
     if why:
         reasons["strides"] = strides_line(unet.every_stride, why)
-    return facts, decided_settings, Decided(grid, coarse_grid), reasons
+    return facts, decided_settings, grids, reasons
 
 
 def joined(facts: StoreFacts, settings: Settings, decided: Decided) -> RunConfig:
@@ -167,7 +172,7 @@ def volume_shape(store: Store, config: RunConfig) -> Shape3:
     """Voxels X, Y, Z of a volume as the run is validated on it, at the store's resolution: the box
     that holds every case and the network's field."""
     extent = grid_size(store, extent=config.extent, multiple=1)
-    return field_of(config.grid, config.resolution, at_least=extent)
+    return field_of(config.grid, config.resolution_by_axis, at_least=extent)
 
 
 def _refuse_other_store(start: Start, facts: StoreFacts) -> None:
@@ -267,6 +272,28 @@ def _dtype(start: Start, host: Host, card: Optional[Gpu]) -> str:
     return host.best_dtype if card is None else best_dtype(card)
 
 
+def _grids(
+    start: Start, store: Store, of_run: Settings, card: Optional[Gpu]
+) -> Tuple[Decided, int]:
+    """The grids that the network sees, and the patches of a case. `of_run` are the settings with
+    the decided network and micro-batch."""
+    unet = of_run.unet
+    stride = unet.stride(0)
+    if start.saved is not None:  # of an earlier version it may be another
+        stride = start.saved.coarse_stride
+    extent = grid_size(store, extent=of_run.extent, multiple=1)
+    grid = network_grid(extent, lowered(of_run.resolution, stride), unet.divisors)
+    patches_per_case = 1
+    if of_run.is_patch:
+        grid, patches_per_case = _patches(start, of_run, grid, card)
+    else:
+        _refuse_patches(start)
+    of_coarse = _coarse_grid(start, store, unet, grid, stride)
+    if of_coarse == NO_GRID and of_run.resolution == 1:  # nothing follows from it
+        stride = EVERY_AXIS
+    return Decided(grid, of_coarse, stride), patches_per_case
+
+
 def _patches(
     start: Start, of_run: Settings, extent: Shape3, card: Optional[Gpu]
 ) -> Tuple[Shape3, int]:
@@ -342,28 +369,28 @@ def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
     return strides_of_store(store, extent, unet.depth)
 
 
-def _coarse_grid(start: Start, store: Store, grid: Shape3, divisors: Shape3) -> Shape3:
-    """The grid of the coarse steps of a network of these divisors; NO_GRID, which is no curriculum,
-    if that would leave the deepest level fewer than two voxels along an axis, and by itself if the
-    grid is so small that coarse steps do not pay."""
+def _coarse_grid(
+    start: Start, store: Store, unet: UNetConfig, grid: Shape3, stride: Shape3
+) -> Shape3:
+    """The grid of the coarse steps of a network, which halve the axes of `stride`; NO_GRID, which
+    is no curriculum, if that would leave the deepest level fewer than two voxels along one of them,
+    and by itself if the grid is so small that coarse steps do not pay."""
     settings = start.settings
     if settings.curriculum == "off":
         return NO_GRID
     extent = grid
     if not settings.is_patch:
         extent = grid_size(store, extent=settings.extent, multiple=1)
-    coarse = network_grid(extent, settings.resolution / 2, divisors)  # of patches that is 1 / 2
-    least = shape3(2 * divisor for divisor in divisors)
-    is_possible = all(side >= fewest for side, fewest in zip(coarse, least))
+    coarse = coarse_grid(extent, stride, unet.divisors, settings.resolution)  # 1 of patches
     is_asked_for = settings.curriculum == "half"
-    if is_asked_for and not is_possible:
-        below = divisors_text(least)
+    if is_asked_for and not coarse.is_possible:
+        below = divisors_text(shape3(2 * divisor for divisor in unet.divisors))
         rule = f"--curriculum must be off if half of {by(grid)} is below {below}"
         todo = "leave it out"
         if not start.saved:
             todo += ", or choose a smaller --depth"
-        raise InputError(f"{rule} along an axis, got half, a grid of {by(coarse)}; {todo}")
-    pays = math.prod(coarse) >= LEAST_COARSE_VOXELS
-    if is_possible and (pays or is_asked_for):
-        return coarse
+        got = f"got half, a grid of {by(coarse.grid)}"
+        raise InputError(f"{rule} along {axes_text(stride)}, {got}; {todo}")
+    if coarse.is_taken or (is_asked_for and coarse.is_possible):
+        return coarse.grid
     return NO_GRID

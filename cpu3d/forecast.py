@@ -72,7 +72,7 @@ def _beside(config: RunConfig, store: Store, scored_shape: Optional[Shape3]) -> 
         copies += 1
     return Beside(
         volume_shape=whole,
-        resolution=config.resolution,
+        resolution=config.resolution_by_axis,
         copies=copies,
         scored_shape=scored_shape,
         cases=len(manifest.cases),

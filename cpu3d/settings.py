@@ -32,6 +32,7 @@ from memory_estimator.job import (
 from models.config import UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
+from models.strides import EVERY_AXIS, Resolution3, lowered
 from models.weights import FREEZE
 
 SCHEDULES: Dict[str, Callable[[float], float]] = {
@@ -43,7 +44,7 @@ SCHEDULES: Dict[str, Callable[[float], float]] = {
 
 COARSE_SHARE = fractions.Fraction(5, 6)
 """The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full
-step's voxels (docs/log.md)."""
+step's voxels if all axes are halved (docs/log.md)."""
 
 FULL_RATE_SHARE = 0.3
 """The peak of the learning rate of the full steps after coarse ones, as a share of the coarse
@@ -119,7 +120,8 @@ class Settings:
     store's own split."""
     resolution: float = _data(
         1.0,
-        "the network's resolution, as a share of the store's; scores are on the full grid",
+        "the network's resolution along the axes that its first level halves, as a share of the "
+        "store's; scores are on the full grid",
         "R",
         above=0,
         at_most=1,
@@ -174,8 +176,8 @@ class Settings:
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
-        "the edge, the others at full resolution; auto: half if half the grid has 40^3 voxels or "
-        "more, else off",
+        "the edge, along the axes that the network's first level halves, the others at full "
+        "resolution; auto: half if that grid has 40^3 voxels or more, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(
@@ -321,7 +323,12 @@ class Decided:
     grid: Tuple[int, int, int] = (0, 0, 0)
     """Voxels X, Y, Z that the network sees: a patch, or all of the extent."""
     coarse_grid: Tuple[int, int, int] = (0, 0, 0)
-    """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge."""
+    """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge,
+    along the axes of `coarse_stride`."""
+    coarse_stride: Tuple[int, int, int] = EVERY_AXIS
+    """2 for the axes X, Y, Z that coarse steps halve, and that have `resolution`; 1 for those that
+    stay as they are. It is the stride of the network's first level; all axes in runs of earlier
+    versions, and without coarse steps at full resolution."""
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
 
@@ -355,7 +362,14 @@ class RunConfig(Decided, Settings, StoreFacts):
         content["normalisation"] = [each.to_json() for each in self.normalisation]
         if not self.normalisation:  # as before there was another than over the foreground
             del content["normalisation"]
+        if self.coarse_stride == EVERY_AXIS:  # as before there was another
+            del content["coarse_stride"]
         return content
+
+    @property
+    def resolution_by_axis(self) -> Resolution3:
+        """The share of the store's voxels along X, Y, Z that volumes are averaged down to."""
+        return lowered(self.resolution, self.coarse_stride)
 
     def rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the
@@ -383,8 +397,8 @@ class RunConfig(Decided, Settings, StoreFacts):
         return steps - coarse + coarse * (math.prod(self.coarse_grid) / math.prod(self.grid))
 
     def at(self, step: int) -> "RunConfig":
-        """The run as step `step` (0 is the first) is computed: without its curriculum, at one
-        resolution.
+        """The run as step `step` (0 is the first) is computed: without its curriculum, on one
+        grid.
 
         At half of it the policy is "speed", which takes less memory there than any policy in
         full."""

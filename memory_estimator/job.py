@@ -36,11 +36,6 @@ MOST = 2**31 - 1  # volumes of a batch, threads, cases
 # a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
 STORED_BYTES = 2
 
-LEAST_COARSE_VOXELS = 40**3
-"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
-resolution was lost at full resolution (docs/log.md, "Short runs on real sets"). 48^3
-was not tried long enough to leave it out."""
-
 AUTO = "auto"  # of an option that is decided later
 
 

@@ -28,7 +28,7 @@ from memory_estimator.planner import Choice, Price, fastest_that_fits
 from memory_estimator.scaling import worker_estimate
 from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
-from models.strides import Shape3
+from models.strides import Resolution3, Shape3
 
 FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
 SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
@@ -52,7 +52,7 @@ class Beside:
 
     # of whole volumes; None if the steps see them, or nothing is validated
     volume_shape: Optional[Shape3] = None
-    resolution: float = 1.0  # of the steps' input, as a share of that of the volumes
+    resolution: Resolution3 = (1, 1, 1)  # of the steps' input, as shares of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
     scored_shape: Optional[Shape3] = None
@@ -74,7 +74,7 @@ def price_of_run(
         shape = beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
         averaged = 0
-        if beside.resolution < 1:  # in float32, first the image, then the target
+        if min(beside.resolution) < 1:  # in float32, first the image, then the target
             of_target = job.unet.outputs + beside.has_ignored
             averaged = 4 * math.prod(job.shape) * max(job.unet.channels, of_target)
         answers = 0
@@ -95,14 +95,17 @@ def price_of_run(
     return price
 
 
-def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
+def whole_volume_bytes(job: Job, shape: Shape3, resolution: Resolution3) -> int:
     """Bytes of the whole volumes of `shape` that a validation has beside the steps of a `job`,
     which sees less of them, counted and not measured: with logits and their weights, and at a lower
     resolution averaged down."""
     unet = job.unet
     volume = unet.channels * unet.value_bytes + unet.outputs
     scored = 4 + LOGITS_MAPS * 4 * unet.outputs
-    averaged = 4 * unet.channels * (1 + resolution) if resolution < 1 else 0
+    averaged = 0.0
+    lower = [share for share in resolution if share < 1]
+    if lower:  # a float32 copy, and what it becomes along the first of these axes
+        averaged = 4 * unet.channels * (1 + lower[0])
     held = 3 * volume  # in use, ahead, and one in preparation
     return round(math.prod(shape) * (held + scored + averaged))
 

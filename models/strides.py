@@ -1,18 +1,21 @@
-"""Which axes each level of a network halves. No TensorFlow.
+"""Which axes each level of a network halves, and the grids that follow. No TensorFlow.
 
     strides_for((0.8, 0.8, 5.0), (256, 256, 20), 5)  # (2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)
+    coarse_grid((145, 182, 29), (2, 2, 1), (16, 16, 4)).grid  # (80, 96, 32)
 
 A stride is the number of voxels along X, Y, Z that become one of the next coarser level: 2 along
 the axes that are halved, else 1.
 """
 
 import itertools
+import math
 import statistics
-from typing import Any, Iterable, List, Mapping, Sequence, Tuple
+from typing import Any, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
 Shape3 = Tuple[int, int, int]
 Spacing3 = Tuple[float, float, float]  # mm along X, Y, Z, which are R, A, S in a store
 Strides = Tuple[Shape3, ...]  # of each halving, the finest first
+Resolution3 = Tuple[float, float, float]  # share of a volume's voxels along X, Y, Z
 
 EVERY_AXIS: Shape3 = (2, 2, 2)
 STRIDES: Strides = tuple(itertools.product((2, 1), (2, 1), (2, 1)))[:-1]  # all but (1, 1, 1)
@@ -24,6 +27,13 @@ MOST_MM = 100.0
 
 LEAST_SIDE = 4  # voxels that an axis keeps: nnU-Net's
 THICK = 2.0  # an axis with voxels so many times as long as the shortest is not halved: likewise
+
+ROUNDING = 1e-9  # error of a side times a resolution: 0.7 * 10 is 7
+
+LEAST_COARSE_VOXELS = 40**3
+"""Of a coarse grid, for a curriculum that no setting asks for. On 32^3 what was learnt at half
+resolution was lost at full resolution (docs/log.md, "Short runs on real sets"). 48^3
+was not tried long enough to leave it out."""
 
 
 def shape3(sides: Iterable[int]) -> Shape3:
@@ -118,3 +128,55 @@ def divisors_text(divisors: Shape3) -> str:
     if x == y == z:
         return str(x)
     return f"{x}, {y} and {z} along X, Y and Z"
+
+
+# --- Grids ---
+
+
+def lowered(resolution: float, stride: Shape3) -> Resolution3:
+    """A resolution along the axes that a stride halves; the others keep all of their voxels."""
+    x, y, z = (resolution if step == 2 else 1.0 for step in stride)
+    return x, y, z
+
+
+def network_grid(extent: Shape3, resolution: Resolution3, divisors: Shape3) -> Shape3:
+    """The network's voxels X, Y, Z for an extent of a volume, rounded up to the network's
+    divisors."""
+    sides = []
+    for side, share, divisor in zip(extent, resolution, divisors):
+        seen = max(math.ceil(side * share - ROUNDING), 1)
+        sides.append(-(-seen // divisor) * divisor)
+    return shape3(sides)
+
+
+class CoarseGrid(NamedTuple):
+    """The grid of a run's coarse steps."""
+
+    grid: Shape3  # voxels X, Y, Z that the network sees
+    is_possible: bool  # whether each axis that it halves keeps two voxels at the deepest level
+    pays: bool  # whether it has LEAST_COARSE_VOXELS
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a run has coarse steps if no setting says so."""
+        return self.is_possible and self.pays
+
+
+def coarse_grid(
+    extent: Shape3, stride: Shape3, divisors: Shape3, resolution: float = 1.0
+) -> CoarseGrid:
+    """The grid of coarse steps, for an extent of a volume that full steps see at `resolution`:
+    they halve the axes of `stride`, which is that of the network's first level."""
+    grid = network_grid(extent, lowered(resolution / 2, stride), divisors)
+    is_possible = all(
+        step == 1 or side >= 2 * divisor for side, step, divisor in zip(grid, stride, divisors)
+    )
+    return CoarseGrid(grid, is_possible, math.prod(grid) >= LEAST_COARSE_VOXELS)
+
+
+def axes_text(stride: Shape3) -> str:
+    """The axes that a stride halves in words, such as "X and Y"."""
+    axes = [name for name, step in zip("XYZ", stride) if step == 2]
+    if len(axes) == 1:
+        return axes[0]
+    return f"{', '.join(axes[:-1])} and {axes[-1]}"

@@ -3,16 +3,18 @@
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Iterable, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, Iterable, Optional, Sequence, Tuple, TypeVar, Union, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpu3d.errors import raise_if_any
+from models.strides import Resolution3
 
 T = TypeVar("T")
 Shape3 = Tuple[int, int, int]
 Multiple = Union[int, Shape3]  # of all sides, or of X, Y and Z each
+Resolution = Union[float, Resolution3]  # share of the voxels along all axes, or X, Y and Z each
 Array = NDArray[Any]  # docstrings say its shape and dtype
 
 # What of a case the network gets: its content box, "brain", or its whole grid.
@@ -40,6 +42,13 @@ def xyz(values: Iterable[T]) -> Tuple[T, T, T]:
     """Three values, along X, Y and Z, as a tuple; ValueError for more or fewer."""
     x, y, z = values
     return x, y, z
+
+
+def by_axis(value: Any) -> Tuple[Any, Any, Any]:
+    """Three numbers along X, Y and Z as a tuple, or the one that all axes have three times."""
+    if isinstance(value, numbers.Real):
+        return (value, value, value)
+    return cast(Tuple[Any, Any, Any], tuple(value))
 
 
 @dataclass(frozen=True)
@@ -93,8 +102,7 @@ class Region:
 
 def round_up(shape: Shape3, multiple: Multiple) -> Shape3:
     """The smallest shape that holds `shape` and is divisible by `multiple`."""
-    multiples = (multiple,) * 3 if isinstance(multiple, int) else multiple
-    return xyz(-(-n // multiple) * multiple for n, multiple in zip(shape, multiples))
+    return xyz(-(-side // each) * each for side, each in zip(shape, by_axis(multiple)))
 
 
 def centred(inner: Region, size: Shape3, shape: Shape3) -> Region:

@@ -2,28 +2,34 @@
 back.
 
 Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2: n of them cover n
-/ resolution store voxels."""
+/ resolution store voxels. Axes may have resolutions of their own; one of 1 keeps its voxels."""
 
 import math
 from typing import Any, Optional, Sequence
 
 import numpy as np
 
-from cpu3d.data.region import Array, Multiple, Shape3, round_up, xyz
+from cpu3d.data.region import Array, Multiple, Resolution, Shape3, by_axis, xyz
+from models.strides import ROUNDING, Resolution3, Spacing3, network_grid
 
 TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
 
-def network_grid(grid: Shape3, resolution: float, divisors: Multiple) -> Shape3:
-    """The network's voxels X, Y, Z for an extent of `grid`, rounded up to the network's
-    divisors."""
-    return round_up(xyz(max(_ceil(n * resolution), 1) for n in grid), divisors)
-
-
-def field_of(seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)) -> Shape3:
+def field_of(seen: Shape3, resolution: Resolution, at_least: Shape3 = (1, 1, 1)) -> Shape3:
     """Store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover wholly or
     partly."""
-    return xyz(max(_ceil(n / resolution), least) for n, least in zip(seen, at_least))
+    sides = []
+    for side, share, least in zip(seen, by_axis(resolution), at_least):
+        sides.append(max(math.ceil(side / share - ROUNDING), least))
+    return xyz(sides)
+
+
+def turning_spacing(spacing_mm: Spacing3, resolution: Resolution3) -> Spacing3:
+    """Sizes of a network voxel along X, Y, Z that are to each other as its millimetres, which is
+    all that a turn needs: those of the store's voxels, to the bit, where all axes have one
+    resolution."""
+    finest = max(resolution)
+    return xyz(mm / (share / finest) for mm, share in zip(spacing_mm, resolution))
 
 
 def shrinking(seen: int, field: int, resolution: float) -> Array:
@@ -31,8 +37,10 @@ def shrinking(seen: int, field: int, resolution: float) -> Array:
     voxels; rows sum to 1.
 
     A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear
-    interpolation between store voxels: at 1/2 the mean of two, at 1/3 of three by 1/4, 1/2, 1/4.
-    Ramps stay ramps."""
+    interpolation between store voxels: at 1/2 the mean of two, at 1/3 of three by 1/4, 1/2, 1/4, at
+    1 the store voxel itself. Ramps stay ramps."""
+    if resolution == 1:
+        return np.eye(seen, field, dtype=np.float32)
 
     def integral(stop: Array) -> Array:  # of max(1 - |x|, 0) from -infinity to `stop`
         stop = np.clip(stop, -1, 1)
@@ -54,16 +62,19 @@ def growing(field: int, seen: int, resolution: float) -> Array:
 
 class Resizing:
     """Between the store voxels of a field and the network's fewer voxels, for a resolution below
-    1.
+    1 along some axis.
 
     `seen` are the voxels X, Y, Z of the network's grid, `field` those that are to be read from the
     store."""
 
-    def __init__(self, seen: Shape3, resolution: float, at_least: Shape3 = (1, 1, 1)):
+    def __init__(self, seen: Shape3, resolution: Resolution, at_least: Shape3 = (1, 1, 1)):
         self.seen = xyz(seen)
         self.field = field_of(seen, resolution, at_least)
-        self._down = [shrinking(n, m, resolution) for n, m in zip(self.seen, self.field)]
-        self._up = [growing(m, n, resolution) for n, m in zip(self.seen, self.field)]
+        self._down = []
+        self._up = []
+        for few, many, share in zip(self.seen, self.field, by_axis(resolution)):
+            self._down.append(shrinking(few, many, share))
+            self._up.append(growing(many, few, share))
 
     def shrink(self, image: Any) -> Any:
         """Image (N, X, Y, Z, C) of the field -> (N, x, y, z, C) of the network, same dtype,
@@ -76,18 +87,13 @@ class Resizing:
 
 
 def resizing_for(
-    grid: Shape3, resolution: float, divisors: Multiple, at_least: Optional[Shape3] = None
+    grid: Shape3, resolution: Resolution, divisors: Multiple, at_least: Optional[Shape3] = None
 ) -> Resizing:
     """The resizing of an extent of `grid`, to at least `at_least` network voxels."""
-    seen = network_grid(grid, resolution, divisors)
+    seen = network_grid(grid, by_axis(resolution), by_axis(divisors))
     if at_least is not None:
         seen = xyz(map(max, seen, at_least))
     return Resizing(seen, resolution, grid)
-
-
-def _ceil(length: float) -> int:
-    """The next whole number, but for a rounding error: 7 for 0.7 * 10."""
-    return math.ceil(length - 1e-9)
 
 
 def _along(volume: Any, matrices: Sequence[Array], axes: Sequence[int], dtype: Any) -> Any:
@@ -99,6 +105,8 @@ def _along(volume: Any, matrices: Sequence[Array], axes: Sequence[int], dtype: A
     for axis in axes:
         matrix = matrices[axis - 1]
         sizes = volume.shape.as_list()
+        if len(matrix) == sizes[axis]:  # an axis that keeps its voxels
+            continue
         behind = sizes[axis + 1 :]
         if axis == 3:  # all channels at once: products of short rows take ten times as long
             both = np.kron(matrix.T, np.eye(sizes[4], dtype=np.float32))

@@ -25,12 +25,22 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import all_names
 from cpu3d.data.native.form import Form, ImageAndTarget
 from cpu3d.data.normalise import normalise
-from cpu3d.data.region import Array, Multiple, Shape3, is_integer, require, xyz
-from cpu3d.data.resolution import field_of, network_grid, shrinking
+from cpu3d.data.region import (
+    Array,
+    Multiple,
+    Resolution,
+    Shape3,
+    by_axis,
+    is_integer,
+    require,
+    xyz,
+)
+from cpu3d.data.resolution import field_of, shrinking
 from cpu3d.data.sampling import ALL, Patch, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store, case_region, check_names, grid_size, open_store
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
+from models.strides import Resolution3, network_grid
 
 __all__ = [
     "Batches", "PatchSampling", "case_region", "grid_size", "normalise", "open_reading",
@@ -50,7 +60,7 @@ def volume_dataset(
     extent: str = "brain",
     grid: Optional[Shape3] = None,
     multiple: Multiple = 16,
-    resolution: float = 1.0,
+    resolution: Resolution = 1.0,
     channels: Optional[Sequence[str]] = None,
     regions: Optional[Sequence[str]] = None,
     augment: AugmentConfig = NO_AUGMENT,
@@ -87,9 +97,9 @@ def volume_dataset(
             largest case; None for the least that are a multiple of `multiple`.
         multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
             several times.
-        resolution: share of the store's voxels along each axis, above 0 and at most 1, to which
-            volumes are averaged down, before they are padded. A region stays where it fills half of
-            a voxel.
+        resolution: share of the store's voxels along each axis, or along X, Y and Z, above 0 and
+            at most 1, to which volumes are averaged down, before they are padded. A region stays
+            where it fills half of a voxel.
         channels: names, in the order of the image; None for all of the store's.
         regions: names, in the order of the target; None for all of the store's.
         augment: how samples are changed by chance; not at all by default.
@@ -102,7 +112,9 @@ def volume_dataset(
     Raises InputError for arguments out of range, unknown names, an empty split, cases without
     labels, and damaged files. Those that are damaged later end the dataset with an error of
     TensorFlow, from which `Batches` makes an InputError again."""
-    require(("resolution", "above 0 and at most 1", resolution, 0 < resolution <= 1))
+    shares = by_axis(resolution)
+    is_resolution = len(shares) == 3 and all(0 < share <= 1 for share in shares)
+    require(("resolution", "above 0 and at most 1", resolution, is_resolution))
     stream = _Stream(
         split=split,
         start=start,
@@ -116,14 +128,12 @@ def volume_dataset(
         read_mode=read_mode,
         threads=threads,
     )
-    size = _volume_size(store, grid, extent, multiple, resolution)
+    size = _volume_size(store, grid, extent, multiple, shares)
     field = size  # voxels of the store that make up a volume
-    weights = None
-    if resolution < 1:
-        field = field_of(size, resolution, at_least=grid_size(store, extent=extent, multiple=1))
-        weights = xyz(shrinking(seen, read, resolution) for seen, read in zip(size, field))
+    if min(shares) < 1:
+        field = field_of(size, shares, at_least=grid_size(store, extent=extent, multiple=1))
     sampling = PatchSampling(field, "centre", extent=extent, seed=seed, shuffle=shuffle)
-    return _dataset(store, stream, sampling, size, weights)
+    return _dataset(store, stream, sampling, size, shares)
 
 
 def patch_dataset(
@@ -300,19 +310,23 @@ def _dataset(
     stream: _Stream,
     sampling: PatchSampling,
     grid: Shape3,
-    weights: Optional[Tuple[Array, ...]] = None,
+    resolution: Resolution3 = (1, 1, 1),
 ) -> tf.data.Dataset:
-    """The samples of a stream, averaged down to the network's `grid` by `weights`, as `Form` has
-    them."""
+    """The samples of a stream, averaged down to the network's `grid`."""
     records = labelled(store, stream.split)
     channels = _pick("channels", stream.channels, store.manifest.channels)
     codes = _codes(store, stream.regions)
+    weights: Optional[Tuple[Array, ...]] = None
+    if min(resolution) < 1:
+        weights = xyz(map(shrinking, grid, sampling.shape, resolution))
     form = Form(grid, channels, codes, stream.dtype, weights, store.manifest.ignore)
     indices = stream.indices(len(records))
     reader = stream.read_mode
     if not isinstance(reader, Reader):
         reader = open_reading(store, (stream.split,), read_mode=reader, share=stream.share)
-    load = _loader(store, stream.split, sampling, stream.augment, form, reader, stream.share)
+    load = _loader(
+        store, stream.split, sampling, stream.augment, form, reader, stream.share, resolution
+    )
     return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
 
 
@@ -324,6 +338,7 @@ def _loader(
     form: Form,
     reader: Reader,
     share: Share,
+    resolution: Resolution3 = (1, 1, 1),
 ) -> Loader:
     """The loader of a split's samples."""
     names = all_names(store.manifest.labels, store.manifest.regions)
@@ -336,6 +351,7 @@ def _loader(
         share=share,
         mirrored=augment.mirrored_axes(names),
         normalisation=store.manifest.normalisation,
+        resolution=resolution,
     )
 
 
@@ -372,15 +388,19 @@ def _pipeline(
 
 
 def _volume_size(
-    store: Store, grid: Optional[Shape3], extent: str, multiple: Multiple, resolution: float
+    store: Store,
+    grid: Optional[Shape3],
+    extent: str,
+    multiple: Multiple,
+    resolution: Resolution3,
 ) -> Shape3:
     """The size of every volume: `grid`, or the least for all cases. InputError for a grid that
     would lose voxels."""
     largest = grid_size(store, extent=extent, multiple=1)
-    fitting = network_grid(largest, resolution, multiple)
+    fitting = network_grid(largest, resolution, by_axis(multiple))
     if grid is None:
         return fitting
-    least = network_grid(largest, resolution, 1)
+    least = network_grid(largest, resolution, (1, 1, 1))
     size = tuple(grid)
     if len(size) != 3 or not all(map(is_integer, size, least)):
         rule = (

@@ -113,7 +113,10 @@ class Predictor:
         if config.resolution == 1:
             return None
         return resizing_for(
-            self._needed(record), config.resolution, config.unet.divisors, at_least=config.grid
+            self._needed(record),
+            config.resolution_by_axis,
+            config.unet.divisors,
+            at_least=config.grid,
         )
 
     def _logits(self, image, resizing: Optional[Resizing]) -> np.ndarray:

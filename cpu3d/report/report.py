@@ -65,7 +65,10 @@ class Options:
 OPTIONS = (Options,)
 
 # The facts of a run: settings, and those of its last attempt.
-SETTINGS = ("split_hash", "fold", "mode", "grid", "resolution", "coarse_steps", "coarse_grid")
+SETTINGS = (
+    "split_hash", "fold", "mode", "grid", "resolution", "coarse_steps", "coarse_grid",
+    "coarse_stride",
+)  # fmt: skip
 STARTED_WITH = ("parameters", "precision", "policy", "micro_batch", "engine")
 SHOWN = ("lesion_dice", "false_positives", "dice")  # METRICS that post-processing is shown with
 

@@ -22,6 +22,7 @@ from memory_estimator.common.schema import option_typed
 from memory_estimator.common.units import by
 from models.losses import DEFAULT_LOSS
 from models.optimizers import OPTIMIZERS
+from models.strides import EVERY_AXIS
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 NESTED = ("unet", "augment")  # the settings that hold settings
@@ -86,6 +87,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
         "init": "",
         "freeze": "none",
         "paint": (),
+        "coarse_stride": EVERY_AXIS,
         **content,
     }  # runs of earlier versions had none
     if isinstance(content.get("unet"), dict):
@@ -140,6 +142,8 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
     differing = [name for name in names if left.get(name) != right.get(name)]
     if "unet.depth" in differing and "unet.strides" in differing:
         differing.remove("unet.strides")  # as many as there are levels
+    if "coarse_stride" in differing:  # the grids follow from it
+        differing = [name for name in differing if name not in ("grid", "coarse_grid")]
     chosen = [name for name in differing if name not in FOLLOWING]
     lines = []
     if old.augment.in_planes:
@@ -149,6 +153,8 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
     for name in chosen or differing:  # what only follows from a setting is not named beside it
         if name == "grid" and old.is_patch:
             todo = "leave --patch out"
+        elif name == "coarse_stride":  # of a run of an earlier version
+            todo = "continue with the version that began it"
         elif name in FOLLOWING:
             todo = "take the store that the run was begun on"
         else:

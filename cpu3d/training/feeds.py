@@ -45,7 +45,8 @@ class Feeds:
         # Between a volume and the network's grid, if they differ.
         self.resizing: Optional[Resizing] = None
         if config.resolution < 1:
-            self.resizing = Resizing(config.grid, config.resolution, at_least=self.volume_shape)
+            resolution = config.resolution_by_axis
+            self.resizing = Resizing(config.grid, resolution, at_least=self.volume_shape)
         self._common: Dict[str, Any] = {
             "extent": config.extent,
             "channels": config.channels,
@@ -83,7 +84,7 @@ class Feeds:
                 self._store,
                 split="train",
                 grid=config.grid,
-                resolution=config.resolution,
+                resolution=config.resolution_by_axis,
                 **options,
             )
         return MicroBatches(dataset, watch)

@@ -22,7 +22,7 @@ from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
-from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.config_json import differences, load_config, save_config
 from cpu3d.settings import RunConfig
 from memory_estimator import __main__ as estimator
 from memory_estimator.estimate import estimate
@@ -33,7 +33,7 @@ from memory_estimator.sources import read_run
 from memory_estimator.training import whole_volume_bytes
 from models.config import POLICIES, UNetConfig
 from models.layer_plan import layer_plan
-from models.strides import strides_text
+from models.strides import network_grid, strides_text
 from tests.cpu3d.conftest import make_store
 from tests.cpu3d.host.hosts import BFLOAT16
 from tests.cpu3d.runs import SMALL, decided, of_voxels, stored
@@ -383,13 +383,66 @@ def test_strides_follow_from_the_voxels_unless_they_are_chosen(
     assert all(n % divisor == 0 for n, divisor in zip(plan.config.grid, unet.divisors))
 
 
-def test_coarse_steps_have_the_grid_that_the_decided_strides_need(phantom_store, tmp_path):
+@pytest.mark.parametrize("first", [(2, 2, 1), (1, 2, 2), (2, 2, 2)])
+@pytest.mark.parametrize("settings", [{}, {"mode": "patch", "patch": (24, 24, 16)}])
+def test_coarse_steps_halve_the_axes_of_the_first_level(phantom_store, tmp_path, first, settings):
+    strides = (first, (2, 2, 1))
+    plan = planned(phantom_store, tmp_path, strides=strides, curriculum="half", **settings)
+    config = plan.config
+    seen = grid_size(phantom_store, extent="brain", multiple=1)
+    if settings:
+        seen = config.grid
+    halved = [-(-side // step) for side, step in zip(seen, first)]
+    assert config.coarse_grid == network_grid(halved, (1, 1, 1), config.unet.divisors)
+    assert plan.config.at(0).unet.every_stride == plan.config.unet.every_stride
+    assert plan.forecast.coarse.job.shape == config.coarse_grid
+    share = math.prod(config.coarse_grid) / math.prod(config.grid)  # of a full step's cost
+    cost = plan.steps - config.coarse_steps * (1 - share)
+    assert config.full_steps(plan.steps) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("resolution", [0.5, 0.75])
+def test_a_resolution_is_that_of_the_axes_of_the_first_level(phantom_store, tmp_path, resolution):
     store = of_voxels(phantom_store, *THICK)
+    config = planned(store, tmp_path, resolution=resolution, curriculum="half").config
     extent = grid_size(store, extent="brain", multiple=1)
-    config = planned(store, tmp_path, curriculum="half").config
-    assert config.unet.divisors[2] == 1
-    assert config.grid[2] == extent[2]
-    assert config.coarse_grid[2] == -(-extent[2] // 2)
+    assert config.resolution_by_axis == (resolution, resolution, 1)
+    assert config.at(0).resolution_by_axis == (resolution / 2, resolution / 2, 1)
+    assert config.grid[2] == config.coarse_grid[2] == extent[2]
+    seen = [math.ceil(side * resolution / 2 / 4) * 4 for side in extent[:2]]
+    assert list(config.coarse_grid[:2]) == seen
+
+
+def test_coarse_steps_that_a_version_before_began_on_all_axes_go_on_so(phantom_store, tmp_path):
+    store = of_voxels(phantom_store, *THICK)
+    settings = {"curriculum": "half", "resolution": 0.5}
+    new = planned(store, tmp_path, **settings)
+    assert new.config.coarse_stride == (2, 2, 1)
+    extent = grid_size(store, extent="brain", multiple=1)
+    grids = [network_grid(extent, (half,) * 3, new.config.unet.divisors) for half in (0.5, 0.25)]
+    before = dataclasses.replace(
+        new.config, coarse_stride=(2, 2, 2), grid=grids[0], coarse_grid=grids[1]
+    )
+    assert "coarse_stride" not in before.to_json()
+    assert "coarse_stride" in new.config.to_json()
+    save_config(before, tmp_path)
+    save_plan(new, tmp_path)
+    with_checkpoint(tmp_path)
+    assert load_config(tmp_path) == before
+    went_on = make_plan(store, tmp_path, HOST, settings).config
+    assert went_on == before
+    (problem,) = differences(before, new.config)
+    assert "coarse_stride must stay (2, 2, 2), got (2, 2, 1)" in problem
+
+
+@pytest.mark.parametrize(("spacing_mm", "curriculum"), [((1, 1, 1), "half"), (THICK, "off")])
+def test_where_all_axes_are_seen_alike_config_json_is_as_it_was(
+    phantom_store, tmp_path, spacing_mm, curriculum
+):
+    store = of_voxels(phantom_store, *map(float, spacing_mm))
+    config = planned(store, tmp_path, curriculum=curriculum).config
+    assert config.coarse_stride == (2, 2, 2)
+    assert "coarse_stride" not in config.to_json()
 
 
 def test_all_folds_have_the_strides_of_training_and_validation_together(phantom_store, tmp_path):
@@ -522,13 +575,15 @@ def test_an_estimate_of_no_store_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow  # a process of its own
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_memory_of_thick_slices_is_what_is_predicted(phantom_store, tmp_path, policy):
+@pytest.mark.parametrize(("policy", "step"), [*((name, -1) for name in POLICIES), ("speed", 0)])
+def test_the_memory_of_thick_slices_is_what_is_predicted(phantom_store, tmp_path, policy, step):
+    """Of a full step, and of the first one, which is coarse."""
     store = of_voxels(phantom_store, *THICK)
     settings = {"policy": policy, "filters": 16, "depth": 4, "dtype": "float32"}
-    plan = make_plan(store, tmp_path, HOST, settings)
+    plan = make_plan(store, tmp_path, HOST, {**settings, "curriculum": "half"})
     assert plan.config.unet.divisors[2] < plan.config.unet.divisors[1]
-    job = dataclasses.replace(plan.forecast.full.job, from_store=False)
+    of_step = plan.forecast.full if step else plan.forecast.coarse
+    job = dataclasses.replace(of_step.job, from_store=False)
     measured = harness.in_fresh_process(measure, request_for(job, steps=1))
     predicted = estimate(job, plan.forecast.full.constants)
     assert measured["allocator_peak_bytes"] == pytest.approx(
@@ -939,6 +994,7 @@ PATCHES = dataclasses.replace(RUN, mode="patch", grid=(64, 64, 64), batch=1, mic
         {"resolution": 0.5},
         {"resolution": 0.75},
         {"resolution": 0.5, "channels": ["FLAIR"]},
+        {"resolution": 0.5, "strides": ((1, 2, 2), (2, 2, 2))},
     ],
 )
 def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
@@ -946,12 +1002,12 @@ def test_whole_volumes_are_in_the_bound_where_steps_see_less_than_these(
 ):
     plan = planned(phantom_store, tmp_path, policy="speed", **settings)
     full = plan.forecast.full
-    resolution = plan.config.resolution
-    covered = (math.ceil(n / resolution) for n in plan.config.grid)
+    resolution = plan.config.resolution_by_axis
+    covered = (math.ceil(n / share) for n, share in zip(plan.config.grid, resolution))
     volume = tuple(map(max, phantom_store.manifest.largest_box, covered))
     beside = whole_volume_bytes(full.job, volume, resolution) if settings else 0
     averaged = 0
-    if resolution < 1:  # a sample's image in float32, and then its target
+    if min(resolution) < 1:  # a sample's image in float32, and then its target
         averaged = (
             4 * math.prod(plan.config.grid) * max(full.job.unet.channels, full.job.unet.outputs)
         )
@@ -976,21 +1032,30 @@ def test_what_a_large_store_keeps_of_each_case_is_in_the_bound(phantom_store, tm
     assert bound(2000) - bound(1) == pytest.approx(2000 * 1200, rel=0.2)
 
 
-def test_what_whole_volumes_take_is_counted_by_hand():
+@pytest.mark.parametrize(
+    ("resolution", "averaged"),
+    [
+        ((1, 1, 1), 0),
+        # a float32 copy, and what it becomes along the first axis that has half the resolution
+        ((0.5, 0.5, 0.5), 4 * 4 * 1.5),
+        ((0.5, 0.5, 1), 4 * 4 * 1.5),
+        ((1, 0.5, 0.5), 4 * 4 * 1.5),
+    ],
+)
+def test_what_whole_volumes_take_is_counted_by_hand(resolution, averaged):
     job = job_of(PATCHES, PATCHES.grid, threads=2, cases=8)
     shape = (240, 240, 155)
     voxels = 240 * 240 * 155
     # Three volumes of 4 float32 channels and 3 masks, weights, 2 float32 maps of 3 regions.
-    assert whole_volume_bytes(job, shape, 1.0) == voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3)
-    # At half the resolution a float32 copy, and what it becomes along an axis.
-    assert whole_volume_bytes(job, shape, 0.5) == voxels * (
-        3 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + 4 * 4 * 1.5
-    )
+    counted = voxels * (3 * (4 * 4 + 3) + 4 + 2 * 4 * 3 + averaged)
+    assert whole_volume_bytes(job, shape, resolution) == counted
 
 
 def test_of_smaller_patches_the_largest_that_fits_is_proposed(phantom_store, tmp_path, priced):
     plan = planned(phantom_store, tmp_path, policy="lean", mode="patch", patch=[24, 32, 32])
-    beside = whole_volume_bytes(plan.forecast.full.job, phantom_store.manifest.largest_box, 1.0)
+    beside = whole_volume_bytes(
+        plan.forecast.full.job, phantom_store.manifest.largest_box, (1, 1, 1)
+    )
     message = refusal(plan, beside + 0.6 * (plan.forecast.full.upper_bound_bytes - beside))
     (proposed,) = re.findall(r"--patch (\d+) (\d+) (\d+)", message)
     assert 0.3 < math.prod(map(int, proposed)) / math.prod(plan.config.grid) <= 0.6

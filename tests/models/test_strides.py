@@ -5,7 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models.config import UNetConfig
-from models.strides import checked_strides, divisors_text, strides_for, strides_text
+from models.strides import (
+    LEAST_COARSE_VOXELS,
+    axes_text,
+    checked_strides,
+    coarse_grid,
+    divisors_text,
+    lowered,
+    network_grid,
+    strides_for,
+    strides_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +89,61 @@ def test_halving_every_axis_has_one_name(strides):
 @pytest.mark.parametrize(("divisors", "text"), [((8, 8, 8), "8"), ((8, 4, 1), "8, 4 and 1 along")])
 def test_divisors_are_one_number_where_they_are_equal(divisors, text):
     assert divisors_text(divisors).startswith(text)
+
+
+# --- Grids ---
+
+
+@pytest.mark.parametrize(
+    ("extent", "resolution", "divisors", "seen"),
+    [
+        ((45, 47, 33), (0.5, 0.5, 0.5), (8, 8, 8), (24, 24, 24)),
+        ((45, 47, 9), (0.5, 0.5, 0.5), (8, 16, 2), (24, 32, 6)),
+        ((45, 47, 9), (0.5, 0.5, 1), (8, 16, 2), (24, 32, 10)),
+        ((45, 47, 9), (1, 0.5, 0.5), (1, 1, 1), (45, 24, 5)),
+        ((48, 40, 30), (0.75, 0.75, 0.75), (4, 4, 4), (36, 32, 24)),
+        ((10, 20, 30), (0.7, 0.7, 0.7), (1, 1, 1), (7, 14, 21)),
+        ((13, 7, 5), (1, 1, 1), (1, 1, 1), (13, 7, 5)),
+    ],
+)
+def test_the_network_sees_all_of_an_extent(extent, resolution, divisors, seen):
+    assert network_grid(extent, resolution, divisors) == seen
+
+
+@pytest.mark.parametrize(
+    ("extent", "stride", "divisors", "resolution", "grid", "is_possible", "pays"),
+    [
+        ((138, 177, 144), (2, 2, 2), (16, 16, 16), 1, (80, 96, 80), True, True),
+        ((145, 182, 29), (2, 2, 1), (16, 16, 4), 1, (80, 96, 32), True, True),
+        # all axes halved: one voxel along Z at the deepest level
+        ((145, 182, 29), (2, 2, 2), (16, 16, 16), 1, (80, 96, 16), False, True),
+        # 40 x 36 x 48 are 69,120 and 40 x 36 x 40 are 57,600; 40^3 are 64,000
+        ((72, 80, 48), (1, 2, 2), (4, 4, 8), 1, (72, 40, 24), True, True),
+        ((80, 72, 48), (2, 2, 1), (4, 4, 4), 1, (40, 36, 48), True, True),
+        ((80, 72, 40), (2, 2, 1), (4, 4, 4), 1, (40, 36, 40), True, False),
+        # an axis that is not halved may have one voxel there, as it has in full
+        ((320, 320, 4), (2, 2, 1), (16, 16, 4), 1, (160, 160, 4), True, True),
+        ((145, 182, 29), (2, 2, 1), (16, 16, 4), 0.5, (48, 48, 32), True, True),
+    ],
+)
+def test_coarse_steps_halve_the_axes_of_the_first_level(
+    extent, stride, divisors, resolution, grid, is_possible, pays
+):
+    coarse = coarse_grid(extent, stride, divisors, resolution)
+    assert tuple(coarse) == (grid, is_possible, pays)
+    assert coarse.is_taken == (is_possible and pays)
+    assert pays == (grid[0] * grid[1] * grid[2] >= LEAST_COARSE_VOXELS)
+
+
+@pytest.mark.parametrize(
+    ("stride", "resolution", "words"),
+    [
+        ((2, 2, 2), (0.7, 0.7, 0.7), "X, Y and Z"),
+        ((2, 2, 1), (0.7, 0.7, 1), "X and Y"),
+        ((1, 2, 2), (1, 0.7, 0.7), "Y and Z"),
+        ((1, 1, 2), (1, 1, 0.7), "Z"),
+    ],
+)
+def test_a_resolution_is_that_of_the_axes_that_a_stride_halves(stride, resolution, words):
+    assert lowered(0.7, stride) == resolution
+    assert axes_text(stride) == words

@@ -14,10 +14,12 @@ from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.native.samples import make_sample
 from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
+from cpu3d.data.resolution import turning_spacing
 from cpu3d.data.sampling import ALL, ATTEMPTS, Patch, PatchSampling, Share, patch_at
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from models.native.shared import IGNORED
+from models.strides import Resolution3
 
 # A box of less than 1/SMALL of its array is copied out of the file; of a larger one the array is
 # mapped.
@@ -75,6 +77,7 @@ class Loader:
     share: Share
     mirrored: Sequence[int]  # axes along which samples may be mirrored
     normalisation: Sequence[Normalisation] = ()  # of the store
+    resolution: Resolution3 = (1, 1, 1)  # that samples are averaged down to, before they are turned
 
     def __call__(self, sample: int) -> ImageAndTarget:
         return self._drawn(sample)[1]
@@ -100,7 +103,7 @@ class Loader:
         drawn = draw(
             self.augment,
             levels_of(record.statistics, self.normalisation),
-            record.spacing_mm,
+            turning_spacing(record.spacing_mm, self.resolution),
             seed=self.sampling.seed,
             position=position,
             mirrored=self.mirrored,

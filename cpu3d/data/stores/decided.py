@@ -1,5 +1,6 @@
 """What was decided for a data set, each with its reason: how its channels are normalised, the size
-of its voxels, the boxes that volumes are cut to, the strides of the default network, its regions.
+of its voxels, the boxes that volumes are cut to, the strides and the coarse steps of the default
+network, its regions.
 
     console.print(decided_table(store))               # at the end of `prepare`, and in `store info`
     strides, why = strides_of_store(store, shape, depth)
@@ -21,7 +22,10 @@ from memory_estimator.common.table import Table
 from memory_estimator.common.units import by
 from models.config import UNetConfig
 from models.strides import (
+    LEAST_COARSE_VOXELS,
     Strides,
+    axes_text,
+    coarse_grid,
     common_spacing,
     deciding_spacing,
     divisors_text,
@@ -55,6 +59,7 @@ def decisions_of(store: Store) -> List[Decision]:
         Decision("content box", by(box, " x "), holds),
         Decision("strides", strides_text(strides), f"{halvings}; {why_strides}"),
         Decision("padded grid", by(round_up(box, unet.divisors), " x "), multiples),
+        _coarse_steps(box, unet),
         *_regions(manifest),
     ]
 
@@ -122,6 +127,18 @@ def _spacing(store: Store) -> Decision:
     if by_itself != target_mm:
         found += "; by --spacing, or as the store was begun"
     return Decision("spacing", value, found)
+
+
+def _coarse_steps(box: Shape3, unet: UNetConfig) -> Decision:
+    """The grid of the first steps of a run, if it has coarse ones by itself."""
+    stride = unet.stride(0)
+    coarse = coarse_grid(box, stride, unet.divisors)
+    grid = by(coarse.grid, " x ")
+    halved = f"{axes_text(stride)} halved, as by the first level"
+    if coarse.is_taken:
+        return Decision("coarse steps", f"on {grid}", halved)
+    least = round(LEAST_COARSE_VOXELS ** (1 / 3))
+    return Decision("coarse steps", "none", f"{halved}: {grid} has fewer than {least}^3 voxels")
 
 
 def _regions(manifest: Manifest) -> List[Decision]:

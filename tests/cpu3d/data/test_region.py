@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.data.region import Region, bounding_box, centred, crop, paste, whole
-from cpu3d.data.resolution import Resizing, field_of, growing, network_grid, resizing_for, shrinking
+from cpu3d.data.resolution import (
+    Resizing,
+    field_of,
+    growing,
+    resizing_for,
+    shrinking,
+    turning_spacing,
+)
 
 SHARES = (1 / 3, 0.5, 0.75)
 
@@ -14,6 +21,8 @@ SHARES = (1 / 3, 0.5, 0.75)
     [
         ((45, 47, 33), 0.5, 8, (24, 24, 24), (48, 48, 48)),
         ((45, 47, 9), 0.5, (8, 16, 2), (24, 32, 6), (48, 64, 12)),
+        ((45, 47, 9), (0.5, 0.5, 1), (8, 16, 2), (24, 32, 10), (48, 64, 10)),
+        ((45, 47, 9), (1, 0.75, 1), (8, 16, 2), (48, 48, 10), (48, 64, 10)),
         (
             (48, 40, 30),
             0.75,
@@ -22,17 +31,38 @@ SHARES = (1 / 3, 0.5, 0.75)
             (48, 43, 32),
         ),  # 32 / 0.75 is 42.7: the last voxel is covered in part
         ((10, 20, 30), 0.7, 1, (7, 14, 21), (10, 20, 30)),
-        ((13, 7, 5), 1.0, 1, (13, 7, 5), (13, 7, 5)),
     ],
 )
 def test_the_network_sees_all_of_an_extent_and_the_field_is_what_that_covers(
     grid, resolution, divisors, seen, field
 ):
-    assert network_grid(grid, resolution, divisors) == seen
     assert field_of(seen, resolution, grid) == field
-    if resolution < 1:
-        resizing = resizing_for(grid, resolution, divisors, at_least=(9, 1, 1))
-        assert resizing.seen == (max(seen[0], 9), *seen[1:])
+    resizing = resizing_for(grid, resolution, divisors, at_least=(9, 1, 1))
+    assert resizing.seen == (max(seen[0], 9), *seen[1:])
+
+
+@pytest.mark.parametrize(("axis", "resolution"), [(2, (0.5, 0.5, 1)), (0, (1, 0.5, 0.75))])
+def test_an_axis_of_full_resolution_keeps_its_voxels(axis, resolution):
+    """What differs along this axis alone stays as it is, there and back."""
+    resizing = Resizing((8, 6, 4), resolution)
+    assert resizing.field[axis] == resizing.seen[axis]
+    ramp = np.indices(resizing.field)[axis][None, ..., None].astype(np.float32)
+    small = resizing.shrink(ramp).numpy()
+    expected = np.indices(resizing.seen)[axis][None, ..., None]
+    np.testing.assert_allclose(small, expected, atol=1e-5)
+    np.testing.assert_allclose(resizing.grow(small), ramp, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("resolution", "sizes_mm"),
+    [
+        ((0.7, 0.7, 0.7), (0.9765625, 1.1, 5.0)),  # to the bit
+        ((0.5, 0.5, 1), (2 * 0.9765625, 2.2, 5.0)),
+        ((1, 0.5, 0.25), (0.9765625, 2.2, 20.0)),
+    ],
+)
+def test_a_turn_sees_the_network_s_voxels(resolution, sizes_mm):
+    assert turning_spacing((0.9765625, 1.1, 5.0), resolution) == sizes_mm
 
 
 @pytest.mark.parametrize("resolution", SHARES)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+import re
 import shutil
 import zlib
 
@@ -13,8 +14,9 @@ import tensorflow as tf
 from cpu3d.data import source
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.manifest import Geometry, array_path, remake
-from cpu3d.data.region import crop
-from cpu3d.data.resolution import Resizing, network_grid
+from cpu3d.data.native import samples
+from cpu3d.data.region import by_axis, crop
+from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import Share
 from cpu3d.data.source import Batches, grid_size, open_store, patch_dataset, volume_dataset
 from cpu3d.data.store import write_store
@@ -22,6 +24,7 @@ from cpu3d.data.stores.case import facts_of
 from cpu3d.data.stores.convert import write_arrays
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
+from models.strides import network_grid
 from tests.cpu3d.data.datasets import make_record, manifest_of
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
@@ -207,25 +210,35 @@ def rounded_crc32(dataset):
 # --- Resolution, channels, and what is outside of a patch ---
 
 
-def test_a_volume_at_half_resolution_is_the_mean_of_two_along_each_axis(phantom_store):
-    full = volume_dataset(phantom_store, multiple=32)
-    half = volume_dataset(phantom_store, multiple=16, resolution=0.5)
+@pytest.mark.parametrize("made_by", ["C", "NumPy"])
+@pytest.mark.parametrize("factors", [(2, 2, 2), (2, 2, 1), (1, 2, 2)])
+def test_a_volume_at_half_resolution_is_the_mean_of_two_along_the_axes_that_have_it(
+    phantom_store, monkeypatch, factors, made_by
+):
+    if made_by == "NumPy":
+        monkeypatch.setattr(samples, "function_in_c", lambda: None)
+    multiple = tuple(16 * factor for factor in factors)
+    full = volume_dataset(phantom_store, multiple=multiple, stop=2)
+    resolution = tuple(1 / factor for factor in factors)
+    half = volume_dataset(phantom_store, multiple=16, resolution=resolution, stop=2)
     for (image, target), (small, regions) in zip(full, half):
-        assert small.shape[1:4] == tuple(n // 2 for n in image.shape[1:4])
+        seen = [side // factor for side, factor in zip(image.shape[1:4], factors)]
+        assert small.shape[1:4] == tuple(seen)
+        x, y, z = seen
         means = []
         for volume in (image.numpy()[0], target.numpy()[0].astype(np.float32)):
-            x, y, z, last = volume.shape
-            means.append(volume.reshape(x // 2, 2, y // 2, 2, z // 2, 2, last).mean((1, 3, 5)))
+            voxels = volume.reshape(x, factors[0], y, factors[1], z, factors[2], -1)
+            means.append(voxels.mean((1, 3, 5)))
         np.testing.assert_allclose(small[0], means[0], atol=1e-5)
         np.testing.assert_array_equal(regions[0], means[1] >= 0.5)
 
 
-@pytest.mark.parametrize("resolution", [1 / 3, 0.7])
+@pytest.mark.parametrize("resolution", [1 / 3, 0.7, (0.7, 0.5, 1)])
 def test_at_any_resolution_a_volume_is_what_resizing_makes_of_the_whole_one(
     phantom_store, resolution
 ):
     extent = grid_size(phantom_store, extent="brain", multiple=1)
-    grid = network_grid(extent, resolution, 8)
+    grid = network_grid(extent, by_axis(resolution), (8, 8, 8))
     resizing = Resizing(grid, resolution, at_least=extent)
     whole = volume_dataset(phantom_store, grid=resizing.field)
     for (image, target), (small, regions) in zip(
@@ -383,16 +396,16 @@ def test_a_grid_that_would_lose_voxels_is_refused(phantom_store, extent, wrong):
         volume_dataset(phantom_store, extent=extent, grid=grid)
 
 
-@pytest.mark.parametrize("resolution", [0, -0.5, 1.5])
+@pytest.mark.parametrize("resolution", [0, -0.5, 1.5, (0.5, 0.5, 1.5), (0.5, 0.5)])
 def test_a_resolution_out_of_range_is_refused(phantom_store, resolution):
-    with pytest.raises(
-        InputError, match=f"resolution must be above 0 and at most 1, got {resolution}"
-    ):
+    got = re.escape(str(resolution))
+    with pytest.raises(InputError, match=f"resolution must be above 0 and at most 1, got {got}"):
         volume_dataset(phantom_store, resolution=resolution)
 
 
 def test_a_coarse_grid_that_would_lose_voxels_is_refused(phantom_store):
-    least = network_grid(grid_size(phantom_store, extent="brain", multiple=1), 0.5, 1)
+    extent = grid_size(phantom_store, extent="brain", multiple=1)
+    least = network_grid(extent, (0.5, 0.5, 0.5), (1, 1, 1))
     image, _ = next(iter(volume_dataset(phantom_store, grid=least, resolution=0.5)))
     assert image.shape[1:4] == least
     with pytest.raises(InputError, match=f"grid must be three integers of at least {by(least)}"):

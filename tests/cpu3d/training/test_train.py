@@ -33,6 +33,7 @@ from tests.cpu3d.runs import (
     NumpyLearner,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_weights,
+    of_voxels,
     start,
     steps_of,
     weights,
@@ -144,6 +145,9 @@ WAYS = {
         "strides": ((2, 2, 1), (1, 2, 2)), "deep_supervision": True, "curriculum": "half",
         "batch": 2, "validations": 1,
     },
+    "a resolution of strides": {
+        "strides": ((1, 2, 2), (2, 2, 1)), "resolution": 0.5, "extent": "full", "validations": 1,
+    },
 }  # fmt: skip
 
 
@@ -162,6 +166,25 @@ def test_a_run_that_is_cut_ends_with_the_same_weights(
         main(["predict", "--run", run, "--image", str(image), "--out", str(tmp_path / "out")]) == 0
     )
     assert nibabel.load(tmp_path / "out" / image.name).shape == nibabel.load(image).shape[:3]
+
+
+@pytest.mark.parametrize("done", [1, 2])
+def test_thick_slices_are_seen_at_their_thickness_first_and_in_full_then(
+    phantom_store, tmp_path, monkeypatch, done
+):
+    """A run that is cut within its coarse steps, or after the last of them."""
+    store = of_voxels(phantom_store, 1.0, 1.0, 4.0)
+    turned = {"rotation_deg": 20.0, "scaling": 0.2, "validations": 2}
+    assert_cut_and_continued_is_uninterrupted(
+        store, tmp_path, monkeypatch, steps=3, done=done, curriculum="half", **turned
+    )
+    config = load_config(tmp_path / "cut")
+    assert config.unet.stride(0) == (2, 2, 1)
+    assert config.coarse_grid[2] == config.grid[2]
+    assert 2 * config.coarse_grid[0] == config.grid[0]
+    coarse = math.prod(config.coarse_grid)
+    full = math.prod(config.grid)
+    assert [step["voxels"] for step in steps_of(tmp_path / "cut")] == [coarse, coarse, full]
 
 
 # --- What a run is given ---

@@ -13,7 +13,8 @@ from cpu3d.data.native import plain
 from cpu3d.data.native.form import Form, Stored
 from cpu3d.data.native.samples import SOURCES, make_sample
 from cpu3d.data.normalise import Statistics, levels_of
-from cpu3d.data.resolution import field_of, shrinking
+from cpu3d.data.region import by_axis
+from cpu3d.data.resolution import field_of, shrinking, turning_spacing
 from cpu3d.errors import InputError
 from models.native.build import find_compiler
 from models.native.shared import IGNORED
@@ -43,9 +44,10 @@ def form(
 ):
     if resolution == 1:
         return Form(field, channels, codes, dtype, ignore=ignore)
-    grid = tuple(round(n * resolution) for n in field)
+    shares = by_axis(resolution)
+    grid = tuple(round(n * share) for n, share in zip(field, shares))
     assert field_of(grid, resolution) == field
-    weights = tuple(shrinking(m, n, resolution) for m, n in zip(grid, field))
+    weights = tuple(map(shrinking, grid, field, shares))
     return Form(grid, channels, codes, dtype, weights, ignore)
 
 
@@ -110,7 +112,7 @@ def agree(box, numbers, wanted, atol=1e-4):
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("resolution", [1, 0.5, 0.75])
+@pytest.mark.parametrize("resolution", [1, 0.5, 0.75, (0.5, 0.5, 1), (1, 0.5, 0.5)])
 def test_c_computes_what_numpy_does(name, resolution):
     agree(stored(), drawn(name), form(resolution))
 
@@ -139,7 +141,7 @@ def test_c_computes_what_numpy_does_where_a_lower_resolution_leaves_background_i
 @pytest.mark.parametrize("ignore", [1, 9])
 @pytest.mark.parametrize("codes", [((2, 3), (3,)), ((2, 3), (3,), (255,))])
 @pytest.mark.parametrize("name", ["plain", "flips", "turn"])
-@pytest.mark.parametrize("resolution", [1, 0.5, 0.75])
+@pytest.mark.parametrize("resolution", [1, 0.5, 0.75, (0.5, 0.5, 1)])
 def test_c_computes_what_numpy_does_with_voxels_that_are_not_to_be_learnt(
     ignore, codes, name, resolution
 ):
@@ -332,14 +334,16 @@ def test_image_and_label_go_to_the_same_place_and_it_is_the_one_by_hand(
 
 
 @pytest.mark.parametrize("position", range(3))
-def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
+@pytest.mark.parametrize("resolution", [1, (0.5, 0.5, 1)])
+def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(resolution, position):
+    """Seen at its own resolution, and at 2 x 2 x 5 mm."""
     shape = (120, 120, 25)
     spacing_mm = np.array([1, 1, 5])
     centre_mm = np.array([8.0, 12, -9])
     config = AugmentConfig(flip=False, gain=0, offset=0, rotation_deg=44)
     of_voxels, of_mm = (
         draw(config, levels_of([Statistics(0, 1, 0, 1)], ()), size, seed=1, position=position)
-        for size in (spacing_mm, (1, 1, 1))
+        for size in (turning_spacing((1.0, 1.0, 5.0), by_axis(resolution)), (1, 1, 1))
     )
 
     def ball(around_mm):
@@ -352,7 +356,10 @@ def test_a_ball_in_mm_stays_one_on_a_grid_of_1_x_1_x_5_mm(position):
     ball_before = ball(centre_mm)
     expected = ball(np.linalg.solve(of_mm.matrix.astype(float), centre_mm))
     box = Stored(ball_before[..., None].astype(np.int16), ball_before.astype(np.uint8), (0, 0, 0))
-    image, target = make_sample(box, of_voxels, form(1, (0,), field=shape, codes=((1,),)))
+    seen = form(resolution, (0,), field=shape, codes=((1,),))
+    image, target = make_sample(box, of_voxels, seen)
+    x, y, z = seen.grid  # of which each covers some voxels
+    expected = expected.reshape(x, shape[0] // x, y, shape[1] // y, z, -1).mean((1, 3, 5)) >= 0.5
     for inside in (image[..., 0] > 0.5, target[..., 0] > 0):
         assert 2 * (inside & expected).sum() / (inside.sum() + expected.sum()) > 0.97
 

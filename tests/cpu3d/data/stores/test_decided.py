@@ -61,6 +61,25 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     assert decided["padded grid"].value == " x ".join(map(str, padded))
 
 
+@pytest.mark.parametrize(
+    ("spacing_mm", "box", "value", "why"),
+    [
+        (THIN, (138, 177, 144), "on 80 x 96 x 80", "X, Y and Z halved"),
+        ((1.0, 1.0, 5.0), (145, 182, 29), "on 80 x 96 x 32", "X and Y halved"),
+        (THIN, (64, 64, 64), "none", "32 x 32 x 32 has fewer than 40^3 voxels"),
+        ((1.0, 1.0, 5.0), (80, 80, 16), "none", "48 x 48 x 16"),
+    ],
+)
+def test_coarse_steps_have_their_grid_or_the_reason_why_there_are_none(
+    tmp_path, spacing_mm, box, value, why
+):
+    store = prepared(tmp_path, [spacing_mm] * 4, spacing=Keep.OFF)
+    store = Store(store.folder, dataclasses.replace(store.manifest, largest_box=box))
+    line = by_name(store)["coarse steps"]
+    assert line.value == value
+    assert why in line.why
+
+
 @pytest.mark.parametrize(("ignore", "value"), [(None, "none"), (2, "2 core")])
 def test_regions_have_their_labels_and_the_ignored_one_is_named(tmp_path, ignore, value):
     store = prepared(tmp_path, [THIN] * 4)
