@@ -4,7 +4,7 @@ import pytest
 
 from cpu3d.bench.kernels import draw_roofline, kernels_table, timed_operations
 from models.native import operations
-from models.native.speed import products_per_s
+from models.native.throughput import products_per_s
 
 HOST = {"cores": 2, "cpu": "some CPU"}
 

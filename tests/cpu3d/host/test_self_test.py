@@ -11,7 +11,7 @@ from cpu3d.host import self_test as module
 from cpu3d.host.apply import set_up
 from cpu3d.host.self_test import Check
 from memory_estimator.host import Host
-from models.native import operations, speed
+from models.native import operations, throughput
 from tests.cpu3d.host.hosts import BFLOAT16, VNNI
 
 GIB = 2**30
@@ -138,7 +138,7 @@ def test_speed_is_named_with_the_instruction_set_and_the_share_of_the_limit(
 ):
     if not operations.available():
         pytest.skip("needs built operations, and a CPU with AVX2")
-    monkeypatch.setattr(speed, "speed", lambda dtype: speed.Speed(share * 2e11, 2e11))
+    monkeypatch.setattr(throughput, "speed", lambda dtype: throughput.Speed(share * 2e11, 2e11))
     check = module.own_speed(tf, HOST, None)
     assert check.state == state
     for words in ("avx512 in float32", "avx512_bf16 in bfloat16", f"{share:.0%}", "200 GFLOP/s"):
