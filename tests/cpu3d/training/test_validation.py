@@ -77,7 +77,11 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
 
 @pytest.mark.parametrize(
     ("settings", "resolution"),
-    [({}, 1), ({"extent": "full", "depth": 4}, 1), ({"curriculum": "half", "steps": 2}, 0.5)],
+    [
+        ({"depth": 2}, 1),
+        ({"extent": "full", "depth": 4}, 1),
+        ({"curriculum": "half", "steps": 2, "depth": 2}, 0.5),
+    ],
 )
 def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
     phantom_store, tmp_path, settings, resolution
