@@ -19,12 +19,12 @@ are on the images' own grids all the same.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.manifest import Manifest
+from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.convert import USUAL, Settings
 from cpu3d.data.stores.dataset import Dataset, parse_regions
@@ -320,59 +320,69 @@ def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optio
 # --- The summary of a store ---
 
 
-def summary_lines(store: Store) -> List[str]:
-    """A summary of a store's records, as lines: what it holds, beside what was decided for it."""
-    manifest = store.manifest
-    patients = set()
-    notes = {}
-    size_bytes = 0
-    error = 0.0
-    zeroed = 0
-    images: Counter[str] = Counter()  # kind of image -> cases
-    shapes: Counter[str] = Counter()
-    cases: Counter[int] = Counter()  # label code -> cases
-    voxels: Counter[int] = Counter()  # label code -> voxels
-    for record in manifest.cases:
-        patients.add(record.patient_id)
-        case = case_notes(record, manifest.channels, manifest.ignore)
-        if case:
-            notes[record.case_id] = case
-        size_bytes += record.image_bytes + record.label_bytes
+@dataclass
+class _Sums:
+    """Sums over the records of a store's cases."""
+
+    patients: Set[str] = field(default_factory=set)
+    notes: Dict[str, List[str]] = field(default_factory=dict)  # case -> what is said of it
+    size_bytes: int = 0
+    rounding: float = 0.0  # the largest, in deviations
+    zeroed: int = 0  # voxels
+    images: Counter[str] = field(default_factory=Counter)  # kind of image -> cases
+    shapes: Counter[str] = field(default_factory=Counter)
+    cases: Counter[int] = field(default_factory=Counter)  # label code -> cases
+    voxels: Counter[int] = field(default_factory=Counter)  # label code -> voxels
+
+    def add(self, record: CaseRecord, manifest: Manifest) -> None:
+        self.patients.add(record.patient_id)
+        notes = case_notes(record, manifest.channels, manifest.ignore)
+        if notes:
+            self.notes[record.case_id] = notes
+        self.size_bytes += record.image_bytes + record.label_bytes
         if record.resampled_from:
-            size_bytes += record.resampled_from.label_bytes
+            self.size_bytes += record.resampled_from.label_bytes
         image = f"{record.image_dtype} .{record.format}"
         if record.stored.size != record.shape:
             image += " cropped"
-        images[image] += 1
-        shapes[by(record.shape)] += 1
-        cases.update(list(record.label_voxels))
-        voxels.update(record.label_voxels)
-        error = max(error, record.max_abs_error)
-        zeroed += record.zeroed_voxels
+        self.images[image] += 1
+        self.shapes[by(record.shape)] += 1
+        self.cases.update(list(record.label_voxels))
+        self.voxels.update(record.label_voxels)
+        self.rounding = max(self.rounding, record.max_abs_error)
+        self.zeroed += record.zeroed_voxels
+
+
+def summary_lines(store: Store) -> List[str]:
+    """A summary of a store's records, as lines: what it holds, beside what was decided for it."""
+    manifest = store.manifest
+    sums = _Sums()
+    for record in manifest.cases:
+        sums.add(record, manifest)
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
-    exact = f"rounded by up to {error:.1g} std" if error else "exact"
-    kinds = ", ".join(f"{n} {image}" for image, n in images.most_common())
+    exact = f"rounded by up to {sums.rounding:.1g} std" if sums.rounding else "exact"
+    kinds = ", ".join(f"{n} {image}" for image, n in sums.images.most_common())
     bare = f"{len(manifest.unlabelled)} unlabelled"
     file_system_type = file_system(store.folder)
     lines = {
-        "cases": f"{len(manifest.cases)} of {count(patients, 'patient')}, {bare}",
+        "cases": f"{len(manifest.cases)} of {count(sums.patients, 'patient')}, {bare}",
         "patients": "; ".join(describe_patients(manifest.patient_rules)),
         "split": f"{split_sizes(manifest)}{drawn}, hash {manifest.split_hash}",
         "folds": "; ".join(describe_folds(manifest.folds, manifest.split)),
         "images": f"{kinds}; {exact}",
-        "size": f"{format_bytes(size_bytes)} on disk",
-        "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
+        "size": f"{format_bytes(sums.size_bytes)} on disk",
+        "shapes": ", ".join(f"{shape} ({n})" for shape, n in sums.shapes.most_common(6)),
     }
-    if zeroed:
-        lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
+    if sums.zeroed:
+        lines["zeroed"] = f"{count(sums.zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
-        share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
-        lines[f"label {code}"] = f"{name}: {count(cases[code], 'case')}, {share}"
+        share = f"{sums.voxels[code] / max(sum(sums.voxels.values()), 1):.3%} of the voxels"
+        lines[f"label {code}"] = f"{name}: {count(sums.cases[code], 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
-    return [head, *shown, *note_lines(notes)]
+    return [head, *shown, *note_lines(sums.notes)]
 
 
 def print_summary(store_dir: Path) -> None:
