@@ -147,7 +147,8 @@ def test_it_trains_with_fit_and_goes_on_from_a_saved_model_as_if_nothing_had_bee
     for trained in (model, again):
         trained.fit(x, y, batch_size=4, epochs=1, verbose=0)
     for weight, other in zip(model.get_weights(), again.get_weights()):
-        np.testing.assert_allclose(weight, other, atol=1e-5)
+        # Threads add gradients up in any order (1e-5 here); without its state a step is 0.01 off.
+        np.testing.assert_allclose(weight, other, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
