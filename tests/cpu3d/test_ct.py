@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.cases.notes import window_notes
+from cpu3d.data.cases.resample import resample_image
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation, in_units
+from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import Settings
-from cpu3d.data.stores.notes import window_notes
-from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import resample_image
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from cpu3d.inference.export import image as images
@@ -25,7 +25,7 @@ from cpu3d.inference.export import segment
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
-from tests.cpu3d.data.datasets import dataset_json
+from tests.cpu3d.data.made_datasets import dataset_json
 from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
 
 CHANGES = {

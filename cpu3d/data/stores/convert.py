@@ -13,6 +13,9 @@ from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 import numpy as np
 
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.cases.normalisation import refuse_hounsfield
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
@@ -27,9 +30,6 @@ from cpu3d.data.manifest import (
 )
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import Array, bounding_box, crop, whole
-from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
-from cpu3d.data.stores.normalisation import refuse_hounsfield
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs

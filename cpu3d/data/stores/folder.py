@@ -13,14 +13,14 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
+from cpu3d.data.cases.normalisation import chosen_kinds
+from cpu3d.data.datasets.dataset import Dataset, Problems
+from cpu3d.data.datasets.layouts import labels_in_use
 from cpu3d.data.manifest import SCHEMA, Manifest, case_list
 from cpu3d.data.normalise import Kind, Normalisation, if_any_differs
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store, with_names_of_now
 from cpu3d.data.stores.convert import USUAL, Settings
-from cpu3d.data.stores.dataset import Dataset, Problems
-from cpu3d.data.stores.layouts import labels_in_use
-from cpu3d.data.stores.normalisation import chosen_kinds
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,

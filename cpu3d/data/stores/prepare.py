@@ -23,12 +23,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
+from cpu3d.data.cases.notes import case_notes, note_lines
+from cpu3d.data.cases.resample import (
+    Keep,
+    in_mm,
+    parse_spacing,
+    ranges_in_mm,
+    target_spacing,
+    voxels_of,
+)
+from cpu3d.data.datasets.dataset import Dataset, parse_regions
+from cpu3d.data.datasets.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
+from cpu3d.data.datasets.names import without_number
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.convert import USUAL, Settings
-from cpu3d.data.stores.dataset import Dataset, parse_regions
-from cpu3d.data.stores.decided import decided_table
+from cpu3d.data.stores.decisions import decided_table
 from cpu3d.data.stores.finished import differences, still_lost
 from cpu3d.data.stores.folder import (
     QUARANTINE,
@@ -41,18 +52,7 @@ from cpu3d.data.stores.folder import (
     restore_source,
     settings_of,
 )
-from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
-from cpu3d.data.stores.names import without_number
-from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.data.stores.repair import fitting, open_mended, repair
-from cpu3d.data.stores.resample import (
-    Keep,
-    in_mm,
-    parse_spacing,
-    ranges_in_mm,
-    target_spacing,
-    voxels_of,
-)
 from cpu3d.data.stores.splits import (
     Fractions,
     Split,

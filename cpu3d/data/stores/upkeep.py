@@ -17,18 +17,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+from cpu3d.data.cases.notes import case_notes, mixed_orientation, note_lines, unit_notes
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems, regions_in_words
+from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order, painting_in_words
 from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
-from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems, regions_in_words
-from cpu3d.data.stores.decided import decisions_of
+from cpu3d.data.stores.decisions import decisions_of
 from cpu3d.data.stores.finished import still_lost
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
-from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines, unit_notes
 from cpu3d.data.stores.prepare import (
     PATIENTS_HELP,
     SKIP_BAD_HELP,

@@ -26,7 +26,7 @@ from cpu3d.processes import RunFailedError
 from cpu3d.run.config_json import load_config
 from cpu3d.util.records import append_record, read_records
 from memory_estimator.common.table import PALETTE
-from tests.cpu3d.data.datasets import brats_case
+from tests.cpu3d.data.made_datasets import brats_case
 from tests.cpu3d.runs import HOST, written_weights
 
 NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer", "sgd"]

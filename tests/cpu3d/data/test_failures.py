@@ -10,7 +10,13 @@ import pytest
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import brats_case, decathlon, tiny_image, tiny_label, write_nifti
+from tests.cpu3d.data.made_datasets import (
+    brats_case,
+    decathlon,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
 
 ALL = {"fractions": (1, 0, 0), "workers": 1}
 BAD = "BRATS_002"

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d.data.cases.case import load_case
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.data.stores.case import load_case
 from cpu3d.errors import InputError
 from cpu3d.inference.cases import find_cases
 from cpu3d.inference.export import image as images
@@ -16,7 +16,7 @@ from cpu3d.inference.export.contract import contract
 from cpu3d.settings import RunConfig
 from models.config import UNetConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
-from tests.cpu3d.data.datasets import tiny_image, write_nifti
+from tests.cpu3d.data.made_datasets import tiny_image, write_nifti
 
 STORE = ("FLAIR", "T1w", "t1gd", "T2w")
 VALUES = dict(zip(STORE, (100, 200, 300, 400)))

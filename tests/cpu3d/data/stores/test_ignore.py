@@ -5,17 +5,17 @@ import json
 import numpy as np
 import pytest
 
+from cpu3d.data.cases.resample import Keep
+from cpu3d.data.datasets.names import is_ignored
 from cpu3d.data.manifest import record_path
 from cpu3d.data.source import patch_at, patch_dataset, patch_drawn, patch_sampling, volume_dataset
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import prepare as command
-from cpu3d.data.stores.names import is_ignored
 from cpu3d.data.stores.prepare import Settings, prepare
-from cpu3d.data.stores.resample import Keep
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from models.native.shared import IGNORED
-from tests.cpu3d.data.datasets import (
+from tests.cpu3d.data.made_datasets import (
     SHAPE,
     brats_case,
     decathlon,

@@ -11,7 +11,7 @@ from cpu3d.data.stores import convert as module
 from cpu3d.data.stores.folder import read_quarantine
 from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import content_of, decathlon, tiny_image, write_nifti
+from tests.cpu3d.data.made_datasets import content_of, decathlon, tiny_image, write_nifti
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
 ALL = {"fractions": (1, 0, 0), "workers": 1}

@@ -13,7 +13,13 @@ from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import Settings, prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import content_of, decathlon, tiny_image, tiny_label, write_nifti
+from tests.cpu3d.data.made_datasets import (
+    content_of,
+    decathlon,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
 
 FLOAT = 0.37  # makes an image of whole numbers one that only float16 can hold
 

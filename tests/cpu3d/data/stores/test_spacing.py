@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.cases.resample import Keep, resample_image
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.normalise import in_units
 from cpu3d.data.store import open_store, sealed
 from cpu3d.data.stores.convert import Settings
 from cpu3d.data.stores.folder import read_quarantine, settings_of
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import Keep, resample_image
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import content_of, dataset_json
+from tests.cpu3d.data.made_datasets import content_of, dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set
 
 ISO = (1.0, 1.0, 1.0)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
+from cpu3d.data.datasets.layouts import UNKNOWN, patient_of
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.splits import (
     TABLE,
@@ -21,7 +21,7 @@ from cpu3d.data.stores.splits import (
 )
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import dataset_json, decathlon
+from tests.cpu3d.data.made_datasets import dataset_json, decathlon
 
 THIRDS = (0.8, 0.1, 0.1)
 

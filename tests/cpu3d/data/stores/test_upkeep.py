@@ -8,7 +8,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import Settings, prepare
-from tests.cpu3d.data.datasets import decathlon
+from tests.cpu3d.data.made_datasets import decathlon
 
 
 @pytest.fixture

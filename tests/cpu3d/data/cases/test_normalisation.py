@@ -7,6 +7,10 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.cases.normalisation import is_ct
+from cpu3d.data.cases.notes import case_notes
+from cpu3d.data.datasets.layouts import CaseFiles
 from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.manifest import case_from_json
 from cpu3d.data.native.form import Form
@@ -14,17 +18,13 @@ from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, bounding_box, centred, whole
 from cpu3d.data.sampling import ALL, PatchSampling
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import Settings
-from cpu3d.data.stores.decided import decisions_of
+from cpu3d.data.stores.decisions import decisions_of
 from cpu3d.data.stores.folder import SOURCE, read_quarantine
-from cpu3d.data.stores.layouts import CaseFiles
-from cpu3d.data.stores.normalisation import is_ct
-from cpu3d.data.stores.notes import case_notes
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import dataset_json, decathlon, write_nifti
+from tests.cpu3d.data.made_datasets import dataset_json, decathlon, write_nifti
 
 LABELS = {"0": "background", "1": "tumour"}
 SHAPE = (14, 12, 10)

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset
+from cpu3d.data.datasets.dataset_json import NAME, describing, names_of_codes
+from cpu3d.data.datasets.listed import read_listed
+from cpu3d.data.datasets.names import is_ignored, name_of, read_name, stem_of, volumes_in
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.data.stores.dataset import CaseFiles, Dataset
-from cpu3d.data.stores.dataset_json import NAME, describing, names_of_codes
-from cpu3d.data.stores.listed import read_listed
-from cpu3d.data.stores.names import is_ignored, name_of, read_name, stem_of, volumes_in
 from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, raise_if_any
 

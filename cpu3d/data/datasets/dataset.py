@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
+from cpu3d.data.datasets.names import places_of
 from cpu3d.data.normalise import Normalisation
-from cpu3d.data.stores.names import places_of
 from cpu3d.data.stores.splits import Split
 from cpu3d.errors import raise_if_any
 
