@@ -37,9 +37,9 @@ from cpu3d.bench.learning_results import (
 )
 from cpu3d.bench.study import HELD_OUT, Network, Study
 from cpu3d.compare.experiment import read_train_options
+from cpu3d.data.fold import with_fold
 from cpu3d.data.phantoms.command import USUAL_SHAPE
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.processes import RunFailedError, call
 from cpu3d.util.atomic import writable_folder

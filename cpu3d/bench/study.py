@@ -20,8 +20,8 @@ from cpu3d.bench.learning_results import (
 )
 from cpu3d.compare.run import PlannedRun
 from cpu3d.compare.statistics import read_result
+from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.folds import beside_s
 from cpu3d.host.gpu import HostGpus

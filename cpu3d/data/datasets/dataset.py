@@ -7,7 +7,7 @@ from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from cpu3d.data.datasets.names import places_of
 from cpu3d.data.normalise import Normalisation
-from cpu3d.data.stores.splits import Split
+from cpu3d.data.split import Split
 from cpu3d.errors import raise_if_any
 
 Problems = Dict[str, List[str]]  # case that cannot be used -> the reasons why

@@ -29,7 +29,7 @@ from cpu3d.data.datasets.names import (
     volumes_in,
 )
 from cpu3d.data.nifti import channel_count
-from cpu3d.data.stores.splits import Split
+from cpu3d.data.split import Split
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count
 

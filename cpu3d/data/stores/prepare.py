@@ -33,10 +33,12 @@ from cpu3d.data.cases.resample import (
     voxels_of,
 )
 from cpu3d.data.datasets.dataset import Dataset, parse_regions
-from cpu3d.data.datasets.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
+from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
 from cpu3d.data.datasets.names import without_number
+from cpu3d.data.datasets.patients import UNKNOWN, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.manifest import CaseRecord, Manifest
+from cpu3d.data.split import Split
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.convert import USUAL, Settings
 from cpu3d.data.stores.decisions import decided_table
@@ -55,11 +57,9 @@ from cpu3d.data.stores.folder import (
 from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import (
     Fractions,
-    Split,
     Splitting,
     checked_folds,
     describe_folds,
-    describe_patients,
     read_folds,
     split_sizes,
 )

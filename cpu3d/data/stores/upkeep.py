@@ -20,6 +20,7 @@ from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple,
 from cpu3d.data.cases.notes import case_notes, mixed_orientation, note_lines, unit_notes
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems, regions_in_words
 from cpu3d.data.datasets.layouts import read_dataset
+from cpu3d.data.datasets.patients import TABLE, read_patients
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order, painting_in_words
 from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
@@ -36,7 +37,7 @@ from cpu3d.data.stores.prepare import (
     print_summary,
 )
 from cpu3d.data.stores.repair import Repaired, fitting, open_mended, repair
-from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients, split_sizes
+from cpu3d.data.stores.splits import add_to_folds, deal_cases, split_sizes
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count

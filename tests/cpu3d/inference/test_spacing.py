@@ -10,10 +10,10 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.cases.resample import resample_label, to_source_grid
+from cpu3d.data.fold import with_fold
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.folds import SCORE_S, beside_s
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import evaluate_split

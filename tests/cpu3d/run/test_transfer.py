@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.fold import with_fold
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.sampling import Share
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.folds import train_folds
 from cpu3d.inference.predictor import load_predictor, load_weights

@@ -7,18 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
-from cpu3d.data.datasets.layouts import UNKNOWN, patient_of
+from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
+from cpu3d.data.fold import deal, parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import (
-    TABLE,
-    deal,
-    parse_fold,
-    read_folds,
-    read_patients,
-    split_cases,
-    with_fold,
-)
+from cpu3d.data.stores.splits import read_folds, split_cases
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import dataset_json, decathlon
