@@ -16,7 +16,7 @@ from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation, in_units
 from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.convert import Settings
+from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
@@ -132,7 +132,7 @@ def test_a_run_is_scored_and_reported(stores, runs):
 
 def test_a_run_is_not_continued_on_a_store_of_another_normalisation(stores, runs, tmp_path):
     data = stores["hu"].folder.parent / "data"
-    chosen = Settings(normalise=("CT=zscore",))
+    chosen = StoreSettings(normalise=("CT=zscore",))
     prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
     with pytest.raises(InputError, match="take the store that the run was begun on"):
         make_plan(open_store(tmp_path / "store"), runs["hu"], HOST, {})
@@ -245,7 +245,7 @@ def test_more_ct_of_another_spacing_is_taken_and_lost_files_come_back(mixed, tmp
     with dataset_json(few) as content:
         content["training"] = [each for each in content["training"] if "003" not in each["image"]]
     store = tmp_path / "store"
-    chosen = {"fractions": (1, 0, 0), "workers": 1, "settings": Settings("b2nd", crop=True)}
+    chosen = {"fractions": (1, 0, 0), "workers": 1, "settings": StoreSettings("b2nd", crop=True)}
     before = prepare(few, store, **chosen, spacing=(1.0, 1.0, 1.0))
     done = append(store, data, workers=1)
     assert done.new == ("BRATS_003",)

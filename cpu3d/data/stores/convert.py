@@ -41,7 +41,7 @@ from models.strides import Spacing3
 
 
 @dataclass(frozen=True)
-class Settings:
+class StoreSettings:
     """The settings by which cases become arrays. A store is continued with the same settings
     only."""
 
@@ -70,7 +70,7 @@ class Settings:
         check(self)
 
 
-USUAL = Settings()
+USUAL = StoreSettings()
 
 
 class Job(NamedTuple):
@@ -83,7 +83,7 @@ class Job(NamedTuple):
 
 
 def convert(
-    dataset: Dataset, store_dir: Path, settings: Settings, job: Job
+    dataset: Dataset, store_dir: Path, settings: StoreSettings, job: Job
 ) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record. A new case whose arrays are there and good stays as
     it is.
@@ -234,7 +234,7 @@ def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:
 
 
 def convert_all(
-    jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: Settings, workers: int
+    jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: StoreSettings, workers: int
 ) -> Tuple[CaseList, Problems]:
     """The records of all good cases, finished ones included, and the problems of the bad ones, by
     case id.

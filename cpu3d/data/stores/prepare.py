@@ -40,7 +40,7 @@ from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.split import Split
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.convert import USUAL, Settings
+from cpu3d.data.stores.convert import USUAL, StoreSettings
 from cpu3d.data.stores.decisions import decided_table
 from cpu3d.data.stores.finished import differences, still_lost
 from cpu3d.data.stores.folder import (
@@ -128,10 +128,10 @@ class Options:
     ignore: Optional[int] = option(None, IGNORE_HELP, metavar="CODE", at_least=1, at_most=255)
 
 
-OPTIONS = (Options, Settings)
+OPTIONS = (Options, StoreSettings)
 
 
-def run(options: Options, settings: Settings) -> int:
+def run(options: Options, settings: StoreSettings) -> int:
     prepare(
         options.dataset,
         options.store,
@@ -157,7 +157,7 @@ def prepare(
     seed: int = 0,
     workers: Optional[int] = None,
     skip_bad: bool = False,
-    settings: Settings = USUAL,
+    settings: StoreSettings = USUAL,
     patients: Optional[Path] = None,
     splits: Optional[Path] = None,
     spacing: Union[Keep, Spacing3] = Keep.AUTO,
@@ -226,12 +226,12 @@ def _folds_of(
 
 
 def _with_spacing(
-    settings: Settings,
+    settings: StoreSettings,
     spacing: Union[Keep, Spacing3],
     store_dir: Path,
     dataset: Dataset,
     split: Split,
-) -> Settings:
+) -> StoreSettings:
     """The settings with the spacing that cases are resampled to: the chosen one, or that of a store
     that was begun, or what the training cases of a new one tell, which is printed."""
     chosen = None if isinstance(spacing, Keep) else spacing
@@ -260,7 +260,7 @@ def _with_spacing(
 def _finished_before(
     store_dir: Path,
     dataset: Dataset,
-    settings: Settings,
+    settings: StoreSettings,
     workers: int,
     splitting: Splitting,
 ) -> Manifest:
