@@ -159,7 +159,7 @@ def dataset(tmp_path):
     ],
 )
 def test_names_of_brats_show_the_patient_in_any_layout(case_id, patient):
-    known, rule = patient_of(case_id, "decathlon")
+    known, rule = patient_of(case_id, more={})
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 
