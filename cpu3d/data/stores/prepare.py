@@ -360,7 +360,9 @@ def summary_lines(store: Store) -> List[str]:
     for record in manifest.cases:
         sums.add(record, manifest)
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
-    exact = f"rounded by up to {sums.rounding:.1g} std" if sums.rounding else "exact"
+    exact = "exact"
+    if sums.rounding:
+        exact = f"rounded by up to {sums.rounding:.1g} std"
     kinds = ", ".join(f"{n} {image}" for image, n in sums.images.most_common())
     bare = f"{len(manifest.unlabelled)} unlabelled"
     file_system_type = file_system(store.folder)
