@@ -36,7 +36,8 @@ class _Space(NamedTuple):
     @classmethod
     def of(cls, shape: Shape3) -> "_Space":
         axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in shape]
-        return cls(*np.ix_(*axes), voxel=2 / min(shape))
+        u, v, w = np.ix_(*axes)
+        return cls(u, v, w, 2 / min(shape))
 
     def ball(self, centre: Iterable[float], radii: Iterable[float]) -> Array:
         """The distance from `centre` in units of `radii`."""
