@@ -155,7 +155,7 @@ def seconds_on_paper(
     rounds: int,
 ) -> Dict[str, float]:
     """Number of threads -> seconds, the fewest of `rounds` runs of each in turn."""
-    call, _arrays = _call_of(op, in_place)
+    call, _arrays = call_of(op, in_place)
     best = dict.fromkeys(map(str, counts), math.inf)
     for number in range(rounds + 1):
         is_first = number == 0  # touches the memory
@@ -171,7 +171,7 @@ def seconds_on_paper(
     return best
 
 
-def _call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
+def call_of(op: OwnOperation, in_place: bool) -> Tuple[Any, List[np.ndarray]]:
     """An operation on noise, and the arrays that it points to, which must live as long."""
     about = MAPS[op.kind]
     is_loss = op.kind.startswith("loss_")

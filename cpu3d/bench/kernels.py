@@ -4,6 +4,7 @@
     ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
     ./run.sh bench kernels --threads 2 8 28 56      # how well that many cores are filled, on paper
     ./run.sh bench kernels --exact                  # errors against float64, in place of times
+    ./run.sh bench kernels --overlap                # AMX: products, vectors, and both at once
     ./run.sh bench tables --records records --roofline docs/pictures/roofline.png
 
 GFLOP/s count the multiplications and additions of a plain convolution, however an operation
@@ -20,7 +21,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.bench import cores, exactness
+from cpu3d.bench import cores, exactness, overlap
 from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up_for
 from cpu3d.errors import InputError
 from cpu3d.report.pictures import Line, chart
@@ -63,6 +64,11 @@ class Options:
     exact: bool = option(
         False, "errors of every instruction set of this host against float64, in place of times"
     )
+    overlap: bool = option(
+        False,
+        "with AMX: own operations of a step beside their products of tiles alone, and the rest "
+        "alone; compiles the library twice",
+    )
 
 
 OPTIONS = (Options, Output)
@@ -76,6 +82,11 @@ def run(options: Options, output: Output) -> int:
     host = read_host()
     request = dict(vars(options))
     threads = options.threads or ()
+    if options.overlap:
+        request["threads"] = threads[0] if threads else None
+        result = in_fresh_process(overlap.measure, request)
+        output.publish("overlap", result, overlap.overlap_table(result))
+        return 0
     if len(threads) > 1 or max(threads, default=0) > host.usable_cores:
         request["dtype"] = options.dtype or host.best_dtype
         result = in_fresh_process(cores.measure, request)

@@ -56,8 +56,8 @@ def cut_of_filters(call: Call) -> Cut:
 
 
 def of_convolution(call: Call, cut: Cut) -> Scratch:
-    """`job_of` in direct.c: a ring of three planes of bfloat16 rows in the cache, and the sums of
-    twice four tiles; packed filters, the positions' sums and the pieces' copies."""
+    """`job_of` in direct.c: a ring of four planes of bfloat16 rows, three of them in the cache, and
+    the sums of twice four tiles; packed filters, the positions' sums and the pieces' copies."""
     op = call.op
     z = op.grid[2]
     width = _width(op.channels)
@@ -74,7 +74,7 @@ def of_convolution(call: Call, cut: Cut) -> Scratch:
     budget = call.l2_bytes * shared.DIRECT_RING_PERMILLE // 1000
     most = max(shared.MOST_TILE_ROWS, budget // (3 * row) - 2)
     y_rows = min(cut.rows, round_up(ceil_div(cut.rows, ceil_div(cut.rows, most)), together))
-    kept = 2 * 4 * 4 * 16 * 16 + 3 * (y_rows + 2) * row
+    kept = 2 * 4 * 4 * 16 * 16 + 4 * (y_rows + 2) * row
 
     passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
     passing += cut.positions * 8 * (op.batch * 2 * blocks * GROUP + 16)
@@ -83,7 +83,7 @@ def of_convolution(call: Call, cut: Cut) -> Scratch:
 
 def of_filters(call: Call, cut: Cut) -> Scratch:
     """`job_of` in direct_filters.c: planes of pairs of positions in the cache, values' and
-    gradients', a row and the sums of six tiles; and the positions' sums."""
+    gradients', of these one ahead; a row and the sums of six tiles; and the positions' sums."""
     op = call.op
     width = _width(op.channels)
     groups = ceil_div(width, GROUP)
@@ -107,7 +107,8 @@ def of_filters(call: Call, cut: Cut) -> Scratch:
 
     line_width = max(min(width, cut.inputs * GROUP), cut.outputs * GROUP)
     kept = 4 * 6 * 256 + 2 * round_up((pitch + 6) * line_width, 32)
-    kept += (planes + 2) * values + planes * gradients
+    gradient_planes = max(2, planes)
+    kept += (planes + 2) * values + gradient_planes * gradients
     sums = 4 * 9 * shifts * groups * blocks * 256
     return Scratch(cut.pieces, kept, cut.positions * sums)
 
@@ -140,6 +141,20 @@ def _of_fine_rows(call: Call, cut: Cut, rows: int, steps: int, voxels: int, made
     tiles = ceil_div(z, 16)
     kept = 4 * 4 * 256 + rows * tiles * ceil_div(z, tiles) * 64 * steps
     passing = width // GROUP * voxels * fine_rows * steps * 1024
+    passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
+    return Scratch(cut.pieces, kept, passing)
+
+
+def of_projection(call: Call, cut: Cut) -> Scratch:
+    """`job_of` in direct_up.c: a formed row, and the sums of four tiles; packed parts of the
+    filters, the bias and the pieces' sums."""
+    op = call.op
+    z = op.grid[2]
+    channels = GROUP if op.channels <= GROUP else round_up(op.channels, 2 * GROUP)
+    width = round_up(op.outputs, GROUP)
+    tiles = ceil_div(z, 16)
+    kept = 4 * 4 * 256 + tiles * ceil_div(z, tiles) * 2 * channels
+    passing = shared.WEIGHT_PARTS * width * 2 * channels + 4 * width
     passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
     return Scratch(cut.pieces, kept, passing)
 

@@ -336,7 +336,7 @@ KINDS: Dict[str, OwnKind] = {
     "residual_sum": OwnKind("pass", PASS),
     "residual_gradient": OwnKind("pass", PASS),
     "to_raw": OwnKind("pass", PASS),
-    "project": OwnKind("project", PROJECTION),
+    "project": OwnKind("project", PROJECTION, Way(_cut_of_pass, direct.of_projection)),
     "project_gradient": OwnKind("project", PROJECTION_GRADIENT),
     "project_sums": OwnKind("project", PROJECTION_GRADIENT),
     "project_to_raw": OwnKind("project", PROJECTION),

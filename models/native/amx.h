@@ -3,11 +3,18 @@
    factor, 7 the right one. Without -mamx-bf16 they are plain C with the order of sums that Intel
    documents, but for denormals, which the hardware takes for 0. A Xeon with AMX gave the same bits
    as the plain C (docs/kernels.md). With -DTILES_LEFT_OUT they do nothing, to time what is done
-   beside them: the results are then meaningless. */
+   beside them; with -DVECTORS_LEFT_OUT nothing is formed and finished, to time them alone: the
+   results are then meaningless. */
 #ifndef AMX_H
 #define AMX_H
 
 #include "vectors.h"
+
+#ifdef VECTORS_LEFT_OUT
+enum { WITH_VECTORS = 0 };
+#else
+enum { WITH_VECTORS = 1 };
+#endif
 
 #ifdef TILES_LEFT_OUT
 

@@ -3,10 +3,9 @@
 #ifndef DIRECT_H
 #define DIRECT_H
 
-#include "amx.h"
-#include "pieces.h"
+#include "forming.h"
 
-enum { TILE_LINES = 16, TILE_BYTES = 1024, TILE_FLOATS = 16 * 16, VECS = 16 / LANES };
+enum { TILE_FLOATS = 16 * 16 };
 enum { STREAMED_BYTES = 4 << 20 }; /* maps above it are written past the caches */
 
 /* Values of a voxel in a row: few channels are padded so that whole neighbours fit a line. */
@@ -27,45 +26,85 @@ struct products {
     size_t row_bytes;  /* from a tile A to the next that is multiplied at the same time */
 };
 
-/* The sums of `rows` tiles A x `columns` tiles B: of each tap, A from `first[tap]` on. */
-ALWAYS_INLINE void multiply_as(const struct products *p, int rows, int columns, float *sums,
-                               const char *const *first, const char *const *weights)
+enum { MOST_TAPS = 9 };
+
+/* The tiles that are multiplied at the same time: of each tap, A from `first[tap]` on. */
+struct factors {
+    const struct products *of;
+    int rows, columns; /* tiles A and tiles B */
+    const char *first[MOST_TAPS];
+    const char *weights[2];
+    const float *bias[2]; /* what the sums of 16 outputs begin with; NULL for 0 */
+};
+
+/* Adds the products of taps `tap` to `past` - 1; after each product comes a chore. */
+ALWAYS_INLINE void multiply_taps_as(const struct factors *t, int rows, int columns, int tap,
+                                    int past, chore *chore, void *work)
 {
-    size_t weight = 0;
-#pragma GCC unroll 4
-    for (int i = 0; i < rows * columns; i++)
-        tile_zero(i);
-    for (int tap = 0; tap < p->taps; tap++)
-        for (int step = 0; step < p->steps; step++, weight += (size_t)p->depth * 64) {
-            const char *values = first[tap] + 64 * step;
+    const struct products p = *t->of;
+    const char *weights[2] = {t->weights[0], t->weights[1]};
+    size_t weight = (size_t)tap * p.steps * p.depth * 64;
+    for (; tap < past; tap++) {
+        const char *values = t->first[tap];
+        for (int step = 0; step < p.steps; step++, values += 64, weight += (size_t)p.depth * 64) {
 #pragma GCC unroll 2
             for (int column = 0; column < columns; column++)
                 tile_load(6 + column, weights[column] + weight, 64);
 #pragma GCC unroll 4
             for (int row = 0; row < rows; row++) {
-                tile_load(4 + row % 2, values + row * p->row_bytes, p->line_bytes);
+                tile_load(4 + row % 2, values + row * p.row_bytes, p.line_bytes);
 #pragma GCC unroll 2
-                for (int column = 0; column < columns; column++)
+                for (int column = 0; column < columns; column++) {
                     tile_multiply_add(row * columns + column, 4 + row % 2, 6 + column);
+                    chore(work);
+                }
             }
         }
-#pragma GCC unroll 4
-    for (int i = 0; i < rows * columns; i++)
-        tile_store(i, sums + i * TILE_FLOATS, 64);
+    }
 }
 
-static void multiply(const struct products *p, int rows, int columns, float *sums,
-                     const char *const *first, const char *const *weights)
+/* The same without chores. */
+static void multiply_taps(const struct factors *t, int tap, int past)
 {
-    switch (10 * rows + columns) {
+    switch (10 * t->rows + t->columns) {
 #define BLOCK(rows, columns) \
     case 10 * rows + columns: \
-        multiply_as(p, rows, columns, sums, first, weights); \
+        multiply_taps_as(t, rows, columns, tap, past, no_chore, NULL); \
         break;
         BLOCK(1, 1) BLOCK(2, 1) BLOCK(3, 1) BLOCK(4, 1) BLOCK(1, 2) BLOCK(2, 2)
+#undef BLOCK
     default:
         __builtin_trap();
     }
+}
+
+/* The sums begin with the bias. */
+static void begin_tiles(const struct factors *t)
+{
+#pragma GCC unroll 4
+    for (int i = 0; i < MOST_TILE_ROWS; i++) {
+        const float *bias = t->bias[i & (t->columns - 1)]; /* one column or two */
+        if (bias)
+            tile_load(i, bias, 0); /* the same line again and again */
+        else
+            tile_zero(i);
+    }
+}
+
+static void store_tiles(const struct factors *t, float *sums)
+{
+#pragma GCC unroll 4
+    for (int i = 0; i < MOST_TILE_ROWS; i++)
+        if (i < t->rows * t->columns)
+            tile_store(i, sums + i * TILE_FLOATS, 64);
+}
+
+/* The sums over all taps. */
+static void multiply(const struct factors *t, float *sums)
+{
+    begin_tiles(t);
+    multiply_taps(t, 0, t->of->taps);
+    store_tiles(t, sums);
 }
 
 /* --- Finishing: sums become values of a map --- */
@@ -85,14 +124,14 @@ struct made {
 /* The sums of a tile as spans: two halves of up to 16 values, side by side in the map where they
    can be. */
 struct spans {
-    const float *sums[2]; /* of the first span */
+    const float *sums[2]; /* of the first span, of each half */
     int next_sums;        /* to those of the next span */
     int count[2];         /* spans whose first, or second half is of a voxel of the map */
     size_t at[2], next;   /* elements of the map; to those of the next span */
 };
 
-/* The same spans of another row: so many sums, and elements of the map, further on. */
-static struct spans moved(struct spans spans, size_t sums, size_t elements)
+/* The same spans so many sums, and elements of the map, further on. */
+ALWAYS_INLINE struct spans moved(struct spans spans, size_t sums, size_t elements)
 {
     for (int i = 0; i < 2; i++) {
         spans.sums[i] += sums;
@@ -225,21 +264,21 @@ struct span_sums {
     vec sums[2][VECS][2];
 };
 
-/* What is written: the products' sum, and what is added. */
-ALWAYS_INLINE vec value_of(const struct made *made, const struct spans *l, int i, int half, int v,
+/* What is written of a span: the products' sum, and what is added. */
+ALWAYS_INLINE vec value_of(const struct made *made, const struct spans *l, int half, int v,
                            int wide, struct how how)
 {
-    size_t at = l->at[half] + i * l->next + v * LANES;
-    vec value = load(l->sums[half] + i * l->next_sums + v * LANES);
+    size_t at = l->at[half] + v * LANES;
+    vec value = load(l->sums[half] + v * LANES);
     if (how.adds)
         value += load_values(made->other, at, wide, BFLOAT16);
     return value;
 }
 
-/* Rounds, writes and sums span i, of one voxel or of two. */
+/* Rounds, writes and sums the first span, of one voxel or of two. */
 ALWAYS_INLINE void finish_span(const struct made *made, const struct finished *f,
-                               const struct spans *l, int i, int voxels, int is_streamed,
-                               struct how how, struct span_sums *s)
+                               const struct spans *l, int voxels, int is_streamed, struct how how,
+                               struct span_sums *s)
 {
     int reads = how.adds || how.kind == NORM_SUMS;
     int is_pair = how.is_whole && voxels == 2;
@@ -249,21 +288,21 @@ ALWAYS_INLINE void finish_span(const struct made *made, const struct finished *f
         int half = n / VECS;
         int v = n % VECS;
         int wide = how.is_whole ? LANES : lanes_of(f->wide[half], v);
-        size_t at = l->at[half] + i * l->next + v * LANES;
+        size_t at = l->at[half] + v * LANES;
         if (reads)
             __builtin_prefetch((const uint16_t *)made->other + at + f->ahead);
-        value[half][v] = value_of(made, l, i, half, v, wide, how);
+        value[half][v] = value_of(made, l, half, v, wide, how);
         if (!is_pair)
             value[half][v] = store_values(made->map, at, value[half][v], wide, BFLOAT16);
     }
     if (is_pair)
-        store_span(made->map, l->at[0] + i * l->next, value, is_streamed);
+        store_span(made->map, l->at[0], value, is_streamed);
 #pragma GCC unroll 4
     for (int n = 0; n < voxels * VECS; n++) {
         int half = n / VECS;
         int v = n % VECS;
         int wide = how.is_whole ? LANES : lanes_of(f->wide[half], v);
-        size_t at = l->at[half] + i * l->next + v * LANES;
+        size_t at = l->at[half] + v * LANES;
         vec written = value[half][v];
         vec *to = s->sums[half][v];
         if (how.kind == NORM_SUMS)
@@ -295,10 +334,29 @@ ALWAYS_INLINE void add_sums(const struct made *made, int channel, struct how how
     add_doubles(totals + made->width, &squares);
 }
 
-ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, struct how how)
+/* Spans that are finished one after the other. */
+struct finishing {
+    const struct made *made;
+    const struct finished *of;
+    int row, left;   /* the row whose spans are next, and how many of two voxels it has left */
+    struct spans l;  /* the next one, and those that follow it */
+    int is_streamed; /* past the caches */
+    struct span_sums s;
+};
+
+ALWAYS_INLINE void begin_row(struct finishing *w)
 {
-    int counted[2] = {0, 0};
-    struct span_sums s = {0};
+    const struct made *made = w->made;
+    w->l = w->of->spans[w->row];
+    w->left = w->l.count[1];
+    int is_aligned = ((uintptr_t)made->map + 2 * w->l.at[0]) % 64 == 0 && w->l.next % 32 == 0;
+    w->is_streamed = is_aligned && made->bytes > STREAMED_BYTES;
+}
+
+ALWAYS_INLINE struct finishing begin_finishing(const struct made *made, const struct finished *f,
+                                               struct how how)
+{
+    struct finishing w = {.made = made, .of = f};
 #pragma GCC unroll 4
     for (int n = 0; n < 2 * VECS; n++) {
         int half = n / VECS;
@@ -306,39 +364,74 @@ ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, 
         int wide = lanes_of(f->wide[half], v);
         const float *norm = how.kind == NORM_SUMS ? made->norm : NULL;
         int channel = f->channel[half] + v * LANES;
-        load_norm(s.below[half][v], norm, made->channels, channel, wide);
+        load_norm(w.s.below[half][v], norm, made->channels, channel, wide);
         if (how.kind == MOMENTS && f->spans[0].count[half])
-            s.pivot[half][v] = value_of(made, &f->spans[0], 0, half, v, wide, how);
+            w.s.pivot[half][v] = value_of(made, &f->spans[0], half, v, wide, how);
     }
-    for (int row = 0; row < f->rows; row++) {
-        const struct spans l = f->spans[row];
-        int is_aligned = ((uintptr_t)made->map + 2 * l.at[0]) % 64 == 0 && l.next % 32 == 0;
-        int is_streamed = is_aligned && made->bytes > STREAMED_BYTES;
-        for (int i = 0; i < l.count[1]; i++)
-            finish_span(made, f, &l, i, 2, is_streamed, how, &s);
-        for (int i = l.count[1]; i < l.count[0]; i++) /* the last voxel of an uneven number */
-            finish_span(made, f, &l, i, 1, 0, how, &s);
-        counted[0] += l.count[0];
-        counted[1] += l.count[1];
-    }
+    begin_row(&w);
+    return w;
+}
+
+ALWAYS_INLINE void next_span(struct finishing *w, int voxels, int is_streamed, struct how how)
+{
+    finish_span(w->made, w->of, &w->l, voxels, is_streamed, how, &w->s);
+    w->l = moved(w->l, w->l.next_sums, w->l.next);
+}
+
+/* The chore, of rows that all have spans of two voxels alone: finishes one. */
+ALWAYS_INLINE void finish_next(struct finishing *w, struct how how)
+{
+    if (!w->left)
+        return;
+    next_span(w, 2, w->is_streamed, how);
+    if (--w->left)
+        return;
+    if (++w->row < w->of->rows)
+        begin_row(w);
+}
+
+ALWAYS_INLINE void end_finishing(const struct finishing *w, struct how how)
+{
+    const struct finished *f = w->of;
+    int counted[2] = {0, 0};
     if (how.kind == NO_SUMS)
         return;
+    for (int row = 0; row < f->rows; row++)
+        for (int half = 0; half < 2; half++)
+            counted[half] += f->spans[row].count[half];
 #pragma GCC unroll 4
     for (int n = 0; n < 2 * VECS; n++) {
         int half = n / VECS;
         int v = n % VECS;
         int channel = f->channel[half] + v * LANES;
-        add_sums(made, channel, how, s.sums[half][v], s.pivot[half][v], counted[half]);
+        add_sums(w->made, channel, how, w->s.sums[half][v], w->s.pivot[half][v], counted[half]);
     }
+}
+
+ALWAYS_INLINE void finish_as(const struct made *made, const struct finished *f, struct how how)
+{
+    struct finishing w = begin_finishing(made, f, how);
+    for (; w.row < f->rows; w.row++) {
+        begin_row(&w);
+        for (int i = 0; i < w.l.count[1]; i++)
+            next_span(&w, 2, w.is_streamed, how);
+        for (int i = w.l.count[1]; i < w.l.count[0]; i++) /* the last of an uneven number */
+            next_span(&w, 1, 0, how);
+    }
+    end_finishing(&w, how);
+}
+
+static int is_whole(const struct finished *f)
+{
+    int is_beside = f->spans[0].at[1] - f->spans[0].at[0] == 16;
+    return f->wide[0] == 16 && f->wide[1] == 16 && is_beside;
 }
 
 static void finish(const struct made *made, const struct finished *f)
 {
-    if (!f->rows)
+    if (!f->rows || !WITH_VECTORS)
         return;
-    int is_beside = f->spans[0].at[1] - f->spans[0].at[0] == 16;
-    int is_whole = f->wide[0] == 16 && f->wide[1] == 16 && is_beside;
-    switch (made->sums * 4 + made->adds * 2 + is_whole) {
+    switch (made->sums * 4 + made->adds * 2 + is_whole(f)) {
 #define FINISH(kind, adds, whole) \
     case kind * 4 + adds * 2 + whole: \
         finish_as(made, f, (struct how){kind, adds, whole}); \
@@ -348,6 +441,7 @@ static void finish(const struct made *made, const struct finished *f)
         FINISH(MOMENTS, 0, 0) FINISH(MOMENTS, 0, 1) FINISH(MOMENTS, 1, 0) FINISH(MOMENTS, 1, 1)
         FINISH(NORM_SUMS, 0, 0) FINISH(NORM_SUMS, 0, 1)
         /* clang-format on */
+#undef FINISH
     default:
         __builtin_trap();
     }

@@ -4,7 +4,9 @@
    A thread takes a few planes of its piece at a time. Their rows follow each other as one line of
    positions with zeros between rows, so that steps of 32 positions need not end with a row, and a
    tap is a shift of the line. Tile sums are of float32, over these planes; they are added in
-   float32 over a piece, and in float64 over pieces. */
+   float32 over a piece, and in float64 over pieces.
+
+   Where it takes one plane at a time, what the next one needs is formed between the products. */
 #include "positions.h"
 
 /* What the threads of an operation share, and how it is cut. */
@@ -21,6 +23,7 @@ struct job {
     int gradients_are_whole;
     int pitch;             /* positions from row to row; even */
     int y_rows, planes;    /* that are taken at a time */
+    int gradient_planes;   /* of which gradients are kept: the next one as well, if planes is 1 */
     int steps;             /* of such a plane, of 32 positions each */
     size_t copy_bytes;     /* of a group of a plane */
     size_t values_bytes;   /* of a plane: [group][copy] */
@@ -80,7 +83,8 @@ static struct job job_of(const struct operation *op)
 
 /* Rows and planes that are taken at a time, so many that they stay in the cache L2: there are two
    planes of values more than of gradients; and of values a row more on each side, and a line that
-   the last shift reads. memory_estimator/step/scratch.py has the bytes as a formula. */
+   the last shift reads. The gradients that are formed ahead come on top.
+   memory_estimator/step/scratch.py has the bytes as a formula. */
 static void set_memory(struct job *j)
 {
     long arrays = j->cut.inputs * j->copies; /* of values, in a plane */
@@ -100,6 +104,7 @@ static void set_memory(struct job *j)
     long planes = (budget - 2 * (long)j->values_bytes) / plane_bytes;
     int enough = least(ceil_div(ENOUGH_STEPS, j->steps), MOST_PLANES);
     j->planes = planes < 1 ? 1 : least(planes, least(j->cut.planes, enough));
+    j->gradient_planes = j->planes == 1 ? 2 : j->planes;
 
     int width = j->width < 16 ? j->width : 16 * j->cut.inputs;
     int output_width = 16 * j->cut.outputs;
@@ -107,7 +112,7 @@ static void set_memory(struct job *j)
     size_t voxels = j->pitch + 6; /* lines of few channels reach so far */
     j->row_values = (voxels * wide + 31) / 32 * 32;
     j->kept = sizeof(float) * MOST_TARGETS * TILE_FLOATS + sizeof(uint16_t) * j->row_values;
-    j->kept += (j->planes + 2) * j->values_bytes + j->planes * j->gradient_bytes;
+    j->kept += (j->planes + 2) * j->values_bytes + j->gradient_planes * j->gradient_bytes;
     j->position_sums = (size_t)9 * j->shifts * j->groups * j->blocks * TILE_FLOATS;
     j->passing = j->cut.positions * sizeof(float) * j->position_sums;
 }
@@ -123,6 +128,9 @@ struct thread {
     char *values;     /* a ring of planes: [group][copy][pair of positions][16 values][2] */
     char *gradients;  /* planes: [block][step][16 outputs][32 positions] */
     float *filter_sums;
+    /* What is being formed, and how many groups and blocks of the band's planes are begun. */
+    struct forming of_values, of_gradients;
+    int values_begun, gradients_begun;
 };
 
 /* --- Forming --- */
@@ -152,77 +160,177 @@ static const uint16_t *formed_row(struct thread *t, const struct input *in, int 
     return formed;
 }
 
-/* The lines of row (x, y) of values: of each group and copy, `copy_bytes` apart. Pair p begins with
-   position 2 p - 1, in the second copy with 2 p. Maps of whole groups are formed straight into both
-   copies at once. */
-static void form_values_row(struct thread *t, char *to, int x, int y)
+static char *gradients_plane(const struct thread *t, int x)
 {
     const struct job *j = t->job;
-    const struct operation *op = j->op;
+    return t->gradients + (x - t->band.x0) % j->gradient_planes * j->gradient_bytes;
+}
+
+static size_t row_bytes_of(const struct job *j) { return (size_t)j->pitch / 2 * LINE_BYTES; }
+
+/* Tiles of 32 positions that the rows of the band take. */
+static int tiles_of(const struct thread *t)
+{
+    return ceil_div((t->band.y1 - t->band.y0) * t->job->pitch, 32);
+}
+
+/* Groups, or blocks, that are begun one by one: of maps of whole groups each for itself, of others
+   all at once. */
+static int groups_of(const struct thread *t)
+{
+    return t->job->values_are_whole ? t->piece.past_input - t->piece.input : 1;
+}
+
+static int blocks_of_piece(const struct thread *t)
+{
+    return t->job->gradients_are_whole ? t->piece.past_output - t->piece.output : 1;
+}
+
+/* Rows y0 - 1 ... y1 of plane x of values, all groups by way of formed rows. Pair p begins with
+   position 2 p - 1, in a second copy with 2 p. */
+static void form_values_rows(struct thread *t, int x)
+{
+    const struct job *j = t->job;
     int pairs = j->pitch / 2;
-    int groups = t->piece.past_input - t->piece.input;
-    const uint16_t *formed = NULL;
-    if (!j->values_are_whole && !is_outside(op, x, y))
-        formed = formed_row(t, &t->values_of, t->width, x, y);
-    for (int i = 0; i < groups * j->copies; i++, to += j->copy_bytes) {
-        int group = i / j->copies;
-        int first = i % j->copies - 1; /* voxel of pair 0; 0 in the second copy */
-        if (is_outside(op, x, y)) {
-            memset(to, 0, (size_t)pairs * 64);
-        } else if (formed) {
-            store_pairs(to, formed + first * t->width + 16 * group, t->width, pairs);
-        } else if (first) {
-            size_t voxel = voxel_of(op, t->band.batch, x, y);
-            form_pairs(to + j->copy_bytes, to, pairs, &j->values, t->band.batch, voxel,
-                       16 * (t->piece.input + group), op->z);
+    if (!WITH_VECTORS)
+        return;
+    int arrays = (t->piece.past_input - t->piece.input) * j->copies;
+    for (int y = t->band.y0 - 1; y <= t->band.y1; y++) {
+        char *to = values_plane(t, x) + (y - t->band.y0 + 1) * row_bytes_of(j);
+        const uint16_t *formed = NULL;
+        if (!is_outside(j->op, x, y))
+            formed = formed_row(t, &t->values_of, t->width, x, y);
+        for (int i = 0; i < arrays; i++, to += j->copy_bytes) {
+            int group = i / j->copies;
+            int first = i % j->copies - 1; /* voxel of pair 0; 0 in the second copy */
+            if (formed)
+                store_pairs(to, formed + first * t->width + 16 * group, t->width, pairs);
+            else
+                memset(to, 0, row_bytes_of(j));
         }
     }
 }
 
-/* Rows y0 - 1 ... y1 of a plane of values. */
-static void form_values(struct thread *t, int x)
-{
-    size_t row_bytes = (size_t)t->job->pitch / 2 * 64;
-    char *to = values_plane(t, x);
-    for (int y = t->band.y0 - 1; y <= t->band.y1; y++, to += row_bytes)
-        form_values_row(t, to, x, y);
-}
-
-/* Rows y0 ... y1 - 1 of plane `number` of gradients. Tiles go on from row to row: each is
-   transposed as soon as it is full, still in the cache L1. */
-static void form_gradients(struct thread *t, int x, int number)
+/* Begins to form the next group of a plane of values, straight into both copies; what is outside
+   the map is 0 at once. */
+static void begin_values(struct thread *t)
 {
     const struct job *j = t->job;
     const struct operation *op = j->op;
-    int rows = t->band.y1 - t->band.y0;
-    int tiles = ceil_div(rows * j->pitch, 32);
-    int pairs = j->pitch / 2;
-    int blocks = t->piece.past_output - t->piece.output;
-    size_t row_bytes = (size_t)pairs * 64;
-    size_t formed_bytes = rows * row_bytes;
-    char *plane = t->gradients + number * j->gradient_bytes;
-    int full = 0; /* tiles */
-    for (int row = 0; row < rows; row++) {
-        int y = t->band.y0 + row;
-        int now = row + 1 < rows ? (row + 1) * pairs / 16 : tiles;
-        size_t voxel = voxel_of(op, t->band.batch, x, y);
-        const uint16_t *formed = NULL;
-        if (!j->gradients_are_whole)
-            formed = formed_row(t, &t->gradient_of, t->output_width, x, y);
-        for (int block = 0; block < blocks; block++) {
-            char *of_block = plane + block * j->block_bytes;
-            char *to = of_block + row * row_bytes;
-            if (formed)
-                store_pairs(to, formed + 16 * block, t->output_width, pairs);
-            else
-                form_pairs(to, NULL, pairs, &j->gradient, t->band.batch, voxel,
-                           16 * (t->piece.output + block), op->z);
-            if (row + 1 == rows)
-                memset(of_block + formed_bytes, 0, (size_t)TILE_BYTES * tiles - formed_bytes);
-            for (int i = full; i < now; i++)
-                transpose_tile(of_block + (size_t)i * TILE_BYTES);
+    const struct band *band = &t->band;
+    int x = band->x0 - 1 + t->values_begun / groups_of(t);
+    int group = t->values_begun % groups_of(t);
+    t->values_begun++;
+    if (!j->values_are_whole) {
+        form_values_rows(t, x);
+        return;
+    }
+    char *to = values_plane(t, x) + 2 * group * j->copy_bytes;
+    int inside = 0; /* rows */
+    int first = 0;
+    for (int y = band->y0 - 1; y <= band->y1; y++) {
+        char *row = to + (y - band->y0 + 1) * row_bytes_of(j);
+        if (is_outside(op, x, y)) {
+            memset(row, 0, row_bytes_of(j));
+            memset(row + j->copy_bytes, 0, row_bytes_of(j));
+            continue;
         }
-        full = now;
+        if (!inside)
+            first = y;
+        inside++;
+    }
+    if (!inside)
+        return;
+    struct forming f = forming_of(&j->values, band->batch, voxel_of(op, band->batch, x, first),
+                                  16 * (t->piece.input + group), op->z, inside);
+    f.to = to + (first - band->y0 + 1) * row_bytes_of(j);
+    f.step = LINE_BYTES;
+    f.beside = j->copy_bytes;
+    t->of_values = of_pairs(f, j->op->z, j->pitch);
+}
+
+/* Rows y0 ... y1 - 1 of plane x of gradients, all blocks by way of formed rows. */
+static void form_gradients_rows(struct thread *t, int x)
+{
+    const struct job *j = t->job;
+    char *plane = gradients_plane(t, x);
+    int rows = t->band.y1 - t->band.y0;
+    int blocks = t->piece.past_output - t->piece.output;
+    size_t formed_bytes = rows * row_bytes_of(j);
+    size_t past = (size_t)TILE_BYTES * tiles_of(t);
+    if (!WITH_VECTORS)
+        return;
+    for (int row = 0; row < rows; row++) {
+        const uint16_t *formed =
+            formed_row(t, &t->gradient_of, t->output_width, x, t->band.y0 + row);
+        for (int block = 0; block < blocks; block++)
+            store_pairs(plane + block * j->block_bytes + row * row_bytes_of(j),
+                        formed + 16 * block, t->output_width, j->pitch / 2);
+    }
+    for (int block = 0; block < blocks; block++) {
+        char *of_block = plane + block * j->block_bytes;
+        memset(of_block + formed_bytes, 0, past - formed_bytes);
+        for (size_t tile = 0; tile < past; tile += TILE_BYTES)
+            transpose_tile(of_block + tile);
+    }
+}
+
+/* Begins to form the next block of a plane of gradients: tiles go on from row to row, and are
+   transposed as lines become full. */
+static void begin_gradients(struct thread *t)
+{
+    const struct job *j = t->job;
+    const struct band *band = &t->band;
+    int x = band->x0 + t->gradients_begun / blocks_of_piece(t);
+    int block = t->gradients_begun % blocks_of_piece(t);
+    t->gradients_begun++;
+    if (!j->gradients_are_whole) {
+        form_gradients_rows(t, x);
+        return;
+    }
+    size_t voxel = voxel_of(j->op, band->batch, x, band->y0);
+    int channel = 16 * (t->piece.output + block);
+    struct forming f = forming_of(&j->gradient, band->batch, voxel, channel, j->op->z,
+                                  band->y1 - band->y0);
+    f.to = gradients_plane(t, x) + block * j->block_bytes;
+    f.step = LINE_BYTES;
+    t->of_gradients = of_pairs(f, j->op->z, j->pitch);
+}
+
+static void end_values(struct thread *t)
+{
+    form_rest(&t->of_values, VALUE_PAIRS, form_of(&t->job->values));
+}
+
+/* What follows the last row is 0 up to the end of its tile. */
+static void end_gradients(struct thread *t)
+{
+    struct forming *f = &t->of_gradients;
+    form_rest(f, GRADIENT_PAIRS, form_of(&t->job->gradient));
+    if (!f->number)
+        return;
+    for (; f->number < (unsigned)TILE_LINES * tiles_of(t); f->number++, f->to += LINE_BYTES) {
+        memset(f->to, 0, LINE_BYTES);
+        transpose_behind(f->to, f->number);
+    }
+    transpose_last(f->to);
+    f->number = 0;
+}
+
+/* Forms what is not yet there of values up to plane `values`, and of gradients. */
+static void form_planes(struct thread *t, int values, int gradients)
+{
+    int groups = (values - t->band.x0 + 2) * groups_of(t);
+    int blocks = (gradients - t->band.x0 + 1) * blocks_of_piece(t);
+    end_values(t);
+    while (t->values_begun < groups) {
+        begin_values(t);
+        end_values(t);
+    }
+    end_gradients(t);
+    while (t->gradients_begun < blocks) {
+        begin_gradients(t);
+        end_gradients(t);
     }
 }
 
@@ -249,25 +357,90 @@ static float *panel_of(const struct thread *t, int target, int group, int block)
     return t->filter_sums + panel * TILE_FLOATS;
 }
 
-/* Adds the products of planes x ... x + planes - 1, a group and a block, to the piece's sums. */
-static void correlate_block(struct thread *t, int x, int planes, int group, int block)
+/* What is formed between the products of plane x, if anything is: gradients of the next plane, and
+   then values of the one after it, over those of plane x - 1 once no product needs these. */
+enum formed { NOTHING, OF_VALUES, OF_GRADIENTS };
+
+static enum formed formed_beside(struct thread *t, int x, int is_free)
 {
     const struct job *j = t->job;
-    int tiles = ceil_div((t->band.y1 - t->band.y0) * j->pitch, 32);
-    int targets = 9 * j->shifts;
+    int ahead = x + 1 - t->band.x0; /* planes of gradients before the next one */
+    if (j->planes > 1 || x + 1 == t->band.x1)
+        return NOTHING;
+    while (j->gradients_are_whole && !t->of_gradients.rows &&
+           t->gradients_begun < (ahead + 1) * blocks_of_piece(t)) {
+        end_gradients(t);
+        begin_gradients(t);
+    }
+    if (t->of_gradients.rows)
+        return OF_GRADIENTS;
+    while (is_free && j->values_are_whole && !t->of_values.rows &&
+           t->values_begun < (ahead + 3) * groups_of(t))
+        begin_values(t);
+    return t->of_values.rows ? OF_VALUES : NOTHING;
+}
+
+/* `correlate` with chores, which go on with what is being formed. */
+#define BESIDE(name, count, chore) \
+    NEVER_INLINE void name(struct forming *list, float *sums, int planes, int steps, \
+                           const char *const *left, const char *const (*right)[MOST_TARGETS]) \
+    { \
+        struct forming f = *list; \
+        correlate_as(count, sums, planes, steps, left, right, chore, &f); \
+        *list = f; \
+    }
+BESIDE(beside_values_raw, 6, values_raw)
+BESIDE(beside_values_norm, 6, values_norm)
+BESIDE(beside_gradient_raw, 6, gradient_raw)
+BESIDE(beside_gradient_norm, 6, gradient_norm)
+BESIDE(beside_values_raw_of_3, 3, values_raw)
+BESIDE(beside_values_norm_of_3, 3, values_norm)
+BESIDE(beside_gradient_raw_of_3, 3, gradient_raw)
+BESIDE(beside_gradient_norm_of_3, 3, gradient_norm)
+#undef BESIDE
+
+static void correlate_beside(struct thread *t, int count, int planes, int steps,
+                             const char *const *left, const char *const (*right)[MOST_TARGETS],
+                             enum formed formed)
+{
+    int form = form_of(formed == OF_VALUES ? &t->job->values : &t->job->gradient);
+    int is_raw = form == RAW;
+    switch (100 * formed + 10 * is_raw + count) {
+#define BESIDE(formed, is_raw, count, beside, list) \
+    case 100 * formed + 10 * is_raw + count: \
+        beside(&t->list, t->sums, planes, steps, left, right); \
+        break;
+        BESIDE(OF_VALUES, 0, 6, beside_values_norm, of_values)
+        BESIDE(OF_VALUES, 0, 3, beside_values_norm_of_3, of_values)
+        BESIDE(OF_VALUES, 1, 6, beside_values_raw, of_values)
+        BESIDE(OF_VALUES, 1, 3, beside_values_raw_of_3, of_values)
+        BESIDE(OF_GRADIENTS, 0, 6, beside_gradient_norm, of_gradients)
+        BESIDE(OF_GRADIENTS, 0, 3, beside_gradient_norm_of_3, of_gradients)
+        BESIDE(OF_GRADIENTS, 1, 6, beside_gradient_raw, of_gradients)
+        BESIDE(OF_GRADIENTS, 1, 3, beside_gradient_raw_of_3, of_gradients)
+#undef BESIDE
+    default:
+        correlate(count, t->sums, planes, steps, left, right);
+    }
+}
+
+/* Adds the products of planes x ... x + planes - 1, a group, a block and `count` targets to the
+   piece's sums. */
+static void correlate_targets(struct thread *t, int x, int planes, int group, int block, int target,
+                              int count, enum formed formed)
+{
+    const struct job *j = t->job;
     const char *left[MOST_PLANES];
     const char *right[MOST_PLANES][MOST_TARGETS] = {{0}};
-    for (int plane = 0; plane < planes; plane++)
-        left[plane] = t->gradients + plane * j->gradient_bytes + block * j->block_bytes;
-    for (int target = 0; target < targets; target += MOST_TARGETS) {
-        int count = least(MOST_TARGETS, targets - target);
-        for (int plane = 0; plane < planes; plane++)
-            for (int i = 0; i < count; i++)
-                right[plane][i] = values_of(t, target + i, group, x + plane);
-        correlate(count, t->sums, planes, tiles, left, (const char *const(*)[MOST_TARGETS])right);
+    for (int plane = 0; plane < planes; plane++) {
+        left[plane] = gradients_plane(t, x + plane) + block * j->block_bytes;
         for (int i = 0; i < count; i++)
-            add_tile(panel_of(t, target + i, group, block), t->sums + i * TILE_FLOATS);
+            right[plane][i] = values_of(t, target + i, group, x + plane);
     }
+    correlate_beside(t, count, planes, tiles_of(t), left,
+                     (const char *const(*)[MOST_TARGETS])right, formed);
+    for (int i = 0; i < count; i++)
+        add_tile(panel_of(t, target + i, group, block), t->sums + i * TILE_FLOATS);
 }
 
 /* --- An operation --- */
@@ -276,16 +449,21 @@ static void correlate_band(struct thread *t)
 {
     const struct job *j = t->job;
     const struct band *band = &t->band;
-    int next = band->x0 - 1; /* plane of values */
+    int targets = 9 * j->shifts;
+    t->values_begun = 0;
+    t->gradients_begun = 0;
     for (int x = band->x0; x < band->x1; x += j->planes) {
         int planes = least(j->planes, band->x1 - x);
-        for (; next <= x + planes; next++)
-            form_values(t, next);
-        for (int i = 0; i < planes; i++)
-            form_gradients(t, x + i, i);
-        for (int group = 0; group < t->piece.past_input - t->piece.input; group++)
-            for (int block = 0; block < t->piece.past_output - t->piece.output; block++)
-                correlate_block(t, x, planes, group, block);
+        form_planes(t, x + planes, x + planes - 1);
+        for (int target = 0; target < targets; target += MOST_TARGETS) {
+            int count = least(MOST_TARGETS, targets - target);
+            int is_free = target >= targets / 3; /* those of plane x - 1 are done */
+            for (int group = 0; group < t->piece.past_input - t->piece.input; group++)
+                for (int block = 0; block < t->piece.past_output - t->piece.output; block++) {
+                    enum formed formed = formed_beside(t, x, is_free);
+                    correlate_targets(t, x, planes, group, block, target, count, formed);
+                }
+        }
     }
 }
 

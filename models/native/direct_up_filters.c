@@ -99,6 +99,8 @@ static void form_rows(struct thread *t, int row, int batch, int x, int y)
     int output_width = 16 * t->blocks;
     int edge = op->finer[2];
     size_t at = (size_t)row * pairs * 64;
+    if (!WITH_VECTORS)
+        return;
     form_row_of(t, &t->values_of, width, batch, voxel_of(op, batch, x, y), op->z, j->pitch);
     for (int group = 0; group < t->groups; group++)
         store_pairs(t->values + group * j->array_bytes + at, t->formed + 16 * group, width, pairs);
@@ -132,7 +134,7 @@ static void correlate_rows(struct thread *t, int rows)
     for (int group = 0; group < t->groups; group++) {
         char *values = t->values + group * j->array_bytes;
         memset(values + formed, 0, (size_t)tiles * TILE_BYTES - formed);
-        for (int tile = 0; tile < tiles; tile++)
+        for (int tile = 0; tile < tiles && WITH_VECTORS; tile++)
             transpose_tile(values + (size_t)tile * TILE_BYTES);
         for (int target = 0; target < targets; target += MOST_TARGETS) {
             int count = least(MOST_TARGETS, targets - target);

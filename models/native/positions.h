@@ -18,92 +18,11 @@ static void store_pairs(char *to, const uint16_t *values, int width, int pairs)
         }
 }
 
-/* The lines of a row, straight from 16 channels of a map from c on: pair p begins with voxel 2 p,
-   and in `uneven`, where that is wanted, with 2 p - 1. What is not in the row is 0. */
-ALWAYS_INLINE void form_pairs_as(char *even, char *uneven, int pairs, const struct input *in, int m,
-                                 int batch, size_t voxel, int c, int z, int form)
-{
-    const void *map = in->maps[m], *raw = in->raw;
-    int stride = in->channels[m];
-    for (int v = 0; v < VECS; v++) {
-        size_t at = voxel * stride + c + v * LANES;
-        size_t unit = v * LANES;
-        vec k[COEFFICIENTS];
-        vec before = {0};
-        load_norm_of(k, in, m, batch, c + v * LANES, LANES, form);
-        for (int pair = 0; pair < pairs; pair++, at += 2 * stride, unit += 16) {
-            int left = z - 2 * pair; /* voxels */
-            vec first = {0};
-            vec second = {0};
-            if (__builtin_expect(left > 0, 1))
-                first = formed_value(k, map, raw, at, LANES, BFLOAT16, form);
-            if (__builtin_expect(left > 1, 1))
-                second = formed_value(k, map, raw, at + stride, LANES, BFLOAT16, form);
-            store_units((uint32_t *)even + unit, first, second);
-            if (uneven)
-                store_units((uint32_t *)uneven + unit, before, first);
-            before = second;
-        }
-    }
-}
-
-static void form_pairs(char *even, char *uneven, int pairs, const struct input *in, int batch,
-                       size_t voxel, int c, int z)
-{
-    int m = c >= in->channels[0];
-    c -= m ? in->channels[0] : 0;
-    if (in->raw)
-        form_pairs_as(even, NULL, pairs, in, m, batch, voxel, c, z, NORM_GRADIENT);
-    else if (!uneven)
-        form_pairs_as(even, NULL, pairs, in, m, batch, voxel, c, z, RAW);
-    else if (in->coefficients)
-        form_pairs_as(even, uneven, pairs, in, m, batch, voxel, c, z, NORM);
-    else
-        form_pairs_as(even, uneven, pairs, in, m, batch, voxel, c, z, RAW);
-}
-
-/* 16 x 16 units, in place: a tile of 16 pairs of positions x 16 outputs becomes 16 outputs x 32
-   positions. */
-static void transpose_tile(char *tile)
-{
-#ifdef __AVX512F__
-    __m512i *rows = (__m512i *)tile;
-    __m512i halved[16];
-    __m512i quartered[16];
-    __m512i eighths[16];
-    for (int i = 0; i < 16; i += 2) {
-        halved[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        halved[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-        for (int k = 0; k < 2; k++) {
-            quartered[i + 2 * k] = _mm512_unpacklo_epi64(halved[i + k], halved[i + k + 2]);
-            quartered[i + 2 * k + 1] = _mm512_unpackhi_epi64(halved[i + k], halved[i + k + 2]);
-        }
-    for (int i = 0; i < 16; i += 8)
-        for (int k = 0; k < 4; k++) {
-            eighths[i + k] = _mm512_shuffle_i32x4(quartered[i + k], quartered[i + k + 4], 0x88);
-            eighths[i + k + 4] = _mm512_shuffle_i32x4(quartered[i + k], quartered[i + k + 4], 0xdd);
-        }
-    for (int k = 0; k < 8; k++) {
-        int to = k % 4 + k / 4 * 4;
-        rows[to] = _mm512_shuffle_i32x4(eighths[k], eighths[k + 8], 0x88);
-        rows[to + 8] = _mm512_shuffle_i32x4(eighths[k], eighths[k + 8], 0xdd);
-    }
-#else
-    uint32_t copy[16][16];
-    uint32_t *to = (uint32_t *)tile;
-    memcpy(copy, tile, sizeof copy);
-    for (int i = 0; i < 16; i++)
-        for (int k = 0; k < 16; k++)
-            to[16 * i + k] = copy[k][i];
-#endif
-}
-
 /* The sums of `count` tiles B over `steps` steps of each of `planes` planes: each tile A is loaded
-   once for all of them. */
+   once for all of them. After each product comes a chore. */
 ALWAYS_INLINE void correlate_as(int count, float *sums, int planes, int steps,
-                                const char *const *left, const char *const (*right)[MOST_TARGETS])
+                                const char *const *left, const char *const (*right)[MOST_TARGETS],
+                                chore *chore, void *work)
 {
 #pragma GCC unroll 6
     for (int i = 0; i < count; i++)
@@ -115,6 +34,7 @@ ALWAYS_INLINE void correlate_as(int count, float *sums, int planes, int steps,
             for (int i = 0; i < count; i++) {
                 tile_load(7, right[plane][i] + at, 64);
                 tile_multiply_add(i, 6, 7);
+                chore(work);
             }
         }
 #pragma GCC unroll 6
@@ -128,9 +48,10 @@ static void correlate(int count, float *sums, int planes, int steps, const char 
     switch (count) {
 #define COUNT(n) \
     case n: \
-        correlate_as(n, sums, planes, steps, left, right); \
+        correlate_as(n, sums, planes, steps, left, right, no_chore, NULL); \
         break;
         COUNT(1) COUNT(2) COUNT(3) COUNT(4) COUNT(5) COUNT(6)
+#undef COUNT
     default:
         __builtin_trap();
     }

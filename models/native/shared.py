@@ -70,6 +70,7 @@ MOST_TILE_ROWS = 4  # tiles A of direct products that are multiplied at once
 MOST_PLANES = 8  # of positions that are multiplied at once
 ENOUGH_STEPS = 64  # of 32 positions: adding up the sums of more costs next to nothing
 MOST_TARGETS = 6  # tiles B whose sums are in registers at once
+WEIGHT_PARTS = 3  # of bfloat16, whose sum is a projection's weight of float32
 IGNORED = 255  # value of a target's voxel that is not learnt; of the others 0 is outside a region
 LOSS_BLOCK_VALUES = 8192  # of logits in a block of rows, about: some microseconds of work
 ORTHOGONAL_BLOCKS = 8  # of a symmetric matrix; fewer are over before another thread is awake

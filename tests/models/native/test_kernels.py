@@ -12,6 +12,7 @@ import pytest
 
 from models.config import MOST_CHANNELS
 from models.native.build import build
+from models.native.instruction_sets import DIRECT_PRODUCTS
 from tests.models.native.reference import (
     BFLOAT16,
     DTYPES,
@@ -305,19 +306,37 @@ def test_one_thread_after_the_other_computes_what_all_at_once_do(kernel):
     assert kernel.library.native_time_on_paper(0) == 0  # no more was counted
 
 
+FORMED = pytest.mark.parametrize("are_formed", [False, True], ids=["raw", "formed"])
+
+
 @EVERY_CASE
-@pytest.mark.parametrize("are_formed", [False, True], ids=["raw", "formed"])
+@FORMED
 def test_filter_gradient_of_raw_and_formed_maps(
     kernel, shape, channels, outputs, threads, are_formed
 ):
+    parts = two_parts(channels) if are_formed else (channels,)
+    hold_filter_gradient(kernel, shape, threads, parts, outputs, are_formed)
+
+
+@FORMED
+@pytest.mark.parametrize(("parts", "outputs"), [((16,), 16), ((32, 16), 48), ((4,), 16)])
+@pytest.mark.parametrize("shape", [(2, 4, 31, 70), (1, 5, 33, 69)])
+def test_filter_gradient_of_planes_so_large_that_one_is_taken_at_a_time(
+    kernel, shape, parts, outputs, are_formed
+):
+    """The next plane is then formed between the products of this one."""
+    if kernel.name not in DIRECT_PRODUCTS:
+        pytest.skip("is of products in tiles")
+    hold_filter_gradient(kernel, shape, 2, parts, outputs, are_formed)
+
+
+def hold_filter_gradient(kernel, shape, threads, parts, outputs, are_formed):
     rng = np.random.default_rng(4)
     gradient, raw = kernel.maps(rng, shape, outputs, outputs)
-    parts = (channels,)
     coefficients = above = raw_above = None
     limit = kernel.raw_filter_error
     if are_formed:
-        parts = two_parts(channels)
-        coefficients = coefficients_of(rng, shape, channels)
+        coefficients = coefficients_of(rng, shape, sum(parts))
         above = coefficients_of(rng, shape, outputs)
         raw_above = raw
         limit = kernel.filter_error
@@ -329,6 +348,24 @@ def test_filter_gradient_of_raw_and_formed_maps(
     gradients = formed([gradient], above, raw_above)
     truth = filter_gradient_of(values, gradients)
     assert error(result, truth, values, gradients, np.prod(shape)) < limit
+
+
+@pytest.mark.parametrize(("parts", "outputs"), [((16,), 16), ((16, 16), 16), ((32, 16), 48)])
+@pytest.mark.parametrize("shape", [(1, 5, 9, 34), (2, 6, 4, 33)])
+def test_convolution_of_normalised_maps_of_whole_blocks_of_channels(kernel, shape, parts, outputs):
+    """With AMX their rows are formed between the products of the planes before."""
+    rng = np.random.default_rng(6)
+    channels = sum(parts)
+    filters = filters_of(rng, (channels, outputs))
+    norms = coefficients_of(rng, shape, channels)
+    maps = kernel.maps(rng, shape, *parts)
+    values = formed(maps, norms)
+    result, moments = kernel.convolve(shape, 2, maps, filters, norms)
+    truth = convolved(values, filters)
+    assert error(result, truth, values, filters, 27 * channels) < kernel.map_error
+    written = result.astype(np.float64)
+    expected = np.stack([written.mean((1, 2, 3)), written.var((1, 2, 3))], 1)
+    np.testing.assert_allclose(moments, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("threads", [*THREADS, MOST_AT_ONCE])

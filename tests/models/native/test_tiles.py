@@ -115,3 +115,15 @@ def test_a_filter_gradient_of_a_transposed_convolution_multiplies_nothing_in_vai
     counts = Counts(library, *arguments, filter_gradient=made)
     assert counts.multiplications == 8 * channels * outputs * np.prod(grid)
     assert counts.loads * 8 == counts.products * 10  # a tile A for six of 8 tiles B, and for two
+
+
+def test_a_projection_multiplies_three_parts_of_its_weights(library):
+    (values,) = maps_of(GRID, 16)
+    (made,) = maps_of(GRID, 3)
+    arrays = {"filters": np.zeros((16, 3), np.float32), "bias": np.zeros(3, np.float32)}
+    arguments = ("project", "bfloat16", (1, *GRID), 2, [values], 3)
+    counts = Counts(library, *arguments, **arrays, map=made)
+    assert counts.multiplications == 3 * 16 * 16 * VOXELS  # 16 outputs, of which 3 are useful
+    assert (
+        counts.loads * 12 == counts.products * 19
+    )  # of a row: 4 x 3 tiles A, 3 tiles B, 4 of bias
