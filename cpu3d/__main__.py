@@ -122,6 +122,8 @@ def _train(command: Any, options: Any, settings: Dict[str, Any]) -> int:
     if options.folds is not None:
         return importlib.import_module("cpu3d.folds").run(options, settings)
     code = command.run(options, settings)
+    if options.dry_run:
+        return code
     importlib.import_module("cpu3d.inference.postprocessing.decision").after(options, settings)
     return code
 

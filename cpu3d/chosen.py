@@ -89,6 +89,10 @@ class TrainOptions:
         "K",
         at_least=2,
     )
+    dry_run: bool = option(
+        False, "print the plan, its memory and its hours, and end: nothing is written"
+    )
+    json: bool = option(False, "with --dry-run: print the plan as one JSON object")
     force: bool = option(False, "train even if the job may not fit the free memory")
     mlflow: str = option(
         "", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI"

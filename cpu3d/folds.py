@@ -9,7 +9,7 @@ fails is named at the end; the others go on.
 """
 
 import contextlib
-import math
+import json
 import os
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,15 +18,12 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from cpu3d.chosen import SETTINGS, Chosen, TrainOptions, chosen_again, located
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.windows import window_count
-from cpu3d.decisions import volume_shape
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
 from cpu3d.inference.postprocessing.joint import decide_jointly
-from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.plan import Plan, check_fits, make_plan, read_plan
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
@@ -49,8 +46,6 @@ from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import AUTO
 
-FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
-SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
 START_S = 15.0  # of the processes that train and score a fold, until they compute
 
 # Settings of which a command line takes one.
@@ -59,6 +54,11 @@ EITHER = (("epochs", "steps"), ("validate_every", "validations"))
 
 def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
     """`train --folds`."""
+    if options.dry_run:
+        show_folds(options, settings)
+        return 0
+    if options.json:
+        raise InputError("--json must come with --dry-run, got it alone; add --dry-run")
     train_folds(
         options.store,
         options.run,
@@ -88,29 +88,22 @@ def train_folds(
     done.
     """
     folder = Path(folder)
-    settings = located(settings or {})
     if mlflow:
         require_mlflow()
-    raise_if_any(_problems(folder, parts, settings))
     with contextlib.ExitStack() as stack:
         if folder.is_dir():  # else nothing may be written yet
             stack.enter_context(locked(folder, "folder of folds"))
-        kept = read_folds(folder)
-        before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
-        chosen = chosen_again(_without_replaced(before, settings), settings)
-        alike = _with_begun_strides(chosen, folder, parts)
-        store = open_store(store_folder)
-        host = host_share(read_host(), 1)
-        planned = _plan(store, folder, parts, alike, host, force=force)
-        _show(planned, host)
+        asked = _Asked(store_folder, folder, parts, settings or {}, force=force)
+        planned = asked.planned
+        _show(planned, asked.host)
         if not folder.is_dir():
             writable_folder(folder, "folder of --run")
             stack.enter_context(locked(folder, "folder of folds"))
-        place = store.folder.resolve()
+        place = asked.store.folder.resolve()
         first = planned[0].plan
-        folds = Folds(parts, str(place), chosen, first.training_s, beside_s(first))
+        folds = Folds(parts, str(place), asked.chosen, first.training_s, beside_s(first))
         save_folds(folder, folds)
-        words = _command_line(alike, force=force, mlflow=mlflow)
+        words = _command_line(asked.alike, force=force, mlflow=mlflow)
         failed = _carry_out(planned, place, folder, words)
     for table in results_tables(gather_folds(folder)):
         new_console().print(table)
@@ -126,30 +119,24 @@ def train_folds(
         )
 
 
+def show_folds(options: TrainOptions, settings: Dict[str, Any]) -> None:
+    """Print what `train --folds` would do with these options, and write nothing. Raises as
+    `train_folds` before it writes."""
+    asked = _Asked(options.store, options.run, options.folds, settings, force=options.force)
+    if options.json:
+        print(json.dumps([fold.plan.to_json() for fold in asked.planned]))
+    else:
+        _show(asked.planned, asked.host, stderr=False)
+
+
 def beside_s(plan: Plan) -> Optional[float]:
     """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
     `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
-    if plan.forecast is None:
+    forecast = plan.forecast
+    if forecast is None:
         return None
-    config = plan.config
-    manifest = plan.store.manifest
-    held_out = len(manifest.split["val"])
-    validations = config.validations
-    if not validations:
-        validations = plan.steps // (plan.steps_per_epoch * config.validate_every)
-    coarse_share = config.coarse_steps / plan.steps
-    full_s = _pass_s(plan, plan.forecast.full.step_s, config.grid)
-    coarse_s = full_s
-    if plan.forecast.coarse:
-        coarse_s = _pass_s(plan, plan.forecast.coarse.step_s, config.coarse_grid)
-    validation_s = coarse_share * coarse_s + (1 - coarse_share) * full_s
-    most_voxels = math.prod(manifest.largest_shape)
-    if manifest.target_spacing_mm:  # scores are on the grids that cases were resampled from
-        most_voxels = max(math.prod(record.scored_shape) for record in manifest.cases)
-    score_s = SCORE_S * most_voxels / 1e6
-    answer_s = 2 ** len(mirrored_axes_of(config, Inference())) * full_s
-    decided_and_scored_s = 2 * (answer_s + score_s)  # it answers again for each
-    return START_S + held_out * (validations * validation_s + decided_and_scored_s)
+    scored_s = forecast.course.held_out * forecast.answered_s
+    return START_S + forecast.validation_s + forecast.postprocessing_s + scored_s
 
 
 # --- Private helpers ---
@@ -196,6 +183,24 @@ class PlannedFold:
         if plan.config.budget_minutes:
             left_s = min(left_s, 60 * plan.config.budget_minutes)
         return left_s + other_s * (1 - done / plan.steps)
+
+
+class _Asked:
+    """What a call asks for: the settings of all calls for these folds, and the folds as they would
+    be trained with them."""
+
+    def __init__(
+        self, store_folder: Path, folder: Path, parts: int, settings: Chosen, *, force: bool
+    ):
+        settings = located(settings)
+        raise_if_any(_problems(folder, parts, settings))
+        kept = read_folds(folder)
+        before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
+        self.chosen = chosen_again(_without_replaced(before, settings), settings)
+        self.alike = _with_begun_strides(self.chosen, folder, parts)
+        self.store = open_store(store_folder)
+        self.host = host_share(read_host(), 1)
+        self.planned = _plan(self.store, folder, parts, self.alike, self.host, force=force)
 
 
 def _problems(folder: Path, parts: int, settings: Chosen) -> List[str]:
@@ -337,12 +342,12 @@ def _made_shorter(fold: PlannedFold) -> List[str]:
     return [f"{rule}; leave it so or make it larger, or choose another folder"]
 
 
-def _show(planned: Sequence[PlannedFold], host: Host) -> None:
+def _show(planned: Sequence[PlannedFold], host: Host, *, stderr: bool = True) -> None:
     """Print the plan of the first fold that is to be trained, and what all of them take."""
     waiting = [fold for fold in planned if not fold.is_trained]
     for fold in waiting[:1]:
-        say(f"the plan of each fold, here of {fold.fold}; the table below has the time of all:")
-        say(*fold.plan.describe(host))
+        each = f"the plan of each fold, here of {fold.fold}; the table below has the time of all:"
+        say(each, *fold.plan.describe(host), stderr=stderr)
     rows = []
     for fold in planned:
         split = fold.plan.store.manifest.split
@@ -369,7 +374,8 @@ def _show(planned: Sequence[PlannedFold], host: Host) -> None:
         todo = ""
         if not manifest.folds:
             todo = "; `prepare --split 1 0 0` puts all patients into the folds"
-        say(f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}")
+        outside = f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}"
+        say(outside, stderr=stderr)
 
 
 def _carry_out(
@@ -441,12 +447,3 @@ def _command_line(chosen: Chosen, *, force: bool, mlflow: str) -> List[str]:
     if mlflow:
         words += ["--mlflow", mlflow]
     return words
-
-
-def _pass_s(plan: Plan, step_s: float, grid: Sequence[int]) -> float:
-    """Predicted seconds of a network's pass over a whole case, from those of a step on volumes of
-    `grid`."""
-    windows = 1
-    if plan.config.is_patch:
-        windows = window_count(volume_shape(plan.store, plan.config), grid)
-    return FORWARD_SHARE * step_s / plan.config.batch * windows

@@ -18,10 +18,10 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.chosen import Chosen, chosen_again, located, recipe_settings, with_settings
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import all_names, mirror_pair
-from cpu3d.data.store import Store
+from cpu3d.data.store import Store, open_store
 from cpu3d.decisions import Start, decide, job_of, joined, volume_shape
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
-from cpu3d.forecast import price_of, smaller_grids
+from cpu3d.forecast import course_of, smaller_grids
 from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints
@@ -34,14 +34,15 @@ from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import find_constants
 from memory_estimator.common.files import read_json
 from memory_estimator.common.units import by, format_bytes
-from memory_estimator.estimate import Estimate
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
 from memory_estimator.job import Job, statistics_note, stored_bytes
-from memory_estimator.sources import PLAN_SCHEMA
-from memory_estimator.training import Forecast
+from memory_estimator.sources import PLAN_SCHEMA, JobSource
+from memory_estimator.training import Course, Forecast
 from models.layer_plan import training_flops
-from models.strides import strides_text
+from models.strides import strides_line, strides_text
+
+NO_RUN = Path("/nonexistent")  # the folder of a plan that is of no run
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,18 @@ class Plan:
         return dataclasses.replace(job, case_bytes=case_bytes)
 
     @property
+    def validations(self) -> int:
+        """Validations of the whole run."""
+        if self.config.validations:
+            return self.config.validations
+        return self.steps // (self.steps_per_epoch * self.config.validate_every)
+
+    @property
+    def course(self) -> Course:
+        """What the run does besides its full steps."""
+        return course_of(self.config, self.store, self.steps, self.validations)
+
+    @property
     def predicted(self) -> Dict[str, Any]:
         """Time and memory of a step, for the log and the report to compare with the measured
         ones."""
@@ -107,9 +120,7 @@ class Plan:
     @property
     def training_s(self) -> Optional[float]:
         """Predicted seconds of all steps, validations aside; None if no step is predicted."""
-        if self.forecast is None:
-            return None
-        return self.forecast.seconds(self.steps, self.config.coarse_steps)
+        return self.forecast.training_s if self.forecast else None
 
     def to_json(self) -> Dict[str, Any]:
         """The content of plan.json."""
@@ -128,7 +139,9 @@ class Plan:
             "training_s": self.training_s,
             "reasons": dict(self.reasons),
             "predicted": self.predicted,
+            "run": self.forecast.run_json() if self.forecast else None,
             "job": self.job.fields(),  # which `estimate --run` starts from
+            "course": dataclasses.asdict(self.course),  # likewise
             "config": self.config.to_json(),
         }
 
@@ -137,7 +150,7 @@ class Plan:
         lines = [*self._describe_input(), *self._describe_training()]
         lines += [f"note: {note}" for note in self._notes()]
         if self.forecast:
-            lines += [f"plan: {line}" for line in self.forecast.describe(host, self.training_s)]
+            lines += [f"plan: {line}" for line in self.forecast.describe(host)]
         if self.config.device != "cpu":
             needed = format_bytes(planner.gpu_bytes(self.job))
             lines.append(f"plan: a step takes about {needed} of the card")
@@ -217,6 +230,7 @@ def make_plan(
     gpus: Sequence[Gpu] = (),
     workers: int = 1,
     force: bool = False,
+    forecasts: bool = True,
 ) -> Plan:
     """The plan of a run: recipe or saved run, then the chosen settings, then the decisions by store
     and host, of which this worker has its share. Device, dtype, policy and micro-batch of a saved
@@ -224,6 +238,9 @@ def make_plan(
 
     Before a run's first checkpoint nothing is trained that would have to be continued: the settings
     that were chosen for it are kept, and all else is decided again.
+
+    Without `forecasts` memory and time are left open, and with them the memory policy: those of
+    another host are asked for.
 
     Raises InputError for settings that do not suit the store or the saved run, and, unless `force`,
     if the host's calibration cannot be read."""
@@ -264,6 +281,8 @@ def make_plan(
         rule = f"batch must be at most the {plan.samples_per_epoch} {kind}"
         raise InputError(f"{rule}, got {config.batch}; {_smaller_batch(start.chosen)}")
     plan = _with_coarse_steps(_with_validations(plan), start.is_begun)
+    if not forecasts:
+        return plan
     return with_forecast(plan, host, pick=start.wanted("policy") is None, force=force)
 
 
@@ -284,34 +303,47 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         if pick:
             config = config.with_policy("speed")
         return dataclasses.replace(plan, config=config)
-    threads = thread_plan(host).intra_op
-    job = dataclasses.replace(plan.job, threads=threads)
     if not host.instructions:
         why = "TensorFlow's layers compute, which take twice the time and memory"
         todo = "`./run.sh doctor` says what is missing"
         reasons["own operations"] = f"warning: no own operations ({host.own.why}); {why}; {todo}"
+    job = dataclasses.replace(plan.job, threads=thread_plan(host).intra_op)
     try:
-        constants = find_constants(host)
-        accuracy = load_accuracy(versions=installed_versions())
-        coarse: Optional[Estimate] = None
-        if config.coarse_steps:
-            first = config.at(0)
-            coarse_price = price_of(first, plan.store, plan.workers, constants, accuracy)
-            coarse = coarse_price(dataclasses.replace(job, shape=first.grid, unet=first.unet))
-        price = price_of(config, plan.store, plan.workers, constants, accuracy, coarse)
-        if pick:
-            choice = planner.fastest_that_fits(job, price, host.free_bytes)
-            config = config.with_policy(choice.policy)
-            job = choice.estimate.job
-            why = choice.reason(f"{format_bytes(host.free_bytes)} free")
-            reasons["policy"] = f"policy {choice.policy}: {why}"
-        forecast = Forecast(price(job), coarse)
+        forecast = plan.course.forecast(
+            job,
+            find_constants(host),
+            load_accuracy(versions=installed_versions()),
+            workers=plan.workers,
+            budget_bytes=host.free_bytes if pick else None,
+        )
     except ValueError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
         reasons["memory"] = f"none, {error}"
         return dataclasses.replace(plan, reasons=reasons)
+    if forecast.choice:
+        policy = forecast.choice.policy
+        config = config.with_policy(policy)
+        why = forecast.choice.reason(f"{format_bytes(host.free_bytes)} free")
+        reasons["policy"] = f"policy {policy}: {why}"
     return dataclasses.replace(plan, config=config, forecast=forecast, reasons=reasons)
+
+
+def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
+    """What `estimate --store` starts from: the run that `train` would plan on a store. Raises
+    ValueError for a store that cannot be read, and for settings that do not suit it."""
+    try:
+        plan = make_plan(open_store(folder), NO_RUN, host, chosen, forecasts=False)
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    line = plan.reasons.get("strides", "")
+    decided = strides_line(plan.config.unet.every_stride, "")
+    return JobSource(
+        job=plan.job,
+        course=plan.course,
+        strides_why=line[len(decided) :],
+        grids=smaller_grids(plan.config, plan.store),
+    )
 
 
 def save_plan(plan: Plan, run_folder: Path) -> None:
@@ -334,9 +366,9 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if forecast is None or forecast.upper_bound_bytes <= free_bytes:
         return
     full = forecast.full
-    config = plan.config
-    store = plan.store
-    price = price_of(config, store, plan.workers, full.constants, full.accuracy, forecast.coarse)
+    price = forecast.course.price(
+        full.constants, full.accuracy, workers=plan.workers, coarse=forecast.coarse
+    )
     options = []
     place = ""
     if plan.saved:
@@ -344,7 +376,7 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
         if not options:
             place = "as a run in another folder"
     if not options:
-        grids = smaller_grids(config, store)
+        grids = smaller_grids(plan.config, plan.store)
         options = planner.nearest(full.job, price, free_bytes, grids=grids)
     if options:
         fits = "what fits"

@@ -17,7 +17,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.files.reader import READ_MODES
-from cpu3d.data.labels import PaintedRegions
+from cpu3d.data.labels import PaintedRegions, all_names
 from cpu3d.data.manifest import Code
 from cpu3d.data.normalise import Normalisation
 from cpu3d.data.region import EXTENTS
@@ -53,6 +53,8 @@ steps' peak. By the whole of it the full steps would forget what the coarse ones
 VALIDATIONS = 20
 """Validations of a run, evenly spread, unless it has fewer epochs or a setting says how often. An
 epoch of few cases is over in seconds, and the best of many scores of few cases is chance."""
+
+LEAST_CASES = 2  # that must have a region before post-processing removes anything of it
 
 _data = functools.partial(option, group="data")
 _patches = functools.partial(option, group="patches")
@@ -341,6 +343,11 @@ class RunConfig(Decided, Settings, StoreFacts):
         outputs."""
         codes = {name: self.region_codes[name] for name in self.regions}
         return PaintedRegions(codes, self.paint)
+
+    @property
+    def mirrored_axes(self) -> Tuple[int, ...]:
+        """The axes of X, Y, Z that it is trained on mirror images along."""
+        return self.augment.mirrored_axes(all_names(self.label_names, self.region_codes))
 
     def to_json(self) -> Dict[str, Any]:
         """JSON content, of which the run can be made again."""

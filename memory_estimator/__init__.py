@@ -1,1 +1,2 @@
-"""Memory and time of a training step, before anything is allocated. No TensorFlow."""
+"""Memory and time of a training step, and of a whole run, before anything is allocated. No
+TensorFlow."""

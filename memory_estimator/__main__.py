@@ -1,10 +1,10 @@
-"""Predict the memory and the time of a training step before anything is allocated. Needs no
-TensorFlow.
+"""Predict the memory and the time of a training step, or of a whole run, before anything is
+allocated. Needs no TensorFlow.
 
     ./run.sh estimate --shape 240 240 160 --channels 4 --filters 16 --batch 1 --dtype bfloat16
     ./run.sh estimate --recipe paper-2020 --host-memory 1.5TiB --plan
     ./run.sh estimate --run runs/first --json
-    ./run.sh estimate --store brats-store
+    ./run.sh estimate --store brats-store                       # the run that `train` would plan
     ./run.sh estimate --shape 200 220 30 --spacing 0.9 0.9 5    # as `train` would halve and pad it
 
 For another host, give its memory, its kind of CPU and its cores:
@@ -14,7 +14,8 @@ For several hosts that train together (predicted from one worker's step, its gra
 network):
     ./run.sh estimate --shape 240 240 160 --hosts 1 2 4 8 --link 25Gbit/s --cases 484 --epochs 25
 
-Needs msgspec and rich, which prints its tables, and outside Linux psutil.
+Needs msgspec and rich, which prints its tables, and outside Linux psutil; --store also numpy,
+nibabel and psutil.
 """
 
 import argparse
@@ -27,13 +28,13 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from memory_estimator import planner
-from memory_estimator.accuracy import load_accuracy
+from memory_estimator.accuracy import Accuracy, load_accuracy
 from memory_estimator.calibration import HostConstants, find_constants, load_constants
-from memory_estimator.common.schema import add_options, from_args, option
+from memory_estimator.common.schema import add_options, from_args, given_options, option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.terminal import printing, use_utf8
 from memory_estimator.common.units import by, format_bytes, format_seconds, parse_bytes
-from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
+from memory_estimator.estimate import STORE_NOTE, Component, Estimate
 from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
 from memory_estimator.installed import as_typed, has_tensorflow, installed_versions
 from memory_estimator.job import (
@@ -52,10 +53,11 @@ from memory_estimator.scaling import (
     worker_share,
 )
 from memory_estimator.sources import JobSource, source_job
+from memory_estimator.training import Forecast
 from models.config import POLICIES
 from models.native.build import check_platform, find_compiler
 from models.native.instruction_sets import BFLOAT16_PRODUCTS
-from models.strides import strides_line
+from models.strides import Shape3, strides_line
 
 FITS = 0
 FAILED = 1
@@ -66,6 +68,9 @@ EXIT_CODES = (
     f"Exit codes: {FITS} the job fits, {DOES_NOT_FIT} it does not, {BAD_INPUT} bad input, "
     f"{FAILED} failed (a full disk, a missing package), {INTERRUPTED} interrupted."
 )
+
+OF_STORE = ("shape", "spacing", "channels", "classes", "cases")
+"""Options whose values a store has itself."""
 
 CALIBRATION_HELP = (
     f"constants that `calibrate` wrote, or those of {', '.join(INSTRUCTION_SETS)} "
@@ -147,11 +152,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def verdict(estimate: Estimate, memory_bytes: int, label: str) -> str:
+def verdict(needed_bytes: int, memory_bytes: int, label: str) -> str:
     """Whether it fits, in one sentence; `label` describes `memory_bytes`, such as "free on this
     host"."""
-    spare_bytes = memory_bytes - estimate.upper_bound_bytes
-    needed = f"needs up to {format_bytes(estimate.upper_bound_bytes)}"
+    spare_bytes = memory_bytes - needed_bytes
+    needed = f"needs up to {format_bytes(needed_bytes)}"
     memory = f"{format_bytes(memory_bytes)} {label}"
     difference = format_bytes(abs(spare_bytes))
     if spare_bytes < 0:
@@ -164,66 +169,138 @@ def _failed(message: str, code: int) -> int:
     return code
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What is asked for: a step, alone or of a training, on a host of these constants."""
+
+    source: JobSource
+    whole: Job  # of all workers; its policy is for the time being if that is open
+    workers: int  # each of which computes an equal share of every batch
+    is_open: bool  # whether the policy is to be picked
+    why: str  # what the strides follow from
+    constants: HostConstants
+    accuracy: Accuracy
+
+    @property
+    def job(self) -> Job:
+        """That of one worker."""
+        return worker_share(self.whole, self.workers)
+
+    def forecast(self, memory_bytes: int) -> Forecast:
+        """What it costs, with the policy picked for a worker's memory if it is open."""
+        return self.source.course.forecast(
+            self.whole,
+            self.constants,
+            self.accuracy,
+            workers=self.workers,
+            budget_bytes=memory_bytes if self.is_open else None,
+        )
+
+    def price(self, coarse: Optional[Estimate]) -> planner.Price:
+        """The price of jobs of one worker, after coarse steps if `coarse` is their estimate."""
+        of_whole = self.source.course.price(self.constants, self.accuracy, coarse=coarse)
+        return functools.cache(worker_price(of_whole, self.workers))
+
+
 def _answer(args: argparse.Namespace) -> Answer:
     options = from_args(Options, args)
     scaling = from_args(ScalingOptions, args)
     check_options(args)
     host = functools.cache(read_host)  # not read if the options describe one
-    source = source_job(args)
     given_bytes = parse_bytes(options.host_memory) if options.host_memory else 0
-    if hasattr(args, "store") and not hasattr(args, "dtype"):
-        args.dtype = _best_dtype(options, host)
-    job, workers = _share(args, source, host)
-    why = why_strides(args, job)
-    price = _price(options, host)
-    is_open = policy_is_open(args)
+    source = _source(args, options, host)
+    whole, workers = _whole(args, source, host)
+    # A host that is described has no engines installed here: the recorded ones are assumed.
+    is_described = options.calibration or options.host_memory
+    asked = _Asked(
+        source=source,
+        whole=whole,
+        workers=workers,
+        is_open=policy_is_open(args),
+        why=source.strides_why or why_strides(args, whole),
+        constants=_constants(options, host),
+        accuracy=load_accuracy(versions=None if is_described else installed_versions()),
+    )
     if scaling.hosts:
-        return _several_hosts(scaling, job, price, given_bytes, is_open, why, source.notes)
+        return _several_hosts(scaling, asked, given_bytes)
+    return _one_host(options, asked, given_bytes, host)
+
+
+def _one_host(
+    options: Options, asked: _Asked, given_bytes: int, host: Callable[[], Host]
+) -> Answer:
+    """Memory and time on one host, of `given_bytes`, or if that is 0 of what is free here."""
     memory_bytes = given_bytes
     label = "given"
     if not given_bytes:
         memory_bytes = host().free_bytes
         label = "free on this host"
+    workers = asked.workers
     if workers > 1:  # as `launch` has them on one host
-        price = worker_price(price, workers)
         label = f"for each of {workers} workers on one host"
         memory_bytes //= workers
+    forecast = asked.forecast(memory_bytes)
+    predicted = forecast.full
+    job = asked.job.with_unet(policy=predicted.job.policy)
+    price = asked.price(forecast.coarse)
     reason = "given"
-    if is_open:
-        choice = planner.fastest_that_fits(job, price, memory_bytes)
-        reason = choice.reason(f"{format_bytes(memory_bytes)} {label}")
-        job = job.with_unet(policy=choice.policy)
-    predicted = price(job)
+    if forecast.choice:
+        reason = forecast.choice.reason(f"{format_bytes(memory_bytes)} {label}")
     content = predicted.to_json()
+    content["upper_bound_bytes"] = forecast.upper_bound_bytes
     content["host_memory_bytes"] = memory_bytes * workers
     if workers > 1:
         content["workers"] = workers
-    content["fits"] = predicted.upper_bound_bytes <= memory_bytes
-    content["advice"] = _advice(job, predicted, price, memory_bytes)
-    content["strides"] = _strides(job, why)
-    content["policy"] = {"name": job.policy, "picked": is_open, "reason": reason}
-    content["notes"] = [*source.notes, *_assumptions(options, predicted, host)]
+    content["fits"] = forecast.upper_bound_bytes <= memory_bytes
+    content["advice"] = []
+    if not content["fits"]:
+        content["advice"] = _advice(job, price, memory_bytes, asked.source.grids)
+    if forecast.course.steps:
+        content["run"] = forecast.run_json()
+    content["strides"] = _strides(job, asked.why)
+    content["policy"] = {"name": job.policy, "picked": asked.is_open, "reason": reason}
+    content["notes"] = [*asked.source.notes, *_assumptions(options, predicted, host)]
     measured_here = None if options.calibration else host()
     content["constants"]["basis"] = predicted.constants.basis(job, measured_here)
-    blocks = _blocks(job, predicted, content)
-    blocks.append("\n  ".join((verdict(predicted, memory_bytes, label), *content["advice"])))
+    blocks = _blocks(job, forecast, content)
+    fits = verdict(forecast.upper_bound_bytes, memory_bytes, label)
+    blocks.append("\n  ".join((fits, *content["advice"])))
     if options.plan:
         content["plan"], table = _plan(job, price, memory_bytes)
         blocks.append(table)
     return Answer(content, blocks)
 
 
-def _share(
+def _source(args: argparse.Namespace, options: Options, host: Callable[[], Host]) -> JobSource:
+    """The source of the job. Raises ValueError as those that read it, and for what a store has
+    itself."""
+    if not hasattr(args, "store"):
+        return source_job(args)
+    for name in OF_STORE:
+        if hasattr(args, name):
+            todo = "leave one of them out; `prepare` makes stores of others, as by its --spacing"
+            raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
+    args.dtype = getattr(args, "dtype", _best_dtype(options, host))
+    chosen = given_options(JobOptions, args)
+    folder = chosen.pop("store")
+    chosen.pop("threads", None)
+    # This command stands above all rooms, as `cpu3d` does; nothing else of its room does.
+    from cpu3d.plan import source_of_store
+
+    return source_of_store(folder, host(), chosen)
+
+
+def _whole(
     args: argparse.Namespace, source: JobSource, host: Callable[[], Host]
 ) -> Tuple[Job, int]:
-    """The job of one worker, and the number of workers that compute such a share of each batch."""
+    """The job of all workers, and their number: each computes an equal share of each batch."""
     if not hasattr(args, "threads"):
         workers_here = source.workers
         if hasattr(args, "hosts"):
             workers_here = getattr(args, "workers_per_host", 1)
         args.threads = max(1, host().usable_cores // workers_here)
     workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
-    return worker_share(job_from(args, source.job), workers), workers
+    return job_from(args, source.job), workers
 
 
 def _best_dtype(options: Options, host: Callable[[], Host]) -> str:
@@ -237,15 +314,6 @@ def _best_dtype(options: Options, host: Callable[[], Host]) -> str:
 def _strides(job: Job, why: str) -> Dict[str, Any]:
     """The strides of a job as JSON content, and what they follow from."""
     return {"strides": job.unet.every_stride, "reason": why}
-
-
-def _price(options: Options, host: Callable[[], Host]) -> planner.Price:
-    """The estimate of a job on the host of --calibration, else on this one."""
-    constants = _constants(options, host)
-    # A host that is described has no engines installed here: the recorded ones are assumed.
-    is_described = options.calibration or options.host_memory
-    accuracy = load_accuracy(versions=None if is_described else installed_versions())
-    return functools.cache(lambda job: estimate(job, constants, accuracy))
 
 
 def _constants(options: Options, host: Callable[[], Host]) -> HostConstants:
@@ -300,15 +368,20 @@ def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]
     return notes
 
 
-def _advice(job: Job, predicted: Estimate, price: planner.Price, memory_bytes: int) -> List[str]:
-    """Changes that make a job fit; none if it does."""
-    if predicted.upper_bound_bytes <= memory_bytes:
-        return []
-    smaller = [f"fits with {option}" for option in planner.nearest(job, price, memory_bytes)]
-    return smaller or ["no smaller setting fits; use another host"]
+def _advice(
+    job: Job,
+    price: planner.Price,
+    memory_bytes: int,
+    grids: Optional[Sequence[Tuple[str, Shape3]]],
+) -> List[str]:
+    """Changes that make a job fit which does not."""
+    options = planner.nearest(job, price, memory_bytes, grids)
+    if not options:
+        return ["no smaller setting fits; use another host"]
+    return [f"fits with {option}" for option in options]
 
 
-def _blocks(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[Union[str, Table]]:
+def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Union[str, Table]]:
     """The content for reading."""
     blocks: List[Union[str, Table]] = _described(job, content["strides"]["reason"])
     policy = content["policy"]
@@ -317,7 +390,9 @@ def _blocks(job: Job, predicted: Estimate, content: Mapping[str, Any]) -> List[U
     if "workers" in content:
         share = "memory and time of its share of each batch"
         blocks.append(f"of one of {content['workers']} workers, {share}")
-    blocks += _tables(predicted, content["constants"]["basis"])
+    blocks += _tables(forecast.full, content["constants"]["basis"])
+    if "run" in content:
+        blocks += [_run_table(forecast), forecast.hours]
     notes = [*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro)]
     if job.from_store:
         notes.insert(0, STORE_NOTE)
@@ -333,32 +408,29 @@ def _described(job: Job, why: str) -> List[Union[str, Table]]:
     return lines
 
 
-def _several_hosts(
-    options: ScalingOptions,
-    job: Job,
-    price: planner.Price,
-    host_bytes: int,
-    is_open: bool,
-    why: str,
-    notes: Sequence[str],
-) -> Answer:
+def _several_hosts(options: ScalingOptions, asked: _Asked, host_bytes: int) -> Answer:
     """Time on several hosts. `host_bytes` are the memory of one, 0 if it was not given: this host's
-    is another. `notes` are those of the job's source."""
+    is another."""
+    job = asked.job
+    of_run = dataclasses.replace(asked, is_open=False).forecast(host_bytes)
+    price = asked.price(of_run.coarse)
     if options.global_batch:  # the fewest workers have the largest share of it
         fewest = min(options.hosts) * options.workers_per_host
         job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))
     memory_bytes = host_bytes // options.workers_per_host
     price_of_worker = worker_price(price, max(options.hosts) * options.workers_per_host)
-    if memory_bytes and is_open:
+    if memory_bytes and asked.is_open:
         choice = planner.fastest_that_fits(job, price_of_worker, memory_bytes)
         job = job.with_unet(policy=choice.policy)
     content, table = several_hosts(options, price(job))
     worker = price_of_worker(job)
-    content["strides"] = _strides(job, why)
+    notes = asked.source.notes
+    content["strides"] = _strides(job, asked.why)
     content["notes"] = list(notes)
-    blocks = [*_described(job, why), table, *(f"note: {note}" for note in notes)]
+    blocks = [*_described(job, asked.why), table, *(f"note: {note}" for note in notes)]
     if memory_bytes:
-        blocks.append(f"a worker {verdict(worker, memory_bytes, 'its share of a host')}")
+        fits = verdict(worker.upper_bound_bytes, memory_bytes, "its share of a host")
+        blocks.append(f"a worker {fits}")
     content["upper_bound_bytes"] = worker.upper_bound_bytes
     content["fits"] = not memory_bytes or worker.upper_bound_bytes <= memory_bytes
     return Answer(content, blocks)
@@ -392,6 +464,24 @@ def _tables(predicted: Estimate, basis: str) -> List[Union[str, Table]]:
         tables.append(_bill(title, predicted.beside))
     tables.append(Table(("", "", errors), figures, "Predicted", names=3))
     return [*tables, f"seconds: {basis} ({predicted.constants.record})"]
+
+
+def _run_table(forecast: Forecast) -> Table:
+    """The steps of a run, and what they take."""
+    course = forecast.course
+    rows = []
+    for name, count, step in (
+        ("coarse steps", course.coarse_steps, forecast.coarse),
+        ("full steps", course.steps - course.coarse_steps, forecast.full),
+    ):
+        if step is None:
+            continue
+        sizes = (step.allocator_peak_bytes, step.process_peak_bytes, step.upper_bound_bytes)
+        cells = [format_bytes(size) for size in sizes]
+        grid = by(step.job.shape, " x ")
+        rows.append((name, str(count), grid, *cells, format_seconds(step.step_s)))
+    columns = ("", "", "grid", "allocator peak", "process peak", "upper bound", "a step")
+    return Table(columns, rows, "The run that `train` plans", names=1)
 
 
 def _bill(title: str, lines: Sequence[Component]) -> Table:

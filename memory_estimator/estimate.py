@@ -9,7 +9,7 @@ from memory_estimator.accuracy import Accuracy, Bound, Kind, bound_of_layers, lo
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import Job, stored_bytes
-from memory_estimator.step.allocator import SMALL_BYTES, use
+from memory_estimator.step.allocator import SMALL_BYTES, peak_of_run, use
 from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timeline import (
@@ -199,6 +199,13 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
         kind=kind,
         uncovered=uncovered,
     )
+
+
+def run_peak_bytes(steps: Sequence[Estimate]) -> int:
+    """What TensorFlow's allocator hands out at most in a run of these steps, those of one estimate
+    after those of the other, with validations in between."""
+    programs = [_program_of(step.job, step.constants.instructions)[0] for step in steps]
+    return peak_of_run(programs)
 
 
 def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, ...]]:

@@ -22,6 +22,8 @@ from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
 from models.strides import (
+    LEAST_MM,
+    MOST_MM,
     Strides,
     shape3,
     strides_for,
@@ -283,20 +285,19 @@ class JobOptions(Architecture):
     )
     store: Optional[Path] = option(
         None,
-        "the default job of `train` on a store that `prepare` has written: the shape and the "
-        "spacing of its cases, channels, regions, cases; other options override it",
+        "the run that `train` plans by itself on a store that `prepare` has written, with the "
+        "options of network, batch, dtype, optimizer, policy and engine that are given",
         "DIR",
         one_of="source",
     )
     shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
     spacing: Optional[Tuple[float, float, float]] = option(
         None,
-        "mm of a voxel: the strides are then those that `train` takes, unless --strides gives "
-        "others, and the shape is padded to them (default: that of --store; else each level halves "
-        "all axes)",
+        "mm of a voxel of --shape: the strides are then those that `train` takes, unless --strides "
+        "gives others, and the shape is padded to them (default: each level halves all axes)",
         ("X", "Y", "Z"),
-        above=0,
-        below=math.inf,
+        at_least=LEAST_MM,
+        at_most=MOST_MM,
     )
     batch: int = option(1, "volumes a step", "B")
     micro_batch: int = option(

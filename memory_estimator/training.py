@@ -1,26 +1,37 @@
 """A whole training on paper: its coarse steps and its full ones, a worker's memory beside them, and
 the time of all.
 
-price = price_of_run(constants, accuracy, Beside(volume_shape=(240, 240, 155)), workers=2)
-forecast = Forecast(price(job))
-forecast.upper_bound_bytes, forecast.seconds(100)
+course = Course(steps=500, beside=Beside(volume_shape=(240, 240, 155)))
+forecast = course.forecast(job, constants, accuracy)
+forecast.upper_bound_bytes, forecast.all_s
 """
 
+import dataclasses
+import functools
 import math
-from dataclasses import dataclass
-from typing import Any, Dict, List, Optional
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Optional, Tuple
 
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes, format_seconds
-from memory_estimator.estimate import STORE_NOTE, Component, Estimate, estimate
+from memory_estimator.estimate import (
+    STORE_NOTE,
+    Component,
+    Estimate,
+    estimate,
+    run_peak_bytes,
+)
 from memory_estimator.host import Host
 from memory_estimator.job import Job
-from memory_estimator.planner import Price
+from memory_estimator.planner import Choice, Price, fastest_that_fits
 from memory_estimator.scaling import worker_estimate
 from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
 from models.strides import Shape3
+
+FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
+SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
 
 LOGITS_MAPS = 2
 """float32 maps as large as the logits that a validation of whole volumes holds at a time: the
@@ -97,16 +108,93 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: float) -> int:
 
 
 @dataclass(frozen=True)
+class Course:
+    """A training as data: what it does besides its full steps, whose job is given apart. A single
+    step, of which no more is known, has the defaults."""
+
+    steps: int = 0  # of the whole run; 0 is not known
+    coarse_steps: int = 0
+    coarse_shape: Optional[Shape3] = None  # voxels that the network sees in them; None without any
+    beside: Beside = Beside()  # of full steps
+    coarse_beside: Beside = Beside()
+    budget_s: Optional[float] = None  # that cuts the steps; None for no limit
+    validations: int = 0
+    held_out: int = 0  # cases of a validation
+    windows: int = 1  # of the network, that cover such a case
+    coarse_windows: int = 1
+    decided: int = 0  # cases that post-processing is decided on
+    flips: int = 1  # mirror images of each of them that answers are averaged over
+    scored_voxels: int = 0  # of the largest of them, on its own grid
+
+    def coarse_job(self, job: Job) -> Optional[Job]:
+        """The job of coarse steps beside full ones of `job`; None without any. Their policy is
+        "speed", which takes less memory there than any policy in full."""
+        if self.coarse_shape is None:
+            return None
+        return dataclasses.replace(job.with_unet(policy="speed"), shape=self.coarse_shape)
+
+    def price(
+        self,
+        constants: HostConstants,
+        accuracy: Accuracy,
+        *,
+        workers: int = 1,
+        coarse: Optional[Estimate] = None,
+    ) -> Price:
+        """The price of jobs as full steps, after the coarse ones if `coarse` is their estimate."""
+        beside = self.beside
+        if coarse:
+            beside = dataclasses.replace(beside, left_bytes=coarse.allocator_peak_bytes)
+        return price_of_run(constants, accuracy, beside, workers=workers)
+
+    def forecast(
+        self,
+        job: Job,
+        constants: HostConstants,
+        accuracy: Accuracy,
+        *,
+        workers: int = 1,
+        budget_bytes: Optional[int] = None,
+    ) -> "Forecast":
+        """What this training costs on a host, with `job` as a full step: the memory of one worker,
+        the time of all of them together. With a budget its memory policy is picked, whatever `job`
+        has now."""
+        coarse: Optional[Estimate] = None
+        coarse_job = self.coarse_job(job)
+        if coarse_job:
+            coarse_price = price_of_run(constants, accuracy, self.coarse_beside, workers=workers)
+            coarse = coarse_price(coarse_job)
+        price = self.price(constants, accuracy, workers=workers, coarse=coarse)
+        if budget_bytes is None:
+            return Forecast(self, price(job), coarse)
+        choice = fastest_that_fits(job, price, budget_bytes)
+        return Forecast(self, choice.estimate, coarse, choice)
+
+
+@dataclass(frozen=True)
 class Forecast:
     """Memory and time of a training, by the prices of its steps."""
 
+    course: Course
     full: Estimate
     coarse: Optional[Estimate] = None  # None without a curriculum
+    # of the memory policy, if it was picked
+    choice: Optional[Choice] = field(default=None, compare=False)
+
+    @property
+    def steps(self) -> List[Estimate]:
+        """Those of coarse steps, if there are any, then of full ones."""
+        return [self.coarse, self.full] if self.coarse else [self.full]
+
+    @functools.cached_property
+    def allocator_peak_bytes(self) -> int:
+        """What TensorFlow's allocator hands out at most, over the whole run."""
+        return run_peak_bytes(self.steps)
 
     @property
     def upper_bound_bytes(self) -> int:
         """The process's, over the whole run."""
-        return max(step.upper_bound_bytes for step in (self.full, self.coarse) if step)
+        return max(step.upper_bound_bytes for step in self.steps)
 
     def seconds(self, steps: int, coarse_steps: int = 0) -> float:
         """Seconds of so many steps, the coarse ones included; validations aside."""
@@ -114,6 +202,51 @@ class Forecast:
         if self.coarse is None:
             return full_s
         return coarse_steps * self.coarse.step_s + full_s
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of all steps, without a budget of time."""
+        return self.seconds(self.course.steps, self.course.coarse_steps)
+
+    @property
+    def steps_s(self) -> float:
+        """Seconds of the steps, of which a budget of time takes as many as it holds."""
+        budget_s = self.course.budget_s
+        if budget_s is None:
+            return self.training_s
+        return min(self.training_s, budget_s)
+
+    @property
+    def validation_s(self) -> float:
+        """Seconds of all validations."""
+        course = self.course
+        if not course.steps:
+            return 0.0
+        coarse_share = course.coarse_steps / course.steps
+        pass_s = (1 - coarse_share) * self._pass_s(self.full, course.windows)
+        if self.coarse:
+            pass_s += coarse_share * self._pass_s(self.coarse, course.coarse_windows)
+        return course.validations * course.held_out * pass_s
+
+    @property
+    def answered_s(self) -> float:
+        """Seconds to answer on a held-out case and to score that."""
+        answer_s = self.course.flips * self._pass_s(self.full, self.course.windows)
+        return answer_s + SCORE_S * self.course.scored_voxels / 1e6
+
+    @property
+    def postprocessing_s(self) -> float:
+        """Seconds to decide the post-processing, after the last step."""
+        return self.course.decided * self.answered_s
+
+    @property
+    def all_s(self) -> float:
+        """Seconds of the whole training."""
+        return self.steps_s + self.validation_s + self.postprocessing_s
+
+    def _pass_s(self, step: Estimate, windows: int) -> float:
+        """Seconds of the network's pass over a whole case."""
+        return FORWARD_SHARE * step.volume_s * windows
 
     def to_json(self) -> Dict[str, Any]:
         """A step's memory and time, for the log and the report to compare with the measured
@@ -124,13 +257,29 @@ class Forecast:
             return {name: getattr(step, name) for name in names}
 
         content = figures(self.full)
+        content["run_allocator_peak_bytes"] = self.allocator_peak_bytes
         content["constants"] = self.full.constants.name
         if self.coarse:
             content["coarse"] = figures(self.coarse)
         return content
 
-    def describe(self, host: Host, all_s: float) -> List[str]:
-        """Lines on memory and time; `all_s` are the seconds of all steps."""
+    def run_json(self) -> Dict[str, Any]:
+        """The steps and the seconds of the whole training, and its upper bound."""
+        content: Dict[str, Any] = {
+            "steps": self.course.steps,
+            "coarse_steps": self.course.coarse_steps,
+            "steps_s": self.steps_s,
+            "validation_s": self.validation_s,
+            "postprocessing_s": self.postprocessing_s,
+            "all_s": self.all_s,
+            "upper_bound_bytes": self.upper_bound_bytes,
+        }
+        if self.coarse:
+            content["coarse"] = self.to_json()["coarse"]
+        return content
+
+    def describe(self, host: Host) -> List[str]:
+        """Lines on memory and time."""
 
         def line(step: Estimate) -> str:
             allocator = f"allocator peak {format_bytes(step.allocator_peak_bytes)}"
@@ -148,7 +297,24 @@ class Forecast:
             f"errors: allocator peak {full.error('allocator_peak')}; "
             f"process peak {full.error('process_peak')}; seconds a step {full.error('step_s')}",
             f"up to {bound} of {format_bytes(host.free_bytes)} free ({full.margin})",
-            f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch, "
-            f"{format_seconds(all_s)} in all, validation aside; seconds: {basis}",
+            f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch; "
+            f"{self.hours}; seconds: {basis}",
             STORE_NOTE,
         ]
+
+    @property
+    def hours(self) -> str:
+        """Such as "5.2 h in all: 4.8 h of steps, 20 min of validation, 4 min of
+        post-processing"."""
+        parts = ", ".join(f"{format_seconds(seconds)} of {name}" for name, seconds in self.parts)
+        return f"{format_seconds(self.all_s)} in all: {parts}"
+
+    @property
+    def parts(self) -> List[Tuple[str, float]]:
+        """What takes time, in its order, and its seconds."""
+        parts = [
+            ("steps", self.steps_s),
+            ("validation", self.validation_s),
+            ("post-processing", self.postprocessing_s),
+        ]
+        return [(name, seconds) for name, seconds in parts if seconds]

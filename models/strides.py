@@ -17,6 +17,11 @@ Strides = Tuple[Shape3, ...]  # of each halving, the finest first
 EVERY_AXIS: Shape3 = (2, 2, 2)
 STRIDES: Strides = tuple(itertools.product((2, 1), (2, 1), (2, 1)))[:-1]  # all but (1, 1, 1)
 
+# Of a voxel's side. Others are in another unit than a file's header says: every rule for lesions is
+# in mm, so nothing that is computed from such a file would be right.
+LEAST_MM = 0.01
+MOST_MM = 100.0
+
 LEAST_SIDE = 4  # voxels that an axis keeps: nnU-Net's
 THICK = 2.0  # an axis with voxels so many times as long as the shortest is not halved: likewise
 

@@ -139,7 +139,10 @@ RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
 
 def room_of(dotted):
-    """The room of a dotted name, such as "cpu3d.data.store"; None outside the project."""
+    """The room of a dotted name, such as "cpu3d.data.store"; None outside the project. A command
+    line, of whatever package, stands above all rooms."""
+    if dotted in IMPORTS and dotted.endswith(".__main__"):
+        return "__main__"
     package, _, rest = dotted.partition(".")
     if package != "cpu3d":
         return package if package in RANK else None

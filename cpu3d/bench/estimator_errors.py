@@ -64,7 +64,6 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
-    writable_folder(options.record.parent, "folder")
     host = read_host()
     constants = find_constants()
     done = {measured.job for measured in _of_this_host(options.record, host)}
@@ -73,6 +72,7 @@ def run(options: Options) -> int:
     if not engines:
         missing = f"{options.engine}, which is not" if options.engine else "none"
         raise InputError(f"engine must be installed, got {missing}; {how_to_install()}")
+    writable_folder(options.record.parent, "folder")
     jobs = configurations(thread_plan(host).intra_op, engines)[: options.first]
     todo = [job for job in jobs if job not in done]
     with bar("validate", total=len(todo)) as advance:

@@ -98,9 +98,10 @@ def run(options: Options, output: Output) -> int:
     raise_if_any(_problems(options))
     if options.compare:
         return compare(options, output)
-    workdir = writable_folder(options.workdir, "workdir").resolve()
+    workdir = options.workdir.resolve()
     study = study_of(options, workdir)
     further = further_cases(options.also, study.store)
+    writable_folder(workdir, "workdir")
     study = study.claim()
     kept = study.kept()
     study.announce(kept)
@@ -145,7 +146,7 @@ def study_of(options: Options, workdir: Path) -> Study:
         store = open_store(options.store)
         task = store.manifest.name
     else:
-        store = made_store(workdir, options, log)
+        store = made_store(writable_folder(workdir, "workdir"), options, log)
         task = Path(options.task).resolve().name
         if steps is None:
             steps = settings.get("steps", TASK_STEPS)

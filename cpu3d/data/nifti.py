@@ -25,6 +25,7 @@ from cpu3d.data.region import Array, xyz
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_regular
+from models.strides import LEAST_MM, MOST_MM
 
 T = TypeVar("T")
 Header = Any  # nibabel's Nifti1Header or Nifti2Header
@@ -34,10 +35,6 @@ NIFTI_2 = (b"\x1c\x02\0\0", b"\0\0\x02\x1c")  # the size of its header, in both 
 # code of 0, and those that the format leaves open, are taken as mm.
 UNITS: Tuple[Unit, ...] = ("unknown", "meter", "mm", "micron")
 PER_MM = {"unknown": 1.0, "meter": 0.001, "mm": 1.0, "micron": 1000.0}
-# Voxels of another size are in another unit than the header says. Every rule for lesions is in mm,
-# so nothing that is computed from such a file would be right.
-LEAST_MM = 0.01
-MOST_MM = 100.0
 # A gantry is tilted by 30 degrees at most. Beyond 45 a sheared axis is nearer to another direction
 # than to its own, so that R, A and S mean nothing.
 MOST_SHEAR_DEG = 45.0

@@ -64,7 +64,7 @@ def _status(pid: Union[int, str]) -> Dict[str, int]:
 
 def reserve(job: Job) -> None:
     """Have TensorFlow's allocator take the memory of a step of `job` in one piece, of which nothing
-    is touched as yet.
+    is touched as yet. What it counts at most begins after that.
 
     By itself it takes one region after another, each twice as large, and what is free at the end of
     one is of no use to a map that needs more: a process holds up to an eighth more. If the system
@@ -75,6 +75,9 @@ def reserve(job: Job) -> None:
     rows = -(-region_bytes(program) // ROW_BYTES)
     with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
         tf.raw_ops.Empty(shape=[rows, ROW_BYTES], dtype=tf.uint8, init=False)
+    # an allocator that keeps no count (oneDNN off) has none to reset
+    with contextlib.suppress(ValueError, tf.errors.OpError):
+        tf.config.experimental.reset_memory_stats("CPU:0")
 
 
 def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:

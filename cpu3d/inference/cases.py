@@ -12,7 +12,18 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.dataset_json import Description, describing
@@ -35,6 +46,7 @@ from cpu3d.util.records import listed
 
 # Names of files that lie beside images in a folder.
 NO_IMAGE = re.compile(r"(^|[\s_.-])(seg|segmentations?|labels?|masks?)$", re.IGNORECASE)
+MEND = "repair the case or leave it out"
 STORE = "the run's store"  # the origin of label codes if a case has none of its own
 
 
@@ -325,8 +337,11 @@ class _Search:
             wanted = self.store if has_store and not is_alone else self.inputs
             with self._problems():
                 rule = f"of case {case_id} in {where} must have one file named after it"
+                known = {channel_key(channel): channel for channel in self.store}
+                there = [names[path].channel for path in files]
+                both = _both(wanted, (known.get(key, key) for key in there))
                 raise_if_any(
-                    f"{channel} {rule}, got {_names(own[channel])}; repair the case or leave it out"
+                    f"{channel} {rule}, got {_names(own[channel])}; {both}; {MEND}"
                     for channel in wanted
                     if len(own[channel]) != 1
                 )
@@ -372,9 +387,12 @@ class _Search:
                     places = places_of(self.inputs, order, where)
                 rule = f"case {case_id} in {folder} must have one file for each channel of {where}"
                 wrong = {number: files.get(number, []) for number in {*places, *files}}
-                todo = "repair the case or leave it out"
+                both = _both(
+                    (_numbered(place, order) for place in places),
+                    (_numbered(number, order) for number in files),
+                )
                 raise_if_any(
-                    f"{rule}, got {_names(got)} for {_numbered(number, order)}; {todo}"
+                    f"{rule}, got {_names(got)} for {_numbered(number, order)}; {both}; {MEND}"
                     for number, got in sorted(wrong.items())
                     if len(got) != 1 or number >= len(order)
                 )
@@ -402,7 +420,8 @@ class _Search:
         with self._problems():
             if len(paths) != len(channels):
                 rule = f"--image must name one 4D file or one for each of {', '.join(channels)}"
-                raise InputError(f"{rule}, got {len(paths)} files; name them all")
+                got = f"{len(paths)} files, {_names(paths)}"
+                raise InputError(f"{rule}, got {got}; name them all")
             rule = f"--image must name files in the order {', '.join(channels)}"
             todo = "name every file after its channel, or put them in that order"
             raise_if_any(
@@ -435,6 +454,11 @@ class _Search:
 def _must_hold(path: Path, about: Description) -> str:
     """The rule for a file of a data set."""
     return f"{path} must hold the channels that {about.path} names, {', '.join(about.channels)}"
+
+
+def _both(wanted: Iterable[str], found: Iterable[str]) -> str:
+    """The channels that the run needs, and those that a case has."""
+    return f"the run needs {', '.join(wanted)}, the case has {', '.join(sorted(set(found)))}"
 
 
 def _names(paths: Sequence[Path]) -> str:

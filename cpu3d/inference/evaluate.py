@@ -67,7 +67,7 @@ from cpu3d.inference.scores_file import (
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
-from cpu3d.util.atomic import OLD, replace_files, writable_folder, write_json
+from cpu3d.util.atomic import OLD, check_folder, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from memory_estimator.common.files import read_json
@@ -108,10 +108,11 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     held_out = _held_out(store, folds, split)
     decided = _decided(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
-    folder = writable_folder(path.parent, "evaluation")
+    check_folder(path.parent, "evaluation")
     if out not in runs:
         _refuse_foreign(path)
     predictors = trained_predictors(runs, together.weights, inference)
+    folder = writable_folder(path.parent, "evaluation")
     if split != UNTOUCHED and not _is_out_of_fold(together, split):
         say(f"warning: {warning(split)}")
     for words in dict.fromkeys(postprocessing.words for postprocessing in decided):

@@ -61,7 +61,7 @@ from cpu3d.inference.runs import Inference, RunOptions, answering, seen_notes, t
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
-from cpu3d.util.atomic import writable_folder, write_json
+from cpu3d.util.atomic import check_folder, writable_folder, write_json
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json
@@ -105,7 +105,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     together = answering(chosen)
     configs = together.configs
     postprocessing = RAW if chosen.raw else postprocessing_together(together)
-    writable_folder(options.out, "--out")
+    check_folder(options.out, "--out")
     predictors = trained_predictors(together.runs, together.weights, inference)
     predictor = Ensemble(predictors)
     cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
@@ -118,7 +118,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         if times > 1:
             rule = f"case ids must differ, got {case_id} twice"
             wrong.append(f"{rule}; predict them into separate folders")
-    raise_if_any(wrong)
+    raise_if_any([*wrong, *problems] if wrong or not cases else ())
+    writable_folder(options.out, "--out")
     notes += seen_notes(ids, configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}

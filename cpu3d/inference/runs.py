@@ -12,7 +12,6 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.cases.resample import differs, in_mm
 from cpu3d.data.fold import parse_fold, with_fold
-from cpu3d.data.labels import all_names
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
@@ -99,7 +98,7 @@ def mirrored_axes_of(config: RunConfig, inference: Inference) -> Tuple[int, ...]
     that it was trained on; none without them."""
     if inference.flips is False:
         return ()
-    return config.augment.mirrored_axes(all_names(config.label_names, config.region_codes))
+    return config.mirrored_axes
 
 
 def config_of_state(config: RunConfig, state: Mapping[str, Any]) -> RunConfig:

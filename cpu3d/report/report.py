@@ -350,6 +350,8 @@ def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple
     predictions = []
     for start in starts:
         predicted = dict(start.get("predicted", {}))
+        # of an earlier version that of a step alone
+        predicted.setdefault("run_allocator_peak_bytes", predicted.get("allocator_peak_bytes"))
         if "coarse" in predicted:
             predicted["coarse_step_s"] = predicted["coarse"].get("step_s")
         predictions.append(predicted)
@@ -365,7 +367,7 @@ def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple
             "with mapped files",
         ),
         ("upper bound of it", peak, "upper_bound_bytes", format_bytes, ""),
-        (f"allocator on {device}", on_device, "allocator_peak_bytes", format_bytes, scratch),
+        (f"allocator on {device}", on_device, "run_allocator_peak_bytes", format_bytes, scratch),
         ("time per coarse step", coarse_s, "coarse_step_s", format_seconds, of_step),
         ("time per step", full_s, "step_s", format_seconds, of_step),
     ):

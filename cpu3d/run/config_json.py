@@ -9,17 +9,19 @@ raise_if_any(differences(config, changed))
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Tuple
 
+from cpu3d.chosen import SETTINGS
 from cpu3d.data.augment import AXES, LATER
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import Decided, RunConfig, Settings, StoreFacts
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
+from memory_estimator.common.schema import option_typed
+from memory_estimator.common.units import by
 from models.losses import DEFAULT_LOSS
 from models.optimizers import OPTIMIZERS
-from models.strides import strides_text
 
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 NESTED = ("unet", "augment")  # the settings that hold settings
@@ -125,8 +127,8 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of
     another mode nothing else, as other settings follow from it. A micro-batch that batch norm has
     to keep is compared as it is computed."""
-    left = settings_by_name(old)
-    right = settings_by_name(new)
+    left = {**settings_by_name(old), "unet.strides": old.unet.every_stride}
+    right = {**settings_by_name(new), "unet.strides": new.unet.every_stride}
     changeable = {*CHANGEABLE, *FACTS, "augment.in_planes"}  # which has a line of its own
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
@@ -151,15 +153,21 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
             todo = "take the store that the run was begun on"
         else:
             todo = "leave it out"
-        before = repr(left.get(name))
-        got = repr(right.get(name))
-        if name == "unet.strides":
-            name = "--strides"
-            before = strides_text(old.unet.every_stride)
-            got = strides_text(new.unet.every_stride)
-        rule = f"{name} must stay {before}"
+        option, before = _as_typed(old, name, left.get(name))
+        _, got = _as_typed(old, name, right.get(name))
+        rule = f"{option} must stay {before}"
         lines.append(f"{rule}, got {got}; {todo}, or train into another folder")
     return lines
+
+
+def _as_typed(config: RunConfig, name: str, value: Any) -> Tuple[str, str]:
+    """A setting and its value as on the command line; of what no option gives its name."""
+    if name == "grid" and config.is_patch:
+        return "--patch", by(value, " ")
+    if name in FOLLOWING:
+        return name, repr(value)
+    typed_so = option_typed(SETTINGS, name.rpartition(".")[2], value)
+    return typed_so or (name, repr(value))
 
 
 def settings_by_name(config: Settings) -> Dict[str, Any]:

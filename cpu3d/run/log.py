@@ -46,9 +46,8 @@ Bytes = Annotated[float, Meta(ge=0, le=1e18)]
 
 PREDICTED = {
     "step_s": Seconds,
-    **dict.fromkeys(
-        ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "card_bytes"), Bytes
-    ),
+    **dict.fromkeys(("allocator_peak_bytes", "run_allocator_peak_bytes", "card_bytes"), Bytes),
+    **dict.fromkeys(("process_peak_bytes", "upper_bound_bytes"), Bytes),
 }
 
 KINDS: Dict[str, Dict[str, Any]] = {

@@ -1,6 +1,7 @@
 """Train a 3D U-Net on the whole volumes of a store, or on patches of them.
 
     ./run.sh train --store store --run runs/first
+    ./run.sh train --store store --run runs/first --dry-run
     ./run.sh train --store store --run runs/flair --recipe paper-flair --epochs 25
     ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
     ./run.sh train --store store --run runs/fold-2 --fold 2/5
@@ -20,6 +21,7 @@ RUN/report.html. `predict --run RUN` and `evaluate --run RUN` then take the fold
 the last weights of each fold, as the best ones are chosen by the cases that are to be scored."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
@@ -50,6 +52,11 @@ OPTIONS = TRAIN_OPTIONS
 
 
 def run(options: Options, settings: Dict[str, Any]) -> int:
+    if options.dry_run:
+        show_plan(options, settings)
+        return 0
+    if options.json:
+        raise InputError("--json must come with --dry-run, got it alone; add --dry-run")
     train(options.store, options.run, settings=settings, force=options.force, mlflow=options.mlflow)
     return 0
 
@@ -99,6 +106,19 @@ def train(
     return fit.config
 
 
+def show_plan(options: Options, settings: Dict[str, Any]) -> None:
+    """Print what `train` would do with these options, and write nothing. Raises InputError and,
+    unless forced, DoesNotFitError, as `train` does before it writes."""
+    refuse_folds(options.run)
+    call = _Call(options.store, options.run, settings, force=options.force)
+    plan = call.made_plan()
+    if options.json:
+        print(json.dumps(plan.to_json()))
+    else:
+        say(*plan.describe(call.host), stderr=False)
+    call.refuse_what_does_not_fit()
+
+
 # --- Private helpers ---
 
 
@@ -124,19 +144,24 @@ class _Call:
             raise RuntimeError("a worker must have a plan to train, got none; join it first")
         return self._plan
 
+    def made_plan(self) -> Plan:
+        """The plan of the run, which is from now on the one that this call follows."""
+        self._plan = make_plan(
+            self.store,
+            self.folder,
+            self.host,
+            self.settings,
+            gpus=self.gpus,
+            workers=self.cluster.workers,
+            force=self.force,
+        )
+        return self._plan
+
     def decide(self) -> None:
         """Plan the run, and refuse a new one that may not fit. The chief alone does it; the others
         get its plan."""
         if self.cluster.is_chief:
-            self._plan = make_plan(
-                self.store,
-                self.folder,
-                self.host,
-                self.settings,
-                gpus=self.gpus,
-                workers=self.cluster.workers,
-                force=self.force,
-            )
+            self.made_plan()
             say(*self.plan.describe(self.host))
             self.engine = left_open(self.plan.config.engine)
             self.device = self.plan.config.device

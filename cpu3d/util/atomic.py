@@ -123,22 +123,39 @@ def sync_folder(folder: Union[str, Path]) -> None:
 
 
 def writable_folder(path: Union[str, Path], kind: str) -> Path:
-    """Make the folder `path` if there is none and return it. Raises InputError, before long work
-    whose result could not be written, unless a file can be made in it. `kind` is the folder's name
-    in the message."""
+    """Make the folder `path` if there is none and return it. Raises InputError as
+    `check_folder`."""
     path = Path(path)
-    try:
+    check_folder(path, kind)
+    with _explained(path, kind):
         path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
+    return path
+
+
+def check_folder(path: Union[str, Path], kind: str) -> None:
+    """Raise InputError, before long work whose result could not be written, unless `path` is a
+    folder that a file can be made in, or could be made; nothing is. `kind` is the folder's name in
+    the message."""
+    path = Path(path)
+    with _explained(path, kind):
+        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+        with tempfile.TemporaryFile(dir=place):
+            pass
+
+
+# --- Private helpers ---
+
+
+@contextlib.contextmanager
+def _explained(path: Path, kind: str) -> Iterator[None]:
+    """Raise an OSError again as the InputError of a folder that cannot be written to."""
+    try:
+        yield
     except OSError as error:
         got = "a file" if path.is_file() else error.strerror
         rule = f"{kind} {path} must be a folder to write to"
         todo = "choose another, or change its permissions"
         raise InputError(f"{rule}, got {got}; {todo}") from None
-
-
-# --- Private helpers ---
 
 
 def _bring_back(old: Path, folder: Path, names: Sequence[str]) -> None:

@@ -204,7 +204,7 @@ def arguments(
 
 def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its
-    choices."""
+    choices, by the option that sets it."""
     for field, spec in _fields(type(settings)):
         value = getattr(settings, field.name)
         if value is None:
@@ -212,7 +212,8 @@ def check(settings: Any, error: Type[Exception] = ValueError) -> None:
         for each in value if isinstance(value, tuple) else (value,):
             rule = _broken_rule(each, spec)
             if rule:
-                raise error(f"{field.name} must {rule}, got {each!r:.40}; see --help")
+                name = field.name if spec.positional else _flag(field)
+                raise error(f"{name} must {rule}, got {each!r:.40}; see --help")
 
 
 def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
@@ -233,6 +234,22 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
         else:
             words += [flag, *_words(value)]
     return words
+
+
+def option_typed(classes: Sequence[type], name: str, value: Any) -> Optional[Tuple[str, str]]:
+    """The option that sets a field of one of `classes`, and what is typed after it to have a value;
+    None for a field that no option sets. Of a switch it is whether it is given."""
+    for cls in classes:
+        for field, _ in _fields(cls):
+            if field.name != name:
+                continue
+            if isinstance(value, bool):
+                flag = _flag(field)
+                if field.default is True:
+                    flag = flag.replace("--", "--no-")
+                return flag, "left out" if value == field.default else "given"
+            return _flag(field), " ".join(_words(value)) or "none"
+    return None
 
 
 def _flag(field: Field) -> str:

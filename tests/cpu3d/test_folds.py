@@ -143,7 +143,7 @@ def test_folds_that_a_version_before_began_go_on_with_its_strides(
     train_folds(store.folder, folder, 2, settings=SETTINGS)
     assert load_config(folder / "fold-2").unet.strides == ()
     assert "strides" not in json.loads((folder / "folds.json").read_text())["chosen"]
-    with pytest.raises(InputError, match=r"fold 1/2: unet\.depth must stay"):
+    with pytest.raises(InputError, match=r"fold 1/2: --depth must stay"):
         train_folds(store.folder, folder, 2, settings={**SETTINGS, "depth": 4})
     train_folds(store.folder, tmp_path / "new", 2, settings=SETTINGS)
     networks = {load_config(tmp_path / "new" / f"fold-{part}").unet.strides for part in (1, 2)}
@@ -315,7 +315,7 @@ def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_b
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"filters": 8}, r"fold 1/2: unet.filters must stay 4, got 8"),
+        ({"filters": 8}, r"fold 1/2: --filters must stay 4, got 8"),
         ({"fold": "1/2"}, "without --fold, got 1/2"),
         ({"patience": 3}, "--patience must be 0"),
     ],
@@ -662,7 +662,7 @@ def test_folds_of_other_settings_are_not_taken_together(commands, phantom_store,
             folder / f"fold-{fold[0]}",
             settings={**SETTINGS, "fold": fold, "seed": seed},
         )
-    with pytest.raises(InputError, match="fold 2/2: seed must stay 1, got 0"):
+    with pytest.raises(InputError, match="fold 2/2: --seed must stay 1, got 0"):
         train_folds(phantom_store.folder, folder, 2)
 
 

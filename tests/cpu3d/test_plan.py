@@ -69,7 +69,7 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
     assert content["config"]["unet"]["dtype"] == SMALL["dtype"]
     assert content["predicted"]["upper_bound_bytes"] == plan.forecast.full.upper_bound_bytes
     threads = plan.forecast.full.job.threads
-    assert dataclasses.replace(read_run(tmp_path)[0], threads=threads) == plan.forecast.full.job
+    assert dataclasses.replace(read_run(tmp_path).job, threads=threads) == plan.forecast.full.job
     assert content["reasons"]["policy"].startswith(
         f"policy {content['config']['unet']['policy']}: "
     )
@@ -183,7 +183,7 @@ def test_the_same_command_continues_whatever_dtype_the_host_chose(phantom_store,
     assert config.unet.dtype == "bfloat16"
     save_config(config, tmp_path)
     assert decided(phantom_store, tmp_path, host=slow, **recipe) == config
-    with pytest.raises(InputError, match=r"unet\.dtype must stay 'bfloat16', got 'float32'"):
+    with pytest.raises(InputError, match="--dtype must stay bfloat16, got float32"):
         decided(phantom_store, tmp_path, host=HOST, **recipe, dtype="float32")
 
 
@@ -201,7 +201,7 @@ def test_a_run_is_computed_as_it_was_before_unless_a_setting_says_otherwise(
     )
     assert way() == way(recipe="brats-regions") == ("lean", 2)
     assert way(recipe="brats-regions", policy="speed", micro_batch=4) == ("speed", 4)
-    with pytest.raises(InputError, match=r"^batch must stay 4, got 3"):
+    with pytest.raises(InputError, match=r"^--batch must stay 4, got 3"):
         way(batch=3)
 
 
@@ -240,7 +240,7 @@ def test_a_run_of_an_earlier_version_continues_without_the_changes_of_intensity_
     assert not any(
         getattr(augment, name) for name in ("contrast", "gamma", "noise", "blur", "low_resolution")
     )
-    with pytest.raises(InputError, match=r"augment.gamma must stay 0.0, got 0.5"):
+    with pytest.raises(InputError, match=r"--gamma must stay 0\.0, got 0\.5"):
         decided(phantom_store, tmp_path, gamma=0.5)
 
 
@@ -266,7 +266,7 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
         ({"batch": 9}, "batch must be at most the 4 training cases, got 9"),
         ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
         ({"low_resolution": 1.0}, r"augment low_resolution must be in \[0, 1\), got 1.0"),
-        ({"budget_minutes": -1.0}, "budget_minutes must be at least 0, got -1.0"),
+        ({"budget_minutes": -1.0}, "--budget-minutes must be at least 0, got -1.0"),
         ({"budget_minutes": 1.0, "steps": 3}, "--budget-minutes must .*, got --steps 3"),
         ({"patch": [16, 16, 16]}, "--patch must come with --mode patch, got mode whole"),
         (
@@ -415,7 +415,7 @@ def test_a_run_that_continues_keeps_its_strides_also_one_of_a_version_before(
     rule = "--strides must stay 2,2,2 2,2,2, got 2,2,1 2,2,1"
     with pytest.raises(InputError, match=rule):
         planned(store, tmp_path, strides=((2, 2, 1), (2, 2, 1)))
-    with pytest.raises(InputError, match=r"^unet\.depth must stay 3, got 4"):
+    with pytest.raises(InputError, match=r"^--depth must stay 3, got 4"):
         planned(store, tmp_path, depth=4)
 
 
@@ -439,27 +439,86 @@ def test_strides_of_another_depth_are_not_kept_for_a_run_that_has_not_begun(
 
 
 @pytest.mark.parametrize("host", [HOST, dataclasses.replace(HOST, isa=("avx2",))])
-def test_an_estimate_of_a_store_is_of_the_job_that_train_plans(
-    phantom_store, tmp_path, capsys, monkeypatch, host
+@pytest.mark.parametrize("side", [48, 96])  # half of the larger has coarse steps
+def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
+    phantom_store, tmp_path, capsys, monkeypatch, host, side
 ):
     monkeypatch.setattr(estimator, "read_host", lambda: host)
 
     def estimated(*options):
-        options = ["--policy", "speed", "--threads", "1", "--json", *map(str, options)]
+        options = ["--json", *map(str, options)]
         assert estimator.main(options) == 0
         return json.loads(capsys.readouterr().out)
 
-    store = stored(of_voxels(phantom_store, *THICK), tmp_path / "store")
-    plan = make_plan(store, tmp_path / "run", host, {"policy": "speed"})
+    thick = of_voxels(phantom_store, *THICK).manifest
+    larger = dataclasses.replace(
+        thick, largest_shape=(side, side, side), largest_box=(side, side, side)
+    )
+    store = stored(Store(phantom_store.folder, larger), tmp_path / "store")
+    chosen = {"filters": 8}
+    plan = make_plan(store, tmp_path / "run", host, chosen)
     assert plan.config.unet.strides
-    of_store = estimated("--store", store.folder)
-    assert of_store["job"] == json.loads(json.dumps(plan.job.to_json()))
+    assert bool(plan.config.coarse_steps) == (side == 96)
+    of_store = estimated("--store", store.folder, "--filters", 8)
+    job = dataclasses.replace(plan.job, threads=plan.forecast.full.job.threads)
+    assert of_store["job"] == json.loads(json.dumps(job.to_json()))
+    assert of_store["upper_bound_bytes"] == plan.forecast.upper_bound_bytes
+    assert of_store["run"] == json.loads(json.dumps(plan.to_json()["run"]))
+    assert of_store["run"]["all_s"] > plan.training_s
     assert plan.reasons["strides"].endswith(of_store["strides"]["reason"])
     words = strides_text(plan.config.unet.every_stride)
     assert strides_text(of_store["strides"]["strides"]) == words
     of_shape = estimated("--shape", *store.manifest.largest_box, "--spacing", *THICK)
     assert of_shape["strides"] == of_store["strides"]
     assert of_shape["job"]["shape"] == list(plan.config.grid)
+
+
+@pytest.mark.parametrize("options", ["", "--hosts 1 2", "--filters 4 --depth 3 --batch 2"])
+def test_an_estimate_of_a_store_says_what_its_strides_follow_from(phantom_store, capsys, options):
+    ask = f"--store {phantom_store.folder} --threads 2 --host-memory 8GiB {options}"
+    assert estimator.main([*ask.split(), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert estimator.main(ask.split()) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    for words in (*content["notes"], content["strides"]["reason"], "2,2,2"):
+        assert words in printed
+
+
+@pytest.mark.parametrize(
+    ("calibration", "options", "dtype"),
+    [
+        ("amx", "", "bfloat16"),
+        ("avx2", "", "float32"),
+        ("avx2", "--dtype bfloat16", "bfloat16"),
+    ],
+)
+def test_the_dtype_of_a_store_s_job_is_what_train_takes_on_that_host(
+    phantom_store, capsys, calibration, options, dtype
+):
+    ask = f"--store {phantom_store.folder} --threads 2 --host-memory 8GiB --json {options}"
+    assert estimator.main([*ask.split(), "--calibration", calibration]) == 0
+    assert json.loads(capsys.readouterr().out)["job"]["unet"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--spacing 1 1 5", "--spacing must come without --store"),
+        ("--shape 64 64 64", "--shape must come without --store"),
+        ("--filters 4 --batch 99", "batch must be at most"),
+    ],
+)
+def test_an_estimate_of_a_store_refuses_what_the_store_has_or_does_not_allow(
+    phantom_store, capsys, options, message
+):
+    ask = f"--store {phantom_store.folder} {options}"
+    assert estimator.main(ask.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_estimate_of_no_store_is_refused(tmp_path, capsys):
+    assert estimator.main(["--store", str(tmp_path)]) == 2
+    assert "must hold a finished manifest.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow  # a process of its own
@@ -703,7 +762,7 @@ def test_before_the_first_checkpoint_other_settings_are_another_run_in_the_same_
     ).config
     assert (config.mode, config.batch, config.unet.filters) == ("whole", 1, 8)
     with_checkpoint(tmp_path)
-    with pytest.raises(InputError, match="mode must stay 'patch', got 'whole'"):
+    with pytest.raises(InputError, match="--mode must stay patch, got whole"):
         make_plan(phantom_store, tmp_path, HOST, {"mode": "whole"})
 
 
@@ -748,7 +807,7 @@ def test_what_only_follows_from_a_setting_or_the_store_is_not_to_be_left_out(
     save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
     with pytest.raises(InputError) as error:
         decided(phantom_store, tmp_path, extent="full")
-    assert [problem.split()[0] for problem in error.value.problems] == ["extent"]
+    assert [problem.split()[0] for problem in error.value.problems] == ["--extent"]
     other = remake(phantom_store.manifest, labels={**phantom_store.manifest.labels, 9: "other"})
     with pytest.raises(InputError, match=r"must stay .*; take the store"):
         decided(Store(phantom_store.folder, other), tmp_path)
@@ -769,7 +828,7 @@ def test_a_run_that_continues_keeps_its_grown_rate_its_batch_and_its_policy(
     assert again(**settings) == again(**settings) == config
     if not recipe:
         assert again(1) == config
-        with pytest.raises(InputError, match="batch must stay 2, got 4"):
+        with pytest.raises(InputError, match="--batch must stay 2, got 4"):
             again(4, batch_per_worker=1)
 
 

@@ -5,16 +5,17 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 
 from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
 from cpu3d.compare.experiment import as_options
-from cpu3d.data.augment import LATER
+from cpu3d.data.augment import LATER, AugmentConfig
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
 from cpu3d.settings import FULL_RATE_SHARE, Decided, RunConfig, Settings, StoreFacts
-from memory_estimator.common.schema import add_options, arguments
+from memory_estimator.common.schema import add_options, arguments, option_typed
 from memory_estimator.job import RECIPES, Job
 from models.config import UNetConfig
 
@@ -70,15 +71,15 @@ BATCH_NORM = dataclasses.replace(CONFIG, batch=4, unet=UNetConfig(depth=3, norm=
             CONFIG,
             {},
             {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 9},
-            ["mode .* 'whole', got 'patch'"],
+            ["--mode .* whole, got patch"],
         ),
         (CONFIG, {"strides": ((2, 2, 2), (2, 2, 2))}, {}, []),  # which it has
         (CONFIG, {"strides": ((2, 2, 1), (2, 2, 2))}, {}, ["--strides .* 2,2,2 2,2,2, got 2"]),
-        (CONFIG, {"depth": 4}, {"batch": 2}, ["unet.depth .* 3, got 4", "batch .* 1, got 2"]),
+        (CONFIG, {"depth": 4}, {"batch": 2}, ["--depth .* 3, got 4", "--batch .* 1, got 2"]),
         (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 4}, []),  # what the rule gives
-        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["micro_batch .* 4, got 2"]),
-        (BATCH_NORM, {}, {"batch": 3}, ["batch .* 4, got 3"]),  # its micro-batch follows
-        (BATCH_NORM, {"norm": "instance"}, {}, ["unet.norm .* 'batch', got 'instance'"]),
+        (BATCH_NORM, {"policy": "lean"}, {"micro_batch": 2}, ["--micro-batch .* 4, got 2"]),
+        (BATCH_NORM, {}, {"batch": 3}, ["--batch .* 4, got 3"]),  # its micro-batch follows
+        (BATCH_NORM, {"norm": "instance"}, {}, ["--norm .* batch, got instance"]),
     ],
 )
 def test_what_would_be_another_run_is_refused_with_both_values(old, network, settings, problems):
@@ -146,8 +147,38 @@ def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
     ("field", "value"), [("epochs", 0), ("learning_rate", math.inf), ("ema", 1), ("extent", "tile")]
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
-    with pytest.raises(InputError, match=f"{field} must be"):
+    option = "--" + field.replace("_", "-")
+    with pytest.raises(InputError, match=f"{option} must be"):
         RunConfig(**{field: value})
+
+
+OPTIONS = [field for cls in SETTINGS for field in dataclasses.fields(cls) if field.metadata]
+
+
+@pytest.mark.parametrize("field", OPTIONS, ids=lambda field: field.name)
+def test_every_setting_is_named_as_it_is_typed(field):
+    parser = argparse.ArgumentParser()
+    add_options(parser, SETTINGS)
+    option, _ = option_typed(SETTINGS, field.name, field.default)
+    words = re.split(r"[\s,\[\]]+", parser.format_help())
+    assert option in words
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 2}, "--batch must stay 1, got 2;"),
+        ({"extent": "full"}, "--extent must stay brain, got full;"),
+        ({"fold": "1/5"}, "--fold must stay none, got 1/5;"),
+        ({"channels": ("T1w", "FLAIR")}, "--channels must stay FLAIR, got T1w FLAIR;"),
+        ({"unet": UNetConfig(depth=3, filters=8)}, "--filters must stay 16, got 8;"),
+        ({"unet": UNetConfig(depth=3, residual=True)}, "--residual must stay left out, got given;"),
+        ({"augment": AugmentConfig(flip=False)}, "--no-flip must stay left out, got given;"),
+    ],
+)
+def test_what_must_stay_is_named_by_option_and_value(changes, message):
+    (line,) = differences(CONFIG, dataclasses.replace(CONFIG, **changes))
+    assert line.startswith(message)
 
 
 SAVED = dataclasses.replace(

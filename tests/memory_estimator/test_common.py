@@ -181,7 +181,7 @@ def test_settings_come_from_a_command_line_and_go_back_to_it():
         Path("s"), 2, 0.25, False, False, (1, 2, 3), ("x", "y"), "a", ("a", "b"), strides
     )
     assert to_command_line(Options, given_options(Options, args)) == words
-    with pytest.raises(ValueError, match="rate must be below 1, got 1"):
+    with pytest.raises(ValueError, match="--rate must be below 1, got 1"):
         from_args(Options, parsed("--store", "s", "--rate", "1"))
     assert from_args(Rest, parsed("train", "--steps", "3", kinds=(Rest,))).words == (
         "train",

@@ -16,7 +16,8 @@ from memory_estimator.job import (
     policy_is_open,
     why_strides,
 )
-from memory_estimator.sources import read_run, source_job
+from memory_estimator.sources import JobSource, read_run, source_job
+from memory_estimator.training import Beside, Course
 from models.config import UNetConfig
 
 
@@ -123,29 +124,37 @@ JOB = Job(
 )
 
 
-def write_plan(folder, job=JOB, workers=2, settings=(), **changes):
-    """The folder of a run with that plan."""
-    config = {
-        "device": "cpu",
-        "mode": "whole",
-        "resolution": 1,
-        "coarse_steps": 0,
-        "read_mode": "auto",
-    }
+COURSE = Course(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), beside=Beside(copies=1))
+
+
+def write_plan(folder, job=JOB, workers=2, settings=(), course=COURSE, **changes):
+    """The folder of a run with that plan; without a course that of an earlier version."""
+    config = {"device": "cpu", "read_mode": "auto", **dict(settings)}
     job = dataclasses.asdict(job) if isinstance(job, Job) else job
-    plan = {"schema": 1, "workers": workers, "job": job, "config": {**config, **dict(settings)}}
+    plan = {"schema": 1, "workers": workers, "job": job, "config": config}
+    if course:
+        plan["course"] = dataclasses.asdict(course)
     (folder / "plan.json").write_text(json.dumps({**plan, **changes}))
     return folder
 
 
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
-    assert read_run(write_plan(tmp_path)) == (JOB, [], 2)
-    (note,) = read_run(write_plan(tmp_path, settings={"resolution": 0.5})).notes
-    assert "validates on whole volumes" in note
-    of_card, again = read_run(
-        write_plan(tmp_path, settings={"mode": "patch", "device": "gpu:1"})
-    ).notes
+    assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, COURSE)
+    early = read_run(write_plan(tmp_path, course=None))
+    assert (early.job, early.course) == (JOB, Course())
+    (note,) = early.notes
+    assert "a step alone" in note
+    on_card = write_plan(tmp_path, settings={"device": "gpu:1"}, course=None)
+    of_card, again = read_run(on_card).notes
     assert ("gpu:1" in of_card, again) == (True, note)
+
+
+def test_another_shape_is_no_step_of_the_run_s_course(tmp_path):
+    folder = write_plan(tmp_path)
+    source = source_job(parsed(f"--run {folder} --shape 64 64 64"))
+    assert source.course == Course()
+    assert any("--shape" in note for note in source.notes)
+    assert source_job(parsed(f"--run {folder} --filters 16")).course == COURSE
 
 
 @pytest.mark.parametrize("strides", [(), ((2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2))])
@@ -160,7 +169,7 @@ def test_a_run_keeps_its_strides_and_one_that_halves_all_axes_names_none(tmp_pat
 def test_a_run_of_a_version_before_gamma_is_read(tmp_path, turned):
     fields = {**dataclasses.asdict(JOB), "resampled": turned}
     del fields["reworked"]
-    assert read_run(write_plan(tmp_path, fields)) == (JOB, [], 2)
+    assert read_run(write_plan(tmp_path, fields)).job == JOB
 
 
 @pytest.mark.parametrize(
@@ -184,7 +193,7 @@ def test_a_damaged_run_is_refused_by_its_file(changes, message, tmp_path):
     assert "plan.json" in str(error.value)
 
 
-# --- Spacing, and a store ---
+# --- Spacing ---
 
 
 @pytest.mark.parametrize(
@@ -214,62 +223,8 @@ def test_strides_follow_from_a_spacing_and_the_shape_is_padded_to_them(line, sha
     ("line", "message"),
     [
         ("--run there --spacing 1 1 5", "--spacing must come without --run"),
-        ("--store nowhere", "store nowhere must hold a finished manifest.json, got none"),
     ],
 )
-def test_a_spacing_of_a_run_and_what_is_no_store_are_refused(line, message):
+def test_a_spacing_of_a_run_is_refused(line, message):
     with pytest.raises(ValueError, match=message):
         source_job(parsed(line))
-
-
-MANIFEST = {
-    "schema": 1,
-    "channels": ["CT"],
-    "regions": {"liver": [1, 2], "tumour": [2]},
-    "split": {"train": ["a", "b"], "val": ["c"], "test": ["d"]},
-    "largest_shape": [100, 100, 30],
-    "largest_box": [90, 80, 20],
-    "records": {"file": "cases-0.jsonl"},
-}
-
-
-def write_store(folder, **changes):
-    sizes = {"a": 1.0, "b": 5.0, "c": 5.0, "d": 1.0}
-    cases = [{"case_id": name, "spacing_mm": [1, 1, z], "more": 0} for name, z in sizes.items()]
-    (folder / "cases-0.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
-    (folder / "manifest.json").write_text(json.dumps({**MANIFEST, **changes}))
-    return folder
-
-
-@pytest.mark.parametrize(("more", "depth"), [("", 5), (" --depth 3 --classes 1", 3)])
-def test_a_store_is_a_job_by_training_and_validation_cases_and_other_options_override_it(
-    tmp_path, more, depth
-):
-    args = parsed(f"--store {write_store(tmp_path)}{more}")
-    job = job_from(args, source_job(args).job)
-    assert (job.unet.channels, job.unet.outputs) == (1, 1 if more else 2)
-    assert (job.cases, job.from_store, job.case_bytes) == (2, True, 100 * 100 * 30 * 3)
-    assert job.unet.every_stride[:2] == ((2, 2, 1), (2, 2, 1))  # the median is 5 mm
-    assert len(job.unet.every_stride) == depth - 1
-    assert job.shape[2] == 20
-
-
-def test_a_store_without_training_and_validation_cases_is_a_job_by_all(tmp_path):
-    none = {"train": [], "val": [], "test": ["a", "b", "c", "d"]}
-    args = parsed(f"--store {write_store(tmp_path, split=none)}")
-    job = job_from(args, source_job(args).job)
-    assert job.cases == 0
-    assert args.spacing == (1, 1, 3)  # the median of 1, 5, 5, 1
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"schema": 2}, "of schema 1, got schema 2"),
-        ({"largest_box": [1, 2]}, "largest_box"),
-        ({"records": {"file": "gone"}}, "manifest.json .* got no gone beside it"),
-    ],
-)
-def test_a_damaged_store_is_refused_by_its_file(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        source_job(parsed(f"--store {write_store(tmp_path, **changes)}"))

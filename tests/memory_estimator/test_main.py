@@ -15,8 +15,9 @@ from memory_estimator.__main__ import main
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
+from memory_estimator.training import Beside, Course
 from models.config import POLICIES, UNetConfig
-from tests.memory_estimator.test_job import write_plan, write_store
+from tests.memory_estimator.test_job import write_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -86,7 +87,7 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
             estimate(job, *more), upper_bound_bytes=bound * 2**30, step_s=times
         )
 
-    monkeypatch.setattr("memory_estimator.__main__.estimate", made)
+    monkeypatch.setattr("memory_estimator.training.estimate", made)
     ask = SMALL.replace("64GiB", "1GiB")
     policy = "lean"
     content = answer(f"{ask} --policy auto", capsys)
@@ -146,6 +147,41 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
     assert "4.00 GiB for each of 2 workers on one host" in printed
 
 
+def test_a_run_is_estimated_whole(tmp_path, capsys):
+    unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
+    job = Job(unet, (64, 64, 64), cases=8)
+    course = Course(
+        steps=12,
+        coarse_steps=10,
+        coarse_shape=(32, 32, 32),
+        beside=Beside(copies=1),
+        validations=3,
+        held_out=2,
+        decided=2,
+        flips=8,
+        scored_voxels=10**6,
+    )
+    ask = f"--run {write_plan(tmp_path, job, 1, course=course)} --threads 2 --host-memory 8GiB"
+    content = answer(ask, capsys)
+    run = content["run"]
+    full_s = content["step_s"]
+    coarse_s = run["coarse"]["step_s"]
+    assert coarse_s < full_s / 4
+    assert run["steps_s"] == pytest.approx(10 * coarse_s + 2 * full_s)
+    # A pass is a third of a step: six of them, and then for each of two cases eight.
+    assert run["validation_s"] == pytest.approx(6 / 3 * (10 * coarse_s + 2 * full_s) / 12)
+    assert run["postprocessing_s"] == pytest.approx(2 * (8 / 3 * full_s + 0.5))
+    parts = ("steps_s", "validation_s", "postprocessing_s")
+    assert run["all_s"] == pytest.approx(sum(run[part] for part in parts))
+    write_plan(tmp_path, job, 1, course=None)
+    alone = answer(ask, capsys)
+    assert "run" not in alone
+    beside = {part["name"]: part["bytes"] for part in content["beside"]}
+    assert beside["left by coarse steps"] == run["coarse"]["allocator_peak_bytes"]
+    more = beside["left by coarse steps"] + beside["variables, once more"]
+    assert content["upper_bound_bytes"] == alone["upper_bound_bytes"] + more
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -179,38 +215,6 @@ def test_bad_input_exits_with_2_and_says_what_to_do(arguments, message, capsys):
     printed = capsys.readouterr()
     assert message in printed.err
     assert printed.out == ""
-
-
-@pytest.mark.parametrize("hosts", ["", "--hosts 1 2"])
-@pytest.mark.parametrize(("box", "notes"), [((90, 80, 20), 0), ((180, 160, 20), 1)])
-def test_the_strides_of_a_store_are_in_the_answer_with_their_reason(
-    tmp_path, capsys, box, notes, hosts
-):
-    store = write_store(tmp_path, largest_shape=box, largest_box=box)
-    ask = f"--store {store} --threads 2 --host-memory 8GiB {hosts}"
-    content = answer(ask, capsys)
-    assert content["strides"]["strides"][0] == [2, 2, 1]
-    # Of coarse steps, which half of the smaller box is too small for.
-    assert sum("grid changes" in note for note in content["notes"]) == notes
-    assert main(ask.split()) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    for words in (*content["notes"], content["strides"]["reason"], "2,2,1"):
-        assert words in printed
-
-
-@pytest.mark.parametrize(
-    ("calibration", "options", "dtype"),
-    [
-        ("amx", "", "bfloat16"),
-        ("avx2", "", "float32"),
-        ("avx2", "--dtype bfloat16", "bfloat16"),
-    ],
-)
-def test_the_dtype_of_a_store_s_job_is_what_train_takes_on_that_host(
-    tmp_path, capsys, calibration, options, dtype
-):
-    ask = f"--store {write_store(tmp_path)} --threads 2 --host-memory 8GiB {options}"
-    assert answer(f"{ask} --calibration {calibration}", capsys)["job"]["unet"]["dtype"] == dtype
 
 
 ABSURD = [

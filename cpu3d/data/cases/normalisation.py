@@ -42,6 +42,7 @@ AIR_SHARE = 0.05  # of the voxels, from which on a volume looks like CT
 BACKGROUND_SHARE = 0.25
 """Of the voxels, from which on 0 is background. nnU-Net asks whether the box around the others
 leaves out a quarter; a head that fills its grid has a background in its corners, too."""
+FROM_SHARE = f"from {BACKGROUND_SHARE:.0%} on"  # that rule in the reason for a kind
 EXAMINED = 16  # training cases whose voxels are looked at
 # nnU-Net's names for a normalisation in the place of a channel's, as `channel_key` has them.
 NAMED = {"nonorm": Kind.NONE, "none": Kind.NONE, "rescaleto01": Kind.RESCALE}
@@ -271,11 +272,12 @@ def _by_shares(shares: Sequence[_Shares]) -> Normalisation:
     background = statistics.median(each.background for each in shares)
     air = statistics.median(each.air for each in shares)
     if air >= AIR_SHARE:
-        return Normalisation(Kind.CT, why=f"{air:.0%} of the voxels are about -1000, as air")
-    why = f"0 around {background:.0%} of the voxels"
+        found = f"{air:.0%} of the voxels are about -1000, as air"
+        return Normalisation(Kind.CT, why=f"{found}: CT from {AIR_SHARE:.0%} on")
+    why = f"0 around {background:.0%} of the voxels, background {FROM_SHARE}"
     if background >= BACKGROUND_SHARE:
         return Normalisation(Kind.FOREGROUND, why=why)
-    return Normalisation(Kind.ZSCORE, why=f"{why}, less than {BACKGROUND_SHARE:.0%}")
+    return Normalisation(Kind.ZSCORE, why=why)
 
 
 def _air_share(volume: Array) -> float:

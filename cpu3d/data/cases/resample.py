@@ -27,8 +27,6 @@ import numpy as np
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import (
-    LEAST_MM,
-    MOST_MM,
     affine_rows,
     is_voxel_size,
     ras_shape,
@@ -40,7 +38,7 @@ from cpu3d.data.region import Array, Shape3, bounding_box, xyz
 from cpu3d.errors import InputError
 from cpu3d.util.child import worker_count
 from memory_estimator.common.units import by
-from models.strides import Spacing3
+from models.strides import LEAST_MM, MOST_MM, Spacing3
 
 DIFFERS = 0.1  # share of a length from which on another one is another spacing
 # Slices are thick from so many times the other two spacings on, as in nnU-Net's planner.
@@ -151,15 +149,44 @@ def resampled_shape(
 ) -> Shape3:
     """Voxels X, Y, Z of a case at a spacing, at least one along each axis. Raises InputError for
     more than 2^31, and for more than 8 times as many as before."""
-    lengths = zip(shape, spacing_mm, target_mm)
-    made = xyz(max(round(count * own / wanted), 1) for count, own, wanted in lengths)
-    most = min(MOST_VOXELS, MOST_GROWTH * math.prod(shape))
+    made = _shape_at(shape, spacing_mm, target_mm)
+    most = _most_voxels(shape)
     if math.prod(made) > most:
         rule = f"case {case_id} must have at most {most} voxels at {in_mm(target_mm)}"
         got = f"{by(made, ' x ')} from {by(shape, ' x ')}"
         todo = "leave it out, or prepare a store of a larger --spacing, or --spacing off"
         raise InputError(f"{rule}, got {got}; {todo}")
     return made
+
+
+def check_target(
+    target_mm: Spacing3, spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]
+) -> None:
+    """Raise InputError for a spacing with which half of the cases of these spacings and voxels or
+    more would be too large: then it is at fault, and not they."""
+    shares = []  # of the voxels that a case may have
+    for shape, spacing_mm in zip(shapes, spacings_mm):
+        made = _shape_at(shape, spacing_mm, target_mm)
+        shares.append(math.prod(made) / _most_voxels(shape))
+    larger = [share for share in shares if share > 1]
+    if not larger or 2 * len(larger) < len(shares):
+        return
+    factor = max(larger) ** (1 / 3)
+    enough = " ".join(f"{math.ceil(100 * length * factor) / 100:g}" for length in target_mm)
+    rule = f"--spacing must leave a case at most {MOST_GROWTH} times as large"
+    got = f"{in_mm(target_mm)}, with which {len(larger)} of {len(shares)} cases would be larger"
+    raise InputError(f"{rule}, got {got}; give --spacing {enough} or more, or --spacing off")
+
+
+def _shape_at(shape: Shape3, spacing_mm: Sequence[float], target_mm: Sequence[float]) -> Shape3:
+    """Voxels X, Y, Z of a case at another spacing, at least one along each axis."""
+    lengths = zip(shape, spacing_mm, target_mm)
+    return xyz(max(round(count * own / wanted), 1) for count, own, wanted in lengths)
+
+
+def _most_voxels(shape: Shape3) -> int:
+    """The voxels that a case of `shape` may have at another spacing."""
+    return min(MOST_VOXELS, MOST_GROWTH * math.prod(shape))
 
 
 def spacing_at(shape: Shape3, spacing_mm: Sequence[float], made: Shape3) -> Spacing3:

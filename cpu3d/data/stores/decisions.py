@@ -9,11 +9,12 @@ import math
 import statistics
 from typing import List, NamedTuple, Tuple
 
+from cpu3d.data.cases.normalisation import FROM_SHARE
 from cpu3d.data.cases.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
 from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseList, Manifest, case_list
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
-from cpu3d.data.region import Shape3
+from cpu3d.data.region import Shape3, round_up
 from cpu3d.data.store import Store
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
@@ -23,6 +24,7 @@ from models.strides import (
     Strides,
     common_spacing,
     deciding_spacing,
+    divisors_text,
     strides_for,
     strides_reason,
     strides_text,
@@ -41,15 +43,18 @@ def decisions_of(store: Store) -> List[Decision]:
     """What was decided for the data set of a store."""
     manifest = store.manifest
     box = manifest.largest_box
-    depth = UNetConfig().depth
-    strides, why_strides = strides_of_store(store, box, depth)
+    strides, why_strides = strides_of_store(store, box, UNetConfig().depth)
+    unet = UNetConfig(strides=strides)
+    halvings = f"{len(strides)} halvings between {unet.depth} levels"
+    multiples = f"the content box in multiples of {divisors_text(unet.divisors)}"
     holds = "holds what is there, and every label, of any case"
     return [
         *_normalised(manifest),
         _spacing(store),
         Decision("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
         Decision("content box", by(box, " x "), holds),
-        Decision(f"strides of {depth} levels", strides_text(strides), why_strides),
+        Decision("strides", strides_text(strides), f"{halvings}; {why_strides}"),
+        Decision("padded grid", by(round_up(box, unet.divisors), " x "), multiples),
         *_regions(manifest),
     ]
 
@@ -89,7 +94,8 @@ def _normalised(manifest: Manifest) -> List[Decision]:
             shares.append(voxels / math.prod(record.shape))
     lines = []
     for name, each, shares in zip(manifest.channels, manifest.normalisations, foregrounds):
-        why = each.why or f"{statistics.median(shares):.0%} of the voxels are not 0"
+        empty = 1 - statistics.median(shares)
+        why = each.why or f"0 in {empty:.0%} of the voxels, background {FROM_SHARE}"
         lines.append(Decision(f"channel {name}", each.words, why))
     return lines
 
@@ -121,8 +127,10 @@ def _spacing(store: Store) -> Decision:
 def _regions(manifest: Manifest) -> List[Decision]:
     """The regions that are learnt, and the label that is not."""
     why = "as the data set or --regions names them"
-    if manifest.regions == regions_of(manifest.labels, manifest.ignore):
-        why = "the usual ones for these labels' names"
+    if all(_is_label(manifest, name) for name in manifest.regions):
+        why = "a label is a region"
+    elif manifest.regions == regions_of(manifest.labels, manifest.ignore):
+        why = "one label is named as oedema, one as enhancing, of three of a tumour"
     lines = []
     for region, codes in manifest.regions.items():
         labels = ", ".join(_label(manifest, code) for code in codes)
@@ -132,6 +140,12 @@ def _regions(manifest: Manifest) -> List[Decision]:
         label = _label(manifest, manifest.ignore)
         ignored = Decision("ignored label", label, "not annotated: neither learnt nor scored")
     return [*lines, ignored]
+
+
+def _is_label(manifest: Manifest, region: str) -> bool:
+    """Whether a region is a single label of its name."""
+    codes = manifest.regions[region]
+    return len(codes) == 1 and manifest.labels.get(codes[0]) == region
 
 
 def _label(manifest: Manifest, code: int) -> str:

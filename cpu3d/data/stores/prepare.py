@@ -26,6 +26,7 @@ from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 from cpu3d.data.cases.notes import case_notes, note_lines
 from cpu3d.data.cases.resample import (
     Keep,
+    check_target,
     in_mm,
     parse_spacing,
     ranges_in_mm,
@@ -246,6 +247,8 @@ def _with_spacing(
             raise InputError(f"{rule}, got {in_mm(chosen)}; leave it out, or choose another store")
         return replace(settings, target_spacing_mm=begun)
     if spacing is not Keep.AUTO:
+        if chosen:
+            check_target(chosen, *voxels_of(dataset.cases))
         return replace(settings, target_spacing_mm=chosen)
     trained = [files for files in dataset.cases if files.case_id in split["train"]]
     spacings, shapes = voxels_of(trained)

@@ -36,9 +36,9 @@ from cpu3d.inference.postprocessing.rules import (
     larger_regions,
     reasons,
 )
+from cpu3d.settings import LEAST_CASES
 from cpu3d.util.records import count
 
-LEAST_CASES = 2  # cases that must have a region before anything of it is removed
 MARGIN = 3  # true lesions must be larger than this many times the bound
 RISK = 0.1
 """What rules by size may cost as many new cases, in lesion-wise Dice: a lesion of two is a half,

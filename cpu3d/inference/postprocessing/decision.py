@@ -22,13 +22,13 @@ from cpu3d.data.store import Store
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError
 from cpu3d.inference.ensemble import trained_predictors
-from cpu3d.inference.postprocessing.choice import LEAST_CASES, decide_from, too_few
+from cpu3d.inference.postprocessing.choice import decide_from, too_few
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
-from cpu3d.settings import RunConfig
+from cpu3d.settings import LEAST_CASES, RunConfig
 from cpu3d.training.train import Options
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked

@@ -516,3 +516,19 @@ def test_several_runs_are_compared_each(call, files, fold_runs, tmp_path, capsys
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
     assert len(lines) == 1
     assert "trained on 1 x 1 x 5 mm" in lines[0]
+
+
+def test_a_missing_channel_is_named_with_both_lists_before_anything_is_made(
+    call, files, tmp_path, capsys
+):
+    folder = tmp_path / "p"
+    folder.mkdir()
+    (path,) = split_channels(files.images[0], f"p_{CHANNELS[0]}.nii.gz")
+    path.rename(folder / path.name)
+    with pytest.raises(InputError) as refused:
+        call("--image", folder, "--out", tmp_path / "out")
+    (problem,) = refused.value.problems
+    assert f"needs {', '.join(CHANNELS)}" in problem
+    assert f"has {CHANNELS[0]};" in problem
+    assert not (tmp_path / "out").exists()
+    assert "predict" not in capsys.readouterr().err

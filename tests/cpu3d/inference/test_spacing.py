@@ -12,9 +12,9 @@ from cpu3d.__main__ import main
 from cpu3d.data.cases.resample import resample_label, to_source_grid
 from cpu3d.data.fold import with_fold
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
-from cpu3d.data.store import Store, open_store
+from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.folds import SCORE_S, beside_s
+from cpu3d.folds import beside_s
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.export import segment
@@ -24,6 +24,7 @@ from cpu3d.inference.runs import Inference
 from cpu3d.plan import make_plan
 from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config
+from memory_estimator.training import SCORE_S
 from tests.cpu3d.data.made_datasets import dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
 from tests.cpu3d.runs import HOST, run_command, start
@@ -85,13 +86,16 @@ def test_the_hours_of_folds_count_scores_on_the_sources_grids(tmp_path):
     folds = [f"{number}/5" for number in range(1, 6)]
     (fold,) = [name for name in folds if "c" in with_fold(store, name).manifest.split["val"]]
     plan = make_plan(store, tmp_path / "run", HOST, {"fold": fold, "steps": 4, "device": "cpu"})
-    as_stored = dataclasses.replace(store.manifest, target_spacing_mm=None)
-    of_store = dataclasses.replace(plan, store=with_fold(Store(store.folder, as_stored), fold))
+    course = plan.forecast.course
+    assert course.scored_voxels == 60 * 50 * 40
+    as_stored = dataclasses.replace(course, scored_voxels=48 * 40 * 32)
+    forecast = dataclasses.replace(plan.forecast, course=as_stored)
+    of_store = dataclasses.replace(plan, forecast=forecast)
     more = 60 * 50 * 40 - 48 * 40 * 32
     memory = {part.name: part.bytes for part in plan.forecast.full.beside}
     regions = len(store.manifest.regions)
     assert memory["answers on sources' grids"] == 4 * (regions + 1) * 60 * 50 * 40
-    assert beside_s(plan) - beside_s(of_store) == pytest.approx(2 * SCORE_S * more / 1e6)
+    assert beside_s(plan) - beside_s(of_store) == pytest.approx(SCORE_S * more / 1e6)
 
 
 def test_a_run_knows_the_spacing_of_its_store(store, run):

@@ -300,6 +300,42 @@ def test_a_log_or_checkpoint_of_another_program_is_refused_and_left_as_it_is(
     assert mine.read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("more", [(), ("--folds", "2")])
+def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, capsys, more):
+    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
+    options = ["--filters", "4", "--depth", "3", "--steps", "4", *more, "--dry-run"]
+    words = ["train", *place, *options]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "in all" in printed
+    assert "4 filters" in printed
+    assert main([*words, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    plans = content if more else [content]
+    for plan in plans:
+        assert (plan["steps"], plan["config"]["unet"]["filters"]) == (4, 4)
+        assert plan["run"]["all_s"] > plan["training_s"] > 0
+        assert plan["run"]["upper_bound_bytes"] > plan["predicted"]["process_peak_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_what_does_not_fit_says_so(phantom_store, tmp_path, capsys, monkeypatch):
+    with_free(monkeypatch, 50 * 2**20)
+    words = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
+    assert main([*words, "--dry-run"]) == 3
+    printed = capsys.readouterr()
+    assert "in all" in printed.out
+    assert "memory must hold this training" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("--json",), ("--json", "--folds", "2")])
+def test_a_plan_in_json_is_of_a_dry_run(phantom_store, tmp_path, capsys, words):
+    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
+    assert main(["train", *place, *words]) == 2
+    assert "--json must come with --dry-run" in capsys.readouterr().err
+
+
 def test_two_trainings_in_one_folder_are_refused(phantom_store, tmp_path):
     with (
         locked(tmp_path, "run"),

@@ -100,12 +100,12 @@ def kinds(store):
 @pytest.mark.parametrize(
     ("volume", "name", "kind", "why"),
     [
-        (stripped, "MRI", "zscore-foreground", ""),
-        (with_skull, "MRI", "zscore", "less than 25%"),
+        (stripped, "MRI", "zscore-foreground", "from 25% on"),
+        (with_skull, "MRI", "zscore", "from 25% on"),
         (with_skull, "noNorm", "none", "by its name"),
         (with_skull, "rescale_to_0_1", "rescale", "by its name"),
         (in_hounsfield_units, "CT", "ct", "by its name"),
-        (in_hounsfield_units, "MRI", "ct", "about -1000"),
+        (in_hounsfield_units, "MRI", "ct", "from 5% on"),
     ],
 )
 def test_a_kind_is_by_name_or_by_voxels_and_the_summary_says_why(tmp_path, volume, name, kind, why):

@@ -8,6 +8,7 @@ from cpu3d.data.cases.resample import Keep
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.decisions import decided_table, decisions_of, strides_of_store
 from cpu3d.data.stores.prepare import prepare
+from models.config import UNetConfig
 from models.strides import strides_text
 from tests.cpu3d.data.spaced import spaced_set
 
@@ -51,8 +52,13 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     assert strides_text(strides) == "2,2,1 2,2,1 2,2,2"
     assert "48 x 40 x 32" in why
     assert "1 x 1 x 4 mm" in why
-    line = by_name(store)["strides of 5 levels"]
-    assert line.value.startswith("2,2,1 2,2,1")
+    decided = by_name(store)
+    assert decided["strides"].value.startswith("2,2,1 2,2,1")
+    assert "5 levels" in decided["strides"].why
+    box = store.manifest.largest_box
+    divisors = UNetConfig(strides=strides_of_store(store, box, 5)[0]).divisors
+    padded = [-(-side // divisor) * divisor for side, divisor in zip(box, divisors)]
+    assert decided["padded grid"].value == " x ".join(map(str, padded))
 
 
 @pytest.mark.parametrize(("ignore", "value"), [(None, "none"), (2, "2 core")])
@@ -62,6 +68,20 @@ def test_regions_have_their_labels_and_the_ignored_one_is_named(tmp_path, ignore
     decided = by_name(Store(store.folder, manifest))
     assert decided["region edema"].value == "1 edema"
     assert decided["ignored label"].value == value
+
+
+@pytest.mark.parametrize(
+    ("regions", "why"),
+    [
+        ({"edema": (1,), "core": (2,)}, "label"),
+        ({"all": (1, 2)}, "--regions"),
+    ],
+)
+def test_the_reason_for_regions_is_what_they_are(tmp_path, regions, why):
+    store = prepared(tmp_path, [THIN] * 4)
+    manifest = dataclasses.replace(store.manifest, regions=regions)
+    decided = by_name(Store(store.folder, manifest))
+    assert all(why in decided[f"region {name}"].why for name in regions)
 
 
 def test_every_decision_is_a_line_of_the_table(tmp_path):

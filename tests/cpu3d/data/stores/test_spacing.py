@@ -116,6 +116,19 @@ def test_a_bad_spacing_is_one_line_and_nothing_is_written(data, tmp_path, capsys
     assert not (tmp_path / "store").exists()
 
 
+def test_a_spacing_that_most_cases_cannot_have_is_one_line_that_says_which_they_can(
+    data, tmp_path, capsys
+):
+    place = ["--dataset", str(data), "--store", str(tmp_path / "store"), "--workers", "1"]
+    assert main(["prepare", *place, "--spacing", "0.1", "0.1", "0.1"]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line]
+    assert line.startswith("error: --spacing must")
+    assert f"{len(SPACINGS)} of {len(SPACINGS)} cases" in line
+    assert not (tmp_path / "store").exists()
+    words = line.partition("give --spacing ")[2].split()[:3]
+    assert main(["prepare", *place, "--split", "1", "0", "0", "--spacing", *words]) == 0
+
+
 def test_a_case_that_would_become_too_large_is_a_bad_case(tmp_path):
     spacings = {"a": ISO, "b": ISO, "c": (4.0, 4.0, 4.0), "d": (1.0, 1.0, 2.0), "e": ISO}
     data = spaced_set(tmp_path / "data", spacings)
