@@ -18,7 +18,7 @@ COMMANDS = {
         "cpu3d.demo",
         "make phantoms, train on them, score, predict, report: everything once, in minutes",
     ),
-    "phantom": ("cpu3d.data.stores.phantom", "write a data set of made-up brains with tumours"),
+    "phantom": ("cpu3d.data.phantoms.command", "write a data set of made-up brains with tumours"),
     "prepare": ("cpu3d.data.stores.prepare", "read a data set into a store"),
     "store": ("cpu3d.data.stores.upkeep", "print the content of a store, check it, add cases"),
     "train": (

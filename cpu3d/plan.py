@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.chosen import Chosen, chosen_again, located, recipe_settings, with_settings
+from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.decisions import Start, decide, job_of, joined, volume_shape
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.forecast import course_of, smaller_grids

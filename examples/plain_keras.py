@@ -14,8 +14,8 @@ set_up()  # before TensorFlow: this host's threads, oneDNN, and Keras 2 if tf.ke
 
 import tensorflow as tf
 
+from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.source import grid_size, open_store, volume_dataset
-from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.training.losses import DiceCrossEntropy, RegionDice
 from models.config import UNetConfig

@@ -90,8 +90,8 @@ def real_cases() -> Path:
 @pytest.fixture(scope="session")
 def phantom_store(tmp_path_factory):
     """A store of six small phantoms: four to train, one to validate, one to test. Read only."""
+    from cpu3d.data.phantoms.command import write_phantom
     from cpu3d.data.store import open_store
-    from cpu3d.data.stores.phantom import write_phantom
     from cpu3d.data.stores.prepare import prepare
 
     folder = tmp_path_factory.mktemp("phantom")

@@ -17,7 +17,7 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.util.atomic import PARTIAL
-from tests.cpu3d.data.datasets import content_of
+from tests.cpu3d.data.made_datasets import content_of
 
 pytestmark = pytest.mark.slow
 

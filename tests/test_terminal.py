@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.phantoms.command import write_phantom
 
 ROOT = Path(__file__).resolve().parents[1]
 TERMINALS = {

@@ -172,7 +172,7 @@ def measure(request: Dict[str, Any]) -> Result:
 def limits(request: Dict[str, Any]) -> Result:
     """The host's limits: GFLOP/s of products from the cache L1 in each dtype, GB/s that a copy
     reads and writes."""
-    from models.native.operations import products_per_s
+    from models.native.throughput import products_per_s
 
     threads = int(os.environ["TF_NUM_INTRAOP_THREADS"])
     products = {}

@@ -120,7 +120,7 @@ class CaseRecord:
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
     centres: Dict[Code, Tuple[Voxel, ...]]
-    """Up to `stores.case.CENTRES` voxels of each label code but 0, evenly over it, around which
+    """Up to `cases.case.CENTRES` voxels of each label code but 0, evenly over it, around which
     patches are drawn."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]

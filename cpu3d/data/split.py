@@ -1,5 +1,5 @@
-"""The split of a store's cases into training, validation and test: what holds of each, and its
-hash."""
+"""The split of a store's cases into training, validation and test: what holds of each, its hash,
+and the order in which patients are dealt out."""
 
 import hashlib
 import json
@@ -10,6 +10,7 @@ from typing import Dict, Iterable, List, Mapping, Protocol, Sequence, Tuple
 from cpu3d.data.normalise import Normalisation
 
 SPLITS = ("train", "val", "test")
+Split = Dict[str, Tuple[str, ...]]  # name -> case ids
 FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it holds out
 
 
@@ -98,3 +99,13 @@ def split_problems(
             second = "`prepare` with --patients FILE that gives them one patient"
             problems.append(f"{rule}; {first}, or {second}")
     return problems
+
+
+def dealing_order(patients: Iterable[str], seed: int) -> List[str]:
+    """Patients in the order of the SHA-256 of "seed:patient", which is the same in every version of
+    every library."""
+
+    def digest(patient: str) -> str:
+        return hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest()
+
+    return sorted(set(patients), key=digest)

@@ -17,8 +17,8 @@ import struct
 import time
 from typing import Any, Callable, Dict, Mapping, Sequence, Tuple
 
+from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.distributed.cluster import Cluster, host_and_port
 from cpu3d.errors import InputError, WorkerLostError
 from cpu3d.plan import Plan, with_forecast

@@ -107,40 +107,61 @@ def run(options: Options) -> int:
 def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Checks of the host and of the plans of its workers."""
     host = topology.host
-    checks = instruction_checks(host)
+    return [
+        *instruction_checks(host),
+        _cpu_quota(host),
+        _cpu_mask(topology),
+        _threads_of_workers(plans),
+        _free_memory(host, len(plans)),
+        _memory_limit(host),
+        _memory_of_nodes(topology),
+        _swap(topology),
+    ]
 
+
+def _cpu_quota(host: Host) -> Check:
     problem = ""
     if host.cpu_quota:
         threads = f"{host.usable_cores} threads, not bound"
         problem = f"{host.cpu_quota:g} CPUs' worth of time: {threads}"
-    checks.append(_checked("CPU quota", problem, well="none"))
+    return _checked("CPU quota", problem, well="none")
 
+
+def _cpu_mask(topology: Topology) -> Check:
     sockets = Counter(cpu.socket for cpu in topology.cpus).values()
-    mask = f"{host.logical_cpus} CPUs"
+    mask = f"{topology.host.logical_cpus} CPUs"
     problem = ""
     if max(sockets) > LOPSIDED * min(sockets):
         problem = f"{mask}, {' and '.join(map(str, sockets))} of them on a socket"
-    checks.append(_checked("CPU mask", problem, well=mask))
+    return _checked("CPU mask", problem, well=mask)
 
+
+def _threads_of_workers(plans: Sequence[ThreadPlan]) -> Check:
     fewest = min(plan.intra_op for plan in plans)
     most = max(plan.intra_op for plan in plans)
     problem = ""
     if fewest < most:
         problem = f"{fewest} to {most} threads: all wait for the slowest"
-    checks.append(_checked("workers", problem, well=f"{fewest} threads each"))
+    return _checked("workers", problem, well=f"{fewest} threads each")
 
-    free = format_bytes(host.free_bytes // len(plans))
-    if len(plans) > 1:
-        free += f" for each of {len(plans)} workers"
-    is_little = host.free_bytes < FEW_BYTES * len(plans)
-    checks.append(_checked("free memory", free if is_little else "", well=free))
 
+def _free_memory(host: Host, workers: int) -> Check:
+    free = format_bytes(host.free_bytes // workers)
+    if workers > 1:
+        free += f" for each of {workers} workers"
+    is_little = host.free_bytes < FEW_BYTES * workers
+    return _checked("free memory", free if is_little else "", well=free)
+
+
+def _memory_limit(host: Host) -> Check:
     problem = ""
     if host.cgroup_limit_bytes:
         limit = format_bytes(host.cgroup_limit_bytes)
         problem = f"{limit} of {format_bytes(host.memory_bytes)} (cgroup)"
-    checks.append(_checked("memory limit", problem, well="none"))
+    return _checked("memory limit", problem, well="none")
 
+
+def _memory_of_nodes(topology: Topology) -> Check:
     memory = {node.number: node.memory_bytes for node in topology.nodes}
     near = [memory.get(node, 0) for node in {cpu.node for cpu in topology.cpus}]
     least = format_bytes(min(near))
@@ -148,14 +169,15 @@ def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     if max(near) > 2 * min(near):
         uses = "CPUs of a node without memory use that of another"
         problem = f"{least} to {format_bytes(max(near))} a node: {uses}"
-    checks.append(_checked("memory of nodes", problem, well=f"{least} on each of {len(near)}"))
+    return _checked("memory of nodes", problem, well=f"{least} on each of {len(near)}")
 
+
+def _swap(topology: Topology) -> Check:
     problem = ""
     if topology.swap_bytes:
         swap = format_bytes(topology.swap_bytes)
         problem = f"{swap}: a step that needs it takes many times as long"
-    checks.append(_checked("swap", problem, well="none"))
-    return checks
+    return _checked("swap", problem, well="none")
 
 
 def instruction_checks(host: Host) -> List[Check]:

@@ -132,7 +132,8 @@ def own_operations(tf: Any, host: Host, engine: Optional[str]) -> Check:
 
 def own_speed(tf: Any, host: Host, engine: Optional[str]) -> Check:
     """Compare a convolution by own operations with the most that products alone reach here."""
-    from models.native.operations import available, speed
+    from models.native.operations import available
+    from models.native.throughput import speed
 
     name = "own speed"
     if not available():

@@ -25,12 +25,10 @@ from typing import (
     Tuple,
 )
 
-from cpu3d.data.labels import PaintedRegions, painted_codes
-from cpu3d.data.nifti import channel_count
-from cpu3d.data.stores.dataset import CaseFiles
-from cpu3d.data.stores.dataset_json import Description, describing
-from cpu3d.data.stores.layouts import LABEL_CODES, LabelCodes, label_codes_of
-from cpu3d.data.stores.names import (
+from cpu3d.data.datasets.dataset import CaseFiles
+from cpu3d.data.datasets.dataset_json import Description, describing
+from cpu3d.data.datasets.layouts import LABEL_CODES, LabelCodes, label_codes_of
+from cpu3d.data.datasets.names import (
     FileName,
     channel_key,
     name_of,
@@ -40,6 +38,8 @@ from cpu3d.data.stores.names import (
     stem_of,
     volumes_in,
 )
+from cpu3d.data.labels import PaintedRegions, painted_codes
+from cpu3d.data.nifti import channel_count
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.settings import AUTO
 from cpu3d.util.records import listed

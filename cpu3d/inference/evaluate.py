@@ -30,13 +30,13 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
+from cpu3d.data.cases.notes import case_notes, note_lines
+from cpu3d.data.fold import with_fold, with_folds
 from cpu3d.data.labels import code_meanings, ignored_voxels, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm, write_label
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store
-from cpu3d.data.stores.notes import case_notes, note_lines
-from cpu3d.data.stores.splits import with_fold, with_folds
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors

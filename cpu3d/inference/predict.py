@@ -43,15 +43,15 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 
 import numpy as np
 
+from cpu3d.data.cases.case import LoadedCase, load_case
+from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
+from cpu3d.data.cases.resample import grid_of, resample_label
+from cpu3d.data.datasets.dataset import CaseFiles
+from cpu3d.data.datasets.layouts import LABEL_CODES
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_spacing_mm, ras_steps_mm, write_label, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
-from cpu3d.data.stores.case import LoadedCase, load_case
-from cpu3d.data.stores.dataset import CaseFiles
-from cpu3d.data.stores.layouts import LABEL_CODES
-from cpu3d.data.stores.notes import case_notes, note_lines, window_notes
-from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors

@@ -9,12 +9,12 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 import numpy as np
 import tensorflow as tf
 
+from cpu3d.data.cases.resample import to_source_grid
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste, round_up
 from cpu3d.data.resolution import Resizing, resizing_for
 from cpu3d.data.store import case_region
-from cpu3d.data.stores.resample import to_source_grid
 from cpu3d.data.windows import sliding_window
 from cpu3d.errors import DivergedError
 from cpu3d.host.gpu import fits_memory

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.data.cases.resample import differs, in_mm
+from cpu3d.data.fold import parse_fold, with_fold
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.resample import differs, in_mm
-from cpu3d.data.stores.splits import parse_fold, with_fold
 from cpu3d.data.windows import OVERLAP
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import read_state, weights_file

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.decision import Decision, postprocessing_of, read_decision
 from cpu3d.inference.postprocessing.rules import PostProcessing

@@ -7,10 +7,10 @@ from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
 
 import numpy as np
 
+from cpu3d.data.cases.resample import grid_of, resample_label
 from cpu3d.data.nifti import ras_shape, read_volume, to_ras
 from cpu3d.data.normalise import in_units
 from cpu3d.data.store import Store
-from cpu3d.data.stores.resample import grid_of, resample_label
 from cpu3d.errors import InputError
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import ranked

@@ -22,13 +22,12 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.background import without_residue
-from cpu3d.data.manifest import Geometry
-from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
-from cpu3d.data.normalise import Kind, Normalisation
-from cpu3d.data.stores.case import grid_problems, label_codes
-from cpu3d.data.stores.dataset import CaseFiles
-from cpu3d.data.stores.dataset_json import describing
-from cpu3d.data.stores.layouts import (
+from cpu3d.data.cases.case import grid_problems, label_codes
+from cpu3d.data.cases.normalisation import is_ct, looks_like_ct
+from cpu3d.data.cases.notes import note_lines
+from cpu3d.data.datasets.dataset import CaseFiles
+from cpu3d.data.datasets.dataset_json import describing
+from cpu3d.data.datasets.layouts import (
     FOLDER_LAYOUTS,
     LabelCodes,
     channels_of,
@@ -36,7 +35,7 @@ from cpu3d.data.stores.layouts import (
     labels_in_use,
     modality_of,
 )
-from cpu3d.data.stores.names import (
+from cpu3d.data.datasets.names import (
     FileName,
     channel_key,
     is_ignored,
@@ -45,8 +44,9 @@ from cpu3d.data.stores.names import (
     stem_of,
     volumes_in,
 )
-from cpu3d.data.stores.normalisation import is_ct, looks_like_ct
-from cpu3d.data.stores.notes import note_lines
+from cpu3d.data.manifest import Geometry
+from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
 from cpu3d.pages.viewer import ViewedCase, write_case_page

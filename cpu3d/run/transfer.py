@@ -17,13 +17,13 @@ from typing import Collection, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import numpy as np
 
+from cpu3d.data.cases.resample import in_mm
+from cpu3d.data.datasets.names import channel_key
+from cpu3d.data.fold import with_fold
 from cpu3d.data.manifest import Known, case_list
 from cpu3d.data.normalise import of_all
 from cpu3d.data.region import Array
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.names import channel_key
-from cpu3d.data.stores.resample import in_mm
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import BEST, DamagedCheckpointError, weights_file
 from cpu3d.run.config_json import load_config

@@ -12,10 +12,8 @@ All raise RuntimeError if `available` is false, and InvalidArgumentError for sha
 InstructionSetError for a CPU3D_INSTRUCTION_SET that is none, or none of this CPU.
 """
 
-import ctypes
 import functools
 import sys
-import time
 import types
 from pathlib import Path
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
@@ -24,15 +22,9 @@ import tensorflow as tf
 from tensorflow.python.framework import ops
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
-from models.native.instruction_sets import INSTRUCTION_SETS
-from models.native.library import (
-    DTYPE_CODES,
-    OwnOperations,
-    does_not_load,
-    load,
-    own_operations,
-)
-from models.native.shared import KIND_CODES
+import models.native.gradients  # noqa: F401, for tapes that record the operations
+from models.native.library import does_not_load, own_operations
+from models.native.shared import KIND_CODES, WITH_SUMS
 
 Strides = Tuple[int, int, int]
 HALVED: Strides = (2, 2, 2)  # voxels of the finer grid along X, Y, Z for one of the coarser
@@ -253,70 +245,9 @@ def orthogonal(kernel: tf.Tensor) -> tf.Tensor:
     return made
 
 
-# --- A limit ---
-
-
-def products_per_s(dtype: str, threads: int) -> float:
-    """Multiplications and additions a second of the products alone, of values in the cache L1: the
-    most of a few runs. A short convolution may be counted as faster, as it needs fewer of them."""
-    library = _library(own_operations())
-    library.native_products.restype = ctypes.c_double
-    code = DTYPE_CODES[dtype]
-    best = 0.0
-    for _ in range(5):
-        begin = time.perf_counter()
-        done = library.native_products(None, code, threads, ctypes.c_long(10_000))
-        best = max(best, done / (time.perf_counter() - begin))
-    return best
-
-
-class Speed(NamedTuple):
-    """Multiplications and additions a second, of a transformed convolution those that it does."""
-
-    convolution: float
-    limit: float  # `products_per_s`
-
-    @property
-    def share(self) -> float:
-        return self.convolution / self.limit
-
-
-SPEED_EDGE = 48  # voxels along each axis of the convolution that is timed
-SPEED_CHANNELS = 32  # of its map and of its outputs
-
-
-def speed(dtype: str) -> Speed:
-    """How fast a convolution is here, with the instruction set and the threads that a training
-    would have: the fastest of a few runs, beside the limit measured just before."""
-    own = own_operations()
-    name = own.of(dtype)
-    limit = products_per_s(dtype, _library(own).thread_count())
-    shape = (1, SPEED_EDGE, SPEED_EDGE, SPEED_EDGE, SPEED_CHANNELS)
-    source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
-    filters = tf.random.stateless_uniform((3, 3, 3, SPEED_CHANNELS, SPEED_CHANNELS), (3, 4), -1.0)
-    fastest_s = float("inf")
-    for _ in range(5):
-        begin = time.perf_counter()
-        raw, _, _ = convolve([source], filters)
-        raw[0, 0, 0, 0].numpy()  # until it is there
-        fastest_s = min(fastest_s, time.perf_counter() - begin)
-    plain = 2 * 27 * SPEED_CHANNELS**2 * SPEED_EDGE**3
-    return Speed(plain * INSTRUCTION_SETS[name].products_share / fastest_s, limit)
-
-
 # --- The library ---
 
 REGISTERED = ("CpuOperation", "CpuLossSums", "CpuLossSlope", "CpuOrthogonal")  # TensorFlow's names
-
-WITH_SUMS = (
-    "convolve",
-    "input_gradient",
-    "max_pool_gradient",
-    "residual_gradient",
-    "project_gradient",
-    "project_sums",
-    "up_input_gradient",
-)
 
 
 def _run(
@@ -382,13 +313,6 @@ def _given(*values: Any) -> List[Any]:
 def _times(side: Optional[int], times: int, over: int) -> Optional[int]:
     """A side of a coarser or finer grid; None stays unknown."""
     return None if side is None else side * times // over
-
-
-def _library(own: OwnOperations) -> ctypes.CDLL:
-    """The functions of native.h."""
-    if own.kernels is None:
-        raise RuntimeError(f"own operations must load here, got none: {own.why}")
-    return load(own.kernels)
 
 
 def _module() -> Any:
@@ -467,101 +391,3 @@ def _through(gradient: Gradient) -> Optional[tf.Tensor]:
         rule = "the source of a gradient must have a norm, got none"
         raise ValueError(f"{rule}; leave out a source without one")
     return tf.stack([norm.scale, norm.shift, norm.floor, gradient.a, gradient.b, gradient.c], 1)
-
-
-# --- What a tape asks for that has recorded an operation ---
-
-
-@tf.RegisterGradient("CpuOperation")
-def _gradient_of(
-    op: Any, at_map: tf.Tensor, at_sums: tf.Tensor, *_: Any
-) -> List[Optional[tf.Tensor]]:
-    """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same
-    values in float32: in bfloat16 its gradients of filters may be infinite. These can be
-    differentiated again. A training step does not come here: models/step.py has gradients by own
-    operations."""
-    kind = list(KIND_CODES)[op.get_attr("kind")]
-    if kind not in _PLAIN:
-        raise NotImplementedError(
-            "a second derivative must be of model(image, training=False), got training=True; "
-            "call the model with training=False"
-        )
-    inputs = list(op.inputs)
-    filters, bias, norms, _, *maps = inputs
-    count = op.get_attr("n_maps")
-    sources = maps[:count]
-    others = maps[count:]
-    at_map = tf.cast(at_map, tf.float32)
-    if kind in WITH_SUMS:
-        at_map += _through_sums(op.outputs[0], op.outputs[1], at_sums)
-    with tf.GradientTape() as tape:
-        tape.watch(inputs)
-        terms = [tf.cast(other, tf.float32) for other in others]
-        values = _plain_values(sources, norms)
-        made = _PLAIN[kind](_Read(values, filters, bias, terms, op.get_attr("strides")))
-    return tape.gradient(made, inputs, at_map)
-
-
-def _through_sums(raw: tf.Tensor, sums: tf.Tensor, at_sums: tf.Tensor) -> tf.Tensor:
-    """The gradient of a raw map from those of its mean and variance, (N, 2, C)."""
-    mean, _ = _over_grid(sums)
-    at_mean, at_variance = _over_grid(at_sums)
-    voxels = float(raw.shape[1:4].num_elements())
-    return (at_mean + 2 * at_variance * (tf.cast(raw, tf.float32) - mean)) / voxels
-
-
-def _plain_values(maps: Sequence[tf.Tensor], norms: tf.Tensor) -> tf.Tensor:
-    """The values of maps side by side, formed with `norms` as of `_norms`."""
-    raw = tf.cast(tf.concat(maps, -1), tf.float32)
-    if norms.shape.num_elements() == 0:
-        return raw
-    scale, shift, floor, *_ = _over_grid(norms)
-    values = scale * raw + shift
-    return tf.where(values > floor, values, floor)  # at the floor itself the gradient is 0
-
-
-def _over_grid(rows: tf.Tensor) -> List[tf.Tensor]:
-    """(N, rows, C) as a list of (N, 1, 1, 1, C)."""
-    return [row[:, None, None, None] for row in tf.unstack(rows, axis=1)]
-
-
-class _Read(NamedTuple):
-    """What a forward operation reads, in float32."""
-
-    values: tf.Tensor  # of its maps, side by side
-    filters: tf.Tensor
-    bias: tf.Tensor
-    terms: List[tf.Tensor]  # other maps
-    strides: List[int]  # between two grids
-
-
-def _plain_convolve(read: _Read) -> tf.Tensor:
-    made = tf.nn.conv3d(read.values, read.filters, (1, 1, 1, 1, 1), "SAME")
-    if read.bias.shape.num_elements():
-        made += read.bias
-    return tf.add_n([made, *read.terms])
-
-
-def _plain_max_pool(read: _Read) -> tf.Tensor:
-    return tf.nn.max_pool3d(read.values, read.strides, read.strides, "VALID")
-
-
-def _plain_up(read: _Read) -> tf.Tensor:
-    size = read.values.shape[1:4]
-    grid = [stride * side for stride, side in zip(read.strides, size)]
-    shape = (tf.shape(read.values)[0], *grid, read.filters.shape[3])
-    return tf.nn.conv3d_transpose(read.values, read.filters, shape, read.strides, "SAME")
-
-
-def _plain_residual_sum(read: _Read) -> tf.Tensor:
-    return tf.nn.relu(read.values + read.terms[0])
-
-
-_PLAIN = {
-    "convolve": _plain_convolve,
-    "project": _plain_convolve,
-    "max_pool": _plain_max_pool,
-    "up_convolve": _plain_up,
-    "residual_sum": _plain_residual_sum,
-}
-"""Kind of a forward operation -> its map by TensorFlow."""

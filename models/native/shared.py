@@ -44,6 +44,17 @@ of native.h, or of `convolve` the mean and variance of its map."""
 
 KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
 
+WITH_SUMS = (
+    "convolve",
+    "input_gradient",
+    "max_pool_gradient",
+    "residual_gradient",
+    "project_gradient",
+    "project_sums",
+    "up_input_gradient",
+)
+"""Kinds whose map has two sums."""
+
 # Constants. The C files say what each is of; the memory estimator computes the same sizes.
 
 MOST_THREADS = 256  # that compute an operation

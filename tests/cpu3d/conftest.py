@@ -10,12 +10,12 @@ from typing import Dict, Optional, Tuple
 import numpy as np
 import pytest
 
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.manifest import Geometry, make_manifest
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import write_arrays
-from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.errors import DivergedError
 from cpu3d.inference.runs import Inference
 from cpu3d.run.config_json import load_config, save_config

@@ -167,7 +167,8 @@ def written_weights(config, folder, seed=0):
     save_config(config, folder)
     rng = np.random.default_rng(seed)
     weights = network_weights(config.unet)
-    arrays = {weight.array: rng.normal(size=weight.shape).astype("f4") for weight in weights}
+    # Above 0, as variances are, and so small that a loss is no sign of a training that diverges.
+    arrays = {weight.array: rng.uniform(0, 0.1, weight.shape).astype("f4") for weight in weights}
     state = {"step": 1, "best": 0.5, "coarse_steps": 0, "split_hash": config.split_hash}
     save_checkpoint(folder / "checkpoints" / BEST, arrays, state)
     return folder

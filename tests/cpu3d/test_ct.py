@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.cases.notes import window_notes
+from cpu3d.data.cases.resample import resample_image
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation, in_units
+from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.convert import Settings
-from cpu3d.data.stores.notes import window_notes
-from cpu3d.data.stores.phantom import write_phantom
+from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import resample_image
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from cpu3d.inference.export import image as images
@@ -25,7 +25,7 @@ from cpu3d.inference.export import segment
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
-from tests.cpu3d.data.datasets import dataset_json
+from tests.cpu3d.data.made_datasets import dataset_json
 from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
 
 CHANGES = {
@@ -132,7 +132,7 @@ def test_a_run_is_scored_and_reported(stores, runs):
 
 def test_a_run_is_not_continued_on_a_store_of_another_normalisation(stores, runs, tmp_path):
     data = stores["hu"].folder.parent / "data"
-    chosen = Settings(normalise=("CT=zscore",))
+    chosen = StoreSettings(normalise=("CT=zscore",))
     prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
     with pytest.raises(InputError, match="take the store that the run was begun on"):
         make_plan(open_store(tmp_path / "store"), runs["hu"], HOST, {})
@@ -245,7 +245,7 @@ def test_more_ct_of_another_spacing_is_taken_and_lost_files_come_back(mixed, tmp
     with dataset_json(few) as content:
         content["training"] = [each for each in content["training"] if "003" not in each["image"]]
     store = tmp_path / "store"
-    chosen = {"fractions": (1, 0, 0), "workers": 1, "settings": Settings("b2nd", crop=True)}
+    chosen = {"fractions": (1, 0, 0), "workers": 1, "settings": StoreSettings("b2nd", crop=True)}
     before = prepare(few, store, **chosen, spacing=(1.0, 1.0, 1.0))
     done = append(store, data, workers=1)
     assert done.new == ("BRATS_003",)

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Dict, NamedTuple
 
 import numpy as np
 import pytest
@@ -60,36 +62,49 @@ def image():
     return np.random.default_rng(1).standard_normal((1, *GRID, 1)).astype("float32")
 
 
-def test_another_program_has_the_same_answers_from_every_kind_of_file(image, tmp_path):
+class Saved(NamedTuple):
+    """The networks, each in a file of both kinds in a folder."""
+
+    folder: Path
+    models: Dict[str, UNet3D]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
     models = {name: network(config) for name, config in NETWORKS.items()}
-    plain = models["instance"]
-    plain.save(tmp_path / "folder")
-    plain.export(str(tmp_path / "module exported"))
-    tf.saved_model.save(plain, str(tmp_path / "module saved"))
-    expected = dict.fromkeys(("folder", "module exported", "module saved"), plain)
     for name, model in models.items():
         for ending in (".keras", ".h5"):
-            model.save(tmp_path / (name + ending))
-            expected[name + ending] = model
-    np.save(tmp_path / "image.npy", image)
+            model.save(folder / (name + ending))
+    return Saved(folder, models)
+
+
+def test_another_program_has_the_same_answers_from_every_kind_of_file(image, saved):
+    folder = saved.folder
+    expected = {path.name: saved.models[path.stem] for path in folder.iterdir()}
+    plain = saved.models["instance"]
+    plain.save(folder / "folder")
+    plain.export(str(folder / "module exported"))
+    tf.saved_model.save(plain, str(folder / "module saved"))
+    expected.update(dict.fromkeys(("folder", "module exported", "module saved"), plain))
+    np.save(folder / "image.npy", image)
     variables = ("PATH", "HOME", "TF_USE_LEGACY_KERAS")
     environment = {name: os.environ[name] for name in variables if name in os.environ}
     command = [sys.executable, "-c", ELSEWHERE, *expected]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
+    assert len(expected) == 2 * len(NETWORKS) + 3
     for name, model in expected.items():
-        answer = np.load(tmp_path / f"{name}.answer.npy")
+        answer = np.load(folder / f"{name}.answer.npy")
         own = tf.nest.flatten(model(image))[0]
         np.testing.assert_allclose(answer, own, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_here_a_file_is_the_network_itself_again(name, image, tmp_path):
-    model = network(NETWORKS[name])
-    model.save(tmp_path / "network.keras")
-    model.save(tmp_path / "network.h5")
-    for file, more in (("network.keras", None), ("network.h5", {"Functional": UNet3D})):
-        again = tf.keras.models.load_model(tmp_path / file, custom_objects=more)
+def test_here_a_file_is_the_network_itself_again(name, image, saved):
+    model = saved.models[name]
+    for ending, more in ((".keras", None), (".h5", {"Functional": UNet3D})):
+        again = tf.keras.models.load_model(saved.folder / (name + ending), custom_objects=more)
         assert isinstance(again, UNet3D)
         frozen = ([layer.trainable for layer in each.layers] for each in (again, model))
         assert next(frozen) == next(frozen)

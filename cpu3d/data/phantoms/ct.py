@@ -3,7 +3,7 @@
 Coordinates run from -1 to 1 across the volume: u to the right, v to the front, w up. Values are in
 Hounsfield units."""
 
-from typing import Iterable, Tuple
+from typing import Iterable, NamedTuple, Tuple
 
 import numpy as np
 
@@ -25,38 +25,53 @@ NOISE_HU = 10.0  # standard deviation, in air too
 RANGE_HU = (-1024, 3071)  # 12 bits, as scanners give
 
 
+class _Space(NamedTuple):
+    """The coordinates of a volume's voxels, each along its axis."""
+
+    u: Array
+    v: Array
+    w: Array
+    voxel: float  # the longest side of one
+
+    @classmethod
+    def of(cls, shape: Shape3) -> "_Space":
+        axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in shape]
+        u, v, w = np.ix_(*axes)
+        return cls(u, v, w, 2 / min(shape))
+
+    def ball(self, centre: Iterable[float], radii: Iterable[float]) -> Array:
+        """The distance from `centre` in units of `radii`."""
+        axes = (self.u, self.v, self.w)
+        squares = (((x - c) / r) ** 2 for x, c, r in zip(axes, centre, radii))
+        return np.sqrt(sum(squares)).astype(np.float32)
+
+    def within(self, distance: Array, radius: float) -> Array:
+        """1 inside of a ball of a middling radius, 0 outside, with an edge of about a voxel."""
+        return soft(1, distance, self.voxel / 2 / radius + 0.02)
+
+
 def ct_case(shape: Shape3, seed: int, index: int) -> Tuple[Array, Array]:
     """Draw one case: image `(X, Y, Z)` int16 and label `(X, Y, Z)` uint8, axes R A S.
 
     A bladder is water of 0 HU, and vessels outside of the liver are as bright as the liver."""
     rng = np.random.default_rng([1, seed, index, 5])
-    axes = [((np.arange(n) + 0.5) / n * 2 - 1).astype(np.float32) for n in shape]
-    u, v, w = np.ix_(*axes)
-    voxel = 2 / min(shape)
-    edge = voxel / 2
-
-    def ball(centre: Iterable[float], radii: Iterable[float]) -> Array:
-        """The distance from `centre` in units of `radii`."""
-        squares = (((x - c) / r) ** 2 for x, c, r in zip((u, v, w), centre, radii))
-        return np.sqrt(sum(squares)).astype(np.float32)
-
-    def within(distance: Array, radius: float) -> Array:
-        """1 inside of a ball of a middling radius, 0 outside, with an edge of about a voxel."""
-        return soft(1, distance, edge / radius + 0.02)
-
+    space = _Space.of(shape)
+    ball = space.ball
+    within = space.within
+    edge = space.voxel / 2
     wobble = smooth_field(rng, shape, 5)
     rough = smooth_field(rng, shape, 8)
     half_width, half_depth = rng.uniform((0.74, 0.52), (0.82, 0.6))
     trunk = ball((0, 0.1, 0), (half_width, half_depth, 1e3)) + 0.02 * wobble
     table_v = 0.1 - half_depth - 0.06
-    table = soft(0.03, np.abs(v - table_v), edge) * soft(0.75, np.abs(u), edge)
+    table = soft(0.03, np.abs(space.v - table_v), edge) * soft(0.75, np.abs(space.u), edge)
 
     centre = np.array(rng.uniform((0.25, 0.1, -0.15), (0.35, 0.2, 0.15)))
     radii = np.array(rng.uniform((0.32, 0.24, 0.45), (0.38, 0.3, 0.6)))
     liver = within(ball(centre, radii) + 0.08 * rough, 0.3)
     lesions = np.zeros(shape, np.float32)
     for _ in range(rng.integers(1, 4)):
-        radius = max(rng.uniform(0.07, 0.14), 1.6 * voxel)
+        radius = max(rng.uniform(0.07, 0.14), 1.6 * space.voxel)
         place = centre + radii * rng.uniform(-0.5, 0.5, 3)
         lesion = within(ball(place, (radius,) * 3) + 0.1 * wobble, radius)
         lesions = np.maximum(lesions, lesion * liver)

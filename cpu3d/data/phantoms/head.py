@@ -149,18 +149,7 @@ def tissues(head: Head) -> Fields:
         outer = head.ball((side * 0.34, 0.10, 0.04), (0.09, 0.22, 0.16))
         grey = np.maximum(grey, soft(1, inner, 0.15))
         grey = np.maximum(grey, soft(1, outer, 0.15))
-    warp = 0.25 * head.field(6)
-    size = head.rng.uniform(0.85, 1.25)
-    ventricle = np.full(head.box, 9.0, np.float32)
-    for side in (-1, 1):
-        lean = 0.10 + 0.05 * np.abs(v - 0.1) - 0.06 * (v > 0.2) * (v - 0.2)
-        across = ((u - side * lean) / (0.075 * size)) ** 2
-        along = ((v - 0.02) / 0.42) ** 2
-        up = ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
-        body = across + along + up
-        horn = head.ball((side * 0.26, -0.36, 0.02), (0.065 * size, 0.16, 0.14))
-        ventricle = np.minimum(ventricle, np.minimum(body, horn))
-    ventricle = np.minimum(ventricle, head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16))) + warp
+    ventricle = _ventricles(head)
     inside = soft(1, ventricle, 0.25)
     caps = soft(1.9, ventricle, 0.35) * (1 - inside) * np.clip(0.45 + 0.5 * head.field(7), 0, 1)
     fluid = np.maximum(fluid, inside)
@@ -178,6 +167,26 @@ def tissues(head: Head) -> Fields:
         "ventricle": inside,
         "texture": 0.6 * head.field(18) + 0.4 * head.field(8),
     }
+
+
+def _ventricles(head: Head) -> Array:
+    """The squared distance from the nearest ventricle, in units of its radii."""
+    u = head.u
+    v = head.v
+    w = head.w
+    warp = 0.25 * head.field(6)
+    size = head.rng.uniform(0.85, 1.25)
+    ventricle = np.full(head.box, 9.0, np.float32)
+    for side in (-1, 1):
+        lean = 0.10 + 0.05 * np.abs(v - 0.1) - 0.06 * (v > 0.2) * (v - 0.2)
+        across = ((u - side * lean) / (0.075 * size)) ** 2
+        along = ((v - 0.02) / 0.42) ** 2
+        up = ((w - 0.22 + 0.25 * v**2) / (0.11 * size)) ** 2
+        body = across + along + up
+        horn = head.ball((side * 0.26, -0.36, 0.02), (0.065 * size, 0.16, 0.14))
+        ventricle = np.minimum(ventricle, np.minimum(body, horn))
+    third = head.ball((0, -0.02, -0.02), (0.025, 0.14, 0.16))
+    return np.minimum(ventricle, third) + warp
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from typing import Tuple
 import numpy as np
 from scipy.ndimage import map_coordinates
 
+from cpu3d.data.cases.case import LoadedCase, load_case
+from cpu3d.data.datasets.dataset import Dataset
+from cpu3d.data.datasets.layouts import labels_in_use, read_dataset
 from cpu3d.data.phantoms.shapes import smooth_field
 from cpu3d.data.region import Array, Region, xyz
-from cpu3d.data.stores.case import LoadedCase, load_case
-from cpu3d.data.stores.dataset import Dataset
-from cpu3d.data.stores.layouts import labels_in_use, read_dataset
 from cpu3d.errors import InputError, raise_if_any
 
 # Largest, either way.

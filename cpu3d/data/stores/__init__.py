@@ -1,1 +1,1 @@
-"""Making and keeping a store: layouts of data sets, splits, `prepare`, `phantom`, `store`."""
+"""Making and keeping a store: `prepare`, its splits, its decisions, `store`."""

@@ -13,6 +13,9 @@ from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 import numpy as np
 
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.cases.normalisation import refuse_hounsfield
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
@@ -27,9 +30,6 @@ from cpu3d.data.manifest import (
 )
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import Array, bounding_box, crop, whole
-from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
-from cpu3d.data.stores.normalisation import refuse_hounsfield
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
@@ -41,7 +41,7 @@ from models.strides import Spacing3
 
 
 @dataclass(frozen=True)
-class Settings:
+class StoreSettings:
     """The settings by which cases become arrays. A store is continued with the same settings
     only."""
 
@@ -70,7 +70,7 @@ class Settings:
         check(self)
 
 
-USUAL = Settings()
+USUAL = StoreSettings()
 
 
 class Job(NamedTuple):
@@ -83,7 +83,7 @@ class Job(NamedTuple):
 
 
 def convert(
-    dataset: Dataset, store_dir: Path, settings: Settings, job: Job
+    dataset: Dataset, store_dir: Path, settings: StoreSettings, job: Job
 ) -> Union[CaseRecord, Tuple[str, ...]]:
     """Write a case's arrays, then its record. A new case whose arrays are there and good stays as
     it is.
@@ -234,7 +234,7 @@ def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:
 
 
 def convert_all(
-    jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: Settings, workers: int
+    jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: StoreSettings, workers: int
 ) -> Tuple[CaseList, Problems]:
     """The records of all good cases, finished ones included, and the problems of the bad ones, by
     case id.

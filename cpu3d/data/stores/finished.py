@@ -4,13 +4,13 @@ data set cannot give back."""
 from pathlib import Path
 from typing import Container, Dict, List, Mapping, Sequence
 
+from cpu3d.data.datasets.dataset import Dataset, regions_in_words
+from cpu3d.data.datasets.layouts import regions_in
 from cpu3d.data.labels import paint_by_order, painting_in_words
 from cpu3d.data.manifest import Manifest, case_list
 from cpu3d.data.split import SPLITS
 from cpu3d.data.stores.convert import same_sources
-from cpu3d.data.stores.dataset import Dataset, regions_in_words
 from cpu3d.data.stores.folder import has_grown, read_quarantine
-from cpu3d.data.stores.layouts import regions_in
 from cpu3d.data.stores.splits import Splitting, split_sizes
 from cpu3d.errors import InputError
 

@@ -13,14 +13,14 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import msgspec
 
+from cpu3d.data.cases.normalisation import chosen_kinds
+from cpu3d.data.datasets.dataset import Dataset, Problems
+from cpu3d.data.datasets.layouts import labels_in_use
 from cpu3d.data.manifest import SCHEMA, Manifest, case_list
 from cpu3d.data.normalise import Kind, Normalisation, if_any_differs
 from cpu3d.data.region import whole
 from cpu3d.data.store import open_store, with_names_of_now
-from cpu3d.data.stores.convert import USUAL, Settings
-from cpu3d.data.stores.dataset import Dataset, Problems
-from cpu3d.data.stores.layouts import labels_in_use
-from cpu3d.data.stores.normalisation import chosen_kinds
+from cpu3d.data.stores.convert import USUAL, StoreSettings
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import (
     atomic_write,
@@ -80,7 +80,7 @@ def claimed(
         yield
 
 
-def identity(dataset: Dataset, settings: Settings) -> Dict[str, Any]:
+def identity(dataset: Dataset, settings: StoreSettings) -> Dict[str, Any]:
     """The content of source.json: the data set and the settings of a store."""
     labels = labels_in_use(dataset.layout, dataset.labels, ())
     of_settings = asdict(settings)
@@ -203,11 +203,11 @@ def _are_chosen(words: Sequence[str], manifest: Manifest) -> bool:
     return asked == {name: each.kind for name, each in named if each.is_chosen}
 
 
-def settings_of(store_dir: Path) -> Settings:
+def settings_of(store_dir: Path) -> StoreSettings:
     """The settings in a store's source.json. Raises InputError if there is none, or one that is
     damaged."""
 
-    def made(content: Dict[str, Any]) -> Settings:
+    def made(content: Dict[str, Any]) -> StoreSettings:
         content = with_names_of_now(content)
         later = {
             "normalise": content.get("normalise", []),
@@ -215,7 +215,7 @@ def settings_of(store_dir: Path) -> Settings:
         }
         chosen = {name: content[name] for name in vars(USUAL) if name not in later}
         chosen.update(later)
-        return typed(chosen, Settings, "source")
+        return typed(chosen, StoreSettings, "source")
 
     first = "`prepare` of its first data set with the same settings"
     todo = f"restore it, or run {first}, which writes it again"

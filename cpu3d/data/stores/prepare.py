@@ -19,16 +19,30 @@ are on the images' own grids all the same.
 """
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
+from cpu3d.data.cases.notes import case_notes, note_lines
+from cpu3d.data.cases.resample import (
+    Keep,
+    check_target,
+    in_mm,
+    parse_spacing,
+    ranges_in_mm,
+    target_spacing,
+    voxels_of,
+)
+from cpu3d.data.datasets.dataset import Dataset, parse_regions
+from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
+from cpu3d.data.datasets.names import without_number
+from cpu3d.data.datasets.patients import UNKNOWN, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.manifest import Manifest
+from cpu3d.data.manifest import CaseRecord, Manifest
+from cpu3d.data.split import Split
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.convert import USUAL, Settings
-from cpu3d.data.stores.dataset import Dataset, parse_regions
-from cpu3d.data.stores.decided import decided_table
+from cpu3d.data.stores.convert import USUAL, StoreSettings
+from cpu3d.data.stores.decisions import decided_table
 from cpu3d.data.stores.finished import differences, still_lost
 from cpu3d.data.stores.folder import (
     QUARANTINE,
@@ -41,26 +55,12 @@ from cpu3d.data.stores.folder import (
     restore_source,
     settings_of,
 )
-from cpu3d.data.stores.layouts import UNKNOWN, labels_in_use, read_dataset, regions_in
-from cpu3d.data.stores.names import without_number
-from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.data.stores.repair import fitting, open_mended, repair
-from cpu3d.data.stores.resample import (
-    Keep,
-    check_target,
-    in_mm,
-    parse_spacing,
-    ranges_in_mm,
-    target_spacing,
-    voxels_of,
-)
 from cpu3d.data.stores.splits import (
     Fractions,
-    Split,
     Splitting,
     checked_folds,
     describe_folds,
-    describe_patients,
     read_folds,
     split_sizes,
 )
@@ -129,10 +129,10 @@ class Options:
     ignore: Optional[int] = option(None, IGNORE_HELP, metavar="CODE", at_least=1, at_most=255)
 
 
-OPTIONS = (Options, Settings)
+OPTIONS = (Options, StoreSettings)
 
 
-def run(options: Options, settings: Settings) -> int:
+def run(options: Options, settings: StoreSettings) -> int:
     prepare(
         options.dataset,
         options.store,
@@ -158,7 +158,7 @@ def prepare(
     seed: int = 0,
     workers: Optional[int] = None,
     skip_bad: bool = False,
-    settings: Settings = USUAL,
+    settings: StoreSettings = USUAL,
     patients: Optional[Path] = None,
     splits: Optional[Path] = None,
     spacing: Union[Keep, Spacing3] = Keep.AUTO,
@@ -227,12 +227,12 @@ def _folds_of(
 
 
 def _with_spacing(
-    settings: Settings,
+    settings: StoreSettings,
     spacing: Union[Keep, Spacing3],
     store_dir: Path,
     dataset: Dataset,
     split: Split,
-) -> Settings:
+) -> StoreSettings:
     """The settings with the spacing that cases are resampled to: the chosen one, or that of a store
     that was begun, or what the training cases of a new one tell, which is printed."""
     chosen = None if isinstance(spacing, Keep) else spacing
@@ -263,7 +263,7 @@ def _with_spacing(
 def _finished_before(
     store_dir: Path,
     dataset: Dataset,
-    settings: Settings,
+    settings: StoreSettings,
     workers: int,
     splitting: Splitting,
 ) -> Manifest:
@@ -323,59 +323,71 @@ def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optio
 # --- The summary of a store ---
 
 
-def summary_lines(store: Store) -> List[str]:
-    """A summary of a store's records, as lines: what it holds, beside what was decided for it."""
-    manifest = store.manifest
-    patients = set()
-    notes = {}
-    size_bytes = 0
-    error = 0.0
-    zeroed = 0
-    images: Counter[str] = Counter()  # kind of image -> cases
-    shapes: Counter[str] = Counter()
-    cases: Counter[int] = Counter()  # label code -> cases
-    voxels: Counter[int] = Counter()  # label code -> voxels
-    for record in manifest.cases:
-        patients.add(record.patient_id)
-        case = case_notes(record, manifest.channels, manifest.ignore)
-        if case:
-            notes[record.case_id] = case
-        size_bytes += record.image_bytes + record.label_bytes
+@dataclass
+class _Sums:
+    """Sums over the records of a store's cases."""
+
+    patients: Set[str] = field(default_factory=set)
+    notes: Dict[str, List[str]] = field(default_factory=dict)  # case -> what is said of it
+    size_bytes: int = 0
+    rounding: float = 0.0  # the largest, in deviations
+    zeroed: int = 0  # voxels
+    images: Counter[str] = field(default_factory=Counter)  # kind of image -> cases
+    shapes: Counter[str] = field(default_factory=Counter)
+    cases: Counter[int] = field(default_factory=Counter)  # label code -> cases
+    voxels: Counter[int] = field(default_factory=Counter)  # label code -> voxels
+
+    def add(self, record: CaseRecord, manifest: Manifest) -> None:
+        self.patients.add(record.patient_id)
+        notes = case_notes(record, manifest.channels, manifest.ignore)
+        if notes:
+            self.notes[record.case_id] = notes
+        self.size_bytes += record.image_bytes + record.label_bytes
         if record.resampled_from:
-            size_bytes += record.resampled_from.label_bytes
+            self.size_bytes += record.resampled_from.label_bytes
         image = f"{record.image_dtype} .{record.format}"
         if record.stored.size != record.shape:
             image += " cropped"
-        images[image] += 1
-        shapes[by(record.shape)] += 1
-        cases.update(list(record.label_voxels))
-        voxels.update(record.label_voxels)
-        error = max(error, record.max_abs_error)
-        zeroed += record.zeroed_voxels
+        self.images[image] += 1
+        self.shapes[by(record.shape)] += 1
+        self.cases.update(list(record.label_voxels))
+        self.voxels.update(record.label_voxels)
+        self.rounding = max(self.rounding, record.max_abs_error)
+        self.zeroed += record.zeroed_voxels
+
+
+def summary_lines(store: Store) -> List[str]:
+    """A summary of a store's records, as lines: what it holds, beside what was decided for it."""
+    manifest = store.manifest
+    sums = _Sums()
+    for record in manifest.cases:
+        sums.add(record, manifest)
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
-    exact = f"rounded by up to {error:.1g} std" if error else "exact"
-    kinds = ", ".join(f"{n} {image}" for image, n in images.most_common())
+    exact = "exact"
+    if sums.rounding:
+        exact = f"rounded by up to {sums.rounding:.1g} std"
+    kinds = ", ".join(f"{n} {image}" for image, n in sums.images.most_common())
     bare = f"{len(manifest.unlabelled)} unlabelled"
     file_system_type = file_system(store.folder)
     lines = {
-        "cases": f"{len(manifest.cases)} of {count(patients, 'patient')}, {bare}",
+        "cases": f"{len(manifest.cases)} of {count(sums.patients, 'patient')}, {bare}",
         "patients": "; ".join(describe_patients(manifest.patient_rules)),
         "split": f"{split_sizes(manifest)}{drawn}, hash {manifest.split_hash}",
         "folds": "; ".join(describe_folds(manifest.folds, manifest.split)),
         "images": f"{kinds}; {exact}",
-        "size": f"{format_bytes(size_bytes)} on disk",
-        "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes.most_common(6)),
+        "size": f"{format_bytes(sums.size_bytes)} on disk",
+        "shapes": ", ".join(f"{shape} ({n})" for shape, n in sums.shapes.most_common(6)),
     }
-    if zeroed:
-        lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
+    if sums.zeroed:
+        lines["zeroed"] = f"{count(sums.zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
-        share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
-        lines[f"label {code}"] = f"{name}: {count(cases[code], 'case')}, {share}"
+        share = f"{sums.voxels[code] / max(sum(sums.voxels.values()), 1):.3%} of the voxels"
+        lines[f"label {code}"] = f"{name}: {count(sums.cases[code], 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
-    return [head, *shown, *note_lines(notes)]
+    return [head, *shown, *note_lines(sums.notes)]
 
 
 def print_summary(store_dir: Path) -> None:

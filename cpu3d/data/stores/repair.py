@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import List, NamedTuple, Tuple
 
+from cpu3d.data.datasets.dataset import Dataset, Problems
+from cpu3d.data.datasets.layouts import ignoring, labels_in_use
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
     CaseList,
@@ -18,9 +20,7 @@ from cpu3d.data.manifest import (
     to_json,
 )
 from cpu3d.data.store import RecordsLostError, Store, open_store, restore_records, write_store
-from cpu3d.data.stores.convert import Job, Settings, convert_all
-from cpu3d.data.stores.dataset import Dataset, Problems
-from cpu3d.data.stores.layouts import ignoring, labels_in_use
+from cpu3d.data.stores.convert import Job, StoreSettings, convert_all
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_regular
@@ -48,7 +48,7 @@ def open_mended(store_dir: Path) -> Store:
         return restore_records(store_dir)
 
 
-def repair(store: Store, dataset: Dataset, settings: Settings, workers: int) -> Repaired:
+def repair(store: Store, dataset: Dataset, settings: StoreSettings, workers: int) -> Repaired:
     """Make the cases of `dataset` again whose files in the store are gone, or of another length or
     header.
 

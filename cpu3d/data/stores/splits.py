@@ -1,11 +1,9 @@
-"""The patients of cases, and the split of their cases into training, validation and testing.
+"""How cases of a new store are split into training, validation and testing, and new cases of one
+that grows: dealt by shares of patients, or as given folds say.
 
-A patient's cases stay in one split, and on one side of a fold. Patients are dealt out in the order
-of the SHA-256 of "seed:patient", which is the same in every version of every library. Folds may
-also be given, as nnU-Net writes them into splits_final.json; the store keeps them."""
+A patient's cases stay in one split, and on one side of a fold. Folds may be given as nnU-Net writes
+them into splits_final.json; the store keeps them."""
 
-import csv
-import hashlib
 import itertools
 import math
 import re
@@ -14,63 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Sequence, Set, Tuple
 
-from cpu3d.data.manifest import Manifest, case_list
-from cpu3d.data.split import FOLD_SPLITS, SPLITS, split_problems
-from cpu3d.data.store import Store
+from cpu3d.data.manifest import Manifest
+from cpu3d.data.split import FOLD_SPLITS, SPLITS, Split, dealing_order
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
-from memory_estimator.common.files import NotRegularError, read_json, read_text, reason
+from memory_estimator.common.files import NotRegularError, read_json, reason
 
-Split = Dict[str, Tuple[str, ...]]
 Fractions = Tuple[float, float, float]
-
-TABLE = "table"  # the rule for a patient that a table names
-
-
-def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
-    """Case id -> patient from all lines of a table of two columns, separated by commas, semicolons
-    or tabs.
-
-    Raises InputError for a file that cannot be read, lines that are no pair, a case with two
-    patients, and ids of `case_ids` without a patient."""
-    name = f"--patients {path}"
-    try:
-        lines = read_text(path).splitlines()
-        delimiter = next((mark for mark in "\t;" if any(mark in line for line in lines)), ",")
-        rows = [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=delimiter)]
-    except (OSError, ValueError, csv.Error) as error:
-        rule = f"{name} must be a table in UTF-8 that can be read"
-        raise InputError(f"{rule}, got {reason(error)}; correct it") from None
-    patients: Dict[str, str] = {}
-    problems = []
-    for number, row in enumerate(rows, 1):
-        line = f"{name}:{number}"
-        if not any(row):
-            continue
-        if len(row) != 2 or not all(row):
-            problems.append(f"{line} must be a case and its patient, got {row}; correct the line")
-            continue
-        case_id, patient = row
-        if patients.setdefault(case_id, patient) != patient:
-            rule = f"{line} must give case {case_id} one patient"
-            problems.append(f"{rule}, got {patient} too; keep one")
-    raise_if_any(problems)
-    raise_if_any(
-        f"{name} must give case {case_id} a patient, got none; add a line"
-        for case_id in sorted(set(case_ids) - set(patients))
-    )
-    return patients
 
 
 def split_sizes(manifest: Manifest) -> str:
     """The cases of each split, as "8 train, 1 val, 1 test"."""
     return ", ".join(f"{len(manifest.split[name])} {name}" for name in SPLITS)
-
-
-def describe_patients(rules: Mapping[str, int]) -> List[str]:
-    """Lines such as "3 cases: table". `rules`: rule that tells a case's patient -> number of
-    cases."""
-    return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
 
 
 def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int) -> Split:
@@ -89,7 +42,7 @@ def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int)
     if has_fractions and not any(math.isclose(total, whole, rel_tol=0.011) for whole in (1, 100)):
         rule = f"--split with fractions must sum to 1, or to 100 in percent, got {words}, which"
         raise InputError(f"{rule} sum to {total:g}; correct one, or give a ratio in whole numbers")
-    order = _dealing_order(patients.values(), seed)
+    order = dealing_order(patients.values(), seed)
     shares = {name: share / total for name, share in zip(SPLITS, fractions) if share > 0}
     if len(order) < len(shares):
         rule = f"--split {words} must have at least {len(shares)} patients"
@@ -119,7 +72,7 @@ def deal_cases(
     keeps its share of the patients; a split without patients gets none."""
     place = {patients[case_id]: name for name in SPLITS for case_id in split[name]}
     have = Counter(place.values())
-    fresh = _dealing_order(set(new.values()) - set(place), seed)
+    fresh = dealing_order(set(new.values()) - set(place), seed)
     names = [name for name in SPLITS if have[name]]
     total = len(place) + len(fresh)
     sizes = dict.fromkeys(names, 0)  # of the fresh patients
@@ -140,18 +93,6 @@ def _names(sizes: Mapping[str, int]) -> Iterator[str]:
     """Each name as often as its size says."""
     for name, size in sizes.items():
         yield from itertools.repeat(name, size)
-
-
-def parse_fold(fold: str) -> Tuple[int, int]:
-    """ "2/5" as (2, 5): the second of five folds. Raises InputError for other text."""
-    match = re.fullmatch(r"([1-9][0-9]{0,8})/([1-9][0-9]{0,8})", fold)
-    if match:
-        number = int(match[1])
-        folds = int(match[2])
-        if number <= folds and folds >= 2:
-            return number, folds
-    rule = "fold must be I/K with 1 <= I <= K and K >= 2"
-    raise InputError(f"{rule}, got {fold}; 1/5 holds out the first of five")
 
 
 # --- Folds that are given ---
@@ -357,74 +298,3 @@ def add_to_folds(
         return {name: tuple(sorted([*ids, *added[name]])) for name, ids in old.items()}
 
     return grown(split), tuple(map(grown, folds))
-
-
-# --- Views of a store ---
-
-
-def with_fold(store: Store, fold: str) -> Store:
-    """The view of the store for a run of `fold`; "" is the store itself. Raises InputError as
-    `with_folds`."""
-    return with_folds(store, [fold]) if fold else store
-
-
-def with_folds(store: Store, folds: Sequence[str]) -> Store:
-    """A view of the store with the training and validation cases that `folds` hold out in "val",
-    the rest in "train". Cases without a label, which can be neither trained nor scored on, are in
-    neither.
-
-    Of a store with given folds "train" are the cases that all of `folds` train on. Test cases and
-    split hash stay. Raises InputError for text that is no fold, for more folds than patients or
-    others than were given, and if identical images would be in two splits.
-    """
-    manifest = store.manifest
-    if manifest.folds:
-        return store.with_split(_given(store, folds))
-    own = {*manifest.split["train"], *manifest.split["val"]} - set(manifest.unlabelled)
-    known = list(case_list(manifest.cases).known)
-    patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
-    seed = manifest.split_seed
-    held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=seed)}
-    split = {
-        "train": tuple(sorted(own - held_out)),
-        "val": tuple(sorted(held_out)),
-        "test": manifest.split["test"],
-    }
-    raise_if_any(split_problems(split, known))
-    return store.with_split(split)
-
-
-def _given(store: Store, folds: Sequence[str]) -> Split:
-    """The split of a view of given folds, which were checked when the store was made. Unlabelled
-    cases, which `store append` may have added, are left out."""
-    kept = store.manifest.folds
-    chosen = []
-    for fold in folds:
-        number, count_of_folds = parse_fold(fold)
-        if count_of_folds != len(kept):
-            rule = f"fold must be one of the {len(kept)} that store {store.folder} was given"
-            raise InputError(f"{rule}, got {fold}; choose I/{len(kept)}")
-        chosen.append(kept[number - 1])
-    train = set.intersection(*(set(fold["train"]) for fold in chosen))
-    held_out = {case_id for fold in chosen for case_id in fold["val"]}
-    bare = set(store.manifest.unlabelled)
-    view = {"train": train - bare, "val": held_out - bare, "test": store.manifest.split["test"]}
-    return {name: tuple(sorted(ids)) for name, ids in view.items()}
-
-
-def deal(patients: Mapping[str, str], fold: str, *, seed: int) -> Tuple[str, ...]:
-    """The cases that `fold` holds out, sorted; folds differ by at most one patient."""
-    number, folds = parse_fold(fold)
-    order = _dealing_order(patients.values(), seed)
-    if folds > len(order):
-        rule = "folds must be at most as many as there are patients to train and validate on"
-        raise InputError(f"{rule}, {len(order)}, got {fold}; use fewer folds")
-    chosen = set(order[number - 1 :: folds])
-    return tuple(sorted(case_id for case_id, patient in patients.items() if patient in chosen))
-
-
-def _dealing_order(patients: Iterable[str], seed: int) -> List[str]:
-    def digest(patient: str) -> str:
-        return hashlib.sha256(f"{seed}:{patient}".encode()).hexdigest()
-
-    return sorted(set(patients), key=digest)

@@ -6,6 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Iterator, Set, Tuple
 
+from cpu3d.data.cases.case import check_annotated
+from cpu3d.data.cases.normalisation import decide, in_window, with_windows
+from cpu3d.data.cases.notes import mixed_orientation
+from cpu3d.data.datasets.dataset import Dataset, Problems
+from cpu3d.data.datasets.layouts import labels_in_use, regions_in
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
@@ -19,9 +24,7 @@ from cpu3d.data.manifest import (
 from cpu3d.data.normalise import if_any_differs
 from cpu3d.data.region import xyz
 from cpu3d.data.store import write_store
-from cpu3d.data.stores.case import check_annotated
-from cpu3d.data.stores.convert import Job, Settings, convert_all, refuse_bad_cases
-from cpu3d.data.stores.dataset import Dataset, Problems
+from cpu3d.data.stores.convert import Job, StoreSettings, convert_all, refuse_bad_cases
 from cpu3d.data.stores.folder import (
     has_grown,
     normalisation_begun,
@@ -29,9 +32,6 @@ from cpu3d.data.stores.folder import (
     note_normalisation,
     write_quarantine,
 )
-from cpu3d.data.stores.layouts import labels_in_use, regions_in
-from cpu3d.data.stores.normalisation import decide, in_window, with_windows
-from cpu3d.data.stores.notes import mixed_orientation
 from cpu3d.data.stores.splits import Splitting
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
@@ -41,7 +41,7 @@ from cpu3d.util.records import count, versions
 def finish(
     store_dir: Path,
     dataset: Dataset,
-    settings: Settings,
+    settings: StoreSettings,
     workers: int,
     splitting: Splitting,
     skip_bad: bool,
@@ -75,7 +75,7 @@ def finish(
 
 
 def _with_kinds(
-    dataset: Dataset, store_dir: Path, splitting: Splitting, settings: Settings, workers: int
+    dataset: Dataset, store_dir: Path, splitting: Splitting, settings: StoreSettings, workers: int
 ) -> Dataset:
     """The data set with the kind of normalisation of each channel: as its store was begun, or as is
     decided now by its training cases."""
@@ -146,7 +146,7 @@ def _with_boxes(dataset: Dataset, records: CaseList, store_dir: Path) -> CaseLis
 
 
 def _manifest_of(
-    dataset: Dataset, records: CaseList, splitting: Splitting, settings: Settings
+    dataset: Dataset, records: CaseList, splitting: Splitting, settings: StoreSettings
 ) -> Manifest:
     """The manifest of a new store with these cases, whose split is drawn now."""
     patients_of = {case.case_id: case.patient_id for case in records.known}

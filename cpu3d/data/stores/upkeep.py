@@ -17,26 +17,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
+from cpu3d.data.cases.notes import case_notes, mixed_orientation, note_lines, unit_notes
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems, regions_in_words
+from cpu3d.data.datasets.layouts import read_dataset
+from cpu3d.data.datasets.patients import TABLE, read_patients
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order, painting_in_words
 from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
-from cpu3d.data.stores.dataset import CaseFiles, Dataset, regions_in_words
-from cpu3d.data.stores.decided import decisions_of
+from cpu3d.data.stores.decisions import decisions_of
 from cpu3d.data.stores.finished import still_lost
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
-from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.notes import case_notes, mixed_orientation, note_lines, unit_notes
 from cpu3d.data.stores.prepare import (
     PATIENTS_HELP,
     SKIP_BAD_HELP,
     WORKERS_HELP,
     print_summary,
 )
-from cpu3d.data.stores.repair import fitting, open_mended, repair
-from cpu3d.data.stores.splits import TABLE, add_to_folds, deal_cases, read_patients, split_sizes
+from cpu3d.data.stores.repair import Repaired, fitting, open_mended, repair
+from cpu3d.data.stores.splits import add_to_folds, deal_cases, split_sizes
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
@@ -208,13 +209,7 @@ def append(
         in_store = {case_id for name in SPLITS for case_id in store.manifest.split[name]}
         known = [files for files in dataset.cases if files.case_id in in_store]
         new = [files for files in dataset.cases if files.case_id not in in_store]
-        problems = mended.lines()
-        problems += _clashes(store, known, but=mended.problems)
-        if new:
-            problems += _patient_clashes(store, patients)
-        if problems:
-            again = count(mended.case_ids, "lost case")
-            raise InputError(*problems, f"nothing was appended; {again} made again")
+        _refuse_clashes(mended, known, new, patients)
         jobs = [Job(files) for files in new]
         records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
         bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
@@ -229,10 +224,7 @@ def append(
             note_growth(store_dir)
             manifest = _grown(store, records, dataset)
             write_store(store_dir, manifest)
-        before = read_quarantine(store_dir)
-        known_now = {*in_store, *added}
-        still_out = {name: reasons for name, reasons in before.items() if name not in known_now}
-        write_quarantine(store_dir, {**still_out, **bad})
+        _note_bad(store_dir, bad, known={*in_store, *added})
     whole = [files.case_id for files in known if files.case_id not in mended.case_ids]
     return Appended(
         before=store.manifest,
@@ -243,6 +235,31 @@ def append(
         bad=tuple(sorted(bad)),
         elsewhere=mended.elsewhere,
     )
+
+
+def _refuse_clashes(
+    mended: Repaired,
+    known: Sequence[CaseFiles],
+    new: Sequence[CaseFiles],
+    patients: Optional[Path],
+) -> None:
+    """Raise InputError for lost cases that could not be made again, for known ones with other files
+    than the store was made from, and for new ones whose table has other patients."""
+    problems = mended.lines()
+    problems += _clashes(mended.store, known, but=mended.problems)
+    if new:
+        problems += _patient_clashes(mended.store, patients)
+    if problems:
+        again = count(mended.case_ids, "lost case")
+        raise InputError(*problems, f"nothing was appended; {again} made again")
+
+
+def _note_bad(store_dir: Path, bad: Problems, known: Container[str]) -> None:
+    """Note the cases that are left out, those of earlier calls too, but for the `known` ones, which
+    are in the store by now."""
+    before = read_quarantine(store_dir)
+    still_out = {name: reasons for name, reasons in before.items() if name not in known}
+    write_quarantine(store_dir, {**still_out, **bad})
 
 
 def _note_on_regions(dataset: Dataset, store: Store) -> List[str]:

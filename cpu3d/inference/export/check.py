@@ -7,12 +7,12 @@ from typing import Any, Dict
 
 import numpy as np
 
+from cpu3d.data.cases.resample import TIE, resample_image, resampled_shape, to_source_grid
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import CaseRecord, SourceGrid
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.normalise import Kind, in_units
 from cpu3d.data.region import Array, Shape3, xyz
-from cpu3d.data.stores.resample import TIE, resample_image, resampled_shape, to_source_grid
 from cpu3d.errors import InputError
 from cpu3d.inference.export.segment import (
     kinds_of,

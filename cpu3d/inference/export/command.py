@@ -30,12 +30,12 @@ from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
 
 import numpy as np
 
+from cpu3d.data.cases.case import facts_of, load_case
+from cpu3d.data.cases.notes import case_notes, note_lines
+from cpu3d.data.cases.resample import grid_of
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Shape3
-from cpu3d.data.stores.case import facts_of, load_case
-from cpu3d.data.stores.notes import case_notes, note_lines
-from cpu3d.data.stores.resample import grid_of
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import check_exist, find_cases

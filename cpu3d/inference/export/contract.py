@@ -10,11 +10,11 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Optional
 
+from cpu3d.data.cases.normalisation import refuses_ct
+from cpu3d.data.datasets.names import CHANNEL_NAMES, channel_key
 from cpu3d.data.labels import THRESHOLD, code_meanings, paint_order
 from cpu3d.data.normalise import of_all
 from cpu3d.data.region import Shape3
-from cpu3d.data.stores.names import CHANNEL_NAMES, channel_key
-from cpu3d.data.stores.normalisation import refuses_ct
 from cpu3d.data.windows import OVERLAP, SIGMA_SHARE
 from cpu3d.errors import InputError
 from cpu3d.inference.runs import Inference, mirrored_axes_of

@@ -11,8 +11,6 @@ from matplotlib import colors, image
 
 from cpu3d import processes
 from cpu3d.__main__ import main
-from cpu3d.bench import learning
-from cpu3d.bench.learning import points_of
 from cpu3d.bench.learning_results import (
     draw_learning,
     learning_table,
@@ -20,6 +18,7 @@ from cpu3d.bench.learning_results import (
     paired,
     regions_table,
 )
+from cpu3d.bench.study import points_of
 from cpu3d.bench.tables import tables
 from cpu3d.errors import DivergedError, InputError
 from cpu3d.plan import make_plan
@@ -27,7 +26,7 @@ from cpu3d.processes import RunFailedError
 from cpu3d.run.config_json import load_config
 from cpu3d.util.records import append_record, read_records
 from memory_estimator.common.table import PALETTE
-from tests.cpu3d.data.datasets import brats_case
+from tests.cpu3d.data.made_datasets import brats_case
 from tests.cpu3d.runs import HOST, written_weights
 
 NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer", "sgd"]
@@ -45,8 +44,8 @@ def calls(monkeypatch):
             [*command, *(["--workers", "1"] if command[0] in ("phantom", "prepare") else [])]
         )
 
-    monkeypatch.setattr(learning, "call", here)
-    monkeypatch.setattr(processes, "call", here)
+    for module in ("cpu3d.bench.learning", "cpu3d.bench.study", "cpu3d.processes"):
+        monkeypatch.setattr(f"{module}.call", here)
     return done
 
 

@@ -17,8 +17,8 @@ from cpu3d.compare.experiment import (
     resumed,
     usual_variants,
 )
+from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from memory_estimator.common.schema import add_options, arguments
 from tests.cpu3d.runs import decided, of_voxels, written_weights

@@ -8,9 +8,15 @@ import numpy as np
 import pytest
 
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import brats_case, decathlon, tiny_image, tiny_label, write_nifti
+from tests.cpu3d.data.made_datasets import (
+    brats_case,
+    decathlon,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
 
 ALL = {"fractions": (1, 0, 0), "workers": 1}
 BAD = "BRATS_002"
@@ -73,7 +79,7 @@ def test_nan_and_infinite_voxels_become_background_when_asked_and_are_counted(tm
     sick[2, 2, 2, 0] = np.inf
     sick[0, 0, 0, 3] = -np.inf
     write_nifti(decathlon(tmp_path / "data", 4) / f"imagesTr/{BAD}.nii.gz", sick)
-    prepare(tmp_path / "data", tmp_path / "store", **ALL, settings=Settings(zero_nan=True))
+    prepare(tmp_path / "data", tmp_path / "store", **ALL, settings=StoreSettings(zero_nan=True))
     assert "zeroed   3 NaN or infinite voxels made background" in capsys.readouterr().out
     store = open_store(tmp_path / "store")
     assert [case.zeroed_voxels for case in store.cases("train")] == [0, 0, 3, 0]

@@ -5,7 +5,7 @@ import pytest
 
 from cpu3d.data.manifest import case_from_json, remake, to_json
 from cpu3d.data.region import Region, whole
-from tests.cpu3d.data.datasets import make_record, manifest_of
+from tests.cpu3d.data.made_datasets import make_record, manifest_of
 
 
 def read(record, **changes):

@@ -10,7 +10,7 @@ from cpu3d.data import nifti
 from cpu3d.data.manifest import Geometry, case_from_json, to_json
 from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import make_record, write_nifti
+from tests.cpu3d.data.made_datasets import make_record, write_nifti
 
 ORIENTATIONS = [
     "".join(axis[side] for axis, side in zip(order, sides))

@@ -13,7 +13,7 @@ from cpu3d.data.split import split_hash
 from cpu3d.data.store import open_store, sealed, write_store
 from cpu3d.errors import InputError
 from memory_estimator.common.files import typed
-from tests.cpu3d.data.datasets import make_record, manifest_of
+from tests.cpu3d.data.made_datasets import make_record, manifest_of
 
 CT = Normalisation(Kind.CT, -100.0, 300.0, 50.0, 25.0)
 OF_KINDS = [Normalisation(kind) if kind is not Kind.CT else CT for kind in Kind]

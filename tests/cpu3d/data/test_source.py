@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from cpu3d.data import source
 from cpu3d.data.augment import AugmentConfig
+from cpu3d.data.cases.case import facts_of
 from cpu3d.data.manifest import Geometry, array_path, remake
 from cpu3d.data.native import samples
 from cpu3d.data.region import by_axis, crop
@@ -20,12 +21,11 @@ from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import Share
 from cpu3d.data.source import Batches, grid_size, open_store, patch_dataset, volume_dataset
 from cpu3d.data.store import write_store
-from cpu3d.data.stores.case import facts_of
 from cpu3d.data.stores.convert import write_arrays
 from cpu3d.errors import InputError
 from memory_estimator.common.units import by
 from models.strides import network_grid
-from tests.cpu3d.data.datasets import make_record, manifest_of
+from tests.cpu3d.data.made_datasets import make_record, manifest_of
 
 AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 EVERY = AugmentConfig(

@@ -7,14 +7,20 @@ import tracemalloc
 import pytest
 
 from cpu3d.data import store as store_module
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.manifest import record_path, remake, to_json
 from cpu3d.data.store import open_store, sealed, write_store
-from cpu3d.data.stores.case import load_case
 from cpu3d.data.stores.convert import write_arrays
-from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.errors import InputError
 from cpu3d.util.atomic import write_json
-from tests.cpu3d.data.datasets import make_record, manifest_of, tiny_image, tiny_label, write_nifti
+from tests.cpu3d.data.made_datasets import (
+    make_record,
+    manifest_of,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
 
 ALONE = {"train": ["a"], "val": [], "test": []}
 

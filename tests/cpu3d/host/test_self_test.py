@@ -11,12 +11,13 @@ from cpu3d.host import self_test as module
 from cpu3d.host.apply import set_up
 from cpu3d.host.self_test import Check
 from memory_estimator.host import Host
-from models.native import operations
+from models.native import operations, throughput
 from tests.cpu3d.host.hosts import BFLOAT16, VNNI
 
 GIB = 2**30
 NAMES = ("engine", "bfloat16", "large tensor", "own operations", "own speed")
 HOST = Host("a CPU", 1, 2, 2, 1, 24 * GIB, 20 * GIB, None, 0, None, BFLOAT16)
+SLOW_BFLOAT16 = dataclasses.replace(HOST, isa=VNNI[:3])  # a training there computes in float32
 
 
 @pytest.fixture
@@ -102,25 +103,30 @@ def test_bfloat16_is_left_out_without_instructions(tf):
     assert module.bfloat16_gain(tf, dataclasses.replace(HOST, isa=()), None).state == "skipped"
 
 
-def test_own_operations_are_compared_with_tensorflow_s_layers(tf, monkeypatch):
-    if operations.available():
-        assert module.own_operations(tf, HOST, None).state == "ok"
-        pool = operations.max_pool
-        monkeypatch.setattr(operations, "max_pool", lambda *given: 1.1 * pool(*given))
-        assert module.own_operations(tf, HOST, None).state == "fail"
+@pytest.fixture(scope="module")
+def compared(tf):
+    """The check of own operations in both dtypes."""
+    if not operations.available():
+        pytest.skip("needs built operations, and a CPU with AVX2")
+    return module.own_operations(tf, HOST, None)
+
+
+def test_own_operations_are_compared_with_tensorflow_s_layers(tf, compared, monkeypatch):
+    assert compared.state == "ok"
+    pool = operations.max_pool
+    monkeypatch.setattr(operations, "max_pool", lambda *given: 1.1 * pool(*given))
+    assert module.own_operations(tf, SLOW_BFLOAT16, None).state == "fail"
+
+
+def test_without_own_operations_a_warning_says_how_to_build_them(tf, monkeypatch):
     monkeypatch.setattr(operations, "available", lambda: False)
     check = module.own_operations(tf, HOST, None)
     assert (check.state, "models.native.build" in check.advice) == ("warn", True)
 
 
-def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, monkeypatch):
-    if not operations.available():
-        pytest.skip("needs built operations, and a CPU with AVX2")
-    result = module.own_operations(tf, HOST, None).result
-    assert "avx512 in float32" in result
-    assert "avx512_bf16 in bfloat16" in result
-    slow = dataclasses.replace(HOST, isa=VNNI[:3])  # a training there computes in float32
-    assert "bfloat16" not in module.own_operations(tf, slow, None).result
+def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, compared, monkeypatch):
+    assert "avx512 in float32" in compared.result
+    assert "avx512_bf16 in bfloat16" in compared.result
     project = operations.project
 
     def wrong(source, *more):
@@ -129,7 +135,8 @@ def test_own_operations_are_tried_in_each_dtype_of_a_training(tf, monkeypatch):
 
     monkeypatch.setattr(operations, "project", wrong)
     assert module.own_operations(tf, HOST, None).state == "fail"
-    assert module.own_operations(tf, slow, None).state == "ok"
+    check = module.own_operations(tf, SLOW_BFLOAT16, None)
+    assert (check.state, "bfloat16" in check.result) == ("ok", False)
 
 
 @pytest.mark.parametrize(("share", "state"), [(0.7, "ok"), (0.1, "warn")])
@@ -138,7 +145,7 @@ def test_speed_is_named_with_the_instruction_set_and_the_share_of_the_limit(
 ):
     if not operations.available():
         pytest.skip("needs built operations, and a CPU with AVX2")
-    monkeypatch.setattr(operations, "speed", lambda dtype: operations.Speed(share * 2e11, 2e11))
+    monkeypatch.setattr(throughput, "speed", lambda dtype: throughput.Speed(share * 2e11, 2e11))
     check = module.own_speed(tf, HOST, None)
     assert check.state == state
     for words in ("avx512 in float32", "avx512_bf16 in bfloat16", f"{share:.0%}", "200 GFLOP/s"):

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d.data.cases.case import load_case
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.data.stores.case import load_case
 from cpu3d.errors import InputError
 from cpu3d.inference.cases import find_cases
 from cpu3d.inference.export import image as images
@@ -16,7 +16,7 @@ from cpu3d.inference.export.contract import contract
 from cpu3d.settings import RunConfig
 from models.config import UNetConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
-from tests.cpu3d.data.datasets import tiny_image, write_nifti
+from tests.cpu3d.data.made_datasets import tiny_image, write_nifti
 
 STORE = ("FLAIR", "T1w", "t1gd", "T2w")
 VALUES = dict(zip(STORE, (100, 200, 300, 400)))
@@ -225,50 +225,42 @@ def test_the_program_of_an_export_finds_channels_by_name(tmp_path):
             images.in_order(image[..., :2] if len(paths) > 1 else image, paths, about)
 
 
+TWO = {"left": (1,), "right": (2,)}  # regions that nothing is common to
+NESTED = {"left": (1, 2), "right": (2,)}  # whose usual order is left, right
+BOTH_SIDES = {"background": 0, "Left": 9, "right": 8}
+
+
 @pytest.mark.parametrize(
-    ("more", "paint"),
+    ("of_run", "labels", "order", "paint"),
     [
-        ({}, {"right": 8, "left": 9}),  # the run's order
-        ({"both": [8, 9], "order": [9, 8, 8]}, {"left": 9, "right": 8}),  # its own
-        ({"both": [8, 9], "order": None}, {"right": 8, "left": 9}),
+        (TWO, BOTH_SIDES, None, {"right": 8, "left": 9}),  # the run's order
+        (TWO, {**BOTH_SIDES, "both": [8, 9]}, [9, 8, 8], {"left": 9, "right": 8}),  # its own
+        (TWO, {**BOTH_SIDES, "both": [8, 9]}, None, {"right": 8, "left": 9}),
+        (
+            NESTED,
+            {"background": 0, "both": [7, 8, 9], "left": [8, 9], "right": 8},
+            [7, 9, 8],
+            {"left": 9, "right": 8},  # its own, which is the usual one
+        ),
     ],
 )
 def test_regions_are_painted_in_the_order_of_the_images_data_set_or_else_of_the_run(
-    tmp_path, more, paint
+    tmp_path, of_run, labels, order, paint
 ):
-    run = PaintedRegions({"left": (1,), "right": (2,)}, [("right", 2), ("left", 1)])
+    run = PaintedRegions(of_run, [("right", 2), ("left", 1)])
     folder = listed(tmp_path, STORE, key="channel_names")
     path = tmp_path / "dataset.json"
     content = json.loads(path.read_text())
-    content["labels"] = {"background": 0, "Left": 9, "right": 8}
-    if more:
-        content["labels"]["both"] = more["both"]
-        content["regions_class_order"] = more["order"]
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps({**content, "labels": labels, "regions_class_order": order}))
     for number, channel in enumerate(STORE):
         write_nifti(folder / f"x_{number:04d}.nii.gz", volume(channel))
     predictor = FakePredictor(None, run, {0: "background", 1: "left", 2: "right"}, channels=STORE)
     predictor.inputs = STORE
     (case,) = find_cases([folder], predictor).cases
     assert (case.files.case_id, case.codes_of) == ("x", str(path))
-    assert case.regions == {"left": (9,), "right": (8,)}
-    assert (case.regions.paint, list(case.regions.paint)) == (paint, list(paint))
-
-
-def test_an_order_that_is_the_usual_one_goes_before_the_runs_too(tmp_path):
-    run = PaintedRegions({"left": (1, 2), "right": (2,)}, [("right", 2), ("left", 1)])
-    folder = listed(tmp_path, STORE, key="channel_names")
-    path = tmp_path / "dataset.json"
-    content = json.loads(path.read_text())
-    content["labels"] = {"background": 0, "both": [7, 8, 9], "left": [8, 9], "right": 8}
-    content["regions_class_order"] = [7, 9, 8]
-    path.write_text(json.dumps(content))
-    for number, channel in enumerate(STORE):
-        write_nifti(folder / f"x_{number:04d}.nii.gz", volume(channel))
-    predictor = FakePredictor(None, run, {0: "background", 1: "left", 2: "right"}, channels=STORE)
-    predictor.inputs = STORE
-    (case,) = find_cases([folder], predictor).cases
-    assert list(case.regions.paint.items()) == [("left", 9), ("right", 8)]
+    codes = {name.casefold(): labels[name] for name in labels}
+    assert case.regions == {name: tuple(np.atleast_1d(codes[name])) for name in ("left", "right")}
+    assert list(case.regions.paint.items()) == list(paint.items())
 
 
 def taken_by_predict(paths, inputs):

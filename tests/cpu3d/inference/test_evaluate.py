@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cpu3d.data.fold import with_fold
 from cpu3d.data.manifest import Geometry, remake
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.store import open_store, write_store
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.inference import evaluate, scores_file
 from cpu3d.inference.evaluate import evaluate_split

@@ -14,13 +14,13 @@ from scipy.ndimage import uniform_filter
 from cpu3d.__main__ import main
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.data.background import without_residue
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
-from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.data.windows import sliding_window
 from cpu3d.inference.export import image as images
 from cpu3d.inference.export import network, segment

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.cases.resample import resample_label, to_source_grid
+from cpu3d.data.fold import with_fold
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import resample_label, to_source_grid
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.folds import beside_s
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import evaluate_split
@@ -25,7 +25,7 @@ from cpu3d.plan import make_plan
 from cpu3d.report.sections import shown_cases
 from cpu3d.run.config_json import load_config
 from memory_estimator.training import SCORE_S
-from tests.cpu3d.data.datasets import dataset_json
+from tests.cpu3d.data.made_datasets import dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set, write_drawn
 from tests.cpu3d.runs import HOST, run_command, start
 from tests.cpu3d.runs import shown_cases as shown_in

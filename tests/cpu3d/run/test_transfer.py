@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.fold import with_fold
 from cpu3d.data.normalise import Kind, Normalisation
+from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.sampling import Share
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.errors import InputError
 from cpu3d.folds import train_folds
 from cpu3d.inference.predictor import load_predictor, load_weights
@@ -170,8 +170,8 @@ def test_a_new_channel_changes_no_answer_at_first_and_a_new_region_is_fresh(
     phantom_store, source, tmp_path, network
 ):
     if network:
-        source = tmp_path / "source"
-        train(phantom_store.folder, source, settings={**OF_SOURCE, **network})
+        config = decided(phantom_store, tmp_path / "none", **{**OF_SOURCE, **network})
+        source = written_weights(config, tmp_path / "source")
     _, same, _, _ = started(phantom_store, tmp_path / "a", source, **network)
     more = {"channels": ["T2w", *CHANNELS], "regions": ["WT", "ET", "TC"], **network}
     plan, learner, first, fresh = started(phantom_store, tmp_path / "b", source, **more)
@@ -239,8 +239,8 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     phantom_store, tmp_path, monkeypatch, settings
 ):
     settings = {**OPTIONS, **settings}
-    source = tmp_path / "source"
-    train(phantom_store.folder, source, settings=settings)
+    config = decided(phantom_store, tmp_path / "none", **settings)
+    source = written_weights(config, tmp_path / "source")
     new = {**settings, "steps": 5, "init": str(source), "freeze": "encoder", "ema": 0.5}
     assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, done=2, **new)
     old = of_run(source)

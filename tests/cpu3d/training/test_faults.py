@@ -14,9 +14,9 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.manifest import array_path
+from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.sampling import sample_at
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.run.checkpoint import load_checkpoint, newest
 from cpu3d.run.log import read_events

@@ -6,13 +6,13 @@ import nibabel
 import numpy as np
 import pytest
 
+from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.source import volume_dataset
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.predictor import load_predictor
-from tests.cpu3d.data.datasets import dataset_json
+from tests.cpu3d.data.made_datasets import dataset_json
 from tests.cpu3d.runs import start, steps_of
 
 SPLIT = {"fractions": (0.7, 0.15, 0.15), "workers": 1}

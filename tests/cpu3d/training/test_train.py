@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.decisions import job_of
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.speed import Observer

@@ -78,9 +78,9 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
 @pytest.mark.parametrize(
     ("settings", "resolution"),
     [
-        ({}, 1),
+        ({"depth": 2}, 1),
         ({"extent": "full", "depth": 4}, 1),
-        ({"curriculum": "half", "steps": 2}, 0.5),
+        ({"curriculum": "half", "steps": 2, "depth": 2}, 0.5),
         ({"curriculum": "half", "steps": 2, "strides": ((2, 2, 1), (2, 2, 2))}, 0.5),
     ],
 )

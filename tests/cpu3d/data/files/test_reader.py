@@ -19,7 +19,7 @@ from cpu3d.data.files.arrays import FORMATS, decode_b2nd
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
 from cpu3d.data.manifest import array_path
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import stored_case
+from tests.cpu3d.data.made_datasets import stored_case
 
 MODES = ("mmap", "pread")
 SHAPE = (7, 6, 5)

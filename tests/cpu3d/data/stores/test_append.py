@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
+from cpu3d.data.datasets.names import channel_key
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.folder import settings_of
-from cpu3d.data.stores.names import channel_key
-from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.data.stores.upkeep import append, deal_cases, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import (
+from tests.cpu3d.data.made_datasets import (
     brats_case,
     content_of,
     decathlon,
@@ -45,7 +45,7 @@ def store(data):
     return data / "store"
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", crop=True)])
+@pytest.mark.parametrize("settings", [StoreSettings(), StoreSettings("b2nd", crop=True)])
 def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settings):
     store = data / "store"
     prepare(data / "few", store, fractions=(1, 1, 1), workers=1, settings=settings)

@@ -5,17 +5,17 @@ import json
 import numpy as np
 import pytest
 
+from cpu3d.data.cases.resample import Keep
+from cpu3d.data.datasets.names import is_ignored
 from cpu3d.data.manifest import record_path
 from cpu3d.data.source import patch_at, patch_dataset, patch_drawn, patch_sampling, volume_dataset
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import prepare as command
-from cpu3d.data.stores.names import is_ignored
-from cpu3d.data.stores.prepare import Settings, prepare
-from cpu3d.data.stores.resample import Keep
+from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from models.native.shared import IGNORED
-from tests.cpu3d.data.datasets import (
+from tests.cpu3d.data.made_datasets import (
     SHAPE,
     brats_case,
     decathlon,
@@ -164,7 +164,7 @@ def test_the_share_of_annotation_that_resampling_loses_is_noted(
 @pytest.mark.parametrize("crop", [False, True])
 def test_the_box_is_that_of_image_and_annotated_voxels_and_around_it_is_background(tmp_path, crop):
     data = one_channel(tmp_path / "data")
-    prepare(data, tmp_path / "store", **ALL, settings=Settings(crop=crop))
+    prepare(data, tmp_path / "store", **ALL, settings=StoreSettings(crop=crop))
     store = open_store(tmp_path / "store")
     box = store.case("c_0").box.slices(SHAPE)
     assert box == (slice(1, 5), slice(1, 4), slice(0, 3))  # slice 0 holds a voxel of the tumour

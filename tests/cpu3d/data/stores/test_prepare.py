@@ -9,9 +9,9 @@ import pytest
 from cpu3d.data.store import open_store
 from cpu3d.data.stores import convert as module
 from cpu3d.data.stores.folder import read_quarantine
-from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import content_of, decathlon, tiny_image, write_nifti
+from tests.cpu3d.data.made_datasets import content_of, decathlon, tiny_image, write_nifti
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
 ALL = {"fractions": (1, 0, 0), "workers": 1}
@@ -182,7 +182,7 @@ def test_a_store_is_not_continued_with_other_settings(dataset, store, finished):
         (store / "manifest.json").unlink()
     before = content_of(store)
     with pytest.raises(InputError) as error:
-        prepare(dataset, store, **THIRDS, settings=Settings("b2nd", crop=True, zero_nan=True))
+        prepare(dataset, store, **THIRDS, settings=StoreSettings("b2nd", crop=True, zero_nan=True))
     assert [problem.split()[0] for problem in error.value.problems[:-1]] == [
         "format",
         "crop",

@@ -10,10 +10,16 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.prepare import Settings, prepare
+from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import content_of, decathlon, tiny_image, tiny_label, write_nifti
+from tests.cpu3d.data.made_datasets import (
+    content_of,
+    decathlon,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
 
 FLOAT = 0.37  # makes an image of whole numbers one that only float16 can hold
 
@@ -42,7 +48,7 @@ def grown(tmp_path):
             )
             folder = tmp_path / ("first" if number == 1 else "second")
             write_nifti(folder / f"imagesTr/BRATS_00{number}.nii.gz", image.astype(np.float32))
-        how = {"fractions": (1, 1, 1), "workers": 1, "settings": Settings(**settings)}
+        how = {"fractions": (1, 1, 1), "workers": 1, "settings": StoreSettings(**settings)}
         prepare(tmp_path / "first", tmp_path / "store", **how)
         append(tmp_path / "store", tmp_path / "second", workers=1)
         return tmp_path / "store"
@@ -196,8 +202,8 @@ def test_the_settings_of_a_store_come_back_if_prepare_is_given_them(grown, tmp_p
     with pytest.raises(InputError, match=r"crop of store .* must be True, got False"):
         prepare(tmp_path / "first", store, **how)
     with pytest.raises(InputError, match=r"name of store .* must be 'BRATS', got 'SECOND'"):
-        prepare(tmp_path / "second", store, **how, settings=Settings(crop=True))
-    prepare(tmp_path / "first", store, **how, settings=Settings(crop=True))
+        prepare(tmp_path / "second", store, **how, settings=StoreSettings(crop=True))
+    prepare(tmp_path / "first", store, **how, settings=StoreSettings(crop=True))
     lose(store, "image", 4)
     assert append(store, tmp_path / "second", workers=1).repaired == ("BRATS_004",)
 

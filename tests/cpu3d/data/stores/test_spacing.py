@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.cases.resample import Keep, resample_image
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.normalise import in_units
 from cpu3d.data.store import open_store, sealed
-from cpu3d.data.stores.convert import Settings
+from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.folder import read_quarantine, settings_of
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import Keep, resample_image
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import content_of, dataset_json
+from tests.cpu3d.data.made_datasets import content_of, dataset_json
 from tests.cpu3d.data.spaced import SPACINGS, spaced_set
 
 ISO = (1.0, 1.0, 1.0)
@@ -28,7 +28,7 @@ def data(tmp_path_factory):
     return spaced_set(tmp_path_factory.mktemp("spaced") / "data")
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings("b2nd", crop=True)])
+@pytest.mark.parametrize("settings", [StoreSettings(), StoreSettings("b2nd", crop=True)])
 def test_cases_of_several_spacings_become_one_and_keep_their_own_label(
     data, tmp_path, capsys, settings
 ):
@@ -60,7 +60,7 @@ def test_two_processes_write_what_one_does_and_any_format_has_the_same_split(dat
     one = prepare(data, tmp_path / "one", **ALL)
     prepare(data, tmp_path / "two", **{**ALL, "workers": 2})
     assert content_of(tmp_path / "one") == content_of(tmp_path / "two")
-    packed = prepare(data, tmp_path / "packed", **ALL, settings=Settings("b2nd", crop=True))
+    packed = prepare(data, tmp_path / "packed", **ALL, settings=StoreSettings("b2nd", crop=True))
     assert packed.split_hash == one.split_hash
 
 
@@ -251,7 +251,7 @@ def test_a_case_that_keeps_no_annotated_voxel_is_a_bad_case(tmp_path):
     write_volume(path, to_ras(sparse, geometry), geometry)
     chosen = {**ALL, "ignore": 9, "spacing": (1.0, 1.0, 4.0)}
     for normalise in ((), ("FLAIR=zscore",)):
-        settings = Settings(normalise=normalise)
+        settings = StoreSettings(normalise=normalise)
         with pytest.raises(InputError, match=r"b\.nii\.gz must have annotated voxels"):
             prepare(data, tmp_path / f"store{len(normalise)}", **chosen, settings=settings)
 
@@ -259,7 +259,7 @@ def test_a_case_that_keeps_no_annotated_voxel_is_a_bad_case(tmp_path):
 def test_channels_without_a_background_are_resampled_as_they_are(tmp_path):
     data = spaced_set(tmp_path / "data", dict.fromkeys("abc", ISO))
     chosen = {**ALL, "spacing": (2.0, 2.0, 2.0)}
-    settings = Settings(normalise=("FLAIR=zscore",))
+    settings = StoreSettings(normalise=("FLAIR=zscore",))
     store = tmp_path / "store"
     manifest = prepare(data, store, **chosen, settings=settings)
     for record in manifest.cases:

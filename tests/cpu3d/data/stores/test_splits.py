@@ -7,21 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpu3d.__main__ import main
+from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
+from cpu3d.data.fold import deal, parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.layouts import UNKNOWN, patient_of
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import (
-    TABLE,
-    deal,
-    parse_fold,
-    read_folds,
-    read_patients,
-    split_cases,
-    with_fold,
-)
+from cpu3d.data.stores.splits import read_folds, split_cases
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import dataset_json, decathlon
+from tests.cpu3d.data.made_datasets import dataset_json, decathlon
 
 THIRDS = (0.8, 0.1, 0.1)
 
@@ -166,7 +159,7 @@ def dataset(tmp_path):
     ],
 )
 def test_names_of_brats_show_the_patient_in_any_layout(case_id, patient):
-    known, rule = patient_of(case_id, "decathlon")
+    known, rule = patient_of(case_id, more={})
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
 
 

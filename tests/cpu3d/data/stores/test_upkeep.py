@@ -7,8 +7,8 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.prepare import Settings, prepare
-from tests.cpu3d.data.datasets import decathlon
+from cpu3d.data.stores.prepare import StoreSettings, prepare
+from tests.cpu3d.data.made_datasets import decathlon
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def store_in(tmp_path):
     """store_in(**settings): a store of three cases, one a split, made with them."""
 
     def make(**settings):
-        how = {"fractions": (1, 1, 1), "workers": 1, "settings": Settings(**settings)}
+        how = {"fractions": (1, 1, 1), "workers": 1, "settings": StoreSettings(**settings)}
         prepare(
             decathlon(tmp_path / "data"), tmp_path / "store:x:", **how
         )  # no symbol, wherever it is printed

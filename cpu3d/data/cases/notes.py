@@ -7,12 +7,12 @@ from typing import Dict, Iterable, List, Mapping, Optional, Sequence
 import numpy as np
 
 from cpu3d.data import nifti
+from cpu3d.data.cases.channels import AS_IT_IS
+from cpu3d.data.cases.resample import in_mm
+from cpu3d.data.datasets.dataset import Problems
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import PERCENTILES, Normalisation
 from cpu3d.data.region import Array
-from cpu3d.data.stores.channels import AS_IT_IS
-from cpu3d.data.stores.dataset import Problems
-from cpu3d.data.stores.resample import in_mm
 from cpu3d.util.records import count, listed
 
 NAMED = 3  # cases that a note names

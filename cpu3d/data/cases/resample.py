@@ -24,6 +24,7 @@ from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence, Tup
 
 import numpy as np
 
+from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import (
     affine_rows,
@@ -34,7 +35,6 @@ from cpu3d.data.nifti import (
     read_grid,
 )
 from cpu3d.data.region import Array, Shape3, bounding_box, xyz
-from cpu3d.data.stores.dataset import CaseFiles
 from cpu3d.errors import InputError
 from cpu3d.util.child import worker_count
 from memory_estimator.common.units import by

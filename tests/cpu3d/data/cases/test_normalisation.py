@@ -7,6 +7,10 @@ import pytest
 
 from cpu3d.__main__ import main
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.cases.normalisation import is_ct
+from cpu3d.data.cases.notes import case_notes
+from cpu3d.data.datasets.layouts import CaseFiles
 from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.manifest import case_from_json
 from cpu3d.data.native.form import Form
@@ -14,17 +18,13 @@ from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, bounding_box, centred, whole
 from cpu3d.data.sampling import ALL, PatchSampling
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.convert import Settings
-from cpu3d.data.stores.decided import decisions_of
+from cpu3d.data.stores.convert import StoreSettings
+from cpu3d.data.stores.decisions import decisions_of
 from cpu3d.data.stores.folder import SOURCE, read_quarantine
-from cpu3d.data.stores.layouts import CaseFiles
-from cpu3d.data.stores.normalisation import is_ct
-from cpu3d.data.stores.notes import case_notes
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import dataset_json, decathlon, write_nifti
+from tests.cpu3d.data.made_datasets import dataset_json, decathlon, write_nifti
 
 LABELS = {"0": "background", "1": "tumour"}
 SHAPE = (14, 12, 10)
@@ -88,7 +88,7 @@ def prepared(tmp_path, *volumes, normalise=(), name="store", **more):
         tmp_path / name,
         fractions=(2, 1, 1),
         workers=1,
-        settings=Settings(normalise=normalise),
+        settings=StoreSettings(normalise=normalise),
     )
     return open_store(tmp_path / name)
 
@@ -168,7 +168,7 @@ def test_lost_settings_come_back_with_the_kinds_of_the_store_alone(tmp_path, beg
     source = store.folder / SOURCE
     content = source.read_bytes()
     source.unlink()
-    settings = Settings(normalise=words(then))
+    settings = StoreSettings(normalise=words(then))
     options = {"fractions": (2, 1, 1), "workers": 1, "settings": settings}
     if is_good:
         prepare(tmp_path / "store-data", store.folder, **options)
@@ -181,7 +181,7 @@ def test_lost_settings_come_back_with_the_kinds_of_the_store_alone(tmp_path, beg
 def test_lost_settings_of_a_cropped_ct_whose_box_was_not_known_come_back(tmp_path):
     data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
     store = tmp_path / "store"
-    options = {"fractions": (2, 1, 1), "workers": 1, "settings": Settings(crop=True)}
+    options = {"fractions": (2, 1, 1), "workers": 1, "settings": StoreSettings(crop=True)}
     before = prepare(data, store, **options)
     assert all(record.stored == whole(SHAPE) != record.box for record in before.cases)
     content = (store / SOURCE).read_bytes()
@@ -196,7 +196,7 @@ def test_a_ct_without_labelled_voxels_is_refused_unless_another_kind_is_chosen(t
         write_nifti(path, np.zeros(SHAPE, np.uint8))
     with pytest.raises(InputError, match="--normalise CT=zscore"):
         prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1)
-    chosen = Settings(normalise=("CT=zscore",))
+    chosen = StoreSettings(normalise=("CT=zscore",))
     manifest = prepare(data, tmp_path / "other", fractions=(2, 1, 1), workers=1, settings=chosen)
     assert manifest.normalisation[0].kind is Kind.ZSCORE
 
@@ -334,7 +334,7 @@ def test_sparse_slices_do_not_make_the_box_of_a_ct_the_whole_grid(tmp_path):
         for kind in ("imagesTr", "labelsTr"):
             name = f"{kind}/c_{number}.nii.gz"
             (more / name).write_bytes((data / name).read_bytes())
-    settings = Settings(crop=True)
+    settings = StoreSettings(crop=True)
     few = json.loads((data / "dataset.json").read_text())
     few["training"] = few["training"][:3]
     (data / "dataset.json").write_text(json.dumps(few))
@@ -418,7 +418,7 @@ def test_a_box_is_around_what_differs_from_the_border_and_its_crop_loses_nothing
     for cropped in (False, True):
         folder = tmp_path / f"store-{cropped}"
         data = data_set(tmp_path / f"data-{cropped}", on_minus_one)
-        settings = Settings(crop=cropped, normalise=(f"MRI={kind}",))
+        settings = StoreSettings(crop=cropped, normalise=(f"MRI={kind}",))
         prepare(data, folder, fractions=(2, 1, 1), workers=1, settings=settings)
         stores.append(open_store(folder))
     record = stores[0].cases("train")[0]
@@ -529,7 +529,7 @@ def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):
     (tmp_path / "store" / SOURCE).write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"source\.json must be as it was written"):
         prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1)
-    chosen = Settings(normalise=("MRI=none",))
+    chosen = StoreSettings(normalise=("MRI=none",))
     with pytest.raises(InputError, match="normalise of store"):
         prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
 
@@ -537,7 +537,7 @@ def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):
 @pytest.mark.parametrize("cropped", [False, True])
 def test_lost_files_of_a_ct_come_back_to_the_byte(tmp_path, cropped):
     data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
-    settings = Settings(crop=cropped)
+    settings = StoreSettings(crop=cropped)
     prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=settings)
     store = open_store(tmp_path / "store")
     path = tmp_path / "store/cases/c_1.x.npy"

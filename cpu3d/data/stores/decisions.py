@@ -10,13 +10,13 @@ import math
 import statistics
 from typing import List, NamedTuple, Tuple
 
+from cpu3d.data.cases.normalisation import FROM_SHARE
+from cpu3d.data.cases.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
+from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseList, Manifest, case_list
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
 from cpu3d.data.store import Store
-from cpu3d.data.stores.layouts import regions_of
-from cpu3d.data.stores.normalisation import FROM_SHARE
-from cpu3d.data.stores.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import by

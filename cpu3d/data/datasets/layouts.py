@@ -18,15 +18,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset
+from cpu3d.data.datasets.dataset_json import NAME, describing, names_of_codes
+from cpu3d.data.datasets.listed import read_listed
+from cpu3d.data.datasets.names import is_ignored, name_of, read_name, stem_of, volumes_in
+from cpu3d.data.datasets.patients import TABLE, patient_of, read_patients
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.data.stores.dataset import CaseFiles, Dataset
-from cpu3d.data.stores.dataset_json import NAME, describing, names_of_codes
-from cpu3d.data.stores.listed import read_listed
-from cpu3d.data.stores.names import is_ignored, name_of, read_name, stem_of, volumes_in
-from cpu3d.data.stores.splits import TABLE, read_patients
 from cpu3d.errors import InputError, raise_if_any
-
-UNKNOWN = "not known from the name: each case counts as a patient of its own"
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,6 @@ FOLDER_LAYOUTS = {
 LABEL_CODES = {
     **{name: layout.labels for name, layout in FOLDER_LAYOUTS.items()},
     "decathlon": {0: "background", 1: "edema", 2: "non-enhancing tumor", 3: "enhancing tumour"},
-}
-# Rule -> pattern of a case's name in any layout, whose group 1 is the patient.
-PATIENT_NAMES = {
-    "BraTS 2023 and later, <patient>-<time point>": r"(BraTS(?:-[a-z]+)+-\d+)-\d{1,3}(?!\d)",
-    "BraTS 2017 to 2019, <patient>_<time point>": r"(BraTS1[5-9]_[^_]+_[^_]+)_\d+(?!\d)",
-    "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
-    "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
 }
 
 
@@ -112,8 +103,11 @@ def read_dataset(
     ids = [case.case_id for case in whole]
     patient_ids = {}
     rules = {}
+    of_layout = {}
+    if dataset.layout in FOLDER_LAYOUTS:
+        of_layout = FOLDER_LAYOUTS[dataset.layout].patients
     for case_id in ids:
-        patient_ids[case_id], rules[case_id] = patient_of(case_id, dataset.layout)
+        patient_ids[case_id], rules[case_id] = patient_of(case_id, of_layout)
     if patients is not None:
         patient_ids = read_patients(patients, ids)
         rules = dict.fromkeys(ids, TABLE)
@@ -156,19 +150,6 @@ def _with_ignored(dataset: Dataset, ignore: Optional[int]) -> Dataset:
     if named and dataset.ignore is None:  # else its layout has told
         dataset = ignoring(dataset, named[0])
     return dataset if ignore is None else ignoring(dataset, ignore)
-
-
-def patient_of(case_id: str, layout: str) -> Tuple[str, str]:
-    """(patient, rule that tells it) from the name of a case; (case_id, UNKNOWN) if no rule
-    matches."""
-    patterns = dict(PATIENT_NAMES)
-    if layout in FOLDER_LAYOUTS:
-        patterns.update(FOLDER_LAYOUTS[layout].patients)
-    for rule, pattern in patterns.items():
-        match = re.match(pattern, case_id, re.IGNORECASE)
-        if match:
-            return match[1], rule
-    return case_id, UNKNOWN
 
 
 def regions_in(dataset: Dataset, labels: Dict[int, str]) -> Dict[str, Tuple[int, ...]]:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
+from cpu3d.data.datasets.names import places_of
 from cpu3d.data.normalise import Normalisation
-from cpu3d.data.stores.names import places_of
-from cpu3d.data.stores.splits import Split
+from cpu3d.data.split import Split
 from cpu3d.errors import raise_if_any
 
 Problems = Dict[str, List[str]]  # case that cannot be used -> the reasons why

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
-from cpu3d.data.nifti import channel_count
-from cpu3d.data.stores.dataset import CaseFiles, Dataset, Problems
-from cpu3d.data.stores.dataset_json import (
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
+from cpu3d.data.datasets.dataset_json import (
     LABELS_RULE,
     Description,
     Entry,
@@ -20,7 +19,7 @@ from cpu3d.data.stores.dataset_json import (
     entries_of,
     listing_of,
 )
-from cpu3d.data.stores.names import (
+from cpu3d.data.datasets.names import (
     VOLUME_END,
     channel_key,
     name_of,
@@ -29,7 +28,8 @@ from cpu3d.data.stores.names import (
     stem_of,
     volumes_in,
 )
-from cpu3d.data.stores.splits import Split
+from cpu3d.data.nifti import channel_count
+from cpu3d.data.split import Split
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from cpu3d.data.cases.resample import Keep
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.decided import decided_table, decisions_of, strides_of_store
+from cpu3d.data.stores.decisions import decided_table, decisions_of, strides_of_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.resample import Keep
 from models.config import UNetConfig
 from models.strides import strides_text
 from tests.cpu3d.data.spaced import spaced_set

@@ -3,12 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
+from cpu3d.data.cases.case import CENTRES, centres_of, load_case
+from cpu3d.data.cases.notes import case_notes, note_lines
+from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.region import Region
-from cpu3d.data.stores.case import CENTRES, centres_of, load_case
-from cpu3d.data.stores.dataset import CaseFiles
-from cpu3d.data.stores.notes import case_notes, note_lines
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import tiny_image, write_nifti
+from tests.cpu3d.data.made_datasets import tiny_image, write_nifti
 
 LABELS = {0: "background", 1: "core", 2: "oedema", 3: "enhancing"}
 LPS = np.diag([-1.0, -1.0, 1.0, 1.0])

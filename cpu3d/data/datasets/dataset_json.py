@@ -15,7 +15,7 @@ from typing import Annotated, Any, Dict, List, Mapping, Optional, Tuple, Union
 
 import msgspec
 
-from cpu3d.data.stores.names import numbered_twins, read_names, same_channels
+from cpu3d.data.datasets.names import numbered_twins, read_names, same_channels
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_text

@@ -14,6 +14,9 @@ from typing import Collection, Dict, Iterable, Iterator, List, Optional, Sequenc
 import numpy as np
 
 from cpu3d.data.background import background_share, without_residue
+from cpu3d.data.cases.channels import rounding_in_windows
+from cpu3d.data.datasets.dataset import CaseFiles, Dataset
+from cpu3d.data.datasets.names import channel_key, without_number
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.normalise import (
@@ -25,9 +28,6 @@ from cpu3d.data.normalise import (
     of_all,
 )
 from cpu3d.data.region import Array, Region, whole, xyz
-from cpu3d.data.stores.channels import rounding_in_windows
-from cpu3d.data.stores.dataset import CaseFiles, Dataset
-from cpu3d.data.stores.names import channel_key, without_number
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar

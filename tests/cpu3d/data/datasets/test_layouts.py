@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from cpu3d.data.stores.layouts import read_dataset, regions_of
+from cpu3d.data.datasets.layouts import read_dataset, regions_of
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import SUFFIXES, brats_case, dataset_json, decathlon
+from tests.cpu3d.data.made_datasets import SUFFIXES, brats_case, dataset_json, decathlon
 
 CANONICAL = ("FLAIR", "T1w", "T1gd", "T2w")
 

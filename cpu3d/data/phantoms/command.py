@@ -20,7 +20,7 @@ are of a label "ignore"."""
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, Optional, Tuple, Union
 
@@ -195,29 +195,10 @@ def write_phantom(
     out = Path(out)
     shape = xyz(shape)
     workers = worker_count(workers)
-    is_usual = (shape, context, lesion_size) == (USUAL_SHAPE, "none", "usual")
-    is_plain = (context, lesion_size, warp) == ("none", "usual", None)
-    is_shape = min(shape) >= LEAST_VOXELS and max(shape) <= MOST_VOXELS
-    is_one_of_both = lesion_size == "usual" or context == "none"
-    alone = "without --shape, --context and --lesion-size"
-    of_heads = "--context, --lesion-size or --warp"
-    rules = (
-        ("--cases", "at least 1", cases, cases >= 1),
-        ("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape),
-        ("--seed", "at least 0", seed, seed >= 0),
-        ("--lesion-size", "usual with --context", lesion_size, is_one_of_both),
-        ("--warp", alone, warp, warp is None or is_usual),
-        ("--kind", f"mr with {of_heads}", kind, kind == "mr" or is_plain),
-        ("--annotate-every", "at least 1", annotate_every, annotate_every >= 1),
-    )
-    raise_if_any(
-        f"{name} must be {rule}, got {value}; choose another"
-        for name, rule, value, holds in rules
-        if not holds
-    )
-    if warp:
-        shape = case_to_warp(warp)[1].record.shape
     drawing = Drawing(shape, seed, context, lesion_size, warp, kind, annotate_every)
+    _refuse(cases, drawing)
+    if warp:
+        drawing = replace(drawing, shape=case_to_warp(warp)[1].record.shape)
     folders = ("imagesTr", "labelsTr")
     with claimed(out, "phantom folder", "phantom.json", drawing.settings, folders):
         results = run_jobs(functools.partial(_write_case, out, drawing), range(cases), workers)
@@ -229,10 +210,42 @@ def write_phantom(
                     advance()
         except MemoryError:
             advice = "choose a smaller one or run again with fewer --workers"
-            raise InputError(f"--shape must fit into memory, got {by(shape)}; {advice}") from None
+            raise InputError(
+                f"--shape must fit into memory, got {by(drawing.shape)}; {advice}"
+            ) from None
         write_json(out / "dataset.json", _dataset_json(cases, drawing))
-    say(f"{cases} phantom cases of {by(shape)} in {out}", stderr=False)
+    say(f"{cases} phantom cases of {by(drawing.shape)} in {out}", stderr=False)
     return out
+
+
+def _refuse(cases: int, drawing: Drawing) -> None:
+    """Raise InputError for options out of range or that exclude each other."""
+    shape = drawing.shape
+    context = drawing.context
+    lesion_size = drawing.lesion_size
+    warp = drawing.warp
+    is_usual = (shape, context, lesion_size) == (USUAL_SHAPE, "none", "usual")
+    is_plain = (context, lesion_size, warp) == ("none", "usual", None)
+    is_shape = min(shape) >= LEAST_VOXELS and max(shape) <= MOST_VOXELS
+    is_one_of_both = lesion_size == "usual" or context == "none"
+    is_kind = drawing.kind == "mr" or is_plain
+    every = drawing.annotate_every
+    alone = "without --shape, --context and --lesion-size"
+    of_heads = "--context, --lesion-size or --warp"
+    rules = (
+        ("--cases", "at least 1", cases, cases >= 1),
+        ("--shape", f"from {LEAST_VOXELS} to {MOST_VOXELS}", shape, is_shape),
+        ("--seed", "at least 0", drawing.seed, drawing.seed >= 0),
+        ("--lesion-size", "usual with --context", lesion_size, is_one_of_both),
+        ("--warp", alone, warp, warp is None or is_usual),
+        ("--kind", f"mr with {of_heads}", drawing.kind, is_kind),
+        ("--annotate-every", "at least 1", every, every >= 1),
+    )
+    raise_if_any(
+        f"{name} must be {rule}, got {value}; choose another"
+        for name, rule, value, holds in rules
+        if not holds
+    )
 
 
 def _write_case(out: Path, drawing: Drawing, index: int) -> None:

@@ -10,6 +10,7 @@ from typing import Iterator
 import nibabel
 import numpy as np
 
+from cpu3d.data.cases.case import centres_of
 from cpu3d.data.files.arrays import encode
 from cpu3d.data.manifest import (
     CaseRecord,
@@ -20,7 +21,6 @@ from cpu3d.data.manifest import (
     make_manifest,
 )
 from cpu3d.data.region import Region, whole
-from cpu3d.data.stores.case import centres_of
 
 SUFFIXES = {
     "brats2017": ("_flair", "_t1", "_t1ce", "_t2", "_seg"),

@@ -6,18 +6,9 @@ import numpy as np
 import pytest
 from scipy.ndimage import binary_erosion
 
-from cpu3d.data.nifti import (
-    ras_shape,
-    ras_spacing_mm,
-    ras_steps_mm,
-    read_volume,
-    to_ras,
-    write_volume,
-)
-from cpu3d.data.stores.case import load_case
-from cpu3d.data.stores.dataset import CaseFiles
-from cpu3d.data.stores.notes import case_notes
-from cpu3d.data.stores.resample import (
+from cpu3d.data.cases.case import load_case
+from cpu3d.data.cases.notes import case_notes
+from cpu3d.data.cases.resample import (
     Keep,
     grid_of,
     parse_spacing,
@@ -26,6 +17,15 @@ from cpu3d.data.stores.resample import (
     resampled_shape,
     target_spacing,
     to_source_grid,
+)
+from cpu3d.data.datasets.dataset import CaseFiles
+from cpu3d.data.nifti import (
+    ras_shape,
+    ras_spacing_mm,
+    ras_steps_mm,
+    read_volume,
+    to_ras,
+    write_volume,
 )
 from cpu3d.errors import InputError
 from tests.cpu3d.data.spaced import (

@@ -19,11 +19,7 @@ import numpy as np
 
 from cpu3d.data import nifti
 from cpu3d.data.background import border_value, surroundings, without_residue
-from cpu3d.data.files.arrays import file_sha256, voxels_sha256
-from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
-from cpu3d.data.normalise import Normalisation, if_any_differs, of_all
-from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
-from cpu3d.data.stores.channels import (
+from cpu3d.data.cases.channels import (
     AS_IT_IS,
     INT16,
     Unit,
@@ -33,10 +29,8 @@ from cpu3d.data.stores.channels import (
     is_shown,
     rounding_in_windows,
 )
-from cpu3d.data.stores.dataset import CaseFiles
-from cpu3d.data.stores.names import places_of
-from cpu3d.data.stores.normalisation import ct_problem, looks_like_ct, refuses_ct
-from cpu3d.data.stores.resample import (
+from cpu3d.data.cases.normalisation import ct_problem, looks_like_ct, refuses_ct
+from cpu3d.data.cases.resample import (
     in_mm,
     lost_share,
     resample_image,
@@ -44,6 +38,12 @@ from cpu3d.data.stores.resample import (
     resampled_shape,
     spacing_at,
 )
+from cpu3d.data.datasets.dataset import CaseFiles
+from cpu3d.data.datasets.names import places_of
+from cpu3d.data.files.arrays import file_sha256, voxels_sha256
+from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
+from cpu3d.data.normalise import Normalisation, if_any_differs, of_all
+from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.errors import InputError, raise_if_any
 from models.strides import Spacing3
 

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.normalise import Kind
+from cpu3d.data.phantoms import command as phantom_module
+from cpu3d.data.phantoms.command import write_phantom
 from cpu3d.data.phantoms.ct import ct_case
 from cpu3d.data.phantoms.head import CLEARANCE, blind_patch, phantom_case
 from cpu3d.data.phantoms.warp import warped_case
-from cpu3d.data.stores import phantom as phantom_module
-from cpu3d.data.stores.layouts import read_dataset
-from cpu3d.data.stores.phantom import write_phantom
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
 

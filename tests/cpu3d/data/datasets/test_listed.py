@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
+from cpu3d.data.datasets.layouts import read_dataset
+from cpu3d.data.fold import with_fold
 from cpu3d.data.store import open_store
-from cpu3d.data.stores.layouts import read_dataset
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import with_fold
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
-from tests.cpu3d.data.datasets import (
+from tests.cpu3d.data.made_datasets import (
     SUFFIXES,
     brats_case,
     content_of,

@@ -1,0 +1,1 @@
+"""Data sets as they are found on disk: their layouts, and what names in them tell."""

@@ -1,0 +1,66 @@
+"""How fast own operations compute here, and how fast they could."""
+
+import ctypes
+import time
+from typing import NamedTuple
+
+import tensorflow as tf
+
+from models.native.instruction_sets import INSTRUCTION_SETS
+from models.native.library import DTYPE_CODES, OwnOperations, load, own_operations
+from models.native.operations import Source, convolve
+
+
+def products_per_s(dtype: str, threads: int) -> float:
+    """Multiplications and additions a second of the products alone, of values in the cache L1: the
+    most of a few runs. A short convolution may be counted as faster, as it needs fewer of them."""
+    library = _library(own_operations())
+    library.native_products.restype = ctypes.c_double
+    code = DTYPE_CODES[dtype]
+    best = 0.0
+    for _ in range(5):
+        begin = time.perf_counter()
+        done = library.native_products(None, code, threads, ctypes.c_long(10_000))
+        best = max(best, done / (time.perf_counter() - begin))
+    return best
+
+
+class Speed(NamedTuple):
+    """Multiplications and additions a second, of a transformed convolution those that it does."""
+
+    convolution: float
+    limit: float  # `products_per_s`
+
+    @property
+    def share(self) -> float:
+        return self.convolution / self.limit
+
+
+EDGE = 48  # voxels along each axis of the convolution that is timed
+CHANNELS = 32  # of its map and of its outputs
+
+
+def speed(dtype: str) -> Speed:
+    """How fast a convolution is here, with the instruction set and the threads that a training
+    would have: the fastest of a few runs, beside the limit measured just before."""
+    own = own_operations()
+    name = own.of(dtype)
+    limit = products_per_s(dtype, _library(own).thread_count())
+    shape = (1, EDGE, EDGE, EDGE, CHANNELS)
+    source = Source(tf.cast(tf.random.stateless_uniform(shape, (1, 2), -1.0), dtype))
+    filters = tf.random.stateless_uniform((3, 3, 3, CHANNELS, CHANNELS), (3, 4), -1.0)
+    fastest_s = float("inf")
+    for _ in range(5):
+        begin = time.perf_counter()
+        raw, _, _ = convolve([source], filters)
+        raw[0, 0, 0, 0].numpy()  # until it is there
+        fastest_s = min(fastest_s, time.perf_counter() - begin)
+    plain = 2 * 27 * CHANNELS**2 * EDGE**3
+    return Speed(plain * INSTRUCTION_SETS[name].products_share / fastest_s, limit)
+
+
+def _library(own: OwnOperations) -> ctypes.CDLL:
+    """The functions of native.h."""
+    if own.kernels is None:
+        raise RuntimeError(f"own operations must load here, got none: {own.why}")
+    return load(own.kernels)
