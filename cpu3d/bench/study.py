@@ -216,8 +216,10 @@ class Study:
         return self.folder / f"{network.folder}.json"
 
     def record(self, results: Sequence[Result], failed: Sequence[str]) -> Result:
-        """The record of the results. `failed`: a line for each network that is left out."""
+        """The record of the results, which names no folder but those in the options of train.
+        `failed`: a line for each network that is left out."""
         split = with_fold(self.store, self.networks[0].fold).manifest.split
+        about = results[-1]["about"]
         return {
             "task": self.task,
             "name": self.name,
@@ -228,7 +230,8 @@ class Study:
             "cases": [len(split["train"]), len(split[HELD_OUT])],
             "shape": list(self.store.manifest.largest_shape),
             "curves": [result["curve"] for result in results],
-            **results[-1]["about"],
+            **about,
+            "config": _without_folders(about["config"]),
             "failed": list(failed),
         }
 
@@ -288,6 +291,17 @@ def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig) -> List[Re
             }
         )
     return points
+
+
+def _without_folders(config: Mapping[str, Any]) -> Result:
+    """A run's settings as a record has them, which is for others: it names no folder of a host."""
+    kept = {name: value for name, value in config.items() if name not in ("store", "init")}
+    if kept.get("init_record"):
+        kept["init_record"] = {
+            **kept["init_record"],
+            "file": Path(kept["init_record"]["file"]).name,
+        }
+    return kept
 
 
 def _short_case(case: Mapping[str, Any]) -> Result:

@@ -87,6 +87,7 @@ def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store,
     done = [command[0] for command in calls]
     assert done == ["train", "evaluate", "predict", "predict"], "the other fold, the case by both"
     both = read_records(file, "learning")[-1]
+    assert str(phantom_store.folder) not in file.read_text(encoding="utf-8"), "no folder of a host"
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["curves"] == both["curves"]
     assert [(curve["seed"], curve["fold"]) for curve in both["curves"]] == [(0, "1/2"), (0, "2/2")]
     scored = sorted(case["case_id"] for curve in both["curves"] for case in curve["cases"])
