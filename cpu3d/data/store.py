@@ -167,6 +167,8 @@ def _read_manifest(folder: Path) -> Dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         rule = f"store {folder} must hold a finished manifest.json"
         todo = "run `prepare`, again if it was interrupted"
+        if (folder / "dataset.json").is_file():  # of the Decathlon, nnU-Net or MONAI
+            todo = f"it is a data set: make a store by `prepare --dataset {folder} --store STORE`"
         raise InputError(f"{rule}, found none; {todo}") from None
 
 

@@ -190,7 +190,7 @@ def describe(status: RunStatus) -> Group:
     if status.workers:
         columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
         rows = [_cells(worker) for worker in status.workers]
-        caption = "phase and its duration; G is GiB"
+        caption = "phase, and how long it lasts; M is MiB, G is GiB"
         shown.append(Table(columns, rows, caption=caption, names=3))
     return Group(*shown, *map(_named_line, lines))
 

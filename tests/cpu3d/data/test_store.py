@@ -2,6 +2,7 @@ import errno
 import hashlib
 import json
 import pickle
+import re
 import tracemalloc
 
 import pytest
@@ -131,6 +132,12 @@ def test_a_folder_without_a_manifest_is_refused(small_store):
     (folder / "manifest.json").unlink()
     with pytest.raises(InputError, match="found none"):
         open_store(folder)
+
+
+def test_a_data_set_in_place_of_a_store_is_named_with_the_command_that_makes_a_store(tmp_path):
+    (tmp_path / "dataset.json").write_text("{}")
+    with pytest.raises(InputError, match=f"prepare --dataset {re.escape(str(tmp_path))}"):
+        open_store(tmp_path)
 
 
 def test_a_store_that_is_replaced_while_it_is_opened_opens_as_the_new_one(small_store, monkeypatch):
