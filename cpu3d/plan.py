@@ -366,9 +366,7 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if forecast is None or forecast.upper_bound_bytes <= free_bytes:
         return
     full = forecast.full
-    price = forecast.course.price(
-        full.constants, full.accuracy, workers=plan.workers, coarse=forecast.coarse
-    )
+    price = forecast.course.price(full.constants, full.accuracy, workers=plan.workers)
     options = []
     place = ""
     if plan.saved:

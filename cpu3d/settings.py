@@ -400,8 +400,7 @@ class RunConfig(Decided, Settings, StoreFacts):
         """The run as step `step` (0 is the first) is computed: without its curriculum, on one
         grid.
 
-        At half of it the policy is "speed", which takes less memory there than any policy in
-        full."""
+        At half of it the policy is "speed"."""
         if step >= self.coarse_steps:
             return dataclasses.replace(self, coarse_steps=0)
         resolution = self.resolution if self.is_patch else self.resolution / 2

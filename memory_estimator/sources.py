@@ -23,7 +23,14 @@ A_STEP_ALONE = (
     "a step alone is estimated, as an earlier version has planned the run; continue it with its "
     "store, which writes its plan again"
 )
-OTHER_GRID = "a step alone is estimated, as --shape is another grid than that of the run"
+OTHERS = {
+    "shape": "another grid than that of the run",
+    "depth": "another network, whose coarse grid is not known",
+    "strides": "another network, whose coarse grid is not known",
+    "batch": "another number of steps",
+    "cases": "another number of steps",
+}
+"""Options beside a run with which its steps are others than its plan has, and why."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,10 @@ def source_job(args: argparse.Namespace) -> JobSource:
         rule = "--spacing must come without --run, which has the strides"
         raise ValueError(f"{rule}, got both; leave one of them out")
     source = read_run(args.run)
-    if hasattr(args, "shape") and source.course != Course():
-        notes = [*source.notes, OTHER_GRID]
+    given = [name for name in OTHERS if hasattr(args, name)]
+    if given and source.course != Course():
+        why = f"as --{given[0]} gives {OTHERS[given[0]]}"
+        notes = [*source.notes, f"a step alone is estimated, {why}"]
         return dataclasses.replace(source, course=Course(), notes=notes)
     return source
 
