@@ -142,6 +142,7 @@ class Plan:
             "run": self.forecast.run_json() if self.forecast else None,
             "job": self.job.fields(),  # which `estimate --run` starts from
             "course": dataclasses.asdict(self.course),  # likewise
+            "smaller_grids": smaller_grids(self.config, self.store),  # likewise
             "config": self.config.to_json(),
         }
 

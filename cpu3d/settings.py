@@ -177,7 +177,7 @@ class Settings:
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
         "the edge, along the axes that the network's first level halves, the others at full "
-        "resolution; auto: half if that grid has 40^3 voxels or more, else off",
+        "resolution; auto: half if the grid of those first steps has 40^3 voxels or more, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(

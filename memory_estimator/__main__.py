@@ -279,7 +279,9 @@ def _source(args: argparse.Namespace, options: Options, host: Callable[[], Host]
         return source_job(args)
     for name in OF_STORE:
         if hasattr(args, name):
-            todo = "leave one of them out; `prepare` makes stores of others, as by its --spacing"
+            todo = "leave one of them out"
+            if name == "spacing":
+                todo += "; `prepare --spacing` makes stores of another"
             raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
     args.dtype = getattr(args, "dtype", _best_dtype(options, host))
     chosen = given_options(JobOptions, args)

@@ -23,6 +23,7 @@ A_STEP_ALONE = (
     "a step alone is estimated, as an earlier version has planned the run; continue it with its "
     "store, which writes its plan again"
 )
+OF_GRID = ("shape", "depth", "strides")  # options with which the run's smaller grids are others
 OTHERS = {
     "shape": "another grid than that of the run",
     "depth": "another network, whose coarse grid is not known",
@@ -57,6 +58,8 @@ def source_job(args: argparse.Namespace) -> JobSource:
         rule = "--spacing must come without --run, which has the strides"
         raise ValueError(f"{rule}, got both; leave one of them out")
     source = read_run(args.run)
+    if any(hasattr(args, name) for name in OF_GRID):
+        source = dataclasses.replace(source, grids=None)
     given = [name for name in OTHERS if hasattr(args, name)]
     if given and source.course != Course():
         why = f"as --{given[0]} gives {OTHERS[given[0]]}"
@@ -78,12 +81,13 @@ class _SavedPlan(TypedDict):
     config: _Config
     job: Job
     course: Course
+    smaller_grids: Optional[List[Tuple[str, Shape3]]]
 
 
 def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
     """The plan of a run, whose job has all of its fields: defaults are not those of the run. An
-    earlier version has no course."""
-    content = {"course": {}, **content}
+    earlier version has no course and no smaller grids."""
+    content = {"course": {}, "smaller_grids": None, **content}
     fields: Any = content.get("job")
     if isinstance(fields, dict) and "resampled" in fields:  # of a version that had no such changes
         fields = {name: value for name, value in fields.items() if name != "resampled"}
@@ -119,4 +123,10 @@ def read_run(folder: Union[str, Path]) -> JobSource:
         notes.append(f"the run is on {device}: a CPU is estimated; {on_card}")
     if plan["course"] == Course():
         notes.append(A_STEP_ALONE)
-    return JobSource(plan["job"], notes, plan["workers"], plan["course"])
+    return JobSource(
+        job=plan["job"],
+        notes=notes,
+        workers=plan["workers"],
+        course=plan["course"],
+        grids=plan["smaller_grids"],
+    )

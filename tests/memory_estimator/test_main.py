@@ -215,6 +215,18 @@ def test_options_that_change_the_steps_of_a_run_leave_a_step_alone(heavy_coarse_
     assert any(more.split()[0] in note for note in content["notes"])
 
 
+def test_advice_on_a_run_has_the_grids_that_it_could_have(tmp_path, capsys):
+    job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="lean"), (64, 64, 64))
+    grids = [("--patch 16 16 16", (16, 16, 16)), ("--patch 32 32 32", (32, 32, 32))]
+    ask = f"--run {write_plan(tmp_path, job, 1, smaller_grids=grids)} --threads 2"
+    bound = answer(f"{ask} --host-memory 64GiB", capsys)["upper_bound_bytes"]
+    advice = answer(f"{ask} --host-memory {bound - 1}B", capsys, code=3)["advice"]
+    assert any("--patch 32 32 32" in line for line in advice)
+    assert not any("--shape" in line for line in advice)
+    other = f"{ask} --depth 3 --host-memory 16MiB"
+    assert not any("--patch" in line for line in answer(other, capsys, code=3)["advice"])
+
+
 def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_path, capsys):
     job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), batch=2, cases=8)
     course = Course(steps=12, validations=3, held_out=3, decided=2)
