@@ -15,7 +15,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypedDict, Uni
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.training import Course
+from memory_estimator.training import RunCourse
 from models.strides import Shape3
 
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
@@ -42,7 +42,7 @@ class JobSource:
     job: Optional[Job] = None
     notes: Sequence[str] = ()  # on what an estimate of it does not count, a sentence each
     workers: int = 1  # of the run
-    course: Course = field(default_factory=Course)
+    course: RunCourse = field(default_factory=RunCourse)
     strides_why: str = ""  # what the strides were decided by; "" if they were given
     grids: Optional[Sequence[Tuple[str, Shape3]]] = None
     """Smaller grids that it could have, each with its option, the smallest first; None for any."""
@@ -61,10 +61,10 @@ def source_job(args: argparse.Namespace) -> JobSource:
     if any(hasattr(args, name) for name in OF_GRID):
         source = dataclasses.replace(source, grids=None)
     given = [name for name in OTHERS if hasattr(args, name)]
-    if given and source.course != Course():
+    if given and source.course != RunCourse():
         why = f"as --{given[0]} gives {OTHERS[given[0]]}"
         notes = [*source.notes, f"a step alone is estimated, {why}"]
-        return dataclasses.replace(source, course=Course(), notes=notes)
+        return dataclasses.replace(source, course=RunCourse(), notes=notes)
     return source
 
 
@@ -80,7 +80,7 @@ class _SavedPlan(TypedDict):
     workers: int
     config: _Config
     job: Job
-    course: Course
+    course: RunCourse
     smaller_grids: Optional[List[Tuple[str, Shape3]]]
 
 
@@ -121,7 +121,7 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     if device != "cpu":
         on_card = "`train` shows what its steps take on the card"
         notes.append(f"the run is on {device}: a CPU is estimated; {on_card}")
-    if plan["course"] == Course():
+    if plan["course"] == RunCourse():
         notes.append(A_STEP_ALONE)
     return JobSource(
         job=plan["job"],

@@ -1,7 +1,7 @@
 """A whole training on paper: its coarse steps and its full ones, a worker's memory beside them, and
 the time of all.
 
-course = Course(steps=500, beside=Beside(volume_shape=(240, 240, 155)))
+course = RunCourse(steps=500, beside=Beside(volume_shape=(240, 240, 155)))
 forecast = course.forecast(job, constants, accuracy)
 forecast.upper_bound_bytes, forecast.all_s
 """
@@ -111,7 +111,7 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: Resolution3) -> int:
 
 
 @dataclass(frozen=True)
-class Course:
+class RunCourse:
     """A training as data: what it does besides its full steps, whose job is given apart. A single
     step, of which no more is known, has the defaults."""
 
@@ -196,7 +196,7 @@ class Course:
 class Forecast:
     """Memory and time of a training, by the prices of its steps."""
 
-    course: Course
+    course: RunCourse
     full: Estimate
     coarse: Optional[Estimate] = None  # None without a curriculum
     # of the memory policy, if it was picked

@@ -15,7 +15,7 @@ from memory_estimator.__main__ import main
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
-from memory_estimator.training import Beside, Course
+from memory_estimator.training import Beside, RunCourse
 from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
 
@@ -150,7 +150,7 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
 def test_a_run_is_estimated_whole(tmp_path, capsys):
     unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
     job = Job(unet, (64, 64, 64), cases=8)
-    course = Course(
+    course = RunCourse(
         steps=12,
         coarse_steps=10,
         coarse_shape=(32, 32, 32),
@@ -187,7 +187,7 @@ def heavy_coarse_run(tmp_path):
     """The options for a run whose coarse steps need more memory than its full ones."""
     job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), cases=8)
     heavy = Beside(scored_shape=(512, 512, 512))
-    course = Course(steps=12, coarse_steps=10, coarse_shape=(32, 32, 32), coarse_beside=heavy)
+    course = RunCourse(steps=12, coarse_steps=10, coarse_shape=(32, 32, 32), coarse_beside=heavy)
     return f"--run {write_plan(tmp_path, job, 1, course=course)} --threads 2"
 
 
@@ -229,7 +229,7 @@ def test_advice_on_a_run_has_the_grids_that_it_could_have(tmp_path, capsys):
 
 def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_path, capsys):
     job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), batch=2, cases=8)
-    course = Course(steps=12, validations=3, held_out=3, decided=2)
+    course = RunCourse(steps=12, validations=3, held_out=3, decided=2)
 
     def of_workers(workers):
         folder = write_plan(tmp_path, job, workers, course=course)
