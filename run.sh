@@ -31,7 +31,7 @@ Train a 3D U-Net on whole volumes, or on patches of them.
                                 phantom volumes, training, scores, report; --smoke: smaller and
                                 shorter; P: a memory policy
   ./run.sh estimate ...         memory and time of a training: python -m memory_estimator ...; needs
-                                only rich and msgspec, and for a store numpy and nibabel
+                                only rich and msgspec; for a store also numpy, nibabel, psutil
   ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., after a set-up if needed
                                 `.venv/bin/python -m cpu3d --help` lists them, and exit codes
   ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand

@@ -16,14 +16,14 @@ from cpu3d.decisions import volume_shape
 from cpu3d.settings import LEAST_CASES, RunConfig
 from memory_estimator import planner
 from memory_estimator.common.units import by
-from memory_estimator.training import Beside, Course
+from memory_estimator.training import Beside, RunCourse
 
 
-def course_of(config: RunConfig, store: Store, steps: int, validations: int) -> Course:
+def course_of(config: RunConfig, store: Store, steps: int, validations: int) -> RunCourse:
     """The course of a run of so many steps and validations on a store, as its fold sees it."""
     held_out = len(store.manifest.split["val"])
     scored_shape = _scored_shape(store)
-    course = Course(
+    course = RunCourse(
         steps=steps,
         beside=_beside(config, store, scored_shape),
         budget_s=60 * config.budget_minutes if config.has_open_length else None,

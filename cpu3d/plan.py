@@ -38,7 +38,7 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
 from memory_estimator.job import Job, statistics_note, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
-from memory_estimator.training import Course, Forecast
+from memory_estimator.training import Forecast, RunCourse
 from models.layer_plan import training_flops
 from models.strides import strides_line, strides_text
 
@@ -105,7 +105,7 @@ class Plan:
         return self.steps // (self.steps_per_epoch * self.config.validate_every)
 
     @property
-    def course(self) -> Course:
+    def course(self) -> RunCourse:
         """What the run does besides its full steps."""
         return course_of(self.config, self.store, self.steps, self.validations)
 
@@ -142,6 +142,7 @@ class Plan:
             "run": self.forecast.run_json() if self.forecast else None,
             "job": self.job.fields(),  # which `estimate --run` starts from
             "course": dataclasses.asdict(self.course),  # likewise
+            "smaller_grids": smaller_grids(self.config, self.store),  # likewise
             "config": self.config.to_json(),
         }
 
@@ -366,9 +367,7 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     if forecast is None or forecast.upper_bound_bytes <= free_bytes:
         return
     full = forecast.full
-    price = forecast.course.price(
-        full.constants, full.accuracy, workers=plan.workers, coarse=forecast.coarse
-    )
+    price = forecast.course.price(full.constants, full.accuracy, workers=plan.workers)
     options = []
     place = ""
     if plan.saved:

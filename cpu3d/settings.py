@@ -177,7 +177,7 @@ class Settings:
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
         "the edge, along the axes that the network's first level halves, the others at full "
-        "resolution; auto: half if that grid has 40^3 voxels or more, else off",
+        "resolution; auto: half if the grid of those first steps has 40^3 voxels or more, else off",
         choices=(AUTO, "off", "half"),
     )
     batch: int = _training(
@@ -400,8 +400,7 @@ class RunConfig(Decided, Settings, StoreFacts):
         """The run as step `step` (0 is the first) is computed: without its curriculum, on one
         grid.
 
-        At half of it the policy is "speed", which takes less memory there than any policy in
-        full."""
+        At half of it the policy is "speed"."""
         if step >= self.coarse_steps:
             return dataclasses.replace(self, coarse_steps=0)
         resolution = self.resolution if self.is_patch else self.resolution / 2

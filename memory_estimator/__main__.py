@@ -196,9 +196,10 @@ class _Asked:
             budget_bytes=memory_bytes if self.is_open else None,
         )
 
-    def price(self, coarse: Optional[Estimate]) -> planner.Price:
-        """The price of jobs of one worker, after coarse steps if `coarse` is their estimate."""
-        of_whole = self.source.course.price(self.constants, self.accuracy, coarse=coarse)
+    @functools.cached_property
+    def price(self) -> planner.Price:
+        """The price of jobs of one worker; its upper bound is that of the whole run."""
+        of_whole = self.source.course.price(self.constants, self.accuracy)
         return functools.cache(worker_price(of_whole, self.workers))
 
 
@@ -242,7 +243,7 @@ def _one_host(
     forecast = asked.forecast(memory_bytes)
     predicted = forecast.full
     job = asked.job.with_unet(policy=predicted.job.policy)
-    price = asked.price(forecast.coarse)
+    price = asked.price
     reason = "given"
     if forecast.choice:
         reason = forecast.choice.reason(f"{format_bytes(memory_bytes)} {label}")
@@ -278,7 +279,9 @@ def _source(args: argparse.Namespace, options: Options, host: Callable[[], Host]
         return source_job(args)
     for name in OF_STORE:
         if hasattr(args, name):
-            todo = "leave one of them out; `prepare` makes stores of others, as by its --spacing"
+            todo = "leave one of them out"
+            if name == "spacing":
+                todo += "; `prepare --spacing` makes stores of another"
             raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
     args.dtype = getattr(args, "dtype", _best_dtype(options, host))
     chosen = given_options(JobOptions, args)
@@ -412,8 +415,7 @@ def _several_hosts(options: ScalingOptions, asked: _Asked, host_bytes: int) -> A
     """Time on several hosts. `host_bytes` are the memory of one, 0 if it was not given: this host's
     is another."""
     job = asked.job
-    of_run = dataclasses.replace(asked, is_open=False).forecast(host_bytes)
-    price = asked.price(of_run.coarse)
+    price = asked.price
     if options.global_batch:  # the fewest workers have the largest share of it
         fewest = min(options.hosts) * options.workers_per_host
         job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))

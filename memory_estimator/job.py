@@ -276,7 +276,7 @@ class JobOptions(Architecture):
         one_of="source",
     )
     run: Optional[Path] = option(
-        None, "the job of a run folder that `train` has written", "DIR", one_of="source"
+        None, "the whole run of a folder that `train` has written", "DIR", one_of="source"
     )
     store: Optional[Path] = option(
         None,

@@ -15,7 +15,7 @@ from typing import Any, List, Mapping, Optional, Sequence, Tuple, TypedDict, Uni
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.installed import installed_engine
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.training import Course
+from memory_estimator.training import RunCourse
 from models.strides import Shape3
 
 PLAN_SCHEMA = 1  # version of plan.json, which `cpu3d.plan` writes into a run's folder
@@ -23,7 +23,15 @@ A_STEP_ALONE = (
     "a step alone is estimated, as an earlier version has planned the run; continue it with its "
     "store, which writes its plan again"
 )
-OTHER_GRID = "a step alone is estimated, as --shape is another grid than that of the run"
+OF_GRID = ("shape", "depth", "strides")  # options with which the run's smaller grids are others
+OTHERS = {
+    "shape": "another grid than that of the run",
+    "depth": "another network, whose coarse grid is not known",
+    "strides": "another network, whose coarse grid is not known",
+    "batch": "another number of steps",
+    "cases": "another number of steps",
+}
+"""Options beside a run with which its steps are others than its plan has, and why."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class JobSource:
     job: Optional[Job] = None
     notes: Sequence[str] = ()  # on what an estimate of it does not count, a sentence each
     workers: int = 1  # of the run
-    course: Course = field(default_factory=Course)
+    course: RunCourse = field(default_factory=RunCourse)
     strides_why: str = ""  # what the strides were decided by; "" if they were given
     grids: Optional[Sequence[Tuple[str, Shape3]]] = None
     """Smaller grids that it could have, each with its option, the smallest first; None for any."""
@@ -50,9 +58,13 @@ def source_job(args: argparse.Namespace) -> JobSource:
         rule = "--spacing must come without --run, which has the strides"
         raise ValueError(f"{rule}, got both; leave one of them out")
     source = read_run(args.run)
-    if hasattr(args, "shape") and source.course != Course():
-        notes = [*source.notes, OTHER_GRID]
-        return dataclasses.replace(source, course=Course(), notes=notes)
+    if any(hasattr(args, name) for name in OF_GRID):
+        source = dataclasses.replace(source, grids=None)
+    given = [name for name in OTHERS if hasattr(args, name)]
+    if given and source.course != RunCourse():
+        why = f"as --{given[0]} gives {OTHERS[given[0]]}"
+        notes = [*source.notes, f"a step alone is estimated, {why}"]
+        return dataclasses.replace(source, course=RunCourse(), notes=notes)
     return source
 
 
@@ -68,13 +80,14 @@ class _SavedPlan(TypedDict):
     workers: int
     config: _Config
     job: Job
-    course: Course
+    course: RunCourse
+    smaller_grids: Optional[List[Tuple[str, Shape3]]]
 
 
 def _saved_plan(content: Mapping[str, Any]) -> _SavedPlan:
     """The plan of a run, whose job has all of its fields: defaults are not those of the run. An
-    earlier version has no course."""
-    content = {"course": {}, **content}
+    earlier version has no course and no smaller grids."""
+    content = {"course": {}, "smaller_grids": None, **content}
     fields: Any = content.get("job")
     if isinstance(fields, dict) and "resampled" in fields:  # of a version that had no such changes
         fields = {name: value for name, value in fields.items() if name != "resampled"}
@@ -108,6 +121,12 @@ def read_run(folder: Union[str, Path]) -> JobSource:
     if device != "cpu":
         on_card = "`train` shows what its steps take on the card"
         notes.append(f"the run is on {device}: a CPU is estimated; {on_card}")
-    if plan["course"] == Course():
+    if plan["course"] == RunCourse():
         notes.append(A_STEP_ALONE)
-    return JobSource(plan["job"], notes, plan["workers"], plan["course"])
+    return JobSource(
+        job=plan["job"],
+        notes=notes,
+        workers=plan["workers"],
+        course=plan["course"],
+        grids=plan["smaller_grids"],
+    )

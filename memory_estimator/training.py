@@ -1,7 +1,7 @@
 """A whole training on paper: its coarse steps and its full ones, a worker's memory beside them, and
 the time of all.
 
-course = Course(steps=500, beside=Beside(volume_shape=(240, 240, 155)))
+course = RunCourse(steps=500, beside=Beside(volume_shape=(240, 240, 155)))
 forecast = course.forecast(job, constants, accuracy)
 forecast.upper_bound_bytes, forecast.all_s
 """
@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import HostConstants
@@ -28,7 +28,7 @@ from memory_estimator.planner import Choice, Price, fastest_that_fits
 from memory_estimator.scaling import worker_estimate
 from memory_estimator.step.timeline import Group
 from memory_estimator.step.training_step import training_step
-from models.strides import Resolution3, Shape3
+from models.strides import Resolution3, Shape3, shape3
 
 FORWARD_SHARE = 1 / 3  # of a step: the backward pass computes each product twice
 SCORE_S = 0.5  # to score a million voxels of a case, all regions, on one core
@@ -111,7 +111,7 @@ def whole_volume_bytes(job: Job, shape: Shape3, resolution: Resolution3) -> int:
 
 
 @dataclass(frozen=True)
-class Course:
+class RunCourse:
     """A training as data: what it does besides its full steps, whose job is given apart. A single
     step, of which no more is known, has the defaults."""
 
@@ -131,24 +131,45 @@ class Course:
 
     def coarse_job(self, job: Job) -> Optional[Job]:
         """The job of coarse steps beside full ones of `job`; None without any. Their policy is
-        "speed", which takes less memory there than any policy in full."""
+        "speed". Beside a smaller grid than the run's they are counted as large as that at most."""
         if self.coarse_shape is None:
             return None
-        return dataclasses.replace(job.with_unet(policy="speed"), shape=self.coarse_shape)
+        shape = shape3(map(min, self.coarse_shape, job.shape))
+        return dataclasses.replace(job.with_unet(policy="speed"), shape=shape)
 
-    def price(
-        self,
-        constants: HostConstants,
-        accuracy: Accuracy,
-        *,
-        workers: int = 1,
-        coarse: Optional[Estimate] = None,
-    ) -> Price:
-        """The price of jobs as full steps, after the coarse ones if `coarse` is their estimate."""
-        beside = self.beside
-        if coarse:
-            beside = dataclasses.replace(beside, left_bytes=coarse.allocator_peak_bytes)
-        return price_of_run(constants, accuracy, beside, workers=workers)
+    def price(self, constants: HostConstants, accuracy: Accuracy, *, workers: int = 1) -> Price:
+        """The price of jobs as full steps of this training. The upper bound is that of the whole
+        run: of the coarse steps before them too."""
+        steps_of = self._steps_of(constants, accuracy, workers)
+
+        def price(job: Job) -> Estimate:
+            full, coarse = steps_of(job)
+            if coarse is None:
+                return full
+            bound = max(full.upper_bound_bytes, coarse.upper_bound_bytes)
+            return dataclasses.replace(full, upper_bound_bytes=bound)
+
+        return price
+
+    def _steps_of(
+        self, constants: HostConstants, accuracy: Accuracy, workers: int
+    ) -> Callable[[Job], Tuple[Estimate, Optional[Estimate]]]:
+        """What estimates a full step of a job, and the coarse one before it; None without any."""
+        # Policies of full steps have the same coarse ones.
+        coarse_price = functools.lru_cache(maxsize=None)(
+            price_of_run(constants, accuracy, self.coarse_beside, workers=workers)
+        )
+
+        def steps_of(job: Job) -> Tuple[Estimate, Optional[Estimate]]:
+            beside = self.beside
+            coarse: Optional[Estimate] = None
+            coarse_job = self.coarse_job(job)
+            if coarse_job:
+                coarse = coarse_price(coarse_job)
+                beside = dataclasses.replace(beside, left_bytes=coarse.allocator_peak_bytes)
+            return price_of_run(constants, accuracy, beside, workers=workers)(job), coarse
+
+        return steps_of
 
     def forecast(
         self,
@@ -162,27 +183,25 @@ class Course:
         """What this training costs on a host, with `job` as a full step: the memory of one worker,
         the time of all of them together. With a budget its memory policy is picked, whatever `job`
         has now."""
-        coarse: Optional[Estimate] = None
-        coarse_job = self.coarse_job(job)
-        if coarse_job:
-            coarse_price = price_of_run(constants, accuracy, self.coarse_beside, workers=workers)
-            coarse = coarse_price(coarse_job)
-        price = self.price(constants, accuracy, workers=workers, coarse=coarse)
-        if budget_bytes is None:
-            return Forecast(self, price(job), coarse)
-        choice = fastest_that_fits(job, price, budget_bytes)
-        return Forecast(self, choice.estimate, coarse, choice)
+        choice: Optional[Choice] = None
+        if budget_bytes is not None:
+            price = self.price(constants, accuracy, workers=workers)
+            choice = fastest_that_fits(job, price, budget_bytes)
+            job = choice.estimate.job
+        full, coarse = self._steps_of(constants, accuracy, workers)(job)
+        return Forecast(self, full, coarse, choice, workers)
 
 
 @dataclass(frozen=True)
 class Forecast:
     """Memory and time of a training, by the prices of its steps."""
 
-    course: Course
+    course: RunCourse
     full: Estimate
     coarse: Optional[Estimate] = None  # None without a curriculum
     # of the memory policy, if it was picked
     choice: Optional[Choice] = field(default=None, compare=False)
+    workers: int = 1  # which share the steps, and the cases of a validation
 
     @property
     def steps(self) -> List[Estimate]:
@@ -221,7 +240,7 @@ class Forecast:
 
     @property
     def validation_s(self) -> float:
-        """Seconds of all validations."""
+        """Seconds of all validations, in each of which a worker has its share of the cases."""
         course = self.course
         if not course.steps:
             return 0.0
@@ -229,7 +248,7 @@ class Forecast:
         pass_s = (1 - coarse_share) * self._pass_s(self.full, course.windows)
         if self.coarse:
             pass_s += coarse_share * self._pass_s(self.coarse, course.coarse_windows)
-        return course.validations * course.held_out * pass_s
+        return course.validations * math.ceil(course.held_out / self.workers) * pass_s
 
     @property
     def answered_s(self) -> float:
@@ -239,7 +258,7 @@ class Forecast:
 
     @property
     def postprocessing_s(self) -> float:
-        """Seconds to decide the post-processing, after the last step."""
+        """Seconds to decide the post-processing, after the last step: one worker does it."""
         return self.course.decided * self.answered_s
 
     @property
@@ -248,8 +267,8 @@ class Forecast:
         return self.steps_s + self.validation_s + self.postprocessing_s
 
     def _pass_s(self, step: Estimate, windows: int) -> float:
-        """Seconds of the network's pass over a whole case."""
-        return FORWARD_SHARE * step.volume_s * windows
+        """Seconds of the network's pass over a whole case, which one worker computes."""
+        return FORWARD_SHARE * step.volume_s * self.workers * windows
 
     def to_json(self) -> Dict[str, Any]:
         """A step's memory and time, for the log and the report to compare with the measured

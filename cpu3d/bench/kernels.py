@@ -75,7 +75,7 @@ OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    if options.exact:
+    if options.exact and not options.overlap:
         result = in_fresh_process(exactness.measure, {})
         output.publish("exactness", result, exactness.exactness_table(result))
         return 0
@@ -83,7 +83,8 @@ def run(options: Options, output: Output) -> int:
     request = dict(vars(options))
     threads = options.threads or ()
     if options.overlap:
-        request["threads"] = threads[0] if threads else None
+        _check_overlap(options, host.usable_cores)
+        request["threads"] = threads[0] if threads else host.usable_cores
         result = in_fresh_process(overlap.measure, request)
         output.publish("overlap", result, overlap.overlap_table(result))
         return 0
@@ -102,6 +103,19 @@ def run(options: Options, output: Output) -> int:
     result = in_fresh_process(measure, request)
     output.publish("kernels", result, kernels_table(result))
     return 0
+
+
+def _check_overlap(options: Options, cores: int) -> None:
+    """Raise InputError for options that `--overlap` has no use for on a host of so many cores."""
+    if options.exact:
+        raise InputError("--overlap must come without --exact, got both; leave one of them out")
+    if options.dtype not in (None, overlap.DTYPE):
+        rule = f"--dtype must be {overlap.DTYPE} with --overlap"
+        raise InputError(f"{rule}, got {options.dtype}; leave it out")
+    threads = options.threads or ()
+    if len(threads) > 1 or max(threads, default=0) > cores:
+        rule = f"--threads must be one number of at most {cores}, the cores here, with --overlap"
+        raise InputError(f"{rule}, got {by(threads, ' ')}; give one, or leave it out")
 
 
 def kernels_table(record: Result) -> Table:

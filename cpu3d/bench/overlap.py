@@ -11,7 +11,6 @@ one went on beside the longer, as long as the longer.
 """
 
 import functools
-import os
 import subprocess
 import tempfile
 from pathlib import Path
@@ -95,7 +94,7 @@ def measure(request: Dict[str, Any]) -> Result:
     if own.kernels is None or instructions not in DIRECT_PRODUCTS:
         rule = "own operations must compute by amx here"
         raise InputError(f"{rule}, got {instructions or own.why}; run it on a CPU with AMX")
-    threads = request["threads"] or len(os.sched_getaffinity(0))
+    threads = request["threads"]
     calls: Dict[Tuple[OwnOperation, bool], int] = {}
     unet = UNetConfig(filters=request["filters"], dtype=DTYPE)
     for step_op in training_step(Job(unet, tuple(request["shape"]))).ops:

@@ -5,7 +5,6 @@ Where a channel is normalised over its foreground, everything else takes 0 as ba
 """
 
 import numpy as np
-from scipy.ndimage import label
 
 from cpu3d.data.region import Array
 
@@ -51,6 +50,8 @@ def without_residue(volume: Array) -> Array:
     is_apart = tiny_voxels >= APART_SHARE * np.count_nonzero(near)
     if not is_apart and _border(tiny).mean() < BORDER_SHARE:
         return volume
+    from scipy.ndimage import label  # on use: an estimate of a store needs no scipy
+
     components = label(near)[0]  # (X, Y, Z): the number of each voxel's component; 0 for none
     is_outside = np.zeros(components.max() + 1, bool)  # of each: whether it reaches the border
     is_outside[_border(components)] = True

@@ -92,9 +92,10 @@ def run(options: Options) -> int:
         rule = f"launch must train one run, got --folds {training.folds}"
         todo = f"run `{loop}` for each I, then the same `train --folds` alone, which scores them"
         raise InputError(f"{rule}; {todo}")
-    if training.dry_run:
-        rule = "launch must start a training, got train --dry-run"
-        raise InputError(f"{rule}; give `launch --dry-run train ...`, or `train --dry-run` alone")
+    if training.dry_run or training.json:
+        got = "train --dry-run" if training.dry_run else "train --json"
+        todo = "give `launch --dry-run train ...`, or `train --dry-run` alone"
+        raise InputError(f"launch must start a training, got {got}; {todo}")
     refuse_folds(training.run)
     topology = read_topology()
     placement = place_workers(options, os.environ, default_workers(topology))

@@ -37,13 +37,14 @@ from cpu3d.host.apply import engine_name, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import host_share
 from cpu3d.plan import Plan, check_fits, make_plan
+from cpu3d.processes import is_trained
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import RunConfig, left_open
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
-from cpu3d.util.atomic import remove_partials, writable_folder
+from cpu3d.util.atomic import check_folder, remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from memory_estimator.host import read_host
@@ -109,14 +110,20 @@ def train(
 def show_plan(options: Options, settings: Dict[str, Any]) -> None:
     """Print what `train` would do with these options, and write nothing. Raises InputError and,
     unless forced, DoesNotFitError, as `train` does before it writes."""
+    if options.mlflow:
+        require_mlflow()
     refuse_folds(options.run)
+    check_folder(options.run, "run")
+    _refuse_foreign(options.run)
     call = _Call(options.store, options.run, settings, force=options.force)
     plan = call.made_plan()
     if options.json:
         print(json.dumps(plan.to_json()))
     else:
         say(*plan.describe(call.host), stderr=False)
-    call.refuse_what_does_not_fit()
+    steps = 0 if plan.config.has_open_length else plan.steps
+    if not is_trained(options.run, steps):  # one that is takes no memory
+        call.refuse_what_does_not_fit()
 
 
 # --- Private helpers ---
@@ -197,6 +204,20 @@ def _smaller(plan: Plan) -> str:
     return f"a smaller --patch{place}"
 
 
+def _refuse_foreign(run_folder: Path) -> None:
+    """Raise InputError for a folder with files of a run that has lost its configuration."""
+    written = (
+        run_folder / "log.jsonl",
+        run_folder / "checkpoints" / BEST,
+        *checkpoints(run_folder),
+    )
+    foreign = [path for path in written if path.is_file() and path.stat().st_size]
+    if foreign and not (run_folder / "config.json").is_file():
+        beside = foreign[0].relative_to(run_folder)
+        rule = f"run {run_folder} must hold a config.json beside {beside}, found none"
+        raise InputError(f"{rule}; restore it, or choose another --run")
+
+
 @contextlib.contextmanager
 def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
     """Hold the run's folder, which only one process may write to."""
@@ -205,16 +226,7 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
         return
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
-        written = (
-            run_folder / "log.jsonl",
-            run_folder / "checkpoints" / BEST,
-            *checkpoints(run_folder),
-        )
-        foreign = [path for path in written if path.is_file() and path.stat().st_size]
-        if foreign and not (run_folder / "config.json").is_file():
-            beside = foreign[0].relative_to(run_folder)
-            rule = f"run {run_folder} must hold a config.json beside {beside}, found none"
-            raise InputError(f"{rule}; restore it, or choose another --run")
+        _refuse_foreign(run_folder)
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")
         yield

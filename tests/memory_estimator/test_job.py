@@ -17,7 +17,7 @@ from memory_estimator.job import (
     why_strides,
 )
 from memory_estimator.sources import JobSource, read_run, source_job
-from memory_estimator.training import Beside, Course
+from memory_estimator.training import Beside, RunCourse
 from models.config import UNetConfig
 
 
@@ -124,7 +124,7 @@ JOB = Job(
 )
 
 
-COURSE = Course(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), beside=Beside(copies=1))
+COURSE = RunCourse(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), beside=Beside(copies=1))
 
 
 def write_plan(folder, job=JOB, workers=2, settings=(), course=COURSE, **changes):
@@ -141,7 +141,7 @@ def write_plan(folder, job=JOB, workers=2, settings=(), course=COURSE, **changes
 def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(tmp_path):
     assert read_run(write_plan(tmp_path)) == JobSource(JOB, [], 2, COURSE)
     early = read_run(write_plan(tmp_path, course=None))
-    assert (early.job, early.course) == (JOB, Course())
+    assert (early.job, early.course) == (JOB, RunCourse())
     (note,) = early.notes
     assert "a step alone" in note
     on_card = write_plan(tmp_path, settings={"device": "gpu:1"}, course=None)
@@ -152,7 +152,7 @@ def test_a_run_is_the_job_of_its_plan_and_what_its_estimate_leaves_out_is_said(t
 def test_another_shape_is_no_step_of_the_run_s_course(tmp_path):
     folder = write_plan(tmp_path)
     source = source_job(parsed(f"--run {folder} --shape 64 64 64"))
-    assert source.course == Course()
+    assert source.course == RunCourse()
     assert any("--shape" in note for note in source.notes)
     assert source_job(parsed(f"--run {folder} --filters 16")).course == COURSE
 

@@ -15,7 +15,7 @@ from memory_estimator.__main__ import main
 from memory_estimator.common.units import format_bytes
 from memory_estimator.estimate import estimate
 from memory_estimator.job import Job
-from memory_estimator.training import Beside, Course
+from memory_estimator.training import Beside, RunCourse
 from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
 
@@ -150,7 +150,7 @@ def test_a_run_of_several_workers_is_estimated_as_one_of_them(tmp_path, capsys):
 def test_a_run_is_estimated_whole(tmp_path, capsys):
     unet = UNetConfig(filters=8, depth=4, dtype="bfloat16")
     job = Job(unet, (64, 64, 64), cases=8)
-    course = Course(
+    course = RunCourse(
         steps=12,
         coarse_steps=10,
         coarse_shape=(32, 32, 32),
@@ -180,6 +180,66 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
     assert beside["left by coarse steps"] == run["coarse"]["allocator_peak_bytes"]
     more = beside["left by coarse steps"] + beside["variables, once more"]
     assert content["upper_bound_bytes"] == alone["upper_bound_bytes"] + more
+
+
+@pytest.fixture
+def heavy_coarse_run(tmp_path):
+    """The options for a run whose coarse steps need more memory than its full ones."""
+    job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), cases=8)
+    heavy = Beside(scored_shape=(512, 512, 512))
+    course = RunCourse(steps=12, coarse_steps=10, coarse_shape=(32, 32, 32), coarse_beside=heavy)
+    return f"--run {write_plan(tmp_path, job, 1, course=course)} --threads 2"
+
+
+@pytest.mark.parametrize("more", ["", "--policy auto", "--hosts 1 2"])
+def test_coarse_steps_that_do_not_fit_are_no_fit(heavy_coarse_run, more, capsys):
+    ample = answer(f"{heavy_coarse_run} --host-memory 64GiB", capsys)
+    bound = ample["run"]["coarse"]["upper_bound_bytes"]
+    assert ample["upper_bound_bytes"] == bound
+    ask = f"{heavy_coarse_run} {more} --host-memory {bound - 1}B"
+    short = answer(ask, capsys, code=3)
+    assert short["upper_bound_bytes"] >= bound
+    for line in short.get("advice", ()):
+        change = re.match("fits with (--[^:]+)", line)
+        assert not change or answer(f"{ask} {change[1]}", capsys)["fits"]
+    if "policy" in short and short["policy"]["picked"]:
+        assert "no policy fits" in short["policy"]["reason"]
+
+
+@pytest.mark.parametrize(
+    "more", ["--batch 2", "--cases 4", "--depth 3", "--strides 2,2,1 2,2,2 2,2,2"]
+)
+def test_options_that_change_the_steps_of_a_run_leave_a_step_alone(heavy_coarse_run, more, capsys):
+    content = answer(f"{heavy_coarse_run} {more} --host-memory 64GiB", capsys)
+    assert "run" not in content
+    assert any(more.split()[0] in note for note in content["notes"])
+
+
+def test_advice_on_a_run_has_the_grids_that_it_could_have(tmp_path, capsys):
+    job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16", policy="lean"), (64, 64, 64))
+    grids = [("--patch 16 16 16", (16, 16, 16)), ("--patch 32 32 32", (32, 32, 32))]
+    ask = f"--run {write_plan(tmp_path, job, 1, smaller_grids=grids)} --threads 2"
+    bound = answer(f"{ask} --host-memory 64GiB", capsys)["upper_bound_bytes"]
+    advice = answer(f"{ask} --host-memory {bound - 1}B", capsys, code=3)["advice"]
+    assert any("--patch 32 32 32" in line for line in advice)
+    assert not any("--shape" in line for line in advice)
+    other = f"{ask} --depth 3 --host-memory 16MiB"
+    assert not any("--patch" in line for line in answer(other, capsys, code=3)["advice"])
+
+
+def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_path, capsys):
+    job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), batch=2, cases=8)
+    course = RunCourse(steps=12, validations=3, held_out=3, decided=2)
+
+    def of_workers(workers):
+        folder = write_plan(tmp_path, job, workers, course=course)
+        return answer(f"--run {folder} --threads 2 --host-memory 64GiB", capsys)["run"]
+
+    alone = of_workers(1)
+    shared = of_workers(2)
+    assert shared["steps_s"] == pytest.approx(alone["steps_s"] / 2)
+    assert shared["validation_s"] == pytest.approx(alone["validation_s"] * 2 / 3)
+    assert shared["postprocessing_s"] == pytest.approx(alone["postprocessing_s"])
 
 
 @pytest.mark.parametrize(

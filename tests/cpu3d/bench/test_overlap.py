@@ -9,7 +9,7 @@ from cpu3d.bench.overlap import beside, overlap_table
 from models.native.instruction_sets import DIRECT_PRODUCTS
 from models.native.library import own_operations
 
-SMALL = "bench kernels --overlap --shape 32 32 32 --filters 16 --rounds 1 --threads 2"
+SMALL = "bench kernels --overlap --shape 32 32 32 --filters 16 --rounds 1"
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,12 @@ def test_the_table_has_every_operation_and_all_of_a_step():
     figures = ["4.00", "3.00", "2.00", "5.00", "0.50"]
     assert operation == ["2x3x4", "convolve", "16, 32", "3", *figures]
     assert [str(cell) for cell in every][4:] == ["12.00", "9.00", "6.00", "15.00", "0.50"]
+
+
+@pytest.mark.parametrize("more", ["--threads 2 8", "--dtype float32", "--exact"])
+def test_options_that_it_has_no_use_for_are_refused(more, capsys):
+    assert main(f"bench kernels --overlap {more}".split()) == 2
+    assert more.split()[0] in capsys.readouterr().err
 
 
 @pytest.mark.skipif(

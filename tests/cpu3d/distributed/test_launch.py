@@ -152,6 +152,7 @@ def test_workers_train_and_leave_their_words(program, tmp_path, capsys):
             ("--dry-run", "--workers", 999, "train", "--store", "s", "--run", "r"),
             "workers must divide .* got 999 on",
         ),
+        (("train", "--store", "s", "--run", "r", "--json"), "must start a training, got .*--json"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_launched_is_refused(alone, words, message):

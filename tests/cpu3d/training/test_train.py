@@ -352,6 +352,36 @@ def test_a_dry_run_of_what_does_not_fit_says_so(phantom_store, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("lacks", ["a folder", "its configuration", "mlflow"])
+def test_a_dry_run_refuses_what_train_refuses(phantom_store, tmp_path, capsys, monkeypatch, lacks):
+    run = tmp_path / "run"
+    more = ()
+    if lacks == "a folder":
+        run.write_text("a file")
+    elif lacks == "its configuration":
+        run.mkdir()
+        (run / "log.jsonl").write_text("mine")
+    else:
+        more = ("--mlflow", "somewhere")
+        monkeypatch.setattr("importlib.util.find_spec", lambda *name: None)
+    words = ["train", "--store", str(phantom_store.folder), "--run", str(run), *more]
+    assert main([*words, "--dry-run"]) == 2
+    of_dry_run = capsys.readouterr()
+    assert of_dry_run.out == ""
+    assert main(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == of_dry_run.err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("without_network")
+def test_a_dry_run_of_a_finished_run_needs_no_memory(phantom_store, tmp_path, monkeypatch):
+    settings = {key: value for key, value in SMALL.items() if key != "epochs"}
+    train(phantom_store.folder, tmp_path, settings={**settings, "steps": 2})
+    with_free(monkeypatch, 10 * 2**20)
+    words = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path), "--dry-run"]
+    assert main(words) == 0
+    assert main([*words, "--steps", "4"]) == 3
+
+
 @pytest.mark.parametrize("words", [("--json",), ("--json", "--folds", "2")])
 def test_a_plan_in_json_is_of_a_dry_run(phantom_store, tmp_path, capsys, words):
     place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
