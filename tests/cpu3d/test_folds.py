@@ -38,6 +38,7 @@ from cpu3d.training import fit
 from cpu3d.training.train import train
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.lock import locked
+from models import strides
 from tests.cpu3d.conftest import FakePredictor
 from tests.cpu3d.runs import (
     HOST,
@@ -148,6 +149,29 @@ def test_folds_that_a_version_before_began_go_on_with_its_strides(
     train_folds(store.folder, tmp_path / "new", 2, settings=SETTINGS)
     networks = {load_config(tmp_path / "new" / f"fold-{part}").unet.strides for part in (1, 2)}
     assert networks == {((2, 2, 1), (2, 2, 1))}
+
+
+@pytest.mark.parametrize(
+    ("begun", "coarse_grid"),
+    [({"curriculum": "off"}, False), ({"curriculum": "half", "coarse_stride": (2, 2, 2)}, True)],
+)
+def test_folds_that_a_version_before_began_go_on_with_its_coarse_steps(
+    commands, phantom_store, tmp_path, monkeypatch, begun, coarse_grid
+):
+    monkeypatch.setattr(strides, "LEAST_COARSE_VOXELS", 1)
+    store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
+    folder = tmp_path / "folds"
+    asked = {**SETTINGS, "curriculum": "auto"}
+    train_folds(store.folder, folder, 2, settings={**asked, **begun})
+    shutil.rmtree(folder / "fold-2")
+    kept = json.loads((folder / "folds.json").read_text())
+    kept["chosen"]["curriculum"] = "auto"
+    kept["chosen"].pop("coarse_stride", None)
+    (folder / "folds.json").write_text(json.dumps(kept))
+    train_folds(store.folder, folder, 2, settings=asked)
+    first, second = (load_config(folder / f"fold-{part}") for part in (1, 2))
+    assert second == dataclasses.replace(first, fold="2/2", split_hash=second.split_hash)
+    assert (max(second.coarse_grid) > 0) == coarse_grid
 
 
 @pytest.fixture(scope="module")
