@@ -450,9 +450,9 @@ def test_another_patch_than_the_run_was_begun_on_is_named_and_not_its_coarse_ste
     save_config(begun, tmp_path)
     with_checkpoint(tmp_path)
     with pytest.raises(InputError) as error:
-        decided(phantom_store, tmp_path, patch=(16, 16, 4))
+        decided(phantom_store, tmp_path, patch=(16, 16, 8))
     (problem,) = error.value.problems
-    assert problem.startswith("--patch must stay 16 16 16, got 16 16 4; leave")
+    assert problem.startswith("--patch must stay 16 16 16, got 16 16 8; leave")
 
 
 def test_a_switch_that_must_stay_given_is_to_be_added(phantom_store, tmp_path):
