@@ -216,7 +216,7 @@ def _micro_batch(settings: Settings, workers: int, saved: Optional[RunConfig]) -
     """The micro-batch, which with batch norm is by itself a worker's whole share of the batch."""
     batch = settings.batch
     if batch % workers:
-        rule = f"batch must be a multiple of the {workers} workers, got {batch}"
+        rule = f"--batch must be a multiple of the {workers} workers, got {batch}"
         todo = "choose another --batch, or --batch-per-worker in its place"
         if saved:  # its batch must stay
             todo = "take as many workers as divide it"
@@ -228,7 +228,7 @@ def _micro_batch(settings: Settings, workers: int, saved: Optional[RunConfig]) -
         micro_batch = share
     micro = micro_of(norm, batch, micro_batch)
     if share % micro:
-        rule = f"micro-batch must divide the {share} volumes of a worker, got {micro}"
+        rule = f"--micro-batch must divide the {share} volumes of a worker, got {micro}"
         todo = "choose another --micro-batch, or fewer workers"
         if saved and norm == "batch":  # its micro-batch must stay
             todo = "take fewer workers"
@@ -256,10 +256,11 @@ def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:
     if device == "cpu":
         return device
     if settings.engine == "itex":
-        rule = f"engine must be auto or stock on {device}, got itex, which computes on CPUs"
+        rule = f"--engine must be auto or stock on {device}, got itex, which computes on CPUs"
         raise InputError(f"{rule}; give --engine stock")
     if workers > 1:
-        raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
+        rule = "--device must be cpu for several workers"
+        raise InputError(f"{rule}, got {device}; give --device cpu")
     return device
 
 

@@ -263,7 +263,7 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
     [
         ({"channels": ["PET"]}, "channels must be among"),
         ({"batch": 4, "micro_batch": 3}, "micro_batch must divide the batch of 4, got 3.* 1, 2, 4"),
-        ({"batch": 9}, "batch must be at most the 4 training cases, got 9"),
+        ({"batch": 9}, "^--batch must be at most the 4 training cases, got 9"),
         ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
         ({"low_resolution": 1.0}, r"augment low_resolution must be in \[0, 1\), got 1.0"),
         ({"budget_minutes": -1.0}, "--budget-minutes must be at least 0, got -1.0"),
@@ -273,10 +273,10 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
             {"depth": 5, "curriculum": "half"},
             "--curriculum must be off if half of .* is below .*32 along Y.*, got half",
         ),
-        ({"workers": 3, "batch": 4}, "batch must be a multiple of the 3 workers, got 4"),
+        ({"workers": 3, "batch": 4}, "^--batch must be a multiple of the 3 workers, got 4"),
         (
             {"workers": 2, "batch": 4, "micro_batch": 4},
-            "micro-batch must divide the 2 volumes of a worker, got 4",
+            "^--micro-batch must divide the 2 volumes of a worker, got 4",
         ),
         (
             {"workers": 8, "batch_per_worker": 2},
@@ -302,10 +302,10 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
             {**PATCH, "patch": [16, 0, 16]},
             r"--patch must be three positive numbers, got \(16, 0, 16\)",
         ),
-        ({"mode": "patch", "resolution": 0.5}, "resolution must be 1 with --mode patch"),
+        ({"mode": "patch", "resolution": 0.5}, "^--resolution must be 1 with --mode patch"),
         (
             {"mode": "patch", "device": "gpu:0"},
-            "device must be a GPU of this host, here none, got gpu:0",
+            "^--device must be a GPU of this host, here none, got gpu:0",
         ),
     ],
 )
