@@ -2,8 +2,8 @@
 the runs of each.
 
 A second call with the same options continues, and adds seeds; one with other options is refused.
-Steps, dtype, policy, strides and patch are decided once and then kept, so that all runs of a
-variant are alike."""
+Steps, dtype, policy, strides, coarse steps and patch are decided once and then kept, so that all
+runs of a variant are alike."""
 
 import argparse
 import json
