@@ -65,6 +65,14 @@ class Shorthand:
         group="training",
         one_of="batch",
     )
+    coarse_stride: Optional[Tuple[int, int, int]] = option(
+        None,
+        "2 for each axis that coarse steps and --resolution make coarser, 1 for the others "
+        "(default: those that the first level halves); for a run beside one of an earlier version",
+        metavar=("X", "Y", "Z"),
+        choices=(1, 2),
+        group="training",
+    )
     no_augment: bool = option(False, "no augmentation", group="augmentation")
 
 
@@ -109,6 +117,11 @@ def located(chosen: Chosen) -> Dict[str, Any]:
     if not chosen.get("init"):
         return dict(chosen)
     return {**chosen, "init": os.path.abspath(chosen["init"])}
+
+
+def still_open(chosen: Chosen, values: Chosen) -> Dict[str, Any]:
+    """Those of `values` that the chosen settings leave to the plan."""
+    return {name: value for name, value in values.items() if chosen.get(name, AUTO) == AUTO}
 
 
 def recipe_settings(chosen: Chosen) -> Settings:

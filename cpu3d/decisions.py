@@ -33,11 +33,10 @@ from memory_estimator.job import AUTO, USUAL_PATCH, Job, micro_of
 from models.config import UNetConfig
 from models.strides import (
     EVERY_AXIS,
+    STRIDES,
     Strides,
-    axes_text,
     coarse_grid,
     common_spacing,
-    divisors_text,
     lowered,
     network_grid,
     shape3,
@@ -217,7 +216,7 @@ def _micro_batch(settings: Settings, workers: int, saved: Optional[RunConfig]) -
     """The micro-batch, which with batch norm is by itself a worker's whole share of the batch."""
     batch = settings.batch
     if batch % workers:
-        rule = f"batch must be a multiple of the {workers} workers, got {batch}"
+        rule = f"--batch must be a multiple of the {workers} workers, got {batch}"
         todo = "choose another --batch, or --batch-per-worker in its place"
         if saved:  # its batch must stay
             todo = "take as many workers as divide it"
@@ -229,7 +228,7 @@ def _micro_batch(settings: Settings, workers: int, saved: Optional[RunConfig]) -
         micro_batch = share
     micro = micro_of(norm, batch, micro_batch)
     if share % micro:
-        rule = f"micro-batch must divide the {share} volumes of a worker, got {micro}"
+        rule = f"--micro-batch must divide the {share} volumes of a worker, got {micro}"
         todo = "choose another --micro-batch, or fewer workers"
         if saved and norm == "batch":  # its micro-batch must stay
             todo = "take fewer workers"
@@ -257,10 +256,11 @@ def _device(start: Start, gpus: Sequence[Gpu], workers: int) -> str:
     if device == "cpu":
         return device
     if settings.engine == "itex":
-        rule = f"engine must be auto or stock on {device}, got itex, which computes on CPUs"
+        rule = f"--engine must be auto or stock on {device}, got itex, which computes on CPUs"
         raise InputError(f"{rule}; give --engine stock")
     if workers > 1:
-        raise InputError(f"device must be cpu for several workers, got {device}; give --device cpu")
+        rule = "--device must be cpu for several workers"
+        raise InputError(f"{rule}, got {device}; give --device cpu")
     return device
 
 
@@ -278,9 +278,7 @@ def _grids(
     """The grids that the network sees, and the patches of a case. `of_run` are the settings with
     the decided network and micro-batch."""
     unet = of_run.unet
-    stride = unet.stride(0)
-    if start.saved is not None:  # of an earlier version it may be another
-        stride = start.saved.coarse_stride
+    stride = _coarse_stride(start, unet)
     extent = grid_size(store, extent=of_run.extent, multiple=1)
     grid = network_grid(extent, lowered(of_run.resolution, stride), unet.divisors)
     patches_per_case = 1
@@ -369,6 +367,19 @@ def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
     return strides_of_store(store, extent, unet.depth)
 
 
+def _coarse_stride(start: Start, unet: UNetConfig) -> Shape3:
+    """2 for each axis that coarse steps, and a resolution below 1, make coarser: those that the
+    first level halves, unless they are given, or an earlier version began the run with others."""
+    wanted = start.wanted("coarse_stride")
+    if wanted is None:
+        return unet.stride(0) if start.saved is None else start.saved.coarse_stride
+    stride = shape3(wanted)
+    if stride not in STRIDES:
+        rule = "--coarse-stride must be 2 along one axis at least"
+        raise InputError(f"{rule}, got {by(stride, ' ')}; leave it out")
+    return stride
+
+
 def _coarse_grid(
     start: Start, store: Store, unet: UNetConfig, grid: Shape3, stride: Shape3
 ) -> Shape3:
@@ -383,14 +394,18 @@ def _coarse_grid(
         extent = grid_size(store, extent=settings.extent, multiple=1)
     coarse = coarse_grid(extent, stride, unet.divisors, settings.resolution)  # 1 of patches
     is_asked_for = settings.curriculum == "half"
-    if is_asked_for and not coarse.is_possible:
-        below = divisors_text(shape3(2 * divisor for divisor in unet.divisors))
-        rule = f"--curriculum must be off if half of {by(grid)} is below {below}"
+    is_of_other_grid = start.saved is not None and start.saved.grid != grid
+    if is_asked_for and not coarse.is_possible and not is_of_other_grid:  # refused by its name
+        below = []
+        for axis, step, divisor in zip("XYZ", stride, unet.divisors):
+            if step == 2:
+                below.append(f"{2 * divisor} along {axis}")
+        rule = f"--curriculum must be off if half of {by(grid)} is below {' or '.join(below)}"
         todo = "leave it out"
         if not start.saved:
             todo += ", or choose a smaller --depth"
         got = f"got half, a grid of {by(coarse.grid)}"
-        raise InputError(f"{rule} along {axes_text(stride)}, {got}; {todo}")
-    if coarse.is_taken or (is_asked_for and coarse.is_possible):
+        raise InputError(f"{rule}, {got}; {todo}")
+    if coarse.is_taken or (is_asked_for and (coarse.is_possible or is_of_other_grid)):
         return coarse.grid
     return NO_GRID

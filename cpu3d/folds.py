@@ -16,7 +16,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
-from cpu3d.chosen import SETTINGS, Chosen, TrainOptions, chosen_again, located
+from cpu3d.chosen import (
+    SETTINGS,
+    Chosen,
+    TrainOptions,
+    chosen_again,
+    located,
+    still_open,
+)
 from cpu3d.data.store import Store, open_store
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
@@ -29,7 +36,7 @@ from cpu3d.plan import Plan, check_fits, make_plan, read_plan
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
-from cpu3d.run.config_json import differences, load_config
+from cpu3d.run.config_json import coarse_settings, differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
@@ -44,7 +51,6 @@ from memory_estimator.common.schema import to_command_line
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
-from memory_estimator.job import AUTO
 
 START_S = 15.0  # of the processes that train and score a fold, until they compute
 
@@ -197,7 +203,7 @@ class _Asked:
         kept = read_folds(folder)
         before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
         self.chosen = chosen_again(_without_replaced(before, settings), settings)
-        self.alike = _with_begun_strides(self.chosen, folder, parts)
+        self.alike = _as_begun(self.chosen, folder, parts)
         self.store = open_store(store_folder)
         self.host = host_share(read_host(), 1)
         self.planned = _plan(self.store, folder, parts, self.alike, self.host, force=force)
@@ -244,18 +250,18 @@ def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:
     return {}
 
 
-def _with_begun_strides(chosen: Chosen, folder: Path, parts: int) -> Dict[str, Any]:
-    """The settings with the strides of a fold that has begun, if none are chosen: an earlier
-    version may have decided others, and all folds are alike."""
-    if chosen.get("strides", AUTO) != AUTO:
-        return dict(chosen)
+def _as_begun(chosen: Chosen, folder: Path, parts: int) -> Dict[str, Any]:
+    """The settings with the strides and coarse steps of a fold that has begun, unless they are
+    chosen: an earlier version may have decided others, and all folds are alike."""
     for part in range(1, parts + 1):
         run = fold_folder(folder, f"{part}/{parts}")
         if not (run / "config.json").is_file() or not checkpoints(run):
             continue
-        unet = load_config(run).unet
+        begun = load_config(run)
+        unet = begun.unet
         if chosen.get("depth", unet.depth) == unet.depth:  # another one is refused by its name
-            return {**chosen, "strides": unet.every_stride}
+            of_fold = {"strides": unet.every_stride, **coarse_settings(begun)}
+            return {**chosen, **still_open(chosen, of_fold)}
     return dict(chosen)
 
 

@@ -279,7 +279,9 @@ def make_plan(
     )
     if not plan.steps_per_epoch:
         kind = "patches of an epoch" if config.is_patch else "training cases"
-        rule = f"batch must be at most the {plan.samples_per_epoch} {kind}"
+        # --batch-per-worker gives the batch of all workers together.
+        name = "batch" if "batch_per_worker" in start.chosen else "--batch"
+        rule = f"{name} must be at most the {plan.samples_per_epoch} {kind}"
         raise InputError(f"{rule}, got {config.batch}; {_smaller_batch(start.chosen)}")
     plan = _with_coarse_steps(_with_validations(plan), start.is_begun)
     if not forecasts:

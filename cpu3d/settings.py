@@ -262,7 +262,7 @@ class Settings:
         except ValueError as error:
             raise InputError(str(error)) from None
         if self.is_patch and self.resolution != 1:
-            rule = "resolution must be 1 with --mode patch"
+            rule = "--resolution must be 1 with --mode patch"
             raise InputError(f"{rule}, got {self.resolution}; see `train --help`")
         if self.freeze != "none" and not self.init:
             rule = f"--freeze {self.freeze} must come with --init"

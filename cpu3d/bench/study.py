@@ -18,6 +18,8 @@ from cpu3d.bench.learning_results import (
     network_of,
     study_key,
 )
+from cpu3d.chosen import still_open
+from cpu3d.compare.experiment import as_options
 from cpu3d.compare.run import PlannedRun
 from cpu3d.compare.statistics import read_result
 from cpu3d.data.fold import with_fold
@@ -26,9 +28,9 @@ from cpu3d.errors import InputError, raise_if_any
 from cpu3d.folds import beside_s
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores_file import read_scores, scores_path
-from cpu3d.plan import Plan, make_plan
+from cpu3d.plan import NO_RUN, Plan, make_plan
 from cpu3d.processes import call, evaluate_run, train_run
-from cpu3d.run.config_json import load_config
+from cpu3d.run.config_json import begun_coarse_settings, load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
 from cpu3d.run.transfer import leak
@@ -151,15 +153,20 @@ class Study:
 
     def plan_of(self, network: Network) -> Plan:
         """The plan of a network's training on this host."""
-        settings = {**self.settings, "seed": network.seed}
+        settings = {**self.settings, **self._begun_settings(), "seed": network.seed}
         if "validate_every" not in settings:
             settings.setdefault("validations", VALIDATIONS)
         if network.fold:
             settings["fold"] = network.fold
         host = read_host()
         force = "--force" in self.options
-        nowhere = Path("/nonexistent")
-        return make_plan(self.store, nowhere, host, settings, gpus=HostGpus(), force=force)
+        return make_plan(self.store, NO_RUN, host, settings, gpus=HostGpus(), force=force)
+
+    def _begun_settings(self) -> Dict[str, Any]:
+        """Of the coarse steps of networks that were trained before: an earlier version may have
+        decided them otherwise, and all networks are alike."""
+        runs = sorted(path.parent for path in self.folder.glob("seed*/config.json"))
+        return still_open(self.settings, begun_coarse_settings(runs))
 
     @staticmethod
     def steps_of(plan: Plan) -> int:
@@ -171,6 +178,7 @@ class Study:
         """Train and score a network and keep its result. Raises RunFailedError and Interrupted."""
         run = self.folder / network.folder
         words = ["--validations", str(VALIDATIONS), "--keep", "1", *self.options]
+        words += as_options(self._begun_settings())
         if self.steps:
             words += ["--steps", str(self.steps)]
         words += ["--seed", str(network.seed)]

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Iterator, List, Tuple
 
 from cpu3d.chosen import SETTINGS
-from cpu3d.compare.experiment import Json, Kept, Options, planned, resumed
+from cpu3d.compare.experiment import Json, Kept, Options, planned, resumed, run_folder
 from cpu3d.compare.results import plan_table, publish
 from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
 from cpu3d.compare.statistics import comparison_of, read_result
@@ -69,7 +69,7 @@ def run(options: Options, settings: Json) -> int:
             runs = []
             # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
             for seed, course in itertools.product(kept.seeds, kept.plan):
-                folder = out / "runs" / f"{course['name']}-seed{seed}"
+                folder = run_folder(out, course["name"], seed)
                 words = (*course["options"], "--seed", str(seed))
                 runs.append(PlannedRun(course["name"], seed, folder, words))
             folder = store.folder.resolve()

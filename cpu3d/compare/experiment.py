@@ -2,8 +2,8 @@
 the runs of each.
 
 A second call with the same options continues, and adds seeds; one with other options is refused.
-Steps, dtype, policy, strides and patch are decided once and then kept, so that all runs of a
-variant are alike."""
+Steps, dtype, policy, strides, coarse steps and patch are decided once and then kept, so that all
+runs of a variant are alike."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings, with_settings
+from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings, still_open, with_settings
 from cpu3d.compare.run import Evaluation
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, grid_size
@@ -23,7 +23,8 @@ from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
-from cpu3d.plan import Plan, make_plan
+from cpu3d.plan import NO_RUN, Plan, make_plan
+from cpu3d.run.config_json import begun_coarse_settings, coarse_settings
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import is_untouched, write_json
@@ -32,6 +33,7 @@ from memory_estimator.common.schema import add_options, arguments, option, to_co
 from memory_estimator.host import read_host
 from memory_estimator.job import AUTO
 from memory_estimator.planner import BOTTOM
+from models.strides import EVERY_AXIS
 
 SCHEMA = 1
 FILE = "compare.json"
@@ -186,7 +188,7 @@ def resolve_variants(
         try:
             first = resolved[baseline][1] if baseline in resolved else None
             chosen = _with_strides_of(variants[baseline], first, chosen, store)
-            plan = make_plan(store, Path("/nonexistent"), host, chosen, gpus=gpus, force=force)
+            plan = make_plan(store, NO_RUN, host, chosen, gpus=gpus, force=force)
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
             continue
@@ -200,6 +202,7 @@ def resolve_variants(
             policy=config.unet.policy,
             device=config.device,
             strides=config.unet.every_stride,
+            **coarse_settings(config),
         )
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
@@ -404,7 +407,15 @@ def resumed(new: Kept, out: Path) -> Kept:
         raise InputError(f"{path} {problem}; choose another --out")
     seeds = list(dict.fromkeys((*kept.seeds, *new.seeds)))
     results = kept.results if seeds == kept.seeds else None
-    return Kept(kept.asked, seeds, list(map(_with_strides, kept.plan)), results)
+    plan = []
+    for course in kept.plan:
+        plan.append(_with_coarse_steps(_with_strides(course), out, kept.seeds))
+    return Kept(kept.asked, seeds, plan, results)
+
+
+def run_folder(out: Path, variant: str, seed: int) -> Path:
+    """The folder of a variant's run."""
+    return Path(out) / "runs" / f"{variant}-seed{seed}"
 
 
 # --- Private helpers ---
@@ -417,6 +428,18 @@ def _with_strides(course: Course) -> Course:
         return course
     unet = with_settings(recipe_settings(settings), settings).unet
     more = as_options({"strides": unet.every_stride})
+    return {**course, "options": [*course["options"], *more]}
+
+
+def _with_coarse_steps(course: Course, out: Path, seeds: Sequence[int]) -> Course:
+    """The course with the coarse steps of its runs, if an earlier version decided them, which did
+    not keep them here: it halved every axis, and whether they pay follows from that."""
+    settings = read_train_options(course["options"], f"variant {course['name']}")
+    if "coarse_stride" in settings:
+        return course
+    runs = (run_folder(out, course["name"], seed) for seed in seeds)
+    of_runs = {"coarse_stride": EVERY_AXIS, **begun_coarse_settings(runs)}
+    more = as_options(still_open(settings, of_runs))
     return {**course, "options": [*course["options"], *more]}
 
 

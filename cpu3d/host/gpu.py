@@ -158,14 +158,14 @@ def card_of(device: str, gpus: Sequence[Gpu]) -> Gpu:
     for a name of none."""
     if not re.fullmatch(r"gpu:\d+", device):
         raise InputError(
-            f"device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them"
+            f"--device must be cpu, or a card such as gpu:0, got {device!r}; choose one of them"
         )
     for gpu in gpus:
         if gpu.device == device:
             return gpu
     here = ", ".join(f"{gpu.device} ({gpu.name})" for gpu in gpus) or "none"
     use = gpus[0].device if gpus else CPU
-    rule = f"device must be a GPU of this host, here {here}"
+    rule = f"--device must be a GPU of this host, here {here}"
     raise InputError(f"{rule}, got {device}; use --device {use}, or see `nvidia-smi`")
 
 
@@ -208,7 +208,7 @@ def use_device(tf: Any, device: str) -> None:
     cards = tf.config.list_physical_devices("GPU")
     wanted = [] if device == CPU else cards[int(device.partition(":")[2]) :][:1]
     if device != CPU and not wanted:
-        rule = "device must be a GPU that TensorFlow sees"
+        rule = "--device must be a GPU that TensorFlow sees"
         cuda = "with CUDA" if tf.test.is_built_with_cuda() else "without CUDA"
         got = f"{device} with TensorFlow {tf.__version__}, built {cuda}, and {len(cards)} seen"
         todo = f"{how_to_install('gpu')}, name another, or use --device {CPU}"

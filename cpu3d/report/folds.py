@@ -222,7 +222,11 @@ def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
     if files.configs:
         first = next(iter(files.configs))
         config = files.configs[first]
-        sees = f"{by(config.grid, ' x ')}, {config.mode}, resolution {config.resolution:g}"
+        resolution = f"{config.resolution:g}"
+        if len(set(config.resolution_by_axis)) > 1:
+            shares = ", ".join(f"{share:g}" for share in config.resolution_by_axis)
+            resolution = f"{shares} along X, Y, Z"
+        sees = f"{by(config.grid, ' x ')}, {config.mode}, resolution {resolution}"
         facts += [("sees", sees), ("split hash", config.split_hash)]
         if config.init:
             facts.append(("init", start_words(config)))

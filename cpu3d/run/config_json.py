@@ -9,7 +9,7 @@ raise_if_any(differences(config, changed))
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 from cpu3d.chosen import SETTINGS
 from cpu3d.data.augment import AXES, LATER
@@ -18,7 +18,7 @@ from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import Decided, RunConfig, Settings, StoreFacts
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
-from memory_estimator.common.schema import option_typed
+from memory_estimator.common.schema import GIVEN, option_typed
 from memory_estimator.common.units import by
 from models.losses import DEFAULT_LOSS
 from models.optimizers import OPTIMIZERS
@@ -37,7 +37,12 @@ batch norm the micro-batch is none of them, as its statistics are of the volumes
 together."""
 
 FOLLOWING = (
-    *(field.name for kind in (StoreFacts, Decided) for field in dataclasses.fields(kind)),
+    *(
+        field.name
+        for kind in (StoreFacts, Decided)
+        for field in dataclasses.fields(kind)
+        if field.name != "coarse_stride"
+    ),
     *("unet.channels", "unet.outputs", "unet.seed"),
 )
 """What no option gives: it follows from the store, or from settings."""
@@ -113,6 +118,20 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     return config
 
 
+def coarse_settings(config: RunConfig) -> Dict[str, Any]:
+    """The settings with which another run has coarse steps as this one has, whatever would be
+    decided by itself."""
+    return {"curriculum": config.curriculum, "coarse_stride": config.coarse_stride}
+
+
+def begun_coarse_settings(runs: Iterable[Path]) -> Dict[str, Any]:
+    """The `coarse_settings` of the first of these runs that has begun; {} if none has."""
+    for run in runs:
+        if (run / "config.json").is_file():
+            return coarse_settings(load_config(run))
+    return {}
+
+
 def _with_later(augment: Dict[str, Any]) -> Dict[str, Any]:
     """The augmentation of a config.json, with what runs of its version did not have turned off.
     Their rotation and scaling were others."""
@@ -129,8 +148,8 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of
     another mode nothing else, as other settings follow from it. A micro-batch that batch norm has
     to keep is compared as it is computed."""
-    left = {**settings_by_name(old), "unet.strides": old.unet.every_stride}
-    right = {**settings_by_name(new), "unet.strides": new.unet.every_stride}
+    left = settings_by_name(old)
+    right = settings_by_name(new)
     changeable = {*CHANGEABLE, *FACTS, "augment.in_planes"}  # which has a line of its own
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
@@ -142,8 +161,8 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
     differing = [name for name in names if left.get(name) != right.get(name)]
     if "unet.depth" in differing and "unet.strides" in differing:
         differing.remove("unet.strides")  # as many as there are levels
-    if "coarse_stride" in differing:  # the grids follow from it
-        differing = [name for name in differing if name not in ("grid", "coarse_grid")]
+    if "grid" in differing and "coarse_grid" in differing:
+        differing.remove("coarse_grid")  # which follows from it
     chosen = [name for name in differing if name not in FOLLOWING]
     lines = []
     if old.augment.in_planes:
@@ -153,14 +172,14 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
     for name in chosen or differing:  # what only follows from a setting is not named beside it
         if name == "grid" and old.is_patch:
             todo = "leave --patch out"
-        elif name == "coarse_stride":  # of a run of an earlier version
-            todo = "continue with the version that began it"
         elif name in FOLLOWING:
             todo = "take the store that the run was begun on"
         else:
             todo = "leave it out"
         option, before = _as_typed(old, name, left.get(name))
         _, got = _as_typed(old, name, right.get(name))
+        if before == GIVEN:
+            todo = "add it"
         rule = f"{option} must stay {before}"
         lines.append(f"{rule}, got {got}; {todo}, or train into another folder")
     return lines
@@ -177,11 +196,13 @@ def _as_typed(config: RunConfig, name: str, value: Any) -> Tuple[str, str]:
 
 
 def settings_by_name(config: Settings) -> Dict[str, Any]:
-    """Settings by name, those of the network and the augmentation as in "unet.filters"."""
+    """Settings by name, those of the network and the augmentation as in "unet.filters"; strides
+    those of every level."""
     settings = {}
     for outer in NESTED:
         for name, value in vars(getattr(config, outer)).items():
             settings[f"{outer}.{name}"] = value
+    settings["unet.strides"] = config.unet.every_stride
     for name, value in vars(config).items():
         if name not in NESTED:
             settings[name] = value

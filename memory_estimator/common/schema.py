@@ -236,6 +236,9 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
     return words
 
 
+GIVEN = "given"  # of a switch
+
+
 def option_typed(classes: Sequence[type], name: str, value: Any) -> Optional[Tuple[str, str]]:
     """The option that sets a field of one of `classes`, and what is typed after it to have a value;
     None for a field that no option sets. Of a switch it is whether it is given."""
@@ -247,7 +250,7 @@ def option_typed(classes: Sequence[type], name: str, value: Any) -> Optional[Tup
                 flag = _flag(field)
                 if field.default is True:
                     flag = flag.replace("--", "--no-")
-                return flag, "left out" if value == field.default else "given"
+                return flag, "left out" if value == field.default else GIVEN
             return _flag(field), " ".join(_words(value)) or "none"
     return None
 

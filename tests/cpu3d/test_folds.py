@@ -31,13 +31,14 @@ from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.run_status import run_status
 from cpu3d.report.status import folds_status
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.config_json import coarse_settings, load_config, save_config
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
 from cpu3d.training.train import train
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.lock import locked
+from models import strides
 from tests.cpu3d.conftest import FakePredictor
 from tests.cpu3d.runs import (
     HOST,
@@ -148,6 +149,29 @@ def test_folds_that_a_version_before_began_go_on_with_its_strides(
     train_folds(store.folder, tmp_path / "new", 2, settings=SETTINGS)
     networks = {load_config(tmp_path / "new" / f"fold-{part}").unet.strides for part in (1, 2)}
     assert networks == {((2, 2, 1), (2, 2, 1))}
+
+
+@pytest.mark.parametrize(
+    ("begun", "coarse_grid"),
+    [({"curriculum": "off"}, False), ({"curriculum": "half", "coarse_stride": (2, 2, 2)}, True)],
+)
+def test_folds_that_a_version_before_began_go_on_with_its_coarse_steps(
+    commands, phantom_store, tmp_path, monkeypatch, begun, coarse_grid
+):
+    monkeypatch.setattr(strides, "LEAST_COARSE_VOXELS", 1)
+    store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
+    folder = tmp_path / "folds"
+    asked = {**SETTINGS, "curriculum": "auto"}
+    train_folds(store.folder, folder, 2, settings={**asked, **begun})
+    shutil.rmtree(folder / "fold-2")
+    kept = json.loads((folder / "folds.json").read_text())
+    kept["chosen"]["curriculum"] = "auto"
+    kept["chosen"].pop("coarse_stride", None)
+    (folder / "folds.json").write_text(json.dumps(kept))
+    train_folds(store.folder, folder, 2, settings=asked)
+    first, second = (load_config(folder / f"fold-{part}") for part in (1, 2))
+    assert coarse_settings(second) == coarse_settings(first)
+    assert (max(second.coarse_grid) > 0) == coarse_grid
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +396,15 @@ def test_folds_are_not_made_shorter_than_they_were_begun(
         train_folds(phantom_store.folder, whole_folds, 2, settings=settings)
     assert commands.seen() == []
     assert (whole_folds / "folds.json").read_bytes() == kept
+
+
+def test_the_page_has_the_resolution_of_each_axis(whole_folds):
+    for part in (1, 2):
+        run = whole_folds / f"fold-{part}"
+        config = load_config(run)
+        save_config(dataclasses.replace(config, resolution=0.5, coarse_stride=(2, 2, 1)), run)
+    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
+    assert "resolution 0.5, 0.5, 1 along X, Y, Z" in page
 
 
 def test_the_page_names_folds_of_another_length(whole_folds):

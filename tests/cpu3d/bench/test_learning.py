@@ -115,6 +115,20 @@ def test_folds_are_measured_once_and_added_call_by_call(tmp_path, phantom_store,
     assert "choose another --name" in said
 
 
+def test_networks_of_a_study_have_the_coarse_steps_of_those_before(tmp_path, phantom_store, calls):
+    line = ["bench", "learning", "--store", str(phantom_store.folder), "--workdir", str(tmp_path)]
+    line += ["--folds", "2", "--seeds", "0", "--name", "tiny", "--only"]
+    options = ["--", *NETWORK, "--steps", "1"]
+    assert main([*line, "2", *options]) == 0
+    before = tmp_path / "tiny" / "seed0-fold2of2" / "config.json"
+    content = json.loads(before.read_text())
+    assert content["curriculum"] == "off", "half of so small a grid does not pay"
+    before.write_text(json.dumps({**content, "curriculum": "half", "coarse_stride": [1, 2, 2]}))
+    assert main([*line, "1", *options]) == 0
+    after = load_config(tmp_path / "tiny" / "seed0-fold1of2")
+    assert (after.curriculum, after.coarse_stride) == ("half", (1, 2, 2))
+
+
 def test_what_fails_is_named_and_left_out(tmp_path, phantom_store, calls, monkeypatch, capsys):
     file = tmp_path / "study.jsonl"
     here = processes.call

@@ -10,6 +10,7 @@ from cpu3d.chosen import SETTINGS
 from cpu3d.compare.experiment import (
     Budget,
     Kept,
+    as_options,
     courses,
     parse_variant,
     read_train_options,
@@ -20,6 +21,7 @@ from cpu3d.compare.experiment import (
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
+from cpu3d.run.config_json import save_config
 from memory_estimator.common.schema import add_options, arguments
 from tests.cpu3d.runs import decided, of_voxels, written_weights
 
@@ -146,6 +148,49 @@ def test_variants_have_the_strides_of_whole_volumes_and_their_runs_keep_them(
     (again,) = resumed(Kept({}, [0, 1], [whole]), tmp_path).plan
     chosen = read_train_options(again["options"], again["name"])
     assert chosen["strides"] == ((2, 2, 2), (2, 2, 2))
+
+
+@pytest.mark.parametrize("is_run_there", [False, True])
+def test_a_comparison_that_a_version_before_began_keeps_its_coarse_steps(
+    phantom_store, tmp_path, is_run_there
+):
+    network = {"filters": 2, "depth": 3, "dtype": "float32", "steps": 6}
+    store = of_voxels(phantom_store, 1.0, 1.0, 5.0)
+    course = {
+        "name": "whole",
+        "options": as_options({**network, "strides": ((2, 2, 1), (2, 2, 1)), "device": "auto"}),
+        "grid": (1, 1, 1),
+        "batch": 1,
+        "policy": "speed",
+        "step_s": None,
+        "peak_bytes": None,
+        "steps": 6,
+        "voxels": 6,
+    }
+    Kept({}, [3], [course]).save(tmp_path)
+    begun = decided(store, tmp_path / "none", **network, curriculum="half", coarse_stride=(2, 2, 2))
+    if is_run_there:
+        run = tmp_path / "runs" / "whole-seed3"
+        run.mkdir(parents=True)
+        save_config(begun, run)
+    (again,) = resumed(Kept({}, [3, 4], [course]), tmp_path).plan
+    chosen = read_train_options(again["options"], again["name"])
+    config = decided(store, tmp_path / "none", **chosen)
+    if is_run_there:
+        assert (config.curriculum, config.coarse_grid) == (begun.curriculum, begun.coarse_grid)
+    else:  # half of all axes does not pay
+        assert (config.curriculum, chosen["coarse_stride"]) == ("off", (2, 2, 2))
+
+
+def test_the_runs_of_a_comparison_name_their_coarse_steps(phantom_store):
+    store = of_voxels(phantom_store, 1.0, 1.0, 5.0)
+    variants = {"half": {**SMALL, "curriculum": "half"}, "off": SMALL}
+    resolved = resolve_variants(variants, store)
+    seen = {
+        name: (settings["curriculum"], settings["coarse_stride"])
+        for name, (settings, _) in resolved.items()
+    }
+    assert seen == {"half": ("half", (2, 2, 1)), "off": ("off", (2, 2, 2))}
 
 
 SHORT = ((2, 2, 2), (2, 2, 1))  # of a box of 12 slices
