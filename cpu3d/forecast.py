@@ -22,15 +22,17 @@ from memory_estimator.training import Beside, RunCourse
 def course_of(config: RunConfig, store: Store, steps: int, validations: int) -> RunCourse:
     """The course of a run of so many steps and validations on a store, as its fold sees it."""
     held_out = len(store.manifest.split["val"])
+    decided = _decided(config, store)
     scored_shape = _scored_shape(store)
+    judged_shape = scored_shape if decided else None
     course = RunCourse(
         steps=steps,
-        beside=_beside(config, store, scored_shape),
+        beside=_beside(config, store, judged_shape),
         budget_s=60 * config.budget_minutes if config.has_open_length else None,
         validations=validations,
         held_out=held_out,
         windows=_windows(config, store),
-        decided=_decided(config, store),
+        decided=decided,
         flips=2 ** len(config.mirrored_axes),
         scored_voxels=math.prod(scored_shape or store.manifest.largest_shape),
     )
@@ -41,7 +43,7 @@ def course_of(config: RunConfig, store: Store, steps: int, validations: int) -> 
         course,
         coarse_steps=config.coarse_steps,
         coarse_shape=first.grid,
-        coarse_beside=_beside(first, store, scored_shape),
+        coarse_beside=_beside(first, store, judged_shape),
         coarse_windows=_windows(first, store),
     )
 
@@ -57,7 +59,7 @@ def smaller_grids(config: RunConfig, store: Store) -> List[Tuple[str, Shape3]]:
     return [("--extent brain", brain)]
 
 
-def _beside(config: RunConfig, store: Store, scored_shape: Optional[Shape3]) -> Beside:
+def _beside(config: RunConfig, store: Store, judged_shape: Optional[Shape3]) -> Beside:
     """What a worker holds beside the last steps of a configuration: full ones, if it has coarse
     ones before them."""
     manifest = store.manifest
@@ -74,7 +76,7 @@ def _beside(config: RunConfig, store: Store, scored_shape: Optional[Shape3]) -> 
         volume_shape=whole,
         resolution=config.resolution_by_axis,
         copies=copies,
-        scored_shape=scored_shape,
+        judged_shape=judged_shape,
         cases=len(manifest.cases),
         has_ignored=manifest.ignore is not None,
     )
@@ -101,7 +103,6 @@ def _decided(config: RunConfig, store: Store) -> int:
 
 
 def _scored_shape(store: Store) -> Optional[Shape3]:
-    """The largest grid that answers on validation cases are brought back to; None if there are no
-    such cases, or they were not resampled."""
-    shapes = [record.scored_shape for record in store.cases("val") if record.resampled_from]
+    """The largest grid that validation cases are scored on; None if there are no such cases."""
+    shapes = [record.scored_shape for record in store.cases("val")]
     return max(shapes, key=math.prod, default=None)

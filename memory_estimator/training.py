@@ -38,6 +38,10 @@ LOGITS_MAPS = 2
 windows' sum, or the axis before, and the whole as a tensor. The scores, which come after, take a
 slab of it at a time."""
 
+JUDGED_BYTES = 39
+"""Of each voxel of a case that post-processing is decided on: connected components of answers and
+truth, and what overlaps, measured on regions that fill half of 240 x 240 x 155 voxels."""
+
 CASE_BYTES = 1200
 """Of each case of a store in every worker: its place in the file of records and the facts that are
 kept in memory, 840 measured, and its number in the orders of four epochs."""
@@ -55,9 +59,9 @@ class Beside:
     resolution: Resolution3 = (1, 1, 1)  # of the steps' input, as shares of that of the volumes
     copies: int = 0  # of the variables: from before steps were timed, or on another grid
     left_bytes: int = 0  # by coarse steps
-    scored_shape: Optional[Shape3] = None
-    """Of the largest grid that answers are brought back to when post-processing is decided; None if
-    cases are scored on the grid that they are stored on."""
+    judged_shape: Optional[Shape3] = None
+    """Of the largest grid on which answers are judged when post-processing is decided, after the
+    steps; None if it is not."""
     cases: int = 0  # of the store
     has_ignored: bool = False  # whether the store has voxels that are not to be learnt
 
@@ -77,16 +81,17 @@ def price_of_run(
         if min(beside.resolution) < 1:  # in float32, first the image, then the target
             of_target = job.unet.outputs + beside.has_ignored
             averaged = 4 * math.prod(job.shape) * max(job.unet.channels, of_target)
-        answers = 0
-        if beside.scored_shape:  # of all regions, and one of them halfway, in float32
-            answers = 4 * (job.unet.outputs + 1) * math.prod(beside.scored_shape)
+        judged = 0
+        if beside.judged_shape:  # float32 answers of all regions, and what is found in them
+            judged = (4 * job.unet.outputs + JUDGED_BYTES) * math.prod(beside.judged_shape)
+            judged = max(judged - volumes - averaged, 0)  # of the steps, which are over
         records = beside.cases * CASE_BYTES // 2**20 * 2**20  # none for a few hundred cases
         twice = "exact: from before the timing, or on another grid"
         scattered = "at most: pages too scattered for maps of full size"
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation"),
             Component("an averaged volume", averaged, "exact: of a sample in preparation"),
-            Component("answers on sources' grids", answers, "counted: brought back to be scored"),
+            Component("post-processing", judged, "measured: a case's answers and components"),
             Component("variables, once more", copies, twice),
             Component("left by coarse steps", beside.left_bytes, scattered),
             Component("case records", records, "measured: of each case what is kept in memory"),

@@ -186,7 +186,7 @@ def test_a_run_is_estimated_whole(tmp_path, capsys):
 def heavy_coarse_run(tmp_path):
     """The options for a run whose coarse steps need more memory than its full ones."""
     job = Job(UNetConfig(filters=8, depth=4, dtype="bfloat16"), (64, 64, 64), cases=8)
-    heavy = Beside(scored_shape=(512, 512, 512))
+    heavy = Beside(judged_shape=(512, 512, 512))
     course = RunCourse(steps=12, coarse_steps=10, coarse_shape=(32, 32, 32), coarse_beside=heavy)
     return f"--run {write_plan(tmp_path, job, 1, course=course)} --threads 2"
 
