@@ -18,6 +18,11 @@ from memory_estimator.step.allocator import region_bytes
 from memory_estimator.step.layer_step import step_of
 from models.native.library import own_operations
 
+COUNTED_ROWS = 16
+"""Of a reserved piece from which on the count of the most begins after it. To begin it again makes
+all tensors below 256 KiB that are there count as none, and as less than none once they are freed:
+nearly all that a network of a few filters has."""
+
 ROW_BYTES = 2**20  # of the reserved piece, as sides of a tensor's shape are 32-bit numbers
 
 
@@ -64,7 +69,7 @@ def _status(pid: Union[int, str]) -> Dict[str, int]:
 
 def reserve(job: Job) -> None:
     """Have TensorFlow's allocator take the memory of a step of `job` in one piece, of which nothing
-    is touched as yet. What it counts at most begins after that.
+    is touched as yet. What it counts at most begins after a piece of COUNTED_ROWS.
 
     By itself it takes one region after another, each twice as large, and what is free at the end of
     one is of no use to a map that needs more: a process holds up to an eighth more. If the system
@@ -75,6 +80,8 @@ def reserve(job: Job) -> None:
     rows = -(-region_bytes(program) // ROW_BYTES)
     with contextlib.suppress(tf.errors.ResourceExhaustedError), tf.device("CPU:0"):
         tf.raw_ops.Empty(shape=[rows, ROW_BYTES], dtype=tf.uint8, init=False)
+    if rows < COUNTED_ROWS:
+        return
     # an allocator that keeps no count (oneDNN off) has none to reset
     with contextlib.suppress(ValueError, tf.errors.OpError):
         tf.config.experimental.reset_memory_stats("CPU:0")

@@ -103,8 +103,8 @@ def test_a_card_is_taken_where_every_run_slides_a_window_or_where_it_is_asked_fo
 @pytest.mark.parametrize(
     ("how", "names"),
     [
-        ({"device": "gpu:3"}, ["device"]),
-        ({"device": "tpu"}, ["device"]),
+        ({"device": "gpu:3"}, ["--device"]),
+        ({"device": "tpu"}, ["--device"]),
         ({"window": (16, 18, 16), "flips": True}, ["--window", "--flips"]),
     ],
 )
