@@ -304,11 +304,9 @@ def points_of(events: Sequence[Mapping[str, Any]], config: RunConfig) -> List[Re
 def _without_folders(config: Mapping[str, Any]) -> Result:
     """A run's settings as a record has them, which is for others: it names no folder of a host."""
     kept = {name: value for name, value in config.items() if name not in ("store", "init")}
-    if kept.get("init_record"):
-        kept["init_record"] = {
-            **kept["init_record"],
-            "file": Path(kept["init_record"]["file"]).name,
-        }
+    source = kept.get("init_record")
+    if source:
+        kept["init_record"] = {**source, "file": Path(source["file"]).name}
     return kept
 
 
