@@ -156,7 +156,8 @@ def chosen_again(before: Chosen, now: Chosen) -> Dict[str, Any]:
     if "batch" in now or "batch_per_worker" in now:
         replaced.update(("batch", "batch_per_worker"))
     strides = before.get("strides", AUTO)
-    if "depth" in now and strides != AUTO and len(strides) != now["depth"] - 1:
+    depth = now.get("depth", AUTO)
+    if AUTO not in (depth, strides) and len(strides) != depth - 1:
         replaced.add("strides")  # which are of another depth
     if now.get("mode") == "whole":
         replaced.update(OF_PATCHES)
@@ -172,6 +173,8 @@ def with_settings(settings: S, chosen: Chosen) -> S:
     augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, chosen))
     of_network = _fields_of(Network, chosen)
     decided = {name: value for name, value in of_network.items() if value != AUTO}
+    if decided.get("strides"):
+        decided.setdefault("depth", len(decided["strides"]) + 1)
     if decided.get("depth", settings.unet.depth) != settings.unet.depth:
         decided.setdefault("strides", ())  # those that there are are of another depth
     unet = dataclasses.replace(settings.unet, **decided)

@@ -19,7 +19,7 @@ from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, check_names, grid_size
-from cpu3d.data.stores.decisions import strides_of_store
+from cpu3d.data.stores.decisions import depth_of_store, strides_of_store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
 from cpu3d.run.config_json import rate_growth
@@ -83,13 +83,14 @@ def decide(
     card: Optional[Gpu] = None
     if device != "cpu":
         card = card_of(device, gpus)
-    strides, why = _strides(start, store)
+    depth, strides, why = _levels(start, store)
     unet = dataclasses.replace(
         settings.unet,
         channels=len(channels),
         outputs=len(regions),
         seed=settings.seed,
         dtype=_dtype(start, host, card),
+        depth=depth,
         strides=strides,
     )
     of_run = dataclasses.replace(settings, unet=unet, micro_batch=micro_batch)
@@ -107,10 +108,7 @@ def decide(
         steps=_steps(start),
         patches_per_case=patches_per_case,
     )
-    reasons = _cut_patch(start, grids.grid)
-    if why:
-        reasons["strides"] = strides_line(unet.every_stride, why)
-    return facts, decided_settings, grids, reasons
+    return facts, decided_settings, grids, {**why, **_cut_patch(start, grids.grid)}
 
 
 def joined(facts: StoreFacts, settings: Settings, decided: Decided) -> RunConfig:
@@ -340,31 +338,42 @@ def _refuse_patches(start: Start) -> None:
             raise InputError(f"{rule}; {todo}")
 
 
-def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
-    """The strides of the network, and why if no setting gives them: those of the run that is
-    continued, or of the network whose weights are taken, or by nnU-Net's rule."""
+def _levels(start: Start, store: Store) -> Tuple[int, Strides, Dict[str, str]]:
+    """The levels and the strides of the network, and why if no setting gives them: those of the run
+    that is continued, or of the network whose weights are taken, or by nnU-Net's rules."""
     settings = start.settings
-    unet = settings.unet
-    wanted = start.wanted("strides")
-    if wanted is not None:
-        return wanted, ""
+    depth = settings.unet.depth  # the chosen one, or the most of the recipe
+    is_open = start.wanted("depth") is None
+    strides: Optional[Strides] = start.wanted("strides")
+    if strides is not None:
+        return depth, strides, {}
     if start.saved is not None:
-        if start.saved.unet.depth != unet.depth:  # which is refused
-            return (), ""
-        return start.saved.unet.strides, ""
+        saved = start.saved.unet
+        if not is_open and saved.depth != depth:  # which is refused
+            return depth, (), {}
+        return saved.depth, saved.strides, {}
     if settings.init:
         source = network_of_init(settings.init)
         if source is None:  # of a file alone it is not known: earlier versions halved all axes
-            source = dataclasses.replace(unet, strides=())
-        if source.depth == unet.depth:
-            return source.strides, f"those of --init {settings.init}"
+            source = dataclasses.replace(settings.unet, strides=())
+        if is_open or source.depth == depth:
+            line = strides_line(source.every_stride, f"those of --init {settings.init}")
+            return source.depth, source.strides, {"strides": line}
     extent = grid_size(store, extent=settings.extent, multiple=1)
+    patch: Optional[Shape3] = None
     if settings.is_patch:
-        patch = start.wanted("patch")
-        if patch is None:
-            patch = USUAL_PATCH
+        patch = shape3(start.wanted("patch") or USUAL_PATCH)
         extent = shape3(map(min, patch, extent))
-    return strides_of_store(store, extent, unet.depth)
+    why: Dict[str, str] = {}
+    if is_open:
+        most = depth
+        depth, reason = depth_of_store(store, settings.extent, most, patch)
+        if depth < most:
+            why["depth"] = f"depth {depth}: {reason}"
+    strides, reason = strides_of_store(store, extent, depth)
+    every_stride = UNetConfig(depth=depth, strides=strides).every_stride
+    why["strides"] = strides_line(every_stride, reason)
+    return depth, strides, why
 
 
 def _coarse_stride(start: Start, unet: UNetConfig) -> Shape3:

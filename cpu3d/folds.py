@@ -36,7 +36,7 @@ from cpu3d.plan import Plan, check_fits, make_plan, read_plan
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
-from cpu3d.run.config_json import coarse_settings, differences, load_config
+from cpu3d.run.config_json import alike_settings, differences, load_config
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
@@ -51,6 +51,7 @@ from memory_estimator.common.schema import to_command_line
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
+from memory_estimator.job import AUTO
 
 START_S = 15.0  # of the processes that train and score a fold, until they compute
 
@@ -251,17 +252,16 @@ def _chosen_elsewhere(folder: Path, parts: int) -> Dict[str, Any]:
 
 
 def _as_begun(chosen: Chosen, folder: Path, parts: int) -> Dict[str, Any]:
-    """The settings with the strides and coarse steps of a fold that has begun, unless they are
+    """The settings with the network and coarse steps of a fold that has begun, unless they are
     chosen: an earlier version may have decided others, and all folds are alike."""
     for part in range(1, parts + 1):
         run = fold_folder(folder, f"{part}/{parts}")
         if not (run / "config.json").is_file() or not checkpoints(run):
             continue
         begun = load_config(run)
-        unet = begun.unet
-        if chosen.get("depth", unet.depth) == unet.depth:  # another one is refused by its name
-            of_fold = {"strides": unet.every_stride, **coarse_settings(begun)}
-            return {**chosen, **still_open(chosen, of_fold)}
+        depth = begun.unet.depth
+        if chosen.get("depth", AUTO) in (AUTO, depth):  # another one is refused by its name
+            return {**chosen, **still_open(chosen, alike_settings(begun))}
     return dict(chosen)
 
 

@@ -25,6 +25,7 @@ from models.strides import (
     LEAST_MM,
     MOST_MM,
     Strides,
+    depth_for,
     shape3,
     strides_for,
     strides_reason,
@@ -247,7 +248,13 @@ class Architecture:
         group="network",
     )
     filters: int = option(16, "feature maps of the first convolution", "F", group="network")
-    depth: int = option(5, "levels of resolution", "L", group="network")
+    depth: Union[Literal["auto"], int] = option(
+        AUTO,
+        "levels of resolution; auto: one more than --strides has, else the recipe's, and fewer "
+        "where no axis of the median case would keep 4 voxels",
+        "L",
+        group="network",
+    )
     norm: str = option(
         "instance", "normalisation after each convolution", choices=NORMS, group="network"
     )
@@ -336,9 +343,11 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         chosen["outputs"] = chosen.pop("classes")
     if base is None:
         base = Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
+    if chosen.get("strides"):
+        chosen.setdefault("depth", len(chosen["strides"]) + 1)
     if "spacing" in chosen:
         shape = chosen.get("shape", base.shape)
-        depth = chosen.get("depth", base.unet.depth)
+        depth = chosen.get("depth", depth_for(chosen["spacing"], shape, base.unet.depth))
         chosen.setdefault("strides", strides_for(chosen["spacing"], shape, depth))
         unet = dataclasses.replace(base.unet, depth=depth, strides=chosen["strides"])
         padded = (-(-side // divisor) * divisor for side, divisor in zip(shape, unet.divisors))

@@ -10,7 +10,7 @@ the axes that are halved, else 1.
 import itertools
 import math
 import statistics
-from typing import Any, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence, Tuple
 
 Shape3 = Tuple[int, int, int]
 Spacing3 = Tuple[float, float, float]  # mm along X, Y, Z, which are R, A, S in a store
@@ -64,26 +64,34 @@ def strides_for(spacing_mm: Sequence[float], shape: Sequence[int], depth: int) -
     """The strides that bring voxels of `spacing_mm` towards cubes, by nnU-Net's rule (Isensee et
     al. 2021): a level halves each axis that keeps LEAST_SIDE voxels and whose spacing is below
     THICK times the smallest of those. `shape` are the voxels X, Y, Z of the input. nnU-Net ends
-    where no axis keeps as many; here `depth` is given, and each further level halves the axes of
-    the level before it, or without one all axes."""
+    where no axis keeps as many (`depth_for`); each further level halves the axes of the level
+    before it, or without one all axes."""
+    made = list(itertools.islice(_halvings(spacing_mm, shape), depth - 1))
+    further = made[-1] if made else EVERY_AXIS
+    return tuple(made) + (further,) * (depth - 1 - len(made))
+
+
+def depth_for(spacing_mm: Sequence[float], shape: Sequence[int], most: int) -> int:
+    """The levels of a network by the same rule: as many as it halves, from 2 to `most`."""
+    halvings = sum(1 for _ in itertools.islice(_halvings(spacing_mm, shape), most - 1))
+    return max(halvings, 1) + 1
+
+
+def _halvings(spacing_mm: Sequence[float], shape: Sequence[int]) -> Iterator[Shape3]:
+    """The strides of nnU-Net's rule, to where no axis keeps LEAST_SIDE voxels."""
     spacing = list(spacing_mm)
     sides = list(shape)
-    made: List[Shape3] = []
-    for _ in range(depth - 1):
+    while True:
         long = [axis for axis in range(3) if sides[axis] >= 2 * LEAST_SIDE]
-        if long:
-            limit = THICK * min(spacing[axis] for axis in long)
-            halved = [axis for axis in long if spacing[axis] < limit]
-            stride = shape3(2 if axis in halved else 1 for axis in range(3))
-        elif made:
-            stride = made[-1]
-        else:
-            stride = EVERY_AXIS
+        if not long:
+            return
+        limit = THICK * min(spacing[axis] for axis in long)
+        halved = [axis for axis in long if spacing[axis] < limit]
+        stride = shape3(2 if axis in halved else 1 for axis in range(3))
         for axis in range(3):
             sides[axis] = -(-sides[axis] // stride[axis])
             spacing[axis] *= stride[axis]
-        made.append(stride)
-    return tuple(made)
+        yield stride
 
 
 def common_spacing(spacings_mm: Iterable[Sequence[float]]) -> Spacing3:
@@ -92,24 +100,20 @@ def common_spacing(spacings_mm: Iterable[Sequence[float]]) -> Spacing3:
     return x, y, z
 
 
-def deciding_spacing(
-    spacings_mm: Mapping[str, Sequence[float]], train: Iterable[str], val: Iterable[str]
-) -> Spacing3:
-    """The spacing that the strides of a data set are decided by: that of its cases in training and
-    validation together, so that the networks of all folds are alike; of all cases if there are
-    none. `spacings_mm` are by case."""
-    ids = [*train, *val]
-    if not ids:
-        ids = list(spacings_mm)
-    return common_spacing(spacings_mm[case_id] for case_id in ids)
-
-
 def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
     """What strides follow from, such as "128 x 128 x 64 voxels of 1 x 1 x 2 mm", and the rule."""
     lengths = " x ".join(f"{length:.4g}" for length in spacing_mm)
     voxels = f"{' x '.join(map(str, shape))} voxels of {lengths} mm"
     rule = f"sides of {2 * LEAST_SIDE} or more, of voxels below {THICK:g} times the shortest"
     return f"{voxels}; a level halves {rule}"
+
+
+def depth_reason(shape: Sequence[int], depth: int, most: int) -> str:
+    """What a number of levels follows from."""
+    voxels = f"the median case has {' x '.join(map(str, shape))} voxels"
+    if depth == most:
+        return f"{voxels}; {most} levels at most"
+    return f"{voxels}; one level more would keep fewer than {LEAST_SIDE} along each axis"
 
 
 def strides_text(strides: Strides) -> str:

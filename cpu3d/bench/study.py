@@ -30,7 +30,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import NO_RUN, Plan, make_plan
 from cpu3d.processes import call, evaluate_run, train_run
-from cpu3d.run.config_json import begun_coarse_settings, load_config
+from cpu3d.run.config_json import begun_settings, load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
 from cpu3d.run.transfer import leak
@@ -163,10 +163,10 @@ class Study:
         return make_plan(self.store, NO_RUN, host, settings, gpus=HostGpus(), force=force)
 
     def _begun_settings(self) -> Dict[str, Any]:
-        """Of the coarse steps of networks that were trained before: an earlier version may have
-        decided them otherwise, and all networks are alike."""
+        """Of networks that were trained before: an earlier version may have decided levels, strides
+        and coarse steps otherwise, and all networks are alike."""
         runs = sorted(path.parent for path in self.folder.glob("seed*/config.json"))
-        return still_open(self.settings, begun_coarse_settings(runs))
+        return still_open(self.settings, begun_settings(runs))
 
     @staticmethod
     def steps_of(plan: Plan) -> int:

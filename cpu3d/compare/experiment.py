@@ -18,13 +18,13 @@ from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings, still_o
 from cpu3d.compare.run import Evaluation
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, grid_size
-from cpu3d.data.stores.decisions import strides_of_store
+from cpu3d.data.stores.decisions import depth_of_store, strides_of_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import NO_RUN, Plan, make_plan
-from cpu3d.run.config_json import begun_coarse_settings, coarse_settings
+from cpu3d.run.config_json import alike_settings, begun_settings
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import is_untouched, write_json
@@ -201,8 +201,7 @@ def resolve_variants(
             dtype=config.unet.dtype,
             policy=config.unet.policy,
             device=config.device,
-            strides=config.unet.every_stride,
-            **coarse_settings(config),
+            **alike_settings(config),
         )
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
@@ -223,12 +222,18 @@ def _with_strides_of(baseline: Json, first: Optional[Plan], chosen: Json, store:
     if settings.init or chosen.get("strides", AUTO) != AUTO:
         return chosen
     depth = settings.unet.depth
+    is_open = chosen.get("depth", AUTO) == AUTO  # else depth is the variant's own
     is_decided = baseline.get("strides", AUTO) == AUTO  # else they are the baseline's own
-    if first and is_decided and first.config.unet.depth == depth:
-        return {**chosen, "strides": first.config.unet.every_stride}
+    if first and is_decided:
+        network = first.config.unet
+        of_first = of_baseline.unet.depth if is_open else network.depth
+        if depth == of_first:
+            return {**chosen, "depth": network.depth, "strides": network.every_stride}
     extent = grid_size(store, extent=of_baseline.extent, multiple=1)
+    if is_open:
+        depth, _ = depth_of_store(store, of_baseline.extent, depth)
     strides, _ = strides_of_store(store, extent, depth)
-    return {**chosen, "strides": strides}
+    return {**chosen, "depth": depth, "strides": strides}
 
 
 # --- The budget, and the course of every run of a variant ---
@@ -438,7 +443,7 @@ def _with_coarse_steps(course: Course, out: Path, seeds: Sequence[int]) -> Cours
     if "coarse_stride" in settings:
         return course
     runs = (run_folder(out, course["name"], seed) for seed in seeds)
-    of_runs = {"coarse_stride": EVERY_AXIS, **begun_coarse_settings(runs)}
+    of_runs = {"coarse_stride": EVERY_AXIS, **begun_settings(runs)}
     more = as_options(still_open(settings, of_runs))
     return {**course, "options": [*course["options"], *more]}
 

@@ -118,17 +118,22 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def coarse_settings(config: RunConfig) -> Dict[str, Any]:
-    """The settings with which another run has coarse steps as this one has, whatever would be
-    decided by itself."""
-    return {"curriculum": config.curriculum, "coarse_stride": config.coarse_stride}
+def alike_settings(config: RunConfig) -> Dict[str, Any]:
+    """The settings with which another run has the network and the coarse steps of this one,
+    whatever would be decided by itself."""
+    return {
+        "depth": config.unet.depth,
+        "strides": config.unet.every_stride,
+        "curriculum": config.curriculum,
+        "coarse_stride": config.coarse_stride,
+    }
 
 
-def begun_coarse_settings(runs: Iterable[Path]) -> Dict[str, Any]:
-    """The `coarse_settings` of the first of these runs that has begun; {} if none has."""
+def begun_settings(runs: Iterable[Path]) -> Dict[str, Any]:
+    """The `alike_settings` of the first of these runs that has begun; {} if none has."""
     for run in runs:
         if (run / "config.json").is_file():
-            return coarse_settings(load_config(run))
+            return alike_settings(load_config(run))
     return {}
 
 

@@ -15,8 +15,9 @@ a recipe.
 
 A field's annotation gives the option's type: int, float, str, Path, bool, Optional of one, a tuple
 of a fixed length (`--shape X Y Z`) or of any (`--seeds 0 1 2`), a tuple of tuples of int
-(`--strides 2,2,1 2,2,2`), or a Union of a Literal and that, whose word stands for numbers that are
-decided later (`--strides auto`). Fields without `option` are not on the command line."""
+(`--strides 2,2,1 2,2,2`), or a Union of a Literal and int or that, whose word stands for numbers
+that are decided later (`--depth auto`, `--strides auto`). Fields without `option` are not on the
+command line."""
 
 import argparse
 import dataclasses
@@ -128,6 +129,8 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
         # of a tuple of tuples each is a word
         inner = functools.partial(_whole_numbers, instead=word)
         nargs = "+"
+    elif word and nargs is None:
+        inner = functools.partial(_whole_number, instead=word)
     if spec.repeat and nargs == "+":
         nargs = None
     if spec.rest:
@@ -136,7 +139,7 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
     more.update(type=inner, metavar=spec.metavar, choices=spec.choices, nargs=nargs)
     if spec.repeat:
         more["action"] = "append"
-    elif word:
+    elif word and nargs is not None:
         more["action"] = _WordInstead
     if spec.positional or spec.rest:
         target.add_argument(field.name, **more)
@@ -152,6 +155,17 @@ class _WordInstead(argparse.Action):
         if len(values) == 1 and isinstance(values[0], str):
             values = values[0]
         setattr(namespace, self.dest, values)
+
+
+def _whole_number(word: str, instead: str) -> Union[str, int]:
+    """A whole number, or the word that may be given instead."""
+    if word == instead:
+        return word
+    try:
+        return int(word)
+    except ValueError:
+        rule = f"must be a whole number, or {instead}"
+        raise argparse.ArgumentTypeError(f"{rule}, got {word!r:.40}") from None
 
 
 def _whole_numbers(word: str, instead: str = "") -> Union[str, Tuple[int, ...]]:

@@ -472,6 +472,37 @@ def test_where_all_axes_are_seen_alike_config_json_is_as_it_was(
     assert "coarse_stride" not in config.to_json()
 
 
+@pytest.mark.parametrize(
+    ("settings", "depth"),
+    [
+        # its brains: 34 42 33 voxels at most, then 17 21 17, 9 11 9, 5 6 5
+        ({}, 4),
+        ({"depth": "auto"}, 4),
+        ({"depth": 5}, 5),
+        ({"strides": ((2, 2, 2), (2, 2, 1))}, 3),
+        ({"recipe": "paper-2020", "filters": 2, "batch": 2}, 4),  # which has no more
+        ({"mode": "patch", "patch": (16, 16, 16)}, 3),
+    ],
+)
+def test_levels_follow_from_the_voxels_unless_they_are_chosen(
+    phantom_store, tmp_path, settings, depth
+):
+    plan = make_plan(phantom_store, tmp_path, HOST, settings)
+    unet = plan.config.unet
+    assert unet.depth == depth
+    is_decided = "recipe" not in settings and not {"depth", "strides"} & set(settings)
+    assert ("depth" in plan.reasons) == is_decided or settings.get("depth") == "auto"
+
+
+@pytest.mark.parametrize("again", [{}, {"depth": "auto"}, {"recipe": "brats-regions"}])
+def test_a_run_of_a_version_before_goes_on_with_its_levels(phantom_store, tmp_path, again):
+    before = make_plan(phantom_store, tmp_path, HOST, {"depth": 5}).config
+    save_config(before, tmp_path)
+    assert make_plan(phantom_store, tmp_path, HOST, again).config.unet == before.unet
+    with pytest.raises(InputError, match=r"^--depth must stay 5, got 4"):
+        make_plan(phantom_store, tmp_path, HOST, {"depth": 4})
+
+
 def test_all_folds_have_the_strides_of_training_and_validation_together(phantom_store, tmp_path):
     split = phantom_store.manifest.split
     thin = [*split["train"][:2], *split["test"]]

@@ -141,24 +141,35 @@ class Options:
 
 @dataclass(frozen=True)
 class LeftOpen:
+    depth: Union[Literal["auto"], int] = option("auto")
     strides: Union[Literal["auto"], Tuple[Tuple[int, int, int], ...]] = option("auto")
 
 
 @pytest.mark.parametrize(
-    ("words", "value"),
-    [("auto", "auto"), ("2,2,1", ((2, 2, 1),)), ("2,2,1 2,2,2", ((2, 2, 1), (2, 2, 2)))],
+    ("line", "settings"),
+    [
+        ("--strides auto", LeftOpen()),
+        ("--strides 2,2,1", LeftOpen(strides=((2, 2, 1),))),
+        ("--strides 2,2,1 2,2,2", LeftOpen(strides=((2, 2, 1), (2, 2, 2)))),
+        ("--depth auto", LeftOpen()),
+        ("--depth 4", LeftOpen(depth=4)),
+    ],
 )
-def test_a_word_stands_for_numbers_that_are_decided_later(words, value):
-    line = ["--strides", *words.split()]
+def test_a_word_stands_for_numbers_that_are_decided_later(line, settings):
+    line = line.split()
     args = parsed(*line, kinds=(LeftOpen,))
-    assert from_args(LeftOpen, args) == LeftOpen(value)
+    assert from_args(LeftOpen, args) == settings
     assert to_command_line(LeftOpen, given_options(LeftOpen, args)) == line
 
 
-def test_another_word_is_refused_with_the_one_that_may_be_given(capsys):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("--strides", "2,2,1, or auto, got 'all'"), ("--depth", "number, or auto, got 'all'")],
+)
+def test_another_word_is_refused_with_the_one_that_may_be_given(capsys, name, rule):
     with pytest.raises(SystemExit):
-        parsed("--strides", "all", kinds=(LeftOpen,))
-    assert "2,2,1, or auto, got 'all'" in capsys.readouterr().err
+        parsed(name, "all", kinds=(LeftOpen,))
+    assert rule in capsys.readouterr().err
 
 
 @dataclass(frozen=True)

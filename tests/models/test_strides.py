@@ -10,6 +10,7 @@ from models.strides import (
     axes_text,
     checked_strides,
     coarse_grid,
+    depth_for,
     divisors_text,
     lowered,
     network_grid,
@@ -64,6 +65,20 @@ def test_where_no_axis_keeps_four_a_level_halves_those_of_the_level_before(
 ):
     made = strides_for(spacing_mm, shape, depth)
     assert strides_text(made) == strides
+
+
+@pytest.mark.parametrize(
+    ("spacing_mm", "shape", "most", "depth"),
+    [
+        ((1, 1, 1), (36, 50, 35), 5, 4),  # 18 25 18, 9 13 9, 5 7 5: nnU-Net's for the hippocampus
+        ((1, 1, 1), (138, 177, 144), 5, 5),
+        ((1, 1, 1), (138, 177, 144), 8, 6),  # the sixth has 5 6 5
+        ((1, 1, 5), (145, 182, 29), 5, 5),
+        ((1, 1, 1), (7, 7, 7), 5, 2),  # the least that is a U-Net
+    ],
+)
+def test_levels_end_where_no_axis_keeps_four(spacing_mm, shape, most, depth):
+    assert depth_for(spacing_mm, shape, most) == depth
 
 
 @given(

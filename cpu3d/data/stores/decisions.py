@@ -1,6 +1,6 @@
 """What was decided for a data set, each with its reason: how its channels are normalised, the size
-of its voxels, the boxes that volumes are cut to, the strides and the coarse steps of the default
-network, its regions.
+of its voxels, the boxes that volumes are cut to, the levels, strides and coarse steps of the
+default network, its regions.
 
     console.print(decided_table(store))               # at the end of `prepare`, and in `store info`
     strides, why = strides_of_store(store, shape, depth)
@@ -8,12 +8,12 @@ network, its regions.
 
 import math
 import statistics
-from typing import List, NamedTuple, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 from cpu3d.data.cases.normalisation import FROM_SHARE
 from cpu3d.data.cases.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
 from cpu3d.data.datasets.layouts import regions_of
-from cpu3d.data.manifest import CaseList, Manifest, case_list
+from cpu3d.data.manifest import CaseList, CaseRecord, Manifest, case_list
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up
 from cpu3d.data.store import Store
@@ -27,8 +27,10 @@ from models.strides import (
     axes_text,
     coarse_grid,
     common_spacing,
-    deciding_spacing,
+    depth_for,
+    depth_reason,
     divisors_text,
+    shape3,
     strides_for,
     strides_reason,
     strides_text,
@@ -47,9 +49,9 @@ def decisions_of(store: Store) -> List[Decision]:
     """What was decided for the data set of a store."""
     manifest = store.manifest
     box = manifest.largest_box
-    strides, why_strides = strides_of_store(store, box, UNetConfig().depth)
-    unet = UNetConfig(strides=strides)
-    halvings = f"{len(strides)} halvings between {unet.depth} levels"
+    depth, why_depth = depth_of_store(store, "brain", UNetConfig().depth)
+    strides, why_strides = strides_of_store(store, box, depth)
+    unet = UNetConfig(depth=depth, strides=strides)
     multiples = f"the content box in multiples of {divisors_text(unet.divisors)}"
     holds = "holds what is there, and every label, of any case"
     return [
@@ -57,7 +59,8 @@ def decisions_of(store: Store) -> List[Decision]:
         _spacing(store),
         Decision("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
         Decision("content box", by(box, " x "), holds),
-        Decision("strides", strides_text(strides), f"{halvings}; {why_strides}"),
+        Decision("levels", str(depth), why_depth),
+        Decision("strides", strides_text(strides), why_strides),
         Decision("padded grid", by(round_up(box, unet.divisors), " x "), multiples),
         _coarse_steps(box, unet),
         *_regions(manifest),
@@ -72,16 +75,41 @@ def decided_table(store: Store) -> Table:
 
 def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, str]:
     """The strides of a network of `depth` levels that sees `shape` voxels of a store's cases, and
-    why: by the size of voxels, as `deciding_spacing` has it."""
-    manifest = store.manifest
-    split = manifest.split
-    spacings_mm = {record.case_id: record.spacing_mm for record in manifest.cases}
-    spacing_mm = deciding_spacing(spacings_mm, split["train"], split["val"])
+    why: by the size of voxels."""
+    spacing_mm = common_spacing(record.spacing_mm for record in _deciding(store))
     strides = strides_for(spacing_mm, shape, depth)
     return strides, strides_reason(spacing_mm, shape)
 
 
+def depth_of_store(
+    store: Store, extent: str, most: int, patch: Optional[Shape3] = None
+) -> Tuple[int, str]:
+    """The levels of a network, `most` at most, that sees the cases of a store as `extent` cuts
+    them, or patches of them, and why: by their median shape, as in nnU-Net."""
+    spacings_mm = []
+    shapes = []
+    for record in _deciding(store):
+        spacings_mm.append(record.spacing_mm)
+        shapes.append(record.box.size if extent == "brain" else record.shape)
+    shape = shape3(round(statistics.median(sides)) for sides in zip(*shapes))
+    if patch is not None:
+        shape = shape3(map(min, patch, shape))
+    spacing_mm = common_spacing(spacings_mm)
+    depth = depth_for(spacing_mm, shape, most)
+    return depth, depth_reason(shape, depth, most)
+
+
 # --- Private helpers ---
+
+
+def _deciding(store: Store) -> Iterator[CaseRecord]:
+    """The cases that decide the network: those of training and validation together, so that the
+    networks of all folds are alike; all cases if there are none."""
+    split = store.manifest.split
+    ids = {*split["train"], *split["val"]}
+    for record in store.manifest.cases:  # each is read from disk
+        if not ids or record.case_id in ids:
+            yield record
 
 
 def _trained(manifest: Manifest) -> CaseList:

@@ -5,8 +5,14 @@ import dataclasses
 import pytest
 
 from cpu3d.data.cases.resample import Keep
+from cpu3d.data.manifest import CaseList
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.decisions import decided_table, decisions_of, strides_of_store
+from cpu3d.data.stores.decisions import (
+    decided_table,
+    decisions_of,
+    depth_of_store,
+    strides_of_store,
+)
 from cpu3d.data.stores.prepare import prepare
 from models.config import UNetConfig
 from models.strides import strides_text
@@ -27,6 +33,41 @@ def prepared(tmp_path, spacings, **how):
 
 def by_name(store):
     return {line.name: line for line in decisions_of(store)}
+
+
+def with_boxes(store, boxes):
+    """The store, with these boxes of what is there."""
+    records = []
+    for record, box in zip(store.manifest.cases, boxes):
+        region = dataclasses.replace(record.box, size=box)
+        records.append(dataclasses.replace(record, box=region, shape=box))
+    largest = tuple(map(max, *boxes))
+    cases = CaseList.collected(records)
+    manifest = dataclasses.replace(store.manifest, cases=cases, largest_box=largest)
+    return Store(store.folder, manifest)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "extent", "patch", "depth"),
+    [
+        # the hippocampus' median: 36 50 35, 18 25 18, 9 13 9, 5 7 5
+        ([(31, 40, 24), (36, 50, 35), (43, 59, 47)], "brain", None, 4),
+        # of the test split, which decides nothing, it would be five
+        ([(36, 50, 35)] * 3 + [(160, 192, 160)], "brain", None, 4),
+        ([(138, 177, 144)] * 4, "brain", None, 5),
+        ([(138, 177, 144)] * 4, "brain", (40, 40, 40), 4),
+        ([(9, 7, 6)] * 4, "brain", None, 2),
+        ([(3, 3, 3)] * 4, "brain", None, 2),
+    ],
+)
+def test_levels_end_where_no_axis_of_the_median_case_keeps_four_voxels(
+    tmp_path, boxes, extent, patch, depth
+):
+    store = with_boxes(prepared(tmp_path, [THIN] * 4), boxes + boxes[:1] * (4 - len(boxes)))
+    made, why = depth_of_store(store, extent, 5, patch)
+    assert made == depth
+    middle = sorted(boxes[:3])[1]
+    assert patch or " x ".join(map(str, middle)) in why
 
 
 @pytest.mark.parametrize(
@@ -53,10 +94,12 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     assert "48 x 40 x 32" in why
     assert "1 x 1 x 4 mm" in why
     decided = by_name(store)
-    assert decided["strides"].value.startswith("2,2,1 2,2,1")
-    assert "5 levels" in decided["strides"].why
+    # the median brain has 44 36 8, then 22 18 8, 11 9 8, 6 5 4
+    assert decided["levels"].value == "4"
+    assert decided["strides"].value == "2,2,1 2,2,1 2,2,2"
     box = store.manifest.largest_box
-    divisors = UNetConfig(strides=strides_of_store(store, box, 5)[0]).divisors
+    strides, _ = strides_of_store(store, box, 4)
+    divisors = UNetConfig(depth=4, strides=strides).divisors
     padded = [-(-side // divisor) * divisor for side, divisor in zip(box, divisors)]
     assert decided["padded grid"].value == " x ".join(map(str, padded))
 
@@ -73,8 +116,7 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
 def test_coarse_steps_have_their_grid_or_the_reason_why_there_are_none(
     tmp_path, spacing_mm, box, value, why
 ):
-    store = prepared(tmp_path, [spacing_mm] * 4, spacing=Keep.OFF)
-    store = Store(store.folder, dataclasses.replace(store.manifest, largest_box=box))
+    store = with_boxes(prepared(tmp_path, [spacing_mm] * 4, spacing=Keep.OFF), [box] * 4)
     line = by_name(store)["coarse steps"]
     assert line.value == value
     assert why in line.why
