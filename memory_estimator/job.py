@@ -347,7 +347,7 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         chosen.setdefault("depth", len(chosen["strides"]) + 1)
     if "spacing" in chosen:
         shape = chosen.get("shape", base.shape)
-        depth = chosen.get("depth", depth_for(chosen["spacing"], shape, base.unet.depth))
+        depth = chosen.setdefault("depth", depth_for(chosen["spacing"], shape, base.unet.depth))
         chosen.setdefault("strides", strides_for(chosen["spacing"], shape, depth))
         unet = dataclasses.replace(base.unet, depth=depth, strides=chosen["strides"])
         padded = (-(-side // divisor) * divisor for side, divisor in zip(shape, unet.divisors))

@@ -579,7 +579,11 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     assert plan.reasons["strides"].endswith(of_store["strides"]["reason"])
     words = strides_text(plan.config.unet.every_stride)
     assert strides_text(of_store["strides"]["strides"]) == words
-    of_shape = estimated("--shape", *store.manifest.largest_box, "--spacing", *THICK)
+    depth = plan.config.unet.depth
+    if depth < 5:
+        assert plan.reasons["depth"] in of_store["notes"]
+    box = store.manifest.largest_box
+    of_shape = estimated("--shape", *box, "--spacing", *THICK, "--depth", depth)
     assert of_shape["strides"] == of_store["strides"]
     assert of_shape["job"]["shape"] == list(plan.config.grid)
 

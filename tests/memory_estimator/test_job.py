@@ -208,6 +208,9 @@ def test_a_damaged_run_is_refused_by_its_file(changes, message, tmp_path):
         ),
         ("--shape 145 182 29 --spacing 1 1 5 --depth 3", (148, 184, 29), ((2, 2, 1),) * 2),
         ("--recipe brats-regions --spacing 1 1 1", (144, 192, 144), ()),
+        # four levels: 36 50 35, 18 25 18, 9 13 9, 5 7 5
+        ("--shape 36 50 35 --spacing 1 1 1", (40, 56, 40), ()),
+        ("--shape 36 50 35 --spacing 1 1 1 --depth 5", (48, 64, 48), ()),
         ("--shape 9 9 9 --spacing 1 1 5 --depth 2 --strides 2,1,2", (10, 9, 10), ((2, 1, 2),)),
     ],
 )
