@@ -34,7 +34,7 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
-from cpu3d.run.checkpoint import checkpoints, set_aside, write_best, write_next
+from cpu3d.run.checkpoint import set_aside, write_best, write_next, writing
 from cpu3d.run.config_json import half_rates
 from cpu3d.run.log import append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
@@ -171,7 +171,8 @@ class Fit:
         if not self._exchange.is_chief:
             return
         line = {"event": event, "step": self.step, **content}
-        with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
+        problem = f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"
+        with writing(self.folder, problem):
             append_event(self.folder, line)
         for listen in self._listeners:
             listen(line)
@@ -395,7 +396,7 @@ class Fit:
             self._observer.record()
         if self.step and not self.feeds.held_out:
             self._save_best()
-        with self._writing(f"step {self.step} could not be saved"):
+        with writing(self.folder, f"step {self.step} could not be saved"):
             arrays = self.learner.arrays()
             size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
         self._guard.saved(self.step)
@@ -418,7 +419,7 @@ class Fit:
     def _save_best(self) -> None:
         if self._exchange.is_chief:
             self._phase("saving")
-            with self._writing("the best weights could not be saved"):
+            with writing(self.folder, "the best weights could not be saved"):
                 write_best(self.folder, self.learner.weights(), self._state())
 
     @contextlib.contextmanager
@@ -437,18 +438,6 @@ class Fit:
             except (OSError, InputError) as failure:
                 message = str(failure)
             raise WorkerLostError(f"{error}; {message}") from error
-
-    @contextlib.contextmanager
-    def _writing(self, problem: str) -> Iterator[None]:
-        """Raise an OSError again with the problem and the checkpoint that the run can continue
-        from."""
-        try:
-            yield
-        except OSError as error:
-            saved = checkpoints(self.folder)
-            kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
-            todo = "free disk space, then the same command continues"
-            raise OSError(f"{problem}: {error}; {kept}; {todo}") from error
 
     def _log_end(self, stop: Stop) -> None:
         reason = "interrupted"
