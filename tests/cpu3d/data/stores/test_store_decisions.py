@@ -6,8 +6,8 @@ import pytest
 
 from cpu3d.data.cases.resample import Keep
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.decisions import decided_table, decisions_of, strides_of_store
 from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.store_decisions import decided_table, decisions_of, strides_of_store
 from models.config import UNetConfig
 from models.strides import strides_text
 from tests.cpu3d.data.spaced import spaced_set
