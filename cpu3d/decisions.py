@@ -19,7 +19,7 @@ from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
 from cpu3d.data.store import Store, check_names, grid_size
-from cpu3d.data.stores.decisions import depth_of_store, strides_of_store
+from cpu3d.data.stores.store_decisions import depth_of_store, strides_of_store
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import Gpu, best_dtype, card_of, largest_patch, pick_device
 from cpu3d.run.config_json import rate_growth

@@ -277,12 +277,7 @@ def make_plan(
         reasons=reasons,
         transfer=transfer,
     )
-    if not plan.steps_per_epoch:
-        kind = "patches of an epoch" if config.is_patch else "training cases"
-        # --batch-per-worker gives the batch of all workers together.
-        name = "batch" if "batch_per_worker" in start.chosen else "--batch"
-        rule = f"{name} must be at most the {plan.samples_per_epoch} {kind}"
-        raise InputError(f"{rule}, got {config.batch}; {_smaller_batch(start.chosen)}")
+    _check_batch(plan, start.chosen)
     plan = _with_coarse_steps(_with_validations(plan), start.is_begun)
     if not forecasts:
         return plan
@@ -445,6 +440,17 @@ def _kept(settings: Settings, saved: Optional[RunConfig], batch: int) -> Dict[st
         kept["patch"] = saved.grid
         kept["patches_per_case"] = saved.patches_per_case
     return kept
+
+
+def _check_batch(plan: Plan, chosen: Chosen) -> None:
+    """Raise InputError if an epoch has fewer samples than a batch."""
+    if plan.steps_per_epoch:
+        return
+    kind = "patches of an epoch" if plan.config.is_patch else "training cases"
+    # --batch-per-worker gives the batch of all workers together.
+    name = "batch" if "batch_per_worker" in chosen else "--batch"
+    rule = f"{name} must be at most the {plan.samples_per_epoch} {kind}"
+    raise InputError(f"{rule}, got {plan.config.batch}; {_smaller_batch(chosen)}")
 
 
 def _smaller_batch(chosen: Chosen) -> str:

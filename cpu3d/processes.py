@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Optional, Sequence
 
 from cpu3d.distributed.cluster import without_cluster
-from cpu3d.distributed.supervise import wait_for_earlier
+from cpu3d.distributed.worker_processes import wait_for_earlier
 from cpu3d.errors import ENDINGS, DivergedError, InputError, Interrupted
 from cpu3d.run.checkpoint import BEST, is_over
 from cpu3d.run.log import last_end, last_event

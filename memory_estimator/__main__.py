@@ -25,18 +25,16 @@ import json
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 from memory_estimator import planner
-from memory_estimator.accuracy import Accuracy, load_accuracy
-from memory_estimator.calibration import HostConstants, find_constants, load_constants
 from memory_estimator.common.schema import add_options, from_args, given_options, option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.terminal import printing, use_utf8
-from memory_estimator.common.units import by, format_bytes, format_seconds, parse_bytes
+from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate
-from memory_estimator.host import INSTRUCTION_SETS, Host, read_host
-from memory_estimator.installed import as_typed, has_tensorflow, installed_versions
+from memory_estimator.host import INSTRUCTION_SETS
+from memory_estimator.installed import as_typed
 from memory_estimator.job import (
     Job,
     JobOptions,
@@ -45,6 +43,7 @@ from memory_estimator.job import (
     statistics_note,
     why_strides,
 )
+from memory_estimator.planned_host import PlannedHost
 from memory_estimator.scaling import (
     ScalingOptions,
     check_options,
@@ -55,8 +54,6 @@ from memory_estimator.scaling import (
 from memory_estimator.sources import JobSource, source_job
 from memory_estimator.training import Forecast
 from models.config import POLICIES
-from models.native.build import check_platform, find_compiler
-from models.native.instruction_sets import BFLOAT16_PRODUCTS
 from models.strides import Shape3, strides_line
 
 FITS = 0
@@ -171,15 +168,14 @@ def _failed(message: str, code: int) -> int:
 
 @dataclass(frozen=True)
 class _Asked:
-    """What is asked for: a step, alone or of a training, on a host of these constants."""
+    """What is asked for: a step, alone or of a training, on a host."""
 
+    host: PlannedHost
     source: JobSource
     whole: Job  # of all workers; its policy is for the time being if that is open
     workers: int  # each of which computes an equal share of every batch
     is_open: bool  # whether the policy is to be picked
     why: str  # what the strides follow from
-    constants: HostConstants
-    accuracy: Accuracy
 
     @property
     def job(self) -> Job:
@@ -190,8 +186,8 @@ class _Asked:
         """What it costs, with the policy picked for a worker's memory if it is open."""
         return self.source.course.forecast(
             self.whole,
-            self.constants,
-            self.accuracy,
+            self.host.constants,
+            self.host.accuracy,
             workers=self.workers,
             budget_bytes=memory_bytes if self.is_open else None,
         )
@@ -199,7 +195,7 @@ class _Asked:
     @functools.cached_property
     def price(self) -> planner.Price:
         """The price of jobs of one worker; its upper bound is that of the whole run."""
-        of_whole = self.source.course.price(self.constants, self.accuracy)
+        of_whole = self.source.course.price(self.host.constants, self.host.accuracy)
         return functools.cache(worker_price(of_whole, self.workers))
 
 
@@ -207,34 +203,29 @@ def _answer(args: argparse.Namespace) -> Answer:
     options = from_args(Options, args)
     scaling = from_args(ScalingOptions, args)
     check_options(args)
-    host = functools.cache(read_host)  # not read if the options describe one
-    given_bytes = parse_bytes(options.host_memory) if options.host_memory else 0
-    source = _source(args, options, host)
+    host = PlannedHost(calibration=options.calibration, memory=options.host_memory)
+    source = _source(args, host)
     whole, workers = _whole(args, source, host)
-    # A host that is described has no engines installed here: the recorded ones are assumed.
-    is_described = options.calibration or options.host_memory
     asked = _Asked(
+        host=host,
         source=source,
         whole=whole,
         workers=workers,
         is_open=policy_is_open(args),
         why=source.strides_why or why_strides(args, whole),
-        constants=_constants(options, host),
-        accuracy=load_accuracy(versions=None if is_described else installed_versions()),
     )
     if scaling.hosts:
-        return _several_hosts(scaling, asked, given_bytes)
-    return _one_host(options, asked, given_bytes, host)
+        return _several_hosts(scaling, asked)
+    return _one_host(options, asked)
 
 
-def _one_host(
-    options: Options, asked: _Asked, given_bytes: int, host: Callable[[], Host]
-) -> Answer:
-    """Memory and time on one host, of `given_bytes`, or if that is 0 of what is free here."""
-    memory_bytes = given_bytes
+def _one_host(options: Options, asked: _Asked) -> Answer:
+    """Memory and time on one host, whose memory is described, or else what is free here."""
+    host = asked.host
+    memory_bytes = host.memory_bytes
     label = "given"
-    if not given_bytes:
-        memory_bytes = host().free_bytes
+    if not memory_bytes:
+        memory_bytes = host.here.free_bytes
         label = "free on this host"
     workers = asked.workers
     if workers > 1:  # as `launch` has them on one host
@@ -260,8 +251,8 @@ def _one_host(
         content["run"] = forecast.run_json()
     content["strides"] = _strides(job, asked.why)
     content["policy"] = {"name": job.policy, "picked": asked.is_open, "reason": reason}
-    content["notes"] = [*asked.source.notes, *_assumptions(options, predicted, host)]
-    measured_here = None if options.calibration else host()
+    content["notes"] = [*asked.source.notes, *host.assumptions(predicted)]
+    measured_here = None if options.calibration else host.here
     content["constants"]["basis"] = predicted.constants.basis(job, measured_here)
     blocks = _blocks(job, forecast, content)
     fits = verdict(forecast.upper_bound_bytes, memory_bytes, label)
@@ -272,7 +263,7 @@ def _one_host(
     return Answer(content, blocks)
 
 
-def _source(args: argparse.Namespace, options: Options, host: Callable[[], Host]) -> JobSource:
+def _source(args: argparse.Namespace, host: PlannedHost) -> JobSource:
     """The source of the job. Raises ValueError as those that read it, and for what a store has
     itself."""
     if not hasattr(args, "store"):
@@ -283,92 +274,30 @@ def _source(args: argparse.Namespace, options: Options, host: Callable[[], Host]
             if name == "spacing":
                 todo += "; `prepare --spacing` makes stores of another"
             raise ValueError(f"--{name} must come without --store, which has it, got both; {todo}")
-    args.dtype = getattr(args, "dtype", _best_dtype(options, host))
+    args.dtype = getattr(args, "dtype", host.best_dtype)
     chosen = given_options(JobOptions, args)
     folder = chosen.pop("store")
     chosen.pop("threads", None)
     # This command stands above all rooms, as `cpu3d` does; nothing else of its room does.
     from cpu3d.plan import source_of_store
 
-    return source_of_store(folder, host(), chosen)
+    return source_of_store(folder, host.here, chosen)
 
 
-def _whole(
-    args: argparse.Namespace, source: JobSource, host: Callable[[], Host]
-) -> Tuple[Job, int]:
+def _whole(args: argparse.Namespace, source: JobSource, host: PlannedHost) -> Tuple[Job, int]:
     """The job of all workers, and their number: each computes an equal share of each batch."""
     if not hasattr(args, "threads"):
         workers_here = source.workers
         if hasattr(args, "hosts"):
             workers_here = getattr(args, "workers_per_host", 1)
-        args.threads = max(1, host().usable_cores // workers_here)
+        args.threads = max(1, host.here.usable_cores // workers_here)
     workers = 1 if hasattr(args, "batch") else source.workers  # another batch is one worker's
     return job_from(args, source.job), workers
-
-
-def _best_dtype(options: Options, host: Callable[[], Host]) -> str:
-    """The compute dtype that `train` takes by itself on the host whose constants are used."""
-    if not options.calibration and not _is_assumed(options, host):
-        return host().best_dtype
-    is_fast = _constants(options, host).instructions in BFLOAT16_PRODUCTS
-    return "bfloat16" if is_fast else "float32"
 
 
 def _strides(job: Job, why: str) -> Dict[str, Any]:
     """The strides of a job as JSON content, and what they follow from."""
     return {"strides": job.unet.every_stride, "reason": why}
-
-
-def _constants(options: Options, host: Callable[[], Host]) -> HostConstants:
-    """Those of --calibration, else of what computes on this host, or on one with its CPU that is
-    set up as it should be: own operations run there."""
-    if options.calibration:
-        return load_constants(options.calibration)
-    if not _is_assumed(options, host):
-        return find_constants(host())
-    described = dataclasses.replace(host(), is_here=False)
-    if described.instructions:
-        return find_constants(described)
-    return load_constants("avx2")
-
-
-def _is_assumed(options: Options, host: Callable[[], Host]) -> bool:
-    """Whether own operations are assumed, and not asked for: on a host that is described, and here
-    before TensorFlow is installed, as the set-up builds both."""
-    if options.host_memory:
-        return True
-    return not (has_tensorflow() or host().instructions or _no_compiler())
-
-
-def _no_compiler() -> str:
-    """Why a set-up here could not build own operations; "" if it could."""
-    try:
-        check_platform()
-        find_compiler()
-    except OSError as error:
-        return str(error)
-    return ""
-
-
-def _assumptions(options: Options, predicted: Estimate, host: Callable[[], Host]) -> List[str]:
-    """Notes on the assumptions of an estimate."""
-    notes = []
-    if not predicted.constants.instructions:
-        why = host().own.why or _no_compiler()
-        rough = "TensorFlow's layers compute here, so memory and time are rough"
-        notes.append(f"{rough}; no own operations: {why}")
-    elif not options.calibration and _is_assumed(options, host):
-        name = predicted.constants.instructions
-        setup = as_typed("./run.sh setup")
-        notes.append(f"assumes that own operations compute, with {name}, as `{setup}` builds them")
-    constants = predicted.constants
-    threads = predicted.job.threads
-    if constants.instructions and threads not in (1, constants.threads):
-        busy = f"{threads} threads share the work of an operation in pieces, which keep them busy"
-        notes.append(f"assumes that {busy} {predicted.busy_share:.0%} of its time")
-    if predicted.kind and predicted.job.engine not in predicted.accuracy.versions:
-        notes.append(f"assumes the recorded engine, {' or '.join(predicted.kind.versions)}")
-    return notes
 
 
 def _advice(
@@ -411,15 +340,15 @@ def _described(job: Job, why: str) -> List[Union[str, Table]]:
     return lines
 
 
-def _several_hosts(options: ScalingOptions, asked: _Asked, host_bytes: int) -> Answer:
-    """Time on several hosts. `host_bytes` are the memory of one, 0 if it was not given: this host's
+def _several_hosts(options: ScalingOptions, asked: _Asked) -> Answer:
+    """Time on several hosts. Whether it fits is answered if their memory is described: this host's
     is another."""
     job = asked.job
     price = asked.price
     if options.global_batch:  # the fewest workers have the largest share of it
         fewest = min(options.hosts) * options.workers_per_host
         job = dataclasses.replace(job, batch=max(1, options.global_batch // fewest))
-    memory_bytes = host_bytes // options.workers_per_host
+    memory_bytes = asked.host.memory_bytes // options.workers_per_host
     price_of_worker = worker_price(price, max(options.hosts) * options.workers_per_host)
     if memory_bytes and asked.is_open:
         choice = planner.fastest_that_fits(job, price_of_worker, memory_bytes)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from cpu3d.util import environment
+from cpu3d.util import pythons
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = "cpu3d/util/environment.py"
@@ -111,7 +111,8 @@ def sandbox(tmp_path):
     root.mkdir()
     bin_folder.mkdir()
     (root / "cpu3d/util").mkdir(parents=True)
-    for path in (ROOT / "run.sh", ROOT / ENVIRONMENT, *ROOT.glob("requirements*.txt")):
+    modules = [ROOT / "cpu3d" / "__init__.py", *(ROOT / "cpu3d/util").glob("*.py")]
+    for path in (ROOT / "run.sh", *modules, *ROOT.glob("requirements*.txt")):
         shutil.copy(path, root / path.relative_to(ROOT))
     tools = "bash env cat cp dirname mkdir readlink sleep"
     for tool in tools.split():
@@ -454,6 +455,6 @@ def test_help_needs_nothing_and_setup_refuses_what_it_does_not_know(sandbox):
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="a Python that run.sh does not take")
 def test_a_real_python_is_found(monkeypatch):
     monkeypatch.setenv("PYTHON", sys.executable)
-    with contextlib.suppress(environment.SetUpError):  # one without venv
-        python = environment.choose(environment.Engine.LATEST).python
+    with contextlib.suppress(pythons.SetUpError):  # one without venv
+        python = pythons.choose(pythons.Engine.LATEST).python
         assert python.version == f"{sys.version_info[0]}.{sys.version_info[1]}"

@@ -18,7 +18,7 @@ from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings, still_o
 from cpu3d.compare.run import Evaluation
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, grid_size
-from cpu3d.data.stores.decisions import depth_of_store, strides_of_store
+from cpu3d.data.stores.store_decisions import depth_of_store, strides_of_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM

@@ -187,21 +187,9 @@ def draw(
 
     `levels` are those of the case's channels, `mirrored` is from `AugmentConfig.mirrored_axes`.
     """
-    units = random_units(seed, position, _KEY)
-    channels = len(levels.scale)
-
-    def within(limit: float, count: int = channels) -> Array:
-        return np.array([(2 * next(units) - 1) * limit for _ in range(count)])
-
-    def is_drawn(name: str) -> bool:
-        return next(units) < PROBABILITY[name] and getattr(config, name) > 0
-
-    def in_some_channels(name: str, values: Array, otherwise: float) -> Optional[Array]:
-        among = np.array([next(units) < CHANNEL_PROBABILITY[name] for _ in range(channels)])
-        if not is_drawn(name) or not among.any():
-            return None
-        return np.where(among, values, otherwise).astype(np.float32)
-
+    draws = _Draws(config, random_units(seed, position, _KEY), channels=len(levels.scale))
+    units = draws.units
+    within = draws.within
     # Every number is always drawn, so that one option does not shift the others.
     flips = [next(units) < 0.5 and config.flip and axis in mirrored for axis in range(3)]
     angles_deg = within(config.rotation_deg, 3)
@@ -223,15 +211,42 @@ def draw(
         shift=shift.astype(np.float32),
         flips=xyz(flips),
         matrix=matrix,
-        noise=noise if is_drawn("noise") else None,
-        noise_keys=_halves(words, channels),
-        blur=in_some_channels("blur", blur, 0),
-        low_resolution=in_some_channels("low_resolution", low_resolution, 1),
-        contrast=contrast if is_drawn("contrast") else None,
-        gamma=gamma if is_drawn("gamma") else None,
+        noise=noise if draws.happens("noise") else None,
+        noise_keys=_halves(words, draws.channels),
+        blur=draws.in_some_channels("blur", blur, 0),
+        low_resolution=draws.in_some_channels("low_resolution", low_resolution, 1),
+        contrast=contrast if draws.happens("contrast") else None,
+        gamma=gamma if draws.happens("gamma") else None,
         negative=next(units) < NEGATIVE_PROBABILITY,
         **_beyond_shift(levels, gain, offset),
     )
+
+
+class _Draws:
+    """Draws of a sample, each from the next units of its random numbers."""
+
+    def __init__(self, config: AugmentConfig, units: Iterator[float], *, channels: int):
+        self.config = config
+        self.units = units  # from 0 to 1
+        self.channels = channels
+
+    def within(self, limit: float, count: Optional[int] = None) -> Array:
+        """Numbers from -limit to limit, by default one of each channel."""
+        if count is None:
+            count = self.channels
+        return np.array([(2 * next(self.units) - 1) * limit for _ in range(count)])
+
+    def happens(self, name: str) -> bool:
+        """Whether the sample changes in this way, if the option is on."""
+        return next(self.units) < PROBABILITY[name] and getattr(self.config, name) > 0
+
+    def in_some_channels(self, name: str, values: Array, otherwise: float) -> Optional[Array]:
+        """The values of those channels that change in this way; None if none does."""
+        probability = CHANNEL_PROBABILITY[name]
+        among = np.array([next(self.units) < probability for _ in range(self.channels)])
+        if not self.happens(name) or not among.any():
+            return None
+        return np.where(among, values, otherwise).astype(np.float32)
 
 
 def _beyond_shift(levels: Levels, gain: Array, offset: Array) -> Dict[str, Array]:

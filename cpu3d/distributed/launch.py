@@ -36,7 +36,7 @@ from cpu3d.distributed.cluster import (
     read_slurm,
     without_cluster,
 )
-from cpu3d.distributed.supervise import WorkerCommand, run_workers, wait_for_earlier
+from cpu3d.distributed.worker_processes import WorkerCommand, run_workers, wait_for_earlier
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import default_workers, plan_lines, read_topology, thread_plans
 from cpu3d.run.folds import refuse_folds

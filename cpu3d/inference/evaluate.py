@@ -93,6 +93,8 @@ class Options:
 
 OPTIONS = (RunOptions, Options, Inference)
 
+Answers = Tuple[Any, PostProcessing]  # a predictor, and what is made of its answers
+
 
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     split = options.split
@@ -113,22 +115,18 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         _refuse_foreign(path)
     predictors = trained_predictors(runs, together.weights, inference)
     folder = writable_folder(path.parent, "evaluation")
-    if split != UNTOUCHED and not _is_out_of_fold(together, split):
-        say(f"warning: {warning(split)}")
-    for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
-        say(f"post-processing: {words}")
     about = origin(runs, configs, predictors)
-    answers_of = {}
+    answers_of: Dict[str, Answers] = {}
     if held_out:
         store = with_folds(store, folds)
         predictor = predictors[0]
-        for place, fold in enumerate(folds):
-            about["runs"][place]["held_out"] = held_out[fold]
-            for case_id in held_out[fold]:
-                answers_of[case_id] = (predictors[place], decided[place])
+        for of_run, fold in zip(about["runs"], folds):
+            of_run["held_out"] = held_out[fold]
+        for fold, answers in zip(folds, zip(predictors, decided)):
+            answers_of.update(dict.fromkeys(held_out[fold], answers))
     else:
         predictor = Ensemble(predictors)
-    say(*note_lines(_notes(store, split, configs)))
+    _say_first(store, split, together, decided)
     with locked(folder, "evaluation"):
         scores = evaluate_split(
             predictor,
@@ -148,6 +146,17 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         _print_scores(scores, held_out)
     say(f"written: {path}")
     return 0
+
+
+def _say_first(
+    store: Store, split: str, together: Answering, decided: Sequence[PostProcessing]
+) -> None:
+    """What the scores are of, and what is unusual about their cases."""
+    if split != UNTOUCHED and not _is_out_of_fold(together, split):
+        say(f"warning: {warning(split)}")
+    for words in dict.fromkeys(postprocessing.words for postprocessing in decided):
+        say(f"post-processing: {words}")
+    say(*note_lines(_notes(store, split, together.configs)))
 
 
 def _folder_for_scores(options: Options, together: Answering) -> Path:
@@ -179,7 +188,7 @@ def evaluate_split(
     tolerance_mm: float = TOLERANCE_MM,
     about: Optional[Mapping[str, Any]] = None,
     postprocessing: PostProcessing = RAW,
-    held_out: Optional[Mapping[str, Tuple[Any, PostProcessing]]] = None,
+    held_out: Optional[Mapping[str, Answers]] = None,
     evidence: bool = False,
 ) -> Dict[str, Any]:
     """Predict and score every case of `split`, one in memory at a time; returns the content of
@@ -243,7 +252,7 @@ def _scores_json(
 
 
 def _score(
-    answering: Tuple[Any, PostProcessing],
+    answering: Answers,
     store: Store,
     record: CaseRecord,
     tolerance_mm: float,

@@ -21,7 +21,7 @@ from cpu3d.host.gpu import fits_memory
 from cpu3d.inference.runs import Inference, config_of_state, mirrored_axes_of, window_of
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
-from cpu3d.run.weights import run_weights
+from cpu3d.run.trained_weights import run_weights
 from cpu3d.settings import RunConfig
 from models.unet3d import build_unet3d, finest
 

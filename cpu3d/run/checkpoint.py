@@ -292,6 +292,18 @@ def checkpoints(run: Path) -> List[Path]:
     return sorted(paths, key=step_of, reverse=True)
 
 
+@contextlib.contextmanager
+def writing(run: Path, problem: str) -> Iterator[None]:
+    """Raise an OSError again with the problem and the checkpoint that the run can continue from."""
+    try:
+        yield
+    except OSError as error:
+        saved = checkpoints(run)
+        kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
+        todo = "free disk space, then the same command continues"
+        raise OSError(f"{problem}: {error}; {kept}; {todo}") from error
+
+
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
     return int(path.stem.partition("-")[2])

@@ -28,7 +28,7 @@ from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import BEST, DamagedCheckpointError, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import iter_events
-from cpu3d.run.weights import RunWeights, run_weights
+from cpu3d.run.trained_weights import RunWeights, run_weights
 from cpu3d.settings import InitRecord, RunConfig
 from cpu3d.util.records import count, listed
 from memory_estimator.common.files import typed

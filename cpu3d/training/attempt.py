@@ -4,8 +4,9 @@ settings are saved, its budget of minutes becomes steps, and it trains to its en
 import dataclasses
 import os
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional
 
 from cpu3d.distributed.all_reduce import Exchange
 from cpu3d.distributed.cluster import Cluster
@@ -15,13 +16,17 @@ from cpu3d.host.speed import Observer, computes_as_predicted
 from cpu3d.host.thread_plan import ThreadPlan, describe
 from cpu3d.plan import Plan, save_plan
 from cpu3d.run.config_json import save_config
-from cpu3d.run.log import flush_log
+from cpu3d.run.log import flush_log, last_event
 from cpu3d.settings import RunConfig
 from cpu3d.training.fit import Fit
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.progress import say
+from cpu3d.util.records import versions
 from memory_estimator.common.units import format_seconds
 from memory_estimator.host import Host
+
+# How a run is computed: if one of these changes, its weights are not the same to the bit.
+WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ class Attempt:
         if fit.config.has_open_length:
             self._fit_budget(fit)
         guard.now.steps = fit.steps
-        fit.log_start(self.host, self.engine, in_force(self.threads), self.plan.predicted)
+        if self.cluster.is_chief:
+            threads = in_force(self.threads)
+            log_start(fit, self.host, self.engine, threads, self.plan.predicted)
         fit.run(self._observer(), mlflow)
 
     def _fit_budget(self, fit: Fit) -> None:
@@ -114,3 +121,40 @@ class Attempt:
             threads=int(os.environ.get("TF_NUM_INTRAOP_THREADS") or job.threads),
         )
         return Observer(of_this_worker, self.host, warm_up=1)
+
+
+def log_start(
+    fit: Fit, host: Host, engine: str, threads: Dict[str, str], predicted: Mapping[str, Any]
+) -> None:
+    """Log where and with what an attempt runs; print a note if the run was computed in another way
+    before."""
+    config = fit.config
+    before = last_event(fit.folder, "start")
+    way = {**before, **before.get("threads", {})}
+    start = {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "parameters": fit.learner.parameters,
+        "read_mode": fit.feeds.reader.mode,
+        "micro_batch": config.micro,
+        "workers": fit.workers,
+        "steps": fit.steps,
+        "coarse_steps": config.coarse_steps,
+        "predicted": predicted,
+        "host": host.summary(),
+        "versions": versions(),
+        "engine": engine,
+        "threads": threads,
+        "store": str(fit.store.folder),
+        "split_hash": config.split_hash,
+        "grid": list(config.grid),
+        "mode": config.mode,
+        "device": config.device,
+        "precision": config.unet.dtype,
+        "policy": config.unet.policy,
+    }
+    now = {**start, **threads}
+    other = [name for name in WAYS if name in way and way[name] != now.get(name)]
+    if other:
+        was = ", ".join(f"{name} {way[name]}" for name in other)
+        say(f"note: this run had {was} before, so its weights will not be the same to the bit")
+    fit.log("start", **start)

@@ -10,11 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
 import math
 import statistics
 import time
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -23,7 +21,7 @@ import psutil
 
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import Share
-from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief, text_from_chief
+from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief
 from cpu3d.errors import (
     DivergedError,
     InputError,
@@ -36,38 +34,22 @@ from cpu3d.host.gpu import memory_device
 from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes
 from cpu3d.host.speed import Observer
 from cpu3d.plan import Plan
-from cpu3d.run.checkpoint import (
-    at_the_start,
-    checkpoints,
-    lost_best,
-    newest,
-    progress_of,
-    set_aside,
-    write_best,
-    write_next,
-)
-from cpu3d.run.config_json import continued, half_rates
+from cpu3d.run.checkpoint import set_aside, write_best, write_next, writing
+from cpu3d.run.config_json import half_rates
 from cpu3d.run.log import append_event, forget_after, last_event, shown
 from cpu3d.settings import RunConfig
 from cpu3d.training.budget import cut, steps_within
+from cpu3d.training.divergence import diverged_error, wrong_loss, wrong_weights
 from cpu3d.training.feeds import Feeds, MicroBatches
 from cpu3d.training.learner import Learner, Outcome
+from cpu3d.training.restart import find_restart
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import Guard, Stop, Wish, noted_signals, stop_of
 from cpu3d.util.progress import say
-from cpu3d.util.records import versions
-from memory_estimator.common.files import typed
-from memory_estimator.host import Host
-
-# How a run is computed: if one of these changes, its weights are not the same to the bit.
-WAYS = ("engine", "workers", "policy", "device", "micro_batch", "OMP_NUM_THREADS")
 
 # Taken to measure the time of a step, and undone; the first one compiles and does not count.
 TIMED_STEPS = 3
-
-# Above this a run has diverged; a network that predicts nothing has 1 to 2.
-HIGHEST_LOSS = 10.0
 
 
 class Fit:
@@ -97,7 +79,6 @@ class Fit:
         self._make_learner = make_learner
         self._observer: Optional[Observer] = None
 
-        self.progress = at_the_start()
         self._listeners: List[Track] = []  # all get every event as it is logged
         self._reader: Optional[Reader] = None
         # Made early if the time of its steps was measured.
@@ -113,6 +94,11 @@ class Fit:
     def step(self) -> int:
         """Steps that are done."""
         return self.progress.step
+
+    @property
+    def workers(self) -> int:
+        """The number of workers."""
+        return self._exchange.count
 
     def fit_budget(self) -> List[float]:
         """Cut the run to the steps that its minutes hold, earlier attempts and the timing included,
@@ -135,42 +121,6 @@ class Fit:
         self.steps = int(array_from_chief(self._exchange, np.array([steps]))[0])
         self.config = cut(self.config, step=self.step, steps=self.steps)
         return step_s
-
-    def log_start(
-        self, host: Host, engine: str, threads: Dict[str, str], predicted: Dict[str, Any]
-    ) -> None:
-        """Log where and with what this attempt runs; print a note if the run was computed in
-        another way before."""
-        config = self.config
-        before = last_event(self.folder, "start") if self._exchange.is_chief else {}
-        way = {**before, **before.get("threads", {})}
-        start = {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "parameters": self.learner.parameters,
-            "read_mode": self.feeds.reader.mode,
-            "micro_batch": config.micro,
-            "workers": self._exchange.count,
-            "steps": self.steps,
-            "coarse_steps": config.coarse_steps,
-            "predicted": predicted,
-            "host": host.summary(),
-            "versions": versions(),
-            "engine": engine,
-            "threads": threads,
-            "store": str(self.store.folder),
-            "split_hash": config.split_hash,
-            "grid": list(config.grid),
-            "mode": config.mode,
-            "device": config.device,
-            "precision": config.unet.dtype,
-            "policy": config.unet.policy,
-        }
-        now = {**start, **threads}
-        other = [name for name in WAYS if name in way and way[name] != now.get(name)]
-        if other:
-            was = ", ".join(f"{name} {way[name]}" for name in other)
-            say(f"note: this run had {was} before, so its weights will not be the same to the bit")
-        self._log("start", **start)
 
     def run(self, observer: Optional[Observer] = None, mlflow: str = "") -> None:
         """Train to the last step, an early stop, or a stop that one of the workers asks for, and
@@ -202,7 +152,7 @@ class Fit:
                 stop = self._loop(lambda: stop_of(noted, self._guard))
             if not was_over or last_event(self.folder).get("event") != "end":
                 self._log_end(stop)
-        if self._exchange.count > 1:
+        if self.workers > 1:
             self._wait_for_chief()
         if self.is_over:
             self._guard.note_end(self.reason)
@@ -215,6 +165,17 @@ class Fit:
                 why = f"memory must last on all workers, got {got}"
             raise MemoryRunsOutError(f"{why}; stopped and {saved}")
         raise Interrupted(saved, stop)
+
+    def log(self, event: str, **content: Any) -> None:
+        """Have the chief append an event to the log, and show it."""
+        if not self._exchange.is_chief:
+            return
+        line = {"event": event, "step": self.step, **content}
+        problem = f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"
+        with writing(self.folder, problem):
+            append_event(self.folder, line)
+        for listen in self._listeners:
+            listen(line)
 
     @property
     def is_over(self) -> bool:
@@ -340,11 +301,12 @@ class Fit:
             self._observer.note(step_s - waited_s - outcome.exchange_s)
         self._guard.stepped(step_s)
         names = self.feeds.case_ids(self.step)
-        if not outcome.loss <= HIGHEST_LOSS:  # NaN is not either
-            raise self._diverged(self._too_high(outcome, names), "look at these cases, or ")
+        wrong = wrong_loss(outcome, names, self.step + 1)
+        if wrong:
+            raise self._diverged(wrong, "look at these cases, or ")
         epoch = self.step // self.steps_per_epoch
         self.progress.step += 1
-        self._log(
+        self.log(
             "step",
             epoch=epoch,
             case_id=" ".join(names),
@@ -372,29 +334,6 @@ class Fit:
         outcome = learner.step(micro_batches, rate, wish, lambda: self._phase("summing gradients"))
         self._phase("computing")
         return outcome, time.perf_counter() - begin
-
-    def _too_high(self, outcome: Outcome, names: List[str]) -> str:
-        """What is wrong with a step whose loss is too high or not finite, and on which cases."""
-        losses = np.repeat(outcome.losses, self.config.micro)  # for each case of a micro-batch
-        bad = [name for name, loss in zip(names, losses) if not loss <= HIGHEST_LOSS]
-        rule = f"loss must be finite and at most {HIGHEST_LOSS:g}"
-        if not bad:  # the mean of all is too high
-            bad = names
-        cases = ", ".join(dict.fromkeys(bad))
-        return f"{rule}, got {outcome.loss:g} at step {self.step + 1} on {cases}"
-
-    def _diverged(self, reason: str, first: str = "") -> DivergedError:
-        """Log that the run has diverged, and return the error to raise; `first` is what may be done
-        before the rates are changed. What has diverged is not saved."""
-        saved = checkpoints(self.folder)
-        kept = "there is no checkpoint yet"
-        if saved:
-            kept = f"{saved[0].name} is the last good checkpoint"
-        with contextlib.suppress(OSError):  # the error has the same message
-            self._log("diverged", reason=reason)
-        rates = half_rates(self.config, growth=self._rate_growth)
-        todo = f"{first}add {rates}, half the rates, to the command"
-        return DivergedError(f"{reason}; {kept}; {todo}")
 
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after `step` steps, or would be if cases were held out for
@@ -428,7 +367,7 @@ class Fit:
             progress.best = mean_dice
             progress.best_is_coarse = is_coarse
             self._save_best()
-        self._log(
+        self.log(
             "validation",
             epoch=self.step // self.steps_per_epoch,
             loss=scores.loss,
@@ -457,27 +396,30 @@ class Fit:
             self._observer.record()
         if self.step and not self.feeds.held_out:
             self._save_best()
-        with self._writing(f"step {self.step} could not be saved"):
+        with writing(self.folder, f"step {self.step} could not be saved"):
             arrays = self.learner.arrays()
             size = write_next(self.folder, self.step, arrays, self._state(), keep=self.config.keep)
         self._guard.saved(self.step)
-        self._log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
+        self.log("checkpoint", seconds=time.perf_counter() - begin, bytes=size)
 
     def _check_finite(self) -> None:
-        """Raise DivergedError for weights that are not finite; the loss of a step is of those
-        before its update."""
-        for name, array in self.learner.arrays().items():
-            # By two numbers: a mask would take memory. Both are NaN if one value is.
-            extremes = (np.min(array), np.max(array))
-            if not np.isfinite(extremes).all():
-                got = "NaN" if np.isnan(extremes).any() else "infinity"
-                rule = f"weights must be finite, got {got} in {name} after step {self.step}"
-                raise self._diverged(rule)
+        """Raise DivergedError for weights that are not finite."""
+        wrong = wrong_weights(self.learner.arrays(), self.step)
+        if wrong:
+            raise self._diverged(wrong)
+
+    def _diverged(self, reason: str, first: str = "") -> DivergedError:
+        """Log that the run has diverged, and return the error to raise, as `diverged_error`. What
+        has diverged is not saved."""
+        with contextlib.suppress(OSError):  # the error has the same message
+            self.log("diverged", reason=reason)
+        rates = half_rates(self.config, growth=self._rate_growth)
+        return diverged_error(reason, self.folder, rates, first)
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
             self._phase("saving")
-            with self._writing("the best weights could not be saved"):
+            with writing(self.folder, "the best weights could not be saved"):
                 write_best(self.folder, self.learner.weights(), self._state())
 
     @contextlib.contextmanager
@@ -497,40 +439,19 @@ class Fit:
                 message = str(failure)
             raise WorkerLostError(f"{error}; {message}") from error
 
-    @contextlib.contextmanager
-    def _writing(self, problem: str) -> Iterator[None]:
-        """Raise an OSError again with the problem and the checkpoint that the run can continue
-        from."""
-        try:
-            yield
-        except OSError as error:
-            saved = checkpoints(self.folder)
-            kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
-            todo = "free disk space, then the same command continues"
-            raise OSError(f"{problem}: {error}; {kept}; {todo}") from error
-
     def _log_end(self, stop: Stop) -> None:
         reason = "interrupted"
         if self.is_over:
             reason = self.reason
         elif stop == Stop.MEMORY:
             reason = "memory"
-        self._log(
+        self.log(
             "end",
             reason=reason,
             seconds=self.progress.trained_s,
             peak_rss_bytes=peak_rss_bytes(),
             allocator_peak_bytes=allocator_peak_bytes(memory_device(self.config.device)),
         )
-
-    def _log(self, event: str, **content: Any) -> None:
-        if not self._exchange.is_chief:
-            return
-        line = {"event": event, "step": self.step, **content}
-        with self._writing(f"step {self.step} could not be logged in {self.folder / 'log.jsonl'}"):
-            append_event(self.folder, line)
-        for listen in self._listeners:
-            listen(line)
 
     def _state(self) -> Dict[str, Any]:
         """What a checkpoint keeps beside the learner's arrays."""
@@ -542,55 +463,35 @@ class Fit:
         }
 
     def _restore(self) -> List[str]:
-        """Continue from the newest whole checkpoint, which the chief reads for all, or start; makes
-        the learner and the data of the next step. Best weights that are lost are forgotten: those
-        of the checkpoint are validated and take their place. Returns a line for each damaged
-        checkpoint, and for those weights."""
-        checkpoint = newest(self.folder) if self._exchange.is_chief else None
+        """Continue from the newest whole checkpoint, or start; makes the learner and the data of
+        the next step. Returns a line for each damaged checkpoint, and for lost best weights."""
         has_cases = bool(self.store.cases("val"))
-        lost = ""
-        if checkpoint and checkpoint.state.get("step"):
-            has_best = isinstance(checkpoint.state.get("best"), float)
-            if has_best or not has_cases:
-                lost = lost_best(self.folder, checkpoint)
-        if checkpoint and lost and has_cases:
-            checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
-        text = text_from_chief(self._exchange, json.dumps(checkpoint.state) if checkpoint else "")
-        if text:
-            name = str(checkpoint.path) if checkpoint else "of the chief"
-            self._take_state(text, name)
-        self._owes_first_save = bool(self.config.init) and not text
+        restart = find_restart(
+            self.folder,
+            self.config,
+            steps=self.steps,
+            has_cases=has_cases,
+            exchange=self._exchange,
+        )
+        self.config = restart.config
+        self.progress = restart.progress
+        self._owes_first_save = bool(self.config.init) and restart.is_new
         self._saved_step = self.step
         self._enter()
+        checkpoint = restart.checkpoint
         if checkpoint:
             self.learner.restore(checkpoint.arrays)
         elif self._transfer:
             self.learner.start_from(self._transfer.first)
-        if (text or self._owes_first_save) and self._exchange.count > 1:
-            for variable in self.learner.named_variables().values():
-                variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
+        if (not restart.is_new or self._owes_first_save) and self.workers > 1:
+            self.learner.take_from_chief()
         if not checkpoint:
             return []
         warnings = set_aside(checkpoint)
-        if lost:
+        if restart.lost:
             validated = "validated and " if has_cases else ""
             instead = f"those after step {self.step} are {validated}kept instead"
-            warnings.append(f"warning: {lost}; {instead}")
-        if lost and not has_cases:
-            self._save_best()
+            warnings.append(f"warning: {restart.lost}; {instead}")
+            if not has_cases:
+                self._save_best()
         return warnings
-
-    def _take_state(self, text: str, name: str) -> None:
-        """Continue from the state of a checkpoint, in JSON; `name` is the checkpoint's in an
-        error."""
-        try:
-            state = json.loads(text)
-            self.progress = progress_of(state)
-            coarse_steps = typed(state.get("coarse_steps"), int, "state.coarse_steps")
-        except ValueError as error:
-            raise InputError(
-                f"checkpoint {name} must hold a run's state, got {error}; delete it"
-            ) from None
-        self.config = continued(
-            self.config, step=self.step, steps=self.steps, saved_coarse_steps=coarse_steps
-        )

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.region import Array
-from cpu3d.distributed.all_reduce import ALONE, Exchange
+from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief
 from cpu3d.errors import InputError, WorkerLostError, WorkersDifferError
 from cpu3d.settings import RunConfig
 from cpu3d.training.optimizers import optimizer_of
@@ -176,6 +176,11 @@ class Learner:
                 rule = f"checkpoint array {name} must have shape {shape}"
                 raise InputError(f"{rule}, got {other}; {todo}")
             variable.assign(arrays[name])
+
+    def take_from_chief(self) -> None:
+        """Take the chief's value of every variable; all workers call this at once."""
+        for variable in self.named_variables().values():
+            variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
 
     def weights(self) -> Dict[str, tf.Tensor]:
         """The network's weights alone, averaged if the run averages, for prediction. As

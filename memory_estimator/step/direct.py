@@ -78,7 +78,9 @@ def of_convolution(call: Call, cut: Cut) -> Scratch:
 
     passing = blocks * (9 * terms + (voxels - 1) * width) * 16 * 2
     passing += cut.positions * 8 * (op.batch * 2 * blocks * GROUP + 16)
-    return Scratch(cut.pieces, kept, passing + cut.pieces * copies(call, cut))
+    return Scratch(
+        threads=cut.pieces, kept_bytes=kept, passing_bytes=passing + cut.pieces * copies(call, cut)
+    )
 
 
 def of_filters(call: Call, cut: Cut) -> Scratch:
@@ -110,7 +112,7 @@ def of_filters(call: Call, cut: Cut) -> Scratch:
     gradient_planes = max(2, planes)
     kept += (planes + 2) * values + gradient_planes * gradients
     sums = 4 * 9 * shifts * groups * blocks * 256
-    return Scratch(cut.pieces, kept, cut.positions * sums)
+    return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=cut.positions * sums)
 
 
 # --- Between two grids ---
@@ -142,7 +144,7 @@ def _of_fine_rows(call: Call, cut: Cut, rows: int, steps: int, voxels: int, made
     kept = 4 * 4 * 256 + rows * tiles * ceil_div(z, tiles) * 64 * steps
     passing = width // GROUP * voxels * fine_rows * steps * 1024
     passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
-    return Scratch(cut.pieces, kept, passing)
+    return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=passing)
 
 
 def of_projection(call: Call, cut: Cut) -> Scratch:
@@ -156,7 +158,7 @@ def of_projection(call: Call, cut: Cut) -> Scratch:
     kept = 4 * 4 * 256 + tiles * ceil_div(z, tiles) * 2 * channels
     passing = shared.WEIGHT_PARTS * width * 2 * channels + 4 * width
     passing += cut.pieces * 8 * (op.batch * 2 * width + 16)
-    return Scratch(cut.pieces, kept, passing)
+    return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=passing)
 
 
 def cut_of_up_filters(call: Call) -> Cut:
@@ -179,7 +181,11 @@ def of_up_filters(call: Call, cut: Cut) -> Scratch:
     fine = op.strides[2] * cut.outputs
     kept = 4 * 6 * 256 + 2 * round_up(pitch * GROUP * max(cut.inputs, fine), 32)
     kept += arrays * 1024 * ceil_div(rows * pitch, 32)
-    return Scratch(cut.pieces, kept, cut.positions * 4 * taps * blocks * groups * 256)
+    return Scratch(
+        threads=cut.pieces,
+        kept_bytes=kept,
+        passing_bytes=cut.positions * 4 * taps * blocks * groups * 256,
+    )
 
 
 def _width(channels: int) -> int:

@@ -80,7 +80,7 @@ def cut_for(op: OwnOperation, threads: int, instructions: str, in_place: bool = 
 
 
 def _way_of(call: Call) -> Way:
-    kind = KINDS[call.op.kind]
+    kind = OWN_KINDS[call.op.kind]
     if kind.in_tiles is not None and call.is_in_tiles:
         return kind.in_tiles
     return kind.way
@@ -88,7 +88,7 @@ def _way_of(call: Call) -> Way:
 
 def costs_of(kind: Kind) -> str:
     """The kind of `calibration.FEATURES` that operations of a kind of models/program.py cost."""
-    return "pass" if kind in OF_TENSORFLOW else KINDS[kind.value].costs
+    return "pass" if kind in OF_TENSORFLOW else OWN_KINDS[kind.value].costs
 
 
 # --- Rows that have nothing to do with each other ---
@@ -133,7 +133,7 @@ def _of_rows(
     passing = cut.positions * 8 * sums
     if takes_filters:
         passing += 4 * filters
-    return Scratch(cut.pieces, kept, passing)
+    return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=passing)
 
 
 def _cut_of_up_filters(call: Call) -> Cut:
@@ -151,7 +151,7 @@ def _of_up_filters(call: Call, cut: Cut) -> Scratch:
     of_outputs = min(output_width, cut.outputs * GROUP)
     kept = 4 * op.grid[2] * (of_inputs + of_outputs * taps)
     sums = op.batch * 2 * width + taps * width * output_width + output_width
-    return Scratch(cut.pieces, kept, cut.positions * 8 * sums)
+    return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=cut.positions * 8 * sums)
 
 
 # --- 3x3x3 convolutions by transformed rows ---
@@ -197,7 +197,9 @@ def _of_convolution(call: Call, cut: Cut) -> Scratch:
     packed = ceil_div(op.channels, rows.unit)
     passing = 4 * output_width * rows.streams * 9 * packed
     passing += cut.positions * 8 * (op.batch * 2 * output_width + 16)
-    return Scratch(cut.pieces, kept, passing + cut.pieces * copies(call, cut))
+    return Scratch(
+        threads=cut.pieces, kept_bytes=kept, passing_bytes=passing + cut.pieces * copies(call, cut)
+    )
 
 
 def _of_row_filters(call: Call, cut: Cut) -> Scratch:
@@ -206,7 +208,7 @@ def _of_row_filters(call: Call, cut: Cut) -> Scratch:
     op = call.op
     kept = _kept_of_rows(call, cut, cut.inputs * GROUP, cut.outputs * GROUP)
     sums = 9 * call.rows.streams * round_up(op.channels, GROUP) * round_up(op.outputs, GROUP)
-    return Scratch(cut.pieces, kept, cut.positions * 4 * sums)
+    return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=cut.positions * 4 * sums)
 
 
 def _kept_of_rows(call: Call, cut: Cut, width: int, gradient_width: int = 0) -> int:
@@ -249,7 +251,7 @@ def _of_loss_slope(call: Call, cut: Cut) -> Scratch:
     op = call.op
     row_values = op.grid[2] * op.channels
     kept = LOSS_TERMS * op.channels * call.rows.lanes * (4 + 8) + row_values
-    return Scratch(cut.pieces, kept, 0)
+    return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=0)
 
 
 def _of_loss_sums(call: Call, cut: Cut) -> Scratch:
@@ -267,7 +269,7 @@ def _of_orthogonal(call: Call, cut: Cut) -> Scratch:
     columns = op.outputs
     width = round_up(min(rows, columns), block_columns)
     tall = max(rows, columns, block_rows)
-    return Scratch(0, 0, 4 * (width * tall + 5 * width**2))
+    return Scratch(threads=0, kept_bytes=0, passing_bytes=4 * (width * tall + 5 * width**2))
 
 
 def _cut_of_orthogonal(call: Call) -> Cut:
@@ -307,12 +309,12 @@ def _mapped(size_bytes: int) -> int:
     return round_up(LINE_BYTES + size_bytes, PAGE_BYTES)
 
 
-PASS = Way(_cut_of_pass, _of_pass)
-PROJECTION = Way(_cut_of_pass, _of_filters)
-PROJECTION_GRADIENT = Way(_cut_of_pass, _of_filters_and_gradient)
-UP = Way(_cut_of_pass, _of_up)
-CONVOLUTION = Way(_cut_of_convolution, _of_convolution)
-DIRECT_CONVOLUTION = Way(direct.cut_of_convolution, direct.of_convolution)
+PASS = Way(cut=_cut_of_pass, scratch=_of_pass)
+PROJECTION = Way(cut=_cut_of_pass, scratch=_of_filters)
+PROJECTION_GRADIENT = Way(cut=_cut_of_pass, scratch=_of_filters_and_gradient)
+UP = Way(cut=_cut_of_pass, scratch=_of_up)
+CONVOLUTION = Way(cut=_cut_of_convolution, scratch=_of_convolution)
+DIRECT_CONVOLUTION = Way(cut=direct.cut_of_convolution, scratch=direct.of_convolution)
 
 OF_TENSORFLOW = (
     Kind.NORM_GRADIENT,
@@ -323,32 +325,40 @@ OF_TENSORFLOW = (
 )
 """Kinds of a step that no own operation computes."""
 
-KINDS: Dict[str, OwnKind] = {
-    "convolve": OwnKind("convolve", CONVOLUTION, DIRECT_CONVOLUTION),
-    "input_gradient": OwnKind("input_gradient", CONVOLUTION, DIRECT_CONVOLUTION),
+OWN_KINDS: Dict[str, OwnKind] = {
+    "convolve": OwnKind(costs="convolve", way=CONVOLUTION, in_tiles=DIRECT_CONVOLUTION),
+    "input_gradient": OwnKind(costs="input_gradient", way=CONVOLUTION, in_tiles=DIRECT_CONVOLUTION),
     "filter_gradient": OwnKind(
-        "filter_gradient",
-        Way(_cut_of_row_filters, _of_row_filters),
-        Way(direct.cut_of_filters, direct.of_filters),
+        costs="filter_gradient",
+        way=Way(cut=_cut_of_row_filters, scratch=_of_row_filters),
+        in_tiles=Way(cut=direct.cut_of_filters, scratch=direct.of_filters),
     ),
-    "max_pool": OwnKind("pass", PASS),
-    "max_pool_gradient": OwnKind("pass", PASS),
-    "residual_sum": OwnKind("pass", PASS),
-    "residual_gradient": OwnKind("pass", PASS),
-    "to_raw": OwnKind("pass", PASS),
-    "project": OwnKind("project", PROJECTION, Way(_cut_of_pass, direct.of_projection)),
-    "project_gradient": OwnKind("project", PROJECTION_GRADIENT),
-    "project_sums": OwnKind("project", PROJECTION_GRADIENT),
-    "project_to_raw": OwnKind("project", PROJECTION),
-    "up_convolve": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up)),
-    "up_input_gradient": OwnKind("up", UP, Way(_cut_of_pass, direct.of_up_gradient)),
+    "max_pool": OwnKind(costs="pass", way=PASS),
+    "max_pool_gradient": OwnKind(costs="pass", way=PASS),
+    "residual_sum": OwnKind(costs="pass", way=PASS),
+    "residual_gradient": OwnKind(costs="pass", way=PASS),
+    "to_raw": OwnKind(costs="pass", way=PASS),
+    "project": OwnKind(
+        costs="project",
+        way=PROJECTION,
+        in_tiles=Way(cut=_cut_of_pass, scratch=direct.of_projection),
+    ),
+    "project_gradient": OwnKind(costs="project", way=PROJECTION_GRADIENT),
+    "project_sums": OwnKind(costs="project", way=PROJECTION_GRADIENT),
+    "project_to_raw": OwnKind(costs="project", way=PROJECTION),
+    "up_convolve": OwnKind(
+        costs="up", way=UP, in_tiles=Way(cut=_cut_of_pass, scratch=direct.of_up)
+    ),
+    "up_input_gradient": OwnKind(
+        costs="up", way=UP, in_tiles=Way(cut=_cut_of_pass, scratch=direct.of_up_gradient)
+    ),
     "up_filter_gradient": OwnKind(
-        "up",
-        Way(_cut_of_up_filters, _of_up_filters),
-        Way(direct.cut_of_up_filters, direct.of_up_filters),
+        costs="up",
+        way=Way(cut=_cut_of_up_filters, scratch=_of_up_filters),
+        in_tiles=Way(cut=direct.cut_of_up_filters, scratch=direct.of_up_filters),
     ),
-    "loss_sums": OwnKind("loss", Way(_cut_of_loss, _of_loss_sums)),
-    "loss_slope": OwnKind("loss", Way(_cut_of_loss, _of_loss_slope)),
-    "orthogonal": OwnKind("update", Way(_cut_of_orthogonal, _of_orthogonal)),
+    "loss_sums": OwnKind(costs="loss", way=Way(cut=_cut_of_loss, scratch=_of_loss_sums)),
+    "loss_slope": OwnKind(costs="loss", way=Way(cut=_cut_of_loss, scratch=_of_loss_slope)),
+    "orthogonal": OwnKind(costs="update", way=Way(cut=_cut_of_orthogonal, scratch=_of_orthogonal)),
 }
 """Own operations by their names in native.h: those of `Kind`, and of the update."""

@@ -32,7 +32,7 @@ from models.native.shared import header
 
 HERE = Path(__file__).resolve().parent
 BUILT = HERE / "built"
-KINDS = ("kernels", "door")
+LIBRARIES = ("kernels", "door")
 TENSORFLOW = "libtensorflow_framework.so.2"  # has the C interface; loaded before our library
 OPTIONS = (
     *("-O3", "-std=gnu11", "-fPIC"),
@@ -119,7 +119,7 @@ def build(
             return [done[0].kernels, done[0].door]
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             _compile(compiler, sets, Path(scratch), tuple(extra))
-            made = [Path(scratch) / kind for kind in KINDS]
+            made = [Path(scratch) / name for name in LIBRARIES]
             kernels, door = map(_checksum, made)
             wanted = [folder / f"kernels-{about}.{kernels}.so"]
             wanted += [folder / f"door-{about}.{kernels}.{door}.so"]

@@ -7,7 +7,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence
 
 import tensorflow as tf
 
-from models.native.shared import KIND_CODES, WITH_SUMS
+from models.native.shared import KIND_OF_CODE, WITH_SUMS
 
 
 @tf.RegisterGradient("CpuOperation")
@@ -17,7 +17,7 @@ def _gradient_of(
     """Gradients of the inputs of a forward operation, by TensorFlow's operations on the same
     values in float32: in bfloat16 its gradients of filters may be infinite. These can be
     differentiated again."""
-    kind = list(KIND_CODES)[op.get_attr("kind")]
+    kind = KIND_OF_CODE[op.get_attr("kind")]
     if kind not in _PLAIN:
         raise NotImplementedError(
             "a second derivative must be of model(image, training=False), got training=True; "

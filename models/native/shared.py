@@ -43,6 +43,7 @@ grid is the map's, but for up_ kinds and pools the coarser one. Sums are [batch]
 of native.h, or of `convolve` the mean and variance of its map."""
 
 KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+KIND_OF_CODE = dict(enumerate(KINDS))
 
 WITH_SUMS = (
     "convolve",

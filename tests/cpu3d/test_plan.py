@@ -554,7 +554,7 @@ def test_strides_of_another_depth_are_not_kept_for_a_run_that_has_not_begun(
 def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     phantom_store, tmp_path, capsys, monkeypatch, host, side
 ):
-    monkeypatch.setattr(estimator, "read_host", lambda: host)
+    monkeypatch.setattr("memory_estimator.planned_host.read_host", lambda: host)
 
     def estimated(*options):
         options = ["--json", *map(str, options)]

@@ -315,7 +315,7 @@ def test_without_own_operations_layers_are_counted(monkeypatch, tmp_path, capsys
 
 def test_before_a_set_up_what_it_can_build_is_assumed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr("models.native.build.BUILT", tmp_path)
-    monkeypatch.setattr("memory_estimator.__main__.has_tensorflow", lambda: False)
+    monkeypatch.setattr("memory_estimator.planned_host.has_tensorflow", lambda: False)
     for compiler, is_assumed in ((sys.executable, True), ("no-such-compiler", False)):
         monkeypatch.setenv("CC", compiler)
         content = answer("--shape 64 64 64 --threads 2", capsys)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memory_estimator.host import read_host
-from memory_estimator.step.scratch import KINDS, scratch_bytes, scratch_of
+from memory_estimator.step.scratch import OWN_KINDS, scratch_bytes, scratch_of
 from memory_estimator.step.timeline import OwnOperation, StepOp
 from models.native.build import build
 from models.strides import STRIDES
@@ -51,7 +51,7 @@ def operations(kind, dtype):
     return st.tuples(made, st.sampled_from((1, 2, 3, 8, 56)), st.booleans())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OWN_KINDS)
 @pytest.mark.parametrize(("instructions", "dtype"), KERNELS)
 def test_every_operation_takes_what_the_c_function_says(library, kind, instructions, dtype):
     if not library.native_kernels(instructions.encode(), DTYPES[dtype][0]):

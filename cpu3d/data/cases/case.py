@@ -115,12 +115,8 @@ def load_case(
         if not if_any_differs(kinds):
             label = _ignored_in_box(label, image, ignore)
     facts = facts_of(image, label, kinds, units, ignore)
-    # Where the window of a CT is not known yet, the box is not either: `finish` looks later.
-    if label is not None and ignore is not None and not facts["peaks"]:
-        in_box = label[facts["box"].slices(xyz(label.shape))]
-        check_annotated(in_box, ignore, label_name, "all of the content box")
-    paths = files.images if labels is None else files.paths
-    folder = dataset_folder or paths[0].parent
+    if label is not None and ignore is not None:
+        _check_box(label, facts, ignore, label_name)
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
@@ -130,7 +126,7 @@ def load_case(
         max_abs_error=error,
         zeroed_voxels=zeroed_voxels,
         geometry=geometry,
-        sources=tuple(_source_file(path, folder) for path in paths),
+        sources=_sources(files, dataset_folder, has_label=labels is not None),
         stem=files.case_id,
         stored=whole(image.shape[:3]),
         **WITHOUT_FILES,
@@ -231,6 +227,22 @@ def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
     if label is None:
         return SourceGrid(shape, {}, "")
     return SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))
+
+
+def _check_box(label: Array, facts: Mapping[str, Any], ignore: int, name: str) -> None:
+    """Raise InputError for a label without annotated voxels in the box of a case's facts."""
+    if facts["peaks"]:  # the window of a CT is not known yet, so neither is the box: see `finish`
+        return
+    in_box = label[facts["box"].slices(xyz(label.shape))]
+    check_annotated(in_box, ignore, name, "all of the content box")
+
+
+def _sources(files: CaseFiles, folder: Optional[Path], has_label: bool) -> Tuple[SourceFile, ...]:
+    """The files that a case was made from, relative to `folder`, by default the first image's."""
+    paths = files.paths if has_label else files.images
+    if folder is None:
+        folder = paths[0].parent
+    return tuple(_source_file(path, folder) for path in paths)
 
 
 def _source_file(path: Path, folder: Path) -> SourceFile:

@@ -42,7 +42,6 @@ from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.split import Split
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.convert import USUAL, StoreSettings
-from cpu3d.data.stores.decisions import decided_table
 from cpu3d.data.stores.finished import differences, still_lost
 from cpu3d.data.stores.folder import (
     QUARANTINE,
@@ -64,6 +63,7 @@ from cpu3d.data.stores.splits import (
     read_folds,
     split_sizes,
 )
+from cpu3d.data.stores.store_decisions import decided_table
 from cpu3d.data.stores.unfinished import finish
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import worker_count

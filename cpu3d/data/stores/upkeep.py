@@ -27,7 +27,6 @@ from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
-from cpu3d.data.stores.decisions import decisions_of
 from cpu3d.data.stores.finished import still_lost
 from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
 from cpu3d.data.stores.prepare import (
@@ -38,6 +37,7 @@ from cpu3d.data.stores.prepare import (
 )
 from cpu3d.data.stores.repair import Repaired, fitting, open_mended, repair
 from cpu3d.data.stores.splits import add_to_folds, deal_cases, split_sizes
+from cpu3d.data.stores.store_decisions import decisions_of
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count

@@ -85,7 +85,7 @@ def run(options: Options) -> int:
     if options.format == "onnx":
         require_onnx()
     set_up()
-    from cpu3d.inference.export import network as networks  # imports TensorFlow, so not before
+    from cpu3d.inference.export import formats  # imports TensorFlow, so not before
     from cpu3d.inference.predictor import Predictor, load_weights
 
     # Once, as a run that continues replaces its last checkpoint.
@@ -96,12 +96,12 @@ def run(options: Options) -> int:
     own = Predictor(dataclasses.replace(config, grid=exported.grid), weights, ONE_PASS)
     if options.format == "onnx":
         # A program that reads ONNX computes norms by their definition.
-        exact = networks.ExactPredictor(exported, weights, ONE_PASS)
-        write = networks.write_onnx
+        exact = formats.ExactPredictor(exported, weights, ONE_PASS)
+        write = formats.write_onnx
     else:
         # A SavedModel has predict's own operations.
         exact = Predictor(exported, weights, ONE_PASS)
-        write = networks.write_saved_model
+        write = formats.write_saved_model
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
     postprocessing = postprocessing_of(options.run, config, options.weights)
@@ -112,7 +112,7 @@ def run(options: Options) -> int:
     }
     out.mkdir(parents=True, exist_ok=True)
     with _empty_after_an_error(out):
-        write(about, networks.exported_network(exported, weights), out / about["file"])
+        write(about, formats.exported_network(exported, weights), out / about["file"])
         (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
         verification = verify(about, out, record, image, exact, own, postprocessing)
         if verification["passed"]:

@@ -22,8 +22,8 @@ from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import bounding_box, centred, crop, paste, whole
 from cpu3d.data.windows import sliding_window
+from cpu3d.inference.export import formats, segment
 from cpu3d.inference.export import image as images
-from cpu3d.inference.export import network, segment
 from cpu3d.inference.export.contract import contract
 from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
@@ -492,7 +492,7 @@ def call(tiny, tmp_path, capsys):
 
 
 def test_a_network_that_answers_otherwise_gets_no_export_json(call, monkeypatch, tmp_path):
-    monkeypatch.setattr(network, "EPSILON", 0.5)
+    monkeypatch.setattr(formats, "EPSILON", 0.5)
     code, message = call()
     assert code == 1
     assert "largest difference" in message
@@ -526,7 +526,7 @@ def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(network, "write_onnx", full)
+    monkeypatch.setattr(formats, "write_onnx", full)
     assert call()[0] == 1
     assert not list((tmp_path / "out").iterdir())
 

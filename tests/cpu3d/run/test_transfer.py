@@ -23,7 +23,7 @@ from cpu3d.plan import make_plan
 from cpu3d.report.report import write_report
 from cpu3d.run.checkpoint import load_checkpoint, newest, save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config
-from cpu3d.run.weights import run_weights
+from cpu3d.run.trained_weights import run_weights
 from cpu3d.training.feeds import Feeds
 from cpu3d.training.learner import Learner
 from cpu3d.training.train import train

@@ -33,6 +33,7 @@ from cpu3d.run.config_json import save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import RunConfig
 from cpu3d.training import fit as fit_module
+from cpu3d.training.attempt import log_start
 from cpu3d.training.fit import Fit
 from cpu3d.training.watchdog import Stop
 from memory_estimator.common.schema import add_options, arguments
@@ -642,7 +643,7 @@ def test_how_files_are_read_is_logged_free_to_change_and_gives_the_same_weights(
 ):
     for mode in ("mmap", "pread"):
         fit = start(phantom_store, tmp_path / mode, epochs=1, read_mode=mode)
-        fit.log_start(read_host(), "test", {}, {})
+        log_start(fit, read_host(), "test", {}, {})
         fit.run()
         events = {event["event"]: event for event in read_events(tmp_path / mode)}
         assert events["start"]["read_mode"] == mode

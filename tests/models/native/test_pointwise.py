@@ -176,7 +176,8 @@ def whole(parts, strides):
     return split.reshape(batch, i * x, j * y, k * z, channels)
 
 
-PASSES = [kind for kind in list(KINDS)[3:] if kind not in (*LOSSES, "orthogonal")]
+OTHERS = ("convolve", "input_gradient", "filter_gradient", *LOSSES, "orthogonal")
+PASSES = [kind for kind in KINDS if kind not in OTHERS]
 BETWEEN_GRIDS = [kind for kind in PASSES if kind.startswith(("up_", "max_pool"))]
 
 

@@ -19,9 +19,9 @@ from cpu3d.data.region import Region, bounding_box, centred, whole
 from cpu3d.data.sampling import ALL, PatchSampling
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import StoreSettings
-from cpu3d.data.stores.decisions import decisions_of
 from cpu3d.data.stores.folder import SOURCE, read_quarantine
 from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.store_decisions import decisions_of
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import dataset_json, decathlon, write_nifti

@@ -7,13 +7,13 @@ import pytest
 from cpu3d.data.cases.resample import Keep
 from cpu3d.data.manifest import CaseList
 from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.decisions import (
+from cpu3d.data.stores.prepare import prepare
+from cpu3d.data.stores.store_decisions import (
     decided_table,
     decisions_of,
     depth_of_store,
     strides_of_store,
 )
-from cpu3d.data.stores.prepare import prepare
 from models.config import UNetConfig
 from models.strides import strides_text
 from tests.cpu3d.data.spaced import spaced_set

@@ -12,7 +12,7 @@ import tensorflow as tf
 from cpu3d.errors import InputError
 from cpu3d.inference.export.command import require_onnx
 from cpu3d.inference.export.contract import contract
-from cpu3d.inference.export.network import exported_network, onnx_model, write_saved_model
+from cpu3d.inference.export.formats import exported_network, onnx_model, write_saved_model
 from cpu3d.settings import RunConfig
 from models.config import NETWORKS, NORMS, UPS, UNetConfig
 from models.unet3d import build_unet3d

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from cpu3d.distributed.supervise import (
+from cpu3d.distributed.worker_processes import (
     Patience,
     WorkerCommand,
     WorkerFailedError,
