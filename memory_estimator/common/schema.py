@@ -205,8 +205,14 @@ def arguments(
 def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its
     choices, by the option that sets it."""
-    for field, spec in _fields(type(settings)):
-        value = getattr(settings, field.name)
+    names = [field.name for field, _ in _fields(type(settings))]
+    check_values(type(settings), {name: getattr(settings, name) for name in names}, error)
+
+
+def check_values(cls: type, values: Mapping[str, Any], error: Type[Exception] = ValueError) -> None:
+    """Raise `error` as `check` does, for the options of `cls` that have a value."""
+    for field, spec in _fields(cls):
+        value = values.get(field.name)
         if value is None:
             continue
         for each in value if isinstance(value, tuple) else (value,):
