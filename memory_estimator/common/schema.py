@@ -60,8 +60,7 @@ class Option:
     below: Optional[float] = None
     group: str = ""  # heading that --help lists it under
     one_of: str = ""  # options with the same word here exclude each other
-    positional: bool = False
-    rest: bool = False  # positional, and takes all words that follow, also other commands' options
+    rest: bool = False  # by its place: all words that follow, also other commands' options
     repeat: bool = False  # given again for each element of a tuple
 
 
@@ -121,7 +120,7 @@ def _add_switch(target: Any, hint: Any, field: Field, spec: Option) -> None:
 
 
 def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
-    """An option, or a positional argument, with one word or several."""
+    """An option, or the rest of the command line, with one word or several."""
     inner, nargs = _shape_of(hint)
     word = _word_of(hint)
     if isinstance(nargs, int) and get_args(_values_of(hint))[-1] is Ellipsis and not spec.repeat:
@@ -138,7 +137,7 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
         more["action"] = "append"
     elif word:
         more["action"] = _WordInstead
-    if spec.positional or spec.rest:
+    if spec.rest:
         target.add_argument(field.name, **more)
     else:
         required = field.default is dataclasses.MISSING
@@ -218,8 +217,7 @@ def check_values(cls: type, values: Mapping[str, Any], error: Type[Exception] = 
         for each in value if isinstance(value, tuple) else (value,):
             rule = _broken_rule(each, spec)
             if rule:
-                name = field.name if spec.positional else _flag(field)
-                raise error(f"{name} must {rule}, got {each!r:.40}; see --help")
+                raise error(f"{_flag(field)} must {rule}, got {each!r:.40}; see --help")
 
 
 def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
@@ -235,7 +233,7 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
         elif spec.repeat:
             for each in value:
                 words += [flag, *_words(each)]
-        elif spec.positional or spec.rest:
+        elif spec.rest:
             words += _words(value)
         else:
             words += [flag, *_words(value)]
