@@ -32,9 +32,29 @@ Train a 3D U-Net on whole volumes, or on patches of them.
                                 shorter; P: a memory policy
   ./run.sh estimate ...         memory and time of a training: python -m memory_estimator ...; needs
                                 only rich and msgspec; for a store also numpy, nibabel, psutil
-  ./run.sh SUBCOMMAND ...       python -m cpu3d SUBCOMMAND ..., after a set-up if needed
-                                `.venv/bin/python -m cpu3d --help` lists them, and exit codes
-  ./run.sh help                 this text; ./run.sh SUBCOMMAND --help explains a subcommand
+  ./run.sh SUBCOMMAND ...       one of those below, after a set-up if needed
+  ./run.sh SUBCOMMAND --help    its options, with examples
+  ./run.sh help                 this text
+
+Subcommands:
+  demo       make phantoms, train on them, score, predict, report: everything once, in minutes
+  phantom    write a data set of made-up brains with tumours
+  prepare    read a data set into a store
+  store      print the content of a store, check it, add cases
+  train      train a 3D U-Net on whole volumes or on patches, or continue
+  launch     train with several workers: one per socket, or on several hosts
+  status     print the state of a run: phase, progress, memory, and what to do next
+  evaluate   score untouched cases on their full grids, or cross-validate folds
+  predict    segment new cases on their own grids, with one run or several
+  view       write a page to scroll through the slices of a case in a browser
+  export     write a trained network for other programs: SavedModel or ONNX
+  report     write one report.html of a run
+  compare    train whole-volume and patch runs under one budget and compare them
+  bench      measure time and memory of a training step, and how fast settings learn
+  calibrate  measure this host's speed for the estimator, in about a minute
+  doctor     check this host: cores, memory, settings of a training, a test of the engine
+
+Exit codes: 0 done, 2 bad input; docs/long_runs.md has the others.
 
 Example:
   ./run.sh prepare --dataset ~/Task01_BrainTumour --store ~/brats-store

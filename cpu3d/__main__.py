@@ -95,6 +95,7 @@ def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     lines = {name: line for name, (_, line) in COMMANDS.items()}
+    argv = _with_store_named(argv)
     command = _choose(parser, lines, lambda name: importlib.import_module(COMMANDS[name][0]), argv)
     return command, parser.parse_args(argv)
 
@@ -145,6 +146,14 @@ def _explained(error: BaseException) -> List[str]:
         todo = how_to_install("" if package in ("tensorflow", "tf_keras") else "full")
         problems = [f"{package} must be installed for this command, got none; {todo}"]
     return [f"error: {problem}" for problem in problems]
+
+
+def _with_store_named(argv: Sequence[str]) -> Sequence[str]:
+    """A command line of `store` with --store before the folder, as all commands have it; earlier
+    versions took the folder by its place alone, as in `store info DIR`."""
+    if len(argv) < 3 or argv[0] != "store" or argv[2].startswith("-"):
+        return argv
+    return [*argv[:2], "--store", *argv[2:]]
 
 
 def _choose(

@@ -383,9 +383,9 @@ def _tables(predicted: Estimate, basis: str) -> List[Union[str, Table]]:
         ("volume", format_seconds(predicted.volume_s), time_error),
         ("epoch", format_seconds(predicted.epoch_s), of_epoch),
     )
-    errors = "error: no step like this one was measured"
+    errors = "prediction error: unknown, as nothing similar was measured"
     if predicted.kind:
-        errors = f"error, median and worst, over {predicted.kind}"
+        errors = f"prediction error, median and worst, over {predicted.kind}"
     peak = predicted.timeline
     tables = [
         _bill(f"Held at the peak, in the {peak.peak_phase} ({peak.peak_op})", predicted.components)

@@ -16,10 +16,10 @@ from typing import (
     Union,
 )
 
-from memory_estimator.common.schema import option
+from memory_estimator.common.schema import check_values, given_options, option
 from memory_estimator.common.units import by, counted
 from memory_estimator.installed import ENGINES, installed_engine
-from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
+from models.config import DTYPES, MOST_CHANNELS, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS
 from models.strides import (
     LEAST_MM,
@@ -65,19 +65,19 @@ class Job:
     cases: int = 0  # training cases, which make an epoch; 0 is unknown
 
     def __post_init__(self) -> None:
-        self.unet.check_shape(self.shape)
+        self.unet.check_shape(self.shape, "--shape")
         for name, least in (("batch", 1), ("threads", 1), ("cases", 0)):
             number = getattr(self, name)
             if number < least:
-                raise ValueError(f"{name} must be at least {least}, got {number}; raise it")
+                raise ValueError(f"--{name} must be at least {least}, got {number}; raise it")
             if number > MOST:
                 got = f"{number!s:.40}"
-                raise ValueError(f"{name} must be at most {MOST}, got {got}; lower it")
+                raise ValueError(f"--{name} must be at most {MOST}, got {got}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
         for name, allowed in (("optimizer", tuple(OPTIMIZERS)), ("engine", ENGINES)):
             value = getattr(self, name)
             if value not in allowed:
-                rule = f"{name} must be one of {', '.join(allowed)}"
+                rule = f"--{name} must be one of {', '.join(allowed)}"
                 raise ValueError(f"{rule}, got {value!r}; pick one")
 
     @property
@@ -146,7 +146,7 @@ def check_micro_batch(batch: int, micro_batch: int) -> None:
     """Raise ValueError unless a batch can be computed so many volumes at a time; 0 is by rule,
     which always can be."""
     if micro_batch < 0 or (micro_batch and batch % micro_batch):
-        rule = f"micro_batch must divide the batch of {batch}"
+        rule = f"--micro-batch must divide the batch of {batch}"
         allowed = ", ".join(map(str, divisors(batch)))
         raise ValueError(f"{rule}, got {micro_batch}; give one of {allowed}")
 
@@ -274,8 +274,8 @@ class Architecture:
 class JobOptions(Architecture):
     """The options of a `Job`: its source, the network, and how it is trained."""
 
-    channels: int = option(4, "image channels", "C")
-    classes: int = option(3, "output regions", "K")
+    channels: int = option(4, "image channels", "C", at_least=1, at_most=MOST_CHANNELS)
+    classes: int = option(3, "output regions", "K", at_least=1, at_most=MOST_CHANNELS)
     recipe: Optional[str] = option(
         None,
         "the job of a recipe; other options override it",
@@ -333,10 +333,11 @@ class JobOptions(Architecture):
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     """The job of `JobOptions`; options that were not given are as in `base`. A policy that is left
     open is `base`'s for the time being. Raises ValueError for settings out of range."""
+    check_values(JobOptions, given_options(JobOptions, args))
     chosen = {name: value for name, value in vars(args).items() if value != AUTO}
     if base is None and "shape" not in chosen:
         todo = "add --shape X Y Z, --store, --recipe or --run"
-        raise ValueError(f"shape must be given, got none; {todo}")
+        raise ValueError(f"--shape must be given, got none; {todo}")
     if "shape" in chosen:
         chosen["shape"] = tuple(chosen["shape"])
     if "classes" in chosen:
@@ -359,7 +360,7 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
 
     job = dataclasses.replace(base.with_unet(**of(UNetConfig)), **of(Job))
     if 0 < job.cases < job.batch:
-        rule = f"batch must be at most the {job.cases} training cases"
+        rule = f"--batch must be at most the {job.cases} training cases"
         raise ValueError(f"{rule}, got {job.batch}; lower it")
     return job
 

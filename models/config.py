@@ -99,14 +99,18 @@ class UNetConfig:
     strides: Strides = ()
 
     def __post_init__(self) -> None:
-        for name in ("channels", "outputs", "filters"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= MOST_CHANNELS:
-                rule = f"be an integer from 1 to {MOST_CHANNELS}"
-                raise ValueError(f"{name} must {rule}, got {value!r:.40}; give such a number")
+        # Names are as options are typed; the numbers of channels and outputs are no options.
+        for name, maps in (
+            ("channels", self.channels),
+            ("outputs", self.outputs),
+            ("--filters", self.filters),
+        ):
+            if not isinstance(maps, int) or not 1 <= maps <= MOST_CHANNELS:
+                rule = f"{name} must be an integer from 1 to {MOST_CHANNELS}"
+                raise ValueError(f"{rule}, got {maps!r:.40}; give such a number")
         if not isinstance(self.depth, int) or not 2 <= self.depth <= 8:
             got = f"{self.depth!r:.40}"
-            raise ValueError(f"depth must be between 2 and 8, got {got}; 5 is the paper's")
+            raise ValueError(f"--depth must be between 2 and 8, got {got}; 5 is the paper's")
         choices = {
             "network": tuple(NETWORKS),
             "norm": tuple(NORMS),
@@ -117,12 +121,12 @@ class UNetConfig:
         for name, allowed in choices.items():
             value = getattr(self, name)
             if value not in allowed:
-                rule = f"{name} must be one of {', '.join(allowed)}"
+                rule = f"--{name} must be one of {', '.join(allowed)}"
                 raise ValueError(f"{rule}, got {value!r}; pick one")
         if self.filters > self.most_filters:
             rule = f"be at most {self.most_filters} on {self.depth} levels of {self.network}"
             got = f"{self.filters}: a map has at most {MOST_CHANNELS} channels"
-            raise ValueError(f"filters must {rule}, got {got}; lower filters or depth")
+            raise ValueError(f"--filters must {rule}, got {got}; lower --filters or --depth")
         object.__setattr__(self, "strides", checked_strides(self.strides, self.depth))
 
     def to_json(self) -> Dict[str, Any]:

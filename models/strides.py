@@ -45,18 +45,19 @@ def shape3(sides: Iterable[int]) -> Shape3:
 def checked_strides(strides: Any, depth: int) -> Strides:
     """The strides of a network of `depth` levels as tuples; () if all of them halve every axis, as
     () itself does. Raises ValueError unless each of the depth - 1 halvings halves some axis."""
-    got = f"{strides!r:.60}"
     try:
         made = tuple(map(tuple, strides))
+        got = strides_text(made)
     except TypeError:  # of something else than sequences of sequences
         made = ((),)
+        got = str(strides)
     for each in made:
         if each not in STRIDES:
-            rule = "strides must be 2 or 1 along X, Y and Z, and 2 along one axis at least"
-            raise ValueError(f"{rule}, got {got}; write one as 2,2,1")
+            rule = "--strides must be 2 or 1 along X, Y and Z, and 2 along one axis at least"
+            raise ValueError(f"{rule}, got {got:.60}; write one as 2,2,1")
     if made and len(made) != depth - 1:
-        rule = f"strides must be {depth - 1}, one for each halving of {depth} levels"
-        raise ValueError(f"{rule}, got {got}; give as many, or another depth")
+        rule = f"--strides must be {depth - 1}, one for each halving of {depth} levels"
+        raise ValueError(f"{rule}, got {got:.60}; give as many, or another --depth")
     return () if set(made) == {EVERY_AXIS} else made
 
 

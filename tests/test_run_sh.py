@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
+from cpu3d.__main__ import COMMANDS
 from cpu3d.util import pythons
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -445,6 +446,10 @@ def test_help_needs_nothing_and_setup_refuses_what_it_does_not_know(sandbox):
     code, printed = sandbox.run("--help")
     assert code == 0
     assert "./run.sh prepare --dataset" in printed
+    assert "./run.sh SUBCOMMAND --help" in printed
+    _, _, below = printed.partition("Subcommands:\n")
+    listed = [line.split(maxsplit=1) for line in below.split("\n\n")[0].splitlines()]
+    assert listed == [[name, line] for name, (_, line) in COMMANDS.items()]
     sandbox.python("python3.11", "3.11")
     code, printed = sandbox.run("setup", "--fast")
     assert code == 2

@@ -71,7 +71,7 @@ def run(options: Options) -> int:
     engines = [engine for engine in wanted if installed(engine)]
     if not engines:
         missing = f"{options.engine}, which is not" if options.engine else "none"
-        raise InputError(f"engine must be installed, got {missing}; {how_to_install()}")
+        raise InputError(f"--engine must be installed, got {missing}; {how_to_install()}")
     writable_folder(options.record.parent, "folder")
     jobs = configurations(thread_plan(host).intra_op, engines)[: options.first]
     todo = [job for job in jobs if job not in done]

@@ -64,7 +64,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     if not installed(engine):
         install = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64"
         raise InputError(
-            "engine must be installed, got itex without intel-extension-for-tensorflow; "
+            "--engine must be installed, got itex without intel-extension-for-tensorflow; "
             f"{install}, or choose the engine stock"
         )
     threads = {name: os.environ.get(name, "0") for name in THREADS[:2]}  # 0 leaves it to TensorFlow
@@ -180,7 +180,7 @@ def installed(engine: Optional[str]) -> bool:
     engine."""
     if engine not in (None, *ENGINES):
         raise InputError(
-            f"engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them"
+            f"--engine must be one of {', '.join(ENGINES)}, got {engine}; choose one of them"
         )
     return engine != "itex" or itex_is_installed()
 

@@ -66,7 +66,7 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     if not installed(options.engine):
         got = f"{options.engine}, which is not installed here"
-        raise InputError(f"engine must be installed, got {got}; choose stock")
+        raise InputError(f"--engine must be installed, got {got}; choose stock")
     topology = read_topology()
     workers = options.workers
     if workers is None:

@@ -61,8 +61,7 @@ class Option:
     below: Optional[float] = None
     group: str = ""  # heading that --help lists it under
     one_of: str = ""  # options with the same word here exclude each other
-    positional: bool = False
-    rest: bool = False  # positional, and takes all words that follow, also other commands' options
+    rest: bool = False  # by its place: all words that follow, also other commands' options
     repeat: bool = False  # given again for each element of a tuple
 
 
@@ -122,7 +121,7 @@ def _add_switch(target: Any, hint: Any, field: Field, spec: Option) -> None:
 
 
 def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
-    """An option, or a positional argument, with one word or several."""
+    """An option, or the rest of the command line, with one word or several."""
     inner, nargs = _shape_of(hint)
     word = _word_of(hint)
     if isinstance(nargs, int) and get_args(_values_of(hint))[-1] is Ellipsis and not spec.repeat:
@@ -141,7 +140,7 @@ def _add_option(target: Any, hint: Any, field: Field, spec: Option) -> None:
         more["action"] = "append"
     elif word and nargs is not None:
         more["action"] = _WordInstead
-    if spec.positional or spec.rest:
+    if spec.rest:
         target.add_argument(field.name, **more)
     else:
         required = field.default is dataclasses.MISSING
@@ -219,15 +218,20 @@ def arguments(
 def check(settings: Any, error: Type[Exception] = ValueError) -> None:
     """Raise `error` for the first field of a dataclass that is outside its range or none of its
     choices, by the option that sets it."""
-    for field, spec in _fields(type(settings)):
-        value = getattr(settings, field.name)
+    names = [field.name for field, _ in _fields(type(settings))]
+    check_values(type(settings), {name: getattr(settings, name) for name in names}, error)
+
+
+def check_values(cls: type, values: Mapping[str, Any], error: Type[Exception] = ValueError) -> None:
+    """Raise `error` as `check` does, for the options of `cls` that have a value."""
+    for field, spec in _fields(cls):
+        value = values.get(field.name)
         if value is None:
             continue
         for each in value if isinstance(value, tuple) else (value,):
             rule = _broken_rule(each, spec)
             if rule:
-                name = field.name if spec.positional else _flag(field)
-                raise error(f"{name} must {rule}, got {each!r:.40}; see --help")
+                raise error(f"{_flag(field)} must {rule}, got {each!r:.40}; see --help")
 
 
 def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
@@ -243,7 +247,7 @@ def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
         elif spec.repeat:
             for each in value:
                 words += [flag, *_words(each)]
-        elif spec.positional or spec.rest:
+        elif spec.rest:
             words += _words(value)
         else:
             words += [flag, *_words(value)]

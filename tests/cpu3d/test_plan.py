@@ -262,7 +262,10 @@ def test_a_run_of_an_earlier_version_that_turned_otherwise_is_read_and_not_conti
     ("settings", "message"),
     [
         ({"channels": ["PET"]}, "channels must be among"),
-        ({"batch": 4, "micro_batch": 3}, "micro_batch must divide the batch of 4, got 3.* 1, 2, 4"),
+        (
+            {"batch": 4, "micro_batch": 3},
+            "--micro-batch must divide the batch of 4, got 3.* 1, 2, 4",
+        ),
         ({"batch": 9}, "^--batch must be at most the 4 training cases, got 9"),
         ({"rotation_deg": 90.0}, "augment rotation_deg must be in"),
         ({"low_resolution": 1.0}, r"augment low_resolution must be in \[0, 1\), got 1.0"),

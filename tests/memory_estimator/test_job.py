@@ -43,7 +43,7 @@ def parsed(text):
         ({"engine": "torch"}, "engine must be one of itex, stock, got 'torch'"),
         (
             {"batch": 16, "micro_batch": 3},
-            "micro_batch must divide the batch of 16, got 3.* 1, 2, 4, 8, 16",
+            "--micro-batch must divide the batch of 16, got 3.* 1, 2, 4, 8, 16",
         ),
     ],
 )
@@ -177,7 +177,10 @@ def test_a_run_of_a_version_before_gamma_is_read(tmp_path, turned):
     [
         ({"schema": 2}, "of schema 1, got schema 2"),
         ({"job": {**dataclasses.asdict(JOB), "unet": {}}}, "got a job without all of its fields"),
-        ({"job": {"batch": 4, "micro_batch": 3}}, "micro_batch must divide the batch of 4, got 3"),
+        (
+            {"job": {"batch": 4, "micro_batch": 3}},
+            "--micro-batch must divide the batch of 4, got 3",
+        ),
         ({"workers": 3}, "got 3 workers for batches of 4"),
         (
             {"job": {"unet": {"policy": "balanced"}}},

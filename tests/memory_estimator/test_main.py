@@ -248,21 +248,35 @@ def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_pat
         ("--shape 240 240 155", "pad to (240, 240, 160) or crop to (240, 240, 144)"),
         (
             "--shape 64 64 64 --cases 3 --batch 16",
-            "batch must be at most the 3 training cases, got 16",
+            "--batch must be at most the 3 training cases, got 16",
         ),
         ("--shape 64 64 64 --host-memory 64G", "memory must be in one of B, KiB"),
         (
             "--shape 64 64 64 --filters 1025",
-            "filters must be at most 1024 on 5 levels of unet3d, got 1025",
+            "--filters must be at most 1024 on 5 levels of unet3d, got 1025",
         ),
         (
             "--shape 64 64 64 --channels 16385",
-            "channels must be an integer from 1 to 16384, got 16385",
+            "--channels must be at most 16384, got 16385",
+        ),
+        ("--shape 64 64 64 --classes 0", "--classes must be at least 1, got 0"),
+        ("--shape 64 64 64 --depth 9", "--depth must be between 2 and 8, got 9"),
+        ("--shape 64 64 64 --batch 0", "--batch must be at least 1, got 0"),
+        ("--shape 64 64 64 --batch 4 --micro-batch 3", "--micro-batch must divide the batch of 4"),
+        ("--shape 64 64 64 --spacing 0 1 1", "--spacing must be at least 0.01, got 0.0"),
+        (
+            "--shape 64 64 64 --depth 3 --strides 2,2,2 3,1,1",
+            "--strides must be 2 or 1 along X, Y and Z, and 2 along one axis at least, "
+            "got 2,2,2 3,1,1;",
+        ),
+        (
+            "--shape 64 64 64 --strides 2,2,2 2,1,1",
+            "--strides must be 4, one for each halving of 5 levels, got 2,2,2 2,1,1;",
         ),
         (f"--shape 64 64 {'9' * 400}", "shape must fit into 32 bits, got 999"),
         ("--shape 64 64 64 --calibration nowhere.json", "nowhere.json"),
         ("--run nowhere", "must hold a plan.json"),
-        ("--batch 2", "shape must be given, got none"),
+        ("--batch 2", "--shape must be given, got none"),
         (
             "--shape 64 64 64 --link 25Gbit/s --epochs 3",
             "--hosts must be given with --link, --epochs, got none",

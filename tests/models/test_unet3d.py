@@ -77,22 +77,24 @@ def test_flops_of_a_single_level_are_those_worked_out_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "got"),
     [
-        ("filters", 0),
-        ("depth", 1),
-        ("norm", "layer"),
-        ("dtype", "float16"),
-        ("network", "vnet"),
-        ("strides", ((2, 2, 2),) * 3),  # for 5 levels, 4
-        ("strides", ((2, 2, 2),) * 3 + ((1, 1, 1),)),
-        ("strides", ((2, 2, 2),) * 3 + ((4, 2, 2),)),
-        ("strides", ((2, 2, 2),) * 3 + ((2, 2),)),
-        ("strides", (2, 2, 2, 2)),
+        ("channels", 0, "0"),
+        ("filters", 0, "0"),
+        ("depth", 1, "1"),
+        ("norm", "layer", "'layer'"),
+        ("dtype", "float16", "'float16'"),
+        ("network", "vnet", "'vnet'"),
+        ("strides", ((2, 2, 2),) * 3, "2,2,2 2,2,2 2,2,2"),  # for 5 levels, 4
+        ("strides", ((2, 2, 2),) * 3 + ((1, 1, 1),), "2,2,2 2,2,2 2,2,2 1,1,1"),
+        ("strides", ((2, 2, 2),) * 3 + ((4, 2, 2),), "2,2,2 2,2,2 2,2,2 4,2,2"),
+        ("strides", ((2, 2, 2),) * 3 + ((2, 2),), "2,2,2 2,2,2 2,2,2 2,2"),
+        ("strides", (2, 2, 2, 2), "(2, 2, 2, 2)"),
     ],
 )
-def test_a_bad_setting_is_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be .*{re.escape(str(value))}"):
+def test_a_bad_setting_is_refused_by_its_option_and_as_it_is_typed(field, value, got):
+    name = field if field == "channels" else f"--{field}"
+    with pytest.raises(ValueError, match=f"^{name} must be .*, got {re.escape(got)};"):
         UNetConfig(**{field: value})
 
 

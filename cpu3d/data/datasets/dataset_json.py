@@ -11,7 +11,18 @@ import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import (
+    Annotated,
+    Any,
+    Dict,
+    List,
+    Literal,
+    Mapping,
+    NamedTuple,
+    Optional,
+    Tuple,
+    Union,
+)
 
 import msgspec
 
@@ -29,10 +40,15 @@ IGNORE = "ignore"  # nnU-Net's name of the label that is not to be learnt
 Regions = Mapping[str, Tuple[int, ...]]  # region -> its label codes
 
 
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Files = Annotated[List[Text], msgspec.Meta(min_length=1)]
+Numbered = Dict[int, Text]  # number of a channel -> its name
+
+
 class Entry(msgspec.Struct):
     """A training case."""
 
-    image: Union[str, Annotated[List[str], msgspec.Meta(min_length=1)]]
+    image: Union[Text, Files]
     """A 4D file, or in MONAI's lists also a 3D file for each channel."""
     label: Optional[str] = None
     fold: Optional[int] = None  # in MONAI's lists, the fold that holds the case out
@@ -45,28 +61,39 @@ class Entry(msgspec.Struct):
 class ListedCase(msgspec.Struct):
     """A case that a dataset.json of nnU-Net 2 lists under its id."""
 
-    images: Annotated[List[str], msgspec.Meta(min_length=1)]  # files of a channel each
+    images: Files  # of a channel each
     label: Optional[str] = None
 
 
-class _Names(msgspec.Struct):
-    """What `describe` needs. Entries, of which there may be thousands, are passed over."""
+class Field(NamedTuple):
+    """What a field, or an element of one, must be."""
 
-    modality: Union[Dict[int, str], str, None] = None  # MONAI may write "MRI", which names none
-    channel_names: Optional[Dict[int, str]] = None  # of nnU-Net 2
-    labels: Optional[Dict[str, Any]] = None  # code -> name; of nnU-Net 2 name -> code or codes
-    name: Optional[str] = None
-    regions_class_order: Any = None
-    file_ending: Any = None
-    numTraining: Any = None  # noqa: N815, nnU-Net's name
+    kind: Any  # its type
+    rule: str  # the same in words
 
 
-class _Entries(msgspec.Struct):
-    training: Annotated[List[Entry], msgspec.Meta(min_length=1)]
+CHANNELS = 'an object of number -> channel, such as {"0": "FLAIR", "1": "T1w"}'
+FIELDS = {
+    "modality": Field(Union[Numbered, str, None], CHANNELS),  # MONAI's "MRI" names none
+    "channel_names": Field(Optional[Numbered], CHANNELS),  # of nnU-Net 2
+    "labels": Field(
+        Optional[Dict[str, Any]], "an object of code -> name, or in nnU-Net 2 of name -> code"
+    ),
+    "name": Field(Optional[str], "text"),
+    "tensorImageSize": Field(Literal["4D", "3D", None], '"4D" or "3D", as 2D images are not read'),
+    "training": Field(
+        Annotated[List[Any], msgspec.Meta(min_length=1)],
+        'a list of cases, such as {"image": "imagesTr/a.nii.gz", "label": "labelsTr/a.nii.gz"}',
+    ),
+    "dataset": Field(Optional[Dict[str, Any]], "an object of case -> its images and its label"),
+}
+"""The fields that must be of a type; the others of nnU-Net 2 are checked where they are used."""
 
-
-class _Cases(msgspec.Struct):
-    dataset: Optional[Dict[str, ListedCase]] = None
+ENTRY = Field(
+    Entry, 'an object of "image", a file or a list of files, "label", a file, and any "fold" number'
+)
+LISTED_CASE = Field(ListedCase, 'an object of "images", a list of files, and "label", a file')
+MOST_SHOWN = 120  # characters of a value in an error
 
 
 @dataclass(frozen=True)
@@ -91,12 +118,14 @@ class Description:
 def describe(path: Path) -> Description:
     """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
     is missing, if two names mean one channel, or if labels are no names of codes or of regions."""
-    content = _decoded(path, _Names)
+    content = _fields(path)
+    names = ("modality", "channel_names", "labels", "name", "tensorImageSize")
+    modality, channel_names, labels, name, _ = (_field(path, content, name) for name in names)
     # With a list of its cases, also if channels are named in both ways.
-    has_modality = isinstance(content.modality, dict)
-    numbered = content.channel_names
+    has_modality = isinstance(modality, dict)
+    numbered = channel_names
     if not numbered and has_modality:
-        numbered = content.modality
+        numbered = modality
     problems = _doubled(path)
     if not numbered:
         channels = _named_by_files(path)
@@ -108,36 +137,44 @@ def describe(path: Path) -> Description:
     if not channels:
         rule = f'{path} must name channels, as "modality" (Decathlon, nnU-Net 1, MONAI)'
         raise InputError(f'{rule} or "channel_names" (nnU-Net 2), got none; add them')
-    for names in same_channels(channels):
+    for alike in same_channels(channels):
         rule = f"channels of {path} must have different names"
-        problems.append(f"{rule}, got {', '.join(names)}, which mean the same; correct them")
+        problems.append(f"{rule}, got {', '.join(alike)}, which mean the same; correct them")
     about = Description(
         path=path,
         channels=channels,
         labels={},
-        is_nnunet2=content.channel_names is not None and not has_modality,
-        name=content.name or "",
-        file_ending=content.file_ending,
-        training_cases=content.numTraining,
+        is_nnunet2=channel_names is not None and not has_modality,
+        name=name or "",
+        file_ending=content.get("file_ending"),
+        training_cases=content.get("numTraining"),
     )
     try:
-        about = _with_labels(about, content.labels or {}, content.regions_class_order)
+        about = _with_labels(about, labels or {}, content.get("regions_class_order"))
     except InputError as error:
         problems += error.problems
     except ValueError:
-        problems.append(f"labels of {path} {LABELS_RULE}, got {content.labels}; correct it")
+        problems.append(f"labels of {path} {LABELS_RULE}, got {_shown(labels)}; correct it")
     raise_if_any(problems)
     return about
 
 
 def entries_of(path: Path) -> List[Entry]:
     """The training cases that a dataset.json lists. Raises InputError if it lists none."""
-    return _decoded(path, _Entries).training
+    content = _fields(path)
+    entries = []
+    for number, entry in enumerate(_field(path, content, "training")):
+        entries.append(_converted(path, f"training[{number}]", entry, ENTRY))
+    return entries
 
 
 def listing_of(path: Path) -> Dict[str, ListedCase]:
     """The cases that a dataset.json of nnU-Net 2 lists, by id; it may have none."""
-    return _decoded(path, _Cases).dataset or {}
+    content = _fields(path)
+    cases = {}
+    for case_id, case in (_field(path, content, "dataset") or {}).items():
+        cases[case_id] = _converted(path, f'dataset["{case_id}"]', case, LISTED_CASE)
+    return cases
 
 
 def describing(image: Path) -> Optional[Description]:
@@ -179,7 +216,7 @@ def _kept(path: Path, may_be_other: bool = False) -> Optional[Description]:
 @functools.lru_cache(maxsize=16)
 def _described(path: Path, may_be_other: bool, mtime_ns: int, size: int) -> Optional[Description]:
     if may_be_other:
-        content = _decoded(path, Any)
+        content = _decoded(path)
         if not isinstance(content, dict) or not {"modality", "channel_names"} & set(content):
             return None
     return describe(path)
@@ -257,7 +294,8 @@ def _names_by_code(labels: Dict[str, Any]) -> Dict[int, str]:
         raise ValueError(str(error)) from None
     codes = {0: "background", **dict(sorted(named.items()))}
     is_in_range = min(codes) >= 0 and max(codes) <= 255
-    if len(set(codes.values())) < len(codes) or not is_in_range or len(codes) < 2:
+    is_named = all(codes.values())
+    if len(set(codes.values())) < len(codes) or not is_in_range or not is_named or len(codes) < 2:
         raise ValueError("labels")
     return codes
 
@@ -298,12 +336,42 @@ def _checked_order(path: Path, order: Any, regions: Regions) -> Tuple[int, ...]:
     return tuple(order)
 
 
-def _decoded(path: Path, kind: Any) -> Any:
-    """A dataset.json as `kind`."""
+def _decoded(path: Path) -> Any:
+    """The content of a dataset.json. Raises InputError for a file that is no JSON."""
     try:
-        return msgspec.json.decode(read_text(path), type=kind)
+        return msgspec.json.decode(read_text(path))
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        rule = f"{path} must be a list in JSON, as of the Decathlon, nnU-Net or MONAI"
+        rule = f"{path} must be JSON, as the Decathlon, nnU-Net and MONAI write it"
         raise InputError(f"{rule}, got {error}; correct it") from None
+
+
+def _fields(path: Path) -> Dict[str, Any]:
+    """Name -> value of a dataset.json's fields. Raises InputError for content that is no object."""
+    content = _decoded(path)
+    if not isinstance(content, dict):
+        rule = f"{path} must be an object of JSON, as the Decathlon, nnU-Net and MONAI write it"
+        raise InputError(f"{rule}, got {_shown(content)}; correct it")
+    return content
+
+
+def _field(path: Path, content: Mapping[str, Any], name: str) -> Any:
+    """A field of a dataset.json. Raises InputError if it is not as FIELDS has it."""
+    return _converted(path, name, content.get(name), FIELDS[name])
+
+
+def _converted(path: Path, name: str, value: Any, field: Field) -> Any:
+    try:
+        return msgspec.convert(value, field.kind, str_keys=True)
+    except msgspec.ValidationError:
+        rule = f"{name} of {path} must be {field.rule}"
+        raise InputError(f"{rule}, got {_shown(value)}; correct it") from None
+
+
+def _shown(value: Any) -> str:
+    """A value of a dataset.json for an error, cut where it is long."""
+    if value is None:
+        return "none"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."

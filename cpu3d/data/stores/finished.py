@@ -21,7 +21,7 @@ def still_lost(store_dir: Path, dataset_dir: Path, case_ids: Sequence[str]) -> L
     if not case_ids:
         return []
     got = f"files of {', '.join(case_ids)} are lost or damaged"
-    todo = f"run `store append {store_dir}` with the data set that has them"
+    todo = f"run `store append --store {store_dir}` with the data set that has them"
     return [f"warning: {got}, and {dataset_dir} does not have them; {todo}"]
 
 

@@ -151,9 +151,15 @@ def _spacing(store: Store) -> Decision:
             found += f", at most {DIFFERS:.0%} apart"
         return Decision("spacing", value, found)
     resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
-    value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
+    asked = in_mm(target_mm)
+    made = ranges_in_mm([record.spacing_mm for record in _trained(store.manifest)])
     if by_itself != target_mm:
         found += "; by --spacing, or as the store was begun"
+    value = asked
+    if made != asked:
+        value = f"{asked} asked for, {made} made"
+        found += "; a case keeps its field of view, which is cut into a whole number of voxels"
+    value += f", {count(resampled, 'case')} resampled"
     return Decision("spacing", value, found)
 
 

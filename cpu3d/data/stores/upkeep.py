@@ -1,8 +1,8 @@
 """Print the content of a store, check it, add cases to it, make lost files again.
 
-Examples: ./run.sh store info store
-          ./run.sh store verify store
-          ./run.sh store append store --dataset new_cases
+Examples: ./run.sh store info --store store
+          ./run.sh store verify --store store
+          ./run.sh store append --store store --dataset new_cases
 
 The cases of the store keep their split. `append` also makes those cases of the data set again whose
 files the store has lost. It can be interrupted: the same command continues.
@@ -51,7 +51,7 @@ from memory_estimator.common.schema import option
 class Info:
     """Print the content of a store, and how this host would read it."""
 
-    store: Path = option(help="folder made by `prepare`", positional=True)
+    store: Path = option(help="store that `prepare` has written", metavar="DIR")
     json: bool = option(False, help="print what was decided for the data set as JSON")
 
 
@@ -59,7 +59,7 @@ class Info:
 class Verify:
     """Compare every byte of every file with the records."""
 
-    store: Path = option(help="folder made by `prepare`", positional=True)
+    store: Path = option(help="store that `prepare` has written", metavar="DIR")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)
 
 
@@ -68,8 +68,8 @@ class Append:
     """Add a data set's new cases, with the settings, the regions and the ignored code of the store,
     and make lost files again."""
 
-    store: Path = option(help="finished store", positional=True)
-    dataset: Path = option(help="folder as for `prepare`")
+    store: Path = option(help="finished store", metavar="DIR")
+    dataset: Path = option(help="folder as for `prepare`", metavar="DIR")
     skip_bad: bool = option(False, SKIP_BAD_HELP)
     patients: Optional[Path] = option(None, PATIENTS_HELP, metavar="FILE")
     workers: Optional[int] = option(None, WORKERS_HELP, at_least=1)

@@ -119,7 +119,7 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
     ("arguments", "message"),
     [
         ("--shape 16 16 17 --depth 3", "shape (16, 16, 17) must be divisible by 4"),
-        ("--batch 4 --micro-batch 3", "micro_batch must divide the batch of 4, got 3"),
+        ("--batch 4 --micro-batch 3", "--micro-batch must divide the batch of 4, got 3"),
         ("--peer no-such-program", "peer 'no-such-program' must end with a line of JSON"),
         (
             f"--peer '{sys.executable} -c print(3)'",

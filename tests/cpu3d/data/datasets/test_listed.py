@@ -189,7 +189,20 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
             "inside its folder",
         ),
         ({"dataset": {"a": {"images": ["a.nii.gz"], "label": "../b.nii.gz"}}}, "inside its folder"),
-        ({"dataset": {"a": {"label": "b.nii.gz"}}}, "images"),
+        (
+            {"dataset": {"a": {"label": "b.nii.gz"}}},
+            r'^error: dataset\["a"\] of .*"images", a list',
+        ),
+        ({"dataset": {"a": {"images": [""]}}}, r'dataset\["a"\] of .* got \{"images": \[""\]\};'),
+        ({"dataset": [1]}, r"^error: dataset of .* must be an object of case .*, got \[1\];"),
+        (
+            {"channel_names": ["CT"]},
+            r'^error: channel_names of .* must be an object of number .*, got \["CT"\];',
+        ),
+        ({"channel_names": {"0": ""}}, r'^error: channel_names of .*, got \{"0": ""\};'),
+        ({"labels": [0, 1]}, r"^error: labels of .* must be an object of code .*, got \[0, 1\];"),
+        ({"labels": {"background": 0, "": 1}}, "distinct names"),
+        ({"name": 3}, r"^error: name of .* must be text, got 3;"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
@@ -204,6 +217,44 @@ def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
     assert str(raw) in line
     assert re.search(rule, line)
     assert not store.exists()
+
+
+CASE = {"image": "imagesTr/BRATS_000.nii.gz", "label": "labelsTr/BRATS_000.nii.gz"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        (
+            {"training": {"0": "a.nii.gz"}},
+            r'training of .* a list of cases.*, got \{"0": "a.nii.gz"\};',
+        ),
+        ({"training": []}, r"training of .* must be a list of cases.*, got \[\];"),
+        ({"training": None}, r"training of .* must be a list of cases.*, got none;"),
+        (
+            {"training": [CASE, "b"]},
+            r'training\[1\] of .* must be an object of "image".*, got "b";',
+        ),
+        ({"training": [{**CASE, "image": ""}]}, r'training\[0\] of .*, got \{"image": "",'),
+        ({"training": [{**CASE, "label": 3}]}, r"training\[0\] of .*, got .*\"label\": 3\};"),
+        ({"training": [{**CASE, "fold": "a"}]}, r"training\[0\] of .* got .*\"fold\": \"a\"\};"),
+        ({"modality": ["CT"]}, r'modality of .* must be an object of number .*, got \["CT"\];'),
+        ({"labels": {"0": "a", "1": ""}}, r"labels of .* must be distinct names"),
+        ({"tensorImageSize": "2D"}, r'tensorImageSize of .* must be "4D" or "3D".*, got "2D";'),
+    ],
+)
+def test_a_field_of_a_decathlons_list_that_cannot_be_is_refused_by_its_name_and_content(
+    tmp_path, changes, rule
+):
+    with pytest.raises(InputError, match=f"^{rule}"):
+        read_dataset(decathlon(tmp_path / "data", 1, **changes))
+
+
+def test_a_list_that_is_no_object_is_refused(tmp_path):
+    data = decathlon(tmp_path / "data", 1)
+    (data / "dataset.json").write_text("[1, 2]")
+    with pytest.raises(InputError, match=r"must be an object of JSON.*, got \[1, 2\];"):
+        read_dataset(data)
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -76,6 +76,13 @@ def test_levels_end_where_no_axis_of_the_median_case_keeps_four_voxels(
         ([THIN] * 4, {}, "1 x 1 x 1 mm, as the files have them", "1 x 1 x 1 mm"),
         ([(2.0, 2.0, 2.0), THIN, THIN, THIN], {"spacing": THIN}, "1 case resampled", "1 to 2"),
         ([THIN] * 4, {"spacing": (2.0, 2.0, 2.0)}, "2 x 2 x 2 mm, 4 cases", "as the store was"),
+        # 48, 40 and 32 mm in 32, 27 and 21 voxels
+        (
+            [THIN] * 4,
+            {"spacing": (1.5, 1.5, 1.5)},
+            "1.5 x 1.5 x 1.5 mm asked for, 1.5 x 1.481 x 1.524 mm made, 4 cases",
+            "a whole number of voxels",
+        ),
         ([(2.0, 2.0, 2.0), THIN, THIN, THIN], {"spacing": Keep.OFF}, "as the files", "kept"),
     ],
 )

@@ -40,7 +40,7 @@ def printed(capsys):
 
 def test_info_adds_up_what_the_records_say(store_in, printed):
     store = store_in()
-    out = printed("info", store).out
+    out = printed("info", "--store", store).out
     # 6 x 5 x 4 voxels of four int16 channels and a label: 1,080 bytes a case; in files with 128
     # bytes of header each.
     assert "4 KiB on disk" in out
@@ -50,9 +50,26 @@ def test_info_adds_up_what_the_records_say(store_in, printed):
     assert re.search(r"label 3 +enhancing tumour: 3 cases, 0.833% of the voxels", out)
 
 
+def test_a_store_is_named_as_for_all_commands_and_its_place_alone_is_taken_too(store_in, printed):
+    store = store_in()
+    assert printed("info", store).out == printed("info", "--store", store).out
+    data = store.parent / "data"
+    assert printed("append", store, "--dataset", data).out.startswith(f"Store {store}: 0 new cases")
+
+
+@pytest.mark.parametrize("action", ["info", "verify", "append"])
+def test_help_shows_one_way_to_name_a_store(action, capsys):
+    with pytest.raises(SystemExit):
+        main(["store", action, "--help"])
+    usage, _, rest = capsys.readouterr().out.partition("options:")
+    assert usage.count("--store DIR") == 1
+    assert "positional" not in usage
+    assert rest
+
+
 def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_in, printed):
     store = store_in()
-    content = json.loads(printed("info", store, "--json").out)
+    content = json.loads(printed("info", "--store", store, "--json").out)
     decided = {line["name"]: (line["value"], line["why"]) for line in content["decided"]}
     assert all(why for _, why in decided.values())
     assert decided["channel FLAIR"][0] == "zscore-foreground"
@@ -60,7 +77,7 @@ def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_
     assert decided["region TC"][0] == "2 non-enhancing tumor, 3 enhancing tumour"
     # of so small a volume all axes are halved
     assert decided["strides"][0] == "2,2,2 2,2,2 2,2,2 2,2,2"
-    out = printed("info", store).out
+    out = printed("info", "--store", store).out
     for name, (value, _) in decided.items():
         start = value.split(",")[0]  # what follows may be on a line of its own
         assert re.search(f"{re.escape(name)} +{re.escape(start)}", out)
@@ -69,13 +86,16 @@ def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_
 @pytest.mark.parametrize(("format_", "part"), [("npy", "x"), ("b2nd", "y")])
 def test_verify_names_all_damaged_files_and_ends_with_2(store_in, printed, format_, part):
     store = store_in(format=format_)
-    assert f"Store {store} is whole: 3 cases" in printed("verify", store, "--workers", 1).out
+    assert (
+        f"Store {store} is whole: 3 cases"
+        in printed("verify", "--store", store, "--workers", 1).out
+    )
     files = [store / f"cases/BRATS_00{number}.{part}.{format_}" for number in range(3)]
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:-1])
     content = files[2].read_bytes()
     files[2].write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    err = printed("verify", store, "--workers", 1, code=2).err
+    err = printed("verify", "--store", store, "--workers", 1, code=2).err
     problems = re.findall("^error: (.*)", err, re.MULTILINE)
     rules = ("must exist", "bytes long", "got other bytes")
     assert len(problems) == 3
