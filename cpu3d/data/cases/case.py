@@ -19,6 +19,7 @@ import numpy as np
 
 from cpu3d.data import nifti
 from cpu3d.data.background import border_value, surroundings, without_residue
+from cpu3d.data.cases.annotated import annotation_lost, check_box, ignored_in_box
 from cpu3d.data.cases.channels import (
     AS_IT_IS,
     INT16,
@@ -31,8 +32,6 @@ from cpu3d.data.cases.channels import (
 )
 from cpu3d.data.cases.normalisation import ct_problem, looks_like_ct, refuses_ct
 from cpu3d.data.cases.resample import (
-    in_mm,
-    lost_share,
     resample_image,
     resample_label,
     resampled_shape,
@@ -111,12 +110,12 @@ def load_case(
     label_name = f"label {files.label}"
     lost = 0.0
     if label is not None and ignore is not None:
-        lost = _annotation_lost(label, made.source_label, made.voxel_mm, ignore, label_name)
+        lost = annotation_lost(label, made.source_label, made.voxel_mm, ignore, label_name)
         if not if_any_differs(kinds):
-            label = _ignored_in_box(label, image, ignore)
+            label = ignored_in_box(label, image, ignore)
     facts = facts_of(image, label, kinds, units, ignore)
     if label is not None and ignore is not None:
-        _check_box(label, facts, ignore, label_name)
+        check_box(label, facts, ignore, label_name)
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
@@ -196,45 +195,10 @@ def _stored_image(
     return image, max(error, rounding_in_windows(units, kinds)), units
 
 
-def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
-    """Raise InputError for a label, or a box of it, of which all is to be ignored; `where` are
-    words for the box."""
-    if (label == ignore).all():
-        rule = f"{name} must have annotated voxels"
-        todo = "annotate some there, or leave the case out"
-        raise InputError(f"{rule}, got {ignore}, to be ignored, in {where}; {todo}")
-
-
-def _annotation_lost(
-    label: Array, source_label: Optional[Array], voxel_mm: Spacing3, ignore: int, name: str
-) -> float:
-    """The share of what was annotated in the source's label, None if the case is on its grid, that
-    resampling makes voxels to be ignored. Raises InputError if it is all, or nothing was."""
-    if source_label is None:
-        check_annotated(label, ignore, name, "all of the image")
-        return 0.0
-    check_annotated(source_label, ignore, name, "all of the image")
-    if (label == ignore).all():
-        own = np.count_nonzero(source_label != ignore)
-        rule = f"{name} must have annotated voxels at {in_mm(voxel_mm)}"
-        got = f"none of its {own}: more than half of each larger voxel is {ignore}, to be ignored"
-        todo = "prepare with --spacing off, or with smaller voxels"
-        raise InputError(f"{rule}, got {got}; {todo}")
-    return lost_share(source_label, label, ignore)
-
-
 def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
     if label is None:
         return SourceGrid(shape, {}, "")
     return SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))
-
-
-def _check_box(label: Array, facts: Mapping[str, Any], ignore: int, name: str) -> None:
-    """Raise InputError for a label without annotated voxels in the box of a case's facts."""
-    if facts["peaks"]:  # the window of a CT is not known yet, so neither is the box: see `finish`
-        return
-    in_box = label[facts["box"].slices(xyz(label.shape))]
-    check_annotated(in_box, ignore, name, "all of the content box")
 
 
 def _sources(files: CaseFiles, folder: Optional[Path], has_label: bool) -> Tuple[SourceFile, ...]:
@@ -302,17 +266,6 @@ def _read(
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
     return volumes, label, geometry, zeroed_voxels
-
-
-def _ignored_in_box(label: Array, image: Array, ignore: int) -> Array:
-    """The label with `ignore` as background outside of the box around voxels that are annotated, or
-    not zero in some channel. A box around all ignored voxels would be the whole grid where slices
-    are annotated, and training would take the memory of that."""
-    mask = image.any(axis=-1) | ((label != ignore) & (label > 0))
-    box = bounding_box(mask).slices(xyz(label.shape))
-    inside = np.zeros_like(label)
-    inside[box] = label[box]
-    return inside
 
 
 def facts_of(

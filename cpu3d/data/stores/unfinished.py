@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Iterator, Set, Tuple
 
-from cpu3d.data.cases.case import check_annotated
+from cpu3d.data.cases.annotated import check_annotated
 from cpu3d.data.cases.normalisation import decide, in_window, with_windows
 from cpu3d.data.cases.notes import mixed_orientation
 from cpu3d.data.datasets.dataset import Dataset, Problems
