@@ -270,7 +270,7 @@ def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_pat
             "got 2,2,2 3,1,1;",
         ),
         (
-            "--shape 64 64 64 --strides 2,2,2 2,1,1",
+            "--shape 64 64 64 --depth 5 --strides 2,2,2 2,1,1",
             "--strides must be 4, one for each halving of 5 levels, got 2,2,2 2,1,1;",
         ),
         (f"--shape 64 64 {'9' * 400}", "shape must fit into 32 bits, got 999"),
