@@ -56,6 +56,7 @@ class Start:
     chosen: Chosen  # by the user
     kept: Chosen  # by a run that is continued, under any recipe; or by the recipe
     saved: Optional[RunConfig] = None  # of the run that is continued
+    done: int = 0  # steps of that run
     is_begun: bool = False  # whether that run has a checkpoint
     has_new_rates: bool = True  # whether the learning rates are not those of the saved run
 

@@ -135,14 +135,22 @@ def show_folds(options: TrainOptions, settings: Dict[str, Any]) -> None:
         _show(asked.planned, asked.host, stderr=False)
 
 
+def scoring_s(plan: Plan) -> Optional[float]:
+    """Predicted seconds of a fold beside its training: scoring, and the starts of its processes;
+    None if no step is predicted."""
+    forecast = plan.forecast
+    if forecast is None:
+        return None
+    return START_S + forecast.course.held_out * forecast.answered_s
+
+
 def beside_s(plan: Plan) -> Optional[float]:
     """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
     `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
     forecast = plan.forecast
     if forecast is None:
         return None
-    scored_s = forecast.course.held_out * forecast.answered_s
-    return START_S + forecast.validation_s + forecast.postprocessing_s + scored_s
+    return scoring_s(plan) + forecast.validation_s + forecast.postprocessing_s
 
 
 # --- Private helpers ---
@@ -174,21 +182,15 @@ class PlannedFold:
         return load_config(self.folder) != self.plan.config
 
     @property
-    def seconds_left(self) -> Optional[float]:
-        """Predicted seconds until it is scored; None if no step is predicted."""
-        plan = self.plan
-        other_s = beside_s(plan)
-        if other_s is None:
-            return None
-        if self.is_trained:
-            return 0.0 if is_scored(self.folder) else other_s
-        saved = checkpoints(self.folder)
-        done = min(step_of(saved[0]), plan.steps) if saved else 0
-        coarse = plan.config.coarse_steps
-        left_s = plan.training_s - plan.forecast.seconds(done, min(done, coarse))
-        if plan.config.budget_minutes:
-            left_s = min(left_s, 60 * plan.config.budget_minutes)
-        return left_s + other_s * (1 - done / plan.steps)
+    def training_left_s(self) -> Optional[float]:
+        """Predicted seconds until it is trained, as its plan has them; None if no step is
+        predicted."""
+        return 0.0 if self.is_trained else self.plan.left_s
+
+    @property
+    def scoring_left_s(self) -> Optional[float]:
+        """Predicted seconds from then until it is scored; None if no step is predicted."""
+        return 0.0 if self.is_trained and is_scored(self.folder) else scoring_s(self.plan)
 
 
 class _Asked:
@@ -365,13 +367,16 @@ def _show(planned: Sequence[PlannedFold], host: Host, *, stderr: bool = True) ->
             state = f"from step {step_of(saved[0]):,}"
         steps = f"{fold.steps:,}" if fold.steps else "by time"
         cases = (str(len(split["train"])), str(len(split["val"])))
-        rows.append((fold.fold, state, *cases, steps, format_seconds(fold.seconds_left)))
-    left_s = [fold.seconds_left for fold in planned]
+        left = (format_seconds(fold.training_left_s), format_seconds(fold.scoring_left_s))
+        rows.append((fold.fold, state, *cases, steps, *left))
+    left_s = [
+        seconds for fold in planned for seconds in (fold.training_left_s, fold.scoring_left_s)
+    ]
     all_s = "unknown" if None in left_s else format_seconds(sum(left_s))
     bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
     memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
     caption = f"predicted: {all_s} for all {len(planned)} folds{memory}"
-    columns = ("fold", "state", "train", "held out", "steps", "left")
+    columns = ("fold", "state", "train", "held out", "steps", "to train", "to score")
     table = Table(columns, rows, title=f"{len(planned)} folds", caption=caption, names=2)
     new_console().print(table)
     manifest = planned[0].plan.store.manifest

@@ -264,12 +264,15 @@ def test_costs_are_of_all_attempts_with_coarse_steps_apart():
         for n, s in ((1, 9), (2, 1), (3, 8), (4, 4), (5, 6))
     ]
     saved = {"event": "checkpoint", "step": 5, "seconds": 1.5}
-    costs = History([START, *steps[:2], SCORE, START, *steps[2:], saved, END]).costs(coarse_steps=2)
+    first = {**START, "step": 0, "coarse_steps": 2}
+    second = {**first, "step": 2}
+    events = [first, *steps[:2], SCORE, second, *steps[2:], saved, END]
+    costs = History(events).costs(coarse_steps=2)
     known = {
         "steps": 5,
         "voxels": 40,
-        "step_s": 6,
-        "coarse_step_s": 5,
+        "step_s": 5,  # without those that compile, of 9 s and 8 s
+        "coarse_step_s": 1,
         "steps_s": 28,
         "wait_s": 2.5,
     }
