@@ -352,7 +352,7 @@ def _strides(start: Start, store: Store) -> Tuple[Strides, str]:
     if start.saved is not None:
         if start.saved.unet.depth != unet.depth:  # which is refused
             return (), ""
-        return start.saved.unet.strides, ""
+        return start.saved.unet.strides, "as the run was begun"
     if settings.init:
         source = network_of_init(settings.init)
         if source is None:  # of a file alone it is not known: earlier versions halved all axes

@@ -42,8 +42,9 @@ from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
 from cpu3d.training.tracking import require_mlflow
+from cpu3d.training.train import refuse_foreign
 from cpu3d.training.watchdog import Guard
-from cpu3d.util.atomic import writable_folder
+from cpu3d.util.atomic import check_folder, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
@@ -96,6 +97,7 @@ def train_folds(
     folder = Path(folder)
     if mlflow:
         require_mlflow()
+    check_folder(folder, "folder of --run")
     with contextlib.ExitStack() as stack:
         if folder.is_dir():  # else nothing may be written yet
             stack.enter_context(locked(folder, "folder of folds"))
@@ -128,6 +130,9 @@ def train_folds(
 def show_folds(options: TrainOptions, settings: Dict[str, Any]) -> None:
     """Print what `train --folds` would do with these options, and write nothing. Raises as
     `train_folds` before it writes."""
+    if options.mlflow:
+        require_mlflow()
+    check_folder(options.run, "folder of --run")
     asked = _Asked(options.store, options.run, options.folds, settings, force=options.force)
     if options.json:
         print(json.dumps([fold.plan.to_json() for fold in asked.planned]))
@@ -202,6 +207,8 @@ class _Asked:
     ):
         settings = located(settings)
         raise_if_any(_problems(folder, parts, settings))
+        for place in (folder, *(fold_folder(folder, f"{i}/{parts}") for i in range(1, parts + 1))):
+            refuse_foreign(place)
         kept = read_folds(folder)
         before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
         self.chosen = chosen_again(_without_replaced(before, settings), settings)

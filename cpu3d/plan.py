@@ -36,7 +36,7 @@ from memory_estimator.common.files import read_json
 from memory_estimator.common.units import by, format_bytes
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
-from memory_estimator.job import Job, statistics_note, stored_bytes
+from memory_estimator.job import AUTO, Job, statistics_note, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
 from memory_estimator.training import Forecast, RunCourse
 from models.layer_plan import training_flops
@@ -273,6 +273,8 @@ def make_plan(
     if config.device == "cpu":
         for line in why_no_card(start.wanted("device"), config.mode, gpus):
             reasons["device"] = line
+    if saved and start.is_begun and "policy" not in start.chosen:
+        reasons["policy"] = f"policy {config.unet.policy}: as the run was begun"
     growth = 1.0
     if "batch_per_worker" in start.chosen:
         growth = rate_growth(config, workers)
@@ -345,14 +347,21 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
 def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
     """What `estimate --store` starts from: the run that `train` would plan on a store. Raises
     ValueError for a store that cannot be read, and for settings that do not suit it."""
+    notes = []
+    device = recipe_settings(chosen).device
+    if device not in ("cpu", AUTO):
+        notes.append(f"the recipe is for {device}: a CPU is estimated")
     try:
-        plan = make_plan(open_store(folder), NO_RUN, host, chosen, forecasts=False)
+        plan = make_plan(
+            open_store(folder), NO_RUN, host, {"device": "cpu", **chosen}, forecasts=False
+        )
     except InputError as error:
         raise ValueError(str(error)) from None
     line = plan.reasons.get("strides", "")
     decided = strides_line(plan.config.unet.every_stride, "")
     return JobSource(
         job=plan.job,
+        notes=notes,
         course=plan.course,
         strides_why=line[len(decided) :],
         grids=smaller_grids(plan.config, plan.store),

@@ -14,6 +14,7 @@ from models.strides import (
     lowered,
     network_grid,
     strides_for,
+    strides_reason,
     strides_text,
 )
 
@@ -64,6 +65,23 @@ def test_where_no_axis_keeps_four_a_level_halves_those_of_the_level_before(
 ):
     made = strides_for(spacing_mm, shape, depth)
     assert strides_text(made) == strides
+
+
+@pytest.mark.parametrize(
+    ("shape", "depth", "words"),
+    [
+        ((48, 64, 48), 3, "a level halves sides of 8 or more"),
+        ((48, 64, 48), 5, "a level halves sides of 8 or more"),  # 64, 32, 16, 8
+        ((28, 48, 43), 5, "as the last 1 of 4"),  # 7, 12, 11 become 7, 6, 6
+        ((28, 48, 43), 8, "as the last 4 of 7"),
+        ((7, 6, 5), 3, "every level halves all axes, as no side is 8 or more"),
+    ],
+)
+def test_the_reason_tells_how_many_levels_the_rule_decides(shape, depth, words):
+    reason = strides_reason((1.0, 1.0, 1.0), shape, depth)
+    assert reason.startswith(f"{' x '.join(map(str, shape))} voxels of 1 x 1 x 1 mm; ")
+    assert words in reason
+    assert ("the level before" in reason) == ("the last" in words)
 
 
 @given(

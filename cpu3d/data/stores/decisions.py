@@ -78,7 +78,7 @@ def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, 
     spacings_mm = {record.case_id: record.spacing_mm for record in manifest.cases}
     spacing_mm = deciding_spacing(spacings_mm, split["train"], split["val"])
     strides = strides_for(spacing_mm, shape, depth)
-    return strides, strides_reason(spacing_mm, shape)
+    return strides, strides_reason(spacing_mm, shape, depth)
 
 
 # --- Private helpers ---

@@ -287,6 +287,15 @@ def test_a_run_that_decides_its_post_processing_runs(run):
     assert (status.state, status.seconds_left) == ("running", None)
 
 
+@pytest.mark.parametrize(("seconds", "step_s"), [((60.0,), None), ((60.0, 3.0), 3.0)])
+def test_a_step_that_compiles_is_no_pace(tmp_path, seconds, step_s):
+    save_config(RunConfig(steps=4000), tmp_path)
+    append_event(tmp_path, {"event": "start", "step": 0})
+    for step, each in enumerate(seconds, start=1):
+        append_event(tmp_path, {**STEP, "step": step, "loss": 1.0, "step_s": each})
+    assert run_status(tmp_path).step_s == step_s
+
+
 def test_a_run_that_has_just_begun(run):
     shutil.rmtree(run / "checkpoints")
     (run / "log.jsonl").unlink()

@@ -2,6 +2,7 @@
 still takes."""
 
 import json
+import re
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -256,6 +257,16 @@ def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().err
     for before in ("loss 0.500  ", "Dice "):
         assert f"{before}BraTS[red]x 0.500  [/b] 0.250  a:b:c 1.000" in printed
+
+
+def test_the_speed_that_is_shown_is_that_of_steps_that_do_not_compile(tmp_path, capsys):
+    seconds = (60.0, 3.0, 2.0, 4.0)
+    with shown(tmp_path, steps=4, done=0, steps_per_epoch=1, batch=2) as show:
+        for number, step_s in enumerate(seconds, start=1):
+            show({**STEP, "step": number, "epoch": number - 1, "step_s": step_s})
+    lines = capsys.readouterr().err.splitlines()
+    speeds = [re.search(r"([\d.]+) s/volume", line) for line in lines]
+    assert [found and found[1] for found in speeds] == [None, "1.50", "1.25", "1.50"]
 
 
 def test_costs_are_of_all_attempts_with_coarse_steps_apart():
