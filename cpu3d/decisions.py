@@ -56,6 +56,7 @@ class Start:
     chosen: Chosen  # by the user
     kept: Chosen  # by a run that is continued, under any recipe; or by the recipe
     saved: Optional[RunConfig] = None  # of the run that is continued
+    done: int = 0  # steps of that run
     is_begun: bool = False  # whether that run has a checkpoint
     has_new_rates: bool = True  # whether the learning rates are not those of the saved run
 
@@ -351,7 +352,8 @@ def _levels(start: Start, store: Store) -> Tuple[int, Strides, Dict[str, str]]:
         saved = start.saved.unet
         if not is_open and saved.depth != depth:  # which is refused
             return depth, (), {}
-        return saved.depth, saved.strides, {}
+        line = strides_line(saved.every_stride, "as the run was begun")
+        return saved.depth, saved.strides, {"strides": line}
     if settings.init:
         source = network_of_init(settings.init)
         if source is None:  # of a file alone it is not known: earlier versions halved all axes

@@ -42,8 +42,9 @@ from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
 from cpu3d.training.tracking import require_mlflow
+from cpu3d.training.train import refuse_foreign
 from cpu3d.training.watchdog import Guard
-from cpu3d.util.atomic import writable_folder
+from cpu3d.util.atomic import check_folder, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
@@ -97,6 +98,7 @@ def train_folds(
     folder = Path(folder)
     if mlflow:
         require_mlflow()
+    check_folder(folder, "folder of --run")
     with contextlib.ExitStack() as stack:
         if folder.is_dir():  # else nothing may be written yet
             stack.enter_context(locked(folder, "folder of folds"))
@@ -129,11 +131,23 @@ def train_folds(
 def show_folds(options: TrainOptions, settings: Dict[str, Any]) -> None:
     """Print what `train --folds` would do with these options, and write nothing. Raises as
     `train_folds` before it writes."""
+    if options.mlflow:
+        require_mlflow()
+    check_folder(options.run, "folder of --run")
     asked = _Asked(options.store, options.run, options.folds, settings, force=options.force)
     if options.json:
         print(json.dumps([fold.plan.to_json() for fold in asked.planned]))
     else:
         _show(asked.planned, asked.host, stderr=False)
+
+
+def scoring_s(plan: Plan) -> Optional[float]:
+    """Predicted seconds of a fold beside its training: scoring, and the starts of its processes;
+    None if no step is predicted."""
+    forecast = plan.forecast
+    if forecast is None:
+        return None
+    return START_S + forecast.course.held_out * forecast.answered_s
 
 
 def beside_s(plan: Plan) -> Optional[float]:
@@ -142,8 +156,7 @@ def beside_s(plan: Plan) -> Optional[float]:
     forecast = plan.forecast
     if forecast is None:
         return None
-    scored_s = forecast.course.held_out * forecast.answered_s
-    return START_S + forecast.validation_s + forecast.postprocessing_s + scored_s
+    return scoring_s(plan) + forecast.validation_s + forecast.postprocessing_s
 
 
 # --- Private helpers ---
@@ -175,21 +188,15 @@ class PlannedFold:
         return load_config(self.folder) != self.plan.config
 
     @property
-    def seconds_left(self) -> Optional[float]:
-        """Predicted seconds until it is scored; None if no step is predicted."""
-        plan = self.plan
-        other_s = beside_s(plan)
-        if other_s is None:
-            return None
-        if self.is_trained:
-            return 0.0 if is_scored(self.folder) else other_s
-        saved = checkpoints(self.folder)
-        done = min(step_of(saved[0]), plan.steps) if saved else 0
-        coarse = plan.config.coarse_steps
-        left_s = plan.training_s - plan.forecast.seconds(done, min(done, coarse))
-        if plan.config.budget_minutes:
-            left_s = min(left_s, 60 * plan.config.budget_minutes)
-        return left_s + other_s * (1 - done / plan.steps)
+    def training_left_s(self) -> Optional[float]:
+        """Predicted seconds until it is trained, as its plan has them; None if no step is
+        predicted."""
+        return 0.0 if self.is_trained else self.plan.left_s
+
+    @property
+    def scoring_left_s(self) -> Optional[float]:
+        """Predicted seconds from then until it is scored; None if no step is predicted."""
+        return 0.0 if self.is_trained and is_scored(self.folder) else scoring_s(self.plan)
 
 
 class _Asked:
@@ -201,6 +208,8 @@ class _Asked:
     ):
         settings = located(settings)
         raise_if_any(_problems(folder, parts, settings))
+        for place in (folder, *(fold_folder(folder, f"{i}/{parts}") for i in range(1, parts + 1))):
+            refuse_foreign(place)
         kept = read_folds(folder)
         before = kept.chosen if kept else _chosen_elsewhere(folder, parts)
         self.chosen = chosen_again(_without_replaced(before, settings), settings)
@@ -365,13 +374,16 @@ def _show(planned: Sequence[PlannedFold], host: Host, *, stderr: bool = True) ->
             state = f"from step {step_of(saved[0]):,}"
         steps = f"{fold.steps:,}" if fold.steps else "by time"
         cases = (str(len(split["train"])), str(len(split["val"])))
-        rows.append((fold.fold, state, *cases, steps, format_seconds(fold.seconds_left)))
-    left_s = [fold.seconds_left for fold in planned]
+        left = (format_seconds(fold.training_left_s), format_seconds(fold.scoring_left_s))
+        rows.append((fold.fold, state, *cases, steps, *left))
+    left_s = [
+        seconds for fold in planned for seconds in (fold.training_left_s, fold.scoring_left_s)
+    ]
     all_s = "unknown" if None in left_s else format_seconds(sum(left_s))
     bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
     memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
     caption = f"predicted: {all_s} for all {len(planned)} folds{memory}"
-    columns = ("fold", "state", "train", "held out", "steps", "left")
+    columns = ("fold", "state", "train", "held out", "steps", "to train", "to score")
     table = Table(columns, rows, title=f"{len(planned)} folds", caption=caption, names=2)
     new_console().print(table)
     manifest = planned[0].plan.store.manifest

@@ -24,7 +24,7 @@ from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.forecast import course_of, smaller_grids
 from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config, rate_growth
 from cpu3d.run.transfer import SEEN, Transfer, freeze_words, init_rows, open_transfer
 from cpu3d.settings import VALIDATIONS, RunConfig, Settings
@@ -36,7 +36,7 @@ from memory_estimator.common.files import read_json
 from memory_estimator.common.units import by, format_bytes
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
-from memory_estimator.job import Job, statistics_note, stored_bytes
+from memory_estimator.job import AUTO, Job, statistics_note, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
 from memory_estimator.training import Forecast, RunCourse
 from models.layer_plan import training_flops
@@ -56,6 +56,7 @@ class Plan:
     chosen: Optional[Chosen] = field(default_factory=dict)
     """The settings that the user gave in all calls for this run; None if an earlier version began
     it, which did not note them."""
+    done: int = 0  # steps, of a run that goes on
     rate_growth: float = 1.0  # of the learning rates that are given to this run, with its workers
     forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -122,6 +123,12 @@ class Plan:
         """Predicted seconds of all steps, validations aside; None if no step is predicted."""
         return self.forecast.training_s if self.forecast else None
 
+    @property
+    def left_s(self) -> Optional[float]:
+        """Predicted seconds from here to the end, post-processing included; None if no step is
+        predicted."""
+        return self.forecast.left_s(self.done) if self.forecast else None
+
     def to_json(self) -> Dict[str, Any]:
         """The content of plan.json."""
         return {
@@ -136,7 +143,9 @@ class Plan:
             "cases": {name: len(ids) for name, ids in self.store.manifest.split.items()},
             "steps_per_epoch": self.steps_per_epoch,
             "steps": self.steps,
+            "done": self.done,
             "training_s": self.training_s,
+            "left_s": self.left_s,
             "reasons": dict(self.reasons),
             "predicted": self.predicted,
             "run": self.forecast.run_json() if self.forecast else None,
@@ -151,7 +160,7 @@ class Plan:
         lines = [*self._describe_input(), *self._describe_training()]
         lines += [f"note: {note}" for note in self._notes()]
         if self.forecast:
-            lines += [f"plan: {line}" for line in self.forecast.describe(host)]
+            lines += [f"plan: {line}" for line in self.forecast.describe(host, self.done)]
         if self.config.device != "cpu":
             needed = format_bytes(planner.gpu_bytes(self.job))
             lines.append(f"plan: a step takes about {needed} of the card")
@@ -264,6 +273,8 @@ def make_plan(
     if config.device == "cpu":
         for line in why_no_card(start.wanted("device"), config.mode, gpus):
             reasons["device"] = line
+    if saved and start.is_begun and "policy" not in start.chosen:
+        reasons["policy"] = f"policy {config.unet.policy}: as the run was begun"
     growth = 1.0
     if "batch_per_worker" in start.chosen:
         growth = rate_growth(config, workers)
@@ -273,6 +284,7 @@ def make_plan(
         saved=saved,
         workers=workers,
         chosen=in_all,
+        done=start.done,
         rate_growth=growth,
         reasons=reasons,
         transfer=transfer,
@@ -330,8 +342,14 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
 def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
     """What `estimate --store` starts from: the run that `train` would plan on a store. Raises
     ValueError for a store that cannot be read, and for settings that do not suit it."""
+    notes = []
+    device = recipe_settings(chosen).device
+    if device not in ("cpu", AUTO):
+        notes.append(f"the recipe is for {device}: a CPU is estimated")
     try:
-        plan = make_plan(open_store(folder), NO_RUN, host, chosen, forecasts=False)
+        plan = make_plan(
+            open_store(folder), NO_RUN, host, {"device": "cpu", **chosen}, forecasts=False
+        )
     except InputError as error:
         raise ValueError(str(error)) from None
     line = plan.reasons.get("strides", "")
@@ -406,6 +424,7 @@ def _start(run_folder: Path, chosen: Chosen, workers: int) -> Tuple[Optional[Cho
         before = read_plan(run_folder).get("chosen")
         in_all = chosen_again(before, chosen) if isinstance(before, dict) else None
     is_begun = saved is not None and bool(checkpoints(run_folder))
+    done = step_of(checkpoints(run_folder)[0]) if is_begun else 0
     if in_all is not None and not is_begun:  # nothing is trained that would have to be continued
         chosen = in_all
         saved = None
@@ -422,7 +441,7 @@ def _start(run_folder: Path, chosen: Chosen, workers: int) -> Tuple[Optional[Cho
         settings = with_settings(settings, {**kept, **chosen, "batch": batch})
     except ValueError as error:
         raise InputError(str(error)) from None
-    return in_all, Start(settings, chosen, kept, saved, is_begun, has_new_rates)
+    return in_all, Start(settings, chosen, kept, saved, done, is_begun, has_new_rates)
 
 
 def _kept(settings: Settings, saved: Optional[RunConfig], batch: int) -> Dict[str, Any]:

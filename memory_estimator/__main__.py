@@ -324,7 +324,7 @@ def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Un
         blocks.append(f"of one of {content['workers']} workers, {share}")
     blocks += _tables(forecast.full, content["constants"]["basis"])
     if "run" in content:
-        blocks += [_run_table(forecast), forecast.hours]
+        blocks += [_run_table(forecast), forecast.peaks, forecast.hours]
     notes = [*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro)]
     if job.from_store:
         notes.insert(0, STORE_NOTE)
@@ -376,8 +376,8 @@ def _tables(predicted: Estimate, basis: str) -> List[Union[str, Table]]:
     allocator_peak = format_bytes(predicted.allocator_peak_bytes)
     process_peak = format_bytes(predicted.process_peak_bytes)
     figures = (
-        ("allocator peak", allocator_peak, predicted.error("allocator_peak")),
-        ("process peak", process_peak, predicted.error("process_peak")),
+        ("allocator peak of a step", allocator_peak, predicted.error("allocator_peak")),
+        ("process peak of a step", process_peak, predicted.error("process_peak")),
         ("upper bound", format_bytes(predicted.upper_bound_bytes), predicted.margin),
         ("step", format_seconds(predicted.step_s), time_error),
         ("volume", format_seconds(predicted.volume_s), time_error),

@@ -9,7 +9,7 @@ from memory_estimator.accuracy import Accuracy, Bound, Kind, bound_of_layers, lo
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import Job, stored_bytes
-from memory_estimator.step.allocator import SMALL_BYTES, peak_of_run, use
+from memory_estimator.step.allocator import SMALL_BYTES, RunUse, use, use_of_run
 from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timeline import (
@@ -201,11 +201,11 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     )
 
 
-def run_peak_bytes(steps: Sequence[Estimate]) -> int:
-    """What TensorFlow's allocator hands out at most in a run of these steps, those of one estimate
-    after those of the other, with validations in between."""
+def run_use(steps: Sequence[Estimate]) -> RunUse:
+    """What TensorFlow's allocator hands out and holds in a run of these steps: those of one
+    estimate after those of the other, with validations in between."""
     programs = [_program_of(step.job, step.constants.instructions)[0] for step in steps]
-    return peak_of_run(programs)
+    return use_of_run(programs)
 
 
 def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, ...]]:

@@ -278,9 +278,9 @@ class JobOptions(Architecture):
     classes: int = option(3, "output regions", "K", at_least=1, at_most=MOST_CHANNELS)
     recipe: Optional[str] = option(
         None,
-        "the job of a recipe; other options override it",
+        "the job of a recipe, or with --store the run that `train` plans with it; other options "
+        "override it",
         choices=sorted(RECIPES),
-        one_of="source",
     )
     run: Optional[Path] = option(
         None, "the whole run of a folder that `train` has written", "DIR", one_of="source"
@@ -371,7 +371,7 @@ def why_strides(args: argparse.Namespace, job: Job) -> str:
     if spacing_mm is None or getattr(args, "strides", AUTO) != AUTO:
         return ""
     shape = getattr(args, "shape", job.shape)
-    return strides_reason(spacing_mm, shape)
+    return strides_reason(spacing_mm, shape, job.unet.depth)
 
 
 def policy_is_open(args: argparse.Namespace) -> bool:

@@ -51,6 +51,9 @@ class JobSource:
 def source_job(args: argparse.Namespace) -> JobSource:
     """The source of a job, but for a store. Raises ValueError as `read_run`."""
     if hasattr(args, "recipe"):
+        if hasattr(args, "run"):
+            rule = "--recipe must come without --run, which has the settings"
+            raise ValueError(f"{rule}, got both; leave one of them out")
         return JobSource(dataclasses.replace(RECIPES[args.recipe].job, engine=installed_engine()))
     if not hasattr(args, "run"):
         return JobSource()

@@ -20,7 +20,7 @@ from memory_estimator.estimate import (
     Component,
     Estimate,
     estimate,
-    run_peak_bytes,
+    run_use,
 )
 from memory_estimator.host import Host
 from memory_estimator.job import Job
@@ -45,6 +45,10 @@ truth, and what overlaps, measured on regions that fill half of 240 x 240 x 155 
 CASE_BYTES = 1200
 """Of each case of a store in every worker: its place in the file of records and the facts that are
 kept in memory, 840 measured, and its number in the orders of four epochs."""
+
+# components that are not held during the steps as they are counted
+POST_PROCESSING = "post-processing"
+LEFT_BY_COARSE = "left by coarse steps"
 
 # groups of tensors that a checkpoint holds
 SAVED = (Group.WEIGHTS, Group.SLOTS, Group.AVERAGES)
@@ -91,9 +95,9 @@ def price_of_run(
         return worker_estimate(estimate(job, constants, accuracy), workers).with_beside(
             Component("whole volumes", volumes, "derived: of validation"),
             Component("an averaged volume", averaged, "exact: of a sample in preparation"),
-            Component("post-processing", judged, "measured: a case's answers and components"),
+            Component(POST_PROCESSING, judged, "measured: a case's answers and components"),
             Component("variables, once more", copies, twice),
-            Component("left by coarse steps", beside.left_bytes, scattered),
+            Component(LEFT_BY_COARSE, beside.left_bytes, scattered),
             Component("case records", records, "measured: of each case what is kept in memory"),
         )
 
@@ -216,7 +220,22 @@ class Forecast:
     @functools.cached_property
     def allocator_peak_bytes(self) -> int:
         """What TensorFlow's allocator hands out at most, over the whole run."""
-        return run_peak_bytes(self.steps)
+        return run_use(self.steps).peak_bytes
+
+    @functools.cached_property
+    def process_peak_bytes(self) -> int:
+        """The process's, over all steps, validations and saves, without a margin."""
+        left_bytes = 0  # by coarse steps, in pieces that full ones cannot use
+        if self.coarse:
+            both = run_use(self.steps).resident_bytes
+            left_bytes = max(both - run_use([self.full]).resident_bytes, 0)
+        peaks = []
+        for step in self.steps:
+            other = (POST_PROCESSING, LEFT_BY_COARSE)
+            beside = sum(line.bytes for line in step.beside if line.name not in other)
+            peaks.append(step.process_peak_bytes + beside)
+        peaks[-1] += left_bytes
+        return max(peaks)
 
     @property
     def upper_bound_bytes(self) -> int:
@@ -271,6 +290,18 @@ class Forecast:
         """Seconds of the whole training."""
         return self.steps_s + self.validation_s + self.postprocessing_s
 
+    def left_s(self, done: int) -> float:
+        """Seconds of the training that are left after so many steps: of the validations their share
+        of the steps, and all of the post-processing."""
+        course = self.course
+        if not done:
+            return self.all_s
+        steps_s = self.training_s - self.seconds(done, min(done, course.coarse_steps))
+        if course.budget_s is not None:
+            steps_s = min(steps_s, course.budget_s)
+        validation_s = (1 - done / course.steps) * self.validation_s
+        return steps_s + validation_s + self.postprocessing_s
+
     def _pass_s(self, step: Estimate, windows: int) -> float:
         """Seconds of the network's pass over a whole case, which one worker computes."""
         return FORWARD_SHARE * step.volume_s * self.workers * windows
@@ -285,6 +316,7 @@ class Forecast:
 
         content = figures(self.full)
         content["run_allocator_peak_bytes"] = self.allocator_peak_bytes
+        content["run_process_peak_bytes"] = self.process_peak_bytes
         content["constants"] = self.full.constants.name
         if self.coarse:
             content["coarse"] = figures(self.coarse)
@@ -299,14 +331,16 @@ class Forecast:
             "validation_s": self.validation_s,
             "postprocessing_s": self.postprocessing_s,
             "all_s": self.all_s,
+            "allocator_peak_bytes": self.allocator_peak_bytes,
+            "process_peak_bytes": self.process_peak_bytes,
             "upper_bound_bytes": self.upper_bound_bytes,
         }
         if self.coarse:
             content["coarse"] = self.to_json()["coarse"]
         return content
 
-    def describe(self, host: Host) -> List[str]:
-        """Lines on memory and time."""
+    def describe(self, host: Host, done: int = 0) -> List[str]:
+        """Lines on memory and time of a training of which so many steps are done."""
 
         def line(step: Estimate) -> str:
             allocator = f"allocator peak {format_bytes(step.allocator_peak_bytes)}"
@@ -314,9 +348,11 @@ class Forecast:
             return f"{allocator}, {process}, {format_seconds(step.step_s)} a step"
 
         full = self.full
-        steps = [line(full)]
+        steps = [f"a step: {line(full)}"]
         if self.coarse:
-            steps.insert(0, f"coarse steps: {line(self.coarse)}")
+            steps = [f"a coarse step: {line(self.coarse)}", f"a full step: {line(full)}"]
+        if self.course.steps:
+            steps.append(self.peaks)
         bound = format_bytes(self.upper_bound_bytes)
         basis = full.constants.basis(full.job, host)
         return [
@@ -325,9 +361,26 @@ class Forecast:
             f"process peak {full.error('process_peak')}; seconds a step {full.error('step_s')}",
             f"up to {bound} of {format_bytes(host.free_bytes)} free ({full.margin})",
             f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch; "
-            f"{self.hours}; seconds: {basis}",
+            f"{self.hours_left(done)}; seconds: {basis}",
             STORE_NOTE,
         ]
+
+    @property
+    def peaks(self) -> str:
+        """The peaks over the run, such as "the run, with validations and saves: allocator peak
+        215 MiB, process peak 812 MiB"."""
+        of_run = "validations and saves"
+        if self.coarse:
+            of_run = f"coarse steps, {of_run}"
+        allocator = f"allocator peak {format_bytes(self.allocator_peak_bytes)}"
+        process = f"process peak {format_bytes(self.process_peak_bytes)}"
+        return f"the run, with {of_run}: {allocator}, {process}"
+
+    def hours_left(self, done: int) -> str:
+        """The same as `hours` after what is left, if so many steps are done."""
+        if not done:
+            return self.hours
+        return f"{format_seconds(self.left_s(done))} left after step {done}, of {self.hours}"
 
     @property
     def hours(self) -> str:

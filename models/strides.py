@@ -101,12 +101,20 @@ def common_spacing(spacings_mm: Iterable[Sequence[float]]) -> Spacing3:
     return x, y, z
 
 
-def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int]) -> str:
-    """What strides follow from, such as "128 x 128 x 64 voxels of 1 x 1 x 2 mm", and the rule."""
+def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int], depth: int) -> str:
+    """What strides of `strides_for` follow from, such as "128 x 128 x 64 voxels of 1 x 1 x 2 mm",
+    and the rule; and how many levels have too few voxels for it."""
     lengths = " x ".join(f"{length:.4g}" for length in spacing_mm)
     voxels = f"{' x '.join(map(str, shape))} voxels of {lengths} mm"
     rule = f"sides of {2 * LEAST_SIDE} or more, of voxels below {THICK:g} times the shortest"
-    return f"{voxels}; a level halves {rule}"
+    reason = f"{voxels}; a level halves {rule}"
+    by_rule = sum(1 for _ in itertools.islice(_halvings(spacing_mm, shape), depth - 1))
+    further = depth - 1 - by_rule
+    if not by_rule:
+        return f"{voxels}; every level halves all axes, as no side is {2 * LEAST_SIDE} or more"
+    if further:
+        reason += f"; without any, as the last {further} of {depth - 1}, those of the level before"
+    return reason
 
 
 def depth_reason(shape: Sequence[int], depth: int, most: int) -> str:

@@ -353,8 +353,9 @@ def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple
     predictions = []
     for start in starts:
         predicted = dict(start.get("predicted", {}))
-        # of an earlier version that of a step alone
-        predicted.setdefault("run_allocator_peak_bytes", predicted.get("allocator_peak_bytes"))
+        for name in ("allocator_peak_bytes", "process_peak_bytes"):
+            # of an earlier version that of a step alone
+            predicted.setdefault(f"run_{name}", predicted.get(name))
         if "coarse" in predicted:
             predicted["coarse_step_s"] = predicted["coarse"].get("step_s")
         predictions.append(predicted)
@@ -365,7 +366,7 @@ def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple
         (
             "peak memory of the process",
             peak,
-            "process_peak_bytes",
+            "run_process_peak_bytes",
             format_bytes,
             "with mapped files",
         ),

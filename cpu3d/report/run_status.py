@@ -15,6 +15,7 @@ import numpy as np
 
 from cpu3d.data.store import open_store
 from cpu3d.errors import ENDINGS, DivergedError, InputError, ending_of
+from cpu3d.inference.postprocessing.decision import is_decided
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config_json import half_rates, load_config
@@ -28,13 +29,14 @@ from cpu3d.run.heartbeat import (
     read_heartbeats,
 )
 from cpu3d.run.log import FINISHED, recent_events
-from cpu3d.run.summary import Columns, History, known, median
+from cpu3d.run.summary import History, known, median
 from cpu3d.run.transfer import start_words
 from cpu3d.settings import RunConfig
 from memory_estimator.common.units import format_seconds
 
 TO_MEND = ("diverged", "out of memory", "too large", "failed", "stalled")
 LOST = ("silent", "broken off", "unknown", "interrupted")
+UNDECIDED = "undecided"  # a run whose steps are done and whose post-processing is not decided
 FINE = ("stopping", "starting", "running", "finished")  # these need no attention
 WORST_FIRST = (*TO_MEND, *LOST, *FINE)
 """States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
@@ -66,7 +68,8 @@ class RunStatus:
     """The present state of a run."""
 
     folder: str
-    state: str  # the worst of its workers', see WORST_FIRST; "unknown" without heartbeats and end
+    # the worst of its workers', see WORST_FIRST; "unknown" without heartbeats and end; or UNDECIDED
+    state: str
     details: Tuple[str, ...]  # on states that need attention, a sentence each
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished
@@ -115,8 +118,15 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         judged = [WorkerStatus(0, "diverged", last["reason"])]
     elif not workers:
         judged = [WorkerStatus(0, "unknown", "there is no heartbeat")]
+    if judged[0].state == "finished" and config and not is_decided(run, config):
+        judged = [
+            WorkerStatus(0, UNDECIDED, "its steps are done, its post-processing is undecided")
+        ]
     worst = judged[0]
     is_alive = worst.state in ALIVE
+    seconds_left: Optional[float] = None
+    if is_alive and step != steps:  # else it decides its post-processing
+        seconds_left = history.pace.seconds_left(step, steps)
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
     return RunStatus(
         folder=str(run),
@@ -127,8 +137,8 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         workers=tuple(workers),
         step=step,
         steps=steps,
-        seconds_left=history.pace.seconds_left(step, steps) if is_alive else None,
-        **_recent(history.steps),
+        seconds_left=seconds_left,
+        **_recent(history),
         validation=history.last_validation or None,
         init=start_words(config) if config else "",
         best=best_score(run),
@@ -220,6 +230,8 @@ def _advice(
             if config.fold:
                 words += f" --weights {FOLD_WEIGHTS} --raw"
         return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
+    if state == UNDECIDED:
+        return "the same command decides it"
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
         again = f"the same command continues from step {checkpoint['step']}"
@@ -237,15 +249,16 @@ def _advice(
     return f"{advice}; its last lines are in {log}" if log.is_file() else advice
 
 
-def _recent(steps: Columns) -> Dict[str, Any]:
+def _recent(history: History) -> Dict[str, Any]:
     """Fields of `RunStatus` by its recent steps; the time of a step is that of the steps on the
-    last one's grid."""
+    last one's grid, but for those that compile."""
+    steps = history.steps
     voxels = np.nan_to_num(steps["voxels"])  # 0 where it was not logged
     of_one_grid = voxels == voxels[-1:]
     loss = known(steps["loss"])
     latest = {region: known(dice) for region, dice in steps.dice.items() if not np.isnan(dice[-1])}
     return {
-        "step_s": median(known(steps["step_s"][of_one_grid])),
+        "step_s": median(known(steps["step_s"][of_one_grid & history.is_warm])),
         "recent_steps": len(steps),
         "loss": statistics.fmean(loss) if len(loss) else None,
         "dice": {region: statistics.fmean(dice) for region, dice in latest.items()},

@@ -6,11 +6,11 @@
     ./run.sh status --run runs/folds
 
 The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a
-worker sends no heartbeat, hangs, or has ended before the run was done; 2 for a folder that is no
-run. It reads heartbeats, config.json, log.jsonl and checkpoints, on any host that sees the folder,
-and changes nothing. A worker is alive while its heartbeat is younger than a minute. Any file may be
-missing or half-written; its values are then unknown. Of the folder of `train --folds` it prints
-every fold, and the time left in all."""
+worker sends no heartbeat, hangs, or has ended before the run was done or its post-processing
+decided; 2 for a folder that is no run. It reads heartbeats, config.json, log.jsonl, checkpoints and
+the decision, on any host that sees the folder, and changes nothing. A worker is alive while its
+heartbeat is younger than a minute. Any file may be missing or half-written; its values are then
+unknown. Of the folder of `train --folds` it prints every fold, and the time left in all."""
 
 import dataclasses
 import json
@@ -30,6 +30,7 @@ from cpu3d.report.run_status import (
     ALIVE,
     FINE,
     IDLE,
+    UNDECIDED,
     RunStatus,
     WorkerStatus,
     has_test_cases,
@@ -125,7 +126,11 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     worker = _folds_worker(folder, lacking, now)
     is_alive = worker.state in ALIVE
     left_s = [fold.seconds_left for fold in each]
-    failed = [status for status in statuses if status and not status.is_fine]
+    failed = [
+        status
+        for status in statuses
+        if status and not status.is_fine and status.state != UNDECIDED  # the folds decide together
+    ]
     if worker.state == "finished":
         advice = _advice_on_scored_folds(folder, folds.store)
     elif worker.state in FINE:
@@ -233,6 +238,8 @@ def _fold_status(
     """The state of a fold, by that of its run if it has begun. A fold's training usually takes
     `usual_s`, and its scoring at most `beside_s`."""
     state = status.state if status else "waiting"
+    if state == UNDECIDED:  # by itself; the folds decide together
+        state = "finished"
     mean_dice = None
     left_s = None
     if state == "finished":

@@ -47,7 +47,7 @@ Bytes = Annotated[float, Meta(ge=0, le=1e18)]
 PREDICTED = {
     "step_s": Seconds,
     **dict.fromkeys(("allocator_peak_bytes", "run_allocator_peak_bytes", "card_bytes"), Bytes),
-    **dict.fromkeys(("process_peak_bytes", "upper_bound_bytes"), Bytes),
+    **dict.fromkeys(("process_peak_bytes", "run_process_peak_bytes", "upper_bound_bytes"), Bytes),
 }
 
 KINDS: Dict[str, Dict[str, Any]] = {
@@ -207,8 +207,11 @@ def shown(
         pace.note(event)
         dice = "  ".join(f"{name} {value:.3f}" for name, value in event.get("dice", {}).items())
         if kind == "step":
-            speed = f"{event['step_s'] / batch:.2f} s/volume  {format_bytes(event['rss_bytes'])}"
-            state = f"loss {event['loss']:.3f}  {dice}  {speed}"
+            state = f"loss {event['loss']:.3f}  {dice}  "
+            step_s = pace.step_s(step)
+            if step_s is not None:
+                state += f"{step_s / batch:.2f} s/volume  "
+            state += format_bytes(event["rss_bytes"])
             left = format_seconds(pace.seconds_left(step, steps))
             bar.update(task, completed=step, state=state, left=left)
             if not console.is_terminal and step % steps_per_epoch == 0:
@@ -223,7 +226,7 @@ def shown(
         elif kind == "diverged":
             line = event["reason"]
         elif kind == "end":
-            took = f"{event['seconds']:.0f} s in all"
+            took = f"{event['seconds']:.0f} s of steps, validations and saves"
             peak = format_bytes(event["peak_rss_bytes"])
             line = f"{event['reason']} after step {step}: {took}, peak {peak}"
         if line:

@@ -37,7 +37,7 @@ def numbers(events: Events, key: str) -> List[float]:
     return [event[key] for event in events if event.get(key) is not None]
 
 
-def median(values: Union[Sequence[float], Array]) -> Optional[float]:
+def median(values: Union[Sequence[float], Deque[float], Array]) -> Optional[float]:
     """The median; None for no values."""
     if not len(values):
         return None
@@ -90,7 +90,8 @@ class Costs:
 
     steps: int
     voxels: int  # that the network has seen in them
-    step_s: Optional[float]  # median of the full steps, waiting for data included
+    # median of the full steps, waiting for data included, but for those that compile
+    step_s: Optional[float]
     coarse_step_s: Optional[float]  # of the coarse ones
     steps_s: float  # of all steps, the compilation in the first ones included
     wait_s: float  # of it, waiting for data
@@ -108,7 +109,7 @@ class History:
     def __init__(self, events: Iterable[Event]):
         self.starts: List[Event] = []  # one an attempt
         self.steps = Columns(
-            "step", "loss", "learning_rate", "voxels", "step_s", "wait_s", "rss_bytes"
+            "step", "loss", "learning_rate", "voxels", "step_s", "wait_s", "rss_bytes", "compiles"
         )
         self.validations = Columns("step", "loss", "mean_dice", "seconds")
         self.last: Event = {}  # of all events
@@ -154,13 +155,18 @@ class History:
     def median_step_s(
         self, coarse_steps: int, *, coarse: bool = False, waiting: bool = True
     ) -> Optional[float]:
-        """The median seconds of the full steps, or of the coarse ones; without `waiting` less those
-        of waiting for data."""
+        """The median seconds of the full steps, or of the coarse ones, that do not compile; without
+        `waiting` less those of waiting for data."""
         is_coarse = self.steps["step"] <= coarse_steps
         seconds = self.steps["step_s"]
         if not waiting:
             seconds = seconds - np.nan_to_num(self.steps["wait_s"])
-        return median(known(seconds[is_coarse == coarse]))
+        return median(known(seconds[(is_coarse == coarse) & self.is_warm]))
+
+    @property
+    def is_warm(self) -> Array:
+        """Of each of the steps whether its seconds are those of a step: it does not compile."""
+        return self.steps["compiles"] == 0
 
     def _note(self, event: Event) -> None:
         kind = event["event"]
@@ -171,7 +177,7 @@ class History:
         if kind == "start":
             self.starts.append(event)
         elif kind == "step":
-            self.steps.add(event)
+            self.steps.add({**event, "compiles": self.pace.compiles(event["step"])})
         elif kind == "validation":
             self.last_validation = event
             self.validations.add(event)
@@ -237,12 +243,23 @@ class Pace:
         if kind == "start":
             self._begin_attempt(event)
         elif kind == "step" and "step_s" in event:
-            if step - 1 not in (self._begin, self._coarse_steps):  # these compile
-                steps = self._coarse if step <= self._coarse_steps else self._full
-                steps.recent_s.append(event["step_s"])
+            if not self.compiles(step):
+                self._kind(step).recent_s.append(event["step_s"])
             self._step = step
         elif kind in ("validation", "checkpoint"):
             self._beside_s += event.get("seconds", 0.0)
+
+    def compiles(self, step: int) -> bool:
+        """Whether a step is the attempt's first on its grid: its seconds are not those of a
+        step."""
+        return step - 1 in (self._begin, self._coarse_steps)
+
+    def step_s(self, step: int) -> Optional[float]:
+        """The median seconds of the recent steps on the grid of a step; None if there are none."""
+        return median(self._kind(step).recent_s)
+
+    def _kind(self, step: int) -> _Steps:
+        return self._coarse if step <= self._coarse_steps else self._full
 
     def seconds_left(self, step: int, steps: Optional[int]) -> Optional[float]:
         """Seconds from `step` to the end: each step left at the median of the recent ones of its

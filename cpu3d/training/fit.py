@@ -212,10 +212,12 @@ class Fit:
         """Continue at the full grid with the weights, momentum and averages of the coarse one."""
         self._guard.new_pace()
         self._phase("building the full network")
-        arrays = self.learner.arrays()
+        coarse = self.learner
+        arrays = coarse.arrays()
         self._enter()
         self.learner.restore(arrays)
-        del arrays
+        coarse.release()  # the full network's variables hold the values by now
+        del arrays, coarse
         gc.collect()  # frees the coarse network, whose layers and functions refer to each other
 
     def _feeds_of(self, config: RunConfig) -> Feeds:

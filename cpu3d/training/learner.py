@@ -182,6 +182,13 @@ class Learner:
         for variable in self.named_variables().values():
             variable.assign(array_from_chief(self._exchange, np.asarray(variable.read_value())))
 
+    def release(self) -> None:
+        """Give back the memory of all variables; the learner cannot be used any more. TensorFlow
+        keeps the resources that a compiled function has read after the function is gone."""
+        for variable in (*self.named_variables().values(), *self._sums):
+            nothing = tf.zeros((0,), variable.dtype)
+            tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
+
     def weights(self) -> Dict[str, tf.Tensor]:
         """The network's weights alone, averaged if the run averages, for prediction. As
         `arrays()`."""

@@ -114,7 +114,7 @@ def show_plan(options: Options, settings: Dict[str, Any]) -> None:
         require_mlflow()
     refuse_folds(options.run)
     check_folder(options.run, "run")
-    _refuse_foreign(options.run)
+    refuse_foreign(options.run)
     call = _Call(options.store, options.run, settings, force=options.force)
     plan = call.made_plan()
     if options.json:
@@ -124,6 +124,20 @@ def show_plan(options: Options, settings: Dict[str, Any]) -> None:
     steps = 0 if plan.config.has_open_length else plan.steps
     if not is_trained(options.run, steps):  # one that is takes no memory
         call.refuse_what_does_not_fit()
+
+
+def refuse_foreign(run_folder: Path) -> None:
+    """Raise InputError for a folder with files of a run that has lost its configuration."""
+    written = (
+        run_folder / "log.jsonl",
+        run_folder / "checkpoints" / BEST,
+        *checkpoints(run_folder),
+    )
+    foreign = [path for path in written if path.is_file() and path.stat().st_size]
+    if foreign and not (run_folder / "config.json").is_file():
+        beside = foreign[0].relative_to(run_folder)
+        rule = f"run {run_folder} must hold a config.json beside {beside}, found none"
+        raise InputError(f"{rule}; restore it, or choose another --run")
 
 
 # --- Private helpers ---
@@ -204,20 +218,6 @@ def _smaller(plan: Plan) -> str:
     return f"a smaller --patch{place}"
 
 
-def _refuse_foreign(run_folder: Path) -> None:
-    """Raise InputError for a folder with files of a run that has lost its configuration."""
-    written = (
-        run_folder / "log.jsonl",
-        run_folder / "checkpoints" / BEST,
-        *checkpoints(run_folder),
-    )
-    foreign = [path for path in written if path.is_file() and path.stat().st_size]
-    if foreign and not (run_folder / "config.json").is_file():
-        beside = foreign[0].relative_to(run_folder)
-        rule = f"run {run_folder} must hold a config.json beside {beside}, found none"
-        raise InputError(f"{rule}; restore it, or choose another --run")
-
-
 @contextlib.contextmanager
 def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
     """Hold the run's folder, which only one process may write to."""
@@ -226,7 +226,7 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
         return
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
-        _refuse_foreign(run_folder)
+        refuse_foreign(run_folder)
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")
         yield

@@ -88,6 +88,9 @@ class NumpyLearner:
     def arrays(self):
         return {name: array.copy() for name, array in self._arrays.items()}
 
+    def release(self):
+        self._arrays = {}
+
     def weights(self):
         return {"model/000": self._arrays["model/000"].copy()}
 
@@ -109,6 +112,7 @@ def shared_learner(config):
     key = repr([getattr(config, name) for name in OF_NETWORK])
     if key not in _LEARNERS:
         learner = Learner(config)
+        learner.release = lambda: None  # it is taken again
         _LEARNERS[key] = (
             learner,
             {name: np.array(array) for name, array in learner.arrays().items()},

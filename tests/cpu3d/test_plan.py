@@ -25,6 +25,7 @@ from cpu3d.plan import Plan, check_fits, make_plan, save_plan
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from memory_estimator import __main__ as estimator
+from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import estimate
 from memory_estimator.host import Host
 from memory_estimator.job import Job
@@ -591,6 +592,25 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
     assert of_shape["job"]["shape"] == list(plan.config.grid)
 
 
+def test_an_estimate_of_a_store_with_a_recipe_is_of_the_run_that_train_plans_with_it(
+    phantom_store, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(estimator, "read_host", lambda: HOST)
+    options = ["--store", str(phantom_store.folder), "--recipe", "demo", "--json"]
+    assert estimator.main(options) == 0
+    content = json.loads(capsys.readouterr().out)
+    plan = make_plan(phantom_store, tmp_path, HOST, {"recipe": "demo"})
+    assert content["run"] == json.loads(json.dumps(plan.to_json()["run"]))
+    assert content["job"]["unet"]["filters"] == plan.config.unet.filters
+
+
+def test_an_estimate_of_a_recipe_for_a_card_is_of_a_cpu(phantom_store, capsys):
+    options = ["--store", str(phantom_store.folder), "--recipe", "gpu-patch"]
+    assert estimator.main([*options, "--json"]) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert "the recipe is for gpu:0: a CPU is estimated" in notes
+
+
 @pytest.mark.parametrize("options", ["", "--hosts 1 2", "--filters 4 --depth 3 --batch 2"])
 def test_an_estimate_of_a_store_says_what_its_strides_follow_from(phantom_store, capsys, options):
     ask = f"--store {phantom_store.folder} --threads 2 --host-memory 8GiB {options}"
@@ -776,6 +796,54 @@ def test_a_run_made_longer_keeps_its_coarse_steps_and_one_made_shorter_has_fewer
     assert [config(steps=steps).coarse_steps for steps in (8, 16, 32)] == [6, 14, 14]
 
 
+def test_the_plan_of_a_run_that_goes_on_has_what_is_left_and_the_whole(phantom_store, tmp_path):
+    def plan():
+        settings = {"depth": 3, "curriculum": "half", "steps": 16, "policy": "auto"}
+        return make_plan(phantom_store, tmp_path, HOST, settings)
+
+    first = plan()
+    assert first.left_s == first.forecast.all_s
+    save_config(first.config, tmp_path)
+    with_checkpoint(tmp_path, step=12)
+    again = plan()
+    forecast = again.forecast
+    assert forecast.all_s == pytest.approx(first.forecast.all_s)
+    # 1 of the 13 coarse steps, 3 in full, a quarter of the validations
+    steps_s = forecast.coarse.step_s + 3 * forecast.full.step_s
+    left_s = steps_s + forecast.validation_s / 4 + forecast.postprocessing_s
+    assert again.left_s == pytest.approx(left_s)
+    assert (again.to_json()["done"], again.to_json()["left_s"]) == (12, again.left_s)
+    printed = " ".join(again.describe(HOST))
+    assert f"{format_seconds(left_s)} left after step 12, of {first.forecast.hours}" in printed
+
+
+def test_a_run_that_goes_on_keeps_its_strides_and_its_policy_and_says_so(phantom_store, tmp_path):
+    store = of_voxels(phantom_store, *THICK)
+    save_config(planned(store, tmp_path).config, tmp_path)
+    with_checkpoint(tmp_path)
+    reasons = planned(store, tmp_path).reasons
+    assert reasons["strides"] == "strides 2,2,1 2,2,1: as the run was begun"
+    assert re.fullmatch(r"policy \w+: as the run was begun", reasons["policy"])
+
+
+def test_peaks_of_the_run_are_printed_beside_those_of_a_step(phantom_store, tmp_path):
+    plan = planned(phantom_store, tmp_path, steps=8, filters=32)
+    forecast = plan.forecast
+    step = forecast.full
+    beside = sum(line.bytes for line in step.beside if line.name != "post-processing")
+    assert beside > 0
+    assert forecast.process_peak_bytes == step.process_peak_bytes + beside
+    assert forecast.allocator_peak_bytes >= step.allocator_peak_bytes
+    predicted = plan.predicted
+    assert predicted["run_process_peak_bytes"] == forecast.process_peak_bytes
+    assert predicted["run_allocator_peak_bytes"] == forecast.allocator_peak_bytes
+    lines = plan.describe(HOST)
+    for name, peaks in (("a step", step), ("the run", forecast)):
+        (line,) = [line for line in lines if line.startswith(f"plan: {name}")]
+        assert f"allocator peak {format_bytes(peaks.allocator_peak_bytes)}" in line
+        assert f"process peak {format_bytes(peaks.process_peak_bytes)}" in line
+
+
 def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_path):
     def plan(**settings):
         return make_plan(
@@ -795,10 +863,10 @@ def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_pat
 # --- Before the first checkpoint ---
 
 
-def with_checkpoint(run):
+def with_checkpoint(run, step=1):
     """A run of which a step is done: it has a checkpoint."""
     (run / "checkpoints").mkdir()
-    (run / "checkpoints" / "step-00000001.npz").touch()
+    (run / "checkpoints" / f"step-{step:08}.npz").touch()
 
 
 def cut_short(store, run, host=HOST, **settings):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator, peak_of_run
+from memory_estimator.step.allocator import MIB, SMALL_BYTES, Allocator, use_of_run
 from memory_estimator.step.timeline import (
     GRANULE_BYTES,
     Group,
@@ -42,13 +42,13 @@ def test_a_chunk_is_split_if_twice_as_large_as_asked_for_or_with_128_mib_to_spar
     assert allocator.counted_bytes == counted * MIB
 
 
-def test_a_run_of_two_grids_holds_what_stays_of_both():
+def test_a_run_of_two_grids_gives_back_the_first_weights_once_the_second_are_there():
     weights = Tensor("weights", 4 * MIB, Group.WEIGHTS)
     step = StepOp("step", "pass", ("weights",), (Tensor("map", 6 * MIB, Group.TRANSIENTS),))
     program = Program(resident=(weights,), ops=(step,))
-    assert peak_of_run([program]) == 10 * MIB  # of 16 that are reserved
-    # The second weights leave 8, which are handed out whole.
-    assert peak_of_run([program, program]) == 16 * MIB
+    assert use_of_run([program]).peak_bytes == 10 * MIB  # of 16 that are reserved
+    # The first weights go, and 4 and 8 are free beside the second: 8 are handed out whole.
+    assert use_of_run([program, program]).peak_bytes == 12 * MIB
 
 
 def test_a_recorded_process_is_followed_chunk_by_chunk():

@@ -15,6 +15,7 @@ from models.strides import (
     lowered,
     network_grid,
     strides_for,
+    strides_reason,
     strides_text,
 )
 
@@ -79,6 +80,23 @@ def test_where_no_axis_keeps_four_a_level_halves_those_of_the_level_before(
 )
 def test_levels_end_where_no_axis_keeps_four(spacing_mm, shape, most, depth):
     assert depth_for(spacing_mm, shape, most) == depth
+
+
+@pytest.mark.parametrize(
+    ("shape", "depth", "words"),
+    [
+        ((48, 64, 48), 3, "a level halves sides of 8 or more"),
+        ((48, 64, 48), 5, "a level halves sides of 8 or more"),  # 64, 32, 16, 8
+        ((28, 48, 43), 5, "as the last 1 of 4"),  # 7, 12, 11 become 7, 6, 6
+        ((28, 48, 43), 8, "as the last 4 of 7"),
+        ((7, 6, 5), 3, "every level halves all axes, as no side is 8 or more"),
+    ],
+)
+def test_the_reason_tells_how_many_levels_the_rule_decides(shape, depth, words):
+    reason = strides_reason((1.0, 1.0, 1.0), shape, depth)
+    assert reason.startswith(f"{' x '.join(map(str, shape))} voxels of 1 x 1 x 1 mm; ")
+    assert words in reason
+    assert ("the level before" in reason) == ("the last" in words)
 
 
 @given(

@@ -78,7 +78,7 @@ def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, 
     why: by the size of voxels."""
     spacing_mm = common_spacing(record.spacing_mm for record in _deciding(store))
     strides = strides_for(spacing_mm, shape, depth)
-    return strides, strides_reason(spacing_mm, shape)
+    return strides, strides_reason(spacing_mm, shape, depth)
 
 
 def depth_of_store(

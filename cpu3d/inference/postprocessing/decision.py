@@ -8,6 +8,7 @@ label = chosen.paint(probabilities, regions, spacing_mm)
 import dataclasses
 import gc
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
@@ -28,13 +29,16 @@ from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
+from cpu3d.run.log import last_end
 from cpu3d.settings import LEAST_CASES, RunConfig
 from cpu3d.training.train import Options
+from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_record, typed
+from memory_estimator.common.units import format_seconds
 
 FILE = "postprocessing.json"  # in the run's folder
 SCHEMA = 1
@@ -103,6 +107,22 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
     return decision.chosen
 
 
+def is_decided(run: Path, config: RunConfig) -> bool:
+    """Whether the post-processing of a trained run is decided, by its present weights."""
+    try:
+        decision = read_decision(run, config)
+        digest = file_sha256(weights_file(run, "best"))
+    except (InputError, OSError):
+        return False
+    return decision is not None and _is_present(decision, digest, config)
+
+
+def _is_present(decision: Decision, digest: str, config: RunConfig) -> bool:
+    """Whether this version has made it, with weights of this SHA-256 on the split of the run."""
+    hashes = (decision.weights_sha256, decision.split_hash)
+    return decision.cases_with is not None and hashes == (digest, config.split_hash)
+
+
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     """Decide the post-processing of a trained run on its labelled validation cases, one in memory
     at a time, and write it into the run. A decision of this version with the present weights is
@@ -116,10 +136,8 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
             decision = read_decision(run, config)
         except InputError:
             decision = None  # damaged: decided again
-        if decision is not None and decision.cases_with is not None:
-            hashes = (decision.weights_sha256, decision.split_hash)
-            if hashes == (digest, config.split_hash):
-                return decision
+        if decision is not None and _is_present(decision, digest, config):
+            return decision
         store = store_of_run(config, store_folder)
         bare = set(store.manifest.unlabelled)
         ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
@@ -172,12 +190,18 @@ def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> Li
 
 def after(training: Options, settings: Dict[str, Any]) -> None:
     """Follow `train` with its options: the chief of a finished run decides, and prints the choice
-    or why there is none. Raises KeyboardInterrupt with nothing written."""
-    if not read_cluster(os.environ).is_chief:
+    or why there is none. Raises KeyboardInterrupt with nothing decided."""
+    cluster = read_cluster(os.environ)
+    if not cluster.is_chief:
         return
     gc.collect()  # frees the network that was trained
+    begin = time.perf_counter()
     try:
-        decision = decide(training.run, training.store)
+        with Guard(training.run, say=say, workers=cluster.workers) as guard:
+            step = last_end(training.run).get("step", 0)
+            guard.plan(step=step, steps=step, stall_minutes=0)
+            guard.phase("deciding post-processing")
+            decision = decide(training.run, training.store)
         line = decision.chosen.words
         if not decision.chosen.off:
             pairs = zip(decision.before.items(), decision.after.values())
@@ -192,4 +216,4 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     except KeyboardInterrupt:
         done = "the run is complete, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
-    say(f"post-processing: {line}")
+    say(f"post-processing, {format_seconds(time.perf_counter() - begin)}: {line}")

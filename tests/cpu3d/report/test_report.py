@@ -143,11 +143,17 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
         "allocator_peak_bytes": 2 * 2**30,
         "peak_rss_bytes": 5 * 2**30,
     }
-    text = relog(tiny_run, end, start={"predicted": {**peaks, "step_s": 2.178}})
+    text = relog(
+        tiny_run, end, start={"predicted": {**peaks, "step_s": 2.178}}
+    )  # of an old version
     assert re.search(r"allocator on cpu 2\.00 GiB [^%]*3\.00 GiB \+50\.0%", text)
     assert re.search(r"peak memory of the process 5\.00 GiB [^%]*4\.00 GiB -20\.0%", text)
     assert re.search(r"upper bound [^%]*5\.00 GiB 5\.00 GiB \+0\.0%", text)
     assert re.search(r"time per step 1\.98 s [^%]*2\.18 s \+10\.0%", text)
+    of_run = {"run_allocator_peak_bytes": 2.2 * 2**30, "run_process_peak_bytes": 6 * 2**30}
+    text = relog(tiny_run, end, start={"predicted": {**peaks, **of_run}})
+    assert re.search(r"allocator on cpu 2\.00 GiB [^%]*2\.20 GiB \+10\.0%", text)
+    assert re.search(r"peak memory of the process 5\.00 GiB [^%]*6\.00 GiB \+20\.0%", text)
 
 
 def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):

@@ -1,5 +1,6 @@
 """What `status` says of run folders in every state, made of a config, a log and heartbeats."""
 
+import dataclasses
 import io
 import json
 import os
@@ -11,10 +12,13 @@ import pytest
 from rich.console import Console
 
 from cpu3d.__main__ import main
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import ENDINGS
+from cpu3d.inference.postprocessing.decision import FILE, SCHEMA, Decision
+from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.report.run_status import WORST_FIRST, run_status
 from cpu3d.report.status import describe
-from cpu3d.run.checkpoint import write_best
+from cpu3d.run.checkpoint import weights_file, write_best
 from cpu3d.run.config_json import save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
@@ -55,6 +59,16 @@ def run(tmp_path):
     checkpoint.write_bytes(b"12345")
     os.utime(checkpoint, (time.time() - 240, time.time() - 240))
     write_best(folder, {}, {"best": 0.85})  # the log may be cut back to before it
+    decision = Decision(
+        weights_sha256=file_sha256(weights_file(folder, "best")),
+        split_hash=RunConfig().split_hash,
+        cases=0,
+        chosen=PostProcessing(off="too few cases"),
+        before={},
+        after={},
+        cases_with={},
+    )
+    write_json(folder / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return folder
 
 
@@ -243,6 +257,43 @@ def test_without_heartbeats_a_run_is_unknown_unless_its_log_ends_finished(run):
 def test_without_heartbeats_the_end_in_the_log_tells_the_state(run, reason, state):
     append_event(run, {"event": "end", "step": 120, "reason": reason})
     assert run_status(run).state == state
+
+
+@pytest.mark.parametrize("stopped", [{}, {"exit_code": 0}, {"exit_code": 130}])
+@pytest.mark.parametrize("lack", ["decision", "weights"])
+def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_is_decided(
+    run, stopped, lack
+):
+    save_config(RunConfig(steps=120), run)
+    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
+    if stopped:
+        write_heartbeat(run, beat(step=120, steps=120, **stopped))
+    assert run_status(run).state == "finished"
+    if lack == "decision":
+        (run / FILE).unlink()
+    else:
+        write_best(run, {}, {"best": 0.9})  # others than it was decided with
+    status = run_status(run)
+    assert (status.state, status.is_fine) == ("undecided", False)
+    assert status.advice == "the same command decides it"
+    assert main(["status", "--run", str(run)]) == 1
+
+
+def test_a_run_that_decides_its_post_processing_runs(run):
+    save_config(RunConfig(steps=120), run)
+    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
+    write_heartbeat(run, beat(step=120, steps=120, phase="deciding post-processing"))
+    status = run_status(run)
+    assert (status.state, status.seconds_left) == ("running", None)
+
+
+@pytest.mark.parametrize(("seconds", "step_s"), [((60.0,), None), ((60.0, 3.0), 3.0)])
+def test_a_step_that_compiles_is_no_pace(tmp_path, seconds, step_s):
+    save_config(RunConfig(steps=4000), tmp_path)
+    append_event(tmp_path, {"event": "start", "step": 0})
+    for step, each in enumerate(seconds, start=1):
+        append_event(tmp_path, {**STEP, "step": step, "loss": 1.0, "step_s": each})
+    assert run_status(tmp_path).step_s == step_s
 
 
 def test_a_run_that_has_just_begun(run):

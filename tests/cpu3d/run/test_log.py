@@ -2,6 +2,7 @@
 still takes."""
 
 import json
+import re
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -258,18 +259,31 @@ def test_regions_are_shown_as_they_are_named(tmp_path, capsys, monkeypatch):
         assert f"{before}BraTS[red]x 0.500  [/b] 0.250  a:b:c 1.000" in printed
 
 
+def test_the_speed_that_is_shown_is_that_of_steps_that_do_not_compile(tmp_path, capsys):
+    seconds = (60.0, 3.0, 2.0, 4.0)
+    with shown(tmp_path, steps=4, done=0, steps_per_epoch=1, batch=2) as show:
+        for number, step_s in enumerate(seconds, start=1):
+            show({**STEP, "step": number, "epoch": number - 1, "step_s": step_s})
+    lines = capsys.readouterr().err.splitlines()
+    speeds = [re.search(r"([\d.]+) s/volume", line) for line in lines]
+    assert [found and found[1] for found in speeds] == [None, "1.50", "1.25", "1.50"]
+
+
 def test_costs_are_of_all_attempts_with_coarse_steps_apart():
     steps = [
         {**STEP, "step": n, "step_s": s, "wait_s": 0.5}
         for n, s in ((1, 9), (2, 1), (3, 8), (4, 4), (5, 6))
     ]
     saved = {"event": "checkpoint", "step": 5, "seconds": 1.5}
-    costs = History([START, *steps[:2], SCORE, START, *steps[2:], saved, END]).costs(coarse_steps=2)
+    first = {**START, "step": 0, "coarse_steps": 2}
+    second = {**first, "step": 2}
+    events = [first, *steps[:2], SCORE, second, *steps[2:], saved, END]
+    costs = History(events).costs(coarse_steps=2)
     known = {
         "steps": 5,
         "voxels": 40,
-        "step_s": 6,
-        "coarse_step_s": 5,
+        "step_s": 5,  # without those that compile, of 9 s and 8 s
+        "coarse_step_s": 1,
         "steps_s": 28,
         "wait_s": 2.5,
     }

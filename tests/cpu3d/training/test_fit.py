@@ -366,7 +366,9 @@ def test_the_first_steps_see_half_the_resolution_and_all_validations_the_full_gr
     coarse = math.prod(fit.config.coarse_grid)
     full = math.prod(fit.config.grid)
     assert coarse < full / 4
+    of_coarse = fit.learner
     fit.run()
+    assert not of_coarse.arrays(), "the variables of coarse steps are given back"
     assert [event["voxels"] for event in steps_of(tmp_path)] == 13 * [coarse] + 3 * [full]
     assert [(event["step"], event["best"]) for event in validations_of(tmp_path)] == [
         (8, True),

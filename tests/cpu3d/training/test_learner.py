@@ -137,6 +137,23 @@ def test_the_peak_of_a_batch_in_micro_batches_is_that_of_one_and_one_set_of_grad
     assert peak_bytes_of(4, 1) == pytest.approx(peak_bytes_of(1, 1), rel=0.15)
 
 
+def test_variables_that_are_released_take_no_memory_beside_those_that_were_made_of_them():
+    if allocator_peak_bytes() is None:
+        pytest.skip("needs an engine that counts its memory")
+    of_run = config(1, 1, unet=dataclasses.replace(UNET, filters=32))
+    first = Learner(of_run)
+    first.step(micro_batches(volumes(1), 1), 1e-2)
+    values = {name: np.array(array) for name, array in first.arrays().items()}
+    held_bytes = tf.config.experimental.get_memory_info("CPU:0")["current"]
+    second = Learner(of_run)
+    second.restore(first.arrays())
+    first.release()
+    for name, array in second.arrays().items():
+        np.testing.assert_array_equal(array, values[name], err_msg=name)
+    second.step(micro_batches(volumes(1), 1), 1e-2)
+    assert tf.config.experimental.get_memory_info("CPU:0")["current"] == held_bytes
+
+
 def test_arrays_stay_as_they_were_while_training_goes_on():
     learned = learner(1, ema=0.9)
     held = learned.arrays()

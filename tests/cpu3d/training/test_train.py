@@ -352,17 +352,19 @@ def test_a_dry_run_of_what_does_not_fit_says_so(phantom_store, tmp_path, capsys,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("more", [(), ("--folds", "2")])
 @pytest.mark.parametrize("lacks", ["a folder", "its configuration", "mlflow"])
-def test_a_dry_run_refuses_what_train_refuses(phantom_store, tmp_path, capsys, monkeypatch, lacks):
+def test_a_dry_run_refuses_what_train_refuses(
+    phantom_store, tmp_path, capsys, monkeypatch, lacks, more
+):
     run = tmp_path / "run"
-    more = ()
     if lacks == "a folder":
         run.write_text("a file")
     elif lacks == "its configuration":
         run.mkdir()
         (run / "log.jsonl").write_text("mine")
     else:
-        more = ("--mlflow", "somewhere")
+        more += ("--mlflow", "somewhere")
         monkeypatch.setattr("importlib.util.find_spec", lambda *name: None)
     words = ["train", "--store", str(phantom_store.folder), "--run", str(run), *more]
     assert main([*words, "--dry-run"]) == 2
