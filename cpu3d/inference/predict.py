@@ -264,9 +264,8 @@ def _without_kept(
             again.setdefault(listed(reasons), []).append(case.files.case_id)
     lines = []
     if kept:
-        lines.append(
-            f"kept {listed(kept)}, predicted before alike; --overwrite predicts them again"
-        )
+        why = "predicted before with these weights and settings"
+        lines.append(f"kept {listed(kept)}, {why}; --overwrite predicts them again")
     for reason, ids in again.items():
         lines.append(f"predicted again: {listed(ids)}, as {reason}")
     return todo, lines
