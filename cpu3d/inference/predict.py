@@ -26,6 +26,10 @@ Several runs predict together, by the mean of their probabilities; folds must be
 folder of `train --folds` stands for all of its folds. Answers are post-processed as the runs
 decided, if all did, or as the cases of such a folder did; --raw leaves that out.
 
+A case that was predicted before of the same image, with the same weights and settings, is kept and
+named; others are predicted again. Files that `predict` has not written are never overwritten, nor,
+without --overwrite, a label that was changed since.
+
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
 another size than the training's, or with a background other than 0. A run whose store was resampled
@@ -39,18 +43,18 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.cases.case import LoadedCase, load_case
 from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
-from cpu3d.data.cases.resample import grid_of, resample_label
-from cpu3d.data.datasets.dataset import CaseFiles
+from cpu3d.data.cases.resample import grid_of, in_mm, resample_label
 from cpu3d.data.datasets.layouts import LABEL_CODES
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.nifti import ras_spacing_mm, ras_steps_mm, write_label, write_volume
+from cpu3d.data.nifti import ras_shape, ras_spacing_mm, ras_steps_mm, write_label, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
@@ -59,17 +63,23 @@ from cpu3d.inference.postprocessing.joint import postprocessing_together
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
 from cpu3d.inference.runs import Inference, RunOptions, answering, seen_notes, training_notes
 from cpu3d.inference.scores import voxel_mm3
+from cpu3d.inference.sidecar import (
+    LABEL_HASH,
+    SCHEMA,
+    WRITER,
+    Outputs,
+    changes,
+    check_replaceable,
+    read_sidecar,
+)
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.atomic import check_folder, writable_folder, write_json
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import listed
-from memory_estimator.common.files import read_json
+from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
-
-SCHEMA = 1  # version of the sidecar
-WRITER = "cpu3d predict"  # in a sidecar: the label beside it was made here and may be replaced
+from memory_estimator.common.units import by, format_seconds
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,11 @@ class Options:
     )
     page: bool = option(
         False, help="also write <case_id>.html, a page to scroll through the slices in a browser"
+    )
+    overwrite: bool = option(
+        False,
+        help="predict again the cases that are there with these settings, also those whose label "
+        "was changed since (default: they are kept)",
     )
     codes: str = option(
         AUTO,
@@ -121,8 +136,17 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     raise_if_any([*wrong, *problems] if wrong or not cases else ())
     writable_folder(options.out, "--out")
     notes += seen_notes(ids, configs)
+    about = {
+        **origin(together.runs, configs, predictors),
+        "weights": together.weights,
+        "weights_sha256": [each.weights_sha256 for each in predictors],
+    }
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
-    about = {**origin(together.runs, configs, predictors), "weights": together.weights}
+    cases, lines = _without_kept(cases, options, about, postprocessing)
+    say(*lines, stderr=False)
+    if not cases and not problems:
+        return 0
+    begin = time.monotonic()
     sidecars = []
     kind = InputError
     with bar("predict", total=len(cases)) as advance:
@@ -138,6 +162,9 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     say(*note_lines({sidecar["case_id"]: sidecar["notes"] for sidecar in sidecars}))
     if sidecars:
         new_console().print(_volumes_table(sidecars))
+        seconds = format_seconds(time.monotonic() - begin)
+        done = f"{count(sidecars, 'case')} predicted in {seconds} into {options.out}"
+        say(f"{done}, on the grids of their images", stderr=False)
     if problems:
         raise kind(*problems)
     return 0
@@ -149,8 +176,9 @@ def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for sidecar in sidecars:
         volumes = [f"{ml:.2f}" for ml in sidecar["volumes_ml"].values()]
-        rows.append((sidecar["label"], *volumes, f"{sidecar['seconds']:.1f}"))
-    head = ("file", *(f"{name} ml" for name in regions), "seconds")
+        grid = f"{by(sidecar['shape'], ' x ')} of {in_mm(sidecar['spacing_mm'])}"
+        rows.append((sidecar["label"], *volumes, grid, f"{sidecar['seconds']:.1f}"))
+    head = ("file", *(f"{name} ml" for name in regions), "voxels along R, A, S", "seconds")
     return Table(head, rows, title="predictions")
 
 
@@ -165,10 +193,11 @@ def predict_case(
     """Segment one case into `options.out`; returns the content of its sidecar, with `about`, the
     answer's origin. With the `configs` of the runs its notes say how the image differs from what
     they were trained on. A label among the case's files is not read. Raises InputError for an image
-    that cannot be read or does not fit the run, and for a file that would be overwritten without a
-    sidecar by `predict`."""
+    that cannot be read or does not fit the run, and as `check_replaceable`."""
     begin = time.monotonic()
-    outputs = _outputs(case.files, options, tuple(predictor.regions))
+    outputs = _outputs(case, options)
+    before = read_sidecar(outputs.sidecar)
+    check_replaceable(outputs, before, case.files.paths, options.overwrite)
     kinds = predictor.normalisation_of(case.channels)
     loaded = load_case(
         case.files,
@@ -187,8 +216,12 @@ def predict_case(
         *window_notes(loaded.image, record, case.channels, kinds),
     ]
     names = {region: path.name for region, path in outputs.probabilities.items()}
-    more = {"postprocessing": postprocessing.words, "probabilities": names, "notes": notes}
-    content = _sidecar(case, record, label, **more) | about
+    content = {
+        **_made_from(case, options, about, postprocessing),
+        **_answered(case, record, label),
+        "probabilities": names,
+        "notes": notes,
+    }
     # First, so that a label cut off by a crash is known as ours and can be redone.
     write_json(outputs.sidecar, content)
     for position, path in enumerate(outputs.probabilities.values()):
@@ -200,38 +233,58 @@ def predict_case(
     if outputs.page:
         write_case_page(outputs.page, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
+    content[LABEL_HASH] = file_sha256(outputs.label)
     write_json(outputs.sidecar, content)
     return content
 
 
-class _Outputs(NamedTuple):
-    """The files that are written of a case."""
+def _without_kept(
+    cases: Sequence[Case],
+    options: Options,
+    about: Mapping[str, Any],
+    postprocessing: PostProcessing,
+) -> Tuple[List[Case], List[str]]:
+    """The cases that are still to be predicted; and lines on those that were, which are kept, or
+    predicted again with the reason."""
+    todo = []
+    kept = []
+    again: Dict[str, List[str]] = {}  # reason -> cases
+    for case in cases:
+        outputs = _outputs(case, options)
+        before = read_sidecar(outputs.sidecar)
+        reasons = ["--overwrite is given"]
+        if not options.overwrite:
+            wanted = _made_from(case, options, about, postprocessing)
+            reasons = changes(before, wanted, outputs, case.files.paths)
+        if before and not reasons:
+            kept.append(case.files.case_id)
+            continue
+        todo.append(case)
+        if before:
+            again.setdefault(listed(reasons), []).append(case.files.case_id)
+    lines = []
+    if kept:
+        why = "predicted before with these weights and settings"
+        lines.append(f"kept {listed(kept)}, {why}; --overwrite predicts them again")
+    for reason, ids in again.items():
+        lines.append(f"predicted again: {listed(ids)}, as {reason}")
+    return todo, lines
 
-    sidecar: Path
-    label: Path
-    page: Optional[Path]  # None without one
-    probabilities: Dict[str, Path]  # by region; none if they are not written
 
-
-def _outputs(files: CaseFiles, options: Options, regions: Sequence[str]) -> _Outputs:
-    """The files of a case. Raises InputError for one that must not be replaced."""
+def _outputs(case: Case, options: Options) -> Outputs:
+    """The files of a case."""
     out = options.out
-    case_id = files.case_id
+    case_id = case.files.case_id
     probabilities = {}
     if options.probabilities:
-        names = _probability_names(case_id, regions)
+        names = _probability_names(case_id, tuple(case.regions))
         probabilities = {region: out / name for region, name in names.items()}
-    outputs = _Outputs(
+    return Outputs(
         sidecar=out / f"{case_id}.json",
         label=out / f"{case_id}.nii.gz",
         page=out / f"{case_id}.html" if options.page else None,
         probabilities=probabilities,
     )
-    written = [outputs.sidecar, outputs.label, *probabilities.values()]
-    if outputs.page:
-        written.append(outputs.page)
-    _check_replaceable(outputs.sidecar, written, files)
-    return outputs
 
 
 def _viewed(
@@ -252,16 +305,11 @@ def _viewed(
     )
 
 
-def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) -> Dict[str, Any]:
-    """The content of a case's sidecar before it is complete: label, grid, sources."""
-    voxel_ml = voxel_mm3(ras_steps_mm(record.geometry)) / 1000.0
-    volumes_ml = {}
-    for name, codes in case.regions.items():
-        voxels = int(np.count_nonzero(region_mask(label, codes)))
-        volumes_ml[name] = round(voxels * voxel_ml, 4)
+def _made_from(
+    case: Case, options: Options, about: Mapping[str, Any], postprocessing: PostProcessing
+) -> Dict[str, Any]:
+    """The content of a case's sidecar that is known before its image is read."""
     meanings = code_meanings(case.regions, case.labels)
-    if record.resampled_from:
-        about["seen_spacing_mm"] = list(record.spacing_mm)  # by the network
     return {
         "schema": SCHEMA,
         "written_by": WRITER,
@@ -271,10 +319,28 @@ def _sidecar(case: Case, record: CaseRecord, label: np.ndarray, **about: Any) ->
         "codes_of": case.codes_of,
         "label_codes": {str(code): name for code, name in meanings.items()},
         "regions": {name: list(codes) for name, codes in case.regions.items()},
-        "volumes_ml": volumes_ml,
         "threshold": THRESHOLD,
+        "zero_nan": options.zero_nan,
+        "postprocessing": postprocessing.words,
         **about,
+    }
+
+
+def _answered(case: Case, record: CaseRecord, label: np.ndarray) -> Dict[str, Any]:
+    """The content of a case's sidecar that its image and its answer tell."""
+    voxel_ml = voxel_mm3(ras_steps_mm(record.geometry)) / 1000.0
+    volumes_ml = {}
+    for name, codes in case.regions.items():
+        voxels = int(np.count_nonzero(region_mask(label, codes)))
+        volumes_ml[name] = round(voxels * voxel_ml, 4)
+    seen = {}
+    if record.resampled_from:
+        seen["seen_spacing_mm"] = list(record.spacing_mm)  # by the network
+    return {
+        "volumes_ml": volumes_ml,
+        **seen,
         "axes": record.geometry.axes,
+        "shape": list(ras_shape(record.geometry)),
         "spacing_mm": list(ras_spacing_mm(record.geometry)),
         "zeroed_voxels": record.zeroed_voxels,
         "sources": [dataclasses.asdict(source) for source in record.sources],
@@ -303,23 +369,3 @@ def _probability_names(case_id: str, regions: Sequence[str]) -> Dict[str, str]:
     if len(set(slugs)) < len(slugs):
         slugs = [f"{position}-{slug}" for position, slug in enumerate(slugs, start=1)]
     return {name: f"{case_id}_{slug}_probability.nii.gz" for name, slug in zip(regions, slugs)}
-
-
-def _check_replaceable(sidecar: Path, outputs: Sequence[Path], files: CaseFiles) -> None:
-    """Raise InputError for an output that is a source, or that exists without a sidecar by
-    `predict`."""
-    sources = {path.resolve() for path in files.paths}
-    try:
-        ours = read_json(sidecar).get("written_by") == WRITER
-    except (OSError, ValueError, AttributeError):
-        ours = False
-    problems = []
-    for path in outputs:
-        if path.resolve() in sources:
-            kind = "a source image"
-        elif path.exists() and not ours:
-            kind = "a file that was not written by predict"
-        else:
-            continue
-        problems.append(f"{path} must not be overwritten, got {kind}; choose another --out")
-    raise_if_any(problems)

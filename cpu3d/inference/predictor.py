@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.cases.resample import to_source_grid
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import Region, Shape3, paste, round_up
@@ -38,6 +39,7 @@ class Predictor:
     """A run's weights, ready for any case with the same channels."""
 
     batch_size: Optional[int] = 1  # that networks are compiled for
+    weights_sha256 = ""  # of the file that the weights are from, if there is one
 
     def __init__(
         self, config: RunConfig, weights: List[np.ndarray], inference: Inference = AS_TRAINED
@@ -166,8 +168,11 @@ def load_predictor(
 ) -> Predictor:
     """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or
     its weights are missing, damaged, or of another network."""
-    config, arrays = load_weights(load_config(run), weights_file(run, weights))
-    return Predictor(config, arrays, inference)
+    path = weights_file(run, weights)
+    config, arrays = load_weights(load_config(run), path)
+    predictor = Predictor(config, arrays, inference)
+    predictor.weights_sha256 = file_sha256(path)
+    return predictor
 
 
 def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:

@@ -193,10 +193,13 @@ def _sections(files: FoldsFiles) -> List[Section]:
     if files.configs:
         first = next(iter(files.configs))
         settings.append(
-            Folded("settings", Table(("", ""), _settings(files.configs[first]), names=2))
+            Folded(
+                "All settings, as config.json has them",
+                Table(("", ""), _settings(files.configs[first]), names=2),
+            )
         )
     if answers:
-        settings.append(Folded("held out", _held_out_table(answers)))
+        settings.append(Folded("Cases that each fold held out", _held_out_table(answers)))
     return [
         ("The folds", [Table(("", ""), _facts(files), names=2), folds_table(files)]),
         ("Scores of each case by the fold that held it out", scores),

@@ -30,6 +30,7 @@ from cpu3d.inference.scores_file import (
 )
 from cpu3d.pages.page import flat, page_file, percent
 from cpu3d.report import pictures
+from cpu3d.report.facts import described, host_rows
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.sections import (
     Element,
@@ -44,7 +45,7 @@ from cpu3d.run.folds import read_folds
 from cpu3d.run.log import iter_events
 from cpu3d.run.summary import Costs, Events, History, median, numbers
 from cpu3d.run.transfer import freeze_words, init_rows, seen_words
-from cpu3d.settings import InitRecord
+from cpu3d.settings import InitRecord, RunConfig
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
@@ -64,12 +65,6 @@ class Options:
 
 OPTIONS = (Options,)
 
-# The facts of a run: settings, and those of its last attempt.
-SETTINGS = (
-    "split_hash", "fold", "mode", "grid", "resolution", "coarse_steps", "coarse_grid",
-    "coarse_stride",
-)  # fmt: skip
-STARTED_WITH = ("parameters", "precision", "policy", "micro_batch", "engine")
 SHOWN = ("lesion_dice", "false_positives", "dice")  # METRICS that post-processing is shown with
 
 
@@ -78,7 +73,8 @@ class RunFiles:
     """The content of a run folder."""
 
     folder: Path
-    config: Dict[str, Any]
+    settings: RunConfig
+    config: Dict[str, Any]  # the same, as JSON
     init: Optional[InitRecord]  # the weights that it has started from
     history: History  # of log.jsonl
     scores: Optional[Dict[str, Any]]  # of the test cases, else of "val", else of "train"
@@ -131,6 +127,7 @@ def gather(run_dir: Path) -> RunFiles:
                 store = with_fold(open_store(folder), config.fold)
     return RunFiles(
         folder=run_dir,
+        settings=config,
         config=config.to_json(),
         init=config.init_record,
         history=History(iter_events(run_dir)),
@@ -149,17 +146,20 @@ def page_sections(files: RunFiles) -> List[Section]:
     decided = _decision_table(files)
     if decided is None:
         decided = f"Post-processing is {files.postprocessing.words}."
-    hosts = []
+    hosts: List[Element] = []
     for start in starts:
+        title = f"Started at step {start['step']}, {start.get('time', '')}"
+        hosts.append(Table(("", ""), host_rows(start), title=title, names=2))
         groups = [name for name in ("host", "versions", "threads") if start.get(name)]
         about = flat({name: start[name] for name in groups})
-        title = f"Started at step {start['step']}, {start.get('time', '')}"
-        hosts.append(Table(("", ""), about, title=title, names=2))
+        hosts.append(Folded("Versions and switches", Table(("", ""), about, names=2)))
     split = files.store.manifest.split if files.store else {}
     ids = [(name, ", ".join(cases) or "none") for name, cases in split.items()]
     settings = [
-        Folded("config.json", Table(("", ""), sorted(flat(config)), names=2)),
-        Folded("split", Table(("", ""), ids, names=2)),
+        Folded(
+            "All settings, as config.json has them", Table(("", ""), sorted(flat(config)), names=2)
+        ),
+        Folded("Cases of each split", Table(("", ""), ids, names=2)),
     ]
     return [
         ("The run", [Table(("", ""), _facts(files, starts), names=2)]),
@@ -179,7 +179,6 @@ def page_sections(files: RunFiles) -> List[Section]:
 
 def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
     """Name and value of the settings and facts that distinguish this run."""
-    config = files.config
     history = files.history
     last = starts[-1] if starts else {}
     data = "-"
@@ -190,14 +189,12 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
             name = manifest.labels[manifest.ignore]
             data += f"; voxels of label {manifest.ignore} {name} count nowhere"
     facts = [
-        ("run", str(files.folder)),
+        ("folder", str(files.folder)),
         ("data", data),
-        ("steps", f"{history.last_step:,}"),
+        ("steps done", f"{history.last_step:,}"),
         ("ended", _ended(history)),
     ]
-    facts += [(name, value) for name, value in flat(config) if value and name in SETTINGS]
-    facts += [(name, str(last.get(name, "-"))) for name in STARTED_WITH]
-    facts.append(("device", last.get("device", config["device"])))
+    facts += described(files.settings, last)
     if files.scores:
         facts.append(("inference", _inference(files.scores)))
         applied = dict.fromkeys(case["postprocessing"] for case in files.scores["cases"])
@@ -208,7 +205,7 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
 def _first_weights(files: RunFiles) -> Table:
     """What the run has taken from other weights, and what of it stays."""
     rows = init_rows(files.init)
-    rows.append(("frozen", freeze_words(load_config(files.folder))))
+    rows.append(("frozen", freeze_words(files.settings)))
     return Table(("", ""), rows, names=2)
 
 
@@ -370,7 +367,13 @@ def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple
             format_bytes,
             "with mapped files",
         ),
-        ("upper bound of it", peak, "upper_bound_bytes", format_bytes, ""),
+        (
+            "most that the plan allows for",
+            peak,
+            "upper_bound_bytes",
+            format_bytes,
+            "of the process: more would have been refused",
+        ),
         (f"allocator on {device}", on_device, "run_allocator_peak_bytes", format_bytes, scratch),
         ("time per coarse step", coarse_s, "coarse_step_s", format_seconds, of_step),
         ("time per step", full_s, "step_s", format_seconds, of_step),

@@ -52,6 +52,7 @@ class FakePredictor:
     inference: Inference = AS_TRAINED
     mirrored: Tuple[int, ...] = (0, 1, 2)
     window: Optional[Tuple[int, int, int]] = None
+    weights_sha256: str = "made up"
 
     def normalisation_of(self, channels):
         return ()

@@ -2,6 +2,7 @@
 nothing."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.cases.notes import window_notes
+from cpu3d.data.cases.notes import odd_units, window_notes
 from cpu3d.data.cases.resample import resample_image
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation, in_units
@@ -25,7 +26,7 @@ from cpu3d.inference.export import segment
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config
-from tests.cpu3d.data.made_datasets import dataset_json
+from tests.cpu3d.data.made_datasets import dataset_json, make_record
 from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
 
 CHANGES = {
@@ -119,6 +120,59 @@ def test_an_image_is_named_by_its_unit_whatever_tissue_the_window_is_of(window, 
     assert len(said) == (added > 0)
     about = {"channels": ["CT"], "normalisation": [kind.to_json()]}
     assert list(images.notes_on_windows(np.float32(image), about)) == said
+
+
+@pytest.mark.parametrize(
+    ("middles", "named"),
+    [
+        ((100, 110, 95, 105, 98), ""),
+        ((100, 110, 1119, 105, 98), "c"),  # HU + 1024
+        ((1124, 1134, 1119, 1129, 1122), ""),  # all of them
+        ((100, 180, 60, 105, 98), ""),  # with contrast medium, and without
+        ((-850, -300, 40, -700, 60), ""),  # lungs: nodules, air
+        ((100, 1124), "b"),
+        ((100, None, 1124, 105), "c"),  # one without a label
+        ((100,), ""),
+    ],
+)
+def test_a_ct_among_others_is_named_by_its_unit(middles, named):
+    records = []
+    for case_id, middle in zip("abcde", middles):
+        values = () if middle is None else (middle - 20.0, float(middle), middle + 20.0)
+        records.append(make_record(case_id, foreground=(values,)))
+    kind = Normalisation(Kind.CT, 42.0, 142.0, mean=92.0, std=20.0)
+    said = odd_units(records, ("CT",), (kind,))
+    assert "".join(said) == named
+    for (note,) in said.values():
+        assert "labelled values of CT about 11" in note
+        assert "of most cases they are about 1" in note
+    assert odd_units(records, ("CT",), (Normalisation(Kind.ZSCORE),)) == {}
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """The store of bodies of which the second is in HU + 1024."""
+    folder = tmp_path_factory.mktemp("odd")
+    data = write_phantom(folder / "data", cases=4, shape=(24, 28, 24), workers=1, kind="ct")
+    path = data / "imagesTr/BRATS_002.nii.gz"
+    image = nibabel.load(path)
+    shifted = CHANGES["shifted"](image.get_fdata())
+    nibabel.save(nibabel.Nifti1Image(shifted, image.affine), path)
+    prepare(data, folder / "store", fractions=(2, 1, 1), workers=1)
+    return open_store(folder / "store")
+
+
+def test_prepare_and_evaluate_name_the_case_of_another_unit(odd, stores, tmp_path, capsys):
+    for store, named in ((odd, ["BRATS_002"]), (stores["hu"], []), (stores["shifted"], [])):
+        capsys.readouterr()
+        assert main(["store", "info", "--store", str(store.folder)]) == 0
+        notes = re.findall(r"note: (\S+): labelled values of CT", capsys.readouterr().out)
+        assert notes == named
+    start(odd, tmp_path / "run", **{**SETTINGS, "steps": 1}).run()
+    split = next(name for name, ids in odd.manifest.split.items() if "BRATS_002" in ids)
+    capsys.readouterr()
+    assert main(["evaluate", "--run", str(tmp_path / "run"), "--split", split]) == 0
+    assert "note: BRATS_002: labelled values of CT about" in capsys.readouterr().err
 
 
 def test_a_run_is_scored_and_reported(stores, runs):

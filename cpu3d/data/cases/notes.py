@@ -1,6 +1,7 @@
 """What is said of cases that can be used, and may not be what they seem."""
 
 import re
+import statistics
 from collections import Counter
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence
 
@@ -11,7 +12,7 @@ from cpu3d.data.cases.channels import AS_IT_IS
 from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.datasets.dataset import Problems
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.normalise import PERCENTILES, Normalisation
+from cpu3d.data.normalise import PERCENTILES, Kind, Normalisation
 from cpu3d.data.region import Array
 from cpu3d.util.records import count, listed
 
@@ -20,6 +21,9 @@ NOTED_LOSS = 0.05  # share of the annotated voxels, more than the edges of what 
 EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
 WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
 SHIFT_HU = 1024  # that files of some scanners add, so that no value is below 0
+# Between the labelled values of a case and those of most: below SHIFT_HU by as much as tissues of
+# one label differ, and above what contrast medium or a nodule's air makes of it.
+ODD_HU = 768
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 
 
@@ -105,17 +109,46 @@ def mixed_orientation(
 def unit_notes(
     record: CaseRecord, channels: Sequence[str], normalisation: Sequence[Normalisation]
 ) -> List[str]:
-    """A note for each CT of a case that joins a store whose labelled voxels are mostly outside of
-    the store's window."""
+    """A note for each CT of a case whose labelled voxels are mostly outside of the window, which
+    was decided on other cases."""
     notes = []
     for name, each, values in zip(channels, normalisation, record.foreground):
         if each.low is None or each.high is None or not values:
             continue
         middle = float(np.median(values))
         if not each.low <= middle <= each.high:
-            window = f"the store's window from {each.low:.4g} to {each.high:.4g}"
+            window = f"the window from {each.low:.4g} to {each.high:.4g}"
             rule = f"labelled values of {name} about {middle:.4g} do not fit {window}"
             notes.append(f"{rule}: they may be in another unit, as HU + 1024")
+    return notes
+
+
+def odd_units(
+    records: Iterable[CaseRecord], channels: Sequence[str], normalisation: Sequence[Normalisation]
+) -> Dict[str, List[str]]:
+    """Case id -> a note for each CT whose labelled values are not of the unit of most cases, as HU
+    + 1024 among HU; only of cases that have one. The window of a store tells nothing of its own
+    training cases, whose values are in it."""
+    notes: Dict[str, List[str]] = {}
+    places = [place for place, each in enumerate(normalisation) if each.kind is Kind.CT]
+    if not places:
+        return notes
+    middles: Dict[int, Dict[str, float]] = {place: {} for place in places}  # of each channel
+    for record in records:
+        for place in places:
+            values = record.foreground[place] if record.foreground else ()
+            if values:
+                middles[place][record.case_id] = float(np.median(values))
+    for place, of_cases in middles.items():
+        if not of_cases:
+            continue
+        usual = statistics.median_low(of_cases.values())  # of two, the one without the 1024
+        for case_id, middle in of_cases.items():
+            if abs(middle - usual) > ODD_HU:
+                got = f"labelled values of {channels[place]} about {middle:.4g}"
+                others = f"of most cases they are about {usual:.4g}"
+                why = "they may be in another unit, as HU + 1024"
+                notes.setdefault(case_id, []).append(f"{got}, {others}: {why}")
     return notes
 
 

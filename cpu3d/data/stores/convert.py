@@ -22,6 +22,7 @@ from cpu3d.data.manifest import (
     CaseList,
     CaseRecord,
     Format,
+    SourceFile,
     array_path,
     case_from_json,
     case_list,
@@ -162,9 +163,15 @@ def _finished(
 def same_sources(files: CaseFiles, record: CaseRecord) -> bool:
     """Whether a case has the files that it was made from, by size and date, or by hash if the date
     is another."""
-    if len(files.paths) != len(record.sources):
+    return same_files(files.paths, record.sources)
+
+
+def same_files(paths: Sequence[Path], sources: Sequence[SourceFile]) -> bool:
+    """Whether files are those of earlier records, by size and date, or by hash if the date is
+    another."""
+    if len(paths) != len(sources):
         return False
-    for path, source in zip(files.paths, record.sources):
+    for path, source in zip(paths, sources):
         status = path.stat()
         if status.st_size != source.size_bytes:
             return False

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
-from cpu3d.data.cases.notes import case_notes, note_lines
+from cpu3d.data.cases.notes import case_notes, note_lines, odd_units
 from cpu3d.data.cases.resample import (
     Keep,
     check_target,
@@ -362,6 +362,10 @@ def summary_lines(store: Store) -> List[str]:
     sums = _Sums()
     for record in manifest.cases:
         sums.add(record, manifest)
+    for case_id, notes in odd_units(
+        manifest.cases, manifest.channels, manifest.normalisations
+    ).items():
+        sums.notes.setdefault(case_id, []).extend(notes)
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
     exact = "exact"
     if sums.rounding:

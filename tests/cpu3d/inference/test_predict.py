@@ -308,6 +308,84 @@ def test_files_of_others_are_never_overwritten(predictor, files, tmp_path, call)
     assert label.read_bytes() == b"an expert's week of work"
 
 
+def test_a_case_that_was_predicted_alike_is_kept_and_named(
+    call, predictor, files, tmp_path, capsys
+):
+    words = ("--image", files.images[0], "--out", tmp_path / "out")
+    assert call(*words) == 0
+    assert "1 case predicted in" in capsys.readouterr().out
+    written = (tmp_path / "out/a.nii.gz").stat().st_mtime_ns
+    predictor.sure = 0.1  # which would show
+    assert call(*words) == 0
+    printed = capsys.readouterr().out
+    assert "kept a, predicted before" in printed
+    assert "predicted in" not in printed
+    assert (tmp_path / "out/a.nii.gz").stat().st_mtime_ns == written
+    other = write_case(tmp_path / "in", "b", seed=2).images[0]
+    assert call("--image", files.images[0], other, "--out", tmp_path / "out") == 0
+    assert "1 case predicted in" in capsys.readouterr().out
+    assert not read_volume(tmp_path / "out/b.nii.gz")[0].any()
+    assert read_volume(tmp_path / "out/a.nii.gz")[0].any()
+
+
+def other_weights(predictor, files):
+    predictor.weights_sha256 = "others"
+
+
+def other_image(predictor, files):
+    image = nibabel.load(files.images[0])
+    nibabel.save(nibabel.Nifti1Image(image.get_fdata() + 0.0, image.affine), files.images[0])
+
+
+def as_before(predictor, files):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "why"),
+    [
+        (other_weights, (), "the weights changed"),
+        (other_image, (), "the image changed"),
+        (as_before, ("--overwrite",), "--overwrite is given"),
+        (as_before, ("--weights", "last"), "--weights changed"),
+        (as_before, ("--codes", "brats2023"), "the label codes changed"),
+        (as_before, ("--zero-nan",), "--zero-nan changed"),
+        (as_before, ("--probabilities",), "files are missing"),
+        (as_before, ("--page",), "files are missing"),
+    ],
+)
+def test_a_case_is_predicted_again_where_something_changed(
+    call, predictor, files, tmp_path, capsys, change, more, why
+):
+    words = ("--image", files.images[0], "--out", tmp_path / "out")
+    assert call(*words, "--weights", "best") == 0
+    change(predictor, files)
+    predictor.sure = 0.1
+    capsys.readouterr()
+    assert call(*words, *(more if "--weights" in more else ("--weights", "best", *more))) == 0
+    assert f"predicted again: a, as {why}" in capsys.readouterr().out
+    assert not read_volume(tmp_path / "out/a.nii.gz")[0].any()
+
+
+def test_a_label_that_was_corrected_by_hand_is_overwritten_only_if_that_is_asked_for(
+    call, predictor, files, tmp_path, capsys
+):
+    words = ("--image", files.images[0], "--out", tmp_path / "out")
+    assert call(*words) == 0
+    label = tmp_path / "out/a.nii.gz"
+    label.write_bytes(b"an expert's week of work")
+    assert call(*words) == 0
+    assert "kept a" in capsys.readouterr().out
+    predictor.weights_sha256 = "others"
+    with pytest.raises(
+        InputError, match=r"a\.nii\.gz must not be overwritten, got a label that was"
+    ):
+        call(*words)
+    assert label.read_bytes() == b"an expert's week of work"
+    assert call(*words, "--overwrite") == 0
+    assert read_volume(label)[0].any()
+
+
 def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(
     predictor, files, tmp_path, monkeypatch
 ):

@@ -148,7 +148,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
     )  # of an old version
     assert re.search(r"allocator on cpu 2\.00 GiB [^%]*3\.00 GiB \+50\.0%", text)
     assert re.search(r"peak memory of the process 5\.00 GiB [^%]*4\.00 GiB -20\.0%", text)
-    assert re.search(r"upper bound [^%]*5\.00 GiB 5\.00 GiB \+0\.0%", text)
+    assert re.search(r"most that the plan allows for 5\.00 GiB [^%]*5\.00 GiB \+0\.0%", text)
     assert re.search(r"time per step 1\.98 s [^%]*2\.18 s \+10\.0%", text)
     of_run = {"run_allocator_peak_bytes": 2.2 * 2**30, "run_process_peak_bytes": 6 * 2**30}
     text = relog(tiny_run, end, start={"predicted": {**peaks, **of_run}})
@@ -159,9 +159,23 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
 def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
     assert [
-        part for part in ("policy -", "engine ITEX 2.15.0.0", "device cpu") if part not in text
+        part
+        for part in (
+            "memory policy - ",
+            "engine ITEX 2.15.0.0",
+            "device cpu",
+            "a step sees a whole volume of 16 x 16 x 16 voxels",
+            "coarse steps none",
+            "volumes a step 1, 1 at a time",
+            "optimizer muon, rate 0.02 at its peak, cosine decay",
+        )
+        if part not in text
     ] == []
-    assert "resolution 0.5" in relog(tiny_run, resolution=0.5)
+    assert "of 2 x 2 x 4 mm, at resolution 0.5 along X, Y and Z" in relog(
+        tiny_run, resolution=0.5, spacing_mm=(1.0, 1.0, 2.0)
+    )
+    text = relog(tiny_run, coarse_steps=5, coarse_grid=(8, 8, 16), coarse_stride=(2, 2, 1))
+    assert "coarse steps the first 5, on 8 x 8 x 16: X and Y halved" in text
     patch = {
         "mode": "patch",
         "resolution": 1.0,
@@ -171,7 +185,12 @@ def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     }
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
-    for part in ("grid 8, 8, 16", "foreground 0.25", "fold 1/2", "allocator on gpu:1 4.00 GiB"):
+    for part in (
+        "a patch of 8 x 8 x 16 voxels",
+        "foreground 0.25",
+        "fold 1/2",
+        "allocator on gpu:1 4.00 GiB",
+    ):
         assert part in text
 
 
@@ -194,8 +213,8 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
         "made up",
         "at step 40",
         "another",
-        "policy lean",
-        "micro_batch 2",
+        "memory policy lean",
+        "volumes a step 1, 2 at a time",
     ):
         assert part in text
 

@@ -497,7 +497,7 @@ def test_a_ct_in_another_unit_that_joins_a_store_is_named(tmp_path, capsys, adde
     about = (more / "dataset.json").read_text()
     (more / "dataset.json").write_text(about.replace("/c_", "/new_c_"))
     assert main(["store", "append", str(store.folder), "--dataset", str(more)]) == 0
-    assert ("do not fit the store's window" in capsys.readouterr().out) == bool(added)
+    assert ("do not fit the window" in capsys.readouterr().out) == bool(added)
 
 
 def test_appended_cases_are_normalised_as_the_store(tmp_path):
