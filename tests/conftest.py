@@ -37,6 +37,11 @@ def fits_in_memory() -> bool:
 if fits_in_memory():
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
+# Where no bytecode may be written, as in many containers, every process that a test starts would
+# compile the project again, and so would every collection: half its seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several processes share the cores: one thread each.
     os.environ.update(OMP_NUM_THREADS="1", TF_NUM_INTRAOP_THREADS="1", TF_NUM_INTEROP_THREADS="1")
