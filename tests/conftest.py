@@ -62,6 +62,12 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile("steady")
 
 
+def pytest_collection_modifyitems(items):
+    """The estimator's modules come last: most of them take a second or two, so that workers, which
+    take a module at a time, end together."""
+    items.sort(key=lambda item: "tests/memory_estimator/" in item.nodeid)
+
+
 def pytest_collection_finish():
     """Modules stay: no collection of garbage looks at them again, which is a twentieth of the time
     of tests that build graphs."""
