@@ -39,15 +39,13 @@ def test_hd95_takes_the_larger_direction_and_interpolates_between_ranks():
     )
 
 
-def test_equal_masks_are_perfect_and_two_empty_ones_too():
-    for mask, empty in ((voxels((2, 3, 4), (2, 3, 5), (8, 8, 8)), ""), (voxels(), "both")):
-        scores = score_region(mask, mask, (1, 1, 3))
-        assert (scores["dice"], scores["hd95_mm"], scores["surface_dice"], scores["empty"]) == (
-            1,
-            0,
-            1,
-            empty,
-        )
+@pytest.mark.parametrize(
+    ("mask", "empty"), [(voxels((2, 3, 4), (2, 3, 5), (8, 8, 8)), ""), (voxels(), "both")]
+)
+def test_equal_masks_are_perfect_and_two_empty_ones_too(mask, empty):
+    scores = score_region(mask, mask, (1, 1, 3))
+    assert (scores["dice"], scores["surface_dice"]) == (1, 1)
+    assert (scores["hd95_mm"], scores["empty"]) == (0, empty)
 
 
 @pytest.mark.parametrize("missing", ["truth", "prediction"])
