@@ -77,8 +77,11 @@ def price_of_run(
     them together."""
 
     def price(job: Job) -> Estimate:
-        saved = sum(tensor.bytes for tensor in training_step(job).resident if tensor.group in SAVED)
-        copies = beside.copies * saved
+        copies = 0
+        if beside.copies:
+            resident = training_step(job).resident
+            saved = sum(tensor.bytes for tensor in resident if tensor.group in SAVED)
+            copies = beside.copies * saved
         shape = beside.volume_shape
         volumes = whole_volume_bytes(job, shape, beside.resolution) if shape else 0
         averaged = 0
@@ -149,26 +152,15 @@ class RunCourse:
     def price(self, constants: HostConstants, accuracy: Accuracy, *, workers: int = 1) -> Price:
         """The price of jobs as full steps of this training. The upper bound is that of the whole
         run: of the coarse steps before them too."""
-        steps_of = self._steps_of(constants, accuracy, workers)
+        return _price_by(self._steps_of(constants, accuracy, workers))
 
-        def price(job: Job) -> Estimate:
-            full, coarse = steps_of(job)
-            if coarse is None:
-                return full
-            bound = max(full.upper_bound_bytes, coarse.upper_bound_bytes)
-            return dataclasses.replace(full, upper_bound_bytes=bound)
-
-        return price
-
-    def _steps_of(
-        self, constants: HostConstants, accuracy: Accuracy, workers: int
-    ) -> Callable[[Job], Tuple[Estimate, Optional[Estimate]]]:
-        """What estimates a full step of a job, and the coarse one before it; None without any."""
+    def _steps_of(self, constants: HostConstants, accuracy: Accuracy, workers: int) -> "StepsOf":
         # Policies of full steps have the same coarse ones.
         coarse_price = functools.lru_cache(maxsize=None)(
             price_of_run(constants, accuracy, self.coarse_beside, workers=workers)
         )
 
+        @functools.cache  # the policy that is picked was priced before
         def steps_of(job: Job) -> Tuple[Estimate, Optional[Estimate]]:
             beside = self.beside
             coarse: Optional[Estimate] = None
@@ -192,13 +184,30 @@ class RunCourse:
         """What this training costs on a host, with `job` as a full step: the memory of one worker,
         the time of all of them together. With a budget its memory policy is picked, whatever `job`
         has now."""
+        steps_of = self._steps_of(constants, accuracy, workers)
         choice: Optional[Choice] = None
         if budget_bytes is not None:
-            price = self.price(constants, accuracy, workers=workers)
-            choice = fastest_that_fits(job, price, budget_bytes)
+            choice = fastest_that_fits(job, _price_by(steps_of), budget_bytes)
             job = choice.estimate.job
-        full, coarse = self._steps_of(constants, accuracy, workers)(job)
+        full, coarse = steps_of(job)
         return Forecast(self, full, coarse, choice, workers)
+
+
+StepsOf = Callable[[Job], Tuple[Estimate, Optional[Estimate]]]
+"""What estimates a full step of a job, and the coarse one before it; None without any."""
+
+
+def _price_by(steps_of: StepsOf) -> Price:
+    """The price of full steps, whose upper bound is that of the coarse steps before them too."""
+
+    def price(job: Job) -> Estimate:
+        full, coarse = steps_of(job)
+        if coarse is None:
+            return full
+        bound = max(full.upper_bound_bytes, coarse.upper_bound_bytes)
+        return dataclasses.replace(full, upper_bound_bytes=bound)
+
+    return price
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 them."""
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -141,7 +142,7 @@ RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 def room_of(dotted):
     """The room of a dotted name, such as "cpu3d.data.store"; None outside the project. A command
     line, of whatever package, stands above all rooms."""
-    if dotted in IMPORTS and dotted.endswith(".__main__"):
+    if dotted in MODULES and dotted.endswith(".__main__"):
         return "__main__"
     package, _, rest = dotted.partition(".")
     if package != "cpu3d":
@@ -149,27 +150,36 @@ def room_of(dotted):
     return rest.partition(".")[0] or "errors"
 
 
+@functools.cache
 def imported(path):
     """Dotted names of what a module imports, at its top or within a function."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):  # of a module, or of a module's names
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
+    return names
 
 
-PATHS = sources("models", "memory_estimator", "cpu3d")
-IMPORTS = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): set(imported(path)) for path in PATHS
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for path in sources("models", "memory_estimator", "cpu3d")
 }
 
 
-def test_rooms_import_only_from_those_before_them():
-    pairs = [(module, name) for module, names in IMPORTS.items() for name in names if room_of(name)]
+@pytest.fixture(scope="module")
+def imports():
+    """Dotted name of each module -> what it imports."""
+    return {module: imported(path) for module, path in MODULES.items()}
+
+
+def test_rooms_import_only_from_those_before_them(imports):
+    pairs = [(module, name) for module, names in imports.items() for name in names if room_of(name)]
     assert [pair for pair in pairs if RANK[room_of(pair[1])] > RANK[room_of(pair[0])]] == []
 
 
-def test_no_modules_import_each_other_in_a_circle():
+def test_no_modules_import_each_other_in_a_circle(imports):
     graphlib.TopologicalSorter(
-        {module: names & set(IMPORTS) for module, names in IMPORTS.items()}
+        {module: names & set(imports) for module, names in imports.items()}
     ).prepare()

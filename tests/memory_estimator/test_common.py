@@ -265,21 +265,14 @@ def test_a_rate_is_read_in_bits_or_bytes(text, rate):
 
 
 @pytest.mark.parametrize(
-    ("parse", "message", "texts"),
-    [
-        (
-            parse_bytes,
-            "memory must be",
-            ("GiB", "-1GiB", "1,5GiB", "171798", "64G", "0GiB", "9" * 400 + "GiB"),
-        ),
-        (
-            parse_rate,
-            "rate must be a positive",
-            ("25Gb/s", "25", "0Gbit/s", "-1GB/s", "9" * 400 + "GB/s"),
-        ),
-    ],
+    "text", ["GiB", "-1GiB", "1,5GiB", "171798", "64G", "0GiB", "9" * 400 + "GiB"]
 )
-def test_what_is_no_number_with_a_unit_is_refused_with_an_example(parse, message, texts):
-    for text in texts:
-        with pytest.raises(ValueError, match=f"{message}.*, got .*{text[:9]}"):
-            parse(text)
+def test_what_is_no_number_of_bytes_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=f"memory must be.*, got .*{text[:9]}"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["25Gb/s", "25", "0Gbit/s", "-1GB/s", "9" * 400 + "GB/s"])
+def test_what_is_no_rate_is_refused_with_an_example(text):
+    with pytest.raises(ValueError, match=f"rate must be a positive.*, got .*{text[:9]}"):
+        parse_rate(text)

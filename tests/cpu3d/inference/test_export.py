@@ -192,7 +192,7 @@ def test_a_network_of_channels_of_every_kind_is_exported_as_predict_computes(
     tmp_path, format_, kinds, settings
 ):
     store = make_store(tmp_path / "store", tmp_path / "source", normalisation=kinds)
-    run = make_run(store, tmp_path / "run", **settings)
+    run = make_run(store, tmp_path / "run", depth=2, **settings)
     out = tmp_path / "out"
     assert main(["export", "--run", str(run), "--format", format_, "--out", str(out)]) == 0
     about = json.loads((out / "export.json").read_text())
@@ -273,33 +273,23 @@ def test_the_program_paints_and_removes_the_small_parts_as_predict_does(chosen, 
         assert bool(chosen.off) == np.array_equal(expected, label_from_regions(answers, regions))
 
 
-def test_the_program_knows_the_unit_of_a_file(tiny, store, tmp_path):
-    out = tmp_path / "out"
-    assert main(["export", "--run", str(tiny), "--format", "onnx", "--out", str(out)]) == 0
-    source = nibabel.load(store.folder.parent / "source/e.nii.gz")
-    written = {}
-    for unit, factor in (("mm", 1), ("micron", 1000), ("meter", 0.001)):
-        image = nibabel.Nifti1Image(
-            np.asarray(source.dataobj), np.diag([factor] * 3 + [1]) @ source.affine
-        )
-        image.header.set_xyzt_units(unit)
-        nibabel.save(image, tmp_path / f"{unit}.nii.gz")
-        segment.main(out, str(tmp_path / f"{unit}.nii.gz"), str(tmp_path / "label.nii.gz"))
-        label = nibabel.load(tmp_path / "label.nii.gz")
-        assert label.header.get_xyzt_units()[0] == unit
-        written[unit] = np.asarray(label.dataobj)
-    np.testing.assert_array_equal(written["micron"], written["mm"])
-    np.testing.assert_array_equal(written["meter"], written["mm"])
-
-
-def test_the_last_weights_are_exported_without_rules_of_the_best(call, tiny, tmp_path):
-    run = shutil.copytree(tiny, tmp_path / "run")
-    shutil.copy(run / "checkpoints/best.npz", run / "checkpoints/step-00000001.npz")
-    assert call("--weights", "last", run=run)[0] == 0
-    about = json.loads((tmp_path / "out/export.json").read_text())
-    assert (about["postprocessing"]["cut"], about["postprocessing"]["remove"]) == ([], [])
-    assert "best weights" in about["postprocessing"]["words"]
-    assert about["verification"]["postprocessed_voxels"] == 0
+@pytest.mark.parametrize("export", ["onnx"], indirect=True)
+@pytest.mark.parametrize(("unit", "factor"), [("mm", 1), ("micron", 1000), ("meter", 0.001)])
+def test_the_program_knows_the_unit_of_a_file(export, store, tmp_path, unit, factor):
+    image = store.folder.parent / "source/e.nii.gz"
+    source = nibabel.load(image)
+    affine = np.diag([factor] * 3 + [1]) @ source.affine
+    in_unit = nibabel.Nifti1Image(np.asarray(source.dataobj), affine)
+    in_unit.header.set_xyzt_units(unit)
+    nibabel.save(in_unit, tmp_path / "image.nii.gz")
+    labels = []
+    for path in (image, tmp_path / "image.nii.gz"):
+        segment.main(export[1], str(path), str(tmp_path / "label.nii.gz"))
+        labels.append(nibabel.load(tmp_path / "label.nii.gz"))
+    as_written, label = labels
+    assert label.header.get_xyzt_units()[0] == unit
+    assert np.any(as_written.dataobj)
+    np.testing.assert_array_equal(label.dataobj, as_written.dataobj)
 
 
 @pytest.fixture
@@ -500,15 +490,20 @@ def test_a_network_that_answers_otherwise_gets_no_export_json(call, monkeypatch,
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["USAGE.md", "model.onnx"]
 
 
-def test_another_size_the_last_weights_and_a_given_case(call, tiny, store, tmp_path):
+def test_another_size_a_given_case_and_the_last_weights_without_rules_of_the_best(
+    call, tiny, store, tmp_path
+):
     run, case = shutil.copytree(tiny, tmp_path / "run"), store.folder.parent / "source/b.nii.gz"
-    (run / "checkpoints/best.npz").rename(run / "checkpoints/step-00000120.npz")
+    shutil.copy(run / "checkpoints/best.npz", run / "checkpoints/step-00000120.npz")
     (run / "checkpoints/step-00000040.npz").write_bytes(b"older")
     assert call("--case", case, "--size", 16, 12, 8, "--weights", "last", run=run)[0] == 0
     about = json.loads((tmp_path / "out/export.json").read_text())
     assert (about["size"], about["verification"]["case_id"]) == ([16, 12, 8], "b")
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/step-00000120.npz")
+    assert (about["postprocessing"]["cut"], about["postprocessing"]["remove"]) == ([], [])
+    assert "best weights" in about["postprocessing"]["words"]
+    assert about["verification"]["postprocessed_voxels"] == 0
 
 
 def test_a_given_case_has_its_channels_by_name(call, store, tmp_path):

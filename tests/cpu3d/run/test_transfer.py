@@ -238,7 +238,7 @@ def test_the_loss_of_the_first_step_is_that_of_the_weights_it_starts_from(
 def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     phantom_store, tmp_path, monkeypatch, settings
 ):
-    settings = {**OPTIONS, **settings}
+    settings = {**OPTIONS, "depth": 2, **settings}
     config = decided(phantom_store, tmp_path / "none", **settings)
     source = written_weights(config, tmp_path / "source")
     new = {**settings, "steps": 5, "init": str(source), "freeze": "encoder", "ema": 0.5}

@@ -231,7 +231,9 @@ def store(tmp_path):
 
 
 def test_a_volume_s_target_says_what_is_ignored_and_padding_is_not(store):
-    for _, target in volume_dataset(store, extent="full", grid=(8, 8, 8)):
+    targets = [target for _, target in volume_dataset(store, extent="full", grid=(8, 8, 8))]
+    assert len(targets) == len(store.manifest.split["train"]) > 0
+    for target in targets:
         label = sparse_label()
         label[0] = label[5] = label[:, 0] = label[:, 4] = 0  # outside of the brain's box
         label[..., 3] = 0

@@ -50,12 +50,14 @@ def test_a_part_that_is_removed_becomes_what_its_larger_region_is_painted_with(p
     assert chosen.paint(answers, regions, MM).ravel().tolist() == [kept, kept, kept, 0]
 
 
-def test_a_bound_is_a_volume_and_parts_touch_at_corners():
+@pytest.mark.parametrize(
+    ("spacing_mm", "kept"),
+    [((1, 1, 6), False), ((1, 1, 6.25), True), ((1, 1, 7), True)],  # 48, 50 and 56 mm3
+)
+def test_a_bound_is_a_volume_and_parts_touch_at_corners(spacing_mm, kept):
     answers = answers_of(BIG, (1, (40, 20, 20), (2, 2, 1)), (1, (42, 22, 21), (2, 2, 1)))
     rule = PostProcessing({"WT": (Rule(mm3=50),)})
-    # 8 voxels: 48, 50, 56 mm3
-    for spacing_mm, kept in (((1, 1, 6), False), ((1, 1, 6.25), True), ((1, 1, 7), True)):
-        assert rule.paint(answers, REGIONS, spacing_mm)[40, 20, 20] == kept
+    assert rule.paint(answers, REGIONS, spacing_mm)[40, 20, 20] == kept  # 8 voxels
 
 
 def test_the_volume_of_a_part_on_a_sheared_grid_is_that_of_its_slanted_voxels():
