@@ -15,7 +15,7 @@ from cpu3d.data.cases.resample import DIFFERS, in_mm, ranges_in_mm, target_spaci
 from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseList, CaseRecord, Manifest, case_list
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
-from cpu3d.data.region import Shape3, round_up
+from cpu3d.data.region import Shape3, round_up, xyz
 from cpu3d.data.store import Store
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
@@ -152,7 +152,9 @@ def _spacing(store: Store) -> Decision:
         return Decision("spacing", value, found)
     resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
     asked = in_mm(target_mm)
-    made = ranges_in_mm([record.spacing_mm for record in _trained(store.manifest)])
+    # Rounded as they are shown: 60 voxels of 0.8 mm are not 48 mm to the last bit.
+    lengths_mm = [record.spacing_mm for record in _trained(store.manifest)]
+    made = ranges_in_mm([xyz(float(f"{mm:.4g}") for mm in lengths) for lengths in lengths_mm])
     if by_itself != target_mm:
         found += "; by --spacing, or as the store was begun"
     value = asked
