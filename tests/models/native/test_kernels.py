@@ -598,5 +598,5 @@ def test_no_sanitizer_finds_anything(tmp_path, sanitizers, runtime, tests):
         "ASAN_OPTIONS": "detect_leaks=0",
         "TSAN_OPTIONS": f"suppressions={suppressions}:history_size=7",
     }
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     assert ended.returncode == 0, ended.stdout + ended.stderr
