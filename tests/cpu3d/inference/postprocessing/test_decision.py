@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -157,7 +158,7 @@ def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_w
     for error, word in ((OSError("disk full"), "disk full"), (MemoryError(), "MemoryError")):
         monkeypatch.setattr(predictor, "error", error)
         after(options, {})
-        assert word in capsys.readouterr().err
+        assert re.search(rf"post-processing, \S+ m?s: off.*{word}", capsys.readouterr().err)
     monkeypatch.setattr(predictor, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt, match="the same command"):
         after(options, {})
