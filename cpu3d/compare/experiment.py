@@ -322,7 +322,7 @@ def courses(
         )
         if plan.forecast:
             course["step_s"] = plan.training_s / plan.steps
-            course["peak_bytes"] = plan.forecast.full.process_peak_bytes
+            course["peak_bytes"] = plan.forecast.process_peak_bytes
         result.append(course)
     return result
 

@@ -119,15 +119,15 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
     elif not workers:
         judged = [WorkerStatus(0, "unknown", "there is no heartbeat")]
     if judged[0].state == "finished" and config and not is_decided(run, config):
-        judged = [
-            WorkerStatus(0, UNDECIDED, "its steps are done, its post-processing is undecided")
-        ]
+        judged = [WorkerStatus(0, UNDECIDED)]
     worst = judged[0]
     is_alive = worst.state in ALIVE
     seconds_left: Optional[float] = None
     if is_alive and step != steps:  # else it decides its post-processing
         seconds_left = history.pace.seconds_left(step, steps)
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
+    if worst.state == UNDECIDED:
+        details = ["its steps are done, its post-processing is not decided"]
     return RunStatus(
         folder=str(run),
         state=worst.state,

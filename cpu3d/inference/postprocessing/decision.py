@@ -29,6 +29,7 @@ from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
+from cpu3d.run.heartbeat import Heartbeat, read_heartbeats
 from cpu3d.run.log import last_end
 from cpu3d.settings import LEAST_CASES, RunConfig
 from cpu3d.training.train import Options
@@ -195,11 +196,15 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     if not cluster.is_chief:
         return
     gc.collect()  # frees the network that was trained
+    of_training = read_heartbeats(training.run).get(0)
+    bound_bytes: Optional[int] = None
+    if isinstance(of_training, Heartbeat):
+        bound_bytes = of_training.bound_bytes
     begin = time.perf_counter()
     try:
         with Guard(training.run, say=say, workers=cluster.workers) as guard:
             step = last_end(training.run).get("step", 0)
-            guard.plan(step=step, steps=step, stall_minutes=0)
+            guard.plan(step=step, steps=step, stall_minutes=0, bound_bytes=bound_bytes)
             guard.phase("deciding post-processing")
             decision = decide(training.run, training.store)
         line = decision.chosen.words

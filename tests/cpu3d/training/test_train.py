@@ -4,6 +4,7 @@ suit."""
 import dataclasses
 import json
 import math
+import re
 import sys
 
 import nibabel
@@ -330,7 +331,9 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, c
     words = ["train", *place, *options]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "in all" in printed
+    whole = re.search(r"([\d.]+ \w+) in all", printed)[1]
+    if more:  # the plan that is printed is that of the first fold
+        assert re.search(rf" 1/2 .* {whole} ", printed), "two times for one fold"
     assert "4 filters" in printed
     assert main([*words, "--json"]) == 0
     content = json.loads(capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -23,10 +24,11 @@ from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import Rule
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.heartbeat import read_heartbeats
+from cpu3d.run.heartbeat import read_heartbeats, write_heartbeat
 from cpu3d.training.train import Options
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
+from tests.cpu3d.training.beats import beat
 
 
 @pytest.fixture
@@ -152,15 +154,17 @@ def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_w
 ):
     options = Options(store=load_config(run).store, run=run)
     before = {path.name for path in run.iterdir()}
+    write_heartbeat(run, beat(exit_code=0, bound_bytes=5 * 2**30))  # of the training
     for error, word in ((OSError("disk full"), "disk full"), (MemoryError(), "MemoryError")):
         monkeypatch.setattr(predictor, "error", error)
         after(options, {})
-        assert word in capsys.readouterr().err
+        assert re.search(rf"post-processing, \S+ m?s: off.*{word}", capsys.readouterr().err)
     monkeypatch.setattr(predictor, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt, match="the same command"):
         after(options, {})
     assert {path.name for path in run.iterdir()} - before == {"heartbeats"}
-    assert read_heartbeats(run)[0].exit_code == 130
+    last = read_heartbeats(run)[0]
+    assert (last.exit_code, last.bound_bytes) == (130, 5 * 2**30)
 
 
 def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
