@@ -16,7 +16,7 @@ from typing import (
     Union,
 )
 
-from memory_estimator.common.schema import check_values, given_options, option
+from memory_estimator.common.schema import check_values, option
 from memory_estimator.common.units import by, counted
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, MOST_CHANNELS, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
@@ -333,8 +333,8 @@ class JobOptions(Architecture):
 def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     """The job of `JobOptions`; options that were not given are as in `base`. A policy that is left
     open is `base`'s for the time being. Raises ValueError for settings out of range."""
-    check_values(JobOptions, given_options(JobOptions, args))
     chosen = {name: value for name, value in vars(args).items() if value != AUTO}
+    check_values(JobOptions, chosen)
     if base is None and "shape" not in chosen:
         todo = "add --shape X Y Z, --store, --recipe or --run"
         raise ValueError(f"--shape must be given, got none; {todo}")

@@ -75,8 +75,9 @@ def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_
     assert decided["channel FLAIR"][0] == "zscore-foreground"
     assert decided["grid"][0] == "6 x 5 x 4"
     assert decided["region TC"][0] == "2 non-enhancing tumor, 3 enhancing tumour"
-    # of so small a volume all axes are halved
-    assert decided["strides"][0] == "2,2,2 2,2,2 2,2,2 2,2,2"
+    # of so small a volume all axes are halved, once
+    assert decided["levels"][0] == "2"
+    assert decided["strides"][0] == "2,2,2"
     out = printed("info", "--store", store).out
     for name, (value, _) in decided.items():
         start = value.split(",")[0]  # what follows may be on a line of its own
