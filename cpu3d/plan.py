@@ -354,7 +354,6 @@ def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
         raise ValueError(str(error)) from None
     line = plan.reasons.get("strides", "")
     decided = strides_line(plan.config.unet.every_stride, "")
-    notes = []
     if "depth" in plan.reasons:
         notes.append(plan.reasons["depth"])
     return JobSource(

@@ -595,7 +595,7 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
 def test_an_estimate_of_a_store_with_a_recipe_is_of_the_run_that_train_plans_with_it(
     phantom_store, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(estimator, "read_host", lambda: HOST)
+    monkeypatch.setattr("memory_estimator.planned_host.read_host", lambda: HOST)
     options = ["--store", str(phantom_store.folder), "--recipe", "demo", "--json"]
     assert estimator.main(options) == 0
     content = json.loads(capsys.readouterr().out)
