@@ -155,10 +155,7 @@ def chosen_again(before: Chosen, now: Chosen) -> Dict[str, Any]:
     replaced = {other for name in now for other in INSTEAD.get(name, ())}
     if "batch" in now or "batch_per_worker" in now:
         replaced.update(("batch", "batch_per_worker"))
-    strides = before.get("strides", AUTO)
-    depth = now.get("depth", AUTO)
-    if AUTO not in (depth, strides) and len(strides) != depth - 1:
-        replaced.add("strides")  # which are of another depth
+    replaced.update(_of_another_depth(before, now))
     if now.get("mode") == "whole":
         replaced.update(OF_PATCHES)
     kept = {name: value for name, value in before.items() if name not in replaced}
@@ -191,6 +188,19 @@ def with_settings(settings: S, chosen: Chosen) -> S:
 
 
 # --- Private helpers ---
+
+
+def _of_another_depth(before: Chosen, now: Chosen) -> Tuple[str, ...]:
+    """Those of "depth" and "strides" chosen before that do not go with the ones chosen now."""
+    strides = now.get("strides", AUTO)
+    if strides != AUTO:  # which have a depth
+        return ("depth",)
+    if "depth" not in now:
+        return ()
+    strides = before.get("strides", AUTO)
+    if now["depth"] == AUTO or (strides != AUTO and len(strides) != now["depth"] - 1):
+        return ("strides",)
+    return ()
 
 
 def _fields_of(cls: type, chosen: Chosen) -> Dict[str, Any]:

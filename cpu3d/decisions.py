@@ -37,6 +37,7 @@ from models.strides import (
     Strides,
     coarse_grid,
     common_spacing,
+    depth_line,
     lowered,
     network_grid,
     shape3,
@@ -371,7 +372,7 @@ def _levels(start: Start, store: Store) -> Tuple[int, Strides, Dict[str, str]]:
         most = depth
         depth, reason = depth_of_store(store, settings.extent, most, patch)
         if depth < most:
-            why["depth"] = f"depth {depth}: {reason}"
+            why["depth"] = depth_line(depth, reason)
     strides, reason = strides_of_store(store, extent, depth)
     every_stride = UNetConfig(depth=depth, strides=strides).every_stride
     why["strides"] = strides_line(every_stride, reason)

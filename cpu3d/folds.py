@@ -36,7 +36,7 @@ from cpu3d.plan import Plan, check_fits, make_plan, read_plan
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
-from cpu3d.run.config_json import alike_settings, differences, load_config
+from cpu3d.run.config_json import differences, load_config, matching_settings
 from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
@@ -270,7 +270,7 @@ def _as_begun(chosen: Chosen, folder: Path, parts: int) -> Dict[str, Any]:
         begun = load_config(run)
         depth = begun.unet.depth
         if chosen.get("depth", AUTO) in (AUTO, depth):  # another one is refused by its name
-            return {**chosen, **still_open(chosen, alike_settings(begun))}
+            return {**chosen, **still_open(chosen, matching_settings(begun))}
     return dict(chosen)
 
 

@@ -41,6 +41,7 @@ from memory_estimator.job import (
     job_from,
     policy_is_open,
     statistics_note,
+    why_depth,
     why_strides,
 )
 from memory_estimator.planned_host import PlannedHost
@@ -206,6 +207,9 @@ def _answer(args: argparse.Namespace) -> Answer:
     host = PlannedHost(calibration=options.calibration, memory=options.host_memory)
     source = _source(args, host)
     whole, workers = _whole(args, source, host)
+    levels = why_depth(args, whole, source.job)
+    if levels:
+        source = dataclasses.replace(source, notes=[*source.notes, levels])
     asked = _Asked(
         host=host,
         source=source,

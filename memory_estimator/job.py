@@ -16,7 +16,7 @@ from typing import (
     Union,
 )
 
-from memory_estimator.common.schema import check_values, option
+from memory_estimator.common.schema import check_values, given_options, option
 from memory_estimator.common.units import by, counted
 from memory_estimator.installed import ENGINES, installed_engine
 from models.config import DTYPES, MOST_CHANNELS, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
@@ -26,6 +26,8 @@ from models.strides import (
     MOST_MM,
     Strides,
     depth_for,
+    depth_line,
+    depth_reason,
     shape3,
     strides_for,
     strides_reason,
@@ -334,7 +336,8 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
     """The job of `JobOptions`; options that were not given are as in `base`. A policy that is left
     open is `base`'s for the time being. Raises ValueError for settings out of range."""
     chosen = {name: value for name, value in vars(args).items() if value != AUTO}
-    check_values(JobOptions, chosen)
+    given = given_options(JobOptions, args)
+    check_values(JobOptions, {name: given[name] for name in given if name in chosen})
     if base is None and "shape" not in chosen:
         todo = "add --shape X Y Z, --store, --recipe or --run"
         raise ValueError(f"--shape must be given, got none; {todo}")
@@ -372,6 +375,18 @@ def why_strides(args: argparse.Namespace, job: Job) -> str:
         return ""
     shape = getattr(args, "shape", job.shape)
     return strides_reason(spacing_mm, shape, job.unet.depth)
+
+
+def why_depth(args: argparse.Namespace, job: Job, base: Optional[Job]) -> str:
+    """What the levels of a job follow from; "" if they were given, or are as many as in `base`, or
+    no spacing is known."""
+    is_given = any(getattr(args, name, AUTO) != AUTO for name in ("depth", "strides"))
+    most = UNetConfig.depth if base is None else base.unet.depth
+    depth = job.unet.depth
+    if is_given or depth == most or not hasattr(args, "spacing"):
+        return ""
+    shape = getattr(args, "shape", job.shape)
+    return depth_line(depth, depth_reason("the shape", shape, depth, most))
 
 
 def policy_is_open(args: argparse.Namespace) -> bool:

@@ -113,16 +113,22 @@ def strides_reason(spacing_mm: Sequence[float], shape: Sequence[int], depth: int
     if not by_rule:
         return f"{voxels}; every level halves all axes, as no side is {2 * LEAST_SIDE} or more"
     if further:
-        reason += f"; without any, as the last {further} of {depth - 1}, those of the level before"
+        few = f"the last {further} of {depth - 1} have too few voxels for that"
+        reason += f"; {few}, and halve the axes of the level before"
     return reason
 
 
-def depth_reason(shape: Sequence[int], depth: int, most: int) -> str:
-    """What a number of levels follows from."""
-    voxels = f"the median case has {' x '.join(map(str, shape))} voxels"
+def depth_reason(what: str, shape: Sequence[int], depth: int, most: int) -> str:
+    """What a number of levels follows from: the `shape` of `what`, such as "the median case"."""
+    voxels = f"{what} has {' x '.join(map(str, shape))} voxels"
     if depth == most:
         return f"{voxels}; {most} levels at most"
     return f"{voxels}; one level more would keep fewer than {LEAST_SIDE} along each axis"
+
+
+def depth_line(depth: int, reason: str) -> str:
+    """The number of levels and what it follows from."""
+    return f"depth {depth}: {reason}"
 
 
 def strides_text(strides: Strides) -> str:

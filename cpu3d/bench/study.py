@@ -30,7 +30,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import NO_RUN, Plan, make_plan
 from cpu3d.processes import call, evaluate_run, train_run
-from cpu3d.run.config_json import begun_settings, load_config
+from cpu3d.run.config_json import load_config, settings_of_begun
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import numbers, of_kind
 from cpu3d.run.transfer import leak
@@ -166,7 +166,7 @@ class Study:
         """Of networks that were trained before: an earlier version may have decided levels, strides
         and coarse steps otherwise, and all networks are alike."""
         runs = sorted(path.parent for path in self.folder.glob("seed*/config.json"))
-        return still_open(self.settings, begun_settings(runs))
+        return still_open(self.settings, settings_of_begun(runs))
 
     @staticmethod
     def steps_of(plan: Plan) -> int:

@@ -24,7 +24,7 @@ from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import NO_RUN, Plan, make_plan
-from cpu3d.run.config_json import alike_settings, begun_settings
+from cpu3d.run.config_json import matching_settings, settings_of_begun
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import is_untouched, write_json
@@ -150,9 +150,12 @@ def read_train_options(words: Sequence[str], who: str) -> Json:
     return located(settings)
 
 
-def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[str, Json]:
+def usual_variants(
+    common: Json, store: Store, *, begun: Optional[Json] = None, force: bool = False
+) -> Dict[str, Json]:
     """Whole volumes, and patches: of the size that `common` has, else of half their grid along each
-    axis, down to what the network takes and no less than it learns from.
+    axis, down to what the network takes and no less than it learns from. `begun` are settings of
+    the network of a comparison that is continued.
 
     Raises InputError for a common mode, as each variant has its own.
     """
@@ -163,7 +166,8 @@ def usual_variants(common: Json, store: Store, *, force: bool = False) -> Dict[s
     patch = {**common, "mode": "patch"}
     if "patch" in common:
         return {"whole": whole, "patch": patch}
-    _, plan = resolve_variants({"whole": whole}, store, force=force)["whole"]
+    of_begun = {**whole, **(begun or {})}
+    _, plan = resolve_variants({"whole": of_begun}, store, force=force)["whole"]
     patch["patch"] = []
     for n, divisor in zip(plan.config.grid, plan.config.unet.divisors):
         half = n // (2 * divisor) * divisor
@@ -187,7 +191,7 @@ def resolve_variants(
     for name, chosen in variants.items():
         try:
             first = resolved[baseline][1] if baseline in resolved else None
-            chosen = _with_strides_of(variants[baseline], first, chosen, store)
+            chosen = _with_network_of(variants[baseline], first, chosen, store)
             plan = make_plan(store, NO_RUN, host, chosen, gpus=gpus, force=force)
         except InputError as error:
             problems += [f"variant {name}: {problem}" for problem in error.problems]
@@ -201,7 +205,7 @@ def resolve_variants(
             dtype=config.unet.dtype,
             policy=config.unet.policy,
             device=config.device,
-            **alike_settings(config),
+            **matching_settings(config),
         )
         if config.is_patch:
             settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
@@ -210,27 +214,28 @@ def resolve_variants(
     return resolved
 
 
-def _with_strides_of(baseline: Json, first: Optional[Plan], chosen: Json, store: Store) -> Json:
-    """The settings of a variant, which has the strides of the baseline's whole volumes unless it
-    has some of its own: variants differ in what the network sees, not in the network. `first` is
+def _with_network_of(baseline: Json, first: Optional[Plan], chosen: Json, store: Store) -> Json:
+    """The settings of a variant, with the levels and strides of the baseline's whole volumes unless
+    it has some of its own: variants differ in what the network sees, not in the network. `first` is
     the baseline's plan, None for the baseline itself, and if it has none."""
     try:
         settings = with_settings(recipe_settings(chosen), chosen)
         of_baseline = with_settings(recipe_settings(baseline), baseline)
     except (ValueError, InputError):  # its own plan refuses them by name
         return chosen
-    if settings.init or chosen.get("strides", AUTO) != AUTO:
+    has_own_strides = chosen.get("strides", AUTO) != AUTO
+    if settings.init or has_own_strides:
         return chosen
-    depth = settings.unet.depth
-    is_open = chosen.get("depth", AUTO) == AUTO  # else depth is the variant's own
-    is_decided = baseline.get("strides", AUTO) == AUTO  # else they are the baseline's own
-    if first and is_decided:
+    depth = settings.unet.depth  # its own, else the most of its recipe
+    has_own_depth = chosen.get("depth", AUTO) != AUTO
+    has_baseline_own_strides = baseline.get("strides", AUTO) != AUTO
+    if first and not has_baseline_own_strides:
         network = first.config.unet
-        of_first = of_baseline.unet.depth if is_open else network.depth
-        if depth == of_first:
+        depth_to_share = network.depth if has_own_depth else of_baseline.unet.depth
+        if depth == depth_to_share:
             return {**chosen, "depth": network.depth, "strides": network.every_stride}
     extent = grid_size(store, extent=of_baseline.extent, multiple=1)
-    if is_open:
+    if not has_own_depth:
         depth, _ = depth_of_store(store, of_baseline.extent, depth)
     strides, _ = strides_of_store(store, extent, depth)
     return {**chosen, "depth": depth, "strides": strides}
@@ -335,9 +340,12 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
     _refuse_settings("compare", settings, DECIDED)
     common = _without(settings, ("epochs", "validations"))
     variants = {name: parse_variant(name, words, common) for name, words in options.variant}
+    begun: Json = {}
     if not variants:
-        variants = usual_variants(common, store, force=options.force)
-    resolved = resolve_variants(variants, store, force=options.force)
+        begun = _begun_network(options.out, common)
+        variants = usual_variants(common, store, begun=begun, force=options.force)
+    of_begun = {name: {**chosen, **begun} for name, chosen in variants.items()}
+    resolved = resolve_variants(of_begun, store, force=options.force)
     validations = settings.get("validations", VALIDATIONS)
     baseline = next(iter(variants))  # as the user has them in order
     _, first = resolved[baseline]
@@ -426,6 +434,23 @@ def run_folder(out: Path, variant: str, seed: int) -> Path:
 # --- Private helpers ---
 
 
+def _begun_network(out: Path, common: Json) -> Json:
+    """The strides, and with them the levels, of a comparison that was started in the folder `out`,
+    unless they are chosen: an earlier version may have decided others, and its patches follow from
+    them. {} for a new comparison, and for one that `resumed` refuses."""
+    if any(common.get(name, AUTO) != AUTO for name in ("depth", "strides")):
+        return {}
+    path = Path(out) / FILE
+    try:
+        first = _with_strides(typed(read_json(path)["plan"][0], Course))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        return {}
+    settings = read_train_options(first["options"], f"variant {first['name']}")
+    if "strides" not in settings:  # with --init, whose network it is
+        return {}
+    return {"strides": settings["strides"]}
+
+
 def _with_strides(course: Course) -> Course:
     """The course with the strides of all axes, if it is of an earlier version, which had none."""
     settings = read_train_options(course["options"], f"variant {course['name']}")
@@ -443,7 +468,7 @@ def _with_coarse_steps(course: Course, out: Path, seeds: Sequence[int]) -> Cours
     if "coarse_stride" in settings:
         return course
     runs = (run_folder(out, course["name"], seed) for seed in seeds)
-    of_runs = {"coarse_stride": EVERY_AXIS, **begun_settings(runs)}
+    of_runs = {"coarse_stride": EVERY_AXIS, **settings_of_begun(runs)}
     more = as_options(still_open(settings, of_runs))
     return {**course, "options": [*course["options"], *more]}
 

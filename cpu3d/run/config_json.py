@@ -118,7 +118,7 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     return config
 
 
-def alike_settings(config: RunConfig) -> Dict[str, Any]:
+def matching_settings(config: RunConfig) -> Dict[str, Any]:
     """The settings with which another run has the network and the coarse steps of this one,
     whatever would be decided by itself."""
     return {
@@ -129,11 +129,11 @@ def alike_settings(config: RunConfig) -> Dict[str, Any]:
     }
 
 
-def begun_settings(runs: Iterable[Path]) -> Dict[str, Any]:
-    """The `alike_settings` of the first of these runs that has begun; {} if none has."""
+def settings_of_begun(runs: Iterable[Path]) -> Dict[str, Any]:
+    """The `matching_settings` of the first of these runs that has begun; {} if none has."""
     for run in runs:
         if (run / "config.json").is_file():
-            return alike_settings(load_config(run))
+            return matching_settings(load_config(run))
     return {}
 
 

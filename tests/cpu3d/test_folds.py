@@ -31,7 +31,7 @@ from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.run_status import run_status
 from cpu3d.report.status import folds_status
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config_json import alike_settings, load_config, save_config
+from cpu3d.run.config_json import load_config, matching_settings, save_config
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
@@ -170,7 +170,7 @@ def test_folds_that_a_version_before_began_go_on_with_its_coarse_steps(
     (folder / "folds.json").write_text(json.dumps(kept))
     train_folds(store.folder, folder, 2, settings=asked)
     first, second = (load_config(folder / f"fold-{part}") for part in (1, 2))
-    assert alike_settings(second) == alike_settings(first)
+    assert matching_settings(second) == matching_settings(first)
     assert (max(second.coarse_grid) > 0) == coarse_grid
 
 

@@ -494,8 +494,8 @@ def test_levels_follow_from_the_voxels_unless_they_are_chosen(
     plan = make_plan(phantom_store, tmp_path, HOST, settings)
     unet = plan.config.unet
     assert unet.depth == depth
-    is_decided = "recipe" not in settings and not {"depth", "strides"} & set(settings)
-    assert ("depth" in plan.reasons) == is_decided or settings.get("depth") == "auto"
+    is_fewer = depth < 5 and settings.get("depth", "auto") == "auto"
+    assert ("depth" in plan.reasons) == (is_fewer and not {"recipe", "strides"} & set(settings))
 
 
 @pytest.mark.parametrize("again", [{}, {"depth": "auto"}, {"recipe": "brats-regions"}])
@@ -551,6 +551,9 @@ def test_strides_of_another_depth_are_not_kept_for_a_run_that_has_not_begun(
     save_plan(before, tmp_path)
     assert planned(phantom_store, tmp_path).config.unet.strides == strides
     assert planned(phantom_store, tmp_path, depth=2).config.unet.depth == 2
+    longer = ((2, 2, 2), (2, 2, 2), (2, 2, 1))
+    again = make_plan(phantom_store, tmp_path, HOST, {"strides": longer})  # not the depth of 3
+    assert again.config.unet.strides == longer
 
 
 @pytest.mark.parametrize("host", [HOST, dataclasses.replace(HOST, isa=("avx2",))])

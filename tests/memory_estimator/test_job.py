@@ -14,6 +14,7 @@ from memory_estimator.job import (
     JobOptions,
     job_from,
     policy_is_open,
+    why_depth,
     why_strides,
 )
 from memory_estimator.sources import JobSource, read_run, source_job
@@ -223,6 +224,8 @@ def test_strides_follow_from_a_spacing_and_the_shape_is_padded_to_them(line, sha
     assert (job.shape, job.unet.strides) == (shape, strides)
     is_open = "--spacing" in line and "--strides" not in line
     assert bool(why_strides(args, job)) == is_open
+    has_fewer = line == "--shape 36 50 35 --spacing 1 1 1"
+    assert why_depth(args, job, source_job(args).job).startswith("depth 4: ") == has_fewer
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,8 @@ def test_levels_end_where_no_axis_keeps_four(spacing_mm, shape, most, depth):
     [
         ((48, 64, 48), 3, "a level halves sides of 8 or more"),
         ((48, 64, 48), 5, "a level halves sides of 8 or more"),  # 64, 32, 16, 8
-        ((28, 48, 43), 5, "as the last 1 of 4"),  # 7, 12, 11 become 7, 6, 6
-        ((28, 48, 43), 8, "as the last 4 of 7"),
+        ((28, 48, 43), 5, "the last 1 of 4"),  # 7, 12, 11 become 7, 6, 6
+        ((28, 48, 43), 8, "the last 4 of 7"),
         ((7, 6, 5), 3, "every level halves all axes, as no side is 8 or more"),
     ],
 )

@@ -92,11 +92,13 @@ def depth_of_store(
         spacings_mm.append(record.spacing_mm)
         shapes.append(record.box.size if extent == "brain" else record.shape)
     shape = shape3(round(statistics.median(sides)) for sides in zip(*shapes))
+    what = "the median case"
     if patch is not None:
         shape = shape3(map(min, patch, shape))
+        what = "a patch of the median case"
     spacing_mm = common_spacing(spacings_mm)
     depth = depth_for(spacing_mm, shape, most)
-    return depth, depth_reason(shape, depth, most)
+    return depth, depth_reason(what, shape, depth, most)
 
 
 # --- Private helpers ---

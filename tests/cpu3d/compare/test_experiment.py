@@ -2,14 +2,17 @@
 
 import argparse
 import dataclasses
+import json
 import math
 
 import pytest
 
 from cpu3d.chosen import SETTINGS
+from cpu3d.compare import experiment
 from cpu3d.compare.experiment import (
     Budget,
     Kept,
+    Options,
     as_options,
     courses,
     parse_variant,
@@ -180,6 +183,27 @@ def test_a_comparison_that_a_version_before_began_keeps_its_coarse_steps(
         assert (config.curriculum, config.coarse_grid) == (begun.curriculum, begun.coarse_grid)
     else:  # half of all axes does not pay
         assert (config.curriculum, chosen["coarse_stride"]) == ("off", (2, 2, 2))
+
+
+def test_a_comparison_of_a_version_before_goes_on_with_its_levels_and_patches(
+    phantom_store, tmp_path, monkeypatch
+):
+    def asked_for():
+        options = Options(store=phantom_store.folder, out=tmp_path)
+        asked, plan, _ = experiment.planned(options, {"filters": 2}, phantom_store)
+        return Kept(asked, [0], plan)
+
+    with monkeypatch.context() as before:  # which had five levels on any volume
+        for module in ("cpu3d.decisions", "cpu3d.compare.experiment"):
+            before.setattr(f"{module}.depth_of_store", lambda *_: (5, ""))
+        kept = asked_for()
+    assert asked_for().asked["variants"] != kept.asked["variants"]  # the patches are smaller
+    kept.save(tmp_path)
+    again = resumed(asked_for(), tmp_path)
+    assert again.asked == json.loads(json.dumps(kept.asked))
+    for course in again.plan:
+        chosen = read_train_options(course["options"], course["name"])
+        assert decided(phantom_store, tmp_path / "none", **chosen).unet.depth == 5
 
 
 def test_the_runs_of_a_comparison_name_their_coarse_steps(phantom_store):

@@ -66,8 +66,9 @@ def test_levels_end_where_no_axis_of_the_median_case_keeps_four_voxels(
     store = with_boxes(prepared(tmp_path, [THIN] * 4), boxes + boxes[:1] * (4 - len(boxes)))
     made, why = depth_of_store(store, extent, 5, patch)
     assert made == depth
-    middle = sorted(boxes[:3])[1]
-    assert patch or " x ".join(map(str, middle)) in why
+    seen = patch or sorted(boxes[:3])[1]
+    what = "a patch of the median case" if patch else "the median case"
+    assert f"{what} has {' x '.join(map(str, seen))} voxels" in why
 
 
 @pytest.mark.parametrize(
