@@ -120,7 +120,8 @@ def scores_table(scores: Mapping[str, Any]) -> Table:
         for name, metric in METRICS.items():
             values = summary[name]
             digits = metric.digits
-            mean = plus_minus(values["mean"], values["std"], digits)
+            deviation = values["std"] if len(scores["cases"]) > 1 else None
+            mean = plus_minus(values["mean"], deviation, digits)
             median = f"{values['median']:.{digits}f}"
             rows.append((region, metric.heading, mean, median))
             region = ""  # in its first row

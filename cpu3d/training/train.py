@@ -126,8 +126,17 @@ def show_plan(options: Options, settings: Dict[str, Any]) -> None:
         call.refuse_what_does_not_fit()
 
 
+OF_DATA = ("dataset.json", "imagesTr", "labelsTr", "manifest.json", "source.json")
+"""Of a data set's folder, or a store's."""
+
+
 def refuse_foreign(run_folder: Path) -> None:
-    """Raise InputError for a folder with files of a run that has lost its configuration."""
+    """Raise InputError for the folder of a data set or a store, and for one with files of a run
+    that has lost its configuration."""
+    for name in OF_DATA:
+        if (run_folder / name).exists():
+            rule = f"--run {run_folder} must not be the folder of a data set or a store"
+            raise InputError(f"{rule}, got one with {name} in it; choose another folder")
     written = (
         run_folder / "log.jsonl",
         run_folder / "checkpoints" / BEST,

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
+from cpu3d.data.cases.normalisation import chosen_kinds
 from cpu3d.data.cases.notes import case_notes, note_lines, odd_units
 from cpu3d.data.cases.resample import (
     Keep,
@@ -185,6 +186,7 @@ def prepare(
     dataset = read_dataset(dataset_dir, patients, regions, ignore)
     draws = (fractions, seed) != (USUAL_SPLIT, 0)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed, draws=draws))
+    chosen_kinds(dataset.channels, settings.normalise)  # fail early: nothing is written yet
     finished = (store_dir / "manifest.json").exists()
     split: Split = {}
     if not finished:  # fail early

@@ -324,6 +324,16 @@ def test_a_log_or_checkpoint_of_another_program_is_refused_and_left_as_it_is(
     assert mine.read_text() == "mine\n"
 
 
+@pytest.mark.parametrize("name", ["dataset.json", "imagesTr", "manifest.json"])
+@pytest.mark.parametrize("more", [(), ("--folds", "2"), ("--dry-run",)])
+def test_a_run_is_not_written_among_data(phantom_store, tmp_path, capsys, name, more):
+    (tmp_path / name).mkdir()
+    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path)]
+    assert main(["train", *place, "--filters", "2", *more]) == 2
+    assert f"got one with {name} in it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize("more", [(), ("--folds", "2")])
 def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, capsys, more):
     place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]

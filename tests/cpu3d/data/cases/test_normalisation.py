@@ -201,6 +201,16 @@ def test_a_ct_without_labelled_voxels_is_refused_unless_another_kind_is_chosen(t
     assert manifest.normalisation[0].kind is Kind.ZSCORE
 
 
+@pytest.mark.parametrize("word", ["CT=ct2", "T1=zscore", "CT"])
+def test_a_normalisation_that_is_typed_wrong_leaves_no_store_behind(tmp_path, word):
+    data = data_set(tmp_path / "data", in_hounsfield_units, names=("CT",))
+    store = tmp_path / "store"
+    options = {"fractions": (2, 1, 1), "workers": 1}
+    with pytest.raises(InputError, match="--normalise must"):
+        prepare(data, store, settings=StoreSettings(normalise=(word,)), **options)
+    assert not store.exists()
+
+
 # --- 0 HU is a value like others ---
 
 
