@@ -103,6 +103,8 @@ IGNORE_HELP = (
 )
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
 
+FIRST_SHOWN = 5  # of the reasons why cases cannot be used
+
 
 @dataclass(frozen=True)
 class Options:
@@ -190,7 +192,7 @@ def prepare(
     finished = (store_dir / "manifest.json").exists()
     split: Split = {}
     if not finished:  # fail early
-        split = splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+        split = _first_split(dataset, splitting)
     _announce(dataset)
     settings = _with_spacing(settings, spacing, store_dir, dataset, split)
     if store_dir.resolve() == dataset.folder.resolve():
@@ -209,6 +211,19 @@ def prepare(
         manifest = finish(store_dir, dataset, settings, workers, splitting, skip_bad)
     print_summary(store_dir)
     return manifest
+
+
+def _first_split(dataset: Dataset, splitting: Splitting) -> Split:
+    """The split of the cases that have their files. Where these are too few for one, the error says
+    also why others cannot be used."""
+    try:
+        return splitting.split({case.case_id: case.patient_id for case in dataset.cases})
+    except InputError as error:
+        bad = [problem for problems in dataset.problems.values() for problem in problems]
+        shown = bad[:FIRST_SHOWN]
+        if len(bad) > FIRST_SHOWN:
+            shown.append(f"{len(bad) - FIRST_SHOWN:,} more files of cases are not as they must be")
+        raise InputError(*error.problems, *shown) from None
 
 
 def _folds_of(

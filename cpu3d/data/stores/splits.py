@@ -45,7 +45,7 @@ def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int)
     order = dealing_order(patients.values(), seed)
     shares = {name: share / total for name, share in zip(SPLITS, fractions) if share > 0}
     if len(order) < len(shares):
-        rule = f"--split {words} must have at least {len(shares)} patients"
+        rule = f"--split {words} must have at least {len(shares)} patients with labels"
         todo = "add cases, name --patients, or train on all with --split 1 0 0"
         raise InputError(f"{rule}, got {len(order)}; {todo}")
     sizes = dict.fromkeys(shares, 1)

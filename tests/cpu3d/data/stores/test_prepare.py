@@ -191,6 +191,18 @@ def test_a_store_is_not_continued_with_other_settings(dataset, store, finished):
     assert content_of(store) == before
 
 
+def test_too_few_cases_are_refused_with_the_files_that_are_missing(tmp_path, dataset):
+    for path in (dataset / "imagesTr").iterdir():
+        path.unlink()
+    with pytest.raises(InputError) as error:
+        prepare(dataset, tmp_path / "store", **THIRDS)
+    few, *missing = error.value.problems
+    assert "at least 3 patients" in few
+    assert all("image of case BRATS_" in problem for problem in missing)
+    assert len(missing) == 4
+    assert not (tmp_path / "store").exists()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, workers, capsys):
     (dataset / "labelsTr/BRATS_000.nii.gz").unlink()
@@ -211,7 +223,7 @@ def test_all_bad_cases_are_named_and_the_good_are_kept(tmp_path, dataset, worker
         "BRATS_003.y.npy",
     ]
     assert not (tmp_path / "store/manifest.json").exists()
-    with pytest.raises(InputError, match="must have at least 2 patients, got 1"):
+    with pytest.raises(InputError, match="must have at least 2 patients with labels, got 1"):
         prepare(dataset, tmp_path / "store", **{**THIRDS, "fractions": (1, 1, 0)}, skip_bad=True)
     manifest = prepare(dataset, tmp_path / "store", **ALL, skip_bad=True)
     assert [case.case_id for case in manifest.cases] == ["BRATS_003"]
