@@ -27,8 +27,8 @@ folder of `train --folds` stands for all of its folds. Answers are post-processe
 decided, if all did, or as the cases of such a folder did; --raw leaves that out.
 
 A case that was predicted before of the same image, with the same weights and settings, is kept and
-named; others are predicted again. Files that `predict` has not written are never overwritten, nor,
-without --overwrite, a label that was changed since.
+named; others are predicted again, and their earlier files go. Files that `predict` has not written
+are never overwritten, nor, without --overwrite, a label that was changed since.
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
@@ -64,6 +64,7 @@ from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
 from cpu3d.inference.runs import Inference, RunOptions, answering, seen_notes, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.sidecar import (
+    FILES,
     LABEL_HASH,
     SCHEMA,
     WRITER,
@@ -71,6 +72,7 @@ from cpu3d.inference.sidecar import (
     changes,
     check_replaceable,
     read_sidecar,
+    remove_stale,
 )
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
@@ -220,8 +222,10 @@ def predict_case(
         **_made_from(case, options, about, postprocessing),
         **_answered(case, record, label),
         "probabilities": names,
+        FILES: [path.name for path in outputs.paths],
         "notes": notes,
     }
+    remove_stale(outputs, before, case.files.paths)
     # First, so that a label cut off by a crash is known as ours and can be redone.
     write_json(outputs.sidecar, content)
     for position, path in enumerate(outputs.probabilities.values()):
@@ -230,10 +234,12 @@ def predict_case(
         # for little.
         write_volume(path, probability, geometry, compression=1)
     write_label(outputs.label, label, geometry)
+    # At once: until it is there, a label that is corrected by hand cannot be told from ours.
+    content[LABEL_HASH] = file_sha256(outputs.label)
+    write_json(outputs.sidecar, content)
     if outputs.page:
         write_case_page(outputs.page, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
-    content[LABEL_HASH] = file_sha256(outputs.label)
     write_json(outputs.sidecar, content)
     return content
 

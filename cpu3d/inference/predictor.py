@@ -169,9 +169,15 @@ def load_predictor(
     """The predictor of a run with its "best" or "last" weights. Raises InputError when the run or
     its weights are missing, damaged, or of another network."""
     path = weights_file(run, weights)
-    config, arrays = load_weights(load_config(run), path)
+    settings = load_config(run)
+    loaded_sha256 = ""
+    file_hash = file_sha256(path)
+    while loaded_sha256 != file_hash:  # a training that goes on may replace the file meanwhile
+        loaded_sha256 = file_hash
+        config, arrays = load_weights(settings, path)
+        file_hash = file_sha256(path)
     predictor = Predictor(config, arrays, inference)
-    predictor.weights_sha256 = file_sha256(path)
+    predictor.weights_sha256 = loaded_sha256
     return predictor
 
 

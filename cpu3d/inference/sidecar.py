@@ -4,11 +4,12 @@ would be predicted again.
     before = read_sidecar(out / "a.json")
     if before and not changes(before, wanted, outputs, files.paths): ...      # it is kept
     check_replaceable(outputs, before, files.paths, overwrite=False)
+    remove_stale(outputs, before, files.paths)
 """
 
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import SourceFile
@@ -19,6 +20,7 @@ from memory_estimator.common.files import read_json
 SCHEMA = 1  # version of the sidecar
 WRITER = "cpu3d predict"  # in a sidecar: the label beside it was made here and may be replaced
 LABEL_HASH = "label_sha256"  # in a sidecar: of the label as it was written
+FILES = "files"  # in a sidecar: the names of the files that are written with it
 
 # Fields that a prediction follows from, beside its image -> words for them.
 MADE_FROM = {
@@ -67,12 +69,15 @@ def changes(
     it can be kept. `before` and `wanted` are the contents of its sidecar, then and now."""
     if not before.get("complete"):
         return ["it was interrupted"]
-    if not all(path.is_file() for path in outputs.paths):
+    if LABEL_HASH not in before:
+        return ["an earlier version predicted it"]
+    written = _written(before)
+    if not all(path.is_file() and path.name in written for path in outputs.paths):
         return ["files are missing"]
     as_read = json.loads(json.dumps(wanted))  # tuples are lists there
     found = []
     for name, words in MADE_FROM.items():
-        if before.get(name) != as_read.get(name):
+        if name in before and before[name] != as_read.get(name):
             found.append(f"{words} changed")
     try:
         if not same_files(sources, [SourceFile(**source) for source in before["sources"]]):
@@ -85,9 +90,11 @@ def changes(
 def check_replaceable(
     outputs: Outputs, before: Mapping[str, Any], sources: Sequence[Path], overwrite: bool
 ) -> None:
-    """Raise InputError for an output that is a source, that exists without a sidecar by `predict`,
-    or that somebody has changed since, unless these are to be overwritten."""
+    """Raise InputError for an output that is a source, that exists and is not among the files
+    written with the sidecar `before`, or for a label that somebody has changed since, unless these
+    are to be overwritten."""
     images = {path.resolve() for path in sources}
+    written = _written(before)
     other = "choose another --out"
     problems = []
     for path in outputs.paths:
@@ -96,15 +103,50 @@ def check_replaceable(
             problems.append(f"{rule}, got a source image; {other}")
         elif path.exists() and not before:
             problems.append(f"{rule}, got a file that was not written by predict; {other}")
-    if not overwrite and _is_changed(outputs.label, before):
+        elif path.exists() and path.name not in written:
+            got = f"a file that {outputs.sidecar.name} does not list as written by predict"
+            problems.append(f"{rule}, got {got}; move it, or {other}")
+    if not overwrite and _is_changed(outputs, before):
         rule = f"{outputs.label} must not be overwritten"
         got = "a label that was changed since predict wrote it"
         problems.append(f"{rule}, got {got}; {other}, or give --overwrite")
     raise_if_any(problems)
 
 
-def _is_changed(label: Path, before: Mapping[str, Any]) -> bool:
-    """Whether a label is there that is not as its sidecar has it; those of earlier versions do not
-    tell."""
+def remove_stale(outputs: Outputs, before: Mapping[str, Any], sources: Sequence[Path]) -> None:
+    """Remove the files written with the sidecar `before` that will not be written again, as a page
+    of the answer before: they would not be of the label beside them."""
+    folder = outputs.sidecar.parent
+    stay = {path.resolve() for path in (*outputs.paths, *sources)}
+    for name in _written(before):
+        path = folder / name
+        # Somebody may have put a path into the sidecar.
+        if path.name == name and path.resolve() not in stay and path.is_file():
+            path.unlink()
+
+
+def _written(before: Mapping[str, Any]) -> Set[str]:
+    """The names of the files that were written with a sidecar, itself included. Those of earlier
+    versions list no page, which may then be somebody else's."""
+    if not before:
+        return set()
+    names = before.get(FILES)
+    if not isinstance(names, list):
+        case_id = before.get("case_id")
+        probabilities = before.get("probabilities")
+        names = [f"{case_id}.json", before.get("label")]
+        if isinstance(probabilities, dict):
+            names += probabilities.values()
+    return {name for name in names if isinstance(name, str)}
+
+
+def _is_changed(outputs: Outputs, before: Mapping[str, Any]) -> bool:
+    """Whether a label is there that is not as predict has written it. Where its hash is not known,
+    of an earlier version or of an interrupted prediction, one that is later than the sidecar counts
+    as changed: predict writes the sidecar last."""
+    if not before or not outputs.label.is_file():
+        return False
     digest = before.get(LABEL_HASH)
-    return bool(digest) and label.is_file() and file_sha256(label) != digest
+    if digest:
+        return file_sha256(outputs.label) != digest
+    return outputs.label.stat().st_mtime_ns > outputs.sidecar.stat().st_mtime_ns

@@ -16,7 +16,6 @@ from typing import (
     Any,
     Dict,
     List,
-    Literal,
     Mapping,
     NamedTuple,
     Optional,
@@ -80,7 +79,6 @@ FIELDS = {
         Optional[Dict[str, Any]], "an object of code -> name, or in nnU-Net 2 of name -> code"
     ),
     "name": Field(Optional[str], "text"),
-    "tensorImageSize": Field(Literal["4D", "3D", None], '"4D" or "3D", as 2D images are not read'),
     "training": Field(
         Annotated[List[Any], msgspec.Meta(min_length=1)],
         'a list of cases, such as {"image": "imagesTr/a.nii.gz", "label": "labelsTr/a.nii.gz"}',
@@ -119,14 +117,20 @@ def describe(path: Path) -> Description:
     """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
     is missing, if two names mean one channel, or if labels are no names of codes or of regions."""
     content = _fields(path)
-    names = ("modality", "channel_names", "labels", "name", "tensorImageSize")
-    modality, channel_names, labels, name, _ = (_field(path, content, name) for name in names)
+    modality = _field(path, content, "modality")
+    channel_names = _field(path, content, "channel_names")
+    labels = _field(path, content, "labels")
+    name = _field(path, content, "name")
     # With a list of its cases, also if channels are named in both ways.
     has_modality = isinstance(modality, dict)
     numbered = channel_names
     if not numbered and has_modality:
         numbered = modality
     problems = _doubled(path)
+    # Other values are in use, as "3d" or a list, and nothing else is read of it.
+    if content.get("tensorImageSize") == "2D":
+        rule = f'tensorImageSize of {path} must be "4D" or "3D", as 2D images are not read'
+        problems.append(f'{rule}, got "2D"; convert them')
     if not numbered:
         channels = _named_by_files(path)
     else:

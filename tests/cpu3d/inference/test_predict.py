@@ -3,6 +3,7 @@ overwritten."""
 
 import dataclasses
 import json
+import os
 import shutil
 
 import nibabel
@@ -384,6 +385,114 @@ def test_a_label_that_was_corrected_by_hand_is_overwritten_only_if_that_is_asked
     assert label.read_bytes() == b"an expert's week of work"
     assert call(*words, "--overwrite") == 0
     assert read_volume(label)[0].any()
+
+
+EARLIER = ("files", "label_sha256", "weights_sha256", "zero_nan")  # that sidecars did not have
+CORRECTED = b"an expert's week of work"
+
+
+def as_an_earlier_version(out):
+    """Let a sidecar, and a page beside it, be as before there were hashes and a list of files."""
+    sidecar = out / "a.json"
+    content = json.loads(sidecar.read_text())
+    for name in EARLIER:
+        del content[name]
+    sidecar.write_text(json.dumps(content))
+    set_time(sidecar, 2000)
+
+
+def set_time(path, seconds):
+    os.utime(path, (seconds, seconds))
+
+
+def test_a_label_of_an_earlier_version_is_predicted_again_unless_it_is_later_than_its_sidecar(
+    call, files, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    label = out / "a.nii.gz"
+    words = ("--image", files.images[0], "--out", out)
+    assert call(*words) == 0
+    as_an_earlier_version(out)
+    set_time(label, 1999)
+    capsys.readouterr()
+    assert call(*words) == 0
+    assert "predicted again: a, as an earlier version predicted it\n" in capsys.readouterr().out
+    as_an_earlier_version(out)
+    label.write_bytes(CORRECTED)
+    set_time(label, 2001)
+    with pytest.raises(InputError, match=r"a\.nii\.gz must not be .* got a label that was changed"):
+        call(*words)
+    assert label.read_bytes() == CORRECTED
+    assert call(*words, "--overwrite") == 0
+    assert read_volume(label)[0].any()
+
+
+@pytest.mark.parametrize("step", ["write_label", "write_case_page"])
+def test_a_label_corrected_after_an_interruption_is_not_overwritten_unasked(
+    predictor, files, tmp_path, monkeypatch, step
+):
+    """The process is killed after its label is in place, at once or while it writes the page."""
+    whole = getattr(predict, step)
+
+    def killed(*about):
+        whole(*about)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, step, killed)
+    with pytest.raises(KeyboardInterrupt):
+        predict_case(predictor, files, tmp_path / "out", page=True)
+    monkeypatch.undo()
+    label = tmp_path / "out/a.nii.gz"
+    label.write_bytes(CORRECTED)
+    with pytest.raises(InputError, match=r"a\.nii\.gz must not be .* got a label that was changed"):
+        predict_case(predictor, files, tmp_path / "out", page=True)
+    assert label.read_bytes() == CORRECTED
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("a.html", "--page"), ("a_WT_probability.nii.gz", "--probabilities")],
+)
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_a_file_beside_a_prediction_that_predict_has_not_written_is_never_overwritten(
+    call, files, tmp_path, name, how, is_earlier
+):
+    words = ("--image", files.images[0], "--out", tmp_path / "out")
+    assert call(*words) == 0
+    if is_earlier:
+        as_an_earlier_version(tmp_path / "out")
+        set_time(tmp_path / "out/a.nii.gz", 1999)
+    for other in ("a.html", "a_WT_probability.nii.gz", "a_TC_probability.nii.gz"):
+        (tmp_path / "out" / other).write_bytes(CORRECTED)
+    for more in ((how,), (how, "--overwrite")):
+        with pytest.raises(InputError, match=f"{name} must not be .* a.json does not list"):
+            call(*words, *more)
+    assert call(*words, "--overwrite") == 0
+    assert (tmp_path / "out" / name).read_bytes() == CORRECTED
+
+
+def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files, tmp_path):
+    out = tmp_path / "out"
+    words = ("--image", files.images[0], "--out", out)
+    assert call(*words, "--page", "--probabilities") == 0
+    assert len(list(out.iterdir())) == 6  # label, sidecar, page, WT, TC, ET
+    assert call(*words) == 0  # kept: they are of this answer
+    assert len(list(out.iterdir())) == 6
+    predictor.weights_sha256 = "others"
+    assert call(*words) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["a.json", "a.nii.gz"]
+
+
+def test_a_path_in_a_sidecar_is_not_removed(predictor, files, tmp_path):
+    predict_case(predictor, files, tmp_path / "out")
+    sidecar = tmp_path / "out/a.json"
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    content = json.loads(sidecar.read_text())
+    content["files"] += ["../notes.txt", str(other)]
+    sidecar.write_text(json.dumps(content))
+    predict_case(predictor, files, tmp_path / "out")
+    assert other.read_text() == "mine"
 
 
 def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(

@@ -2,6 +2,7 @@
 and how."""
 
 import dataclasses
+import hashlib
 
 import numpy as np
 import pytest
@@ -134,6 +135,23 @@ def test_a_window_is_checked_against_the_resolution_of_the_weights(devices, run_
     (patches / "checkpoints").mkdir()
     save_checkpoint(patches / "checkpoints" / file.name, {}, {"step": 5, "coarse_steps": 5})
     assert trained_predictors([patches], weights, window) == [(patches, weights, window)]
+
+
+def test_weights_that_are_replaced_while_they_are_read_are_read_again(tiny_run, monkeypatch):
+    """So that their hash is of the weights that answer."""
+    file = tiny_run / "checkpoints/best.npz"
+    file.parent.mkdir()
+    file.write_bytes(b"old")
+
+    def replaced_meanwhile(config, path):
+        content = path.read_bytes()
+        file.write_bytes(b"new")
+        return config, [content]
+
+    monkeypatch.setattr(predictor, "load_weights", replaced_meanwhile)
+    loaded = predictor.load_predictor(tiny_run)
+    assert loaded.weights == [b"new"]
+    assert loaded.weights_sha256 == hashlib.sha256(b"new").hexdigest()
 
 
 @pytest.mark.parametrize("how", [{"overlap": 1}, {"window": (8, 0, 8)}])

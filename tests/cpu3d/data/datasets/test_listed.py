@@ -250,6 +250,12 @@ def test_a_field_of_a_decathlons_list_that_cannot_be_is_refused_by_its_name_and_
         read_dataset(decathlon(tmp_path / "data", 1, **changes))
 
 
+@pytest.mark.parametrize("size", ["4D", "3D", "3d", "", [240, 240, 155], 4, None])
+def test_a_size_that_is_not_read_refuses_no_data_set_but_one_of_2d_images(tmp_path, size):
+    data = decathlon(tmp_path / "data", 1, tensorImageSize=size)
+    assert read_dataset(data).channels == read_dataset(decathlon(tmp_path / "other", 1)).channels
+
+
 def test_a_list_that_is_no_object_is_refused(tmp_path):
     data = decathlon(tmp_path / "data", 1)
     (data / "dataset.json").write_text("[1, 2]")
