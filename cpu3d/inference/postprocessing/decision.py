@@ -29,7 +29,7 @@ from cpu3d.inference.postprocessing.choice import decide_from, too_few
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
-from cpu3d.run.checkpoint import weights_file
+from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.heartbeat import DECIDING, Heartbeat, read_heartbeats
 from cpu3d.run.log import last_end
@@ -43,7 +43,7 @@ from cpu3d.util.records import count
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.units import format_seconds
 
-FILE = "postprocessing.json"  # in the run's folder
+FILE = POSTPROCESSING
 SCHEMA = 1
 
 
