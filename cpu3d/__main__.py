@@ -122,7 +122,7 @@ def _train(command: Any, options: Any, settings: Dict[str, Any]) -> int:
     of training, which cannot call them."""
     if options.folds is not None:
         return importlib.import_module("cpu3d.folds").run(options, settings)
-    code = command.run(options, settings)
+    code = command.run(options, settings, decides_next=True)
     if options.dry_run:
         return code
     importlib.import_module("cpu3d.inference.postprocessing.decision").after(options, settings)

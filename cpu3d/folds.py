@@ -91,7 +91,8 @@ def train_folds(
     then score them and decide their post-processing together.
 
     Before anything is written it raises InputError, also for settings other than those that the
-    folder was begun with, and, unless `force`, DoesNotFitError. Interrupted after SIGINT and
+    folder was begun with and for a fold's folder that holds other files than a run's own, which
+    stop all folds, and, unless `force`, DoesNotFitError. Interrupted after SIGINT and
     SIGTERM, once the fold that trains is saved. If folds fail, RunFailedError when the others are
     done.
     """

@@ -24,8 +24,16 @@ from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.forecast import course_of, smaller_grids
 from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.run.checkpoint import checkpoints, step_of
+from cpu3d.run.checkpoint import (
+    BEST,
+    POSTPROCESSING,
+    checkpoints,
+    progress_of,
+    read_state,
+    step_of,
+)
 from cpu3d.run.config_json import differences, load_config, rate_growth
+from cpu3d.run.log import last_end
 from cpu3d.run.transfer import SEEN, Transfer, freeze_words, init_rows, open_transfer
 from cpu3d.settings import VALIDATIONS, RunConfig, Settings
 from cpu3d.util.atomic import write_json
@@ -38,7 +46,7 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
 from memory_estimator.job import AUTO, Job, statistics_note, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
-from memory_estimator.training import Forecast, RunCourse
+from memory_estimator.training import NOTHING_DONE, Done, Forecast, RunCourse
 from models.layer_plan import training_flops
 from models.strides import strides_line, strides_text
 
@@ -56,7 +64,7 @@ class Plan:
     chosen: Optional[Chosen] = field(default_factory=dict)
     """The settings that the user gave in all calls for this run; None if an earlier version began
     it, which did not note them."""
-    done: int = 0  # steps, of a run that goes on
+    done: Done = NOTHING_DONE  # of a run that goes on
     rate_growth: float = 1.0  # of the learning rates that are given to this run, with its workers
     forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -143,7 +151,7 @@ class Plan:
             "cases": {name: len(ids) for name, ids in self.store.manifest.split.items()},
             "steps_per_epoch": self.steps_per_epoch,
             "steps": self.steps,
-            "done": self.done,
+            "done": self.done.steps,
             "training_s": self.training_s,
             "left_s": self.left_s,
             "reasons": dict(self.reasons),
@@ -284,12 +292,14 @@ def make_plan(
         saved=saved,
         workers=workers,
         chosen=in_all,
-        done=start.done,
+        done=Done(start.done),
         rate_growth=growth,
         reasons=reasons,
         transfer=transfer,
     )
     _check_batch(plan, start.chosen)
+    if start.done:
+        plan = dataclasses.replace(plan, done=_done(run_folder, plan))
     plan = _with_coarse_steps(_with_validations(plan), start.is_begun)
     if not forecasts:
         return plan
@@ -411,6 +421,24 @@ def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
 
 
 # --- The start of the decisions ---
+
+
+def _done(run_folder: Path, plan: Plan) -> Done:
+    """How far a run that has a checkpoint has got."""
+    steps = plan.done.steps
+    steps_s = 0.0
+    # One that is damaged is named, and replaced by the one before, when it is read whole.
+    with contextlib.suppress(ValueError, IndexError):
+        progress = progress_of(read_state(checkpoints(run_folder)[0]))
+        steps_s = progress.trained_s - progress.validated_s
+    is_last = not plan.config.has_open_length and steps >= plan.steps
+    is_decided = False
+    if is_last or last_end(run_folder).get("reason") == "early stop":
+        with contextlib.suppress(OSError):
+            decided = (run_folder / POSTPROCESSING).stat()
+            best = (run_folder / "checkpoints" / BEST).stat()
+            is_decided = decided.st_mtime_ns >= best.st_mtime_ns
+    return Done(steps, steps_s, is_decided)
 
 
 def _start(run_folder: Path, chosen: Chosen, workers: int) -> Tuple[Optional[Chosen], Start]:

@@ -211,6 +211,18 @@ def _price_by(steps_of: StepsOf) -> Price:
 
 
 @dataclass(frozen=True)
+class Done:
+    """How far a training has got."""
+
+    steps: int = 0
+    steps_s: float = 0.0  # seconds that they have taken, which a budget of time counts
+    is_decided: bool = False  # whether its post-processing is decided, after the last step
+
+
+NOTHING_DONE = Done()
+
+
+@dataclass(frozen=True)
 class Forecast:
     """Memory and time of a training, by the prices of its steps."""
 
@@ -299,17 +311,19 @@ class Forecast:
         """Seconds of the whole training."""
         return self.steps_s + self.validation_s + self.postprocessing_s
 
-    def left_s(self, done: int) -> float:
-        """Seconds of the training that are left after so many steps: of the validations their share
-        of the steps, and all of the post-processing."""
+    def left_s(self, done: Done) -> float:
+        """Seconds of the training that are left: of the validations their share of the steps, and
+        all of the post-processing until it is decided."""
         course = self.course
-        if not done:
+        if not done.steps:
             return self.all_s
-        steps_s = self.training_s - self.seconds(done, min(done, course.coarse_steps))
+        steps_s = self.training_s - self.seconds(done.steps, min(done.steps, course.coarse_steps))
         if course.budget_s is not None:
-            steps_s = min(steps_s, course.budget_s)
-        validation_s = (1 - done / course.steps) * self.validation_s
-        return steps_s + validation_s + self.postprocessing_s
+            steps_s = min(steps_s, max(course.budget_s - done.steps_s, 0.0))
+        left_s = steps_s + (1 - done.steps / course.steps) * self.validation_s
+        if not done.is_decided:
+            left_s += self.postprocessing_s
+        return left_s
 
     def _pass_s(self, step: Estimate, windows: int) -> float:
         """Seconds of the network's pass over a whole case, which one worker computes."""
@@ -348,8 +362,8 @@ class Forecast:
             content["coarse"] = self.to_json()["coarse"]
         return content
 
-    def describe(self, host: Host, done: int = 0) -> List[str]:
-        """Lines on memory and time of a training of which so many steps are done."""
+    def describe(self, host: Host, done: Done = NOTHING_DONE) -> List[str]:
+        """Lines on memory and time of a training of which so much is done."""
 
         def line(step: Estimate) -> str:
             allocator = f"allocator peak {format_bytes(step.allocator_peak_bytes)}"
@@ -385,11 +399,12 @@ class Forecast:
         process = f"process peak {format_bytes(self.process_peak_bytes)}"
         return f"the run, with {of_run}: {allocator}, {process}"
 
-    def hours_left(self, done: int) -> str:
-        """The same as `hours` after what is left, if so many steps are done."""
-        if not done:
+    def hours_left(self, done: Done) -> str:
+        """The same as `hours` after what is left, if steps are done."""
+        if not done.steps:
             return self.hours
-        return f"{format_seconds(self.left_s(done))} left after step {done}, of {self.hours}"
+        left = format_seconds(self.left_s(done))
+        return f"{left} left after step {done.steps}, of {self.hours}"
 
     @property
     def hours(self) -> str:

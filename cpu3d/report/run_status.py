@@ -15,13 +15,14 @@ import numpy as np
 
 from cpu3d.data.store import open_store
 from cpu3d.errors import ENDINGS, DivergedError, InputError, ending_of
-from cpu3d.inference.postprocessing.decision import is_decided
+from cpu3d.inference.postprocessing.decision import Standing, standing_of
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config_json import half_rates, load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.heartbeat import (
     BEAT_S,
+    DECIDING,
     SILENT_S,
     Heartbeat,
     beat_age_s,
@@ -41,6 +42,13 @@ FINE = ("stopping", "starting", "running", "finished")  # these need no attentio
 WORST_FIRST = (*TO_MEND, *LOST, *FINE)
 """States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
 and those of workers that have noted no end. The run's state is that of its worst worker."""
+NOT_APPLIED = {
+    Standing.OPEN: "its steps are done, its post-processing is not decided",
+    Standing.EARLIER: "its post-processing is off, as an earlier version has decided it; the same "
+    "command decides again",
+    Standing.LACKS_STORE: "its post-processing is off: it is not decided, and the store that it was"
+    " trained on is not there, or has another split",
+}
 IDLE = (*LOST, "finished")  # of no effect on a finished run
 ALIVE = ("running", "starting")
 
@@ -89,8 +97,9 @@ class RunStatus:
     checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
 
 
-def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
-    """Look at a run. Raises InputError for a folder without config.json and heartbeat, or with a
+def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False) -> RunStatus:
+    """Look at a run; one `of_folds` needs no decision of its own, as the folds decide together.
+    Raises InputError for a folder without config.json and heartbeat, or with a
     damaged config."""
     run = Path(run)
     if now is None:
@@ -118,16 +127,20 @@ def run_status(run: Path, now: Optional[float] = None) -> RunStatus:
         judged = [WorkerStatus(0, "diverged", last["reason"])]
     elif not workers:
         judged = [WorkerStatus(0, "unknown", "there is no heartbeat")]
-    if judged[0].state == "finished" and config and not is_decided(run, config):
+    standing = Standing.DECIDED
+    if judged[0].state == "finished" and config and not of_folds:
+        standing = standing_of(run, config)
+    if standing is Standing.OPEN:
         judged = [WorkerStatus(0, UNDECIDED)]
     worst = judged[0]
     is_alive = worst.state in ALIVE
     seconds_left: Optional[float] = None
-    if is_alive and step != steps:  # else it decides its post-processing
+    is_deciding = any(beat.phase == DECIDING for beat in beats)
+    if is_alive and not is_deciding:
         seconds_left = history.pace.seconds_left(step, steps)
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
-    if worst.state == UNDECIDED:
-        details = ["its steps are done, its post-processing is not decided"]
+    if standing in NOT_APPLIED:
+        details = [NOT_APPLIED[standing], *_noted_failure(workers)]
     return RunStatus(
         folder=str(run),
         state=worst.state,
@@ -201,6 +214,14 @@ def has_test_cases(store: str) -> bool:
 
 
 # --- Private helpers ---
+
+
+def _noted_failure(workers: Sequence[WorkerStatus]) -> List[str]:
+    """What the chief has noted at a good end of a run that failed to decide its post-processing."""
+    beat = workers[0].heartbeat if workers else None
+    if beat is None or beat.exit_code != 0 or beat.reason in ("", *FINISHED):
+        return []
+    return [beat.reason]
 
 
 def _stays_finished(

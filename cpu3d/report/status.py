@@ -30,7 +30,6 @@ from cpu3d.report.run_status import (
     ALIVE,
     FINE,
     IDLE,
-    UNDECIDED,
     RunStatus,
     WorkerStatus,
     has_test_cases,
@@ -120,17 +119,13 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     each = []
     for fold, run in runs.items():
         has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
-        statuses.append(run_status(run, now) if has_begun else None)
+        statuses.append(run_status(run, now, of_folds=True) if has_begun else None)
         each.append(_fold_status(fold, run, statuses[-1], usual_s, folds.beside_s))
     lacking = [fold.fold for fold in each if fold.state != "scored"]
     worker = _folds_worker(folder, lacking, now)
     is_alive = worker.state in ALIVE
     left_s = [fold.seconds_left for fold in each]
-    failed = [
-        status
-        for status in statuses
-        if status and not status.is_fine and status.state != UNDECIDED  # the folds decide together
-    ]
+    failed = [status for status in statuses if status and not status.is_fine]
     if worker.state == "finished":
         advice = _advice_on_scored_folds(folder, folds.store)
     elif worker.state in FINE:
@@ -238,8 +233,6 @@ def _fold_status(
     """The state of a fold, by that of its run if it has begun. A fold's training usually takes
     `usual_s`, and its scoring at most `beside_s`."""
     state = status.state if status else "waiting"
-    if state == UNDECIDED:  # by itself; the folds decide together
-        state = "finished"
     mean_dice = None
     left_s = None
     if state == "finished":

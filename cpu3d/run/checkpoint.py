@@ -34,6 +34,7 @@ from memory_estimator.common.files import open_regular, typed
 
 SCHEMA = 1
 BEST = "best.npz"
+POSTPROCESSING = "postprocessing.json"  # in the run's folder: what the best weights decide
 STATE_BYTES = 2**20  # the most that is read of a state; none has as many
 PIECE_BYTES = 2**20  # of a file, read at a time
 _STATE = "state.json"

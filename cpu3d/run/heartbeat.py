@@ -28,6 +28,7 @@ WAITING_PHASES = (
     "waiting for the others' validation",
     "waiting for the last checkpoint",
 )
+DECIDING = "deciding post-processing"  # the phase after the last step
 BEAT_S = 5.0  # between two beats, and the most between a change of phase and the file
 # A worker that has sent another host nothing for so long, as one that a signal has stopped, is
 # lost.

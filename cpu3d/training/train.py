@@ -41,6 +41,7 @@ from cpu3d.processes import is_trained
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
+from cpu3d.run.heartbeat import DECIDING
 from cpu3d.settings import RunConfig, left_open
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
@@ -52,13 +53,21 @@ from memory_estimator.host import read_host
 OPTIONS = TRAIN_OPTIONS
 
 
-def run(options: Options, settings: Dict[str, Any]) -> int:
+def run(options: Options, settings: Dict[str, Any], *, decides_next: bool = False) -> int:
+    """`decides_next` as `train` has it."""
     if options.dry_run:
         show_plan(options, settings)
         return 0
     if options.json:
         raise InputError("--json must come with --dry-run, got it alone; add --dry-run")
-    train(options.store, options.run, settings=settings, force=options.force, mlflow=options.mlflow)
+    train(
+        options.store,
+        options.run,
+        settings=settings,
+        force=options.force,
+        mlflow=options.mlflow,
+        decides_next=decides_next,
+    )
     return 0
 
 
@@ -69,10 +78,12 @@ def train(
     settings: Optional[Dict[str, Any]] = None,
     force: bool = False,
     mlflow: str = "",
+    decides_next: bool = False,
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's
     configuration. If the environment names other workers (`cluster.read_cluster`) this is one of
-    them; all need the same arguments.
+    them; all need the same arguments. With `decides_next` the caller decides the post-processing
+    next, in this process, and notes the end of the run: until then its heartbeat stays open.
 
     Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each
     once the good steps are saved, Interrupted after SIGINT and SIGTERM, DivergedError,
@@ -83,7 +94,16 @@ def train(
     call = _Call(Path(store_folder), Path(run_folder), settings or {}, force=force)
     call.decide()
     cluster = call.cluster
-    guard = Guard(call.folder, say=say, rank=cluster.rank, workers=cluster.workers)
+    next_phase = ""
+    if decides_next and cluster.is_chief:
+        next_phase = DECIDING
+    guard = Guard(
+        call.folder,
+        say=say,
+        rank=cluster.rank,
+        workers=cluster.workers,
+        next_phase=next_phase,
+    )
     with _lock_of_chief(cluster, call.folder), guard:
         exchange = call.join()
         # Imports TensorFlow, so not before the process is set up.

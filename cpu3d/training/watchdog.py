@@ -187,11 +187,17 @@ class Guard:
         say: Callable[[str], None],
         rank: int = 0,
         workers: int = 1,
+        acts: bool = True,
+        next_phase: str = "",
         end: Callable[[int], Any] = os._exit,
     ):
-        """`end(exit_code)` ends the process."""
+        """Without `acts` it notes memory and beats, and never stops or ends the process. A
+        `next_phase` follows a good end, in another guard of this process: the heartbeat stays open
+        until then. `end(exit_code)` ends the process."""
         self._run = Path(run)
         self._say = say
+        self._acts = acts
+        self._next_phase = next_phase
         self._end = end
         now = time.time()
         pid = os.getpid()
@@ -278,6 +284,16 @@ class Guard:
         self._floor = MemoryFloor(bound_bytes, save_bytes, here)
         self._changed.set()
 
+    def follow(self, before: Heartbeat) -> None:
+        """Take over what an earlier guard of this run has noted of its steps and checkpoints."""
+        now = self.now
+        now.step = before.step
+        now.steps = before.steps
+        now.bound_bytes = before.bound_bytes
+        now.longest_step_s = before.longest_step_s
+        now.checkpoint_step = before.checkpoint_step
+        now.checkpoint_time = before.checkpoint_time
+
     def stepped(self, seconds: float) -> None:
         """Note how long a step took."""
         self.now.longest_step_s = max(self.now.longest_step_s or 0.0, seconds)
@@ -296,9 +312,12 @@ class Guard:
 
     def note_end(self, reason: str, exit_code: int = 0) -> None:
         """Note how the run ends; without it the exception that leaves the block decides."""
-        self.phase("ended")
-        self.now.reason = reason
-        self.now.exit_code = exit_code
+        if exit_code == 0 and self._next_phase:
+            self.phase(self._next_phase)
+        else:
+            self.phase("ended")
+            self.now.reason = reason
+            self.now.exit_code = exit_code
         self._changed.set()
 
     def allowed_s(self, phase: str) -> float:
@@ -320,7 +339,7 @@ class Guard:
         is_little = any(room.free_bytes < 8 * room.floor_bytes for room in sample.rooms.values())
         self._wait_s = SAMPLE_SOON_S if is_little else SAMPLE_EVERY_S
         now = self.now
-        if now.exit_code is not None:
+        if now.exit_code is not None or not self._acts:
             return
         has_begun = now.phase != "starting"  # else there is nothing to save yet
         if action is Action.END:

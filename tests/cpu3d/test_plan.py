@@ -4,6 +4,7 @@ proposed where it does not fit."""
 import dataclasses
 import json
 import math
+import os
 import re
 import shutil
 
@@ -22,6 +23,7 @@ from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, check_fits, make_plan, save_plan
+from cpu3d.run.checkpoint import BEST, POSTPROCESSING
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from memory_estimator import __main__ as estimator
@@ -31,7 +33,7 @@ from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
 from memory_estimator.sources import read_run
-from memory_estimator.training import whole_volume_bytes
+from memory_estimator.training import Done, whole_volume_bytes
 from models.config import POLICIES, UNetConfig
 from models.layer_plan import layer_plan
 from models.strides import network_grid, strides_text
@@ -818,6 +820,25 @@ def test_the_plan_of_a_run_that_goes_on_has_what_is_left_and_the_whole(phantom_s
     assert (again.to_json()["done"], again.to_json()["left_s"]) == (12, again.left_s)
     printed = " ".join(again.describe(HOST))
     assert f"{format_seconds(left_s)} left after step 12, of {first.forecast.hours}" in printed
+    (tmp_path / "checkpoints/step-00000016.npz").touch()
+    assert plan().left_s == pytest.approx(forecast.postprocessing_s)
+    decided = tmp_path / POSTPROCESSING
+    decided.touch()
+    best = tmp_path / "checkpoints" / BEST
+    best.touch()
+    os.utime(decided, ns=(0, best.stat().st_mtime_ns - 1))  # with weights of before
+    assert plan().left_s == pytest.approx(forecast.postprocessing_s)
+    os.utime(decided, ns=(0, best.stat().st_mtime_ns + 1))
+    assert plan().left_s == 0
+
+
+@pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 60.0), (45.0, 15.0), (90.0, 0.0)])
+def test_of_a_budget_what_is_not_spent_is_left(phantom_store, tmp_path, spent_s, left_s):
+    plan = make_plan(phantom_store, tmp_path, HOST, {"steps": 16})
+    course = dataclasses.replace(plan.forecast.course, budget_s=60.0, steps=10**9, validations=0)
+    forecast = dataclasses.replace(plan.forecast, course=course)
+    done = Done(steps=12, steps_s=spent_s, is_decided=True)
+    assert forecast.left_s(done) == pytest.approx(left_s)
 
 
 def test_a_run_that_goes_on_keeps_its_strides_and_its_policy_and_says_so(phantom_store, tmp_path):

@@ -5,13 +5,15 @@ chosen = postprocessing_of(run, config)                 # as decided, or off and
 label = chosen.paint(probabilities, regions, spacing_mm)
 """
 
+import contextlib
 import dataclasses
+import enum
 import gc
 import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 import numpy as np
 
@@ -27,9 +29,9 @@ from cpu3d.inference.postprocessing.choice import decide_from, too_few
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
-from cpu3d.run.checkpoint import weights_file
+from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
-from cpu3d.run.heartbeat import Heartbeat, read_heartbeats
+from cpu3d.run.heartbeat import DECIDING, Heartbeat, read_heartbeats
 from cpu3d.run.log import last_end
 from cpu3d.settings import LEAST_CASES, RunConfig
 from cpu3d.training.train import Options
@@ -41,7 +43,7 @@ from cpu3d.util.records import count
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.units import format_seconds
 
-FILE = "postprocessing.json"  # in the run's folder
+FILE = POSTPROCESSING
 SCHEMA = 1
 
 
@@ -58,6 +60,19 @@ class Decision:
     cases_with: Optional[Dict[str, int]] = None
     """Region -> validation cases that have it. None in a file of an earlier version, whose rules
     needed none."""
+    weights_size_bytes: Optional[int] = None
+    weights_mtime_ns: Optional[int] = None
+    """Of the file of the best weights: while they are the same, it need not be read to know that
+    the decision is of it. None in a file of an earlier version, and of folds."""
+
+
+class Standing(enum.Enum):
+    """What is decided of a trained run's post-processing."""
+
+    DECIDED = "decided with the present weights"
+    EARLIER = "decided with the present weights by an earlier version, whose rules are not applied"
+    OPEN = "not decided; the run's `train` decides it"
+    LACKS_STORE = "not decided, and the run's store is not there"
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
@@ -108,20 +123,31 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
     return decision.chosen
 
 
-def is_decided(run: Path, config: RunConfig) -> bool:
-    """Whether the post-processing of a trained run is decided, by its present weights."""
+def standing_of(run: Path, config: RunConfig) -> Standing:
+    """What is decided of a trained run. The weights are read only if their file is another than
+    the decision has noted."""
     try:
         decision = read_decision(run, config)
-        digest = file_sha256(weights_file(run, "best"))
+        if decision is not None and _is_of_run(decision, weights_file(run, "best"), config):
+            return Standing.EARLIER if decision.cases_with is None else Standing.DECIDED
     except (InputError, OSError):
+        pass  # damaged, or without weights: the run's `train` makes both again
+    try:
+        store_of_run(config)
+    except (InputError, OSError):
+        return Standing.LACKS_STORE
+    return Standing.OPEN
+
+
+def _is_of_run(decision: Decision, weights: Path, config: RunConfig) -> bool:
+    """Whether a decision was made with these weights on the split of the run."""
+    if decision.split_hash != config.split_hash:
         return False
-    return decision is not None and _is_present(decision, digest, config)
-
-
-def _is_present(decision: Decision, digest: str, config: RunConfig) -> bool:
-    """Whether this version has made it, with weights of this SHA-256 on the split of the run."""
-    hashes = (decision.weights_sha256, decision.split_hash)
-    return decision.cases_with is not None and hashes == (digest, config.split_hash)
+    status = weights.stat()
+    noted = (decision.weights_size_bytes, decision.weights_mtime_ns)
+    if noted == (status.st_size, status.st_mtime_ns):
+        return True
+    return decision.weights_sha256 == file_sha256(weights)
 
 
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
@@ -129,48 +155,61 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     at a time, and write it into the run. A decision of this version with the present weights is
     returned as it is. Raises InputError as `trained_predictors` and `store_of_run`, and if another
     process writes to the run."""
-    run = Path(run)
-    config = load_config(run)
     with locked(run, "run"):
-        digest = file_sha256(weights_file(run, "best"))
-        try:
-            decision = read_decision(run, config)
-        except InputError:
-            decision = None  # damaged: decided again
-        if decision is not None and _is_present(decision, digest, config):
-            return decision
-        store = store_of_run(config, store_folder)
-        bare = set(store.manifest.unlabelled)
-        ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
-        records = store.cases("val").chosen(ids)  # read one at a time
-        regions = config.codes_by_region
-        cases_with = {
-            name: sum(not record.label_voxels.keys().isdisjoint(codes) for record in records)
-            for name, codes in regions.items()
-        }
-        if max(cases_with.values()) < LEAST_CASES:  # no network need be asked
-            few = {name: too_few(number) for name, number in cases_with.items()}
-            off = reasons(few) if len(records) >= LEAST_CASES else too_few(len(records))
-            chosen = PostProcessing(off=off, without=few)
-            before: Dict[str, Means] = {}
-            after: Dict[str, Means] = {}
-        else:
-            (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
-            evidences = _gathered(predictor, store, records)
-            choice = decide_from(evidences, regions, alone=True)
-            chosen = choice.chosen
-            before = choice.before
-            after = choice.after
-        decision = Decision(
-            weights_sha256=digest,
-            split_hash=config.split_hash,
-            cases=len(records),
-            chosen=chosen,
-            before=before,
-            after=after,
-            cases_with=cases_with,
-        )
-        write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
+        return _decide(Path(run), store_folder)
+
+
+def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
+    """As `decide`, in a folder that this process has locked."""
+    config = load_config(run)
+    weights = weights_file(run, "best")
+    status = weights.stat()
+    digest = file_sha256(weights)
+    try:
+        decision = read_decision(run, config)
+    except InputError:
+        decision = None  # damaged: decided again
+    hashes = (digest, config.split_hash)
+    if (
+        decision is not None
+        and decision.cases_with is not None
+        and (decision.weights_sha256, decision.split_hash) == hashes
+    ):
+        return decision
+    store = store_of_run(config, store_folder)
+    bare = set(store.manifest.unlabelled)
+    ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
+    records = store.cases("val").chosen(ids)  # read one at a time
+    regions = config.codes_by_region
+    cases_with = {
+        name: sum(not record.label_voxels.keys().isdisjoint(codes) for record in records)
+        for name, codes in regions.items()
+    }
+    if max(cases_with.values()) < LEAST_CASES:  # no network need be asked
+        few = {name: too_few(number) for name, number in cases_with.items()}
+        off = reasons(few) if len(records) >= LEAST_CASES else too_few(len(records))
+        chosen = PostProcessing(off=off, without=few)
+        before: Dict[str, Means] = {}
+        after: Dict[str, Means] = {}
+    else:
+        (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
+        evidences = _gathered(predictor, store, records)
+        choice = decide_from(evidences, regions, alone=True)
+        chosen = choice.chosen
+        before = choice.before
+        after = choice.after
+    decision = Decision(
+        weights_sha256=digest,
+        split_hash=config.split_hash,
+        cases=len(records),
+        chosen=chosen,
+        before=before,
+        after=after,
+        cases_with=cases_with,
+        weights_size_bytes=status.st_size,
+        weights_mtime_ns=status.st_mtime_ns,
+    )
+    write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
     return decision
 
 
@@ -196,17 +235,10 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
     if not cluster.is_chief:
         return
     gc.collect()  # frees the network that was trained
-    of_training = read_heartbeats(training.run).get(0)
-    bound_bytes: Optional[int] = None
-    if isinstance(of_training, Heartbeat):
-        bound_bytes = of_training.bound_bytes
     begin = time.perf_counter()
     try:
-        with Guard(training.run, say=say, workers=cluster.workers) as guard:
-            step = last_end(training.run).get("step", 0)
-            guard.plan(step=step, steps=step, stall_minutes=0, bound_bytes=bound_bytes)
-            guard.phase("deciding post-processing")
-            decision = decide(training.run, training.store)
+        with locked(training.run, "run"), _beating(training.run, cluster.workers):
+            decision = _decide(training.run, training.store)
         line = decision.chosen.words
         if not decision.chosen.off:
             pairs = zip(decision.before.items(), decision.after.values())
@@ -216,9 +248,31 @@ def after(training: Options, settings: Dict[str, Any]) -> None:
             )
             line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
     except Exception as error:  # also TensorFlow's own: in any case the run is whole
-        why = str(error) or type(error).__name__
-        line = f"off: it could not be decided, {why}; repeat the same command"
+        line = f"off: it could not be decided, {_why(error)}; repeat the same command"
     except KeyboardInterrupt:
         done = "the run is complete, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
     say(f"post-processing, {format_seconds(time.perf_counter() - begin)}: {line}")
+
+
+@contextlib.contextmanager
+def _beating(run: Path, workers: int) -> Iterator[None]:
+    """The heartbeat of a run whose steps are done. A failure is noted with exit code 0: the run is
+    whole, and there is nothing that could be saved."""
+    guard = Guard(run, say=say, workers=workers, acts=False)
+    of_training = read_heartbeats(run).get(0)
+    if isinstance(of_training, Heartbeat):
+        guard.follow(of_training)
+    step = last_end(run).get("step", 0)
+    guard.now.steps = step  # an early stop has taken fewer than were asked for
+    guard.phase(DECIDING, step=step)
+    with guard:
+        try:
+            yield
+        except Exception as error:  # also TensorFlow's own
+            guard.note_end(f"post-processing could not be decided, {_why(error)}")
+            raise
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__

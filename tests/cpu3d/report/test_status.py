@@ -19,12 +19,13 @@ from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.report.run_status import WORST_FIRST, run_status
 from cpu3d.report.status import describe
 from cpu3d.run.checkpoint import weights_file, write_best
-from cpu3d.run.config_json import save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
 from cpu3d.run.log import append_event
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import ROOT
+from tests.cpu3d.conftest import make_store
 from tests.cpu3d.training.beats import beat
 
 STEP = {
@@ -259,24 +260,57 @@ def test_without_heartbeats_the_end_in_the_log_tells_the_state(run, reason, stat
     assert run_status(run).state == state
 
 
-@pytest.mark.parametrize("stopped", [{}, {"exit_code": 0}, {"exit_code": 130}])
+@pytest.fixture
+def done(run, tmp_path):
+    """The run with all its steps done, on a store that is there."""
+    store = make_store(tmp_path / "store", tmp_path / "source")
+    split_hash = store.manifest.split_hash
+    save_config(RunConfig(steps=120, store=str(store.folder), split_hash=split_hash), run)
+    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
+    change_decision(run, split_hash=split_hash)
+    return run
+
+
+def change_decision(run, **changes):
+    content = json.loads((run / FILE).read_text())
+    (run / FILE).write_text(json.dumps({**content, **changes}))
+
+
+FAILED = {"exit_code": 0, "reason": "post-processing could not be decided, disk full"}
+
+
+@pytest.mark.parametrize("stopped", [{}, {"exit_code": 0}, {"exit_code": 130}, FAILED])
 @pytest.mark.parametrize("lack", ["decision", "weights"])
 def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_is_decided(
-    run, stopped, lack
+    done, stopped, lack
 ):
-    save_config(RunConfig(steps=120), run)
-    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
     if stopped:
-        write_heartbeat(run, beat(step=120, steps=120, **stopped))
-    assert run_status(run).state == "finished"
+        write_heartbeat(done, beat(step=120, steps=120, **stopped))
+    assert run_status(done).state == "finished"
     if lack == "decision":
-        (run / FILE).unlink()
+        (done / FILE).unlink()
     else:
-        write_best(run, {}, {"best": 0.9})  # others than it was decided with
-    status = run_status(run)
+        write_best(done, {}, {"best": 0.9})  # others than it was decided with
+    status = run_status(done)
     assert (status.state, status.is_fine) == ("undecided", False)
     assert status.advice == "the same command decides it"
-    assert main(["status", "--run", str(run)]) == 1
+    assert ("disk full" in printed(done)) == (stopped == FAILED)
+    assert main(["status", "--run", str(done)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("lack", "note"), [("store", "store .* is not there"), ("cases", "an earlier version")]
+)
+def test_a_run_that_cannot_or_need_not_be_decided_has_finished_with_a_note(done, lack, note):
+    if lack == "store":
+        (done / FILE).unlink()
+        shutil.rmtree(load_config(done).store)
+    else:
+        change_decision(done, cases_with=None)
+    text = printed(done)
+    assert "run: finished" in text
+    assert re.search(f"note: its post-processing is off.*{note}", text), text
+    assert main(["status", "--run", str(done)]) == 0
 
 
 def test_a_run_that_decides_its_post_processing_runs(run):

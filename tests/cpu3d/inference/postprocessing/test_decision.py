@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -15,17 +17,22 @@ from cpu3d.inference import evaluate, predict
 from cpu3d.inference.postprocessing import decision as postprocessing
 from cpu3d.inference.postprocessing.decision import (
     FILE,
+    Standing,
     after,
     decide,
     postprocessing_of,
     read_decision,
+    standing_of,
 )
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import Rule
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import read_heartbeats, write_heartbeat
+from cpu3d.training import watchdog
 from cpu3d.training.train import Options
+from cpu3d.training.watchdog import Room, Sample
+from cpu3d.util.lock import locked
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
 from tests.cpu3d.training.beats import beat
@@ -91,7 +98,8 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     assert "other weights" in of(run).off
     predictor.error = None
     again = decide(run)
-    assert decision != again == dataclasses.replace(decision, weights_sha256=again.weights_sha256)
+    assert again.weights_sha256 != decision.weights_sha256
+    assert again.chosen == decision.chosen
 
 
 def test_below_two_validation_cases_no_network_is_asked(tiny_run, predictor):
@@ -154,17 +162,58 @@ def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_w
 ):
     options = Options(store=load_config(run).store, run=run)
     before = {path.name for path in run.iterdir()}
-    write_heartbeat(run, beat(exit_code=0, bound_bytes=5 * 2**30))  # of the training
+    write_heartbeat(run, beat(bound_bytes=5 * 2**30))  # of the training
     for error, word in ((OSError("disk full"), "disk full"), (MemoryError(), "MemoryError")):
         monkeypatch.setattr(predictor, "error", error)
         after(options, {})
         assert re.search(rf"post-processing, \S+ m?s: off.*{word}", capsys.readouterr().err)
+        failed = read_heartbeats(run)[0]
+        assert failed.exit_code == 0, "the run is whole"
+        assert word in failed.reason
+        assert (failed.checkpoint_step, failed.longest_step_s) == (110, 31.0)
     monkeypatch.setattr(predictor, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt, match="the same command"):
         after(options, {})
     assert {path.name for path in run.iterdir()} - before == {"heartbeats"}
     last = read_heartbeats(run)[0]
     assert (last.exit_code, last.bound_bytes) == (130, 5 * 2**30)
+
+
+def test_while_another_process_trains_the_run_its_heartbeat_is_left_as_it_is(run, capsys):
+    write_heartbeat(run, beat(phase="computing"))
+    with locked(run, "run"):
+        after(Options(store=load_config(run).store, run=run), {})
+    assert "one process at a time" in capsys.readouterr().err
+    last = read_heartbeats(run)[0]
+    assert (last.phase, last.exit_code) == ("computing", None)
+
+
+def test_where_memory_is_low_the_decision_is_made_and_nothing_is_stopped(run, monkeypatch, capsys):
+    none_free = Sample({"this machine": Room(0, 2**34)}, own_bytes=2**30)
+    monkeypatch.setattr(watchdog, "take_sample", lambda: none_free)
+    after(Options(store=load_config(run).store, run=run), {})
+    assert "saving" not in capsys.readouterr().err
+    last = read_heartbeats(run)[0]
+    assert (last.exit_code, last.stop, last.free_bytes) == (0, "", 0)
+    assert (run / FILE).exists()
+
+
+def test_what_is_decided_is_known_without_reading_weights_of_the_same_size_and_date(
+    run, monkeypatch
+):
+    config = load_config(run)
+    assert standing_of(run, config) is Standing.OPEN
+    decide(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(postprocessing, "file_sha256", None)  # no file is read
+        assert standing_of(run, config) is Standing.DECIDED
+    best = run / "checkpoints/best.npz"
+    os.utime(best, ns=(0, 0))  # as of a copy
+    assert standing_of(run, config) is Standing.DECIDED
+    best.write_bytes(b"others")
+    assert standing_of(run, config) is Standing.OPEN
+    shutil.rmtree(config.store)
+    assert standing_of(run, config) is Standing.LACKS_STORE
 
 
 def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
