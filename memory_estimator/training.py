@@ -317,10 +317,11 @@ class Forecast:
         course = self.course
         if not done.steps:
             return self.all_s
-        steps_s = self.training_s - self.seconds(done.steps, min(done.steps, course.coarse_steps))
+        steps = min(done.steps, course.steps)  # a run that is made shorter has done more
+        steps_s = self.training_s - self.seconds(steps, min(steps, course.coarse_steps))
         if course.budget_s is not None:
             steps_s = min(steps_s, max(course.budget_s - done.steps_s, 0.0))
-        left_s = steps_s + (1 - done.steps / course.steps) * self.validation_s
+        left_s = steps_s + (1 - steps / course.steps) * self.validation_s
         if not done.is_decided:
             left_s += self.postprocessing_s
         return left_s

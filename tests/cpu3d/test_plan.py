@@ -841,6 +841,12 @@ def test_of_a_budget_what_is_not_spent_is_left(phantom_store, tmp_path, spent_s,
     assert forecast.left_s(done) == pytest.approx(left_s)
 
 
+@pytest.mark.parametrize("steps", [16, 17, 40])
+def test_nothing_is_left_of_a_run_that_is_made_shorter_than_it_is(phantom_store, tmp_path, steps):
+    forecast = make_plan(phantom_store, tmp_path, HOST, {"steps": 16}).forecast
+    assert forecast.left_s(Done(steps=steps, steps_s=9.0, is_decided=True)) == pytest.approx(0)
+
+
 def test_a_run_that_goes_on_keeps_its_strides_and_its_policy_and_says_so(phantom_store, tmp_path):
     store = of_voxels(phantom_store, *THICK)
     save_config(planned(store, tmp_path).config, tmp_path)
