@@ -1,4 +1,4 @@
-"""What a run was, in plain words with units: the rows at the top of its page.
+"""What a run was, in plain words with units: the rows at the top of its page, and of that of folds.
 
 rows = described(load_config(run), starts[-1])     # ("a step sees", "whole volumes, ...")
 """
@@ -21,25 +21,23 @@ NOT_KNOWN = "-"  # in logs of earlier versions
 
 def described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, str]]:
     """Name and value of what distinguishes a run, by its settings and what its last start has
-    logged; {} for a run that was not started."""
-    rows = [
+    logged; "-" stands for what is logged alone, in a run that was not started."""
+    batch_name = "volumes a step"
+    if config.is_patch:
+        batch_name = "patches a step"
+    return [
         ("network", _network(config, start)),
         ("a step sees", _seen(config)),
         ("coarse steps", _coarse(config)),
-        ("volumes a step", _batch(config, start)),
+        (batch_name, _batch(config, start)),
         ("loss", config.loss),
         ("optimizer", _optimizer(config)),
         ("split", f"hash {config.split_hash}"),
-    ]
-    if config.fold:
-        rows.append(("fold", f"{config.fold}, which it holds out"))
-    rows += [
         ("computed in", str(start.get("precision", NOT_KNOWN))),
         ("memory policy", str(start.get("policy", NOT_KNOWN))),
         ("engine", str(start.get("engine", NOT_KNOWN))),
         ("device", str(start.get("device", config.device))),
     ]
-    return rows
 
 
 def host_rows(start: Mapping[str, Any]) -> List[Tuple[str, str]]:
@@ -49,7 +47,10 @@ def host_rows(start: Mapping[str, Any]) -> List[Tuple[str, str]]:
     for key, name in HOST.items():
         if key in host:
             value = host[key]
-            rows.append((name, format_bytes(value) if key.endswith("_bytes") else str(value)))
+            words = str(value)
+            if key.endswith("_bytes"):
+                words = format_bytes(value)
+            rows.append((name, words))
     threads = start.get("threads", {}).get("TF_NUM_INTRAOP_THREADS")
     if threads:
         rows.append(("threads of an operation", threads))
@@ -68,13 +69,15 @@ def _network(config: RunConfig, start: Mapping[str, Any]) -> str:
 
 def _seen(config: RunConfig) -> str:
     """The grid of a step, and the size of its voxels."""
-    words = (
-        f"{'a patch' if config.is_patch else 'a whole volume'} of {by(config.grid, ' x ')} voxels"
-    )
+    kind = "a whole volume"
+    if config.is_patch:
+        kind = "a patch"
+    words = f"{kind} of {by(config.grid, ' x ')} voxels"
     spacing_mm = config.target_spacing_mm or config.spacing_mm
     if spacing_mm:
         shares = config.resolution_by_axis
-        words += f" of {in_mm([length / share for length, share in zip(spacing_mm, shares)])}"
+        seen_mm = [length / share for length, share in zip(spacing_mm, shares)]
+        words += f" of {in_mm(seen_mm)}"
     if config.resolution < 1:
         axes = axes_text(config.coarse_stride)
         words += f", at resolution {config.resolution:g} along {axes}"
@@ -89,10 +92,15 @@ def _coarse(config: RunConfig) -> str:
 
 
 def _batch(config: RunConfig, start: Mapping[str, Any]) -> str:
-    words = f"{config.batch}, {start.get('micro_batch', config.micro)} at a time"
+    micro = start.get("micro_batch", config.micro)
+    words = f"{config.batch}, {micro} at a time"
     workers = start.get("workers", 1)
-    return f"{words}, of {workers} workers" if workers > 1 else words
+    if workers > 1:
+        words += f", of {workers} workers"
+    return words
 
 
 def _optimizer(config: RunConfig) -> str:
+    if config.schedule == "constant":
+        return f"{config.optimizer}, constant rate {config.peak_rate:g}"
     return f"{config.optimizer}, rate {config.peak_rate:g} at its peak, {config.schedule} decay"

@@ -20,6 +20,7 @@ from cpu3d.inference.postprocessing.joint import CaseScores, cross_fitted
 from cpu3d.inference.scores import METRICS, has_region, metric_notes
 from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path, scores_table
 from cpu3d.pages.page import flat, page_file
+from cpu3d.report.facts import described
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
 from cpu3d.report.sections import Element, Folded, Section, best_and_worst, cases_table, write_page
 from cpu3d.run.checkpoint import checkpoints
@@ -31,7 +32,7 @@ from cpu3d.run.transfer import start_words
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import count, listed, plus_minus
 from memory_estimator.common.table import PALETTE, Table
-from memory_estimator.common.units import by, format_bytes, format_seconds
+from memory_estimator.common.units import format_bytes, format_seconds
 
 WEIGHTS_NOTE = (
     "The folds answer with their last weights, averaged if the run averages: the best ones are "
@@ -225,12 +226,9 @@ def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
     if files.configs:
         first = next(iter(files.configs))
         config = files.configs[first]
-        resolution = f"{config.resolution:g}"
-        if len(set(config.resolution_by_axis)) > 1:
-            shares = ", ".join(f"{share:g}" for share in config.resolution_by_axis)
-            resolution = f"{shares} along X, Y, Z"
-        sees = f"{by(config.grid, ' x ')}, {config.mode}, resolution {resolution}"
-        facts += [("sees", sees), ("split hash", config.split_hash)]
+        starts = files.histories[first].starts
+        last = starts[-1] if starts else {}
+        facts += described(config, last)
         if config.init:
             facts.append(("init", start_words(config)))
     costs = [history.costs() for history in files.histories.values()]

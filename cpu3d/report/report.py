@@ -195,6 +195,8 @@ def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
         ("ended", _ended(history)),
     ]
     facts += described(files.settings, last)
+    if files.settings.fold:
+        facts.append(("fold", f"{files.settings.fold}, which it holds out"))
     if files.scores:
         facts.append(("inference", _inference(files.scores)))
         applied = dict.fromkeys(case["postprocessing"] for case in files.scores["cases"])
@@ -368,11 +370,11 @@ def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple
             "with mapped files",
         ),
         (
-            "most that the plan allows for",
+            "upper bound of the plan",
             peak,
             "upper_bound_bytes",
             format_bytes,
-            "of the process: more would have been refused",
+            "of the process",
         ),
         (f"allocator on {device}", on_device, "run_allocator_peak_bytes", format_bytes, scratch),
         ("time per coarse step", coarse_s, "coarse_step_s", format_seconds, of_step),

@@ -398,13 +398,15 @@ def test_folds_are_not_made_shorter_than_they_were_begun(
     assert (whole_folds / "folds.json").read_bytes() == kept
 
 
-def test_the_page_has_the_resolution_of_each_axis(whole_folds):
+def test_the_page_says_what_steps_saw_as_that_of_a_run_does(whole_folds):
     for part in (1, 2):
         run = whole_folds / f"fold-{part}"
         config = load_config(run)
         save_config(dataclasses.replace(config, resolution=0.5, coarse_stride=(2, 2, 1)), run)
     page = write_folds_report(whole_folds).read_text(encoding="utf-8")
-    assert "resolution 0.5, 0.5, 1 along X, Y, Z" in page
+    assert re.search(r"a step sees.*voxels of .* mm, at resolution 0.5 along X and Y", page)
+    assert re.search(r"split.*hash " + config.split_hash, page)
+    assert "which it holds out" not in page  # of one fold alone
 
 
 def test_the_page_names_folds_of_another_length(whole_folds):

@@ -21,9 +21,10 @@ NOTED_LOSS = 0.05  # share of the annotated voxels, more than the edges of what 
 EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
 WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
 SHIFT_HU = 1024  # that files of some scanners add, so that no value is below 0
-# Between the labelled values of a case and those of most: below SHIFT_HU by as much as tissues of
-# one label differ, and above what contrast medium or a nodule's air makes of it.
-ODD_HU = 768
+# Of a shift between the labelled values of a case and those of most: as much as tissues of one
+# label differ, by contrast medium too. Bone and fat, of cases labelled in part, differ by 800.
+SHIFT_MARGIN_HU = 200
+HU_RANGE = (-1024, 3071)  # of 12 bits; what is outside was multiplied
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 
 
@@ -127,8 +128,9 @@ def odd_units(
     records: Iterable[CaseRecord], channels: Sequence[str], normalisation: Sequence[Normalisation]
 ) -> Dict[str, List[str]]:
     """Case id -> a note for each CT whose labelled values are not of the unit of most cases, as HU
-    + 1024 among HU; only of cases that have one. The window of a store tells nothing of its own
-    training cases, whose values are in it."""
+    + 1024 among HU; only of cases that have one. If they are not fewer than the others, all have
+    the same note, as it is not known which unit is meant. The window of a store tells nothing of
+    its own training cases, whose values are in it."""
     notes: Dict[str, List[str]] = {}
     places = [place for place, each in enumerate(normalisation) if each.kind is Kind.CT]
     if not places:
@@ -140,16 +142,40 @@ def odd_units(
             if values:
                 middles[place][record.case_id] = float(np.median(values))
     for place, of_cases in middles.items():
-        if not of_cases:
-            continue
-        usual = statistics.median_low(of_cases.values())  # of two, the one without the 1024
-        for case_id, middle in of_cases.items():
-            if abs(middle - usual) > ODD_HU:
-                got = f"labelled values of {channels[place]} about {middle:.4g}"
-                others = f"of most cases they are about {usual:.4g}"
-                why = "they may be in another unit, as HU + 1024"
-                notes.setdefault(case_id, []).append(f"{got}, {others}: {why}")
+        for case_id, note in _odd_among(of_cases, channels[place]).items():
+            notes.setdefault(case_id, []).append(note)
     return notes
+
+
+def _odd_among(middles: Mapping[str, float], channel: str) -> Dict[str, str]:
+    """Case id -> a note on its unit; `middles` are the medians of cases' labelled values."""
+    if not middles:
+        return {}
+    usual = statistics.median_low(middles.values())
+    odd = {case_id: middle for case_id, middle in middles.items() if _is_other_unit(middle, usual)}
+    if 2 * len(odd) < len(middles):
+        others = f"of most cases they are about {usual:.4g}"
+        why = "they may be in another unit, as HU + 1024"
+        notes = {}
+        for case_id, middle in odd.items():
+            got = f"labelled values of {channel} about {middle:.4g}"
+            notes[case_id] = f"{got}, {others}: {why}"
+        return notes
+    other = statistics.median_low(odd.values())
+    rest = len(middles) - len(odd)
+    groups = f"about {usual:.4g} in {count(rest, 'case')}, about {other:.4g} in {len(odd)}"
+    note = (
+        f"labelled values of {channel} are {groups}: they may be in two units, as HU and HU + 1024"
+    )
+    return dict.fromkeys(middles, note)
+
+
+def _is_other_unit(middle: float, usual: float) -> bool:
+    """Whether two medians of labelled values differ by the shift that some files have, or one alone
+    is no HU."""
+    least, most = HU_RANGE
+    is_shifted = abs(abs(middle - usual) - SHIFT_HU) <= SHIFT_MARGIN_HU
+    return is_shifted or (least <= middle <= most) != (least <= usual <= most)
 
 
 def window_notes(

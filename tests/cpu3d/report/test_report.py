@@ -148,7 +148,7 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
     )  # of an old version
     assert re.search(r"allocator on cpu 2\.00 GiB [^%]*3\.00 GiB \+50\.0%", text)
     assert re.search(r"peak memory of the process 5\.00 GiB [^%]*4\.00 GiB -20\.0%", text)
-    assert re.search(r"most that the plan allows for 5\.00 GiB [^%]*5\.00 GiB \+0\.0%", text)
+    assert re.search(r"upper bound of the plan 5\.00 GiB of the process 5\.00 GiB \+0\.0%", text)
     assert re.search(r"time per step 1\.98 s [^%]*2\.18 s \+10\.0%", text)
     of_run = {"run_allocator_peak_bytes": 2.2 * 2**30, "run_process_peak_bytes": 6 * 2**30}
     text = relog(tiny_run, end, start={"predicted": {**peaks, **of_run}})
@@ -174,6 +174,7 @@ def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     assert "of 2 x 2 x 4 mm, at resolution 0.5 along X, Y and Z" in relog(
         tiny_run, resolution=0.5, spacing_mm=(1.0, 1.0, 2.0)
     )
+    assert "optimizer muon, constant rate 0.02 " in relog(tiny_run, schedule="constant")
     text = relog(tiny_run, coarse_steps=5, coarse_grid=(8, 8, 16), coarse_stride=(2, 2, 1))
     assert "coarse steps the first 5, on 8 x 8 x 16: X and Y halved" in text
     patch = {
@@ -187,6 +188,7 @@ def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
     for part in (
         "a patch of 8 x 8 x 16 voxels",
+        "patches a step 1, 1 at a time",
         "foreground 0.25",
         "fold 1/2",
         "allocator on gpu:1 4.00 GiB",
