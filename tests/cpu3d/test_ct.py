@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.cases.notes import odd_units, window_notes
+from cpu3d.data.cases.notes import note_lines, odd_units, window_notes
 from cpu3d.data.cases.resample import resample_image
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation, in_units
@@ -130,7 +130,8 @@ def test_an_image_is_named_by_its_unit_whatever_tissue_the_window_is_of(window, 
         ((1124, 1134, 1119, 1129, 1122), ""),  # all of them
         ((100, 180, 60, 105, 98), ""),  # with contrast medium, and without
         ((-850, -300, 40, -700, 60), ""),  # lungs: nodules, air
-        ((100, 1124), "b"),
+        ((60, 50, -850, 700, 55), ""),  # lungs in one, bones in another
+        ((100, 110, 10500, 105, 98), "c"),  # in tenths of HU
         ((100, None, 1124, 105), "c"),  # one without a label
         ((100,), ""),
     ],
@@ -144,9 +145,21 @@ def test_a_ct_among_others_is_named_by_its_unit(middles, named):
     said = odd_units(records, ("CT",), (kind,))
     assert "".join(said) == named
     for (note,) in said.values():
-        assert "labelled values of CT about 11" in note
+        assert re.search("labelled values of CT about 1", note)
         assert "of most cases they are about 1" in note
     assert odd_units(records, ("CT",), (Normalisation(Kind.ZSCORE),)) == {}
+
+
+@pytest.mark.parametrize("middles", [(100, 1124), (100, 1119, 110, 1134)])
+def test_of_two_units_in_as_many_cases_none_is_called_that_of_most_and_a_line_names_both(middles):
+    records = [
+        make_record(case_id, foreground=((middle - 20.0, float(middle), middle + 20.0),))
+        for case_id, middle in zip("abcd", middles)
+    ]
+    said = odd_units(records, ("CT",), (Normalisation(Kind.CT, 42.0, 142.0, mean=92.0, std=20.0),))
+    (line,) = note_lines(said)
+    assert re.search("CT about 11.*, of as many others they are about 1", line)
+    assert "most" not in line
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,11 @@ NOTED_LOSS = 0.05  # share of the annotated voxels, more than the edges of what 
 EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
 WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
 SHIFT_HU = 1024  # that files of some scanners add, so that no value is below 0
-# Between the labelled values of a case and those of most: below SHIFT_HU by as much as tissues of
-# one label differ, and above what contrast medium or a nodule's air makes of it.
-ODD_HU = 768
+# That the labelled values of a case in HU + 1024 differ more or less than 1024 from those of most:
+# contrast medium makes about as much, and lungs are not so near to -1024 beside soft tissue.
+SHIFT_TOLERANCE_HU = 100
+LEAST_HU = -1024
+MOST_HU = 3071  # of 12 bits; more is no HU
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 
 
@@ -128,7 +130,8 @@ def odd_units(
 ) -> Dict[str, List[str]]:
     """Case id -> a note for each CT whose labelled values are not of the unit of most cases, as HU
     + 1024 among HU; only of cases that have one. The window of a store tells nothing of its own
-    training cases, whose values are in it."""
+    training cases, whose values are in it. Where half of the cases are odd beside the others, no
+    unit is called that of most: all of them have one note, of both groups."""
     notes: Dict[str, List[str]] = {}
     places = [place for place, each in enumerate(normalisation) if each.kind is Kind.CT]
     if not places:
@@ -143,13 +146,27 @@ def odd_units(
         if not of_cases:
             continue
         usual = statistics.median_low(of_cases.values())  # of two, the one without the 1024
-        for case_id, middle in of_cases.items():
-            if abs(middle - usual) > ODD_HU:
-                got = f"labelled values of {channels[place]} about {middle:.4g}"
+        odd = {case_id: middle for case_id, middle in of_cases.items() if _is_odd(middle, usual)}
+        is_half = 2 * len(odd) >= len(of_cases)
+        for case_id, middle in odd.items():
+            if is_half:
+                middle = statistics.median_low(odd.values())
+                others = f"of as many others they are about {usual:.4g}"
+                why = "one of both may be in another unit, as HU + 1024"
+            else:
                 others = f"of most cases they are about {usual:.4g}"
                 why = "they may be in another unit, as HU + 1024"
-                notes.setdefault(case_id, []).append(f"{got}, {others}: {why}")
+            got = f"labelled values of {channels[place]} about {middle:.4g}"
+            notes.setdefault(case_id, []).append(f"{got}, {others}: {why}")
     return notes
+
+
+def _is_odd(middle: float, usual: float) -> bool:
+    """Whether the middle of a case's labelled values is that of another unit than `usual`: 1024 HU
+    away, or beyond all HU. Tissues differ by other amounts, as lungs and bones do."""
+    is_shifted = abs(abs(middle - usual) - SHIFT_HU) <= SHIFT_TOLERANCE_HU
+    is_no_hu = not LEAST_HU <= middle <= MOST_HU
+    return is_shifted or (is_no_hu and LEAST_HU <= usual <= MOST_HU)
 
 
 def window_notes(
