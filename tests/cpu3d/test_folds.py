@@ -32,6 +32,7 @@ from cpu3d.report.run_status import run_status
 from cpu3d.report.status import folds_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, matching_settings, save_config
+from cpu3d.run.heartbeat import write_heartbeat
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training import fit
@@ -50,6 +51,7 @@ from tests.cpu3d.runs import (
     stored,
     written_weights,
 )
+from tests.cpu3d.training.beats import beat
 
 SETTINGS = {**SMALL, "epochs": 2, "validations": 2, "save_minutes": 0.0}
 WEIGHTS = {"train": 2, "val": 3}
@@ -642,6 +644,17 @@ def test_a_file_of_a_fold_that_is_lost_keeps_no_status_and_no_page_of_the_others
     write_folds_report(whole_folds)
     page = (whole_folds / "report.html").read_text(encoding="utf-8")
     assert "Fold 1/2 is missing" in page
+
+
+def test_a_fold_whose_own_post_processing_failed_is_scored_all_the_same(whole_folds):
+    run = whole_folds / "fold-1"
+    (run / "heartbeats").mkdir(exist_ok=True)
+    reason = "post-processing could not be decided, disk full"
+    write_heartbeat(run, beat(step=0, exit_code=0, reason=reason))
+    (run / decision.FILE).unlink(missing_ok=True)
+    status = folds_status(whole_folds)
+    assert [fold.state for fold in status.folds] == ["scored", "scored"]
+    assert status.is_fine
 
 
 def _half_written(run):

@@ -294,3 +294,15 @@ def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
         assert signal.SIGTERM in stop
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, None), (OSError("full"), 1)])
+def test_a_good_end_that_another_phase_follows_leaves_the_heartbeat_open(tmp_path, error, code):
+    with contextlib.suppress(OSError), Guard(tmp_path, say=print, next_phase="deciding") as guard:
+        guard.phase("computing", step=3)
+        if error:
+            raise error
+        guard.note_end("finished")
+    last = read_heartbeats(tmp_path)[0]
+    assert (last.exit_code, last.step) == (code, 3)
+    assert (last.phase == "deciding") == (error is None)
