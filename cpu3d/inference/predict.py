@@ -71,6 +71,7 @@ from cpu3d.inference.sidecar import (
     Outputs,
     changes,
     check_replaceable,
+    is_changed,
     read_sidecar,
     remove_stale,
 )
@@ -144,7 +145,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         "weights_sha256": [each.weights_sha256 for each in predictors],
     }
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
-    cases, lines = _without_kept(cases, options, about, postprocessing)
+    cases, lines, refused = _without_kept(cases, options, about, postprocessing)
+    problems += refused
     say(*lines, stderr=False)
     if not cases and not problems:
         return 0
@@ -249,32 +251,48 @@ def _without_kept(
     options: Options,
     about: Mapping[str, Any],
     postprocessing: PostProcessing,
-) -> Tuple[List[Case], List[str]]:
-    """The cases that are still to be predicted; and lines on those that were, which are kept, or
-    predicted again with the reason."""
+) -> Tuple[List[Case], List[str], List[str]]:
+    """The cases that are still to be predicted; lines on those that were, which are kept, or
+    predicted again with the reason; and what keeps others from being predicted again."""
     todo = []
     kept = []
+    overwritten = []  # cases whose label somebody has corrected
+    problems: List[str] = []
     again: Dict[str, List[str]] = {}  # reason -> cases
     for case in cases:
+        case_id = case.files.case_id
         outputs = _outputs(case, options)
         before = read_sidecar(outputs.sidecar)
+        is_corrected = is_changed(outputs, before)
         reasons = ["--overwrite is given"]
         if not options.overwrite:
             wanted = _made_from(case, options, about, postprocessing)
             reasons = changes(before, wanted, outputs, case.files.paths)
         if before and not reasons:
-            kept.append(case.files.case_id)
+            if is_corrected:
+                case_id = f"{case_id} (its label as it was changed since)"
+            kept.append(case_id)
+            continue
+        try:
+            check_replaceable(outputs, before, case.files.paths, options.overwrite)
+        except InputError as error:
+            problems += error.problems
             continue
         todo.append(case)
         if before:
-            again.setdefault(listed(reasons), []).append(case.files.case_id)
+            again.setdefault(listed(reasons), []).append(case_id)
+        if is_corrected:
+            overwritten.append(case_id)
     lines = []
     if kept:
         why = "predicted before with these weights and settings"
         lines.append(f"kept {listed(kept)}, {why}; --overwrite predicts them again")
     for reason, ids in again.items():
         lines.append(f"predicted again: {listed(ids)}, as {reason}")
-    return todo, lines
+    if overwritten:
+        why = "though their labels were changed since predict wrote them"
+        lines.append(f"overwritten: {listed(overwritten)}, {why}")
+    return todo, lines, problems
 
 
 def _outputs(case: Case, options: Options) -> Outputs:

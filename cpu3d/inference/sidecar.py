@@ -106,7 +106,7 @@ def check_replaceable(
         elif path.exists() and path.name not in written:
             got = f"a file that {outputs.sidecar.name} does not list as written by predict"
             problems.append(f"{rule}, got {got}; move it, or {other}")
-    if not overwrite and _is_changed(outputs, before):
+    if not overwrite and is_changed(outputs, before):
         rule = f"{outputs.label} must not be overwritten"
         got = "a label that was changed since predict wrote it"
         problems.append(f"{rule}, got {got}; {other}, or give --overwrite")
@@ -140,7 +140,7 @@ def _written(before: Mapping[str, Any]) -> Set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def _is_changed(outputs: Outputs, before: Mapping[str, Any]) -> bool:
+def is_changed(outputs: Outputs, before: Mapping[str, Any]) -> bool:
     """Whether a label is there that is not as predict has written it. Where its hash is not known,
     of an earlier version or of an interrupted prediction, one that is later than the sidecar counts
     as changed: predict writes the sidecar last."""

@@ -376,14 +376,16 @@ def test_a_label_that_was_corrected_by_hand_is_overwritten_only_if_that_is_asked
     label = tmp_path / "out/a.nii.gz"
     label.write_bytes(b"an expert's week of work")
     assert call(*words) == 0
-    assert "kept a" in capsys.readouterr().out
+    assert "kept a (its label as it was changed since)" in capsys.readouterr().out
     predictor.weights_sha256 = "others"
     with pytest.raises(
         InputError, match=r"a\.nii\.gz must not be overwritten, got a label that was"
     ):
         call(*words)
     assert label.read_bytes() == b"an expert's week of work"
+    assert "predicted again" not in capsys.readouterr().out  # it says nothing that it does not do
     assert call(*words, "--overwrite") == 0
+    assert "overwritten: a, though" in capsys.readouterr().out
     assert read_volume(label)[0].any()
 
 
