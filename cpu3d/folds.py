@@ -27,12 +27,13 @@ from cpu3d.chosen import (
 from cpu3d.data.store import Store, open_store
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
+from cpu3d.fits import check_fits
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
 from cpu3d.inference.postprocessing.joint import decide_jointly
 from cpu3d.inference.scores import TOLERANCE_MM
-from cpu3d.plan import Plan, check_fits, make_plan, read_plan
+from cpu3d.plan import Plan, make_plan, read_plan
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of

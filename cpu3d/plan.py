@@ -2,7 +2,6 @@
 
     plan = make_plan(store, run_folder, host, chosen, gpus=gpus, workers=2)
     print(*plan.describe(host))
-    check_fits(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
     save_plan(plan, run_folder)      # run/plan.json
 
 Only here, with `cpu3d.decisions`, is a setting decided that was left open. This file decides what
@@ -20,9 +19,9 @@ from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.data.store import Store, open_store
 from cpu3d.decisions import Start, decide, job_of, joined, volume_shape
-from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
+from cpu3d.errors import InputError, raise_if_any
 from cpu3d.forecast import course_of, smaller_grids
-from cpu3d.host.gpu import Gpu, card_of, check_card, why_no_card
+from cpu3d.host.gpu import Gpu, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import (
     BEST,
@@ -378,46 +377,6 @@ def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
 def save_plan(plan: Plan, run_folder: Path) -> None:
     """Write `run_folder`/plan.json, atomically."""
     write_json(Path(run_folder) / "plan.json", plan.to_json())
-
-
-def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
-    """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is
-    more than is free. A run that continues may change its policy and, but for batch norm, its
-    micro-batch: else it is another run."""
-    if plan.config.device != "cpu":
-        smaller = "fewer --filters, a smaller --patch or --micro-batch"
-        if plan.saved:
-            smaller = "another --device"
-        check_card(card_of(plan.config.device, gpus), plan.job, f"choose {smaller}, or --force")
-        return
-    free_bytes = host.free_bytes
-    forecast = plan.forecast
-    if forecast is None or forecast.upper_bound_bytes <= free_bytes:
-        return
-    full = forecast.full
-    price = forecast.course.price(full.constants, full.accuracy, workers=plan.workers)
-    options = []
-    place = ""
-    if plan.saved:
-        options = planner.nearest(full.job, price, free_bytes, same_training=True)
-        if not options:
-            place = "as a run in another folder"
-    if not options:
-        grids = smaller_grids(plan.config, plan.store)
-        options = planner.nearest(full.job, price, free_bytes, grids=grids)
-    if options:
-        fits = "what fits"
-        if place:
-            fits += f", {place}"
-        listed = "; ".join(map(str, options))
-        smaller = f"{fits}: {listed}"
-    elif place:
-        smaller = f"no smaller setting fits, even {place}"
-    else:
-        smaller = "no smaller setting fits"
-    rule = f"memory must hold this training, up to {format_bytes(forecast.upper_bound_bytes)}"
-    todo = "end other programs, use a host with more memory, or --force"
-    raise DoesNotFitError(f"{rule}, got {format_bytes(free_bytes)} free; {smaller}; {todo}")
 
 
 # --- The start of the decisions ---

@@ -124,6 +124,7 @@ ORDER = (
         {"decisions"},
         {"forecast"},
         {"plan"},
+        {"fits"},
         {"distributed"},
         {"processes"},
         {"training"},

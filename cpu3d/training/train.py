@@ -33,10 +33,11 @@ from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import InputError
+from cpu3d.fits import check_fits
 from cpu3d.host.apply import engine_name, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import host_share
-from cpu3d.plan import Plan, check_fits, make_plan
+from cpu3d.plan import Plan, make_plan
 from cpu3d.processes import is_trained
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config

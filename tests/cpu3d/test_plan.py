@@ -21,8 +21,9 @@ from cpu3d.data.store import Store, grid_size
 from cpu3d.decisions import job_of
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.fits import check_fits
 from cpu3d.host.gpu import Gpu
-from cpu3d.plan import Plan, check_fits, make_plan, save_plan
+from cpu3d.plan import Plan, make_plan, save_plan
 from cpu3d.run.checkpoint import BEST, POSTPROCESSING
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig

@@ -1,0 +1,54 @@
+"""Whether a planned run fits the free memory, and which settings would.
+
+check_fits(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
+"""
+
+from typing import Sequence
+
+from cpu3d.errors import DoesNotFitError
+from cpu3d.forecast import smaller_grids
+from cpu3d.host.gpu import Gpu, card_of, check_card
+from cpu3d.plan import Plan
+from memory_estimator import planner
+from memory_estimator.common.units import format_bytes
+from memory_estimator.host import Host
+
+
+def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
+    """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is
+    more than is free. A run that continues may change its policy and, but for batch norm, its
+    micro-batch: else it is another run."""
+    if plan.config.device != "cpu":
+        smaller = "fewer --filters, a smaller --patch or --micro-batch"
+        if plan.saved:
+            smaller = "another --device"
+        check_card(card_of(plan.config.device, gpus), plan.job, f"choose {smaller}, or --force")
+        return
+    free_bytes = host.free_bytes
+    forecast = plan.forecast
+    if forecast is None or forecast.upper_bound_bytes <= free_bytes:
+        return
+    full = forecast.full
+    price = forecast.course.price(full.constants, full.accuracy, workers=plan.workers)
+    options = []
+    place = ""
+    if plan.saved:
+        options = planner.nearest(full.job, price, free_bytes, same_training=True)
+        if not options:
+            place = "as a run in another folder"
+    if not options:
+        grids = smaller_grids(plan.config, plan.store)
+        options = planner.nearest(full.job, price, free_bytes, grids=grids)
+    if options:
+        fits = "what fits"
+        if place:
+            fits += f", {place}"
+        listed = "; ".join(map(str, options))
+        smaller = f"{fits}: {listed}"
+    elif place:
+        smaller = f"no smaller setting fits, even {place}"
+    else:
+        smaller = "no smaller setting fits"
+    rule = f"memory must hold this training, up to {format_bytes(forecast.upper_bound_bytes)}"
+    todo = "end other programs, use a host with more memory, or --force"
+    raise DoesNotFitError(f"{rule}, got {format_bytes(free_bytes)} free; {smaller}; {todo}")
