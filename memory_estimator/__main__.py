@@ -318,7 +318,9 @@ def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Un
         blocks.append(f"of one of {content['workers']} workers, {share}")
     blocks += _tables(forecast.full, content["constants"]["basis"])
     if "run" in content:
-        blocks += [steps_table(forecast, errors=False), f"time: {time_line(forecast)}"]
+        steps = steps_table(forecast, errors=False)
+        blocks.append(dataclasses.replace(steps, title="The run that `train` plans"))
+        blocks.append(f"time: {time_line(forecast)}")
     notes = [*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro)]
     if job.from_store:
         notes.insert(0, STORE_NOTE)
