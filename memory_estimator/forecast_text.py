@@ -26,13 +26,10 @@ def steps_table(forecast: Forecast, done: Done = NOTHING_DONE, *, errors: bool =
     rows: List[Sequence[str]] = []
     if paced.coarse:
         rows.append(_row("coarse steps", coarse_steps, paced.coarse))
-    if course.steps:
-        name = "full steps" if paced.coarse else "steps"
-        rows.append(_row(name, course.steps - coarse_steps, paced.full))
-        peaks = (forecast.allocator_peak_bytes, forecast.process_peak_bytes)
-        rows.append(("the whole run", str(course.steps), "", "", *map(_peak, peaks)))
-    else:
-        rows.append(_row("a step", 1, paced.full))
+    name = "full steps" if paced.coarse else "steps"
+    rows.append(_row(name, course.steps - coarse_steps, paced.full))
+    peaks = (forecast.allocator_peak_bytes, forecast.process_peak_bytes)
+    rows.append(("the whole run", str(course.steps), "", "", *map(_peak, peaks)))
     if errors:
         full = forecast.full
         bounds = [full.bound("step_s"), full.bound("allocator_peak"), full.bound("process_peak")]

@@ -45,6 +45,17 @@ def test_own_steps_are_in_the_table_and_their_errors_are_not(forecast):
     assert "2 s" not in cells
 
 
+def test_what_predictions_have_been_off_by_is_in_the_table():
+    job = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
+    course = RunCourse(steps=4)
+    known = course.forecast(job, load_constants("avx512_bf16"), load_accuracy(versions=None))
+    bound = known.full.bound("step_s")
+    assert f"± {bound.median:.1%}" in words(steps_table(known))
+    assert f"{bound.worst:.1%}" in words(steps_table(known))
+    own = words(steps_table(known, Done(2, full=OwnSteps(3, 1.0))))
+    assert f"{bound.worst:.1%}" not in own
+
+
 def test_a_peak_that_the_allocator_does_not_count_is_not_printed(forecast):
     tiny = Job(UNetConfig(filters=2, depth=2), (8, 8, 8), threads=2)
     alone = RunCourse(steps=4).forecast(tiny, load_constants("avx2"), load_accuracy())
