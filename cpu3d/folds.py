@@ -34,6 +34,7 @@ from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold,
 from cpu3d.inference.postprocessing.joint import decide_jointly
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.plan import Plan, make_plan, read_plan
+from cpu3d.plan_text import plan_lines
 from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
@@ -364,7 +365,7 @@ def _show(planned: Sequence[PlannedFold], host: Host, *, stderr: bool = True) ->
     waiting = [fold for fold in planned if not fold.is_trained]
     for fold in waiting[:1]:
         each = f"the plan of each fold, here of {fold.fold}; the table below has the time of all:"
-        say(each, *fold.plan.describe(host), stderr=stderr)
+        say(each, *plan_lines(fold.plan, host), stderr=stderr)
     rows = []
     for fold in planned:
         split = fold.plan.store.manifest.split

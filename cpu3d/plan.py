@@ -1,8 +1,9 @@
 """The plan of a training run, decided before anything is computed: settings -> plan -> run.
 
     plan = make_plan(store, run_folder, host, chosen, gpus=gpus, workers=2)
-    print(*plan.describe(host))
     save_plan(plan, run_folder)      # run/plan.json
+
+`cpu3d.plan_text` has it for reading.
 
 Only here, with `cpu3d.decisions`, is a setting decided that was left open. This file decides what
 rests on the length of the run and on the estimate of a step: validations, coarse steps and the
@@ -12,11 +13,10 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.chosen import Chosen, chosen_again, located, recipe_settings, with_settings
 from cpu3d.data.fold import with_fold
-from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.data.store import Store, open_store
 from cpu3d.decisions import Start, decide, job_of, joined, volume_shape
 from cpu3d.errors import InputError, raise_if_any
@@ -32,24 +32,25 @@ from cpu3d.run.checkpoint import (
     step_of,
 )
 from cpu3d.run.config_json import differences, load_config, rate_growth
-from cpu3d.run.log import last_end
-from cpu3d.run.transfer import SEEN, Transfer, freeze_words, init_rows, open_transfer
+from cpu3d.run.log import last_end, recent_events
+from cpu3d.run.summary import Pace, take_as_long
+from cpu3d.run.transfer import Transfer, open_transfer
 from cpu3d.settings import VALIDATIONS, RunConfig, Settings
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import find_constants
 from memory_estimator.common.files import read_json
-from memory_estimator.common.units import by, format_bytes
+from memory_estimator.common.units import format_bytes
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
-from memory_estimator.job import AUTO, Job, statistics_note, stored_bytes
+from memory_estimator.job import AUTO, Job, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
-from memory_estimator.training import NOTHING_DONE, Done, Forecast, RunCourse
-from models.layer_plan import training_flops
-from models.strides import strides_line, strides_text
+from memory_estimator.training import NOTHING_DONE, Done, Forecast, OwnSteps, RunCourse
+from models.strides import strides_line
 
 NO_RUN = Path("/nonexistent")  # the folder of a plan that is of no run
+ENOUGH_STEPS = 3  # of a run's own on a grid, from which on their seconds are taken for those left
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,9 @@ class Plan:
 
     @property
     def left_s(self) -> Optional[float]:
-        """Predicted seconds from here to the end, post-processing included; None if no step is
-        predicted."""
-        return self.forecast.left_s(self.done) if self.forecast else None
+        """Seconds from here to the end, post-processing included, at the pace of the run's own
+        steps where there are enough; None if no step is predicted."""
+        return self.forecast.left(self.done).all_s if self.forecast else None
 
     def to_json(self) -> Dict[str, Any]:
         """The content of plan.json."""
@@ -161,81 +162,6 @@ class Plan:
             "smaller_grids": smaller_grids(self.config, self.store),  # likewise
             "config": self.config.to_json(),
         }
-
-    def describe(self, host: Host) -> List[str]:
-        """Lines to print before the run starts."""
-        lines = [*self._describe_input(), *self._describe_training()]
-        lines += [f"note: {note}" for note in self._notes()]
-        if self.forecast:
-            lines += [f"plan: {line}" for line in self.forecast.describe(host, self.done)]
-        if self.config.device != "cpu":
-            needed = format_bytes(planner.gpu_bytes(self.job))
-            lines.append(f"plan: a step takes about {needed} of the card")
-        return lines + [f"plan: {reason}" for reason in self.reasons.values()]
-
-    def _describe_input(self) -> List[str]:
-        """The store, and what the network sees of it."""
-        config = self.config
-        manifest = self.store.manifest
-        split = f"split {config.split_hash}"
-        if config.fold:
-            split += f", fold {config.fold}"
-        cases = ", ".join(f"{len(ids)} {name}" for name, ids in manifest.split.items())
-        volume = by(volume_shape(self.store, config), " x ")
-        sees = f"{by(config.grid, ' x ')} of {volume} ({config.extent})"
-        if config.is_patch:
-            sees += f", {config.patches_per_case} of a case an epoch"
-            sees += f", {config.foreground:.0%} around labels"
-        names = f"{', '.join(config.channels)} -> {', '.join(config.regions)}"
-        return [
-            f"store: {self.store.folder}, {len(manifest.cases)} cases, {split}: {cases}",
-            f"{config.mode}: {sees}, on {config.device}, {names}",
-        ]
-
-    def _describe_training(self) -> List[str]:
-        """The network, and the length of the run."""
-        config = self.config
-        unet = config.unet
-        gigaflops = training_flops(unet, config.grid, config.batch) / 1e9
-        length = f"{self.steps} steps, {self.steps_per_epoch} an epoch"
-        if config.has_open_length:
-            length += f", cut to {config.budget_minutes:g} minutes"
-        elif config.coarse_steps:
-            length += f", {config.coarse_steps} of them on {by(config.coarse_grid, ' x ')}"
-        batch = f"batch {config.batch}, {config.micro} at a time"
-        levels = f"{unet.depth} levels"
-        if unet.strides and "strides" not in self.reasons:
-            levels += f" of strides {strides_text(unet.strides)}"
-        lines = [
-            f"network: {unet.network}, {levels}, {unet.filters} filters, "
-            f"{unet.norm} norm, {unet.dtype}, policy {unet.policy}, {gigaflops:,.0f} GFLOP a step",
-            f"run: {length}; {batch}, workers {self.workers}",
-        ]
-        if config.init_record:
-            for name, text in init_rows(config.init_record):
-                line = f"init: {name}: {text}"
-                if name == SEEN and config.init_record.seen:
-                    line = f"warning: {line}"
-                lines.append(line)
-        if config.freeze != "none":
-            lines.append(f"freeze: {freeze_words(config)}; a step takes less than is predicted")
-        return lines
-
-    def _notes(self) -> List[str]:
-        """What may be unexpected of a run like this."""
-        config = self.config
-        notes = []
-        of_batch_norm = statistics_note(config.unet.norm, config.batch, config.micro)
-        if of_batch_norm:
-            notes.append(of_batch_norm)
-        manifest = self.store.manifest
-        pair = mirror_pair(all_names(manifest.labels, manifest.regions))
-        if pair and config.augment.flip and "X" in config.augment.flip_axes:
-            sides = " and ".join(pair)
-            notes.append(f"no mirroring along X, as the labels {sides} are left and right")
-        if not self.store.manifest.split["val"]:
-            notes.append("no validation cases in this split: the last weights count as the best")
-        return notes
 
 
 def make_plan(
@@ -297,12 +223,13 @@ def make_plan(
         transfer=transfer,
     )
     _check_batch(plan, start.chosen)
-    if start.done:
-        plan = dataclasses.replace(plan, done=_done(run_folder, plan))
     plan = _with_coarse_steps(_with_validations(plan), start.is_begun)
     if not forecasts:
         return plan
-    return with_forecast(plan, host, pick=start.wanted("policy") is None, force=force)
+    plan = with_forecast(plan, host, pick=start.wanted("policy") is None, force=force)
+    if not start.done:
+        return plan
+    return dataclasses.replace(plan, done=_done(run_folder, plan, host))
 
 
 def read_plan(run_folder: Path) -> Dict[str, Any]:
@@ -338,7 +265,7 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
     except ValueError as error:
         if not force:
             raise InputError(f"{error}; or --force") from None
-        reasons["memory"] = f"none, {error}"
+        reasons["memory"] = f"memory and time: not predicted, {error}"
         return dataclasses.replace(plan, reasons=reasons)
     if forecast.choice:
         policy = forecast.choice.policy
@@ -382,8 +309,9 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 # --- The start of the decisions ---
 
 
-def _done(run_folder: Path, plan: Plan) -> Done:
-    """How far a run that has a checkpoint has got."""
+def _done(run_folder: Path, plan: Plan, host: Host) -> Done:
+    """How far a run that has a checkpoint has got, with the steps that it has taken as it would go
+    on now."""
     steps = plan.done.steps
     steps_s = 0.0
     # One that is damaged is named, and replaced by the one before, when it is read whole.
@@ -397,7 +325,34 @@ def _done(run_folder: Path, plan: Plan) -> Done:
             decided = (run_folder / POSTPROCESSING).stat()
             best = (run_folder / "checkpoints" / BEST).stat()
             is_decided = decided.st_mtime_ns >= best.st_mtime_ns
-    return Done(steps, steps_s, is_decided)
+    done = Done(steps, steps_s, is_decided)
+    pace = Pace(recent_events(run_folder))
+    if not take_as_long(pace.start, _way(plan, host)):
+        return done
+    full = _own_steps(pace, coarse=False)
+    return dataclasses.replace(done, full=full, coarse=_own_steps(pace, coarse=True))
+
+
+def _way(plan: Plan, host: Host) -> Dict[str, Any]:
+    """What the log of an attempt by this plan would have of how and where steps are computed."""
+    config = plan.config
+    return {
+        "workers": plan.workers,
+        "device": config.device,
+        "precision": config.unet.dtype,
+        "policy": config.unet.policy,
+        "micro_batch": config.micro,
+        "grid": list(config.grid),
+        "host": host.summary(),
+    }
+
+
+def _own_steps(pace: Pace, *, coarse: bool) -> Optional[OwnSteps]:
+    """The recent steps on a grid; None for too few."""
+    count, step_s = pace.measured(coarse=coarse)
+    if step_s is None or count < ENOUGH_STEPS:
+        return None
+    return OwnSteps(count, step_s)
 
 
 def _start(run_folder: Path, chosen: Chosen, workers: int) -> Tuple[Optional[Chosen], Start]:

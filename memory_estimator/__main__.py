@@ -33,12 +33,14 @@ from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.terminal import printing, use_utf8
 from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import STORE_NOTE, Component, Estimate
+from memory_estimator.forecast_text import steps_table, time_line, verdict
 from memory_estimator.host import INSTRUCTION_SETS
 from memory_estimator.installed import as_typed
 from memory_estimator.job import (
     Job,
     JobOptions,
     job_from,
+    padding_note,
     policy_is_open,
     statistics_note,
     why_depth,
@@ -150,18 +152,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def verdict(needed_bytes: int, memory_bytes: int, label: str) -> str:
-    """Whether it fits, in one sentence; `label` describes `memory_bytes`, such as "free on this
-    host"."""
-    spare_bytes = memory_bytes - needed_bytes
-    needed = f"needs up to {format_bytes(needed_bytes)}"
-    memory = f"{format_bytes(memory_bytes)} {label}"
-    difference = format_bytes(abs(spare_bytes))
-    if spare_bytes < 0:
-        return f"does not fit: {needed}, {memory}, {difference} short"
-    return f"fits: {needed}, {memory}, {difference} to spare"
-
-
 def _failed(message: str, code: int) -> int:
     print(f"error: {message}", file=sys.stderr)
     return code
@@ -207,9 +197,9 @@ def _answer(args: argparse.Namespace) -> Answer:
     host = PlannedHost(calibration=options.calibration, memory=options.host_memory)
     source = _source(args, host)
     whole, workers = _whole(args, source, host)
-    levels = why_depth(args, whole, source.job)
-    if levels:
-        source = dataclasses.replace(source, notes=[*source.notes, levels])
+    notes = [why_depth(args, whole, source.job), padding_note(args, whole, source.job)]
+    notes = [*source.notes, *filter(None, notes)]
+    source = dataclasses.replace(source, notes=notes)
     asked = _Asked(
         host=host,
         source=source,
@@ -322,13 +312,15 @@ def _blocks(job: Job, forecast: Forecast, content: Mapping[str, Any]) -> List[Un
     blocks: List[Union[str, Table]] = _described(job, content["strides"]["reason"])
     policy = content["policy"]
     if policy["picked"]:
-        blocks.append(f"policy {policy['name']} picked: {policy['reason']}")
+        blocks.append(f"policy {policy['name']}: {policy['reason']}")
     if "workers" in content:
         share = "memory and time of its share of each batch"
         blocks.append(f"of one of {content['workers']} workers, {share}")
     blocks += _tables(forecast.full, content["constants"]["basis"])
     if "run" in content:
-        blocks += [_run_table(forecast), forecast.peaks, forecast.hours]
+        steps = steps_table(forecast, errors=False)
+        blocks.append(dataclasses.replace(steps, title="The run that `train` plans"))
+        blocks.append(f"time: {time_line(forecast)}")
     notes = [*content["notes"], statistics_note(job.unet.norm, job.batch, job.micro)]
     if job.from_store:
         notes.insert(0, STORE_NOTE)
@@ -377,46 +369,29 @@ def _tables(predicted: Estimate, basis: str) -> List[Union[str, Table]]:
     of_epoch = "add --cases N"
     if predicted.epoch_s is not None:
         of_epoch = f"{time_error}; {predicted.job.cases} cases, validation not counted"
-    allocator_peak = format_bytes(predicted.allocator_peak_bytes)
+    figures = []
+    if predicted.allocator_peak_bytes:  # it counts no tensors below 256 KiB
+        peak = format_bytes(predicted.allocator_peak_bytes)
+        figures.append(("allocator peak of a step", peak, predicted.error("allocator_peak")))
     process_peak = format_bytes(predicted.process_peak_bytes)
-    figures = (
-        ("allocator peak of a step", allocator_peak, predicted.error("allocator_peak")),
+    figures += [
         ("process peak of a step", process_peak, predicted.error("process_peak")),
         ("upper bound", format_bytes(predicted.upper_bound_bytes), predicted.margin),
         ("step", format_seconds(predicted.step_s), time_error),
         ("volume", format_seconds(predicted.volume_s), time_error),
         ("epoch", format_seconds(predicted.epoch_s), of_epoch),
-    )
+    ]
     errors = "prediction error: unknown, as nothing similar was measured"
     if predicted.kind:
         errors = f"prediction error, median and worst, over {predicted.kind}"
-    peak = predicted.timeline
-    tables = [
-        _bill(f"Held at the peak, in the {peak.peak_phase} ({peak.peak_op})", predicted.components)
-    ]
+    line = predicted.timeline
+    title = f"Held at the peak, in the {line.peak_phase} ({line.peak_op})"
+    tables = [_bill(title, predicted.components)]
     if predicted.beside:
         title = "Held by a run besides its steps, in the upper bound alone"
         tables.append(_bill(title, predicted.beside))
     tables.append(Table(("", "", errors), figures, "Predicted", names=3))
     return [*tables, f"seconds: {basis} ({predicted.constants.record})"]
-
-
-def _run_table(forecast: Forecast) -> Table:
-    """The steps of a run, and what they take."""
-    course = forecast.course
-    rows = []
-    for name, count, step in (
-        ("coarse steps", course.coarse_steps, forecast.coarse),
-        ("full steps", course.steps - course.coarse_steps, forecast.full),
-    ):
-        if step is None:
-            continue
-        sizes = (step.allocator_peak_bytes, step.process_peak_bytes, step.upper_bound_bytes)
-        cells = [format_bytes(size) for size in sizes]
-        grid = by(step.job.shape, " x ")
-        rows.append((name, str(count), grid, *cells, format_seconds(step.step_s)))
-    columns = ("", "", "grid", "allocator peak", "process peak", "upper bound", "a step")
-    return Table(columns, rows, "The run that `train` plans", names=1)
 
 
 def _bill(title: str, lines: Sequence[Component]) -> Table:

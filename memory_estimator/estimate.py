@@ -106,14 +106,18 @@ class Estimate:
         bound = self.upper_bound_bytes + sum(line.bytes for line in more)
         return dataclasses.replace(self, beside=(*self.beside, *more), upper_bound_bytes=bound)
 
-    def error(self, figure: str) -> str:
-        """How far a figure, a field of Kind, was off on steps like this one, such as "± 0.4%, worst
-        2.1%"."""
-        bound: Optional[Bound] = getattr(self.kind, figure, None)
+    def bound(self, figure: str) -> Optional[Bound]:
+        """How far a figure, a field of Kind, was off on steps like this one; None if that was not
+        measured."""
         hosts = self.kind.hosts if self.kind else ()
         if figure == "step_s" and (self.constants.scales or self.constants.cpu not in hosts):
             # those of seconds are of the shipped constants, on the hosts that these are of
-            bound = None
+            return None
+        return getattr(self.kind, figure, None)
+
+    def error(self, figure: str) -> str:
+        """The `bound` of a figure in words, such as "± 0.4%, worst 2.1%"."""
+        bound = self.bound(figure)
         if bound is None:
             return "not measured like this"
         return f"± {bound.median:.1%}, worst {bound.worst:.1%}"

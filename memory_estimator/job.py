@@ -28,6 +28,7 @@ from models.strides import (
     depth_for,
     depth_line,
     depth_reason,
+    divisors_text,
     shape3,
     strides_for,
     strides_reason,
@@ -294,11 +295,13 @@ class JobOptions(Architecture):
         "DIR",
         one_of="source",
     )
-    shape: Optional[Tuple[int, int, int]] = option(None, "voxels", ("X", "Y", "Z"))
+    shape: Optional[Tuple[int, int, int]] = option(
+        None, "voxels, padded as `train` pads them to what the network halves", ("X", "Y", "Z")
+    )
     spacing: Optional[Tuple[float, float, float]] = option(
         None,
         "mm of a voxel of --shape: the strides are then those that `train` takes, unless --strides "
-        "gives others, and the shape is padded to them (default: each level halves all axes)",
+        "gives others (default: each level halves all axes)",
         ("X", "Y", "Z"),
         at_least=LEAST_MM,
         at_most=MOST_MM,
@@ -349,23 +352,34 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         base = Job(UNetConfig(dtype="bfloat16"), engine=installed_engine())
     if chosen.get("strides"):
         chosen.setdefault("depth", len(chosen["strides"]) + 1)
+    shape = chosen.get("shape", base.shape)
     if "spacing" in chosen:
-        shape = chosen.get("shape", base.shape)
         depth = chosen.setdefault("depth", depth_for(chosen["spacing"], shape, base.unet.depth))
         chosen.setdefault("strides", strides_for(chosen["spacing"], shape, depth))
-        unet = dataclasses.replace(base.unet, depth=depth, strides=chosen["strides"])
-        padded = (-(-side // divisor) * divisor for side, divisor in zip(shape, unet.divisors))
-        chosen["shape"] = shape3(padded)
 
     def of(kind: Any) -> Dict[str, Any]:
         names = [field.name for field in dataclasses.fields(kind)]
         return {name: chosen[name] for name in names if name in chosen}
 
-    job = dataclasses.replace(base.with_unet(**of(UNetConfig)), **of(Job))
+    unet = dataclasses.replace(base.unet, **of(UNetConfig))
+    if len(shape) == 3 and min(shape) > 0:  # else refused by its name
+        padded = (-(-side // divisor) * divisor for side, divisor in zip(shape, unet.divisors))
+        chosen["shape"] = shape3(padded)
+    job = dataclasses.replace(base, unet=unet, **of(Job))
     if 0 < job.cases < job.batch:
         rule = f"--batch must be at most the {job.cases} training cases"
         raise ValueError(f"{rule}, got {job.batch}; lower it")
     return job
+
+
+def padding_note(args: argparse.Namespace, job: Job, base: Optional[Job]) -> str:
+    """A sentence on the grid of a job that its shape was padded to; "" if it was not."""
+    shape = tuple(getattr(args, "shape", base.shape if base else job.shape))
+    if shape == job.shape:
+        return ""
+    divisors = divisors_text(job.unet.divisors)
+    padded = f"{by(shape, ' x ')} voxels are padded to {by(job.shape, ' x ')}, as `train` pads them"
+    return f"{padded}: sides must be divisible by {divisors}"
 
 
 def why_strides(args: argparse.Namespace, job: Job) -> str:

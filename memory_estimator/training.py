@@ -10,19 +10,11 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.calibration import HostConstants
-from memory_estimator.common.units import format_bytes, format_seconds
-from memory_estimator.estimate import (
-    STORE_NOTE,
-    Component,
-    Estimate,
-    estimate,
-    run_use,
-)
-from memory_estimator.host import Host
+from memory_estimator.estimate import Component, Estimate, estimate, run_use
 from memory_estimator.job import Job
 from memory_estimator.planner import Choice, Price, fastest_that_fits
 from memory_estimator.scaling import worker_estimate
@@ -211,15 +203,45 @@ def _price_by(steps_of: StepsOf) -> Price:
 
 
 @dataclass(frozen=True)
+class OwnSteps:
+    """Steps on one grid that a training has taken itself, as it will take those that are left."""
+
+    count: int
+    step_s: float  # median
+
+
+@dataclass(frozen=True)
 class Done:
     """How far a training has got."""
 
     steps: int = 0
     steps_s: float = 0.0  # seconds that they have taken, which a budget of time counts
     is_decided: bool = False  # whether its post-processing is decided, after the last step
+    # the latest of its steps; None for too few, and for those of another host
+    full: Optional[OwnSteps] = None
+    coarse: Optional[OwnSteps] = None
 
 
 NOTHING_DONE = Done()
+
+
+class Times(NamedTuple):
+    """Seconds of a training, or of what is left of it."""
+
+    steps_s: float
+    validation_s: float
+    postprocessing_s: float
+
+    @property
+    def all_s(self) -> float:
+        return sum(self)
+
+
+def _off(own: Optional[OwnSteps], step: Optional[Estimate]) -> Optional[float]:
+    """By which factor own steps take longer than is predicted; None if there are none."""
+    if own is None or step is None:
+        return None
+    return own.step_s / step.step_s
 
 
 @dataclass(frozen=True)
@@ -307,24 +329,46 @@ class Forecast:
         return self.course.decided * self.answered_s
 
     @property
+    def times(self) -> Times:
+        """Those of the whole training."""
+        return Times(self.steps_s, self.validation_s, self.postprocessing_s)
+
+    @property
     def all_s(self) -> float:
         """Seconds of the whole training."""
-        return self.steps_s + self.validation_s + self.postprocessing_s
+        return self.times.all_s
 
-    def left_s(self, done: Done) -> float:
-        """Seconds of the training that are left: of the validations their share of the steps, and
-        all of the post-processing until it is decided."""
+    def at_pace_of(self, done: Done) -> "Forecast":
+        """The same by the seconds of the training's own steps. Steps on a grid of which there are
+        none take what is predicted, times by how much the prediction of the others is off."""
+        full_off = _off(done.full, self.full)
+        coarse_off = _off(done.coarse, self.coarse)
+        if full_off is None:
+            full_off = coarse_off
+        if full_off is None:
+            return self
+        if coarse_off is None:
+            coarse_off = full_off
+        full = dataclasses.replace(self.full, step_s=full_off * self.full.step_s)
+        coarse = self.coarse
+        if coarse:
+            coarse = dataclasses.replace(coarse, step_s=coarse_off * coarse.step_s)
+        return dataclasses.replace(self, full=full, coarse=coarse)
+
+    def left(self, done: Done) -> Times:
+        """What is left of the training, at the pace of its own steps: of the validations their
+        share of the steps, and all of the post-processing until it is decided."""
         course = self.course
+        paced = self.at_pace_of(done)
+        postprocessing_s = 0.0 if done.is_decided else paced.postprocessing_s
         if not done.steps:
-            return self.all_s
+            return Times(paced.steps_s, paced.validation_s, postprocessing_s)
         steps = min(done.steps, course.steps)  # a run that is made shorter has done more
-        steps_s = self.training_s - self.seconds(steps, min(steps, course.coarse_steps))
+        steps_s = paced.training_s - paced.seconds(steps, min(steps, course.coarse_steps))
         if course.budget_s is not None:
             steps_s = min(steps_s, max(course.budget_s - done.steps_s, 0.0))
-        left_s = steps_s + (1 - steps / course.steps) * self.validation_s
-        if not done.is_decided:
-            left_s += self.postprocessing_s
-        return left_s
+        share = 1 - steps / course.steps
+        return Times(steps_s, share * paced.validation_s, postprocessing_s)
 
     def _pass_s(self, step: Estimate, windows: int) -> float:
         """Seconds of the network's pass over a whole case, which one worker computes."""
@@ -362,64 +406,3 @@ class Forecast:
         if self.coarse:
             content["coarse"] = self.to_json()["coarse"]
         return content
-
-    def describe(self, host: Host, done: Done = NOTHING_DONE) -> List[str]:
-        """Lines on memory and time of a training of which so much is done."""
-
-        def line(step: Estimate) -> str:
-            allocator = f"allocator peak {format_bytes(step.allocator_peak_bytes)}"
-            process = f"process peak {format_bytes(step.process_peak_bytes)}"
-            return f"{allocator}, {process}, {format_seconds(step.step_s)} a step"
-
-        full = self.full
-        steps = [f"a step: {line(full)}"]
-        if self.coarse:
-            steps = [f"a coarse step: {line(self.coarse)}", f"a full step: {line(full)}"]
-        if self.course.steps:
-            steps.append(self.peaks)
-        bound = format_bytes(self.upper_bound_bytes)
-        basis = full.constants.basis(full.job, host)
-        return [
-            *steps,
-            f"errors: allocator peak {full.error('allocator_peak')}; "
-            f"process peak {full.error('process_peak')}; seconds a step {full.error('step_s')}",
-            f"up to {bound} of {format_bytes(host.free_bytes)} free ({full.margin})",
-            f"{format_seconds(full.volume_s)} a volume, {format_seconds(full.epoch_s)} an epoch; "
-            f"{self.hours_left(done)}; seconds: {basis}",
-            STORE_NOTE,
-        ]
-
-    @property
-    def peaks(self) -> str:
-        """The peaks over the run, such as "the run, with validations and saves: allocator peak
-        215 MiB, process peak 812 MiB"."""
-        of_run = "validations and saves"
-        if self.coarse:
-            of_run = f"coarse steps, {of_run}"
-        allocator = f"allocator peak {format_bytes(self.allocator_peak_bytes)}"
-        process = f"process peak {format_bytes(self.process_peak_bytes)}"
-        return f"the run, with {of_run}: {allocator}, {process}"
-
-    def hours_left(self, done: Done) -> str:
-        """The same as `hours` after what is left, if steps are done."""
-        if not done.steps:
-            return self.hours
-        left = format_seconds(self.left_s(done))
-        return f"{left} left after step {done.steps}, of {self.hours}"
-
-    @property
-    def hours(self) -> str:
-        """Such as "5.2 h in all: 4.8 h of steps, 20 min of validation, 4 min of
-        post-processing"."""
-        parts = ", ".join(f"{format_seconds(seconds)} of {name}" for name, seconds in self.parts)
-        return f"{format_seconds(self.all_s)} in all: {parts}"
-
-    @property
-    def parts(self) -> List[Tuple[str, float]]:
-        """What takes time, in its order, and its seconds."""
-        parts = [
-            ("steps", self.steps_s),
-            ("validation", self.validation_s),
-            ("post-processing", self.postprocessing_s),
-        ]
-        return [(name, seconds) for name, seconds in parts if seconds]

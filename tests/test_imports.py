@@ -124,6 +124,7 @@ ORDER = (
         {"decisions"},
         {"forecast"},
         {"plan"},
+        {"plan_text"},
         {"fits"},
         {"distributed"},
         {"processes"},

@@ -36,7 +36,7 @@ from cpu3d.bench.learning_results import (
     two_settings,
 )
 from cpu3d.bench.study import HELD_OUT, Network, Study
-from cpu3d.compare.experiment import read_train_options
+from cpu3d.compare.variants import read_train_options
 from cpu3d.data.fold import with_fold
 from cpu3d.data.phantoms.command import USUAL_SHAPE
 from cpu3d.data.store import Store, open_store

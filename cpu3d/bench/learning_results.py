@@ -16,9 +16,9 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tup
 import numpy as np
 
 from cpu3d.bench.harness import Result
-from cpu3d.compare.experiment import read_train_options
 from cpu3d.compare.results import differences_table
 from cpu3d.compare.statistics import MEAN, paired_difference, seed_bound
+from cpu3d.compare.variants import read_train_options
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.scores import METRICS, has_region
 from cpu3d.report.pictures import Line, chart, strips

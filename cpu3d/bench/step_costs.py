@@ -50,7 +50,7 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
-from memory_estimator.job import Job, JobOptions, job_from
+from memory_estimator.job import Job, JobOptions, job_from, padding_note
 from memory_estimator.measured import instructions_of, job_of_record, request_for
 from memory_estimator.sources import source_job
 from models.config import DTYPES, POLICIES, UNetConfig
@@ -102,6 +102,11 @@ def run(chosen: Dict[str, Any], options: StepOptions, output: Output) -> int:
     else:
         job = valid(job_from, arguments, Job(UNetConfig(dtype=read_host().best_dtype)))
         engine = left_open(chosen.get("engine", AUTO))
+    note = padding_note(arguments, job, source)
+    if note:
+        from cpu3d.util.progress import say  # not into the memory of a measuring process
+
+        say(f"note: {note}")
     request = request_for(
         job,
         engine=engine,

@@ -19,9 +19,9 @@ from cpu3d.bench.learning_results import (
     study_key,
 )
 from cpu3d.chosen import still_open
-from cpu3d.compare.experiment import as_options
 from cpu3d.compare.run import PlannedRun
 from cpu3d.compare.statistics import read_result
+from cpu3d.compare.variants import as_options
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any

@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Iterator, List, Tuple
 
 from cpu3d.chosen import SETTINGS
-from cpu3d.compare.experiment import Json, Kept, Options, planned, resumed, run_folder
+from cpu3d.compare.experiment import Kept, Options, planned, resumed, run_folder
 from cpu3d.compare.results import plan_table, publish
 from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
 from cpu3d.compare.statistics import comparison_of, read_result
+from cpu3d.compare.variants import Json
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.runs import store_of_run

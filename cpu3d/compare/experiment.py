@@ -1,38 +1,41 @@
-"""The plan of a comparison, as it is kept in OUT/compare.json: variants, one budget for all, and
-the runs of each.
+"""The plan of a comparison, as it is kept in OUT/compare.json: one budget for all variants, and the
+runs of each.
 
 A second call with the same options continues, and adds seeds; one with other options is refused.
 Steps, dtype, policy, strides, coarse steps and patch are decided once and then kept, so that all
 runs of a variant are alike."""
 
-import argparse
 import json
 import math
-import re
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypedDict
 
-from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings, still_open, with_settings
+from cpu3d.chosen import recipe_settings, still_open, with_settings
 from cpu3d.compare.run import Evaluation
+from cpu3d.compare.variants import (
+    DECIDED,
+    Json,
+    as_options,
+    parse_variant,
+    read_train_options,
+    refuse_settings,
+    resolve_variants,
+    usual_variants,
+    without,
+)
 from cpu3d.data.split import SPLITS
-from cpu3d.data.store import Store, grid_size
-from cpu3d.data.stores.store_decisions import depth_of_store, strides_of_store
+from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.host.gpu import HostGpus
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
-from cpu3d.plan import NO_RUN, Plan, make_plan
-from cpu3d.run.config_json import matching_settings, settings_of_begun
-from cpu3d.run.transfer import leak
+from cpu3d.plan import Plan
+from cpu3d.run.config_json import settings_of_begun
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, reason, typed
-from memory_estimator.common.schema import add_options, arguments, option, to_command_line
-from memory_estimator.host import read_host
+from memory_estimator.common.schema import option
 from memory_estimator.job import AUTO
-from memory_estimator.planner import BOTTOM
 from models.strides import EVERY_AXIS
 
 SCHEMA = 1
@@ -45,12 +48,6 @@ LEAST_STEP_S = 1e-3
 # Steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
 # many.
 FEW = 8
-
-# Settings that compare decides for every run, and those that are the same for all variants.
-DECIDED = ("seed", "steps", "budget_minutes", "validate_every", "patience")
-FOR_ALL = (*DECIDED, "epochs", "validations", "fold", "regions")
-
-Json = Dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -98,147 +95,6 @@ class Options:
     @property
     def evaluation(self) -> Evaluation:
         return Evaluation(self.split, self.tolerance)
-
-
-# --- Variants ---
-
-
-def as_options(settings: Mapping[str, Any]) -> List[str]:
-    """The command line of these settings, the recipe first."""
-    recipe = {name: settings[name] for name in settings if name == "recipe"}
-    words = []
-    for some in (recipe, _without(settings, ("recipe",))):
-        for cls in SETTINGS:
-            words += to_command_line(cls, some)
-    return words
-
-
-def parse_variant(name: str, options: str, common: Json) -> Json:
-    """The common settings with those of a variant's `options`, such as "--mode patch --patch 64 64
-    64", in their place.
-
-    Raises InputError, with the variant's name, for an invalid name and for options that train would
-    refuse."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
-        rule = "--variant must have a name of letters, digits, '-', '_' and '.', at most 64"
-        raise InputError(f"{rule}, got {name!r}; choose another, as it names folders")
-    try:
-        words = shlex.split(options)
-    except ValueError as error:  # a quotation that does not end
-        rule = f"variant {name} must have options of train"
-        raise InputError(f"{rule}, got {options!r}: {error}; see `train --help`") from None
-    own = read_train_options(words, f"variant {name}")
-    _refuse_settings(f"variant {name}", own, FOR_ALL)
-    together = {**common, **own}
-    mode = together.get("mode", recipe_settings(together).mode)
-    if mode == "whole":
-        common = _without(common, OF_PATCHES)
-    return {**common, **own}
-
-
-def read_train_options(words: Sequence[str], who: str) -> Json:
-    """The settings in words of a command line of `train`. Raises InputError for other words; `who`
-    has them, such as "variant whole"."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    add_options(parser, SETTINGS)
-    try:
-        (settings,) = arguments([SETTINGS], parser.parse_args(words))
-    except ValueError as error:
-        rule = f"{who} must have options of train"
-        got = f"{shlex.join(words)!r}: {error}"
-        raise InputError(f"{rule}, got {got}; see `train --help`") from None
-    return located(settings)
-
-
-def usual_variants(
-    common: Json, store: Store, *, begun: Optional[Json] = None, force: bool = False
-) -> Dict[str, Json]:
-    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each
-    axis, down to what the network takes and no less than it learns from. `begun` are settings of
-    the network of a comparison that is continued.
-
-    Raises InputError for a common mode, as each variant has its own.
-    """
-    if "mode" in common:
-        rule = f"--mode must be left to the variants, got {common['mode']}"
-        raise InputError(f"{rule}; leave it out to train both modes")
-    whole = {**_without(common, OF_PATCHES), "mode": "whole"}
-    patch = {**common, "mode": "patch"}
-    if "patch" in common:
-        return {"whole": whole, "patch": patch}
-    of_begun = {**whole, **(begun or {})}
-    _, plan = resolve_variants({"whole": of_begun}, store, force=force)["whole"]
-    patch["patch"] = []
-    for n, divisor in zip(plan.config.grid, plan.config.unet.divisors):
-        half = n // (2 * divisor) * divisor
-        patch["patch"].append(min(n, max(half, BOTTOM * divisor)))
-    return {"whole": whole, "patch-half": patch}
-
-
-def resolve_variants(
-    variants: Mapping[str, Json], store: Store, *, force: bool = False
-) -> Dict[str, Tuple[Json, Plan]]:
-    """The settings of every variant, with those that its plan on this store and host decides, and
-    the plan; `force` is that of `make_plan`.
-
-    So all runs of a variant have the same settings. Raises InputError with the problems of all
-    variants, each by name."""
-    host = read_host()
-    gpus = HostGpus()
-    resolved = {}
-    problems = []
-    baseline = next(iter(variants), "")
-    for name, chosen in variants.items():
-        try:
-            first = resolved[baseline][1] if baseline in resolved else None
-            chosen = _with_network_of(variants[baseline], first, chosen, store)
-            plan = make_plan(store, NO_RUN, host, chosen, gpus=gpus, force=force)
-        except InputError as error:
-            problems += [f"variant {name}: {problem}" for problem in error.problems]
-            continue
-        config = plan.config
-        if leak(config.init_record):
-            problems.append(f"variant {name}: {leak(config.init_record)}")
-        settings = dict(chosen)
-        settings.update(
-            mode=config.mode,
-            dtype=config.unet.dtype,
-            policy=config.unet.policy,
-            device=config.device,
-            **matching_settings(config),
-        )
-        if config.is_patch:
-            settings.update(patch=list(config.grid), patches_per_case=config.patches_per_case)
-        resolved[name] = settings, plan
-    raise_if_any(problems)
-    return resolved
-
-
-def _with_network_of(baseline: Json, first: Optional[Plan], chosen: Json, store: Store) -> Json:
-    """The settings of a variant, with the levels and strides of the baseline's whole volumes unless
-    it has some of its own: variants differ in what the network sees, not in the network. `first` is
-    the baseline's plan, None for the baseline itself, and if it has none."""
-    try:
-        settings = with_settings(recipe_settings(chosen), chosen)
-        of_baseline = with_settings(recipe_settings(baseline), baseline)
-    except (ValueError, InputError):  # its own plan refuses them by name
-        return chosen
-    has_own_strides = chosen.get("strides", AUTO) != AUTO
-    if settings.init or has_own_strides:
-        return chosen
-    depth = settings.unet.depth  # its own, else the most of its recipe
-    has_own_depth = chosen.get("depth", AUTO) != AUTO
-    has_baseline_own_strides = baseline.get("strides", AUTO) != AUTO
-    if first and not has_baseline_own_strides:
-        network = first.config.unet
-        depth_to_share = network.depth if has_own_depth else of_baseline.unet.depth
-        if depth == depth_to_share:
-            return {**chosen, "depth": network.depth, "strides": network.every_stride}
-    extent = grid_size(store, extent=of_baseline.extent, multiple=1)
-    if not has_own_depth:
-        depth, _ = depth_of_store(store, of_baseline.extent, depth)
-    strides, _ = strides_of_store(store, extent, depth)
-    return {**chosen, "depth": depth, "strides": strides}
 
 
 # --- The budget, and the course of every run of a variant ---
@@ -337,8 +193,8 @@ def planned(options: Options, settings: Json, store: Store) -> Tuple[Json, List[
 
     Raises InputError for settings that compare itself decides, and as `parse_variant` and
     `resolve_variants`."""
-    _refuse_settings("compare", settings, DECIDED)
-    common = _without(settings, ("epochs", "validations"))
+    refuse_settings("compare", settings, DECIDED)
+    common = without(settings, ("epochs", "validations"))
     variants = {name: parse_variant(name, words, common) for name, words in options.variant}
     begun: Json = {}
     if not variants:
@@ -473,13 +329,6 @@ def _with_coarse_steps(course: Course, out: Path, seeds: Sequence[int]) -> Cours
     return {**course, "options": [*course["options"], *more]}
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError instead of printing and exiting."""
-
-    def error(self, message: str):
-        raise ValueError(message)
-
-
 def _by_name(content: Any, name: str = "") -> Json:
     """Nested JSON by dotted names, such as "variants.whole.norm"."""
     if not isinstance(content, dict):
@@ -488,22 +337,3 @@ def _by_name(content: Any, name: str = "") -> Json:
     for key, value in content.items():
         by_name.update(_by_name(value, f"{name}.{key}".strip(".")))
     return by_name
-
-
-def _refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
-    """Raise InputError for the settings among `names`, which `source`, such as "variant whole", may
-    not choose."""
-    problems = []
-    for name in names:
-        if name not in settings:
-            continue
-        todo = "give it outside the quotes, for all variants"
-        if name in DECIDED:
-            todo = "leave it out: compare has --seeds, --validations and a budget for all variants"
-        option = f"--{name.replace('_', '-')}"
-        problems.append(f"{source} must be without {option}, got {settings[name]}; {todo}")
-    raise_if_any(problems)
-
-
-def _without(settings: Json, names: Sequence[str]) -> Json:
-    return {name: value for name, value in settings.items() if name not in names}

@@ -12,8 +12,9 @@ from typing import List, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.compare.experiment import Json, Kept, Options
+from cpu3d.compare.experiment import Kept, Options
 from cpu3d.compare.statistics import COSTS, Comparison, counts, millions
+from cpu3d.compare.variants import Json
 from cpu3d.data.store import Store
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.inference.scores_file import UNTOUCHED, warning

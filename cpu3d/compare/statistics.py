@@ -27,8 +27,8 @@ from typing import (
 
 import numpy as np
 
-from cpu3d.compare.experiment import Json
 from cpu3d.compare.run import Failed, PlannedRun
+from cpu3d.compare.variants import Json
 from cpu3d.data.store import Store, grid_size
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.inference.scores import METRICS

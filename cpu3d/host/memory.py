@@ -89,13 +89,14 @@ def reserve(job: Job) -> None:
 
 def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
     """TensorFlow's own count of its largest heap, in bytes; None if the allocator keeps none
-    (oneDNN off)."""
+    (oneDNN off), or has counted nothing: all tensors are below 256 KiB."""
     import tensorflow as tf
 
     try:
-        return int(tf.config.experimental.get_memory_info(device)["peak"])
+        peak_bytes = int(tf.config.experimental.get_memory_info(device)["peak"])
     except (ValueError, KeyError, tf.errors.OpError):
         return None
+    return peak_bytes if peak_bytes > 0 else None
 
 
 # --- NUMA nodes, by system call without libnuma; of the calling thread, and of threads that it

@@ -85,7 +85,7 @@ class RunStatus:
     step: int
     steps: Optional[int]
     step_s: Optional[float]  # median of the recent ones
-    # At the pace of this attempt, validations and saves included; None unless it runs.
+    # At the pace of its recent steps, validations and saves included; None unless it runs.
     seconds_left: Optional[float]
     recent_steps: int  # that loss and Dice are means of
     loss: Optional[float]

@@ -12,7 +12,7 @@ import math
 import statistics
 from array import array
 from dataclasses import dataclass
-from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Union
+from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -23,6 +23,10 @@ Events = Sequence[Event]
 
 # The kinds of event of which the last one shows whether a run has ended.
 COURSE = ("start", "step", "end")
+# What the seconds of a step depend on beside the host, and of the host, as the first event of an
+# attempt has it.
+WAY = ("workers", "device", "precision", "policy", "micro_batch", "grid")
+HOST = ("cpu", "cores", "instructions")
 RECENT = 50  # steps that a run's present loss and pace are of
 LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
 
@@ -193,11 +197,24 @@ class History:
             self._peaks[name] = max(size_bytes, self._peaks.get(name, 0))
 
 
+def take_as_long(before: Event, now: Event) -> bool:
+    """Whether steps of two attempts take the same time, by their first events: both are computed in
+    the same way, on a host of the same kind. Not so if something of it was not logged."""
+    for first, second, names in (
+        (before, now, WAY),
+        (before.get("host", {}), now.get("host", {}), HOST),
+    ):
+        for name in names:
+            if first.get(name) is None or first[name] != second.get(name):
+                return False
+    return True
+
+
 class _Steps:
     """The steps of a run at one resolution."""
 
-    def __init__(self, predicted_s: Optional[float] = None):
-        self.predicted_s = predicted_s  # of a step
+    def __init__(self) -> None:
+        self.predicted_s: Optional[float] = None  # of a step
         self.recent_s: Deque[float] = collections.deque(maxlen=RECENT)
 
     def error(self) -> Optional[float]:
@@ -219,22 +236,30 @@ class _Steps:
 
 
 class Pace:
-    """The pace of a run's last attempt: coarse steps and full ones apart."""
+    """The pace of a run's last attempt, and of those before it whose steps took as long: coarse
+    steps and full ones apart."""
 
     def __init__(self, events: Iterable[Event] = ()):
+        self.start: Event = {}  # the first event of the last attempt
         self._begin_attempt({"step": 0})
         for event in events:
             self.note(event)
 
     def _begin_attempt(self, start: Event) -> None:
-        """Forget the attempt before; `start` is the first event of the new one."""
+        """Forget the attempt before, unless its steps took as long; `start` is the first event of
+        the new one."""
+        if not take_as_long(self.start, start):
+            self._since: int = start["step"]  # of the steps that count
+            self._beside_s = 0.0  # of validations and saves
+            self._full = _Steps()
+            self._coarse = _Steps()
         predicted = start.get("predicted", {})
+        self.start = start
         self._begin: int = start["step"]
         self._step = start["step"]
         self._coarse_steps: int = start.get("coarse_steps", 0)
-        self._beside_s = 0.0  # of validations and saves
-        self._full = _Steps(predicted.get("step_s"))
-        self._coarse = _Steps(predicted.get("coarse", {}).get("step_s"))
+        self._full.predicted_s = predicted.get("step_s")
+        self._coarse.predicted_s = predicted.get("coarse", {}).get("step_s")
 
     def note(self, event: Event) -> None:
         """Count an event."""
@@ -258,6 +283,11 @@ class Pace:
         """The median seconds of the recent steps on the grid of a step; None if there are none."""
         return median(self._kind(step).recent_s)
 
+    def measured(self, *, coarse: bool) -> Tuple[int, Optional[float]]:
+        """The number of recent steps in full, or coarse ones, and their median seconds."""
+        recent_s = self._coarse.recent_s if coarse else self._full.recent_s
+        return len(recent_s), median(recent_s)
+
     def _kind(self, step: int) -> _Steps:
         return self._coarse if step <= self._coarse_steps else self._full
 
@@ -279,7 +309,7 @@ class Pace:
             if count and step_s is None:
                 return None
             left_s += count * (step_s or 0.0)
-        done = self._step - self._begin
+        done = self._step - self._since
         if done > 0:
             left_s += (steps - step) * (self._beside_s / done)
         return left_s if left_s <= LONGEST_S else None

@@ -38,6 +38,7 @@ from cpu3d.host.apply import engine_name, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import host_share
 from cpu3d.plan import Plan, make_plan
+from cpu3d.plan_text import plan_lines
 from cpu3d.processes import is_trained
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config
@@ -91,7 +92,8 @@ def train(
     MemoryRunsOutError and WorkerLostError."""
     if mlflow:
         require_mlflow()
-    refuse_folds(run_folder)
+    if read_cluster(os.environ).is_chief:  # the others do not write there
+        check_place(Path(run_folder))
     call = _Call(Path(store_folder), Path(run_folder), settings or {}, force=force)
     call.decide()
     cluster = call.cluster
@@ -133,18 +135,26 @@ def show_plan(options: Options, settings: Dict[str, Any]) -> None:
     unless forced, DoesNotFitError, as `train` does before it writes."""
     if options.mlflow:
         require_mlflow()
-    refuse_folds(options.run)
-    check_folder(options.run, "run")
-    refuse_foreign(options.run)
+    check_place(options.run)
     call = _Call(options.store, options.run, settings, force=options.force)
     plan = call.made_plan()
     if options.json:
         print(json.dumps(plan.to_json()))
     else:
-        say(*plan.describe(call.host), stderr=False)
+        say(*plan_lines(plan, call.host), stderr=False)
     steps = 0 if plan.config.has_open_length else plan.steps
     if not is_trained(options.run, steps):  # one that is takes no memory
         call.refuse_what_does_not_fit()
+
+
+def check_place(run_folder: Path) -> None:
+    """Raise InputError unless a run can be written to, or continued in, `run_folder`."""
+    refuse_folds(run_folder)
+    check_folder(run_folder, "run")
+    for path in (run_folder / name for name in ("checkpoints", "heartbeats", "logs")):
+        if path.exists():
+            check_folder(path, "folder of the run")
+    refuse_foreign(run_folder)
 
 
 OF_DATA = ("dataset.json", "imagesTr", "labelsTr", "manifest.json", "source.json")
@@ -213,7 +223,7 @@ class _Call:
         get its plan."""
         if self.cluster.is_chief:
             self.made_plan()
-            say(*self.plan.describe(self.host))
+            say(*plan_lines(self.plan, self.host))
             self.engine = left_open(self.plan.config.engine)
             self.device = self.plan.config.device
             if self.plan.saved is None:
@@ -256,7 +266,6 @@ def _lock_of_chief(cluster: Cluster, run_folder: Path) -> Iterator[None]:
         return
     writable_folder(run_folder, "run")
     with locked(run_folder, "run"):
-        refuse_foreign(run_folder)
         (run_folder / "checkpoints").mkdir(exist_ok=True)
         remove_partials(run_folder, run_folder / "checkpoints")
         yield

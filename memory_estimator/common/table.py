@@ -6,6 +6,7 @@ step") console.print(table), table.markdown(), table.html()"""
 
 import html
 import io
+import textwrap
 from dataclasses import dataclass
 from typing import Any, Dict, List, Sequence
 
@@ -67,6 +68,15 @@ class Table:
         return table
 
     __rich__ = rich
+
+    def lines(self) -> List[str]:
+        """Lines of plain text, of WIDTH at most, as `train` prints among others."""
+        from rich.console import Console
+
+        text = io.StringIO()
+        Console(file=text, width=WIDTH).print(self)
+        lines = textwrap.dedent(text.getvalue()).splitlines()
+        return [line.rstrip() for line in lines if line.strip()]
 
     def markdown(self) -> List[str]:
         """Lines of a GitHub table; the title stands above it and the caption below it, each a

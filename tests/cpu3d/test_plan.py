@@ -24,8 +24,11 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.fits import check_fits
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, make_plan, save_plan
+from cpu3d.plan_text import plan_lines
 from cpu3d.run.checkpoint import BEST, POSTPROCESSING
 from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.log import append_event, read_events
+from cpu3d.run.summary import Pace
 from cpu3d.settings import RunConfig
 from memory_estimator import __main__ as estimator
 from memory_estimator.common.units import format_bytes, format_seconds
@@ -34,7 +37,7 @@ from memory_estimator.host import Host
 from memory_estimator.job import Job
 from memory_estimator.planner import check_patch, gpu_bytes, patch_shapes, usual_patch
 from memory_estimator.sources import read_run
-from memory_estimator.training import Done, whole_volume_bytes
+from memory_estimator.training import Done, OwnSteps, whole_volume_bytes
 from models.config import POLICIES, UNetConfig
 from models.layer_plan import layer_plan
 from models.strides import network_grid, strides_text
@@ -77,16 +80,17 @@ def test_a_plan_is_saved_with_all_that_was_decided(phantom_store, tmp_path):
     assert content["reasons"]["policy"].startswith(
         f"policy {content['config']['unet']['policy']}: "
     )
-    text = " ".join(plan.describe(HOST))
-    for word in (
-        "allocator peak",
-        "process peak",
-        "of 20.00 GiB free",
-        "a step",
-        "a volume",
-        "an epoch",
+    text = " ".join(plan_lines(plan, HOST))
+    full = plan.forecast.full
+    for figure in (
+        "20.00 GiB free",
+        format_bytes(plan.forecast.upper_bound_bytes),
+        format_bytes(full.process_peak_bytes),
+        format_seconds(full.step_s),
+        format_seconds(full.epoch_s),
+        format_seconds(plan.forecast.all_s),
     ):
-        assert word in text
+        assert figure in text
 
 
 @pytest.mark.parametrize(("flip", "times"), [(True, 1), (False, 0)])
@@ -94,7 +98,7 @@ def test_labels_that_pair_left_and_right_are_named_once(phantom_store, tmp_path,
     names = dict(enumerate(("background", "Kidney_L", "Kidney_R", "liver")))
     manifest = dataclasses.replace(phantom_store.manifest, labels=names)
     store = Store(phantom_store.folder, manifest)
-    lines = planned(store, tmp_path, flip=flip).describe(HOST)
+    lines = plan_lines(planned(store, tmp_path, flip=flip), HOST)
     assert sum("Kidney_L and Kidney_R" in line for line in lines) == times
 
 
@@ -819,8 +823,9 @@ def test_the_plan_of_a_run_that_goes_on_has_what_is_left_and_the_whole(phantom_s
     left_s = steps_s + forecast.validation_s / 4 + forecast.postprocessing_s
     assert again.left_s == pytest.approx(left_s)
     assert (again.to_json()["done"], again.to_json()["left_s"]) == (12, again.left_s)
-    printed = " ".join(again.describe(HOST))
-    assert f"{format_seconds(left_s)} left after step 12, of {first.forecast.hours}" in printed
+    printed = " ".join(plan_lines(again, HOST))
+    assert f"{format_seconds(left_s)} after step 12" in printed
+    assert f"{format_seconds(first.forecast.all_s)} in all" in printed
     (tmp_path / "checkpoints/step-00000016.npz").touch()
     assert plan().left_s == pytest.approx(forecast.postprocessing_s)
     decided = tmp_path / POSTPROCESSING
@@ -839,13 +844,93 @@ def test_of_a_budget_what_is_not_spent_is_left(phantom_store, tmp_path, spent_s,
     course = dataclasses.replace(plan.forecast.course, budget_s=60.0, steps=10**9, validations=0)
     forecast = dataclasses.replace(plan.forecast, course=course)
     done = Done(steps=12, steps_s=spent_s, is_decided=True)
-    assert forecast.left_s(done) == pytest.approx(left_s)
+    assert forecast.left(done).all_s == pytest.approx(left_s)
+
+
+@pytest.mark.parametrize(
+    ("done", "left_s"),
+    [
+        (Done(12), 1 * 1.0 + 3 * 4.0),
+        # each coarse step takes twice what is predicted, so that each full one would too
+        (Done(12, coarse=OwnSteps(11, 2.0)), 1 * 2.0 + 3 * 8.0),
+        (Done(14, full=OwnSteps(3, 5.0), coarse=OwnSteps(12, 2.0)), 2 * 5.0),
+    ],
+)
+def test_steps_that_are_left_take_what_those_before_them_took(
+    phantom_store, tmp_path, done, left_s
+):
+    settings = {"depth": 3, "curriculum": "half", "steps": 16}
+    forecast = make_plan(phantom_store, tmp_path, HOST, settings).forecast
+    made = dataclasses.replace(
+        forecast,
+        course=dataclasses.replace(forecast.course, coarse_steps=13, validations=0, decided=0),
+        full=dataclasses.replace(forecast.full, step_s=4.0),
+        coarse=dataclasses.replace(forecast.coarse, step_s=1.0),
+    )
+    assert made.left(done).all_s == pytest.approx(left_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "last", "takes_own"),
+    [
+        ({}, 12, True),
+        ({}, 3, False),  # of these the first one compiles
+        ({"policy": "lean"}, 12, False),
+        ({"workers": 2}, 12, False),
+        ({"host": {**HOST.summary(), "cpu": "another CPU"}}, 12, False),
+        ({"host": None}, 12, False),  # not logged
+    ],
+)
+def test_a_run_that_goes_on_is_planned_at_its_own_pace_if_it_goes_on_alike(
+    phantom_store, tmp_path, changes, last, takes_own
+):
+    def plan():
+        settings = {"depth": 3, "curriculum": "half", "steps": 16, "policy": "speed"}
+        return make_plan(phantom_store, tmp_path, HOST, settings)
+
+    config = plan().config
+    save_config(config, tmp_path)
+    with_checkpoint(tmp_path, step=12)
+    predicted_s = plan().left_s
+    start = {
+        "event": "start",
+        "step": 0,
+        "steps": 16,
+        "coarse_steps": config.coarse_steps,
+        "workers": 1,
+        "device": "cpu",
+        "precision": config.unet.dtype,
+        "policy": "speed",
+        "micro_batch": config.micro,
+        "grid": list(config.grid),
+        "host": HOST.summary(),
+        "predicted": plan().predicted,
+    }
+    logged = {name: value for name, value in {**start, **changes}.items() if value is not None}
+    append_event(tmp_path, logged)
+    for step in range(1, last + 1):
+        append_event(tmp_path, {"event": "step", "step": step, "step_s": 77.0})
+    again = plan()
+    printed = " ".join(plan_lines(again, HOST))
+    assert ("its own last 11 coarse steps" in printed) == takes_own
+    if not takes_own:
+        assert again.left_s == pytest.approx(predicted_s)
+        return
+    # 1 of the 13 coarse steps, 3 in full
+    off = 77.0 / again.forecast.coarse.step_s
+    steps_s = 77.0 + 3 * off * again.forecast.full.step_s
+    assert again.forecast.left(again.done).steps_s == pytest.approx(steps_s)
+    assert again.left_s > steps_s
+    # what the bar and `status` have at the start of the next attempt
+    pace = Pace([*read_events(tmp_path), {**start, "step": 12}])
+    assert pace.seconds_left(12, 16) == pytest.approx(steps_s)
 
 
 @pytest.mark.parametrize("steps", [16, 17, 40])
 def test_nothing_is_left_of_a_run_that_is_made_shorter_than_it_is(phantom_store, tmp_path, steps):
     forecast = make_plan(phantom_store, tmp_path, HOST, {"steps": 16}).forecast
-    assert forecast.left_s(Done(steps=steps, steps_s=9.0, is_decided=True)) == pytest.approx(0)
+    done = Done(steps=steps, steps_s=9.0, is_decided=True)
+    assert forecast.left(done).all_s == pytest.approx(0)
 
 
 def test_a_run_that_goes_on_keeps_its_strides_and_its_policy_and_says_so(phantom_store, tmp_path):
@@ -868,11 +953,10 @@ def test_peaks_of_the_run_are_printed_beside_those_of_a_step(phantom_store, tmp_
     predicted = plan.predicted
     assert predicted["run_process_peak_bytes"] == forecast.process_peak_bytes
     assert predicted["run_allocator_peak_bytes"] == forecast.allocator_peak_bytes
-    lines = plan.describe(HOST)
-    for name, peaks in (("a step", step), ("the run", forecast)):
-        (line,) = [line for line in lines if line.startswith(f"plan: {name}")]
-        assert f"allocator peak {format_bytes(peaks.allocator_peak_bytes)}" in line
-        assert f"process peak {format_bytes(peaks.process_peak_bytes)}" in line
+    lines = plan_lines(plan, HOST)
+    for peaks in (step, forecast):
+        figures = [peaks.allocator_peak_bytes, peaks.process_peak_bytes]
+        assert any(all(format_bytes(figure) in line for figure in figures) for line in lines)
 
 
 def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_path):
@@ -883,10 +967,10 @@ def test_a_longer_run_that_keeps_its_coarse_steps_says_so(phantom_store, tmp_pat
 
     save_config(plan(steps=6).config, tmp_path)
     with_checkpoint(tmp_path)
-    printed = " ".join(plan(steps=8400).describe(HOST))
+    printed = " ".join(plan_lines(plan(steps=8400), HOST))
     assert re.search(r"coarse steps: 5, .* 8400 steps would have 7000", printed)
-    assert "coarse steps: 5" not in " ".join(plan(steps=6).describe(HOST))
-    of_minutes = " ".join(plan(budget_minutes=30.0).describe(HOST))
+    assert "coarse steps: 5" not in " ".join(plan_lines(plan(steps=6), HOST))
+    of_minutes = " ".join(plan_lines(plan(budget_minutes=30.0), HOST))
     assert "coarse steps: 5" in of_minutes
     assert "would have" not in of_minutes, "how many steps fit is not known yet"
 
@@ -1304,7 +1388,7 @@ def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(
 
 def test_a_card_whose_free_memory_is_unknown_is_taken(phantom_store):
     check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
-    assert "of the card" in " ".join(Plan(ON_CARD, phantom_store).describe(HOST))
+    assert "of the card" in " ".join(plan_lines(Plan(ON_CARD, phantom_store), HOST))
 
 
 def test_a_card_sets_device_dtype_and_patch(phantom_store, tmp_path):

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
-from cpu3d.compare.experiment import as_options
+from cpu3d.compare.variants import as_options
 from cpu3d.data.augment import LATER, AugmentConfig
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import config_from_json, differences, load_config, save_config

@@ -98,7 +98,41 @@ def test_the_fastest_policy_that_fits_is_picked_and_said(monkeypatch, capsys):
     )
     assert content["job"]["policy"] == content["job"]["unet"]["policy"] == policy
     assert main(ask.split()) == 0
-    assert f"policy {policy} picked: {choice['reason']}" in capsys.readouterr().out
+    assert f"policy {policy}: {choice['reason']}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ("", (240, 240, 160)),
+        ("--depth 6", (256, 256, 160)),
+        ("--strides 2,2,1 2,2,2", (240, 240, 156)),
+        ("--spacing 1 1 1", (240, 240, 160)),
+        ("--depth 2 --strides 2,2,1", None),
+    ],
+)
+def test_a_shape_is_padded_to_what_the_network_halves_and_the_grid_is_named(options, shape, capsys):
+    ask = f"--shape 240 240 155 --threads 2 --host-memory 64GiB {options}"
+    content = answer(ask, capsys)
+    assert content["job"]["shape"] == list(shape or (240, 240, 155))
+    grids = [re.findall(r"\d+ x \d+ x \d+", note) for note in content["notes"] if "padded" in note]
+    named = [["240 x 240 x 155", " x ".join(map(str, shape))]] if shape else []
+    assert grids == named
+
+
+def test_the_grid_of_a_recipe_is_padded_to_other_levels(capsys):
+    content = answer("--recipe brats-regions --depth 6 --threads 2 --host-memory 64GiB", capsys)
+    assert content["job"]["shape"] == [160, 192, 160]
+    assert any("144 x 192 x 144" in note for note in content["notes"])
+
+
+def test_of_a_step_whose_tensors_the_allocator_does_not_count_no_peak_is_printed(capsys):
+    tiny = "--shape 8 8 8 --filters 2 --depth 2 --threads 2 --host-memory 8GiB"
+    assert answer(tiny, capsys)["allocator_peak_bytes"] == 0
+    assert main(tiny.split()) == 0
+    printed = capsys.readouterr().out
+    assert "process peak of a step" in printed
+    assert "allocator peak of a step" not in printed
 
 
 def test_a_recipe_is_a_job_and_options_win_over_it(capsys):
@@ -244,7 +278,6 @@ def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--shape 240 240 155", "pad to (240, 240, 160) or crop to (240, 240, 144)"),
         (
             "--shape 64 64 64 --cases 3 --batch 16",
             "--batch must be at most the 3 training cases, got 16",

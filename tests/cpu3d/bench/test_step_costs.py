@@ -118,7 +118,6 @@ def test_the_job_is_that_of_the_options_the_recipe_or_the_run(requests, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--shape 16 16 17 --depth 3", "shape (16, 16, 17) must be divisible by 4"),
         ("--batch 4 --micro-batch 3", "--micro-batch must divide the batch of 4, got 3"),
         ("--peer no-such-program", "peer 'no-such-program' must end with a line of JSON"),
         (
@@ -138,6 +137,11 @@ def test_bad_settings_are_refused_before_ours_are_measured(arguments, message, r
     assert main(["bench", "step", *shlex.split(arguments)]) == 2
     assert message in capsys.readouterr().err
     assert not requests
+
+
+def test_a_shape_is_padded_and_the_grid_that_is_measured_is_named(requests, capsys):
+    main(["bench", "step", "--shape", "16", "16", "17", "--depth", "3"])
+    assert "16 x 16 x 20" in capsys.readouterr().err
 
 
 FACTS = {

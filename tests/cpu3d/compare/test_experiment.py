@@ -9,16 +9,12 @@ import pytest
 
 from cpu3d.chosen import SETTINGS
 from cpu3d.compare import experiment
-from cpu3d.compare.experiment import (
-    Budget,
-    Kept,
-    Options,
+from cpu3d.compare.experiment import Budget, Kept, Options, courses, resumed
+from cpu3d.compare.variants import (
     as_options,
-    courses,
     parse_variant,
     read_train_options,
     resolve_variants,
-    resumed,
     usual_variants,
 )
 from cpu3d.data.fold import with_fold
@@ -194,7 +190,7 @@ def test_a_comparison_of_a_version_before_goes_on_with_its_levels_and_patches(
         return Kept(asked, [0], plan)
 
     with monkeypatch.context() as before:  # which had five levels on any volume
-        for module in ("cpu3d.decisions", "cpu3d.compare.experiment"):
+        for module in ("cpu3d.decisions", "cpu3d.compare.variants"):
             before.setattr(f"{module}.depth_of_store", lambda *_: (5, ""))
         kept = asked_for()
     assert asked_for().asked["variants"] != kept.asked["variants"]  # the patches are smaller

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d.host.memory import peak_rss_bytes, resident
+from cpu3d.host.memory import allocator_peak_bytes, peak_rss_bytes, resident
 
 MIB = 2**20
 
@@ -30,3 +30,11 @@ def test_memory_that_is_written_to_counts_as_anonymous_and_raises_the_peak():
 
 def test_a_process_that_has_ended_holds_nothing():
     assert resident(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(("peak", "counted"), [(2**20, 2**20), (0, None), (-(2**20), None)])
+def test_an_allocator_that_has_counted_nothing_has_no_peak(monkeypatch, peak, counted):
+    import tensorflow as tf
+
+    monkeypatch.setattr(tf.config.experimental, "get_memory_info", lambda device: {"peak": peak})
+    assert allocator_peak_bytes() == counted

@@ -29,6 +29,16 @@ START = {
     "predicted": {"step_s": 5.0, "coarse": {"step_s": 1.0}},
     "coarse_steps": 2,
 }
+HERE = {
+    **START,
+    "workers": 1,
+    "device": "cpu",
+    "precision": "float32",
+    "policy": "speed",
+    "micro_batch": 1,
+    "grid": [8, 8, 8],
+    "host": {"cpu": "a CPU", "cores": 2, "instructions": "avx2"},
+}
 STEP = {
     "event": "step",
     "step": 1,
@@ -324,6 +334,18 @@ def steps(first, *seconds):
             3.5,
         ),
         ([{"event": "start", "step": 20, "predicted": {}}, *steps(21, 60.0)], None),
+        # One whose steps took as long does: 6 s beside 4 steps. The first of each compiles.
+        (
+            [
+                HERE,
+                *steps(21, 60, 9, 9),
+                {**SCORE, "step": 23, "seconds": 6.0},
+                {**HERE, "step": 23},
+                *steps(24, 60),
+            ],
+            10.5,
+        ),
+        ([HERE, *steps(21, 60, 9, 9), {**HERE, "step": 23, "policy": "lean"}], 5.0),
     ],
 )
 def test_what_is_left_is_at_the_pace_of_the_last_attempt(events, step_s):

@@ -334,6 +334,18 @@ def test_a_run_is_not_written_among_data(phantom_store, tmp_path, capsys, name, 
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("place", ["run", "run/checkpoints"])
+def test_a_run_that_cannot_be_written_is_refused_before_anything_is_planned(
+    phantom_store, tmp_path, capsys, place
+):
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("a file")
+    words = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
+    assert main(["train", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path / place} must be a folder to write to, got a file" in line
+
+
 @pytest.mark.parametrize("more", [(), ("--folds", "2")])
 def test_a_dry_run_prints_the_plan_and_writes_nothing(phantom_store, tmp_path, capsys, more):
     place = ["--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
@@ -437,7 +449,7 @@ def test_a_run_that_may_not_fit_is_refused_before_anything_is_written(
         main(["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]) == 3
     )
     errors = capsys.readouterr().err
-    for part in ("plan: a step: allocator peak", "got 10 MiB free", "--force"):
+    for part in ("does not fit: needs up to", "got 10 MiB free", "--force"):
         assert part in errors
     assert not (tmp_path / "run").exists()
 

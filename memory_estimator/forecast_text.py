@@ -1,0 +1,117 @@
+"""The forecast of a training for reading, as `train` and `estimate` print it: its steps in a table,
+its memory and its time each in a line.
+
+    steps_table(forecast).lines()
+    time_line(forecast)          # "3.4 h in all: 3.1 h of steps, 12 min of validation"
+"""
+
+from typing import List, Optional, Sequence, Tuple
+
+from memory_estimator.accuracy import Bound
+from memory_estimator.common.table import Table
+from memory_estimator.common.units import by, counted, format_bytes, format_seconds
+from memory_estimator.estimate import Estimate
+from memory_estimator.training import NOTHING_DONE, Done, Forecast, Times
+
+COLUMNS = ("", "steps", "grid", "a step", "allocator peak", "process peak")
+
+
+def steps_table(forecast: Forecast, done: Done = NOTHING_DONE, *, errors: bool = True) -> Table:
+    """The steps of a training by their grid, with their seconds and memory; the memory of the whole
+    run, with its validations; and how far such predictions have been off, unless `errors` stand
+    elsewhere."""
+    course = forecast.course
+    paced = forecast.at_pace_of(done)
+    coarse_steps = min(course.coarse_steps, course.steps)
+    rows: List[Sequence[str]] = []
+    if paced.coarse:
+        rows.append(_row("coarse steps", coarse_steps, paced.coarse))
+    name = "full steps" if paced.coarse else "steps"
+    rows.append(_row(name, course.steps - coarse_steps, paced.full))
+    peaks = (forecast.allocator_peak_bytes, forecast.process_peak_bytes)
+    rows.append(("the whole run", str(course.steps), "", "", *map(_peak, peaks)))
+    if errors:
+        full = forecast.full
+        bounds = [full.bound("step_s"), full.bound("allocator_peak"), full.bound("process_peak")]
+        if paced is not forecast:  # their seconds are measured
+            bounds[0] = None
+        rows += _error_rows(bounds)
+    return Table(COLUMNS, rows)
+
+
+def verdict(needed_bytes: int, memory_bytes: int, label: str) -> str:
+    """Whether it fits, in one sentence; `label` describes `memory_bytes`, such as "free on this
+    host"."""
+    spare_bytes = memory_bytes - needed_bytes
+    needed = f"needs up to {format_bytes(needed_bytes)}"
+    memory = f"{format_bytes(memory_bytes)} {label}"
+    difference = format_bytes(abs(spare_bytes))
+    if spare_bytes < 0:
+        return f"does not fit: {needed}, {memory}, {difference} short"
+    return f"fits: {needed}, {memory}, {difference} to spare"
+
+
+def time_line(forecast: Forecast, done: Done = NOTHING_DONE) -> str:
+    """The time of a training of which so much is done, such as "5.2 h in all: 4.8 h of steps,
+    20 min of validation, 4 min of post-processing"."""
+    times = forecast.at_pace_of(done).times
+    return f"{format_seconds(times.all_s)} in all{_parts(times)}"
+
+
+def left_line(forecast: Forecast, done: Done) -> str:
+    """The same of what is left of it."""
+    times = forecast.left(done)
+    return f"{format_seconds(times.all_s)} after step {done.steps}{_parts(times)}"
+
+
+def pace_line(forecast: Forecast, done: Done) -> str:
+    """What the seconds of a training follow from that has taken steps of its own, such as "by its
+    own last 50 coarse steps of 1.2 s; full steps as predicted, times 1.21 by these"; "" if it has
+    taken none."""
+    coarse = done.coarse if forecast.coarse else None
+    own = []
+    for name, steps in (("coarse", coarse), ("full", done.full)):
+        if steps:
+            own.append(f"{counted(steps.count, f'{name} step')} of {format_seconds(steps.step_s)}")
+    if not own:
+        return ""
+    line = f"by its own last {' and '.join(own)}"
+    paced = forecast.at_pace_of(done)
+    if done.full is None:
+        off = paced.full.step_s / forecast.full.step_s
+        line += f"; full steps as predicted, times {off:.2f} by these"
+    return line
+
+
+# --- Private helpers ---
+
+
+def _row(name: str, count: int, step: Estimate) -> Sequence[str]:
+    grid = by(step.job.shape, " x ")
+    peaks = (step.allocator_peak_bytes, step.process_peak_bytes)
+    return (name, str(count), grid, format_seconds(step.step_s), *map(_peak, peaks))
+
+
+def _peak(size_bytes: int) -> str:
+    """Bytes for a cell; "-" for none: TensorFlow counts no tensors below 256 KiB."""
+    return format_bytes(size_bytes or None)
+
+
+def _error_rows(bounds: Sequence[Optional[Bound]]) -> List[Sequence[str]]:
+    """Rows of how far figures have been off; none if that is not known of any of them."""
+    if not any(bounds):
+        return []
+    usual = [f"± {bound.median:.1%}" if bound else "" for bound in bounds]
+    worst = [f"{bound.worst:.1%}" if bound else "" for bound in bounds]
+    return [("usually off by", "", "", *usual), ("at worst by", "", "", *worst)]
+
+
+def _parts(times: Times) -> str:
+    """Seconds by what takes them, after a colon; "" if nothing is left."""
+    named: Tuple[Tuple[str, float], ...] = (
+        ("steps", times.steps_s),
+        ("validation", times.validation_s),
+        ("post-processing", times.postprocessing_s),
+    )
+    parts = [f"{format_seconds(seconds)} of {name}" for name, seconds in named if seconds]
+    return f": {', '.join(parts)}" if parts else ""

@@ -1,0 +1,95 @@
+"""A forecast for reading: its figures, worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from memory_estimator.accuracy import load_accuracy
+from memory_estimator.calibration import load_constants
+from memory_estimator.forecast_text import left_line, pace_line, steps_table, time_line, verdict
+from memory_estimator.job import Job
+from memory_estimator.training import Done, OwnSteps, RunCourse
+from models.config import UNetConfig
+
+GIB = 2**30
+COURSE = RunCourse(steps=20, coarse_steps=15, coarse_shape=(16, 16, 16))
+
+
+@pytest.fixture(scope="module")
+def forecast():
+    """15 coarse steps of 2 s, then 5 full ones of 10 s."""
+    job = Job(UNetConfig(filters=4, depth=3), (32, 32, 32), threads=2)
+    made = COURSE.forecast(job, load_constants("avx2"), load_accuracy())
+    return dataclasses.replace(
+        made,
+        full=dataclasses.replace(made.full, step_s=10.0),
+        coarse=dataclasses.replace(made.coarse, step_s=2.0),
+    )
+
+
+def words(table):
+    return [cell for row in table.rows for cell in row]
+
+
+def test_a_table_has_steps_grids_seconds_and_peaks(forecast):
+    cells = words(steps_table(forecast))
+    for cell in ("15", "5", "20", "16 x 16 x 16", "32 x 32 x 32", "2 s", "10 s"):
+        assert cell in cells
+
+
+def test_own_steps_are_in_the_table_and_their_errors_are_not(forecast):
+    done = Done(12, coarse=OwnSteps(11, 3.0))
+    cells = words(steps_table(forecast, done))
+    assert "3 s" in cells
+    assert "15 s" in cells  # in full as predicted, times 1.5
+    assert "2 s" not in cells
+
+
+def test_what_predictions_have_been_off_by_is_in_the_table():
+    job = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
+    course = RunCourse(steps=4)
+    known = course.forecast(job, load_constants("avx512_bf16"), load_accuracy(versions=None))
+    bound = known.full.bound("step_s")
+    assert f"± {bound.median:.1%}" in words(steps_table(known))
+    assert f"{bound.worst:.1%}" in words(steps_table(known))
+    own = words(steps_table(known, Done(2, full=OwnSteps(3, 1.0))))
+    assert f"{bound.worst:.1%}" not in own
+
+
+def test_a_peak_that_the_allocator_does_not_count_is_not_printed(forecast):
+    tiny = Job(UNetConfig(filters=2, depth=2), (8, 8, 8), threads=2)
+    alone = RunCourse(steps=4).forecast(tiny, load_constants("avx2"), load_accuracy())
+    assert alone.full.allocator_peak_bytes == 0
+    assert "0 KiB" not in words(steps_table(alone))
+
+
+def test_lines_have_the_time_in_all_and_what_is_left(forecast):
+    assert "80 s in all" in time_line(forecast)
+    assert "56 s after step 12" in left_line(forecast, Done(12))  # 3 of 2 s, 5 of 10 s
+    own = Done(12, coarse=OwnSteps(11, 3.0))
+    assert "2 min in all" in time_line(forecast, own)
+    assert "84 s after step 12" in left_line(forecast, own)
+
+
+@pytest.mark.parametrize(
+    ("done", "figures"),
+    [
+        (Done(12), []),
+        (Done(12, coarse=OwnSteps(11, 3.0)), ["11 coarse steps", "3 s", "1.50"]),
+        (Done(19, full=OwnSteps(3, 9.0)), ["3 full steps", "9 s"]),
+    ],
+)
+def test_what_the_seconds_follow_from_is_said(forecast, done, figures):
+    line = pace_line(forecast, done)
+    assert bool(line) == bool(figures)
+    for figure in figures:
+        assert figure in line
+
+
+@pytest.mark.parametrize(
+    ("needed", "says"), [(3, "1.00 GiB to spare"), (4, "0 KiB to spare"), (5, "1.00 GiB short")]
+)
+def test_whether_it_fits_is_one_sentence(needed, says):
+    sentence = verdict(needed * GIB, 4 * GIB, "free")
+    assert says in sentence
+    assert sentence.startswith("does not fit" if needed > 4 else "fits")
