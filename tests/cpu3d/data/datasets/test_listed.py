@@ -250,6 +250,34 @@ def test_a_field_of_a_decathlons_list_that_cannot_be_is_refused_by_its_name_and_
         read_dataset(decathlon(tmp_path / "data", 1, **changes))
 
 
+@pytest.mark.parametrize(("said", "warns"), [(2, False), (3, True), ("2", True), (None, False)])
+@pytest.mark.parametrize("make", [decathlon, lambda *args, **more: nnunet(*args, 1, **more)])
+def test_a_list_of_another_number_of_cases_than_it_names_is_a_warning(
+    tmp_path, capsys, make, said, warns
+):
+    raw = make(tmp_path / "data", 2, numTraining=said)
+    assert len(prepare(raw, tmp_path / "store", **ALL).cases) == 2
+    printed = capsys.readouterr().err
+    line = rf"^warning: numTraining of {raw}/dataset.json must be .* 2, got {said!r};"
+    assert bool(re.search(line, printed, re.MULTILINE)) == warns
+    assert printed.count("numTraining") == warns
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "nothing, it is empty"),
+        ('{"name": "a",\n "labels": {', r"line 2, column \d+, where a name in double quotes"),
+        ('{"name": "a"\n "labels": {}}', "line 2, column 2, where a comma"),
+    ],
+)
+def test_a_list_that_is_no_json_is_refused_with_the_place_of_the_fault(tmp_path, text, fault):
+    data = decathlon(tmp_path / "data", 1)
+    (data / "dataset.json").write_text(text)
+    with pytest.raises(InputError, match=rf"dataset\.json must be JSON.*, got .*{fault}"):
+        read_dataset(data)
+
+
 @pytest.mark.parametrize("size", ["4D", "3D", "3d", "", [240, 240, 155], 4, None])
 def test_a_size_that_is_not_read_refuses_no_data_set_but_one_of_2d_images(tmp_path, size):
     data = decathlon(tmp_path / "data", 1, tensorImageSize=size)
