@@ -29,6 +29,7 @@ from cpu3d.inference.postprocessing.choice import decide_from, too_few
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
+from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.heartbeat import DECIDING, Heartbeat, read_heartbeats
@@ -72,6 +73,7 @@ class Standing(enum.Enum):
     DECIDED = "decided with the present weights"
     EARLIER = "decided with the present weights by an earlier version, whose rules are not applied"
     OPEN = "not decided; the run's `train` decides it"
+    BEFORE = "not decided, by an earlier version, which did not do so after the last step"
     LACKS_STORE = "not decided, and the run's store is not there"
 
 
@@ -136,7 +138,12 @@ def standing_of(run: Path, config: RunConfig) -> Standing:
         store_of_run(config)
     except (InputError, OSError):
         return Standing.LACKS_STORE
-    return Standing.OPEN
+    # Only a version that decides plans on how many cases.
+    course = read_plan(run).get("course")
+    decides = isinstance(course, dict) and "decided" in course
+    if decides or (Path(run) / FILE).exists():
+        return Standing.OPEN
+    return Standing.BEFORE
 
 
 def _is_of_run(decision: Decision, weights: Path, config: RunConfig) -> bool:
