@@ -224,8 +224,7 @@ def _read_bytes(path: Path) -> bytes:
     InputError for a file that cannot be read, is empty, cut or damaged, or holds something else."""
     try:
         content = read_regular(path)
-        is_packed = content.startswith(GZIP)
-        unpacked = gzip.decompress(content) if is_packed else content
+        unpacked = gzip.decompress(content) if content.startswith(GZIP) else content
     except EOFError:
         rule = f"{path} must be whole gzip data"
         got = f"{len(content):,} bytes that end in the middle of it"
@@ -239,19 +238,20 @@ def _read_bytes(path: Path) -> bytes:
     kind = "a NIfTI file"
     if path.name.lower().endswith(".gz"):
         kind = "a NIfTI file in gzip data, as its name says"
-    if len(unpacked) < Nifti1Header.sizeof_hdr:
-        got = f"{count(len(unpacked), 'byte')}, less than a header"
-        if not unpacked:
-            got = "nothing, it is empty"
-        raise InputError(f"{path} must be {kind}, got {got}; fetch it again")
-    has_magic = unpacked[344:347] in (b"n+1", b"ni1")
-    if not is_packed and unpacked[:4] not in HEADER_SIZES and not has_magic:
-        raise InputError(f"{path} must be {kind}, got {_what_is(unpacked)}")
+    other = _other_content(unpacked)
+    if other:
+        raise InputError(f"{path} must be {kind}, got {other}")
     return unpacked
 
 
-def _what_is(content: bytes) -> str:
-    """What the content of a file is that is neither gzip data nor NIfTI, and what to do."""
+def _other_content(content: bytes) -> str:
+    """What content is that cannot be a NIfTI file, and what to do; "" for any other."""
+    if not content:
+        return "nothing, it is empty; fetch it again"
+    if content[:4] in HEADER_SIZES or content[344:347] in (b"n+1", b"ni1"):
+        if len(content) >= Nifti1Header.sizeof_hdr:
+            return ""
+        return f"{count(len(content), 'byte')}, less than a header; fetch it again"
     begin = content[:200].lstrip().lower()
     for mark, words in OTHER_FILES.items():
         if begin.startswith(mark):
