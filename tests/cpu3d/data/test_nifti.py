@@ -81,6 +81,7 @@ def test_what_is_no_nifti_is_refused(tmp_path, content):
         ("a.nii", b"P5 1000 " * 60, "be a NIfTI file, got other content"),
         ("a.nii.gz", gzip.compress(bytes(5000), mtime=0)[:30], "got 30 bytes that end in the"),
     ],
+    ids=range(10),
 )
 def test_a_file_that_is_empty_cut_or_something_else_is_named_for_what_it_is(
     tmp_path, name, content, got

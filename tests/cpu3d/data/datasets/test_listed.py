@@ -1,6 +1,7 @@
 """Raw data of nnU-Net 1 and 2, MONAI's lists, and regions by name: what is read, what it is
 prepared to, and what is refused."""
 
+import functools
 import json
 import re
 import shutil
@@ -251,7 +252,7 @@ def test_a_field_of_a_decathlons_list_that_cannot_be_is_refused_by_its_name_and_
 
 
 @pytest.mark.parametrize(("said", "warns"), [(2, False), (3, True), ("2", True), (None, False)])
-@pytest.mark.parametrize("make", [decathlon, lambda *args, **more: nnunet(*args, 1, **more)])
+@pytest.mark.parametrize("make", [decathlon, functools.partial(nnunet, version=1)])
 def test_a_list_of_another_number_of_cases_than_it_names_is_a_warning(
     tmp_path, capsys, make, said, warns
 ):
