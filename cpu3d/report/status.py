@@ -96,6 +96,7 @@ class FoldsStatus:
     is_fine: bool  # whether it runs or has finished
     phase: str  # what it does, such as "training fold 2/5"
     phase_s: Optional[float]
+    heard: str  # how old its heartbeat is, if it lives on another host; else ""
     folds: Tuple[FoldStatus, ...]
     seconds_left: Optional[float]  # in all; None unless it runs
 
@@ -116,13 +117,13 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     usual = _Usual.of(folds, taken_s)
     statuses = []
     each = []
-    busy = _phase_of_folds(folder, now)
+    trains = _worker_of(folder, now)
     for fold, run in runs.items():
         has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
         statuses.append(run_status(run, now, of_folds=True) if has_begun else None)
-        each.append(_fold_status(fold, run, statuses[-1], usual, busy))
+        each.append(_fold_status(fold, run, statuses[-1], usual, trains))
     lacking = [fold.fold for fold in each if fold.state != "scored"]
-    worker = _folds_worker(folder, lacking, now)
+    worker = _judged(trains, lacking)
     is_alive = worker.state in ALIVE
     left_s = [fold.seconds_left for fold in each]
     failed = [status for status in statuses if status and not status.is_fine]
@@ -144,6 +145,7 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         is_fine=worker.state in FINE,
         phase=worker.heartbeat.phase if worker.heartbeat and is_alive else "",
         phase_s=worker.phase_s if is_alive else None,
+        heard=_heard_from([worker]),
         folds=tuple(each),
         seconds_left=sum(left_s) if is_alive and None not in left_s else None,
     )
@@ -166,6 +168,8 @@ def describe_folds(status: FoldsStatus) -> Group:
     lines = []
     if status.phase:
         lines.append(("phase", f"{status.phase}, {format_seconds(round(status.phase_s))}"))
+    if status.heard:
+        lines.append(("heartbeat", status.heard))
     if status.seconds_left is not None:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
         left = format_seconds(round(status.seconds_left))
@@ -198,13 +202,14 @@ def describe(status: RunStatus) -> Group:
 # --- Private helpers: the state ---
 
 
-def _folds_worker(folder: Path, lacking: Sequence[str], now: float) -> WorkerStatus:
-    """The state of the process that trains folds, of which some have no current scores yet."""
+def _worker_of(folder: Path, now: float) -> WorkerStatus:
+    """The process that trains folds, by its heartbeat."""
     workers = workers_of(folder, read_heartbeats(folder), now)
-    if workers:
-        worker = workers[0]
-    else:
-        worker = WorkerStatus(0, "unknown", "there is no heartbeat")
+    return workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
+
+
+def _judged(worker: WorkerStatus, lacking: Sequence[str]) -> WorkerStatus:
+    """The state of the process that trains folds, of which some have no current scores yet."""
     if not lacking and worker.state in IDLE:
         return replace(worker, state="finished", detail="")
     if lacking and worker.state == "finished":
@@ -247,13 +252,12 @@ class _Usual:
         return cls(folds.training_s, validation_s, deciding_s, scoring_s)
 
 
-def _phase_of_folds(folder: Path, now: float) -> Tuple[str, float]:
-    """What the process that trains folds does, as "training fold 2/5", and for how many seconds;
-    ("", 0) unless it is alive."""
-    for worker in workers_of(folder, read_heartbeats(folder), now)[:1]:
-        if worker.state in ALIVE and worker.heartbeat:
-            return worker.heartbeat.phase, worker.phase_s + worker.beat_age_s
-    return "", 0.0
+def _seconds_in(worker: WorkerStatus, phase: str) -> float:
+    """For how many seconds a worker has been in a phase; 0 if it is in another, or not alive."""
+    beat = worker.heartbeat
+    if beat is None or beat.phase != phase or worker.state not in ALIVE:
+        return 0.0
+    return worker.phase_s + worker.beat_age_s
 
 
 def _fold_status(
@@ -261,15 +265,16 @@ def _fold_status(
     run: Path,
     status: Optional[RunStatus],
     usual: _Usual,
-    busy: Tuple[str, float],
+    trains: WorkerStatus,
 ) -> FoldStatus:
-    """The state of a fold, by that of its run if it has begun. `busy` is as of
-    `_phase_of_folds`."""
+    """The state of a fold, by that of its run if it has begun, and of the process that trains
+    folds."""
     state = status.state if status else "waiting"
     mean_dice = None
+    left_s: Optional[float]
     if state == "finished" and last_end(run).get("reason") in FINISHED and is_scored(run):
         state = "scored"
-        left_s: Optional[float] = 0.0
+        left_s = 0.0
         mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]
     elif state == "finished":
         left_s = usual.scoring_s
@@ -278,12 +283,11 @@ def _fold_status(
         if left_s is not None:
             left_s += usual.scoring_s or 0.0
     if left_s is not None:
-        phase, phase_s = busy
-        spent_s = 0.0  # of what no step counts
-        if phase == f"training fold {fold}":
-            spent_s = min(phase_s, START_S / 2)  # its process starts
-        elif phase == f"scoring fold {fold}":
-            spent_s = START_S / 2 + phase_s
+        # What no step counts: the starts of both processes, and scoring.
+        spent_s = min(_seconds_in(trains, f"training fold {fold}"), START_S / 2)
+        scoring_s = _seconds_in(trains, f"scoring fold {fold}")
+        if scoring_s:
+            spent_s = START_S / 2 + scoring_s
         left_s = max(left_s - spent_s, 0.0)
     step = status.step if status else 0
     steps = status.steps if status else None
@@ -306,16 +310,25 @@ def _training_left_s(status: Optional[RunStatus], usual: _Usual) -> Optional[flo
     else:
         return None
     deciding_s = usual.deciding_s
-    if status:
-        for worker in status.workers[:1]:
-            beat = worker.heartbeat
-            if beat and beat.phase == DECIDING and worker.state in ALIVE:
-                spent_s = worker.phase_s + worker.beat_age_s
-                deciding_s = max(deciding_s - spent_s, 0.0)
+    if status and status.workers:
+        deciding_s = max(deciding_s - _seconds_in(status.workers[0], DECIDING), 0.0)
     return steps_s + validations_s + deciding_s
 
 
 # --- Private helpers: the text ---
+
+
+def _heard_from(workers: Sequence[WorkerStatus]) -> str:
+    """How old the oldest heartbeat is of the workers that live on other hosts, as only that tells
+    whether they live; "" if all are of this one."""
+    elsewhere = [
+        worker for worker in workers if worker.lives and not is_of_this_place(worker.heartbeat)
+    ]
+    if not elsewhere:
+        return ""
+    oldest = max(elsewhere, key=lambda worker: worker.beat_age_s)
+    age = format_seconds(round(oldest.beat_age_s))
+    return f"{age} ago, of worker {oldest.rank} on {oldest.heartbeat.host_name}"
 
 
 def _styled(state: str) -> str:
@@ -387,16 +400,9 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         age = format_seconds(round(saved["age_s"]))
         text = f"step {saved['step']:,}, {age} ago, {format_bytes(saved['size_bytes'])}"
     lines.append(("checkpoint", text))
-    elsewhere = [
-        worker
-        for worker in status.workers
-        if worker.lives and not is_of_this_place(worker.heartbeat)
-    ]
-    if elsewhere:  # only their age tells that they are alive
-        oldest = max(elsewhere, key=lambda worker: worker.beat_age_s)
-        age = format_seconds(round(oldest.beat_age_s))
-        host = oldest.heartbeat.host_name
-        lines.append(("heartbeat", f"{age} ago, of worker {oldest.rank} on {host}"))
+    heard = _heard_from(status.workers)
+    if heard:
+        lines.append(("heartbeat", heard))
     beats = [worker.heartbeat for worker in status.workers if worker.lives]
     beats = [beat for beat in beats if beat.free_bytes is not None]
     if beats:  # the least, whose limit the table does not name

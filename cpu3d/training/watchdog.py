@@ -439,10 +439,11 @@ def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
     if error is None:
         return "finished", 0
     name = type(error).__name__
-    reason = str(error).strip().partition("\n")[0][:400]
+    text = fault_of(error) if isinstance(error, OSError) else str(error)
+    reason = text.strip().partition("\n")[0][:400]
     if not reason:
         reason = name
-    elif not hasattr(error, "exit_code"):
+    elif not hasattr(error, "exit_code") and not isinstance(error, OSError):
         reason = f"{name}: {reason}"
     return reason, exit_code_of(error)
 

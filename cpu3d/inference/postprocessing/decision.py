@@ -23,7 +23,7 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.store import Store
 from cpu3d.distributed.cluster import read_cluster
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, fault_of
 from cpu3d.inference.ensemble import trained_predictors
 from cpu3d.inference.postprocessing.choice import decide_from, too_few
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather
@@ -282,4 +282,5 @@ def _beating(run: Path, workers: int) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    text = fault_of(error) if isinstance(error, OSError) else str(error)
+    return text or type(error).__name__

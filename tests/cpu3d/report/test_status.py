@@ -507,6 +507,16 @@ def test_what_is_left_after_the_steps_of_a_fold_passes_too(two_folds):
     assert left_of(two_folds)[0] == 0
 
 
+def test_of_folds_on_another_host_the_age_of_the_heartbeat_is_known(two_folds):
+    now_in(two_folds, "starting", 30)
+    assert folds_status(two_folds).heard == ""
+    now_in(two_folds, "starting", 30, place="elsewhere")
+    assert folds_status(two_folds).heard == "0 s ago, of worker 0 on node-17"
+    assert main(["status", "--run", str(two_folds)]) == 0
+    now_in(two_folds, "starting", 30, process_start=1)
+    assert (folds_status(two_folds).state, folds_status(two_folds).heard) == ("killed", "")
+
+
 def test_the_file_of_an_earlier_version_tells_what_is_left_as_well(two_folds):
     content = json.loads((two_folds / "folds.json").read_text())
     del content["validation_s"], content["scoring_s"]
