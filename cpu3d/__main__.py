@@ -7,7 +7,7 @@ import importlib
 import sys
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, get_type_hints
 
-from cpu3d.errors import ENDINGS, InputError, exit_code_of
+from cpu3d.errors import ENDINGS, InputError, NoRoomError, exit_code_of, fault_of
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.common.terminal import printing, use_utf8
 from memory_estimator.installed import as_typed, how_to_install
@@ -134,7 +134,11 @@ def _explained(error: BaseException) -> List[str]:
     of this project."""
     if isinstance(error, KeyboardInterrupt):
         return [f"interrupted: {str(error) or 'the same command continues if it can'}"]
-    problems = error.problems if isinstance(error, InputError) else [str(error)]
+    problems = [str(error)]
+    if isinstance(error, InputError):
+        problems = list(error.problems)
+    elif isinstance(error, OSError) and not isinstance(error, NoRoomError):
+        problems = [fault_of(error)]
     if isinstance(error, MemoryError):
         got = str(error) or "too little"
         todo = "end other programs, or use a host with more"

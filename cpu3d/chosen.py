@@ -101,7 +101,9 @@ class TrainOptions:
         False, "print the plan, its memory and its hours, and end: nothing is written"
     )
     json: bool = option(False, "with --dry-run: print the plan as one JSON object")
-    force: bool = option(False, "train even if the job may not fit the free memory")
+    force: bool = option(
+        False, "train even if the job may not fit the free memory, or no training case is labelled"
+    )
     mlflow: str = option(
         "", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI"
     )

@@ -3,11 +3,13 @@
 The exceptions mean "your input, your host or your data, not our bug".
 """
 
+import errno
 import signal
 from dataclasses import dataclass
 from typing import Dict, Iterable, Optional
 
 from memory_estimator.common.files import NotRegularError
+from memory_estimator.common.units import format_bytes
 from models.native.library import InstructionSetError
 
 
@@ -58,6 +60,36 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, message: str, signal_number: int = signal.SIGINT):
         self.exit_code = 128 + signal_number  # 130 after SIGINT, 143 after SIGTERM
         super().__init__(message)
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, and of a user's share of one
+
+
+class NoRoomError(OSError):
+    """A file that its disk has no room for; a file of that name from before is as it was."""
+
+    written_bytes = 0  # until there was none
+    needed_bytes: Optional[int] = None  # of the whole file; None if that is not known
+
+    def __str__(self) -> str:
+        todo = "free space there and repeat the command"
+        return f"{fault_of(self)}; {todo}: nothing is lost, files from before are as they were"
+
+
+def fault_of(error: OSError) -> str:
+    """What failed, with the name of the file, without Python's own words and without what to
+    do."""
+    words = error.strerror or "failed"
+    if error.strerror is None or isinstance(error, NotRegularError):
+        return str(error)
+    if error.errno not in FULL:
+        return f"{error.filename}: {words}" if error.filename else words
+    got = words
+    if isinstance(error, NoRoomError):
+        got += f" after {format_bytes(error.written_bytes)}"
+        if error.needed_bytes is not None:
+            got += f" of {format_bytes(error.needed_bytes)}"
+    return f"{error.filename or 'a file'} must fit on its disk, got {got}"
 
 
 @dataclass(frozen=True)

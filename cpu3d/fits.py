@@ -1,11 +1,13 @@
-"""Whether a planned run fits the free memory, and which settings would.
+"""Whether a planned run can be begun: whether it has something to learn, and whether it fits the
+free memory, or which settings would.
 
 check_fits(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
 """
 
-from typing import Sequence
+from typing import Sequence, Tuple
 
-from cpu3d.errors import DoesNotFitError
+from cpu3d.data.cases.notes import absence_line, absent_regions
+from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.forecast import smaller_grids
 from cpu3d.host.gpu import Gpu, card_of, check_card
 from cpu3d.plan import Plan
@@ -14,10 +16,28 @@ from memory_estimator.common.units import format_bytes
 from memory_estimator.host import Host
 
 
+def learnable(plan: Plan) -> Tuple[str, bool]:
+    """The warning of regions that none of a run's training cases has, "" if they have all; and
+    whether they have any."""
+    config = plan.config
+    if not config.region_codes:  # of a run without a store
+        return "", True
+    regions = config.codes_by_region
+    absent = absent_regions(plan.store.cases("train"), regions)
+    line = absence_line(absent, regions, f"store {plan.store.folder}")
+    return line, len(absent) < len(regions)
+
+
 def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is
     more than is free. A run that continues may change its policy and, but for batch norm, its
-    micro-batch: else it is another run."""
+    micro-batch: else it is another run. Before that it raises InputError for a new run whose
+    training cases have nothing to learn."""
+    if plan.saved is None:
+        warning, has_any = learnable(plan)
+        if not has_any:
+            problem = warning[len("warning: ") :]
+            raise InputError(f"{problem}, or train all the same with --force")
     if plan.config.device != "cpu":
         smaller = "fewer --filters, a smaller --patch or --micro-batch"
         if plan.saved:

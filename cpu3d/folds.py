@@ -27,7 +27,7 @@ from cpu3d.chosen import (
 from cpu3d.data.store import Store, open_store
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.fits import check_fits
+from cpu3d.fits import check_fits, learnable
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
@@ -39,7 +39,7 @@ from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config, matching_settings
-from cpu3d.run.folds import Folds, fold_folder, read_folds, save_folds
+from cpu3d.run.folds import START_S, Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
@@ -55,8 +55,6 @@ from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
 from memory_estimator.job import AUTO
-
-START_S = 15.0  # of the processes that train and score a fold, until they compute
 
 # Settings of which a command line takes one.
 EITHER = (("epochs", "steps"), ("validate_every", "validations"))
@@ -113,7 +111,15 @@ def train_folds(
             stack.enter_context(locked(folder, "folder of folds"))
         place = asked.store.folder.resolve()
         first = planned[0].plan
-        folds = Folds(parts, str(place), asked.chosen, first.training_s, beside_s(first))
+        folds = Folds(
+            parts,
+            str(place),
+            asked.chosen,
+            first.training_s,
+            beside_s(first),
+            validation_s=first.forecast.validation_s if first.forecast else None,
+            scoring_s=scoring_s(first),
+        )
         save_folds(folder, folds)
         words = _command_line(asked.alike, force=force, mlflow=mlflow)
         failed = _carry_out(planned, place, folder, words)
@@ -389,6 +395,8 @@ def _show(planned: Sequence[PlannedFold], host: Host, *, stderr: bool = True) ->
     columns = ("fold", "state", "train", "held out", "steps", "to train", "to score")
     table = Table(columns, rows, title=f"{len(planned)} folds", caption=caption, names=2)
     new_console().print(table)
+    warnings = dict.fromkeys(learnable(fold.plan)[0] for fold in waiting)  # each once
+    say(*filter(None, warnings), stderr=stderr)
     manifest = planned[0].plan.store.manifest
     untouched = len(manifest.split["test"])
     if untouched:

@@ -23,13 +23,24 @@ from nibabel.nifti2 import Nifti2Header
 from cpu3d.data.manifest import AffineRow, Geometry, Unit
 from cpu3d.data.region import Array, xyz
 from cpu3d.errors import InputError
-from cpu3d.util.atomic import atomic_write
+from cpu3d.util.atomic import write_bytes
+from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
 from models.strides import LEAST_MM, MOST_MM
 
 T = TypeVar("T")
 Header = Any  # nibabel's Nifti1Header or Nifti2Header
 NIFTI_2 = (b"\x1c\x02\0\0", b"\0\0\x02\x1c")  # the size of its header, in both byte orders
+HEADER_SIZES = (b"\x5c\x01\0\0", b"\0\0\x01\x5c", *NIFTI_2)
+GZIP = b"\x1f\x8b"  # how its data begin
+# How other files begin, in lower case -> what they are, and what to do.
+OTHER_FILES = {
+    b"version https://git-lfs": "a pointer of Git LFS; fetch the volume with `git lfs pull`",
+    b"<!doctype": "a web page; fetch the volume itself",
+    b"<html": "a web page; fetch the volume itself",
+    b"nrrd": "an NRRD file; convert it to .nii.gz",
+    b"pk\x03\x04": "a zip archive; unpack it",
+}
 
 # The spatial units of xyzt_units, by their codes in the header, and how many of each are a mm. A
 # code of 0, and those that the format leaves open, are taken as mm.
@@ -205,21 +216,47 @@ def write_volume(
     if path.name.lower().endswith(".gz"):
         packer = zlib.compressobj(compression, wbits=31)  # 31: gzip framing, with a zero time stamp
         content = packer.compress(content) + packer.flush()
-    with atomic_write(path) as file:
-        file.write(content)
+    write_bytes(path, content)
 
 
 def _read_bytes(path: Path) -> bytes:
-    """The content of a file, unpacked if it is gzip data, whose CRC and length are checked."""
+    """The content of a file, unpacked if it is gzip data, whose CRC and length are checked. Raises
+    InputError for a file that cannot be read, is empty, cut or damaged, or holds something else."""
     try:
         content = read_regular(path)
-        return gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        unpacked = gzip.decompress(content) if content.startswith(GZIP) else content
+    except EOFError:
         rule = f"{path} must be whole gzip data"
-        raise InputError(f"{rule}, got {error}; it is damaged or cut, fetch it again") from None
+        got = f"{len(content):,} bytes that end in the middle of it"
+        raise InputError(f"{rule}, got {got}; it was cut, fetch it again") from None
+    except (zlib.error, gzip.BadGzipFile) as error:
+        rule = f"{path} must be whole gzip data"
+        raise InputError(f"{rule}, got {error}; it is damaged, fetch it again") from None
     except OSError as error:
         rule = f"{path} must be a file that can be read"
         raise InputError(f"{rule}, got {error.strerror}; check the path") from None
+    kind = "a NIfTI file"
+    if path.name.lower().endswith(".gz"):
+        kind = "a NIfTI file in gzip data, as its name says"
+    other = _other_content(unpacked)
+    if other:
+        raise InputError(f"{path} must be {kind}, got {other}")
+    return unpacked
+
+
+def _other_content(content: bytes) -> str:
+    """What content is that cannot be a NIfTI file, and what to do; "" for any other."""
+    if not content:
+        return "nothing, it is empty; fetch it again"
+    if content[:4] in HEADER_SIZES or content[344:347] in (b"n+1", b"ni1"):
+        if len(content) >= Nifti1Header.sizeof_hdr:
+            return ""
+        return f"{count(len(content), 'byte')}, less than a header; fetch it again"
+    begin = content[:200].lstrip().lower()
+    for mark, words in OTHER_FILES.items():
+        if begin.startswith(mark):
+            return words
+    return f"other content, which begins with {content[:8]!r}; fetch it again, or convert it"
 
 
 class _Voxels(NamedTuple):

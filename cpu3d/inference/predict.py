@@ -183,7 +183,8 @@ def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
         grid = f"{by(sidecar['shape'], ' x ')} of {in_mm(sidecar['spacing_mm'])}"
         rows.append((sidecar["label"], *volumes, grid, f"{sidecar['seconds']:.1f}"))
     head = ("file", *(f"{name} ml" for name in regions), "voxels along R, A, S", "seconds")
-    return Table(head, rows, title="predictions")
+    caption = "seconds of the first file: with the start of what computes"
+    return Table(head, rows, title="predictions", caption=caption)
 
 
 def predict_case(

@@ -12,7 +12,7 @@ during a training or before an evaluation, and names what is missing. Of the fol
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store, open_store
@@ -327,14 +327,22 @@ def _costs(files: RunFiles, starts: Events) -> Table:
     ]
     if files.scores:
         for name, key in (("prediction", "predict_s"), ("scoring", "score_s")):
-            took_s = median(numbers(files.scores["cases"], key))
-            measured.append((name, format_seconds(took_s), "a volume on its full grid, median"))
+            measured.append((name, *_of_a_volume(numbers(files.scores["cases"], key))))
     rows += [(*row, "", "") for row in measured]
     cells = []
     for name, value, how, guess, off in rows:
         if value != "-" or guess:
             cells.append((name, Bold(value), how, guess, off))
     return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)
+
+
+def _of_a_volume(seconds: Sequence[float]) -> Tuple[str, str]:
+    """The seconds of a volume, and what they are, of those of cases in their order. The first one
+    also starts what computes, so it does not count where there are others."""
+    if len(seconds) == 1:
+        return format_seconds(seconds[0]), "of the only volume, the start included"
+    usual = format_seconds(median(seconds[1:]))
+    return usual, "a volume on its full grid, median without the first"
 
 
 def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple[str, ...]]:

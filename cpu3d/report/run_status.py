@@ -25,8 +25,11 @@ from cpu3d.run.heartbeat import (
     DECIDING,
     SILENT_S,
     Heartbeat,
+    Life,
     beat_age_s,
     heartbeat_path,
+    life_of,
+    read_heartbeat,
     read_heartbeats,
 )
 from cpu3d.run.log import FINISHED, recent_events
@@ -36,7 +39,8 @@ from cpu3d.settings import RunConfig
 from memory_estimator.common.units import format_seconds
 
 TO_MEND = ("diverged", "out of memory", "too large", "failed", "stalled")
-LOST = ("silent", "broken off", "unknown", "interrupted")
+GONE = ("killed", "silent")  # no end is noted, and no life is known
+LOST = (*GONE, "broken off", "unknown", "interrupted")
 UNDECIDED = "undecided"  # a run whose steps are done and whose post-processing is not decided
 FINE = ("stopping", "starting", "running", "finished")  # these need no attention
 WORST_FIRST = (*TO_MEND, *LOST, *FINE)
@@ -46,6 +50,8 @@ NOT_APPLIED = {
     Standing.OPEN: "its steps are done, its post-processing is not decided",
     Standing.EARLIER: "its post-processing is off, as an earlier version has decided it; the same "
     "command decides again",
+    Standing.BEFORE: "its post-processing is off, as an earlier version has decided nothing; the "
+    "same command decides it",
     Standing.LACKS_STORE: "its post-processing is off: it is not decided, and the store that it was"
     " trained on is not there, or has another split",
 }
@@ -68,7 +74,7 @@ class WorkerStatus:
     def lives(self) -> bool:
         """Whether it holds memory, as far as is known."""
         has_ended = self.heartbeat is None or self.heartbeat.exit_code is not None
-        return not has_ended and self.state != "silent"
+        return not has_ended and self.state not in GONE
 
 
 @dataclass(frozen=True)
@@ -160,14 +166,25 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
 
 
 def worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
-    """The state of a worker by its heartbeat: its noted end, else the age of its last beat, else
-    the beat's content."""
+    """The state of a worker by its heartbeat: its noted end, else whether it is alive, else the
+    beat's content."""
+    life = life_of(run, beat, now)
+    if life is Life.ENDED and beat.exit_code is None:
+        # It may have noted its end since the heartbeat was read.
+        latest = read_heartbeat(run, beat.rank)
+        if isinstance(latest, Heartbeat):
+            beat = latest
+            life = life_of(run, beat, now)
     age = beat_age_s(run, beat, now)
     detail = ""
     if beat.exit_code is not None:
         state = ending_of(beat.exit_code).state
         detail = "" if state == "finished" else beat.reason
-    elif age > SILENT_S:
+    elif life is Life.ENDED:
+        state = "killed"
+        ended = f"process {beat.pid} of this host has ended and could note no reason"
+        detail = f"{ended}; look in `dmesg` whether it was killed for its memory"
+    elif life is Life.SILENT:
         state = "silent"
         silence = f"no heartbeat for {format_seconds(age)}; one is due every {BEAT_S:g} s"
         process = f"on {beat.host_name} for process {beat.pid}"

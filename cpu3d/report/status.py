@@ -8,8 +8,9 @@
 The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a
 worker sends no heartbeat, hangs, or has ended before the run was done or its post-processing
 decided; 2 for a folder that is no run. It reads heartbeats, config.json, log.jsonl, checkpoints and
-the decision, on any host that sees the folder, and changes nothing. A worker is alive while its
-heartbeat is younger than a minute. Any file may be missing or half-written; its values are then
+the decision, on any host that sees the folder, and changes nothing. A worker of this host is alive
+while its process is there, one of another host while its heartbeat is younger than a minute: then
+the heartbeat's age is printed. Any file may be missing or half-written; its values are then
 unknown. Of the folder of `train --folds` it prints every fold, and the time left in all."""
 
 import dataclasses
@@ -36,10 +37,8 @@ from cpu3d.report.run_status import (
     run_status,
     workers_of,
 )
-from cpu3d.run.folds import fold_folder, read_folds
-from cpu3d.run.heartbeat import (
-    read_heartbeats,
-)
+from cpu3d.run.folds import START_S, Folds, fold_folder, read_folds
+from cpu3d.run.heartbeat import DECIDING, is_of_this_place, read_heartbeats
 from cpu3d.run.log import FINISHED, last_end
 from cpu3d.run.summary import median
 from cpu3d.util.records import listed
@@ -97,6 +96,7 @@ class FoldsStatus:
     is_fine: bool  # whether it runs or has finished
     phase: str  # what it does, such as "training fold 2/5"
     phase_s: Optional[float]
+    heard: str  # how old its heartbeat is, if it lives on another host; else ""
     folds: Tuple[FoldStatus, ...]
     seconds_left: Optional[float]  # in all; None unless it runs
 
@@ -114,15 +114,16 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     ends = [last_end(run) for run in runs.values()]
     taken_s = [end.get("seconds") for end in ends if end.get("reason") in FINISHED]
     taken_s = [seconds for seconds in taken_s if seconds]
-    usual_s = median(taken_s) if taken_s else folds.training_s
+    usual = _Usual.of(folds, taken_s)
     statuses = []
     each = []
+    trains = _worker_of(folder, now)
     for fold, run in runs.items():
         has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
         statuses.append(run_status(run, now, of_folds=True) if has_begun else None)
-        each.append(_fold_status(fold, run, statuses[-1], usual_s, folds.beside_s))
+        each.append(_fold_status(fold, run, statuses[-1], usual, trains))
     lacking = [fold.fold for fold in each if fold.state != "scored"]
-    worker = _folds_worker(folder, lacking, now)
+    worker = _judged(trains, lacking)
     is_alive = worker.state in ALIVE
     left_s = [fold.seconds_left for fold in each]
     failed = [status for status in statuses if status and not status.is_fine]
@@ -144,6 +145,7 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         is_fine=worker.state in FINE,
         phase=worker.heartbeat.phase if worker.heartbeat and is_alive else "",
         phase_s=worker.phase_s if is_alive else None,
+        heard=_heard_from([worker]),
         folds=tuple(each),
         seconds_left=sum(left_s) if is_alive and None not in left_s else None,
     )
@@ -166,6 +168,8 @@ def describe_folds(status: FoldsStatus) -> Group:
     lines = []
     if status.phase:
         lines.append(("phase", f"{status.phase}, {format_seconds(round(status.phase_s))}"))
+    if status.heard:
+        lines.append(("heartbeat", status.heard))
     if status.seconds_left is not None:
         end = datetime.now() + timedelta(seconds=status.seconds_left)
         left = format_seconds(round(status.seconds_left))
@@ -198,13 +202,14 @@ def describe(status: RunStatus) -> Group:
 # --- Private helpers: the state ---
 
 
-def _folds_worker(folder: Path, lacking: Sequence[str], now: float) -> WorkerStatus:
-    """The state of the process that trains folds, of which some have no current scores yet."""
+def _worker_of(folder: Path, now: float) -> WorkerStatus:
+    """The process that trains folds, by its heartbeat."""
     workers = workers_of(folder, read_heartbeats(folder), now)
-    if workers:
-        worker = workers[0]
-    else:
-        worker = WorkerStatus(0, "unknown", "there is no heartbeat")
+    return workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
+
+
+def _judged(worker: WorkerStatus, lacking: Sequence[str]) -> WorkerStatus:
+    """The state of the process that trains folds, of which some have no current scores yet."""
     if not lacking and worker.state in IDLE:
         return replace(worker, state="finished", detail="")
     if lacking and worker.state == "finished":
@@ -223,37 +228,107 @@ def _advice_on_scored_folds(folder: Path, store: str) -> str:
     return f"`predict --run {folder}` takes the folds together, {page} has the scores of every case"
 
 
+@dataclass(frozen=True)
+class _Usual:
+    """Seconds of a fold that has not begun."""
+
+    training_s: Optional[float]  # None if that is not known
+    validation_s: float  # 0 where `training_s` was measured, as it is with them
+    deciding_s: float  # its post-processing
+    scoring_s: Optional[float]  # with START_S; None if that is not known
+
+    @classmethod
+    def of(cls, folds: Folds, taken_s: Sequence[float]) -> "_Usual":
+        """By the folds that are trained, which took `taken_s`, else as it was predicted."""
+        validation_s = folds.validation_s or 0.0
+        scoring_s = folds.scoring_s
+        deciding_s = 0.0
+        if scoring_s is None:  # a file of an earlier version has their sum alone
+            scoring_s = folds.beside_s
+        elif folds.beside_s is not None:
+            deciding_s = folds.beside_s - validation_s - scoring_s
+        if taken_s:
+            return cls(median(taken_s), 0.0, deciding_s, scoring_s)
+        return cls(folds.training_s, validation_s, deciding_s, scoring_s)
+
+
+def _seconds_in(worker: WorkerStatus, phase: str) -> float:
+    """For how many seconds a worker has been in a phase; 0 if it is in another, or not alive."""
+    beat = worker.heartbeat
+    if beat is None or beat.phase != phase or worker.state not in ALIVE:
+        return 0.0
+    return worker.phase_s + worker.beat_age_s
+
+
 def _fold_status(
     fold: str,
     run: Path,
     status: Optional[RunStatus],
-    usual_s: Optional[float],
-    beside_s: Optional[float],
+    usual: _Usual,
+    trains: WorkerStatus,
 ) -> FoldStatus:
-    """The state of a fold, by that of its run if it has begun. A fold's training usually takes
-    `usual_s`, and its scoring at most `beside_s`."""
+    """The state of a fold, by that of its run if it has begun, and of the process that trains
+    folds."""
     state = status.state if status else "waiting"
     mean_dice = None
-    left_s = None
-    if state == "finished":
-        left_s = beside_s
-        if last_end(run).get("reason") in FINISHED and is_scored(run):
-            state = "scored"
-            left_s = 0.0
-            mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]
-    elif status and status.seconds_left is not None:
-        left_s = status.seconds_left + (beside_s or 0.0)
-    elif usual_s is not None:
-        done_share = 0.0
-        if status and status.steps:
-            done_share = status.step / status.steps
-        left_s = usual_s * (1 - done_share) + (beside_s or 0.0)
+    left_s: Optional[float]
+    if state == "finished" and last_end(run).get("reason") in FINISHED and is_scored(run):
+        state = "scored"
+        left_s = 0.0
+        mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]
+    elif state == "finished":
+        left_s = usual.scoring_s
+    else:
+        left_s = _training_left_s(status, usual)
+        if left_s is not None:
+            left_s += usual.scoring_s or 0.0
+    if left_s is not None:
+        # What no step counts: the starts of both processes, and scoring.
+        spent_s = min(_seconds_in(trains, f"training fold {fold}"), START_S / 2)
+        scoring_s = _seconds_in(trains, f"scoring fold {fold}")
+        if scoring_s:
+            spent_s = START_S / 2 + scoring_s
+        left_s = max(left_s - spent_s, 0.0)
     step = status.step if status else 0
     steps = status.steps if status else None
     return FoldStatus(fold, str(run), state, step, steps, mean_dice, left_s)
 
 
+def _training_left_s(status: Optional[RunStatus], usual: _Usual) -> Optional[float]:
+    """Seconds until a fold is trained and its post-processing decided, START_S aside; None if that
+    is not known."""
+    done_share = 0.0
+    if status and status.steps:
+        done_share = min(status.step / status.steps, 1.0)
+    validations_s = usual.validation_s * (1 - done_share)
+    if status and status.seconds_left is not None:
+        steps_s = status.seconds_left
+        if status.validation:  # their seconds are in its pace
+            validations_s = 0.0
+    elif usual.training_s is not None:
+        steps_s = usual.training_s * (1 - done_share)
+    else:
+        return None
+    deciding_s = usual.deciding_s
+    if status and status.workers:
+        deciding_s = max(deciding_s - _seconds_in(status.workers[0], DECIDING), 0.0)
+    return steps_s + validations_s + deciding_s
+
+
 # --- Private helpers: the text ---
+
+
+def _heard_from(workers: Sequence[WorkerStatus]) -> str:
+    """How old the oldest heartbeat is of the workers that live on other hosts, as only that tells
+    whether they live; "" if all are of this one."""
+    elsewhere = [
+        worker for worker in workers if worker.lives and not is_of_this_place(worker.heartbeat)
+    ]
+    if not elsewhere:
+        return ""
+    oldest = max(elsewhere, key=lambda worker: worker.beat_age_s)
+    age = format_seconds(round(oldest.beat_age_s))
+    return f"{age} ago, of worker {oldest.rank} on {oldest.heartbeat.host_name}"
 
 
 def _styled(state: str) -> str:
@@ -325,6 +400,9 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         age = format_seconds(round(saved["age_s"]))
         text = f"step {saved['step']:,}, {age} ago, {format_bytes(saved['size_bytes'])}"
     lines.append(("checkpoint", text))
+    heard = _heard_from(status.workers)
+    if heard:
+        lines.append(("heartbeat", heard))
     beats = [worker.heartbeat for worker in status.workers if worker.lives]
     beats = [beat for beat in beats if beat.free_bytes is not None]
     if beats:  # the least, whose limit the table does not name

@@ -27,7 +27,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 import numpy as np
 
 from cpu3d.data.region import Array
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, fault_of
 from cpu3d.run.log import FINISHED, flush_log, last_end
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import open_regular, typed
@@ -302,7 +302,7 @@ def writing(run: Path, problem: str) -> Iterator[None]:
         saved = checkpoints(run)
         kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
         todo = "free disk space, then the same command continues"
-        raise OSError(f"{problem}: {error}; {kept}; {todo}") from error
+        raise OSError(f"{problem}: {fault_of(error)}; {kept}; {todo}") from error
 
 
 def step_of(path: Path) -> int:

@@ -19,6 +19,7 @@ SCHEMA = 1
 WEIGHTS = "last"
 """The weights of the folds. The best ones are chosen by the cases that a fold has held out, which
 could then not be scored with them."""
+START_S = 15.0  # of the processes that train and score a fold, until they compute
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,11 @@ class Folds:
     store: str
     chosen: Dict[str, Any]  # the settings that were given in all calls, by name
     training_s: Optional[float] = None  # predicted, of the steps of a fold
-    beside_s: Optional[float] = None  # predicted, of its validations and of scoring it
+    # Predicted, of its validations, of its post-processing and of scoring it.
+    beside_s: Optional[float] = None
+    # Predicted parts of that, the latter with START_S; None in a file of an earlier version.
+    validation_s: Optional[float] = None
+    scoring_s: Optional[float] = None
 
     @property
     def names(self) -> List[str]:

@@ -1,12 +1,13 @@
 """run/heartbeats/worker-RANK.json: the state of a worker of a run, written every few seconds while
 it is alive.
 
-It is written atomically but not flushed to the disk. A worker is alive while its heartbeat is
-young, for `status` and `launch` alike, on the worker's host or on another one that sees the folder.
+It is written atomically but not flushed to the disk. `life_of` says whether its worker is alive, on
+the worker's host by its process, on another one that sees the folder by the heartbeat's age.
 """
 
 import contextlib
 import dataclasses
+import enum
 import json
 import os
 import re
@@ -33,7 +34,7 @@ BEAT_S = 5.0  # between two beats, and the most between a change of phase and th
 # A worker that has sent another host nothing for so long, as one that a signal has stopped, is
 # lost.
 LOST_S = 20.0
-# A worker whose last beat is older is not alive; network file systems lag by seconds.
+# A worker whose last beat is older is not known to be alive; network file systems lag by seconds.
 SILENT_S = 60.0
 # Without a beat, until `launch` kills it: importing a library from a slow disk may take long.
 HANGING_S = 300.0
@@ -99,6 +100,28 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
     return heartbeats
 
 
+def read_heartbeat(run: Path, rank: int) -> Any:
+    """A worker's Heartbeat, or a str, the problem of its file."""
+    return _read(heartbeat_path(run, rank))
+
+
+class Life(enum.Enum):
+    """What is known of a worker that has noted no end."""
+
+    ALIVE = "its heartbeat is young"
+    SILENT = "its heartbeat is old"
+    ENDED = "its process was of this host, and is not there any more"
+
+
+def life_of(run: Path, beat: Heartbeat, now: float) -> Life:
+    """Whether the worker of a heartbeat is alive."""
+    if _has_ended(beat):
+        return Life.ENDED
+    if beat_age_s(run, beat, now) > SILENT_S:
+        return Life.SILENT
+    return Life.ALIVE
+
+
 def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
     """Seconds since the last beat, by the clock of the worker's host or of the file system: the
     smaller of the two."""
@@ -111,7 +134,12 @@ def beat_age_s(run: Path, beat: Heartbeat, now: float) -> float:
 def is_here(beat: Heartbeat) -> bool:
     """Whether the heartbeat's process runs at this place: pids repeat on other hosts, and here
     after its end."""
-    return beat.place == this_place() and process_start(beat.pid) == beat.process_start
+    return is_of_this_place(beat) and process_start(beat.pid) == beat.process_start
+
+
+def is_of_this_place(beat: Heartbeat) -> bool:
+    """Whether the heartbeat's pid is one of this running system and pid namespace."""
+    return beat.place == this_place()
 
 
 def this_place() -> str:
@@ -142,6 +170,31 @@ def is_suspended(pid: int) -> bool:
     """Whether a process of this place was stopped by a signal and waits for SIGCONT."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    return False
+
+
+# --- Private helpers ---
+
+
+def _has_ended(beat: Heartbeat) -> bool:
+    """Whether the heartbeat's process is known to have ended: it ran at this place, where there is
+    none of that pid and start."""
+    if not is_of_this_place(beat) or not beat.process_start:
+        return False
+    start = process_start(beat.pid)
+    if start is None:
+        return not _is_of_another_user(beat.pid)
+    return start != beat.process_start
+
+
+def _is_of_another_user(pid: int) -> bool:
+    """Whether there is a process of another user: /proc may hide it (its option hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except OSError:
+        pass
     return False
 
 

@@ -10,6 +10,7 @@ from typing import Any, Dict, Mapping, Optional
 
 from cpu3d.distributed.all_reduce import Exchange
 from cpu3d.distributed.cluster import Cluster
+from cpu3d.fits import learnable
 from cpu3d.host.apply import in_force
 from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, computes_as_predicted
@@ -51,6 +52,9 @@ class Attempt:
         """Save settings and plan, and train to the end, or log the end of a run that is over."""
         self._save(fit.config)  # its coarse steps may be those of the checkpoint
         say(*describe(self.host, self.threads, self.engine), *fit.warnings)
+        if self.cluster.is_chief and not fit.is_over:
+            warning, _ = learnable(self.plan)
+            say(*filter(None, [warning]))
         say(f"reads: {fit.feeds.reader.mode}")
         if fit.step:
             say(f"run: continued after step {fit.step}")

@@ -32,7 +32,7 @@ from typing import (
     Tuple,
 )
 
-from cpu3d.errors import MemoryRunsOutError, WorkerLostError, exit_code_of
+from cpu3d.errors import MemoryRunsOutError, WorkerLostError, exit_code_of, fault_of
 from cpu3d.host.memory import peak_rss_bytes, resident
 from cpu3d.run.heartbeat import (
     BEAT_S,
@@ -388,7 +388,8 @@ class Guard:
                 self.now.peak_bytes = peak_rss_bytes()
                 write_heartbeat(self._run, self.now)
         except Exception as error:  # a full disk, a folder that is gone, or anything else
-            problem = f"no heartbeat can be written, {error}"
+            why = fault_of(error) if isinstance(error, OSError) else str(error)
+            problem = f"no heartbeat can be written, {why}"
             self._say_once("heartbeat", f"warning: {problem}; the run continues without it")
 
     def _stall(self, silent_s: float) -> None:
@@ -438,10 +439,11 @@ def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
     if error is None:
         return "finished", 0
     name = type(error).__name__
-    reason = str(error).strip().partition("\n")[0][:400]
+    text = fault_of(error) if isinstance(error, OSError) else str(error)
+    reason = text.strip().partition("\n")[0][:400]
     if not reason:
         reason = name
-    elif not hasattr(error, "exit_code"):
+    elif not hasattr(error, "exit_code") and not isinstance(error, OSError):
         reason = f"{name}: {reason}"
     return reason, exit_code_of(error)
 

@@ -9,9 +9,9 @@ import shutil
 import tempfile
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, Any, Iterator, Sequence, Union
+from typing import IO, Any, Iterator, Optional, Sequence, Union
 
-from cpu3d.errors import InputError
+from cpu3d.errors import FULL, InputError, NoRoomError
 
 # The end of the name of every unfinished file and folder; a dot begins it. Only such names are ever
 # removed.
@@ -23,13 +23,19 @@ OLD = f".old{PARTIAL}"
 
 @contextlib.contextmanager
 def atomic_write(
-    path: Union[str, Path], mode: str = "wb", flush: bool = True, token: str = ""
+    path: Union[str, Path],
+    mode: str = "wb",
+    flush: bool = True,
+    token: str = "",
+    size_bytes: Optional[int] = None,
 ) -> Iterator[IO[Any]]:
     """Yield a temporary file, `.NAME.*` and PARTIAL, beside `path`; on success `flush` it to the
     disk and rename it onto `path`. On any error, Ctrl-C and a full disk too, it is removed; a
     killed process can leave it behind. Its name has random digits; with a `token`, for a `path` of
-    one writer, it is always the same, so that the next write replaces what a killed process
-    left."""
+    one writer, it is always the same, so that the next write replaces what a killed process left.
+
+    Raises NoRoomError for a full disk, with `size_bytes`, the length of the file, if it is
+    known."""
     path = Path(path)
     if not token:
         token = secrets.token_hex(4)
@@ -44,10 +50,16 @@ def atomic_write(
                 os.fsync(file.fileno())
         partial.replace(path)
     except BaseException as error:
+        written_bytes = partial.stat().st_size if partial.exists() else 0
         partial.unlink(missing_ok=True)
         # A failed write knows only its handle; its reader wants the name.
-        if isinstance(error, OSError) and error.filename is None:
+        if isinstance(error, OSError) and error.filename in (None, str(partial)):
             error.filename = str(path)
+            if error.errno in FULL:
+                full = NoRoomError(error.errno, error.strerror, str(path))
+                full.written_bytes = written_bytes
+                full.needed_bytes = size_bytes
+                raise full from error
         raise
     if flush:
         sync_folder(path.parent)
@@ -55,7 +67,7 @@ def atomic_write(
 
 def write_bytes(path: Union[str, Path], content: bytes) -> None:
     """Write `content`, atomically."""
-    with atomic_write(path) as file:
+    with atomic_write(path, size_bytes=len(content)) as file:
         file.write(content)
 
 

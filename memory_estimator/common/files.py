@@ -16,6 +16,18 @@ from memory_estimator.common.units import shortened
 AnyPath = Union[str, Path]
 T = TypeVar("T")
 
+# What a parser of JSON misses, in its words, and in ours.
+EXPECTED = {
+    "Expecting value": "a value",
+    "Expecting ',' delimiter": "a comma or a closing bracket",
+    "Expecting ':' delimiter": "a colon",
+    "Expecting property name enclosed in double quotes": "a name in double quotes",
+    "Illegal trailing comma before end of object": "no comma before the bracket",
+    "Illegal trailing comma before end of array": "no comma before the bracket",
+    "Unterminated string starting at": "a text that ends with a quote",
+    "Extra data": "nothing more",
+}
+
 WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff", b"\0\0\xfe\xff")  # of UTF-16 and 32, in either order
 
 
@@ -64,7 +76,7 @@ def decoded(content: bytes) -> str:
 
 
 def read_json(path: AnyPath) -> Any:
-    """The content of a file of JSON. Raises ValueError if it is not JSON, and as `open_regular`."""
+    """The content of a file of JSON. Raises ValueError as `parse_json`, and as `open_regular`."""
     return parse_json(read_regular(path))
 
 
@@ -90,16 +102,20 @@ def read_record(
 
 
 def parse_json(text: Union[str, bytes]) -> Any:
-    """The content of JSON, of bytes as `decoded`. Raises ValueError if the text is not JSON, nested
-    too deep or not Unicode."""
+    """The content of JSON, of bytes as `decoded`. Raises ValueError if the text is not JSON, with
+    the line and column of the fault and what is expected there, nested too deep or not Unicode."""
     if isinstance(text, bytes):
         text = decoded(text)
+    if not text.strip():
+        raise ValueError("nothing, it is empty")
     try:
         content = json.loads(text)
         if "\\ud" in text or "\\uD" in text:
             # Fails for half a surrogate pair, which no file can hold.
             json.dumps(content, ensure_ascii=False).encode()
         return content
+    except json.JSONDecodeError as error:
+        raise ValueError(_fault(error)) from None
     except RecursionError:
         raise ValueError("brackets that are nested too deep") from None
 
@@ -130,6 +146,17 @@ def typed(content: Any, kind: Any, name: str = "content") -> Any:
         raise ValueError(_message(str(error), content, name)) from None
     _check_rest(record, content, name)
     return record
+
+
+def _fault(error: json.JSONDecodeError) -> str:
+    """Where a text is no JSON, and what is expected there."""
+    place = f"line {error.lineno}, column {error.colno}"
+    kind = "a fault"
+    if not error.doc[error.pos :].strip():
+        kind = "an end, as of a file that was cut,"
+    if error.msg not in EXPECTED:
+        return f"{kind} at {place}: {error.msg}"
+    return f"{kind} at {place}, where {EXPECTED[error.msg]} must be"
 
 
 def _check_rest(record: Any, content: Any, name: str) -> None:

@@ -109,6 +109,30 @@ def test_json_becomes_records_of_the_kinds_that_their_fields_have():
 
 
 @pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "nothing, it is empty"),
+        (" \n", "nothing, it is empty"),
+        ('{"a": 1,\n  "b" 2}', "a fault at line 2, column 7, where a colon must be"),
+        ('{"a": [1 2]}', "a fault at line 1, column 10, where a comma or a closing bracket"),
+        ('{"a": }', "a fault at line 1, column 7, where a value must be"),
+        ("{a: 1}", "a fault at line 1, column 2, where a name in double quotes must be"),
+        ('{"a": 1}\n{}', "a fault at line 2, column 1, where nothing more must be"),
+        ('{"a": 1', "an end, as of a file that was cut, at line 1, column 8, where a comma"),
+        ('{"a":', "an end, as of a file that was cut, at line 1, column 6, where a value"),
+    ],
+)
+def test_what_is_no_json_is_refused_with_its_line_its_column_and_what_must_be_there(
+    tmp_path, text, fault
+):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(ValueError, match=f"^{fault}"):
+        read_json(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=f"a.json must be complete JSON .*, got {fault}"):
+        read_record(tmp_path / "a.json", 1, dict, "restore it")
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"parts": [{"name": 1}]}, r"content.parts\[0\].name must be str, got 1"),

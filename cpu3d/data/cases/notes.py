@@ -3,7 +3,7 @@
 import re
 import statistics
 from collections import Counter
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -59,6 +59,33 @@ def case_notes(
         rule = f"most of the border of {listed(alike)} is about {value}, and only 0 is background"
         notes.append(f"{rule}: the content box is the whole grid; make it 0 if nothing is there")
     return notes
+
+
+def absent_regions(
+    records: Iterable[CaseRecord], regions: Mapping[str, Sequence[int]]
+) -> Tuple[str, ...]:
+    """The regions, name -> label codes, that no case has a voxel of."""
+    absent = dict(regions)
+    for record in records:  # each is read from disk
+        for name, codes in list(absent.items()):
+            if not record.label_voxels.keys().isdisjoint(codes):
+                del absent[name]
+        if not absent:
+            break
+    return tuple(absent)
+
+
+def absence_line(absent: Sequence[str], regions: Mapping[str, Sequence[int]], where: str) -> str:
+    """The warning that the training cases of `where` have none of some regions; "" if they have
+    all."""
+    if not absent:
+        return ""
+    if len(absent) == len(regions):
+        rule = f"training cases of {where} must have labelled voxels, got none of any region"
+        return f"warning: {rule}: nothing can be learnt; check the label files and their codes"
+    names = listed(f"{name} (label {', '.join(map(str, regions[name]))})" for name in absent)
+    rule = f"training cases of {where} must have every region to learn it, got none of {names}"
+    return f"warning: {rule}; take another --split, or leave such regions out with --regions"
 
 
 def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:

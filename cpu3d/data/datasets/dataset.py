@@ -54,6 +54,7 @@ class Dataset:
     """The code that is painted for each of `regions`, in their order; () for `labels.own_codes`."""
     ignore: Optional[int] = None  # label code of voxels that are not to be learnt; in no region
     folds: Tuple[Split, ...] = ()  # that its list gives
+    warnings: Tuple[str, ...] = ()  # what of its list may be wrong, each a line to print
     normalisation: Tuple[Normalisation, ...] = ()
     """Of each channel, as decided for its store; none is over the foreground in all of them."""
 

@@ -28,7 +28,7 @@ import msgspec
 from cpu3d.data.datasets.names import numbered_twins, read_names, same_channels
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import listed
-from memory_estimator.common.files import read_text
+from memory_estimator.common.files import read_json, read_text
 
 NAME = "dataset.json"
 LABELS_RULE = (
@@ -343,10 +343,10 @@ def _checked_order(path: Path, order: Any, regions: Regions) -> Tuple[int, ...]:
 def _decoded(path: Path) -> Any:
     """The content of a dataset.json. Raises InputError for a file that is no JSON."""
     try:
-        return msgspec.json.decode(read_text(path))
+        return read_json(path)
     except OSError as error:
         raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+    except ValueError as error:
         rule = f"{path} must be JSON, as the Decathlon, nnU-Net and MONAI write it"
         raise InputError(f"{rule}, got {error}; correct it") from None
 

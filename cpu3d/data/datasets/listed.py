@@ -69,10 +69,11 @@ def read_listed(path: Path, labels: Optional[Mapping[int, str]] = None) -> Datas
             named.append(_Named(case_id, entry.images, entry.label))
     raise_if_any([*problems, *_outside(path, named)])
     layout = "nnunet"
+    warnings: Tuple[str, ...] = ()
     if about.is_nnunet2:
         ending = _ending_of(about)
         if named:
-            _check_number(about, len(named))
+            raise_if_any(_other_number(about, len(named)))
             cases, bad = _of_files(about, named)
         else:
             cases, bad = _in_folders(about, ending)
@@ -82,6 +83,8 @@ def read_listed(path: Path, labels: Optional[Mapping[int, str]] = None) -> Datas
         has_lists = any(isinstance(entry.image, list) for entry in entries)
         layout = "datalist" if has_lists else "decathlon"
         cases, bad = _of_files(about, named)
+    if not about.is_nnunet2:  # which has refused another number: its cases need not be listed
+        warnings = tuple(f"warning: {problem}" for problem in _other_number(about, len(entries)))
     return Dataset(
         folder=path.parent,
         name=about.name or name_of(path.parent),
@@ -95,6 +98,7 @@ def read_listed(path: Path, labels: Optional[Mapping[int, str]] = None) -> Datas
         class_order=about.class_order,
         ignore=about.ignore,
         folds=_folds_of(entries, [case.case_id for case in cases]),
+        warnings=warnings,
     )
 
 
@@ -156,7 +160,7 @@ def _in_folders(about: Description, ending: str) -> Tuple[List[CaseFiles], Probl
     if not files:
         rule = f"{images} must hold files CASE_0000{ending}"
         raise InputError(f"{rule}, found none; check the path and file_ending in {about.path}")
-    _check_number(about, len(files))
+    raise_if_any(_other_number(about, len(files)))
     labels = {}
     if (folder / "labelsTr").is_dir():
         labels = {stem_of(path): path for path in _volumes_of(folder / "labelsTr", ending)}
@@ -263,12 +267,13 @@ def _check_channels(about: Description, files: Numbered) -> None:
     raise_if_any(problems)
 
 
-def _check_number(about: Description, number: int) -> None:
-    """Raise InputError if a dataset.json of nnU-Net 2 tells of another number of cases."""
+def _other_number(about: Description, number: int) -> List[str]:
+    """The problem of a dataset.json that tells of another number of training cases."""
     said = about.training_cases
-    if said is not None and said != number:
-        rule = f"numTraining of {about.path} must be the number of its training cases, {number}"
-        raise InputError(f"{rule}, got {said!r}; fetch the missing cases, or correct it")
+    if said is None or said == number:
+        return []
+    rule = f"numTraining of {about.path} must be the number of its training cases, {number}"
+    return [f"{rule}, got {said!r}; fetch the missing cases, or correct it"]
 
 
 def _numbered_files(folder: Path, ending: str = "") -> Numbered:

@@ -31,7 +31,7 @@ from cpu3d.data.manifest import (
 )
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import Array, bounding_box, crop, whole
-from cpu3d.errors import InputError
+from cpu3d.errors import FULL, InputError, fault_of
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar, say
@@ -227,7 +227,7 @@ def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:
     """Write an array's file, read it back, and return its length in bytes and its SHA-256."""
     pieces = encode(np.ascontiguousarray(array), format_)
     digest = hashlib.sha256()
-    with atomic_write(path) as file:
+    with atomic_write(path, size_bytes=sum(map(len, pieces))) as file:
         for piece in pieces:
             file.write(piece)
             digest.update(piece)
@@ -272,12 +272,13 @@ def convert_all(
             records = CaseList.collected(good(), store_dir)
     except (OSError, KeyboardInterrupt) as error:
         finished = list((store_dir / "cases").glob("*.json"))
+        kept = f"{count(finished, 'finished case')} kept in {store_dir}"
         todo = "run the same command again to continue"
-        kept = f"{count(finished, 'finished case')} kept in {store_dir}; {todo}"
         if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(kept) from None
-        problem = f"writing stopped, {error.strerror}; {kept}"
-        raise OSError(error.errno, problem, str(store_dir)) from error
+            raise KeyboardInterrupt(f"{kept}; {todo}") from None
+        if error.errno in FULL:
+            todo = f"free disk space, then {todo}"
+        raise OSError(f"writing stopped, {fault_of(error)}; {kept}; {todo}") from error
     finally:
         remove_partials(store_dir, store_dir / "cases")
     return records, problems

@@ -24,7 +24,13 @@ from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 from cpu3d.data.cases.normalisation import chosen_kinds
-from cpu3d.data.cases.notes import case_notes, note_lines, odd_units
+from cpu3d.data.cases.notes import (
+    absence_line,
+    absent_regions,
+    case_notes,
+    note_lines,
+    odd_units,
+)
 from cpu3d.data.cases.resample import (
     Keep,
     check_target,
@@ -328,6 +334,7 @@ def _announce(dataset: Dataset) -> None:
             " be too good"
         )
     say(*lines, stderr=False)
+    say(*dataset.warnings)
 
 
 def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optional[int]) -> str:
@@ -417,6 +424,11 @@ def print_summary(store_dir: Path) -> None:
     store = open_store(store_dir)
     say(*summary_lines(store), "", stderr=False)
     new_console().print(decided_table(store))
+    regions = store.manifest.regions
+    trained = store.cases("train") or store.manifest.cases
+    warning = absence_line(absent_regions(trained, regions), regions, f"store {store_dir}")
+    if warning:
+        say(warning)
     bad = read_quarantine(store_dir)
     if bad:
         left_out = f"  left out {count(bad, 'bad case')}, see {store_dir / QUARANTINE}"

@@ -202,6 +202,7 @@ def append(
         remove_partials(store_dir, store_dir / "cases")
         store = open_mended(store_dir)
         found = read_dataset(dataset_dir, patients, labels=store.manifest.labels)
+        say(*found.warnings)
         say(*_note_on_regions(found, store))
         dataset = fitting(found, store)
         mended = repair(store, dataset, settings, workers)

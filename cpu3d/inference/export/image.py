@@ -1,6 +1,7 @@
 """The images and the label of the program that segments with an exported network: grids, channels
 by name, values, and what to say of them."""
 
+import contextlib
 import json
 import pathlib
 import re
@@ -16,6 +17,16 @@ def kinds_of(about):
     return about.get("normalisation", [foreground] * len(about["channels"]))
 
 
+@contextlib.contextmanager
+def read(path, kind):
+    """End the program with a line if a file cannot be read: missing, empty, cut or damaged."""
+    try:
+        yield
+    except Exception as error:  # nibabel's own, zlib's, json's and OSError
+        got = str(error) or type(error).__name__
+        sys.exit(f"{path} must be whole {kind}, got {got}; fetch it again")
+
+
 def listed_channels(path):
     """The channels that a dataset.json above an image's imagesTs, or beside it, names."""
     folder = pathlib.Path(path).absolute().parent
@@ -23,7 +34,8 @@ def listed_channels(path):
     above = [place.parent for place in nearby if place.name.lower().startswith("images")]
     for place in (*above, folder):
         if (place / "dataset.json").is_file():
-            content = json.loads((place / "dataset.json").read_text(encoding="utf-8-sig"))
+            with read(place / "dataset.json", "JSON"):
+                content = json.loads((place / "dataset.json").read_text(encoding="utf-8-sig"))
             if not isinstance(content, dict):  # of something else
                 return []
             names = content.get("channel_names") or content.get("modality") or {}
@@ -203,11 +215,15 @@ def read_image(paths):
     """The image float32 (X, Y, Z, C) in axes R A S as it is in its files, and the first of them."""
     nibabel.Nifti1Header.quaternion_threshold = 1e-5  # for quaternions of length 1 but for rounding
     nibabel.Nifti2Header.quaternion_threshold = 1e-5
-    files = [nibabel.load(path) for path in paths]
+    files = []
+    for path in paths:
+        with read(path, "NIfTI"):
+            files.append(nibabel.load(path))
     check_grids(paths, files)
     channels = []
-    for file in map(nibabel.as_closest_canonical, files):
-        volume = file.get_fdata(dtype=np.float32)
+    for path, file in zip(paths, files):
+        with read(path, "NIfTI"):
+            volume = nibabel.as_closest_canonical(file).get_fdata(dtype=np.float32)
         channels += list(np.moveaxis(volume.reshape(*volume.shape[:3], -1), -1, 0))
     return np.stack(channels, -1), files[0]
 

@@ -19,6 +19,7 @@ from cpu3d.inference.export.image import (
     middle,
     notes_on,
     notes_on_windows,
+    read,
     read_image,
     save_label,
     spacing_of,
@@ -259,7 +260,8 @@ def main(folder, *words):
     """Segment the images of all words but the last, and write the label of the last; --zero-nan
     among them makes NaN and infinite voxels background."""
     paths = [word for word in words if word != "--zero-nan"]
-    about = json.loads((folder / "export.json").read_text(encoding="utf-8-sig"))
+    with read(folder / "export.json", "JSON"):
+        about = json.loads((folder / "export.json").read_text(encoding="utf-8-sig"))
     image, file = read_image(paths[:-1])
     image = cleaned(in_order(image, paths[:-1], about), about, "--zero-nan" in words)
     for note in [*notes_on(file, about), *notes_on_windows(image, about)]:

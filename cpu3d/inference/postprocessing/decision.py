@@ -23,12 +23,13 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.store import Store
 from cpu3d.distributed.cluster import read_cluster
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, fault_of
 from cpu3d.inference.ensemble import trained_predictors
 from cpu3d.inference.postprocessing.choice import decide_from, too_few
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, reasons
 from cpu3d.inference.runs import Inference, store_of_run
+from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.heartbeat import DECIDING, Heartbeat, read_heartbeats
@@ -72,6 +73,7 @@ class Standing(enum.Enum):
     DECIDED = "decided with the present weights"
     EARLIER = "decided with the present weights by an earlier version, whose rules are not applied"
     OPEN = "not decided; the run's `train` decides it"
+    BEFORE = "not decided, by an earlier version, which did not do so after the last step"
     LACKS_STORE = "not decided, and the run's store is not there"
 
 
@@ -136,7 +138,12 @@ def standing_of(run: Path, config: RunConfig) -> Standing:
         store_of_run(config)
     except (InputError, OSError):
         return Standing.LACKS_STORE
-    return Standing.OPEN
+    # Only a version that decides plans on how many cases.
+    course = read_plan(run).get("course")
+    decides = isinstance(course, dict) and "decided" in course
+    if decides or (Path(run) / FILE).exists():
+        return Standing.OPEN
+    return Standing.BEFORE
 
 
 def _is_of_run(decision: Decision, weights: Path, config: RunConfig) -> bool:
@@ -275,4 +282,5 @@ def _beating(run: Path, workers: int) -> Iterator[None]:
 
 
 def _why(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    text = fault_of(error) if isinstance(error, OSError) else str(error)
+    return text or type(error).__name__

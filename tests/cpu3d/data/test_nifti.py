@@ -68,6 +68,36 @@ def test_what_is_no_nifti_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "got"),
+    [
+        ("a.nii.gz", b"", "gzip data, as its name says, got nothing, it is empty; fetch"),
+        ("a.nii", b"", "be a NIfTI file, got nothing, it is empty; fetch"),
+        ("a.nii.gz", gzip.compress(b"", mtime=0), "got nothing, it is empty"),
+        ("a.nii", b"\x5c\x01\0\0" + bytes(96), "got 100 bytes, less than a header"),
+        ("a.nii.gz", b"\n<!DOCTYPE html>" + b" " * 400, "got a web page"),
+        ("a.nii.gz", b"version https://git-lfs.github.com/spec/v1\noid sha256:1", "git lfs pull"),
+        ("a.nii.gz", gzip.compress(b"P5 1000 " * 60, mtime=0), "got other content"),
+        ("a.nii.gz", b"P5 1000 " * 60, "as its name says, got other content, .* b'P5 1000 '"),
+        ("a.nii", b"P5 1000 " * 60, "be a NIfTI file, got other content"),
+        ("a.nii.gz", gzip.compress(bytes(5000), mtime=0)[:30], "got 30 bytes that end in the"),
+    ],
+    ids=range(10),
+)
+def test_a_file_that_is_empty_cut_or_something_else_is_named_for_what_it_is(
+    tmp_path, name, content, got
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{name} must .*{got}"):
+        read_volume(tmp_path / name)
+
+
+def test_a_volume_that_is_not_packed_is_read_whatever_its_name(tmp_path):
+    plain = write_nifti(tmp_path / "a.nii", np.ones((2, 3, 4), np.int16))
+    plain.rename(tmp_path / "a.nii.gz")
+    assert read_volume(tmp_path / "a.nii.gz")[0].shape == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
     ("place", "content", "rule"),
     [
         (280, bytes(12), "an invertible affine"),  # srow_x

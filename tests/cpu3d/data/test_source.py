@@ -12,10 +12,11 @@ import pytest
 import tensorflow as tf
 
 from cpu3d.data import source
-from cpu3d.data.augment import AugmentConfig
+from cpu3d.data.augment import AugmentConfig, draw
 from cpu3d.data.cases.case import facts_of
 from cpu3d.data.manifest import Geometry, array_path, remake
 from cpu3d.data.native import samples
+from cpu3d.data.normalise import levels_of
 from cpu3d.data.region import by_axis, crop
 from cpu3d.data.resolution import Resizing
 from cpu3d.data.sampling import Share
@@ -31,6 +32,7 @@ AUGMENT = AugmentConfig(flip=True, gain=0.2, offset=0.2)
 EVERY = AugmentConfig(
     rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
 )
+SEED = 27  # by which the first four samples have all changes of EVERY between them
 FORMATS = {"b2nd": ("b2nd", False), "cropped": ("npy", True), "cropped b2nd": ("b2nd", True)}
 
 
@@ -94,10 +96,27 @@ def test_a_volume_is_its_case_normalised_over_the_brain(phantom_store, extent):
 KINDS = {
     "volumes": {"seed": 2, "augment": AUGMENT, "dtype": "bfloat16"},
     "patches": {"sampling": "foreground", "augment": AUGMENT, "stop": 6},
-    "every change": {"seed": 2, "augment": EVERY, "stop": 6},
-    "turned patches": {"sampling": "foreground", "augment": EVERY, "stop": 6},
-    "half": {"seed": 2, "augment": EVERY, "resolution": 0.5},
+    "every change": {"seed": SEED, "augment": EVERY, "stop": 4},
+    "turned patches": {"seed": SEED, "sampling": "foreground", "augment": EVERY, "stop": 4},
+    "half": {"seed": SEED, "augment": EVERY, "resolution": 0.5, "stop": 4},
 }
+
+
+def test_the_samples_that_are_compared_have_every_change_between_them(phantom_store):
+    seen = set()
+    for position in range(4):
+        levels = levels_of(phantom_store.manifest.cases[0].statistics, ())
+        drawn = draw(EVERY, levels, (1, 1, 1), seed=SEED, position=position)
+        for name in ("contrast", "noise", "blur", "low_resolution"):
+            if getattr(drawn, name) is not None:
+                seen.add(name)
+        if drawn.gamma is not None:
+            seen.add(f"gamma, {drawn.negative}")
+        assert drawn.matrix is not None
+    assert seen == {
+        *("contrast", "noise", "blur", "low_resolution"),
+        *("gamma, True", "gamma, False"),
+    }
 
 
 def hashes_of(store, kind, extent, read_mode=None):
@@ -158,7 +177,7 @@ def test_a_patch_is_the_crop_of_its_normalised_volume_bit_for_bit(
 
 def stream(kind, store, **span):
     """A short stream of a kind."""
-    span = {"stop": 5, "seed": 3, "augment": AUGMENT if kind == "volumes" else EVERY, **span}
+    span = {"stop": 5, "seed": SEED, "augment": AUGMENT if kind == "volumes" else EVERY, **span}
     if kind == "foreground":
         return patch_dataset(store, (16, 24, 24), sampling=kind, **span)
     return volume_dataset(store, resolution=0.5 if kind == "half" else 1, dtype="bfloat16", **span)

@@ -311,6 +311,20 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.parametrize("name", ["image.nii.gz", "dataset.json", "export.json"])
+@pytest.mark.parametrize("kept", [0.0, 0.5])
+def test_the_program_ends_with_a_line_for_a_file_that_is_empty_or_cut(store, folder, name, kept):
+    shutil.copy(store.folder.parent / "source/f.nii.gz", folder / "image.nii.gz")
+    (folder / "dataset.json").write_text('{"modality": {"0": "FLAIR", "1": "T1gd"}}')
+    segment.main(folder, str(folder / "image.nii.gz"), str(folder / "label.nii.gz"))
+    (folder / "label.nii.gz").unlink()
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: round(len(content) * kept)])
+    with pytest.raises(SystemExit, match=rf"{name} must be whole .*, got .*; fetch it again"):
+        segment.main(folder, str(folder / "image.nii.gz"), str(folder / "label.nii.gz"))
+    assert not (folder / "label.nii.gz").exists()
+
+
 def test_the_program_makes_nan_background_if_that_is_chosen_as_predict_does(store, folder):
     voxels, geometry = read_volume(store.folder.parent / "source/f.nii.gz")
     voxels = voxels.astype(np.float32)

@@ -314,7 +314,9 @@ def test_a_case_that_was_predicted_alike_is_kept_and_named(
 ):
     words = ("--image", files.images[0], "--out", tmp_path / "out")
     assert call(*words) == 0
-    assert "1 case predicted in" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "1 case predicted in" in printed
+    assert "seconds of the first file: with the start" in printed
     written = (tmp_path / "out/a.nii.gz").stat().st_mtime_ns
     predictor.sure = 0.1  # which would show
     assert call(*words) == 0

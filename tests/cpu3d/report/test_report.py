@@ -15,6 +15,7 @@ from cpu3d.inference.postprocessing.decision import FILE, Decision
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores import METRICS
+from cpu3d.inference.scores_file import scores_path
 from cpu3d.report import report
 from cpu3d.report.report import write_report
 from cpu3d.run.config_json import load_config, save_config
@@ -154,6 +155,21 @@ def test_predictions_are_beside_what_was_measured(tiny_run, no_pictures):
     text = relog(tiny_run, end, start={"predicted": {**peaks, **of_run}})
     assert re.search(r"allocator on cpu 2\.00 GiB [^%]*2\.20 GiB \+10\.0%", text)
     assert re.search(r"peak memory of the process 5\.00 GiB [^%]*6\.00 GiB \+20\.0%", text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        ([9.0, 2.0], "prediction 2 s a volume on its full grid, median without the first"),
+        ([9.0], "prediction 9 s of the only volume, the start included"),
+    ],
+)
+def test_the_first_volume_which_starts_what_computes_is_no_volume_as_any_other(
+    tiny_run, evaluated, no_pictures, seconds, shown
+):
+    cases = [{**case, "predict_s": s} for case, s in zip(evaluated["cases"], seconds)]
+    write_json(scores_path(tiny_run, "test"), {**evaluated, "cases": cases})
+    assert shown in read(write_report(tiny_run))[1]
 
 
 def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):

@@ -16,11 +16,13 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import ENDINGS
 from cpu3d.inference.postprocessing.decision import FILE, SCHEMA, Decision
 from cpu3d.inference.postprocessing.rules import PostProcessing
-from cpu3d.report.run_status import WORST_FIRST, run_status
-from cpu3d.report.status import describe
+from cpu3d.plan import PLAN_SCHEMA
+from cpu3d.report.run_status import WORST_FIRST, run_status, workers_of
+from cpu3d.report.status import describe, folds_status
 from cpu3d.run.checkpoint import weights_file, write_best
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.heartbeat import heartbeat_path, write_heartbeat
+from cpu3d.run.folds import Folds, fold_folder, save_folds
+from cpu3d.run.heartbeat import heartbeat_path, this_place, write_heartbeat
 from cpu3d.run.log import append_event
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
@@ -192,6 +194,30 @@ def test_a_worker_is_alive_while_its_beat_is_young(run, beat_s_ago, written_s_ag
         assert "free of" not in text
 
 
+def test_a_process_of_this_host_that_was_killed_is_known_at_once(run):
+    write_heartbeat(run, beat(process_start=1))  # a later process has its pid
+    status = run_status(run)
+    assert (status.state, status.is_fine, status.seconds_left) == ("killed", False, None)
+    assert status.advice == "the same command continues from step 100"
+    text = printed(run)
+    assert re.search(f"why: worker 0: process {os.getpid()} of this host has ended", text)
+    assert "free of" not in text, "it holds no memory"
+    assert main(["status", "--run", str(run)]) == 1
+
+
+def test_an_end_that_is_noted_while_status_looks_is_not_taken_for_a_kill(run):
+    before = beat(process_start=1)
+    write_heartbeat(run, beat(process_start=1, exit_code=143, reason="saved"))
+    (worker,) = workers_of(run, {0: before}, time.time())
+    assert (worker.state, worker.detail) == ("interrupted", "saved")
+
+
+@pytest.mark.parametrize(("place", "shows"), [("elsewhere", True), (this_place(), False)])
+def test_of_a_worker_of_another_host_the_age_of_its_heartbeat_is_printed(run, place, shows):
+    beat_written(run, 40, beat=time.time() - 40, place=place)
+    assert bool(re.search("heartbeat: 4[01] s ago, of worker 0 on node-17", printed(run))) == shows
+
+
 def test_the_worst_worker_decides_the_state_and_causes_come_first(run):
     (run / "logs").mkdir()
     (run / "logs" / "worker-1.log").write_text("killed")
@@ -268,6 +294,7 @@ def done(run, tmp_path):
     save_config(RunConfig(steps=120, store=str(store.folder), split_hash=split_hash), run)
     append_event(run, {"event": "end", "step": 120, "reason": "finished"})
     change_decision(run, split_hash=split_hash)
+    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "course": {"decided": 0}})
     return run
 
 
@@ -299,12 +326,23 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
 
 
 @pytest.mark.parametrize(
-    ("lack", "note"), [("store", "store .* is not there"), ("cases", "an earlier version")]
+    ("lack", "note"),
+    [
+        ("store", "store .* is not there"),
+        ("cases", "an earlier version has decided it"),
+        ("course", "an earlier version has decided nothing; the same command decides it"),
+        ("plan", "an earlier version has decided nothing; the same command decides it"),
+    ],
 )
 def test_a_run_that_cannot_or_need_not_be_decided_has_finished_with_a_note(done, lack, note):
     if lack == "store":
         (done / FILE).unlink()
         shutil.rmtree(load_config(done).store)
+    elif lack in ("course", "plan"):  # as of a version that decided nothing at the end
+        (done / FILE).unlink()
+        (done / "plan.json").unlink()
+        if lack == "course":
+            write_json(done / "plan.json", {"schema": PLAN_SCHEMA, "steps": 120})
     else:
         change_decision(done, cases_with=None)
     text = printed(done)
@@ -374,3 +412,114 @@ def test_the_rates_to_halve_are_those_of_the_command(run):
         run / "plan.json", {"schema": 1, "rate_growth": 2.0}
     )  # --batch-per-worker of four workers
     assert "--learning-rate 0.005 --adam-rate 0.0075" in printed(run)
+
+
+# --- Folds ---
+
+LOGGED = {**STEP, "epoch": 0, "loss": 1.0}
+
+
+@pytest.fixture
+def two_folds(tmp_path):
+    """A folder of two folds of 1000 steps of 2 s, a second of which was predicted. Predicted are
+    also 100 s of validations, 15 s of post-processing and 40 s of scoring, the processes' starts of
+    15 s among them: 1155 s a fold."""
+    folder = tmp_path / "folds"
+    folder.mkdir()
+    predicted = {"training_s": 1000.0, "beside_s": 155.0, "validation_s": 100.0, "scoring_s": 40.0}
+    save_folds(folder, Folds(2, "store", {}, **predicted))
+    return folder
+
+
+def begun(folder, steps, *, validated=False):
+    """The first fold with so many steps in its log, and no checkpoint."""
+    run = fold_folder(folder, "1/2")
+    run.mkdir()
+    save_config(RunConfig(steps=1000, fold="1/2"), run)
+    append_event(run, {"event": "start", "step": 0})
+    for step in range(1, steps + 1):
+        append_event(run, {**LOGGED, "step": step})
+    if validated:
+        scores = {"dice": {}, "mean_dice": 0.5, "best": True, "cases": 2, "loss": 1.0}
+        append_event(run, {"event": "validation", "step": steps, "seconds": 50.0, **scores})
+    return run
+
+
+def now_in(folder, phase, since_s, **changes):
+    """A process of this host that has been in a phase for so many seconds."""
+    now = time.time()
+    write_heartbeat(folder, beat(phase=phase, beat=now, phase_since=now - since_s, **changes))
+
+
+def left_of(folder):
+    """The seconds left of each fold, in whole ones."""
+    return [fold.seconds_left for fold in folds_status(folder).folds]
+
+
+def about(*seconds):
+    return pytest.approx(seconds, abs=0.9)  # as time goes on
+
+
+def test_before_a_fold_is_trained_it_takes_what_is_predicted_and_its_start_passes(two_folds):
+    now_in(two_folds, "starting", 30)
+    assert left_of(two_folds) == about(1155, 1155)
+    now_in(two_folds, "training fold 1/2", 4)
+    assert left_of(two_folds) == about(1151, 1155)
+    now_in(two_folds, "training fold 1/2", 60)  # half of both starts has passed
+    assert left_of(two_folds) == about(1147.5, 1155)
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes", "validated", "left_s"),
+    [
+        # No pace without a live process: what is predicted of the steps that are left.
+        (250, {"process_start": 1, "steps": 1000}, False, 750 + 75 + 15 + 40 - 7.5),
+        (250, {"phase": "starting", "step": 0, "steps": 0}, False, 1500 + 75 + 15 + 40 - 7.5),
+        (250, {"step": 250, "steps": 1000}, False, 1500 + 75 + 15 + 40 - 7.5),
+        (500, {"step": 500, "steps": 1000}, False, 1000 + 50 + 15 + 40 - 7.5),
+        # Steps of which the log has not heard yet count too.
+        (500, {"step": 501, "steps": 1000}, False, 998 + 49.9 + 15 + 40 - 7.5),
+        # Validations are in the pace once there was one: 50 s in 500 steps.
+        (500, {"step": 500, "steps": 1000}, True, 1000 + 50 + 15 + 40 - 7.5),
+        (750, {"step": 750, "steps": 1000}, True, 500 + 250 * 50 / 750 + 15 + 40 - 7.5),
+    ],
+)
+def test_the_steps_of_a_fold_count_as_soon_as_its_log_or_its_heartbeat_has_them(
+    two_folds, steps, changes, validated, left_s
+):
+    run = begun(two_folds, steps, validated=validated)
+    now_in(two_folds, "training fold 1/2", 60)
+    write_heartbeat(run, beat(**{"step": steps, **changes}))
+    assert left_of(two_folds) == about(left_s, 1155)
+
+
+def test_what_is_left_after_the_steps_of_a_fold_passes_too(two_folds):
+    run = begun(two_folds, 1000)
+    now_in(two_folds, "training fold 1/2", 60)
+    now_in(run, "deciding post-processing", 5, step=1000, steps=1000)
+    assert left_of(two_folds) == about(10 + 40 - 7.5, 1155)
+    append_event(run, {"event": "end", "step": 1000, "reason": "finished", "seconds": 2100.0})
+    write_heartbeat(run, beat(step=1000, steps=1000, exit_code=0, reason="finished"))
+    now_in(two_folds, "scoring fold 1/2", 20)
+    # The other fold is taken to need what this one has taken, its validations among that.
+    assert left_of(two_folds) == about(40 - 7.5 - 20, 2100 + 15 + 40)
+    now_in(two_folds, "scoring fold 1/2", 90)
+    assert left_of(two_folds)[0] == 0
+
+
+def test_of_folds_on_another_host_the_age_of_the_heartbeat_is_known(two_folds):
+    now_in(two_folds, "starting", 30)
+    assert folds_status(two_folds).heard == ""
+    now_in(two_folds, "starting", 30, place="elsewhere")
+    assert folds_status(two_folds).heard == "0 s ago, of worker 0 on node-17"
+    assert main(["status", "--run", str(two_folds)]) == 0
+    now_in(two_folds, "starting", 30, process_start=1)
+    assert (folds_status(two_folds).state, folds_status(two_folds).heard) == ("killed", "")
+
+
+def test_the_file_of_an_earlier_version_tells_what_is_left_as_well(two_folds):
+    content = json.loads((two_folds / "folds.json").read_text())
+    del content["validation_s"], content["scoring_s"]
+    (two_folds / "folds.json").write_text(json.dumps(content))
+    now_in(two_folds, "starting", 30)
+    assert left_of(two_folds) == about(1155, 1155)

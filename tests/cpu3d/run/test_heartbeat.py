@@ -5,14 +5,17 @@ import json
 import os
 import signal
 import subprocess
+import time
 
 import pytest
 
 from cpu3d.run.heartbeat import (
     Heartbeat,
+    Life,
     heartbeat_path,
     is_here,
     is_suspended,
+    life_of,
     process_start,
     read_heartbeats,
     write_heartbeat,
@@ -61,6 +64,7 @@ def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone
         own = beat(pid=other.pid, process_start=process_start(other.pid))
         assert own.process_start >= process_start(os.getpid())
         assert is_here(own)
+        assert life_of(tmp_path, own, time.time()) is Life.ALIVE
         assert not is_here(beat(pid=other.pid, process_start=own.process_start, place="elsewhere"))
         other.send_signal(signal.SIGSTOP)
         os.waitpid(other.pid, os.WUNTRACED)
@@ -68,4 +72,32 @@ def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert not is_here(own), "a zombie"
+        assert life_of(tmp_path, own, time.time()) is Life.ENDED
     assert not is_here(own)
+
+
+@pytest.mark.parametrize(
+    ("changes", "young", "old"),
+    [
+        ({}, Life.ALIVE, Life.SILENT),
+        ({"process_start": 1}, Life.ENDED, Life.ENDED),  # a later process has the pid
+        ({"pid": 2**22 + 1}, Life.ENDED, Life.ENDED),  # above the largest pid
+        ({"pid": 2**22 + 1, "place": "elsewhere"}, Life.ALIVE, Life.SILENT),
+        ({"pid": 2**22 + 1, "process_start": 0}, Life.ALIVE, Life.SILENT),  # was not known
+    ],
+)
+def test_a_worker_of_this_host_lives_by_its_process_and_any_other_by_its_beats_age(
+    tmp_path, changes, young, old
+):
+    now = time.time()
+    own = beat(beat=now, **changes)
+    assert life_of(tmp_path, own, now + 59) is young
+    assert life_of(tmp_path, own, now + 61) is old
+
+
+def test_a_process_of_another_user_that_proc_hides_is_not_taken_for_ended(tmp_path, monkeypatch):
+    def refused(pid, number):
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refused)
+    assert life_of(tmp_path, beat(pid=2**22 + 1), time.time()) is Life.ALIVE

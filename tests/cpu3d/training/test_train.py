@@ -14,6 +14,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.fold import with_fold
 from cpu3d.data.labels import label_from_regions
+from cpu3d.data.store import Store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.decisions import job_of
 from cpu3d.errors import DoesNotFitError, InputError
@@ -24,6 +25,7 @@ from cpu3d.run.checkpoint import newest
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
+from cpu3d.training.learner import Learner
 from cpu3d.training.train import train
 from cpu3d.util.lock import locked
 from memory_estimator.calibration import find_constants
@@ -37,10 +39,12 @@ from tests.cpu3d.runs import (
     of_voxels,
     start,
     steps_of,
+    stored,
     weights,
 )
 
 PATCH = {"mode": "patch", "patch": [16, 16, 16], "depth": 2}
+HALF_OF_FOUR = {"curriculum": "half", "steps": 4, "validations": 1, "depth": 2}
 LEARNT = {"steps": 10, "batch": 2, "ema": 0.9, "validations": 1, **PATCH}
 
 
@@ -218,6 +222,30 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
     assert targets == [
         np.isin(np.asarray(phantom_store.label(name)), (1, 2, 3)).sum() for name in split["val"]
     ]
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_what_coarse_steps_give_back_changes_no_weight_of_the_full_ones(
+    phantom_store, tmp_path, monkeypatch, ema
+):
+    settings = {**HALF_OF_FOUR, "ema": ema}
+    released = []
+    release = Learner.release
+
+    def noted(learner):
+        released.append(learner.config.is_coarse)
+        release(learner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "release", noted)
+        start(phantom_store, tmp_path / "released", learner=Learner, **settings).run()
+    assert released == [True]
+    monkeypatch.setattr(Learner, "release", lambda learner: None)
+    start(phantom_store, tmp_path / "kept", learner=Learner, **settings).run()
+    assert_same_weights(tmp_path / "released", tmp_path / "kept")
+    grids = [event["voxels"] for event in steps_of(tmp_path / "released")]
+    assert sorted(grids) == grids
+    assert len(set(grids)) == 2
 
 
 # --- Going on ---
@@ -481,6 +509,43 @@ def test_a_forced_run_logs_its_plan_and_continues_if_it_fits(
     with pytest.raises(DoesNotFitError, match="as a run in another folder"):
         go(2)
     assert {path: path.read_bytes() for path in kept} == kept
+
+
+def without_codes(store, folder, *codes):
+    """A store whose labels lack these codes, by its records."""
+    cases = []
+    for case in store.manifest.cases:
+        others = {code: n for code, n in case.label_voxels.items() if code not in codes}
+        cases.append(dataclasses.replace(case, label_voxels=others))
+    view = Store(store.folder, dataclasses.replace(store.manifest, cases=cases))
+    return stored(view, folder).folder
+
+
+@pytest.mark.usefixtures("without_network")
+def test_a_region_that_no_training_case_has_is_a_line_of_warning(phantom_store, tmp_path, capsys):
+    store = without_codes(phantom_store, tmp_path / "store", 3)
+    for regions, lines in ((("WT", "TC", "ET"), 1), (("WT", "TC"), 0)):
+        run = tmp_path / f"of {len(regions)}"
+        train(store, run, settings={**SMALL, "epochs": 1, "regions": regions})
+        printed = capsys.readouterr().err
+        assert printed.count("to learn it, got none of ET (label 3)") == lines
+
+
+@pytest.mark.usefixtures("without_network")
+def test_a_store_without_a_labelled_voxel_is_trained_on_if_that_is_forced_or_was_begun(
+    phantom_store, tmp_path, capsys
+):
+    store = without_codes(phantom_store, tmp_path / "store", 1, 2, 3)
+    run = tmp_path / "run"
+    for more in ([], ["--dry-run"]):
+        assert main(["train", "--store", str(store), "--run", str(run), *more]) == 2
+        printed = capsys.readouterr().err
+        assert re.search("error: .* must have labelled voxels, got none .*--force", printed)
+        assert not run.exists()
+    small = {key: value for key, value in SMALL.items() if key != "epochs"}
+    train(store, run, settings={**small, "steps": 2}, force=True)
+    train(store, run, settings={**small, "steps": 3})
+    assert len(steps_of(run)) == 3
 
 
 def dice_of(run):

@@ -238,7 +238,13 @@ def test_what_takes_longer_than_ever_is_given_ten_times_that(
     [
         (None, 0, "finished"),
         (Interrupted("saved after step 3", 15), 143, "saved after step 3"),
-        (OSError(28, "No space left on device"), 1, "OSError: [Errno 28] No space left on device"),
+        (
+            OSError(28, "No space left on device", "a.npz"),
+            1,
+            "a.npz must fit on its disk, got No space left on device",
+        ),
+        (OSError(5, "Input/output error", "a.npz"), 1, "a.npz: Input/output error"),
+        (ValueError("no such"), 1, "ValueError: no such"),
     ],
 )
 def test_how_a_run_ends_is_noted(tmp_path, error, exit_code, reason):

@@ -1,17 +1,19 @@
 import json
 import os
+import pickle
 import stat
 import tempfile
 
 import pytest
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, NoRoomError
 from cpu3d.util.atomic import (
     PARTIAL,
     atomic_write,
     remove_partials,
     replace_files,
     writable_folder,
+    write_bytes,
     write_json,
 )
 
@@ -42,6 +44,26 @@ def test_an_interrupted_write_leaves_the_old_file_and_nothing_else(tmp_path, err
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["a.bin"]
     assert getattr(raised.value, "filename", str(path)) == str(path)
+
+
+def test_a_full_disk_names_the_file_what_was_wanted_and_that_nothing_is_lost(tmp_path, monkeypatch):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NoRoomError) as raised:
+        write_bytes(path, bytes(3 << 20))
+    error = raised.value
+    assert (error.errno, error.written_bytes, error.needed_bytes) == (28, 3 << 20, 3 << 20)
+    rule = f"{path} must fit on its disk, got No space left on device after 3 MiB of 3 MiB;"
+    assert str(error).startswith(rule)
+    assert "nothing is lost" in str(error)
+    again = pickle.loads(pickle.dumps(error))  # as it comes from another process
+    assert str(again) == str(error)
+    assert path.read_bytes() == b"old"
 
 
 def test_files_are_as_readable_as_the_umask_says(tmp_path):

@@ -1,6 +1,7 @@
 """Raw data of nnU-Net 1 and 2, MONAI's lists, and regions by name: what is read, what it is
 prepared to, and what is refused."""
 
+import functools
 import json
 import re
 import shutil
@@ -248,6 +249,34 @@ def test_a_field_of_a_decathlons_list_that_cannot_be_is_refused_by_its_name_and_
 ):
     with pytest.raises(InputError, match=f"^{rule}"):
         read_dataset(decathlon(tmp_path / "data", 1, **changes))
+
+
+@pytest.mark.parametrize(("said", "warns"), [(2, False), (3, True), ("2", True), (None, False)])
+@pytest.mark.parametrize("make", [decathlon, functools.partial(nnunet, version=1)])
+def test_a_list_of_another_number_of_cases_than_it_names_is_a_warning(
+    tmp_path, capsys, make, said, warns
+):
+    raw = make(tmp_path / "data", 2, numTraining=said)
+    assert len(prepare(raw, tmp_path / "store", **ALL).cases) == 2
+    printed = capsys.readouterr().err
+    line = rf"^warning: numTraining of {raw}/dataset.json must be .* 2, got {said!r};"
+    assert bool(re.search(line, printed, re.MULTILINE)) == warns
+    assert printed.count("numTraining") == warns
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("", "nothing, it is empty"),
+        ('{"name": "a",\n "labels": {', r"line 2, column \d+, where a name in double quotes"),
+        ('{"name": "a"\n "labels": {}}', "line 2, column 2, where a comma"),
+    ],
+)
+def test_a_list_that_is_no_json_is_refused_with_the_place_of_the_fault(tmp_path, text, fault):
+    data = decathlon(tmp_path / "data", 1)
+    (data / "dataset.json").write_text(text)
+    with pytest.raises(InputError, match=rf"dataset\.json must be JSON.*, got .*{fault}"):
+        read_dataset(data)
 
 
 @pytest.mark.parametrize("size", ["4D", "3D", "3d", "", [240, 240, 155], 4, None])

@@ -11,7 +11,13 @@ from cpu3d.data.stores import convert as module
 from cpu3d.data.stores.folder import read_quarantine
 from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.errors import InputError
-from tests.cpu3d.data.made_datasets import content_of, decathlon, tiny_image, write_nifti
+from tests.cpu3d.data.made_datasets import (
+    content_of,
+    decathlon,
+    tiny_image,
+    tiny_label,
+    write_nifti,
+)
 
 THIRDS = {"fractions": (0.4, 0.3, 0.3), "workers": 1}
 ALL = {"fractions": (1, 0, 0), "workers": 1}
@@ -304,6 +310,27 @@ def test_cases_with_and_without_orientation_are_not_mixed_in_a_store(tmp_path, w
     assert sorted(read_quarantine(tmp_path / "store")) == [
         f"BRATS_{number:03d}" for number in refused
     ]
+
+
+@pytest.mark.parametrize(
+    ("codes", "warning"),
+    [
+        ((1, 2, 3), ""),
+        ((1, 2), "every region to learn it, got none of ET (label 3);"),
+        ((3,), ""),  # of which WT and TC are too
+        ((), "must have labelled voxels, got none of any region"),
+    ],
+)
+def test_regions_that_no_training_case_has_are_one_line_of_warning(
+    tmp_path, capsys, codes, warning
+):
+    folder = decathlon(tmp_path / "data", 3)
+    for number in range(3):
+        write_nifti(folder / f"labelsTr/BRATS_{number:03d}.nii.gz", tiny_label(*codes))
+    prepare(folder, tmp_path / "store", **ALL)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(lines) == bool(warning)
+    assert all(warning in line for line in lines)
 
 
 def test_a_store_without_orientation_or_with_another_background_says_so(tmp_path, capsys):

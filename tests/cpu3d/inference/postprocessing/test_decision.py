@@ -27,11 +27,13 @@ from cpu3d.inference.postprocessing.decision import (
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import Rule
 from cpu3d.inference.scores_file import scores_path
+from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import read_heartbeats, write_heartbeat
 from cpu3d.training import watchdog
 from cpu3d.training.train import Options
 from cpu3d.training.watchdog import Room, Sample
+from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
@@ -202,6 +204,8 @@ def test_what_is_decided_is_known_without_reading_weights_of_the_same_size_and_d
     run, monkeypatch
 ):
     config = load_config(run)
+    assert standing_of(run, config) is Standing.BEFORE, "a plan that decides nothing"
+    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "course": {"decided": 3}})
     assert standing_of(run, config) is Standing.OPEN
     decide(run)
     with monkeypatch.context() as patch:
