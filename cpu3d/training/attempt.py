@@ -54,7 +54,8 @@ class Attempt:
         say(*describe(self.host, self.threads, self.engine), *fit.warnings)
         if self.cluster.is_chief and not fit.is_over:
             warning, _ = learnable(self.plan)
-            say(*filter(None, [warning]))
+            if warning:
+                say(warning)
         say(f"reads: {fit.feeds.reader.mode}")
         if fit.step:
             say(f"run: continued after step {fit.step}")
