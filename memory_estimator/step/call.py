@@ -8,7 +8,7 @@ from memory_estimator.step.timeline import OwnOperation
 from models.native import shared
 from models.native.instruction_sets import BFLOAT16_PRODUCTS, DIRECT_PRODUCTS, INSTRUCTION_SETS
 
-GROUP = 16  # channels that are stored together
+GROUP = shared.GROUP  # channels that are stored together
 LINE_BYTES = 64  # in front of a buffer, and in the cache
 
 

@@ -25,8 +25,8 @@ from memory_estimator.step.timeline import OwnOperation, StepOp
 from models.native import shared
 from models.program import Kind
 
-MOST_SUMS = {8: 6, 16: 28}  # lanes of a vector -> tiles of a product, whose sums are in registers
-LOSS_TERMS = 4  # sums of each region
+MOST_SUMS = {8: shared.MOST_TILES_OF_8_LANES, 16: shared.MOST_TILES_OF_16_LANES}
+"""Lanes of a vector -> tiles of a product, whose sums are in registers."""
 PAGE_BYTES = 4096  # what a buffer is rounded up to
 
 
@@ -250,13 +250,13 @@ def _of_loss_slope(call: Call, cut: Cut) -> Scratch:
     target."""
     op = call.op
     row_values = op.grid[2] * op.channels
-    kept = LOSS_TERMS * op.channels * call.rows.lanes * (4 + 8) + row_values
+    kept = shared.LOSS_TERMS * op.channels * call.rows.lanes * (4 + 8) + row_values
     return Scratch(threads=cut.pieces, kept_bytes=kept, passing_bytes=0)
 
 
 def _of_loss_sums(call: Call, cut: Cut) -> Scratch:
     """The same, with the sums of all blocks."""
-    sums = 8 * LOSS_TERMS * call.op.channels * _loss_blocks(call.op)
+    sums = 8 * shared.LOSS_TERMS * call.op.channels * _loss_blocks(call.op)
     return _of_loss_slope(call, cut)._replace(passing_bytes=sums)
 
 

@@ -25,9 +25,9 @@ ALWAYS_INLINE vec multiply_add(vec sum, vec weights, unit spread)
 }
 
 #ifdef __AVX512F__
-enum { MOST_SUMS = 28, CHANNELS_AT_ONCE = 16 }; /* sums in registers, of 32 */
+enum { MOST_SUMS = MOST_TILES_OF_16_LANES, CHANNELS_AT_ONCE = 16 };
 #else
-enum { MOST_SUMS = 6, CHANNELS_AT_ONCE = 4 }; /* of 16 */
+enum { MOST_SUMS = MOST_TILES_OF_8_LANES, CHANNELS_AT_ONCE = 4 };
 #endif
 
 /* sums[row][tile][16 outputs], rows `next_sums` floats apart, of `r` rows of `n` tiles: over nine

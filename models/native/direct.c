@@ -64,7 +64,7 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
     return cut_of(&work, op->threads);
 }
 
-/* memory_estimator/step/scratch.py has the bytes as a formula. */
+/* memory_estimator/step/direct.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
     struct job j = {.op = op, .made = made_of(op)};
@@ -337,6 +337,7 @@ static void make_turn(struct thread *t, const struct factors *factors, float *su
         multiply_taps(factors, tap, factors->of->taps);
     store_tiles(factors, sums);
 }
+
 /* --- An operation --- */
 
 /* Asks for voxels z0 ... z0 + count - 1 of rows y ... y + rows - 1 of the plane that is formed
@@ -407,6 +408,7 @@ static void convolve_plane(struct thread *t, int x)
     }
     finish(&t->made, &turns[!now]);
 }
+
 /* What belongs to a sample of the map that is made. */
 static void begin_sample(struct thread *t, int batch)
 {

@@ -84,7 +84,7 @@ static struct job job_of(const struct operation *op)
 /* Rows and planes that are taken at a time, so many that they stay in the cache L2: there are two
    planes of values more than of gradients; and of values a row more on each side, and a line that
    the last shift reads. The gradients that are formed ahead come on top.
-   memory_estimator/step/scratch.py has the bytes as a formula. */
+   memory_estimator/step/direct.py has the bytes as a formula. */
 static void set_memory(struct job *j)
 {
     long arrays = j->cut.inputs * j->copies; /* of values, in a plane */

@@ -37,7 +37,7 @@ static struct cut cut_for(const struct operation *op, const struct job *j)
     return cut_of(&work, op->threads);
 }
 
-/* memory_estimator/step/scratch.py has the bytes as a formula. */
+/* memory_estimator/step/direct.py has the bytes as a formula. */
 static struct job job_of(const struct operation *op)
 {
     struct job j = {.op = op};

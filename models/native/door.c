@@ -441,7 +441,7 @@ static void compute_loss(struct call *call, int kind)
             "regions must be 1 to %d, and values of a row fewer than 2^30, got logits (%s)",
             MOST_CHANNELS, text_of(map).of);
     struct shape factors = {3, {map.size[0], FACTORS, map.size[4]}};
-    struct shape sums = {3, {map.size[0], TERMS, map.size[4]}};
+    struct shape sums = {3, {map.size[0], LOSS_TERMS, map.size[4]}};
     op.coefficients = values_of(call, LOSS_FACTORS, kind == LOSS_SLOPE, "factors", factors);
     if (!fine(call))
         return;

@@ -20,13 +20,13 @@ struct job {
     long sample_blocks; /* blocks of a sample */
     struct cut cut;     /* of all blocks */
     size_t kept_bytes, passing;
-    double *block_sums; /* [block][TERMS][regions] */
+    double *block_sums; /* [block][LOSS_TERMS][regions] */
 };
 
 /* What a thread keeps. */
 struct kept {
-    vec *phases;     /* [phase][TERMS]: sums of a row; or [phase][FACTORS] */
-    double *lanes;   /* [phase][TERMS][LANES]: sums of a block */
+    vec *phases;     /* [phase][LOSS_TERMS]: sums of a row; or [phase][FACTORS] */
+    double *lanes;   /* [phase][LOSS_TERMS][LANES]: sums of a block */
     uint8_t *target; /* a row of a target on a finer grid, thinned */
 };
 
@@ -145,7 +145,7 @@ ALWAYS_INLINE void compute_vector(const struct operation *op, vec *phases, int p
     vec z = load_values(op->maps[0], at, n, dtype);
     struct truth truth = truth_of(target, n);
     if (kind == LOSS_SUMS) {
-        add_terms(phases + phase * TERMS, z, truth);
+        add_terms(phases + phase * LOSS_TERMS, z, truth);
     } else {
         vec slope = slope_of(phases + phase * FACTORS, z, truth);
         store_values(op->map, at, slope, n, dtype);
@@ -198,7 +198,7 @@ static const uint8_t *target_row(const struct job *j, struct kept *kept, int bat
 /* Adds the sums of a row to those of its block, and clears them. */
 static void add_row_to_block(const struct job *j, struct kept *kept)
 {
-    int count = j->regions * TERMS;
+    int count = j->regions * LOSS_TERMS;
     for (int i = 0; i < count; i++) {
         for (int lane = 0; lane < LANES; lane++)
             kept->lanes[(size_t)i * LANES + lane] += kept->phases[i][lane];
@@ -209,12 +209,12 @@ static void add_row_to_block(const struct job *j, struct kept *kept)
 static void write_block_sums(const struct job *j, struct kept *kept, long block)
 {
     int regions = j->regions;
-    double *sums = j->block_sums + (size_t)block * TERMS * regions;
-    memset(sums, 0, sizeof(double) * TERMS * regions);
+    double *sums = j->block_sums + (size_t)block * LOSS_TERMS * regions;
+    memset(sums, 0, sizeof(double) * LOSS_TERMS * regions);
     for (int phase = 0, region = 0; phase < regions; phase++)
         for (int lane = 0; lane < LANES; lane++) {
-            for (int term = 0; term < TERMS; term++) {
-                double *sum = kept->lanes + ((size_t)phase * TERMS + term) * LANES + lane;
+            for (int term = 0; term < LOSS_TERMS; term++) {
+                double *sum = kept->lanes + ((size_t)phase * LOSS_TERMS + term) * LANES + lane;
                 sums[(size_t)term * regions + region] += *sum;
                 *sum = 0;
             }
@@ -264,7 +264,7 @@ static void compute_block(struct job *j, struct kept *kept, long block)
 static void compute_piece(struct job *j, const struct piece *piece, char *memory)
 {
     memset(memory, 0, j->kept_bytes);
-    size_t count = (size_t)j->regions * TERMS * LANES;
+    size_t count = (size_t)j->regions * LOSS_TERMS * LANES;
     struct kept kept = {.phases = (vec *)memory};
     kept.lanes = (double *)(memory + count * sizeof(float));
     kept.target = (uint8_t *)(kept.lanes + count);
@@ -282,7 +282,7 @@ static void compute_piece(struct job *j, const struct piece *piece, char *memory
 static void write_loss_sums(struct job *j)
 {
     const struct operation *op = j->op;
-    size_t count = (size_t)TERMS * j->regions;
+    size_t count = (size_t)LOSS_TERMS * j->regions;
     for (int batch = 0; batch < op->batch; batch++) {
         const double *blocks = j->block_sums + batch * j->sample_blocks * count;
         for (size_t i = 0; i < count; i++) {
@@ -301,12 +301,12 @@ static struct job job_of(const struct operation *op)
     j.sample_rows = (long)op->x * op->y;
     j.block_rows = j.row_values < LOSS_BLOCK_VALUES ? LOSS_BLOCK_VALUES / j.row_values : 1;
     j.sample_blocks = ceil_div(j.sample_rows, j.block_rows);
-    size_t count = (size_t)j.regions * TERMS * LANES;
+    size_t count = (size_t)j.regions * LOSS_TERMS * LANES;
     j.kept_bytes = count * (sizeof(float) + sizeof(double)) + j.row_values;
     long blocks = op->batch * j.sample_blocks;
     j.cut = cut_of_rows(blocks, op->threads);
     if (op->kind == LOSS_SUMS)
-        j.passing = sizeof(double) * TERMS * j.regions * blocks;
+        j.passing = sizeof(double) * LOSS_TERMS * j.regions * blocks;
     return j;
 }
 

@@ -27,7 +27,7 @@ enum { SCALE, SHIFT, FLOOR, MEAN, RSTD, COEFFICIENTS = 6, OF_GRADIENT = 3, OF_RA
    [batch][FACTORS][channels], and with those the gradient of a logit is
      factor[CROSS_ENTROPY] * (p - t) + p * (1 - p) * (factor[OVERLAP] * t + factor[PREDICTED])
    Where a byte is IGNORED the logit is in no sum, whatever it is, and its gradient is 0. */
-enum { CROSS_ENTROPY, OVERLAP, PREDICTED, TRUE, TERMS, FACTORS = TRUE };
+enum { CROSS_ENTROPY, OVERLAP, PREDICTED, TRUE, FACTORS = TRUE };
 
 /* Of an operation's memory besides its maps: the threads that keep some, the bytes that each of
    them keeps, and the bytes that pass to the next operation. memory_estimator/step/scratch.py has

@@ -19,7 +19,6 @@
 #include <math.h>
 #include "vectors.h"
 
-#define GROUP 16 /* channels */
 #ifdef BFLOAT16_ROWS
 typedef uint32_t unit;
 enum { TILE = 2, STREAMS = 4, UNIT = 2 };

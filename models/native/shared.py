@@ -32,7 +32,7 @@ KINDS: Dict[str, str] = {
     "up_convolve": "raw, filters [x][y][z][outputs][channels] as finer the grid -> map",
     "up_input_gradient": "raw, filters, others: gradient -> map, sums",
     "up_filter_gradient": "raw, others: gradient -> filter gradient",
-    "loss_sums": "logits, others: target -> sums, [batch][TERMS][channels]",
+    "loss_sums": "logits, others: target -> sums, [batch][LOSS_TERMS][channels]",
     "loss_slope": "logits, others: target; coefficients: factors -> map, that of the logits'"
     " gradient",
     "orthogonal": "a matrix of float32, x rows of `outputs` values -> map: orthogonal columns,"
@@ -67,12 +67,16 @@ RING_PERMILLE = 625  # of transformed rows, in a ring
 DIRECT_RING_PERMILLE = 400  # of rows of direct products, in a ring
 POSITIONS_PERMILLE = 625  # of positions, whose filter gradients are sums in tiles
 
+GROUP = 16  # channels that are stored together
+MOST_TILES_OF_16_LANES = 28  # of transformed rows, whose sums are in 32 registers at once
+MOST_TILES_OF_8_LANES = 6  # in 16 registers
 MOST_TILE_ROWS = 4  # tiles A of direct products that are multiplied at once
 MOST_PLANES = 8  # of positions that are multiplied at once
 ENOUGH_STEPS = 64  # of 32 positions: adding up the sums of more costs next to nothing
 MOST_TARGETS = 6  # tiles B whose sums are in registers at once
 WEIGHT_PARTS = 3  # of bfloat16, whose sum is a projection's weight of float32
 IGNORED = 255  # value of a target's voxel that is not learnt; of the others 0 is outside a region
+LOSS_TERMS = 4  # sums of each region of a loss: native.h
 LOSS_BLOCK_VALUES = 8192  # of logits in a block of rows, about: some microseconds of work
 ORTHOGONAL_BLOCKS = 8  # of a symmetric matrix; fewer are over before another thread is awake
 

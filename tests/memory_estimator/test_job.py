@@ -201,30 +201,37 @@ def test_a_damaged_run_is_refused_by_its_file(changes, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "shape", "strides"),
+    ("line", "shape", "strides", "has_fewer"),
     [
-        ("--shape 144 192 144", (144, 192, 144), ()),
-        ("--shape 138 177 144 --spacing 1 1 1", (144, 192, 144), ()),
+        ("--shape 144 192 144", (144, 192, 144), (), False),
+        ("--shape 138 177 144 --spacing 1 1 1", (144, 192, 144), (), False),
         (
             "--shape 145 182 29 --spacing 1 1 5",
             (160, 192, 32),
             ((2, 2, 1), (2, 2, 1), (2, 2, 2), (2, 2, 2)),
+            False,
         ),
-        ("--shape 145 182 29 --spacing 1 1 5 --depth 3", (148, 184, 29), ((2, 2, 1),) * 2),
-        ("--recipe brats-regions --spacing 1 1 1", (144, 192, 144), ()),
+        ("--shape 145 182 29 --spacing 1 1 5 --depth 3", (148, 184, 29), ((2, 2, 1),) * 2, False),
+        ("--recipe brats-regions --spacing 1 1 1", (144, 192, 144), (), False),
         # four levels: 36 50 35, 18 25 18, 9 13 9, 5 7 5
-        ("--shape 36 50 35 --spacing 1 1 1", (40, 56, 40), ()),
-        ("--shape 36 50 35 --spacing 1 1 1 --depth 5", (48, 64, 48), ()),
-        ("--shape 9 9 9 --spacing 1 1 5 --depth 2 --strides 2,1,2", (10, 9, 10), ((2, 1, 2),)),
+        ("--shape 36 50 35 --spacing 1 1 1", (40, 56, 40), (), True),
+        ("--shape 36 50 35 --spacing 1 1 1 --depth 5", (48, 64, 48), (), False),
+        (
+            "--shape 9 9 9 --spacing 1 1 5 --depth 2 --strides 2,1,2",
+            (10, 9, 10),
+            ((2, 1, 2),),
+            False,
+        ),
     ],
 )
-def test_strides_follow_from_a_spacing_and_the_shape_is_padded_to_them(line, shape, strides):
+def test_strides_follow_from_a_spacing_and_the_shape_is_padded_to_them(
+    line, shape, strides, has_fewer
+):
     args = parsed(line)
     job = job_from(args, source_job(args).job)
     assert (job.shape, job.unet.strides) == (shape, strides)
     is_open = "--spacing" in line and "--strides" not in line
     assert bool(why_strides(args, job)) == is_open
-    has_fewer = line == "--shape 36 50 35 --spacing 1 1 1"
     assert why_depth(args, job, source_job(args).job).startswith("depth 4: ") == has_fewer
 
 
