@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence
 
+from cpu3d.checks import check_run, learnable
 from cpu3d.chosen import (
     SETTINGS,
     Chosen,
@@ -27,7 +28,6 @@ from cpu3d.chosen import (
 from cpu3d.data.store import Store, open_store
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.fits import check_fits, learnable
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored, read_out_of_fold, write_out_of_fold
@@ -316,7 +316,7 @@ def _plan(
         raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
         if not (force or fold.is_trained):
-            check_fits(fold.plan, host, gpus)
+            check_run(fold.plan, host, gpus)
     return planned
 
 

@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
 
+from cpu3d.checks import learnable
 from cpu3d.distributed.all_reduce import Exchange
 from cpu3d.distributed.cluster import Cluster
-from cpu3d.fits import learnable
 from cpu3d.host.apply import in_force
 from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, computes_as_predicted

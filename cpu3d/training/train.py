@@ -26,6 +26,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
+from cpu3d.checks import check_run
 from cpu3d.chosen import TRAIN_OPTIONS
 from cpu3d.chosen import TrainOptions as Options
 from cpu3d.data.store import open_store
@@ -33,7 +34,6 @@ from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import InputError
-from cpu3d.fits import check_fits
 from cpu3d.host.apply import engine_name, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import host_share
@@ -247,7 +247,7 @@ class _Call:
     def refuse_what_does_not_fit(self) -> None:
         """Raise DoesNotFitError if the plan may not fit, unless `force`."""
         if not self.force:
-            check_fits(self.plan, self.host, self.gpus)
+            check_run(self.plan, self.host, self.gpus)
 
 
 def _smaller(plan: Plan) -> str:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from cpu3d.bench import harness
 from cpu3d.bench.step_costs import measure, request_for
+from cpu3d.checks import check_run
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
 from cpu3d.decisions import job_of
 from cpu3d.distributed.rendezvous import plan_of_chief
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.fits import check_fits
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, make_plan, save_plan
 from cpu3d.plan_text import plan_lines
@@ -1183,14 +1183,14 @@ def test_the_fastest_policy_that_fits_is_picked_with_a_reason(
 
 def refusal(plan, free_bytes):
     with pytest.raises(DoesNotFitError) as caught:
-        check_fits(plan, with_free(free_bytes))
+        check_run(plan, with_free(free_bytes))
     assert caught.value.exit_code == 3
     return str(caught.value)
 
 
 def test_a_run_that_fits_exactly_is_let_through_and_a_byte_less_is_not(phantom_store, tmp_path):
     plan = planned(phantom_store, tmp_path)
-    check_fits(plan, with_free(plan.forecast.full.upper_bound_bytes))
+    check_run(plan, with_free(plan.forecast.full.upper_bound_bytes))
     assert "memory must hold this training, up to" in refusal(
         plan, plan.forecast.full.upper_bound_bytes - 1
     )
@@ -1382,12 +1382,12 @@ def test_what_a_card_does_not_hold_is_refused_with_what_may_be_changed(
     with pytest.raises(
         DoesNotFitError, match=r"^gpu:0 must hold a step of .*, got 1.00 GiB free of 16"
     ) as caught:
-        check_fits(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
+        check_run(Plan(ON_CARD, phantom_store, saved), HOST, [CARD])
     assert smaller in str(caught.value)
 
 
 def test_a_card_whose_free_memory_is_unknown_is_taken(phantom_store):
-    check_fits(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
+    check_run(Plan(ON_CARD, phantom_store), HOST, [dataclasses.replace(CARD, free_bytes=None)])
     assert "of the card" in " ".join(plan_lines(Plan(ON_CARD, phantom_store), HOST))
 
 

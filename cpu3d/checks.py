@@ -1,7 +1,7 @@
 """Whether a planned run can be begun: whether it has something to learn, and whether it fits the
 free memory, or which settings would.
 
-check_fits(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
+check_run(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
 """
 
 from typing import Sequence, Tuple
@@ -28,7 +28,7 @@ def learnable(plan: Plan) -> Tuple[str, bool]:
     return line, len(absent) < len(regions)
 
 
-def check_fits(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
+def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
     """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is
     more than is free. A run that continues may change its policy and, but for batch norm, its
     micro-batch: else it is another run. Before that it raises InputError for a new run whose
