@@ -29,6 +29,8 @@ from cpu3d.run.config_json import load_config
 from tests.cpu3d.data.made_datasets import dataset_json, make_record
 from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
 
+pytestmark = pytest.mark.usefixtures("graphs_as_written")
+
 CHANGES = {
     "hu": lambda volume: volume.astype(np.int16),
     "shifted": lambda volume: (volume + 1024).astype(np.int16),

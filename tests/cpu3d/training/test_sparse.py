@@ -15,6 +15,8 @@ from cpu3d.inference.predictor import load_predictor
 from tests.cpu3d.data.made_datasets import dataset_json
 from tests.cpu3d.runs import start, steps_of
 
+pytestmark = pytest.mark.usefixtures("graphs_as_written")
+
 SPLIT = {"fractions": (0.7, 0.15, 0.15), "workers": 1}
 SLICES = 10  # from one that is annotated to the next
 
