@@ -15,7 +15,7 @@ def test_the_loop_of_the_page_runs_and_its_second_run_has_seen_no_held_out_patie
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    small = " --filters 4 --depth 3 --curriculum off"
+    small = " --filters 4 --depth 2 --curriculum off"
     commands = shown_commands(PAGE)
     assert len(commands) > 6
     for line in commands:

@@ -370,7 +370,10 @@ def _pipeline(
             image = tf.bitcast(image, tf.bfloat16)
         image = tf.ensure_shape(image, (*form.grid, len(form.channels)))
         target = tf.ensure_shape(target, (*form.grid, len(form.codes)))
-        return image, target
+        if batch > 1:
+            return image, target
+        # Batching copies into TensorFlow's allocator; a batch of one needs only another axis.
+        return tf.expand_dims(image, 0), tf.expand_dims(target, 0)
 
     options = tf.data.Options()
     options.autotune.enabled = False  # its memory budget is half of the host's RAM
@@ -382,8 +385,6 @@ def _pipeline(
     dataset = dataset.map(sample, num_parallel_calls=threads if threads > 1 else None)
     if batch > 1:
         dataset = dataset.batch(batch, drop_remainder=True)
-    else:  # batching copies into TensorFlow's allocator; a batch of one needs only another axis
-        dataset = dataset.map(lambda image, target: (image[None], target[None]))
     return dataset.prefetch(1).with_options(options)
 
 

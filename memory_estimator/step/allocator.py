@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass
 from typing import Dict, List, Optional, Sequence, Set, Tuple
 
-from memory_estimator.step.timeline import GRANULE_BYTES, Program, StepOp, rounded, timeline, walk
+from memory_estimator.step.timeline import GRANULE_BYTES, Program, Turn, rounded, timeline, walk
 
 MIB = 2**20
 # requests below this go to malloc and are not counted (mkl_cpu_allocator.h)
@@ -44,17 +44,18 @@ def use(program: Program) -> Use:
     a step more."""
     allocator = Allocator()
     stays = {tensor.name for tensor in program.resident}
+    step = walk(program.ops, stays)
     allocator.reserve(region_bytes(program))
     allocator.begin(program)
     for _ in range(2):
-        allocator.run(program.ops, stays)
+        allocator.run(step)
     allocator.peak_bytes = allocator.counted_bytes  # as `reset_memory_stats` does
-    allocator.run(program.ops, stays)
+    allocator.run(step)
     peak = allocator.peak_bytes
     resident = allocator.resident_bytes
     if program.after:
-        allocator.run(program.after, stays)
-        allocator.run(program.ops, stays)
+        allocator.run(walk(program.after, stays))
+        allocator.run(step)
     return Use(peak, resident, allocator.resident_bytes)
 
 
@@ -69,8 +70,9 @@ def use_of_run(programs: Sequence[Program]) -> RunUse:
         allocator.begin(program)
         allocator.give_back_aside()
         stays = {tensor.name for tensor in program.resident}
-        for ops in (program.ops, program.ops, program.after, program.ops):
-            allocator.run(ops, stays)
+        step = walk(program.ops, stays)
+        for turns in (step, step, walk(program.after, stays), step):
+            allocator.run(turns)
     return RunUse(allocator.peak_bytes, allocator.resident_bytes)
 
 
@@ -117,7 +119,7 @@ class Allocator:
         for tensor in program.resident:
             if tensor.name not in made:
                 self.take(tensor.name, tensor.bytes)
-        self.run(program.before, {tensor.name for tensor in program.resident})
+        self.run(walk(program.before, {tensor.name for tensor in program.resident}))
 
     def set_aside(self) -> None:
         """Give all that is held other names: another program has the same."""
@@ -130,9 +132,9 @@ class Allocator:
             self._give_back(chunk)
         self._aside = {}
 
-    def run(self, ops: Sequence[StepOp], stays: Set[str]) -> None:
-        """Take and give back as operations do, in order; tensors named in `stays` remain."""
-        for op, freed in walk(ops, stays):
+    def run(self, turns: Sequence[Turn]) -> None:
+        """Take and give back as operations do, in order."""
+        for op, freed in turns:
             for tensor in op.taken:
                 self.take(tensor.name, tensor.bytes)
             if op.takes_over:

@@ -5,6 +5,7 @@ A buffer for each thread stays from operation to operation, and one passes from 
 the next. A buffer is as large as the largest operation so far has made it, whichever that was.
 """
 
+import functools
 import math
 from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
@@ -60,6 +61,7 @@ def scratch_bytes(ops: Iterable[StepOp], threads: int, instructions: str, l2_byt
     return total
 
 
+@functools.lru_cache(maxsize=1024)  # a validation has the operations of a step
 def scratch_of(
     op: OwnOperation,
     threads: int,

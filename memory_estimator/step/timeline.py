@@ -6,7 +6,7 @@ A tensor lives from the operation that writes it to the last one that reads it.
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 GRANULE_BYTES = 256  # TensorFlow's allocator rounds every request up to this
 
@@ -137,7 +137,7 @@ def timeline(program: Program) -> Timeline:
     live_bytes: List[int] = []
     peak_bytes = -1
     peak_op = program.ops[0]
-    peak_tensors: Tuple[Tensor, ...] = ()
+    peak_tensors: List[Tensor] = []
     live = {tensor.name: tensor for tensor in program.resident}
     held = sum(rounded(tensor.bytes) for tensor in live.values())
     for op, freed in walk(program.ops, {tensor.name for tensor in program.resident}):
@@ -155,11 +155,12 @@ def timeline(program: Program) -> Timeline:
         if held > peak_bytes:
             peak_bytes = held
             peak_op = op
-            peak_tensors = tuple(sorted(live.values(), key=lambda tensor: -tensor.bytes))
+            peak_tensors = list(live.values())
         live_bytes.append(held)
         for name in freed:
             held -= rounded(live.pop(name).bytes)
-    return Timeline(tuple(live_bytes), peak_op.name, peak_tensors, peak_op.phase)
+    peak_tensors.sort(key=lambda tensor: -tensor.bytes)
+    return Timeline(tuple(live_bytes), peak_op.name, tuple(peak_tensors), peak_op.phase)
 
 
 class Turn(NamedTuple):
@@ -169,7 +170,7 @@ class Turn(NamedTuple):
     freed: List[str]  # names of those that give theirs back after it
 
 
-def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Turn]:
+def walk(ops: Sequence[StepOp], stays: Set[str]) -> List[Turn]:
     """The operations in order; tensors named in `stays` give nothing back."""
     last: Dict[str, int] = {}
     for index, op in enumerate(ops):
@@ -179,10 +180,12 @@ def walk(ops: Sequence[StepOp], stays: Set[str]) -> Iterator[Turn]:
     for name, index in last.items():
         if name not in stays:
             gone.setdefault(index, []).append(name)
+    turns = []
     for index, op in enumerate(ops):
         freed = [tensor.name for tensor in reversed(op.scratch)]
         freed += [name for name in gone.get(index, ()) if name != op.takes_over]
-        yield Turn(op, freed)
+        turns.append(Turn(op, freed))
+    return turns
 
 
 def kernel_made(kernel: Tensor) -> List[StepOp]:

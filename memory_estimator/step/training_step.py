@@ -71,6 +71,9 @@ class Paper:
         self.job = writer.job
         self.network: NetworkProgram = network_program(writer.job.unet)
         self._keeps = keeps
+        unet = self.job.unet
+        # Voxels X, Y, Z of each level.
+        self._grids = [unet.grid(self.job.shape, level) for level in range(unet.depth)]
         self._tensors: Dict[Value, Tuple[str, ...]] = {self.network.image: ("image",)}
 
     def write(self, ops: Sequence[Op]) -> None:
@@ -155,7 +158,7 @@ class Paper:
 
     def grid(self, level: int) -> Tuple[int, int, int]:
         """Voxels X, Y, Z of a level."""
-        return self.job.unet.grid(self.job.shape, level)
+        return self._grids[level]
 
 
 # --- Operations: forward and backward ---

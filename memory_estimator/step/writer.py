@@ -46,8 +46,10 @@ class Writer:
         ops = []
         for index, (op, over) in enumerate(self._ops):
             free = [name for name in over if last[name] == index and name not in stays]
-            fits = (name for name in free if self._bytes[name] == op.writes[0].bytes)
-            ops.append(dataclasses.replace(op, takes_over=next(fits, None)))
+            fits = [name for name in free if self._bytes[name] == op.writes[0].bytes]
+            if fits:
+                op = dataclasses.replace(op, takes_over=fits[0])
+            ops.append(op)
         return Program(tuple(self.resident), tuple(ops), tuple(self._before))
 
     def tensor(

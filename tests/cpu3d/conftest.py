@@ -88,6 +88,28 @@ def write_case(folder: Path, case_id: str, seed: int, geometry: Geometry = LPS_2
     return CaseFiles(case_id, case_id, (paths[0],), paths[1])
 
 
+@pytest.fixture(scope="module")
+def graphs_as_written():
+    """TensorFlow runs graphs as they were traced: its passes over a new graph take a fifth of the
+    time of a run of few steps. For tests of what goes from run to run; those of trainings, of the
+    network and of exports have the passes."""
+    import tensorflow as tf
+
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
+
+
+@pytest.fixture(scope="module")
+def compiled_once():
+    """Trainings of equal networks share one that is compiled."""
+    from tests.cpu3d.runs import shared_learner  # imports TensorFlow
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cpu3d.training.fit.Learner", lambda config, exchange: shared_learner(config))
+        yield
+
+
 @pytest.fixture
 def without_network(monkeypatch):
     """Have every run that begins here learn with a `NumpyLearner`: nothing is compiled."""

@@ -34,7 +34,7 @@ HOST = dataclasses.replace(read_host(), available_bytes=20 * 2**30, cgroup_limit
 
 SMALL = {
     "filters": 4,
-    "depth": 3,
+    "depth": 2,
     "dtype": "float32",
     "epochs": 3,
     "warmup_steps": 2,

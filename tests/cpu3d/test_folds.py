@@ -137,18 +137,18 @@ def test_folds_that_a_version_before_began_go_on_with_its_strides(
 ):
     store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
     folder = tmp_path / "folds"
-    all_axes = {**SETTINGS, "strides": ((2, 2, 2), (2, 2, 2))}
-    train_folds(store.folder, folder, 2, settings=all_axes)
+    asked = {**SETTINGS, "depth": 3}
+    train_folds(store.folder, folder, 2, settings={**asked, "strides": ((2, 2, 2), (2, 2, 2))})
     shutil.rmtree(folder / "fold-2")
     kept = json.loads((folder / "folds.json").read_text())
     del kept["chosen"]["strides"]
     (folder / "folds.json").write_text(json.dumps(kept))
-    train_folds(store.folder, folder, 2, settings=SETTINGS)
+    train_folds(store.folder, folder, 2, settings=asked)
     assert load_config(folder / "fold-2").unet.strides == ()
     assert "strides" not in json.loads((folder / "folds.json").read_text())["chosen"]
     with pytest.raises(InputError, match=r"fold 1/2: --depth must stay"):
-        train_folds(store.folder, folder, 2, settings={**SETTINGS, "depth": 4})
-    train_folds(store.folder, tmp_path / "new", 2, settings=SETTINGS)
+        train_folds(store.folder, folder, 2, settings={**asked, "depth": 4})
+    train_folds(store.folder, tmp_path / "new", 2, settings=asked)
     networks = {load_config(tmp_path / "new" / f"fold-{part}").unet.strides for part in (1, 2)}
     assert networks == {((2, 2, 1), (2, 2, 1))}
 
@@ -187,7 +187,15 @@ def uncut(phantom_store, tmp_path_factory):
 
 
 @pytest.fixture
-def whole_folds(uncut, tmp_path):
+def without_pictures(monkeypatch):
+    """Pages without drawn pictures, which take most of their time: the page of
+    `test_each_case_is_scored_once_by_the_fold_that_held_it_out` has them."""
+    for name in ("folds.chart", "folds.strips", "pictures.strips"):
+        monkeypatch.setattr(f"cpu3d.report.{name}", lambda *data, **options: b"no picture")
+
+
+@pytest.fixture
+def whole_folds(uncut, without_pictures, tmp_path):
     """The same, to change."""
     return Path(shutil.copytree(uncut, tmp_path / "whole"))
 
@@ -469,6 +477,7 @@ def test_what_does_not_fit_or_suit_is_refused_before_anything_is_written(
     assert commands.seen() == []
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_all_folds_start_from_the_same_weights_and_need_them_only_once(
     commands, phantom_store, tmp_path
 ):
@@ -492,6 +501,7 @@ def test_all_folds_start_from_the_same_weights_and_need_them_only_once(
     assert not (folder / "fold-2").exists()
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_a_fold_that_diverges_is_named_and_the_others_go_on(
     commands,
     phantom_store,
@@ -748,6 +758,7 @@ def test_the_folds_together_predict_and_are_scored_on_untouched_cases(
     assert read_scores(scores_path(whole_folds))["cases"][0]["postprocessing"].startswith("off")
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_folds_of_all_patients_are_not_evaluated_but_their_scores_are_named(
     commands,
     phantom_store,

@@ -172,5 +172,5 @@ def test_a_result_in_place_takes_nothing_and_gives_back_what_it_lies_in():
     assert live(program) == [8192, 8192, 12288, 12288]
     assert calls(program)[1:] == [("b", [], []), ("c", ["mask"], []), ("d", [], ["z", "mask"])]
     allocator = Allocator()
-    allocator.run(program.ops, set())
+    allocator.run(walk(program.ops, set()))
     assert (allocator.counted_bytes, allocator.peak_bytes) == (0, 12288 * GRANULE_BYTES)

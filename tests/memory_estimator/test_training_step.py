@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from memory_estimator.job import Job
 from memory_estimator.step.allocator import Allocator, use
 from memory_estimator.step.layer_step import layer_step
-from memory_estimator.step.timeline import rounded, timeline
+from memory_estimator.step.timeline import rounded, timeline, walk
 from memory_estimator.step.training_step import training_step
 from models.config import DTYPES, NETWORKS, NORMS, POLICIES, UPS, UNetConfig
 from models.optimizers import OPTIMIZERS, Optimizer, Rule
@@ -70,7 +70,7 @@ def test_every_program_is_consistent(job):
     for tensor in program.resident:
         allocator.take(tensor.name, tensor.bytes)
     for _ in range(2):
-        allocator.run(program.ops, stays)
+        allocator.run(walk(program.ops, stays))
     for name in stays:
         allocator.give_back(name)
     assert allocator.counted_bytes == 0

@@ -26,9 +26,7 @@ NETWORKS = {
         residual=True,
         deep_supervision=True,
     ),
-    "strides": UNetConfig(
-        filters=4, depth=3, channels=1, outputs=1, strides=((2, 2, 1), (2, 1, 2))
-    ),
+    "strides": UNetConfig(filters=4, depth=2, channels=1, outputs=1, strides=((2, 1, 2),)),
 }
 ELSEWHERE = """
 import json, sys

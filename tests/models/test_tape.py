@@ -84,11 +84,11 @@ def closest(compare):
     return min(found)
 
 
-CALLS = [{}, {"training": None}, {"training": False}, {"training": True}]
+CALLS = [(name, {"training": training}) for name in NETWORKS for training in (False, True)]
+CALLS += [("instance", {}), ("instance", {"training": None})]
 
 
-@pytest.mark.parametrize("training", CALLS, ids=str)
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "training"), CALLS, ids=str)
 def test_gradients_of_image_and_weights_are_those_of_the_layers(network, training):
     def compare(draw):
         case, expected = of_layers(network, draw, bool(training.get("training")))

@@ -235,10 +235,18 @@ class _Touching:
         self.true_voxels = np.array(components.component_voxels, np.int64)
         pairs = np.reshape(components.component_pairs, (-1, 3)).astype(np.int64)
         self.true, self.predicted, self.shared_voxels = pairs.T
+        # Most rules leave the components that another one leaves.
+        self._scored: Dict[bytes, Scores] = {}
 
     def scores(self, kept: np.ndarray) -> Scores:
         """The scores if only the predicted components of `kept` (P,) are left."""
-        kept = kept[self.part_of]
+        key = kept.tobytes()
+        if key not in self._scored:
+            self._scored[key] = self._scores(kept[self.part_of])
+        return self._scored[key]
+
+    def _scores(self, kept: np.ndarray) -> Scores:
+        """The same, for parts of them."""
         pairs = kept[self.predicted]
         answered = np.bincount(
             self.true[pairs],

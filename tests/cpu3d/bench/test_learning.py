@@ -29,6 +29,8 @@ from memory_estimator.common.table import PALETTE
 from tests.cpu3d.data.made_datasets import brats_case
 from tests.cpu3d.runs import HOST, written_weights
 
+pytestmark = pytest.mark.usefixtures("graphs_as_written", "compiled_once")
+
 NETWORK = ["--filters", "2", "--depth", "2", "--dtype", "float32", "--optimizer", "sgd"]
 
 

@@ -89,7 +89,7 @@ RULES = PostProcessing(
 CT = Normalisation(Kind.CT, 11.0, 150.0, 60.0, 40.0)
 
 RUNS = {  # format and kind of run -> its settings
-    "onnx": {},
+    "onnx": {"depth": 2},
     "savedmodel": {
         "extent": "full",
         "channels": ("T1gd",),
@@ -98,6 +98,7 @@ RUNS = {  # format and kind of run -> its settings
         "flip": False,
     },
     "onnx windows": {
+        "depth": 2,
         "mode": "patch",
         "grid": (8, 8, 4),
         "channels": ("T1gd",),

@@ -37,10 +37,11 @@ from tests.cpu3d.runs import (
     assert_same_run,
     decided,
     of_voxels,
-    shared_learner,
     steps_of,
     written_weights,
 )
+
+pytestmark = pytest.mark.usefixtures("graphs_as_written", "compiled_once")
 
 OPTIONS = {
     **{name: value for name, value in SMALL.items() if name != "epochs"},
@@ -53,15 +54,8 @@ REGIONS = ["WT", "TC"]
 OF_SOURCE = {**OPTIONS, "channels": CHANNELS, "regions": REGIONS, "ema": 0.5}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_once():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpu3d.training.fit.Learner", lambda config, exchange: shared_learner(config))
-        yield
-
-
 @pytest.fixture(scope="module")
-def source(phantom_store, tmp_path_factory):
+def source(phantom_store, compiled_once, tmp_path_factory):
     """A run of two channels and two regions."""
     folder = tmp_path_factory.mktemp("source") / "run"
     train(phantom_store.folder, folder, settings=OF_SOURCE)
@@ -200,8 +194,12 @@ def test_a_run_that_shares_no_channel_has_a_fresh_first_convolution(
         np.testing.assert_array_equal(first[other], expected[other])
 
 
-def test_heads_of_deep_supervision_that_are_new_are_fresh(phantom_store, source, tmp_path):
-    plan, _, first, fresh = started(phantom_store, tmp_path, source, deep_supervision=True)
+def test_heads_of_deep_supervision_that_are_new_are_fresh(phantom_store, tmp_path):
+    deeper = {"depth": 3}
+    config = decided(phantom_store, tmp_path / "none", **{**OF_SOURCE, **deeper})
+    source = written_weights(config, tmp_path / "source")
+    more = {**deeper, "deep_supervision": True}
+    plan, _, first, fresh = started(phantom_store, tmp_path / "run", source, **more)
     assert plan.config.init_record.fresh_layers == ("head1",)
     key = ("head1", "kernel")
     np.testing.assert_array_equal(first[key], fresh[key])
@@ -238,7 +236,7 @@ def test_the_loss_of_the_first_step_is_that_of_the_weights_it_starts_from(
 def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     phantom_store, tmp_path, monkeypatch, settings
 ):
-    settings = {**OPTIONS, "depth": 2, **settings}
+    settings = {**OPTIONS, **settings}
     config = decided(phantom_store, tmp_path / "none", **settings)
     source = written_weights(config, tmp_path / "source")
     new = {**settings, "steps": 5, "init": str(source), "freeze": "encoder", "ema": 0.5}
@@ -270,8 +268,8 @@ def test_freezing_needs_weights_to_start_from_that_know_all_channels(
 
 
 WAYS = {
-    "half resolution first": {"curriculum": "half", "steps": 6, "depth": 2},
-    "patches": {"mode": "patch", "patch": [16, 16, 16], "depth": 2, "steps": 4},
+    "half resolution first": {"curriculum": "half", "steps": 6},
+    "patches": {"mode": "patch", "patch": [16, 16, 16], "steps": 4},
 }
 
 
@@ -369,7 +367,7 @@ def test_what_are_no_weights_is_refused_in_a_line_before_anything_is_written(
     path = make(source, tmp_path)
     words = ["train", "--store", str(phantom_store.folder), "--run", str(tmp_path / "run")]
     words += ["--init", str(path), "--channels", *CHANNELS, "--regions", *REGIONS]
-    words += ["--filters", "4", "--depth", "3"]
+    words += ["--filters", "4", "--depth", "2"]
     assert main(words) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
     assert len(errors) == 1
@@ -399,13 +397,14 @@ def seen(store, source, folder, **settings):
 
 @pytest.mark.parametrize("strides", [((2, 2, 2), (2, 2, 2)), ((2, 2, 1), (2, 2, 2))])
 def test_a_run_takes_the_strides_of_its_weights_and_says_so(phantom_store, tmp_path, strides):
-    trained = decided(phantom_store, tmp_path / "none", **OPTIONS, strides=strides)
+    options = {**OPTIONS, "depth": 3}
+    trained = decided(phantom_store, tmp_path / "none", **options, strides=strides)
     source = written_weights(trained, tmp_path / "source")
     store = of_voxels(phantom_store, 1.0, 1.0, 5.0)  # which would have others by itself
-    plan = make_plan(store, tmp_path / "run", HOST, {**OPTIONS, "init": str(source)})
+    plan = make_plan(store, tmp_path / "run", HOST, {**options, "init": str(source)})
     assert plan.config.unet == trained.unet
     assert str(source) in plan.reasons["strides"]
-    other = {**OPTIONS, "init": str(source), "strides": ((2, 1, 2), (2, 2, 2))}
+    other = {**options, "init": str(source), "strides": ((2, 1, 2), (2, 2, 2))}
     with pytest.raises(InputError) as error:
         make_plan(store, tmp_path / "run", HOST, other)
     (problem,) = error.value.problems
