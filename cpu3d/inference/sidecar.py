@@ -109,7 +109,9 @@ def check_replaceable(
     if not overwrite and is_changed(outputs, before):
         rule = f"{outputs.label} must not be overwritten"
         got = "a label that was changed since predict wrote it"
-        problems.append(f"{rule}, got {got}; {other}, or give --overwrite")
+        if not before.get("complete") and LABEL_HASH not in before:
+            got = "a label of a prediction that was interrupted, or one that was changed since"
+        problems.append(f"{rule}, got {got}; move it, {other}, or give --overwrite")
     raise_if_any(problems)
 
 
@@ -141,12 +143,14 @@ def _written(before: Mapping[str, Any]) -> Set[str]:
 
 
 def is_changed(outputs: Outputs, before: Mapping[str, Any]) -> bool:
-    """Whether a label is there that is not as predict has written it. Where its hash is not known,
-    of an earlier version or of an interrupted prediction, one that is later than the sidecar counts
-    as changed: predict writes the sidecar last."""
+    """Whether a label is there that is not as predict has written it. An interrupted prediction may
+    not have replaced the label before, and the hash of earlier versions is not known: then one that
+    is later than the sidecar counts as changed."""
     if not before or not outputs.label.is_file():
         return False
     digest = before.get(LABEL_HASH)
-    if digest:
-        return file_sha256(outputs.label) != digest
+    if digest and file_sha256(outputs.label) == digest:
+        return False
+    if digest and before.get("complete"):
+        return True
     return outputs.label.stat().st_mtime_ns > outputs.sidecar.stat().st_mtime_ns
