@@ -66,12 +66,14 @@ from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.sidecar import (
     FILES,
     LABEL_HASH,
+    PAGE_SUFFIX,
     SCHEMA,
     WRITER,
     Outputs,
     changes,
     check_replaceable,
     is_changed,
+    page_notes,
     read_sidecar,
     remove_stale,
 )
@@ -219,6 +221,7 @@ def predict_case(
         *case_notes(record, case.channels),
         *training_notes(record, configs),
         *window_notes(loaded.image, record, case.channels, kinds),
+        *page_notes(outputs, before),
     ]
     names = {region: path.name for region, path in outputs.probabilities.items()}
     label_file = label_content(outputs.label, label, geometry)
@@ -307,7 +310,7 @@ def _outputs(case: Case, options: Options) -> Outputs:
     return Outputs(
         sidecar=out / f"{case_id}.json",
         label=out / f"{case_id}.nii.gz",
-        page=out / f"{case_id}.html" if options.page else None,
+        page=out / f"{case_id}{PAGE_SUFFIX}" if options.page else None,
         probabilities=probabilities,
     )
 

@@ -20,6 +20,7 @@ from memory_estimator.common.files import read_json
 SCHEMA = 1  # version of the sidecar
 WRITER = "cpu3d predict"  # in a sidecar: the label beside it was made here and may be replaced
 LABEL_HASH = "label_sha256"  # in a sidecar: of the label as it was written
+PAGE_SUFFIX = ".html"
 FILES = "files"  # in a sidecar: the names of the files that are written with it
 
 # Fields that a prediction follows from, beside its image -> words for them.
@@ -125,6 +126,16 @@ def remove_stale(outputs: Outputs, before: Mapping[str, Any], sources: Sequence[
         # Somebody may have put a path into the sidecar.
         if path.name == name and path.resolve() not in stay and path.is_file():
             path.unlink()
+
+
+def page_notes(outputs: Outputs, before: Mapping[str, Any]) -> List[str]:
+    """A note if a page that is named as the case's stays beside its new answer, as `before`, the
+    sidecar, does not list it: it may be of the answer before, by an earlier version."""
+    page = outputs.sidecar.with_suffix(PAGE_SUFFIX)
+    if outputs.page or page.name in _written(before) or not page.exists():
+        return []
+    rule = f"a {PAGE_SUFFIX} page of its name, which predict does not know as its own, stays there"
+    return [f"{rule}: it may show another answer; remove it if so"]
 
 
 def _written(before: Mapping[str, Any]) -> Set[str]:

@@ -526,6 +526,22 @@ def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files,
     assert sorted(path.name for path in out.iterdir()) == ["a.json", "a.nii.gz"]
 
 
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_a_page_that_an_earlier_version_has_not_listed_is_named_beside_the_new_answer(
+    call, files, tmp_path, capsys, is_earlier
+):
+    out = tmp_path / "out"
+    words = ("--image", files.images[0], "--out", out)
+    assert call(*words, "--page") == 0
+    if is_earlier:
+        as_an_earlier_version(out)
+        set_time(out / "a.nii.gz", 1999)
+    capsys.readouterr()
+    assert call(*words, "--overwrite") == 0
+    is_named = "note: a: a .html page of its name" in capsys.readouterr().err
+    assert is_named == is_earlier == (out / "a.html").exists()
+
+
 def test_a_path_in_a_sidecar_is_not_removed(predictor, files, tmp_path):
     predict_case(predictor, files, tmp_path / "out")
     sidecar = tmp_path / "out/a.json"
