@@ -45,11 +45,14 @@ def train_run(
     *,
     steps: int,
     again: bool = False,
+    is_decided: bool = True,
 ) -> None:
     """Have a run trained to its end of `steps` steps, 0 if they are not known yet; `options` are
     those of `train` besides its folders. One that diverged is not tried again, as it would diverge
-    again, unless `again`. Raises as `call`, and RunFailedError if another process trains it."""
-    if is_trained(run, steps):
+    again, unless `again`. `train` is also called for a trained run whose post-processing is not
+    `is_decided`, as it decides it. Raises as `call`, and RunFailedError if another process trains
+    it."""
+    if is_decided and is_trained(run, steps):
         say(f"{label}: trained already")
         return
     if last_event(run).get("event") == "diverged" and not again:

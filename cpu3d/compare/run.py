@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, NamedTuple, Sequence, Tuple
 
+from cpu3d.inference.postprocessing.decision import Standing, postprocessing_of, standing_of
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores
 from cpu3d.processes import RunFailedError, evaluate_run, train_run
@@ -73,7 +74,8 @@ def train_and_score(
     The output of the processes is added to out/logs/NAME-train.txt and NAME-evaluate.txt, where
     NAME is that of a run's folder. A run that diverged before is not tried again. Raises the last
     RunFailedError if all fail, and KeyboardInterrupt after a signal, which the process has received
-    as SIGINT and answered by saving."""
+    as SIGINT and answered by saving. A run whose post-processing could not be decided fails too:
+    its raw answers are not scored beside those of runs with rules."""
     failed: List[Failed] = []
     logs = writable_folder(out / "logs", "folder of logs")
     for number, run in enumerate(runs, 1):
@@ -83,8 +85,26 @@ def train_and_score(
             options.append("--force")
         log = logs / f"{run.folder.name}-train.txt"
         try:
-            train_run(run.folder, store, options, log, label, steps=run.steps)
-            if outdated_scores(run.folder, evaluation.split, evaluation.tolerance_mm):
+            train_run(
+                run.folder,
+                store,
+                options,
+                log,
+                label,
+                steps=run.steps,
+                is_decided=_is_decided(run.folder),
+            )
+            if not _is_decided(run.folder):
+                rule = f"{label}: post-processing must be decided before the run is scored"
+                problem = f"{rule}, got none; see {log}, and repeat the same command"
+                raise RunFailedError(problem, 1, "post-processing was not decided")
+            postprocessing = postprocessing_of(run.folder, load_config(run.folder))
+            if outdated_scores(
+                run.folder,
+                evaluation.split,
+                evaluation.tolerance_mm,
+                postprocessing=postprocessing,
+            ):
                 options = ["--split", evaluation.split]
                 options += ["--tolerance", repr(evaluation.tolerance_mm)]
                 log = logs / f"{run.folder.name}-evaluate.txt"
@@ -95,3 +115,11 @@ def train_and_score(
                 raise
             say(f"error: {error}")
     return failed
+
+
+def _is_decided(folder: Path) -> bool:
+    """Whether nothing about a run's post-processing is left to `train`, as it is after a call that
+    was stopped while it was deciding."""
+    if not (folder / "config.json").is_file():
+        return True  # it has not begun
+    return standing_of(folder, load_config(folder)) not in (Standing.OPEN, Standing.EARLIER)

@@ -183,11 +183,16 @@ def ras_steps_mm(geometry: Geometry) -> Array:
 def write_label(path: Union[str, Path], label_ras: Array, geometry: Geometry) -> None:
     """Write a label map `(X, Y, Z)` in axes R A S as uint8 NIfTI on the grid of `geometry`, with
     its sform and qform. Codes must be integers from 0 to 255."""
+    write_bytes(path, label_content(path, label_ras, geometry))
+
+
+def label_content(path: Union[str, Path], label_ras: Array, geometry: Geometry) -> bytes:
+    """The content of the file that `write_label` writes."""
     label = label_ras.astype(np.uint8)
     if label.ndim != 3 or not np.array_equal(label, label_ras):
         got = f"{label_ras.ndim}D of {label_ras.dtype}"
         raise ValueError(f"label must be 3D integers 0..255, got {got}; convert it")
-    write_volume(path, label, geometry)
+    return _volume_content(path, label, geometry)
 
 
 def write_volume(
@@ -198,6 +203,13 @@ def write_volume(
 
     The same input gives the same bytes. `compression` is gzip's level. Raises InputError for
     another ending than .nii.gz or .nii."""
+    write_bytes(path, _volume_content(path, volume_ras, geometry, compression))
+
+
+def _volume_content(
+    path: Union[str, Path], volume_ras: Array, geometry: Geometry, compression: int = 6
+) -> bytes:
+    """The content of the file that `write_volume` writes."""
     path = Path(path)
     if not path.name.lower().endswith((".nii.gz", ".nii")):
         rule = "file to write must end in .nii.gz or .nii"
@@ -216,7 +228,7 @@ def write_volume(
     if path.name.lower().endswith(".gz"):
         packer = zlib.compressobj(compression, wbits=31)  # 31: gzip framing, with a zero time stamp
         content = packer.compress(content) + packer.flush()
-    write_bytes(path, content)
+    return content
 
 
 def _read_bytes(path: Path) -> bytes:

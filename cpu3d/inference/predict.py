@@ -38,6 +38,7 @@ sees images at its spacing; the answer is on their own grid all the same. --page
 """
 
 import dataclasses
+import hashlib
 import re
 import time
 from collections import Counter
@@ -51,10 +52,9 @@ from cpu3d.data.cases.case import LoadedCase, load_case
 from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
 from cpu3d.data.cases.resample import grid_of, in_mm, resample_label
 from cpu3d.data.datasets.layouts import LABEL_CODES
-from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.nifti import ras_shape, ras_spacing_mm, ras_steps_mm, write_label, write_volume
+from cpu3d.data.nifti import label_content, ras_shape, ras_spacing_mm, ras_steps_mm, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
@@ -66,18 +66,20 @@ from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.sidecar import (
     FILES,
     LABEL_HASH,
+    PAGE_SUFFIX,
     SCHEMA,
     WRITER,
     Outputs,
     changes,
     check_replaceable,
     is_changed,
+    page_notes,
     read_sidecar,
     remove_stale,
 )
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
-from cpu3d.util.atomic import check_folder, writable_folder, write_json
+from cpu3d.util.atomic import check_folder, writable_folder, write_bytes, write_json
 from cpu3d.util.progress import bar, say
 from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
@@ -219,27 +221,28 @@ def predict_case(
         *case_notes(record, case.channels),
         *training_notes(record, configs),
         *window_notes(loaded.image, record, case.channels, kinds),
+        *page_notes(outputs, before),
     ]
     names = {region: path.name for region, path in outputs.probabilities.items()}
+    label_file = label_content(outputs.label, label, geometry)
     content = {
         **_made_from(case, options, about, postprocessing),
         **_answered(case, record, label),
+        LABEL_HASH: hashlib.sha256(label_file).hexdigest(),
         "probabilities": names,
         FILES: [path.name for path in outputs.paths],
         "notes": notes,
     }
     remove_stale(outputs, before, case.files.paths)
-    # First, so that a label cut off by a crash is known as ours and can be redone.
+    # First, so that a label is known as ours from the moment that it is there, and can be redone
+    # after a crash; one that is corrected by hand meanwhile is told from it.
     write_json(outputs.sidecar, content)
     for position, path in enumerate(outputs.probabilities.values()):
         probability = answers[..., position].astype(np.float32)
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
         # for little.
         write_volume(path, probability, geometry, compression=1)
-    write_label(outputs.label, label, geometry)
-    # At once: until it is there, a label that is corrected by hand cannot be told from ours.
-    content[LABEL_HASH] = file_sha256(outputs.label)
-    write_json(outputs.sidecar, content)
+    write_bytes(outputs.label, label_file)
     if outputs.page:
         write_case_page(outputs.page, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
@@ -307,7 +310,7 @@ def _outputs(case: Case, options: Options) -> Outputs:
     return Outputs(
         sidecar=out / f"{case_id}.json",
         label=out / f"{case_id}.nii.gz",
-        page=out / f"{case_id}.html" if options.page else None,
+        page=out / f"{case_id}{PAGE_SUFFIX}" if options.page else None,
         probabilities=probabilities,
     )
 

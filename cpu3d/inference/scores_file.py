@@ -11,6 +11,7 @@ import numpy as np
 
 from cpu3d.data.split import SPLITS
 from cpu3d.errors import InputError
+from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.run.checkpoint import BEST, checkpoints
@@ -43,9 +44,16 @@ def read_scores(path: Path) -> Dict[str, Any]:
     return read_record(path, SCHEMA, _checked, "run `evaluate` again", InputError)
 
 
-def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "best") -> str:
+def outdated_scores(
+    run: Path,
+    split: str,
+    tolerance_mm: float,
+    weights: str = "best",
+    postprocessing: Optional[PostProcessing] = None,
+) -> str:
     """The reason why a run must be scored again, empty if its scores are of this kind, younger than
-    its weights and of the network applied as it was trained."""
+    its weights, of the network applied as it was trained, and of answers with `postprocessing`;
+    None: with any."""
     path = scores_path(run, split)
     saved = checkpoints(run)
     if weights == "best" or not saved:
@@ -71,6 +79,11 @@ def outdated_scores(run: Path, split: str, tolerance_mm: float, weights: str = "
     reasons = [f"{name} {scores.get(name)}" for name in differing]
     if not is_younger:
         reasons.append("scores older than the weights")
+    if postprocessing is not None:
+        scored = dict.fromkeys(case["postprocessing"] for case in scores["cases"])
+        reasons += [
+            f"postprocessing {words}" for words in scored if not postprocessing.is_of(words)
+        ]
     return ", ".join(reasons)
 
 

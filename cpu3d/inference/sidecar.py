@@ -20,6 +20,7 @@ from memory_estimator.common.files import read_json
 SCHEMA = 1  # version of the sidecar
 WRITER = "cpu3d predict"  # in a sidecar: the label beside it was made here and may be replaced
 LABEL_HASH = "label_sha256"  # in a sidecar: of the label as it was written
+PAGE_SUFFIX = ".html"
 FILES = "files"  # in a sidecar: the names of the files that are written with it
 
 # Fields that a prediction follows from, beside its image -> words for them.
@@ -109,7 +110,9 @@ def check_replaceable(
     if not overwrite and is_changed(outputs, before):
         rule = f"{outputs.label} must not be overwritten"
         got = "a label that was changed since predict wrote it"
-        problems.append(f"{rule}, got {got}; {other}, or give --overwrite")
+        if not before.get("complete") and LABEL_HASH not in before:
+            got = "a label of a prediction that was interrupted, or one that was changed since"
+        problems.append(f"{rule}, got {got}; move it, {other}, or give --overwrite")
     raise_if_any(problems)
 
 
@@ -123,6 +126,16 @@ def remove_stale(outputs: Outputs, before: Mapping[str, Any], sources: Sequence[
         # Somebody may have put a path into the sidecar.
         if path.name == name and path.resolve() not in stay and path.is_file():
             path.unlink()
+
+
+def page_notes(outputs: Outputs, before: Mapping[str, Any]) -> List[str]:
+    """A note if a page that is named as the case's stays beside its new answer, as `before`, the
+    sidecar, does not list it: it may be of the answer before, by an earlier version."""
+    page = outputs.sidecar.with_suffix(PAGE_SUFFIX)
+    if outputs.page or page.name in _written(before) or not page.exists():
+        return []
+    rule = f"a {PAGE_SUFFIX} page of its name, which predict does not know as its own, stays there"
+    return [f"{rule}: it may show another answer; remove it if so"]
 
 
 def _written(before: Mapping[str, Any]) -> Set[str]:
@@ -141,12 +154,14 @@ def _written(before: Mapping[str, Any]) -> Set[str]:
 
 
 def is_changed(outputs: Outputs, before: Mapping[str, Any]) -> bool:
-    """Whether a label is there that is not as predict has written it. Where its hash is not known,
-    of an earlier version or of an interrupted prediction, one that is later than the sidecar counts
-    as changed: predict writes the sidecar last."""
+    """Whether a label is there that is not as predict has written it. An interrupted prediction may
+    not have replaced the label before, and the hash of earlier versions is not known: then one that
+    is later than the sidecar counts as changed."""
     if not before or not outputs.label.is_file():
         return False
     digest = before.get(LABEL_HASH)
-    if digest:
-        return file_sha256(outputs.label) != digest
+    if digest and file_sha256(outputs.label) == digest:
+        return False
+    if digest and before.get("complete"):
+        return True
     return outputs.label.stat().st_mtime_ns > outputs.sidecar.stat().st_mtime_ns

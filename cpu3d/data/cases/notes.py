@@ -21,9 +21,10 @@ NOTED_LOSS = 0.05  # share of the annotated voxels, more than the edges of what 
 EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
 WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
 SHIFT_HU = 1024  # that files of some scanners add, so that no value is below 0
-# Of a shift between the labelled values of a case and those of most: as much as tissues of one
-# label differ, by contrast medium too. Bone and fat, of cases labelled in part, differ by 800.
-SHIFT_MARGIN_HU = 200
+# That a shift between the labelled values of a case and those of most is more or less than 1024:
+# as much as contrast medium makes of one tissue. Bone and fat, of cases labelled in part, differ by
+# 800, lungs and soft tissue by 900.
+SHIFT_MARGIN_HU = 100
 HU_RANGE = (-1024, 3071)  # of 12 bits; what is outside was multiplied
 _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 
@@ -188,12 +189,14 @@ def _odd_among(middles: Mapping[str, float], channel: str) -> Dict[str, str]:
             got = f"labelled values of {channel} about {middle:.4g}"
             notes[case_id] = f"{got}, {others}: {why}"
         return notes
-    other = statistics.median_low(odd.values())
-    rest = len(middles) - len(odd)
-    groups = f"about {usual:.4g} in {count(rest, 'case')}, about {other:.4g} in {len(odd)}"
-    note = (
-        f"labelled values of {channel} are {groups}: they may be in two units, as HU and HU + 1024"
-    )
+    groups = [f"about {usual:.4g} in {count(len(middles) - len(odd), 'case')}"]
+    below = [middle for middle in odd.values() if middle < usual]
+    above = [middle for middle in odd.values() if middle > usual]
+    for group in (below, above):
+        if group:
+            groups.append(f"about {statistics.median_low(group):.4g} in {len(group)}")
+    got = f"labelled values of {channel} are {', '.join(groups)}"
+    note = f"{got}: they may be in different units, as HU and HU + 1024"
     return dict.fromkeys(middles, note)
 
 

@@ -153,8 +153,12 @@ def _finished(
         return None
     if record.patient_id != files.patient_id or not same_sources(files, record):
         return None
-    if record.peaks and any(each.low is not None for each in normalisation):
-        return None  # it was left out of the store before the window was known, and so the box
+    # Until the window of a CT is known, its box is not, and the record has peaks. One with a box
+    # has it by the window of an earlier call, whose training cases may have been others; one with
+    # peaks was left out of the store before its window was known.
+    is_open = any(each.kind is Kind.CT and each.low is None for each in normalisation)
+    if bool(record.peaks) != is_open:
+        return None
     if Reader(store_dir, "pread").problems(record, contents=True):
         return None
     return record

@@ -37,15 +37,15 @@ from models.strides import (
 )
 
 
-class Decision(NamedTuple):
-    """A line of the table."""
+class DecidedRow(NamedTuple):
+    """A row of the table of what was decided for a store."""
 
     name: str
     value: str
     why: str
 
 
-def decisions_of(store: Store) -> List[Decision]:
+def decisions_of(store: Store) -> List[DecidedRow]:
     """What was decided for the data set of a store."""
     manifest = store.manifest
     box = manifest.largest_box
@@ -57,11 +57,11 @@ def decisions_of(store: Store) -> List[Decision]:
     return [
         *_normalised(manifest),
         _spacing(store),
-        Decision("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
-        Decision("content box", by(box, " x "), holds),
-        Decision("levels", str(depth), why_depth),
-        Decision("strides", strides_text(strides), why_strides),
-        Decision("padded grid", by(round_up(box, unet.divisors), " x "), multiples),
+        DecidedRow("grid", by(manifest.largest_shape, " x "), "holds all of any case"),
+        DecidedRow("content box", by(box, " x "), holds),
+        DecidedRow("levels", str(depth), why_depth),
+        DecidedRow("strides", strides_text(strides), why_strides),
+        DecidedRow("padded grid", by(round_up(box, unet.divisors), " x "), multiples),
         _coarse_steps(box, unet),
         *_regions(manifest),
     ]
@@ -121,7 +121,7 @@ def _trained(manifest: Manifest) -> CaseList:
     return cases.chosen(ids) if ids else cases
 
 
-def _normalised(manifest: Manifest) -> List[Decision]:
+def _normalised(manifest: Manifest) -> List[DecidedRow]:
     """The normalisation of each channel."""
     foregrounds: List[List[float]] = [[] for _ in manifest.channels]  # share of the voxels
     for record in manifest.cases:
@@ -131,11 +131,11 @@ def _normalised(manifest: Manifest) -> List[Decision]:
     for name, each, shares in zip(manifest.channels, manifest.normalisations, foregrounds):
         empty = 1 - statistics.median(shares)
         why = each.why or f"0 in {empty:.0%} of the voxels, background {FROM_SHARE}"
-        lines.append(Decision(f"channel {name}", each.words, why))
+        lines.append(DecidedRow(f"channel {name}", each.words, why))
     return lines
 
 
-def _spacing(store: Store) -> Decision:
+def _spacing(store: Store) -> DecidedRow:
     """The size of voxels, and whether cases were resampled to it."""
     spacings = []
     shapes = []
@@ -151,7 +151,7 @@ def _spacing(store: Store) -> Decision:
             found += "; kept by --spacing off, or as the store was begun"
         elif len(set(spacings)) > 1:
             found += f", at most {DIFFERS:.0%} apart"
-        return Decision("spacing", value, found)
+        return DecidedRow("spacing", value, found)
     resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
     asked = in_mm(target_mm)
     # Rounded as they are shown: 60 voxels of 0.8 mm are not 48 mm to the last bit.
@@ -164,22 +164,22 @@ def _spacing(store: Store) -> Decision:
         value = f"{asked} asked for, {made} made"
         found += "; a case keeps its field of view, which is cut into a whole number of voxels"
     value += f", {count(resampled, 'case')} resampled"
-    return Decision("spacing", value, found)
+    return DecidedRow("spacing", value, found)
 
 
-def _coarse_steps(box: Shape3, unet: UNetConfig) -> Decision:
+def _coarse_steps(box: Shape3, unet: UNetConfig) -> DecidedRow:
     """The grid of the first steps of a run, if it has coarse ones by itself."""
     stride = unet.stride(0)
     coarse = coarse_grid(box, stride, unet.divisors)
     grid = by(coarse.grid, " x ")
     halved = f"{axes_text(stride)} halved, as by the first level"
     if coarse.is_taken:
-        return Decision("coarse steps", f"on {grid}", halved)
+        return DecidedRow("coarse steps", f"on {grid}", halved)
     least = round(LEAST_COARSE_VOXELS ** (1 / 3))
-    return Decision("coarse steps", "none", f"{halved}: {grid} has fewer than {least}^3 voxels")
+    return DecidedRow("coarse steps", "none", f"{halved}: {grid} has fewer than {least}^3 voxels")
 
 
-def _regions(manifest: Manifest) -> List[Decision]:
+def _regions(manifest: Manifest) -> List[DecidedRow]:
     """The regions that are learnt, and the label that is not."""
     why = "as the data set or --regions names them"
     if all(_is_label(manifest, name) for name in manifest.regions):
@@ -189,11 +189,11 @@ def _regions(manifest: Manifest) -> List[Decision]:
     lines = []
     for region, codes in manifest.regions.items():
         labels = ", ".join(_label(manifest, code) for code in codes)
-        lines.append(Decision(f"region {region}", labels, why))
-    ignored = Decision("ignored label", "none", "no label is named so, and none was chosen")
+        lines.append(DecidedRow(f"region {region}", labels, why))
+    ignored = DecidedRow("ignored label", "none", "no label is named so, and none was chosen")
     if manifest.ignore is not None:
         label = _label(manifest, manifest.ignore)
-        ignored = Decision("ignored label", label, "not annotated: neither learnt nor scored")
+        ignored = DecidedRow("ignored label", label, "not annotated: neither learnt nor scored")
     return [*lines, ignored]
 
 

@@ -4,7 +4,7 @@ manifest."""
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Iterator, Set, Tuple
+from typing import Set, Tuple
 
 from cpu3d.data.cases.annotated import check_annotated
 from cpu3d.data.cases.normalisation import decide, in_window, with_windows
@@ -15,7 +15,6 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import (
     CaseList,
-    CaseRecord,
     Manifest,
     make_manifest,
     record_path,
@@ -65,8 +64,12 @@ def finish(
     records = records.without(unannotated)
     problems.update(unannotated)
     refuse()
-    records = _with_boxes(dataset, records, store_dir)
-    manifest = _manifest_of(dataset, records, splitting, settings)
+    boxed = _with_boxes(dataset, records, store_dir)
+    manifest = _manifest_of(dataset, boxed, splitting, settings)
+    # After all that may be refused: a case whose own file has a box is converted again.
+    if boxed is not records:
+        for record in boxed:
+            write_json(record_path(store_dir, record.case_id), to_json(record))
     write_quarantine(store_dir, problems)
     if has_grown(store_dir):  # its manifest was lost, and what was appended has to come again
         note_no_growth(store_dir)
@@ -132,17 +135,11 @@ def _unannotated(dataset: Dataset, records: CaseList, store_dir: Path) -> Proble
 
 
 def _with_boxes(dataset: Dataset, records: CaseList, store_dir: Path) -> CaseList:
-    """The records with the boxes that the windows of CT tell, also in the cases' own files."""
+    """The records with the boxes that the windows of CT tell; the same list without CT."""
     if all(each.low is None for each in dataset.normalisation):
         return records
-
-    def boxed() -> Iterator[CaseRecord]:
-        for record in records:
-            known = in_window(record, dataset.normalisation, dataset.ignore)
-            write_json(record_path(store_dir, record.case_id), to_json(known))
-            yield known
-
-    return CaseList.collected(boxed(), store_dir)
+    boxed = (in_window(record, dataset.normalisation, dataset.ignore) for record in records)
+    return CaseList.collected(boxed, store_dir)
 
 
 def _manifest_of(

@@ -83,7 +83,7 @@ def run_info(options: Info) -> int:
     content = {
         "store": str(store.folder),
         "name": store.manifest.name,
-        "decided": [decision._asdict() for decision in decisions_of(store)],
+        "decided": [row._asdict() for row in decisions_of(store)],
     }
     print(json.dumps(content, indent=1))
     return 0

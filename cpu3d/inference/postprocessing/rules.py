@@ -94,6 +94,9 @@ def largest_probability(answer: np.ndarray, components: np.ndarray) -> np.ndarra
     return np.asarray(ndimage.maximum(answer, components, numbers), np.float64)
 
 
+OFF = "off: "  # what the words of no change begin with
+
+
 @dataclass(frozen=True)
 class PostProcessing:
     """The changes to an answer when it is painted."""
@@ -155,7 +158,7 @@ class PostProcessing:
     def words(self) -> str:
         """In a line, as "removes parts of WT below 1 % of the largest part" or "off: " and why."""
         if self.off:
-            return f"off: {self.off}"
+            return f"{OFF}{self.off}"
         texts = []
         if self.rules:
             names: Dict[str, List[str]] = {}
@@ -168,6 +171,12 @@ class PostProcessing:
         if self.without:
             texts.append(f"no rule for {reasons(self.without)}")
         return "; ".join(texts)
+
+    def is_of(self, words: str) -> bool:
+        """Whether answers with this change have these `words`: all that are off are alike."""
+        if self.off:
+            return words.startswith(OFF)
+        return words == self.words
 
 
 RAW = PostProcessing(off="--raw")

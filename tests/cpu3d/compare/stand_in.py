@@ -6,6 +6,7 @@ there, and evaluate copies the template's scores. Every call is added to "calls.
 template. Other files there make train
     fail       "GLOB CODE WORDS": a run of such a name says the words and ends with the code, after
                its first step
+    decides    decide that each region is cut to the larger ones
     cut        stop after half of its steps, and wait for SIGINT or SIGTERM, which "signals" then
                holds
 """
@@ -25,10 +26,14 @@ from pathlib import Path
 sys.path.insert(0, os.getcwd())
 
 from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
-from cpu3d.run.checkpoint import save_checkpoint
+from cpu3d.data.files.arrays import file_sha256
+from cpu3d.inference.postprocessing.decision import SCHEMA, Decision, postprocessing_of
+from cpu3d.inference.postprocessing.rules import PostProcessing
+from cpu3d.run.checkpoint import POSTPROCESSING, save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.settings import RunConfig
+from cpu3d.util.atomic import write_json
 from memory_estimator.common.schema import add_options, arguments
 
 BUDGET_STEPS = 6
@@ -61,7 +66,10 @@ def evaluate(template: Path, args: argparse.Namespace) -> int:
     scores = json.loads(path.read_text())
     window = list(config.grid) if config.is_patch else None
     how = {**scores["inference"], "window": window, "one_pass": not config.is_patch}
-    path.write_text(json.dumps({**scores, "inference": how, "tolerance_mm": args.tolerance}))
+    words = postprocessing_of(args.run, config).words
+    cases = [{**case, "postprocessing": words} for case in scores["cases"]]
+    own = {"cases": cases, "inference": how, "tolerance_mm": args.tolerance}
+    path.write_text(json.dumps({**scores, **own}))
     return 0
 
 
@@ -112,6 +120,17 @@ def train(template: Path, args: argparse.Namespace) -> int:
         "peak_rss_bytes": 2**31,
     }
     append_event(run, end)
+    if (around / "decides").exists():
+        decided = Decision(
+            weights_sha256=file_sha256(weights_file(run, "best")),
+            split_hash=config.split_hash,
+            cases=2,
+            chosen=PostProcessing(nested=True),
+            before={},
+            after={},
+            cases_with=dict.fromkeys(config.regions, 2),
+        )
+        write_json(run / POSTPROCESSING, {"schema": SCHEMA, **dataclasses.asdict(decided)})
     return 0
 
 

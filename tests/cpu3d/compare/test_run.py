@@ -9,8 +9,10 @@ import pytest
 
 from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
 from cpu3d.inference.scores_file import outdated_scores
+from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.processes import RunFailedError, is_trained
 from cpu3d.run.log import read_events
+from cpu3d.util.atomic import write_json
 
 OPTIONS = ("--steps", "4", "--seed", "0")
 
@@ -55,6 +57,22 @@ def test_runs_are_trained_and_scored_once_and_one_that_was_killed_continues(
     (runs[0].folder / "checkpoints/best.npz").unlink()
     carried_out(out, runs, 1 / 3)
     assert processes.calls() == ["train a", "evaluate a"], "which brings lost weights back"
+
+
+def test_a_run_is_not_scored_until_its_post_processing_is_decided(processes, tmp_path):
+    out = tmp_path / "out"
+    runs = planned(out, "a", "b")
+    carried_out(out, runs)
+    # As a call leaves it that was stopped while it was deciding.
+    write_json(runs[0].folder / "plan.json", {"schema": PLAN_SCHEMA, "course": {"decided": 2}})
+    processes.calls()
+    assert carried_out(out, runs) == [("a", 0, "post-processing was not decided")]
+    assert processes.calls() == ["train a"]
+    processes.tell("decides")
+    assert carried_out(out, runs) == []
+    assert processes.calls() == ["train a", "evaluate a"], "the scores were of raw answers"
+    assert carried_out(out, runs) == []
+    assert processes.calls() == []
 
 
 def test_failed_runs_are_returned_and_where_all_fail_the_last_words_say_why(processes, tmp_path):

@@ -400,7 +400,7 @@ def as_an_earlier_version(out):
     sidecar = out / "a.json"
     content = json.loads(sidecar.read_text())
     for name in EARLIER:
-        del content[name]
+        content.pop(name, None)
     sidecar.write_text(json.dumps(content))
     set_time(sidecar, 2000)
 
@@ -431,7 +431,7 @@ def test_a_label_of_an_earlier_version_is_predicted_again_unless_it_is_later_tha
     assert read_volume(label)[0].any()
 
 
-@pytest.mark.parametrize("step", ["write_label", "write_case_page"])
+@pytest.mark.parametrize("step", ["write_bytes", "write_case_page"])
 def test_a_label_corrected_after_an_interruption_is_not_overwritten_unasked(
     predictor, files, tmp_path, monkeypatch, step
 ):
@@ -451,6 +451,45 @@ def test_a_label_corrected_after_an_interruption_is_not_overwritten_unasked(
     with pytest.raises(InputError, match=r"a\.nii\.gz must not be .* got a label that was changed"):
         predict_case(predictor, files, tmp_path / "out", page=True)
     assert label.read_bytes() == CORRECTED
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_case_that_was_interrupted_about_its_label_is_predicted_again(
+    predictor, files, tmp_path, monkeypatch, is_there
+):
+    """The process is killed with the new label in place, or with that of the answer before."""
+    out = tmp_path / "out"
+    predict_case(predictor, files, out)
+    predictor.shift = 1  # another answer
+
+    def killed(path, content):
+        if is_there:
+            path.write_bytes(content)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        predict_case(predictor, files, out)
+    monkeypatch.undo()
+    assert not json.loads((out / "a.json").read_text())["complete"]
+    predict_case(predictor, files, out)
+    assert json.loads((out / "a.json").read_text())["complete"]
+
+
+def test_a_label_that_an_earlier_version_was_interrupted_after_may_be_either(
+    predictor, files, tmp_path
+):
+    out = tmp_path / "out"
+    predict_case(predictor, files, out)
+    as_an_earlier_version(out)
+    content = json.loads((out / "a.json").read_text())
+    (out / "a.json").write_text(json.dumps({**content, "complete": False}))
+    set_time(out / "a.json", 2000)
+    with pytest.raises(InputError, match="got a label of a prediction that was interrupted, or"):
+        predict_case(predictor, files, out)
+    (out / "a.nii.gz").unlink()
+    predict_case(predictor, files, out)
+    assert json.loads((out / "a.json").read_text())["complete"]
 
 
 @pytest.mark.parametrize(
@@ -487,6 +526,22 @@ def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files,
     assert sorted(path.name for path in out.iterdir()) == ["a.json", "a.nii.gz"]
 
 
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_a_page_that_an_earlier_version_has_not_listed_is_named_beside_the_new_answer(
+    call, files, tmp_path, capsys, is_earlier
+):
+    out = tmp_path / "out"
+    words = ("--image", files.images[0], "--out", out)
+    assert call(*words, "--page") == 0
+    if is_earlier:
+        as_an_earlier_version(out)
+        set_time(out / "a.nii.gz", 1999)
+    capsys.readouterr()
+    assert call(*words, "--overwrite") == 0
+    is_named = "note: a: a .html page of its name" in capsys.readouterr().err
+    assert is_named == is_earlier == (out / "a.html").exists()
+
+
 def test_a_path_in_a_sidecar_is_not_removed(predictor, files, tmp_path):
     predict_case(predictor, files, tmp_path / "out")
     sidecar = tmp_path / "out/a.json"
@@ -511,7 +566,7 @@ def test_a_diverged_network_writes_nothing_and_earlier_answers_are_replaced(
     assert not list((tmp_path / "out").iterdir())
     predictor.sure = 0.9
     with monkeypatch.context() as patch:
-        patch.setattr(predict, "write_label", full)
+        patch.setattr(predict, "write_bytes", full)
         with pytest.raises(OSError, match="No space"):
             predict_case(predictor, files, tmp_path / "out")
     assert not json.loads((tmp_path / "out/a.json").read_text())["complete"]

@@ -28,6 +28,7 @@ from tests.cpu3d.data.made_datasets import dataset_json, decathlon, write_nifti
 
 LABELS = {"0": "background", "1": "tumour"}
 SHAPE = (14, 12, 10)
+WATER, FAT = 0, 1  # seeds of a split whose training case has an even and an odd number
 EVERY = AugmentConfig(
     rotation_deg=30, scaling=0.4, contrast=0.25, gamma=0.5, noise=0.1, blur=1.0, low_resolution=0.5
 )
@@ -542,6 +543,29 @@ def test_an_unfinished_store_goes_on_with_the_kinds_it_was_begun_with(tmp_path):
     chosen = StoreSettings(normalise=("MRI=none",))
     with pytest.raises(InputError, match="normalise of store"):
         prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
+
+
+def test_the_boxes_of_a_store_whose_manifest_was_not_written_are_of_the_window_it_gets(tmp_path):
+    def organ_of_water_or_fat(seed):
+        """A body that is above the window of fat alone."""
+        noise = np.random.default_rng(seed).integers(-3, 4, SHAPE)  # HU
+        organ = -200 * (seed % 2)
+        return (np.select([ball(0.4), ball(0.8)], [organ, -100], -1000) + noise).astype(np.int16)
+
+    data = data_set(tmp_path / "data", organ_of_water_or_fat, names=("CT",))
+    manifests = {}
+    for seed in (WATER, FAT):
+        folder = tmp_path / f"store-{seed}"
+        manifests[seed] = prepare(data, folder, fractions=(1, 1, 2), seed=seed, workers=1)
+    first, other = manifests.values()
+    assert first.normalisation[0].low > -100 > other.normalisation[0].low
+    assert first.largest_box != other.largest_box
+    folder = tmp_path / f"store-{WATER}"
+    (folder / "manifest.json").unlink()
+    assert prepare(data, folder, fractions=(1, 1, 2), seed=FAT, workers=1) == other
+    for record in other.cases:
+        own = folder / f"cases/{record.case_id}.json"
+        assert case_from_json(own.read_bytes()) == record
 
 
 @pytest.mark.parametrize("cropped", [False, True])
