@@ -14,13 +14,14 @@ from rich.console import Console
 from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import ENDINGS
-from cpu3d.inference.postprocessing.decision import FILE, SCHEMA, Decision
+from cpu3d.inference.postprocessing.decision import FILE, Decision
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.report.run_status import WORST_FIRST, run_status, workers_of
 from cpu3d.report.status import describe, folds_status
 from cpu3d.run.checkpoint import weights_file, write_best
 from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.decided import SCHEMA
 from cpu3d.run.folds import Folds, fold_folder, save_folds
 from cpu3d.run.heartbeat import heartbeat_path, this_place, write_heartbeat
 from cpu3d.run.log import append_event

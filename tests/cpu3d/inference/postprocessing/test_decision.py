@@ -209,7 +209,7 @@ def test_what_is_decided_is_known_without_reading_weights_of_the_same_size_and_d
     assert standing_of(run, config) is Standing.OPEN
     decide(run)
     with monkeypatch.context() as patch:
-        patch.setattr(postprocessing, "file_sha256", None)  # no file is read
+        patch.setattr("cpu3d.run.decided.file_sha256", None)  # no file is read
         assert standing_of(run, config) is Standing.DECIDED
     best = run / "checkpoints/best.npz"
     os.utime(best, ns=(0, 0))  # as of a copy
