@@ -173,7 +173,14 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
         and decision.cases_with is not None
         and decision.decided_with.is_of(run, config.split_hash)
     ):
-        return decision
+        kept = dataclasses.replace(
+            decision,
+            weights_size_bytes=status.st_size,
+            weights_mtime_ns=status.st_mtime_ns,
+        )
+        if kept != decision:  # of a copy, or by an earlier version: need not be hashed from now on
+            _write(kept, run)
+        return kept
     digest = file_sha256(weights)
     store = store_of_run(config, store_folder)
     bare = set(store.manifest.unlabelled)
@@ -208,8 +215,12 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
         weights_size_bytes=status.st_size,
         weights_mtime_ns=status.st_mtime_ns,
     )
-    write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
+    _write(decision, run)
     return decision
+
+
+def _write(decision: Decision, run: Path) -> None:
+    write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
 
 
 def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> List[Evidence]:
