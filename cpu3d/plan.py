@@ -26,7 +26,7 @@ from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints, progress_of, read_state, step_of
 from cpu3d.run.config_json import differences, load_config, rate_growth
 from cpu3d.run.decided import is_decided
-from cpu3d.run.log import last_end, recent_events
+from cpu3d.run.log import recent_events
 from cpu3d.run.summary import Pace, take_as_long
 from cpu3d.run.transfer import Transfer, open_transfer
 from cpu3d.settings import VALIDATIONS, RunConfig, Settings
@@ -308,15 +308,14 @@ def _done(run_folder: Path, plan: Plan, host: Host) -> Done:
     on now."""
     steps = plan.done.steps
     steps_s = 0.0
+    is_over = not plan.config.has_open_length and steps >= plan.steps
     # One that is damaged is named, and replaced by the one before, when it is read whole.
     with contextlib.suppress(ValueError, IndexError):
         progress = progress_of(read_state(checkpoints(run_folder)[0]))
         steps_s = progress.trained_s - progress.validated_s
-    is_last = not plan.config.has_open_length and steps >= plan.steps
-    has_decision = False
-    if is_last or last_end(run_folder).get("reason") == "early stop":
-        has_decision = is_decided(run_folder, plan.config.split_hash)
-    done = Done(steps, steps_s, has_decision)
+        is_over = progress.is_over(plan.config, plan.steps)
+    has_decision = is_over and is_decided(run_folder, plan.config.split_hash)
+    done = Done(steps, steps_s, is_over, has_decision)
     pace = Pace(recent_events(run_folder))
     if not take_as_long(pace.start, _way(plan, host)):
         return done

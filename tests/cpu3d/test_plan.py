@@ -26,7 +26,7 @@ from cpu3d.fits import check_fits
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, make_plan, save_plan
 from cpu3d.plan_text import plan_lines
-from cpu3d.run.checkpoint import BEST, POSTPROCESSING
+from cpu3d.run.checkpoint import BEST, POSTPROCESSING, at_the_start, write_next
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.run.summary import Pace
@@ -878,6 +878,30 @@ def test_post_processing_is_left_unless_it_is_decided_with_the_present_weights(
         os.utime(tmp_path / POSTPROCESSING)
     plan = make_plan(phantom_store, tmp_path, HOST, settings)
     assert plan.done.is_decided != is_left
+
+
+@pytest.mark.parametrize(
+    ("stale", "patience", "is_over"),
+    [
+        (2, {}, True),
+        (1, {}, False),
+        (2, {"patience": 3}, False),  # made longer by more patience
+    ],
+)
+def test_no_step_is_left_of_a_run_whose_patience_has_run_out(
+    phantom_store, tmp_path, stale, patience, is_over
+):
+    settings = {"depth": 3, "curriculum": "off", "steps": 16, "patience": 2}
+    save_config(make_plan(phantom_store, tmp_path, HOST, settings).config, tmp_path)
+    progress = dataclasses.replace(at_the_start(), step=12, stale_validations=stale)
+    (tmp_path / "checkpoints").mkdir()
+    write_next(tmp_path, 12, {}, dataclasses.asdict(progress), keep=3)
+    plan = make_plan(phantom_store, tmp_path, HOST, patience)
+    forecast = plan.forecast
+    left_s = 4 * forecast.full.step_s + forecast.validation_s / 4
+    if is_over:
+        left_s = 0
+    assert plan.left_s == pytest.approx(left_s + forecast.postprocessing_s)
 
 
 @pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 60.0), (45.0, 15.0), (90.0, 0.0)])
