@@ -321,7 +321,7 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
         write_best(done, {}, {"best": 0.9})  # others than it was decided with
     status = run_status(done)
     assert (status.state, status.is_fine) == ("undecided", False)
-    assert status.advice == "the same command decides it"
+    assert re.search(r"`train`.* `decide\(run\)`.* decides it", status.advice)
     assert ("disk full" in printed(done)) == (stopped == FAILED)
     assert main(["status", "--run", str(done)]) == 1
 
@@ -330,9 +330,9 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
     ("lack", "note"),
     [
         ("store", "store .* is not there"),
-        ("cases", "an earlier version has decided it"),
-        ("course", "an earlier version has decided nothing; the same command decides it"),
-        ("plan", "an earlier version has decided nothing; the same command decides it"),
+        ("cases", r"an earlier version has decided it; .*`train`.*`decide\(run\)`.* again"),
+        ("course", "an earlier version has decided nothing; .*`train`.* decides it"),
+        ("plan", "an earlier version has decided nothing; .*`train`.* decides it"),
     ],
 )
 def test_a_run_that_cannot_or_need_not_be_decided_has_finished_with_a_note(done, lack, note):
