@@ -23,16 +23,10 @@ from cpu3d.errors import InputError, raise_if_any
 from cpu3d.forecast import course_of, smaller_grids
 from cpu3d.host.gpu import Gpu, why_no_card
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.run.checkpoint import (
-    BEST,
-    POSTPROCESSING,
-    checkpoints,
-    progress_of,
-    read_state,
-    step_of,
-)
+from cpu3d.run.checkpoint import checkpoints, progress_of, read_state, step_of
 from cpu3d.run.config_json import differences, load_config, rate_growth
-from cpu3d.run.log import last_end, recent_events
+from cpu3d.run.decided import is_decided
+from cpu3d.run.log import recent_events
 from cpu3d.run.summary import Pace, take_as_long
 from cpu3d.run.transfer import Transfer, open_transfer
 from cpu3d.settings import VALIDATIONS, RunConfig, Settings
@@ -314,18 +308,14 @@ def _done(run_folder: Path, plan: Plan, host: Host) -> Done:
     on now."""
     steps = plan.done.steps
     steps_s = 0.0
+    is_over = not plan.config.has_open_length and steps >= plan.steps
     # One that is damaged is named, and replaced by the one before, when it is read whole.
     with contextlib.suppress(ValueError, IndexError):
         progress = progress_of(read_state(checkpoints(run_folder)[0]))
         steps_s = progress.trained_s - progress.validated_s
-    is_last = not plan.config.has_open_length and steps >= plan.steps
-    is_decided = False
-    if is_last or last_end(run_folder).get("reason") == "early stop":
-        with contextlib.suppress(OSError):
-            decided = (run_folder / POSTPROCESSING).stat()
-            best = (run_folder / "checkpoints" / BEST).stat()
-            is_decided = decided.st_mtime_ns >= best.st_mtime_ns
-    done = Done(steps, steps_s, is_decided)
+        is_over = progress.is_over(plan.config, plan.steps)
+    has_decision = is_over and is_decided(run_folder, plan.config.split_hash)
+    done = Done(steps, steps_s, is_over, has_decision)
     pace = Pace(recent_events(run_folder))
     if not take_as_long(pace.start, _way(plan, host)):
         return done

@@ -172,7 +172,8 @@ class Settings:
         at_least=0,
         below=math.inf,
     )
-    """By the time of the first steps; at least an epoch, or the epochs of --validate-every."""
+    """By the time of the first steps; at least an epoch, the epochs of --validate-every, or a step
+    if --validations was chosen."""
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "

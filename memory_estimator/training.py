@@ -216,7 +216,8 @@ class Done:
 
     steps: int = 0
     steps_s: float = 0.0  # seconds that they have taken, which a budget of time counts
-    is_decided: bool = False  # whether its post-processing is decided, after the last step
+    is_over: bool = False  # whether it takes no more steps: after the last one, or an early stop
+    is_decided: bool = False  # whether its post-processing is decided, once it is over
     # the latest of its steps; None for too few, and for those of another host
     full: Optional[OwnSteps] = None
     coarse: Optional[OwnSteps] = None
@@ -357,10 +358,13 @@ class Forecast:
 
     def left(self, done: Done) -> Times:
         """What is left of the training, at the pace of its own steps: of the validations their
-        share of the steps, and all of the post-processing until it is decided."""
+        share of the steps, and all of the post-processing until it is decided. Of one that
+        is over no more than that."""
         course = self.course
         paced = self.at_pace_of(done)
         postprocessing_s = 0.0 if done.is_decided else paced.postprocessing_s
+        if done.is_over:
+            return Times(0.0, 0.0, postprocessing_s)
         if not done.steps:
             return Times(paced.steps_s, paced.validation_s, postprocessing_s)
         steps = min(done.steps, course.steps)  # a run that is made shorter has done more

@@ -226,9 +226,7 @@ def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
     if files.configs:
         first = next(iter(files.configs))
         config = files.configs[first]
-        starts = files.histories[first].starts
-        last = starts[-1] if starts else {}
-        facts += described(config, last)
+        facts += _described(files)
         if config.init:
             facts.append(("init", start_words(config)))
     costs = [history.costs() for history in files.histories.values()]
@@ -238,6 +236,24 @@ def _facts(files: FoldsFiles) -> List[Tuple[str, str]]:
         facts.append(("training of all folds", format_seconds(sum(known_s))))
         facts.append(("peak memory", format_bytes(max(peaks) or None)))
     return facts
+
+
+def _described(files: FoldsFiles) -> List[Tuple[str, str]]:
+    """Name and value of what distinguishes the runs; where folds differ, each value with those that
+    have it. Folds may have been trained on several hosts."""
+    folds_with: Dict[str, Dict[str, List[str]]] = {}  # name -> value -> folds
+    for fold, config in files.configs.items():
+        starts = files.histories[fold].starts
+        last = starts[-1] if starts else {}
+        for name, value in described(config, last):
+            folds_with.setdefault(name, {}).setdefault(value, []).append(fold)
+    rows = []
+    for name, by_value in folds_with.items():
+        words = next(iter(by_value))
+        if len(by_value) > 1:
+            words = "; ".join(f"{value} (fold {listed(by_value[value])})" for value in by_value)
+        rows.append((name, words))
+    return rows
 
 
 def _missing(files: FoldsFiles) -> List[str]:

@@ -46,12 +46,13 @@ FINE = ("stopping", "starting", "running", "finished")  # these need no attentio
 WORST_FIRST = (*TO_MEND, *LOST, *FINE)
 """States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
 and those of workers that have noted no end. The run's state is that of its worst worker."""
+DECIDES = "the run's `train`, or `decide(run)` from Python, decides"
 NOT_APPLIED = {
     Standing.OPEN: "its steps are done, its post-processing is not decided",
-    Standing.EARLIER: "its post-processing is off, as an earlier version has decided it; the same "
-    "command decides again",
-    Standing.BEFORE: "its post-processing is off, as an earlier version has decided nothing; the "
-    "same command decides it",
+    Standing.EARLIER: "its post-processing is off, as an earlier version has decided it; "
+    f"{DECIDES} again",
+    Standing.BEFORE: "its post-processing is off, as an earlier version has decided nothing; "
+    f"{DECIDES} it",
     Standing.LACKS_STORE: "its post-processing is off: it is not decided, and the store that it was"
     " trained on is not there, or has another split",
 }
@@ -269,7 +270,7 @@ def _advice(
                 words += f" --weights {FOLD_WEIGHTS} --raw"
         return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
     if state == UNDECIDED:
-        return "the same command decides it"
+        return f"{DECIDES} it"
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
         again = f"the same command continues from step {checkpoint['step']}"

@@ -29,6 +29,7 @@ import numpy as np
 from cpu3d.data.region import Array
 from cpu3d.errors import InputError, fault_of
 from cpu3d.run.log import FINISHED, flush_log, last_end
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import open_regular, typed
 
@@ -177,6 +178,15 @@ class Progress:
     validated_s: float = 0.0
     """Of it, in validations, those that were broken off included. Earlier versions did not count
     it."""
+
+    def is_over(self, config: RunConfig, steps: int) -> bool:
+        """Whether the last of a run's steps is done or patience has run out: no step is left."""
+        if self.owes_validation:
+            return False
+        if self.step >= steps:
+            return True
+        has_no_patience = 0 < config.patience <= self.stale_validations
+        return has_no_patience and self.step > config.coarse_steps
 
 
 def at_the_start() -> Progress:

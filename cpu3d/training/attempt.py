@@ -15,7 +15,7 @@ from cpu3d.host.apply import in_force
 from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, computes_as_predicted
 from cpu3d.host.thread_plan import ThreadPlan, describe
-from cpu3d.plan import Plan, save_plan
+from cpu3d.plan import Plan, save_plan, with_forecast
 from cpu3d.run.config_json import save_config
 from cpu3d.run.log import flush_log, last_event
 from cpu3d.settings import RunConfig
@@ -105,10 +105,15 @@ class Attempt:
 
     def _save(self, config: RunConfig) -> None:
         """Have the chief write config.json and plan.json."""
-        if self.cluster.is_chief:
-            flush_log(self.folder)
-            save_config(config, self.folder)
-            save_plan(dataclasses.replace(self.plan, config=config), self.folder)
+        if not self.cluster.is_chief:
+            return
+        plan = self.plan
+        if config != plan.config:  # its steps were cut: the rest of the plan is of these too
+            plan = dataclasses.replace(plan, config=config)
+            plan = with_forecast(plan, self.host, pick=False, force=True)
+        flush_log(self.folder)
+        save_config(config, self.folder)
+        save_plan(plan, self.folder)
 
     def _observer(self) -> Optional[Observer]:
         """An observer of the chief's steps on a CPU; None if they are not computed as predicted."""

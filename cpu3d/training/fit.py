@@ -180,12 +180,7 @@ class Fit:
     @property
     def is_over(self) -> bool:
         """Whether the last epoch is done or patience has run out: nothing is left to do."""
-        if self.progress.owes_validation:
-            return False
-        if self.step >= self.steps:
-            return True
-        has_no_patience = 0 < self.config.patience <= self.progress.stale_validations
-        return has_no_patience and self.step > self.config.coarse_steps
+        return self.progress.is_over(self.config, self.steps)
 
     @property
     def reason(self) -> str:

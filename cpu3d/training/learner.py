@@ -87,7 +87,8 @@ class Learner:
     ) -> Outcome:
         """Take an optimizer step on this worker's next micro-batches: image (micro, X, Y, Z, C) and
         target (micro, X, Y, Z, R) uint8. `note` is asked for a number once the gradients are
-        there; all workers get it. With a loss that is not finite no worker updates its weights.
+        there; all workers get it. With a loss that is not finite no worker updates its weights if
+        there are several micro-batches; a single one updates them in any case.
 
         Raises WorkerLostError if another worker is gone, with all variables as they were before the
         step, and WorkersDifferError if one has other weights than the chief."""

@@ -29,7 +29,9 @@ from typing import Any, Dict, Iterator, Optional
 from cpu3d.checks import check_run
 from cpu3d.chosen import TRAIN_OPTIONS
 from cpu3d.chosen import TrainOptions as Options
+from cpu3d.data.datasets.dataset_json import NAME as DATASET_JSON
 from cpu3d.data.store import open_store
+from cpu3d.data.stores.folder import SOURCE
 from cpu3d.distributed.all_reduce import Exchange, join
 from cpu3d.distributed.cluster import Cluster, read_cluster
 from cpu3d.distributed.rendezvous import plan_of_chief
@@ -157,13 +159,15 @@ def check_place(run_folder: Path) -> None:
     refuse_foreign(run_folder)
 
 
-OF_DATA = ("dataset.json", "imagesTr", "labelsTr", "manifest.json", "source.json")
+OF_DATA = (DATASET_JSON, "imagesTr", "labelsTr", "manifest.json", SOURCE)
 """Of a data set's folder, or a store's."""
 
 
 def refuse_foreign(run_folder: Path) -> None:
     """Raise InputError for the folder of a data set or a store, and for one with files of a run
     that has lost its configuration."""
+    if (run_folder / "config.json").is_file():
+        return  # a run that was begun goes on, also among data
     for name in OF_DATA:
         if (run_folder / name).exists():
             rule = f"--run {run_folder} must not be the folder of a data set or a store"
@@ -174,7 +178,7 @@ def refuse_foreign(run_folder: Path) -> None:
         *checkpoints(run_folder),
     )
     foreign = [path for path in written if path.is_file() and path.stat().st_size]
-    if foreign and not (run_folder / "config.json").is_file():
+    if foreign:
         beside = foreign[0].relative_to(run_folder)
         rule = f"run {run_folder} must hold a config.json beside {beside}, found none"
         raise InputError(f"{rule}; restore it, or choose another --run")

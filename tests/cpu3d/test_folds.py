@@ -419,6 +419,15 @@ def test_the_page_says_what_steps_saw_as_that_of_a_run_does(whole_folds):
     assert "which it holds out" not in page  # of one fold alone
 
 
+def test_the_page_has_the_engines_of_folds_that_were_trained_with_several(whole_folds):
+    for part, engine in ((1, "stock 2.15"), (2, "itex 2.15")):
+        run = whole_folds / f"fold-{part}"
+        append_event(run, {"event": "start", "step": 0, "engine": engine, "device": "cpu"})
+    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
+    assert "stock 2.15 (fold 1/2); itex 2.15 (fold 2/2)" in page
+    assert "cpu (fold" not in page, "what all have in common stands once"
+
+
 def test_the_page_names_folds_of_another_length(whole_folds):
     run = whole_folds / "fold-2"
     page = write_folds_report(whole_folds).read_text(encoding="utf-8")

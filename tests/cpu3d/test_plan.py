@@ -2,6 +2,7 @@
 proposed where it does not fit."""
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -25,11 +26,12 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.gpu import Gpu
 from cpu3d.plan import Plan, make_plan, save_plan
 from cpu3d.plan_text import plan_lines
-from cpu3d.run.checkpoint import BEST, POSTPROCESSING
+from cpu3d.run.checkpoint import BEST, POSTPROCESSING, at_the_start, write_next
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
 from cpu3d.run.summary import Pace
 from cpu3d.settings import RunConfig
+from cpu3d.util.atomic import write_json
 from memory_estimator import __main__ as estimator
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.estimate import estimate
@@ -831,14 +833,78 @@ def test_the_plan_of_a_run_that_goes_on_has_what_is_left_and_the_whole(phantom_s
     assert f"{format_seconds(first.forecast.all_s)} in all" in printed
     (tmp_path / "checkpoints/step-00000016.npz").touch()
     assert plan().left_s == pytest.approx(forecast.postprocessing_s)
-    decided = tmp_path / POSTPROCESSING
-    decided.touch()
-    best = tmp_path / "checkpoints" / BEST
-    best.touch()
-    os.utime(decided, ns=(0, best.stat().st_mtime_ns - 1))  # with weights of before
-    assert plan().left_s == pytest.approx(forecast.postprocessing_s)
-    os.utime(decided, ns=(0, best.stat().st_mtime_ns + 1))
+    write_decision(tmp_path, again.config)
     assert plan().left_s == 0
+
+
+def write_decision(run, config, **changes):
+    """Note a decision of the post-processing with the present best weights of a run."""
+    best = run / "checkpoints" / BEST
+    best.write_bytes(b"weights")
+    content = {
+        "schema": 1,
+        "weights_sha256": hashlib.sha256(b"weights").hexdigest(),
+        "split_hash": config.split_hash,
+        "weights_size_bytes": len(b"weights"),
+        "weights_mtime_ns": best.stat().st_mtime_ns,
+        "cases_with": {},
+    }
+    write_json(run / POSTPROCESSING, {**content, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights", "is_left"),
+    [
+        ({}, b"weights", False),
+        ({"weights_mtime_ns": 0}, b"weights", False),  # a copy, whose content is the same
+        ({"weights_mtime_ns": 0}, b"another", True),  # whatever is newer
+        ({"split_hash": "another"}, b"weights", True),
+        ({"cases_with": None}, b"weights", True),  # by an earlier version: decided again
+        ({"schema": 2}, b"weights", True),
+        ({"weights_sha256": 5}, b"weights", True),
+        ({}, None, True),
+    ],
+)
+def test_post_processing_is_left_unless_it_is_decided_with_the_present_weights(
+    phantom_store, tmp_path, changes, weights, is_left
+):
+    settings = {"depth": 3, "steps": 16}
+    config = make_plan(phantom_store, tmp_path, HOST, settings).config
+    save_config(config, tmp_path)
+    with_checkpoint(tmp_path, step=16)
+    write_decision(tmp_path, config, **changes)
+    best = tmp_path / "checkpoints" / BEST
+    if weights is None:
+        best.unlink()
+    elif weights != best.read_bytes():
+        best.write_bytes(weights)
+        os.utime(tmp_path / POSTPROCESSING)
+    plan = make_plan(phantom_store, tmp_path, HOST, settings)
+    assert plan.done.is_decided != is_left
+
+
+@pytest.mark.parametrize(
+    ("stale", "patience", "is_over"),
+    [
+        (2, {}, True),
+        (1, {}, False),
+        (2, {"patience": 3}, False),  # made longer by more patience
+    ],
+)
+def test_no_step_is_left_of_a_run_whose_patience_has_run_out(
+    phantom_store, tmp_path, stale, patience, is_over
+):
+    settings = {"depth": 3, "curriculum": "off", "steps": 16, "patience": 2}
+    save_config(make_plan(phantom_store, tmp_path, HOST, settings).config, tmp_path)
+    progress = dataclasses.replace(at_the_start(), step=12, stale_validations=stale)
+    (tmp_path / "checkpoints").mkdir()
+    write_next(tmp_path, 12, {}, dataclasses.asdict(progress), keep=3)
+    plan = make_plan(phantom_store, tmp_path, HOST, patience)
+    forecast = plan.forecast
+    left_s = 4 * forecast.full.step_s + forecast.validation_s / 4
+    if is_over:
+        left_s = 0
+    assert plan.left_s == pytest.approx(left_s + forecast.postprocessing_s)
 
 
 @pytest.mark.parametrize(("spent_s", "left_s"), [(0.0, 60.0), (45.0, 15.0), (90.0, 0.0)])

@@ -32,6 +32,7 @@ from cpu3d.inference.runs import Inference, store_of_run
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
+from cpu3d.run.decided import SCHEMA, DecidedWith
 from cpu3d.run.heartbeat import DECIDING, Heartbeat, read_heartbeats
 from cpu3d.run.log import last_end
 from cpu3d.settings import LEAST_CASES, RunConfig
@@ -45,7 +46,6 @@ from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.units import format_seconds
 
 FILE = POSTPROCESSING
-SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,13 @@ class Decision:
     needed none."""
     weights_size_bytes: Optional[int] = None
     weights_mtime_ns: Optional[int] = None
-    """Of the file of the best weights: while they are the same, it need not be read to know that
-    the decision is of it. None in a file of an earlier version, and of folds."""
+    """Of the file of the best weights, as `DecidedWith` has them. None also for folds."""
+
+    @property
+    def decided_with(self) -> DecidedWith:
+        return DecidedWith(
+            self.weights_sha256, self.split_hash, self.weights_size_bytes, self.weights_mtime_ns
+        )
 
 
 class Standing(enum.Enum):
@@ -111,11 +116,10 @@ def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> Po
         return PostProcessing(off="not decided; repeat the run's `train`")
     if weights != "best":
         return PostProcessing(off=f"decided with the best weights, these are the {weights}")
-    try:
-        digest = file_sha256(weights_file(run, "best"))
-    except (InputError, OSError):
-        digest = ""  # reported where the weights are read
-    if (decision.weights_sha256, decision.split_hash) != (digest, config.split_hash):
+    is_present = False
+    with contextlib.suppress(InputError, OSError):  # reported where the weights are read
+        is_present = decision.decided_with.is_of(run, config.split_hash)
+    if not is_present:
         return PostProcessing(
             off="decided with other weights or another split; repeat the run's `train`"
         )
@@ -130,7 +134,7 @@ def standing_of(run: Path, config: RunConfig) -> Standing:
     the decision has noted."""
     try:
         decision = read_decision(run, config)
-        if decision is not None and _is_of_run(decision, weights_file(run, "best"), config):
+        if decision is not None and decision.decided_with.is_of(run, config.split_hash):
             return Standing.EARLIER if decision.cases_with is None else Standing.DECIDED
     except (InputError, OSError):
         pass  # damaged, or without weights: the run's `train` makes both again
@@ -144,17 +148,6 @@ def standing_of(run: Path, config: RunConfig) -> Standing:
     if decides or (Path(run) / FILE).exists():
         return Standing.OPEN
     return Standing.BEFORE
-
-
-def _is_of_run(decision: Decision, weights: Path, config: RunConfig) -> bool:
-    """Whether a decision was made with these weights on the split of the run."""
-    if decision.split_hash != config.split_hash:
-        return False
-    status = weights.stat()
-    noted = (decision.weights_size_bytes, decision.weights_mtime_ns)
-    if noted == (status.st_size, status.st_mtime_ns):
-        return True
-    return decision.weights_sha256 == file_sha256(weights)
 
 
 def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
@@ -171,18 +164,24 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
     config = load_config(run)
     weights = weights_file(run, "best")
     status = weights.stat()
-    digest = file_sha256(weights)
     try:
         decision = read_decision(run, config)
     except InputError:
         decision = None  # damaged: decided again
-    hashes = (digest, config.split_hash)
     if (
         decision is not None
         and decision.cases_with is not None
-        and (decision.weights_sha256, decision.split_hash) == hashes
+        and decision.decided_with.is_of(run, config.split_hash)
     ):
-        return decision
+        kept = dataclasses.replace(
+            decision,
+            weights_size_bytes=status.st_size,
+            weights_mtime_ns=status.st_mtime_ns,
+        )
+        if kept != decision:  # of a copy, or by an earlier version: need not be hashed from now on
+            _write(kept, run)
+        return kept
+    digest = file_sha256(weights)
     store = store_of_run(config, store_folder)
     bare = set(store.manifest.unlabelled)
     ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
@@ -216,8 +215,12 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
         weights_size_bytes=status.st_size,
         weights_mtime_ns=status.st_mtime_ns,
     )
-    write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
+    _write(decision, run)
     return decision
+
+
+def _write(decision: Decision, run: Path) -> None:
+    write_json(run / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
 
 
 def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> List[Evidence]:

@@ -15,7 +15,6 @@ from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.choice import decide_from
 from cpu3d.inference.postprocessing.decision import (
     FILE,
-    SCHEMA,
     Decision,
     postprocessing_of,
     read_decision,
@@ -25,6 +24,7 @@ from cpu3d.inference.postprocessing.rules import PostProcessing, Regions, gentle
 from cpu3d.inference.runs import Answering
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
+from cpu3d.run.decided import SCHEMA
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.util.atomic import write_json
 

@@ -14,13 +14,14 @@ from rich.console import Console
 from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import ENDINGS
-from cpu3d.inference.postprocessing.decision import FILE, SCHEMA, Decision
+from cpu3d.inference.postprocessing.decision import FILE, Decision
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.report.run_status import WORST_FIRST, run_status, workers_of
 from cpu3d.report.status import describe, folds_status
 from cpu3d.run.checkpoint import weights_file, write_best
 from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.decided import SCHEMA
 from cpu3d.run.folds import Folds, fold_folder, save_folds
 from cpu3d.run.heartbeat import heartbeat_path, this_place, write_heartbeat
 from cpu3d.run.log import append_event
@@ -320,7 +321,7 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
         write_best(done, {}, {"best": 0.9})  # others than it was decided with
     status = run_status(done)
     assert (status.state, status.is_fine) == ("undecided", False)
-    assert status.advice == "the same command decides it"
+    assert re.search(r"`train`.* `decide\(run\)`.* decides it", status.advice)
     assert ("disk full" in printed(done)) == (stopped == FAILED)
     assert main(["status", "--run", str(done)]) == 1
 
@@ -329,9 +330,9 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
     ("lack", "note"),
     [
         ("store", "store .* is not there"),
-        ("cases", "an earlier version has decided it"),
-        ("course", "an earlier version has decided nothing; the same command decides it"),
-        ("plan", "an earlier version has decided nothing; the same command decides it"),
+        ("cases", r"an earlier version has decided it; .*`train`.*`decide\(run\)`.* again"),
+        ("course", "an earlier version has decided nothing; .*`train`.* decides it"),
+        ("plan", "an earlier version has decided nothing; .*`train`.* decides it"),
     ],
 )
 def test_a_run_that_cannot_or_need_not_be_decided_has_finished_with_a_note(done, lack, note):

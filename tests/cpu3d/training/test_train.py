@@ -21,8 +21,9 @@ from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
+from cpu3d.plan import make_plan
 from cpu3d.run.checkpoint import newest
-from cpu3d.run.config_json import load_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner
@@ -32,6 +33,7 @@ from memory_estimator.calibration import find_constants
 from memory_estimator.host import read_host
 from memory_estimator.installed import how_to_install
 from tests.cpu3d.runs import (
+    HOST,
     SMALL,
     NumpyLearner,
     assert_cut_and_continued_is_uninterrupted,
@@ -362,6 +364,14 @@ def test_a_run_is_not_written_among_data(phantom_store, tmp_path, capsys, name, 
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("name", ["dataset.json", "imagesTr", "manifest.json"])
+def test_a_run_that_was_begun_among_data_goes_on(phantom_store, tmp_path, name):
+    place = ["--store", str(phantom_store.folder), "--run", str(tmp_path), "--dry-run"]
+    save_config(make_plan(phantom_store, tmp_path, HOST, {"filters": 2}).config, tmp_path)
+    (tmp_path / name).mkdir()
+    assert main(["train", *place]) == 0
+
+
 @pytest.mark.parametrize("place", ["run", "run/checkpoints"])
 def test_a_run_that_cannot_be_written_is_refused_before_anything_is_planned(
     phantom_store, tmp_path, capsys, place
@@ -458,6 +468,11 @@ def test_the_saved_plan_has_the_steps_that_a_budget_of_minutes_leaves(phantom_st
     config = train(phantom_store.folder, tmp_path, settings=settings)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["steps"] == plan["config"]["steps"] == config.steps == 4
+    assert (plan["run"]["steps"], plan["course"]["steps"]) == (4, 4)
+    steps_s = 4 * plan["predicted"]["step_s"]
+    assert plan["training_s"] == pytest.approx(steps_s)
+    assert plan["run"]["steps_s"] == pytest.approx(steps_s)
+    assert plan["left_s"] == pytest.approx(plan["run"]["all_s"])
 
 
 # --- Memory ---

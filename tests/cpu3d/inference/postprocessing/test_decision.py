@@ -209,7 +209,7 @@ def test_what_is_decided_is_known_without_reading_weights_of_the_same_size_and_d
     assert standing_of(run, config) is Standing.OPEN
     decide(run)
     with monkeypatch.context() as patch:
-        patch.setattr(postprocessing, "file_sha256", None)  # no file is read
+        patch.setattr("cpu3d.run.decided.file_sha256", None)  # no file is read
         assert standing_of(run, config) is Standing.DECIDED
     best = run / "checkpoints/best.npz"
     os.utime(best, ns=(0, 0))  # as of a copy
@@ -218,6 +218,16 @@ def test_what_is_decided_is_known_without_reading_weights_of_the_same_size_and_d
     assert standing_of(run, config) is Standing.OPEN
     shutil.rmtree(config.store)
     assert standing_of(run, config) is Standing.LACKS_STORE
+
+
+def test_a_decision_that_is_kept_is_of_a_copy_s_date_from_then_on(run, predictor, monkeypatch):
+    config = load_config(run)
+    decision = decide(run)
+    os.utime(run / "checkpoints/best.npz", ns=(0, 5))
+    predictor.error = AssertionError("no network is asked again")
+    assert decide(run) == dataclasses.replace(decision, weights_mtime_ns=5)
+    monkeypatch.setattr("cpu3d.run.decided.file_sha256", None)  # no file is read
+    assert standing_of(run, config) is Standing.DECIDED
 
 
 def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
