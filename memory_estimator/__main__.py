@@ -198,6 +198,8 @@ def _answer(args: argparse.Namespace) -> Answer:
     source = _source(args, host)
     whole, workers = _whole(args, source, host)
     notes = [why_depth(args, whole, source.job), padding_note(args, whole, source.job)]
+    if not any(hasattr(args, name) for name in ("dtype", "store", "run", "recipe")):
+        notes.append(_dtype_note(whole, host))
     notes = [*source.notes, *filter(None, notes)]
     source = dataclasses.replace(source, notes=notes)
     asked = _Asked(
@@ -255,6 +257,16 @@ def _one_host(options: Options, asked: _Asked) -> Answer:
         content["plan"], table = _plan(job, price, memory_bytes)
         blocks.append(table)
     return Answer(content, blocks)
+
+
+def _dtype_note(job: Job, host: PlannedHost) -> str:
+    """A sentence if `train` would take another dtype on the host than a job of no chosen one."""
+    if job.unet.dtype == host.best_dtype:
+        return ""
+    other = f"`train` takes {host.best_dtype} on this host by itself"
+    return (
+        f"no dtype was given, so {job.unet.dtype} is estimated; {other}: --dtype {host.best_dtype}"
+    )
 
 
 def _source(args: argparse.Namespace, host: PlannedHost) -> JobSource:

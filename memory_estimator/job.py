@@ -296,7 +296,7 @@ class JobOptions(Architecture):
         one_of="source",
     )
     shape: Optional[Tuple[int, int, int]] = option(
-        None, "voxels, padded as `train` pads them to what the network halves", ("X", "Y", "Z")
+        None, "voxels, padded to what the network's levels halve", ("X", "Y", "Z")
     )
     spacing: Optional[Tuple[float, float, float]] = option(
         None,
@@ -378,8 +378,8 @@ def padding_note(args: argparse.Namespace, job: Job, base: Optional[Job]) -> str
     if shape == job.shape:
         return ""
     divisors = divisors_text(job.unet.divisors)
-    padded = f"{by(shape, ' x ')} voxels are padded to {by(job.shape, ' x ')}, as `train` pads them"
-    return f"{padded}: sides must be divisible by {divisors}"
+    padded = f"{by(shape, ' x ')} voxels are padded to {by(job.shape, ' x ')}"
+    return f"{padded}: sides must be divisible by {divisors} for {job.unet.depth} levels"
 
 
 def why_strides(args: argparse.Namespace, job: Job) -> str:

@@ -26,7 +26,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
-from cpu3d.checks import check_run
+from cpu3d.checks import check_run, learnable
 from cpu3d.chosen import TRAIN_OPTIONS
 from cpu3d.chosen import TrainOptions as Options
 from cpu3d.data.datasets.dataset_json import NAME as DATASET_JSON
@@ -144,6 +144,9 @@ def show_plan(options: Options, settings: Dict[str, Any]) -> None:
         print(json.dumps(plan.to_json()))
     else:
         say(*plan_lines(plan, call.host), stderr=False)
+        warning, _ = learnable(plan)
+        if warning and plan.saved is None:
+            say(warning, stderr=False)
     steps = 0 if plan.config.has_open_length else plan.steps
     if not is_trained(options.run, steps):  # one that is takes no memory
         call.refuse_what_does_not_fit()

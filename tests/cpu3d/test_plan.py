@@ -453,6 +453,17 @@ def test_coarse_steps_that_a_version_before_began_on_all_axes_go_on_so(phantom_s
     assert beside.config == before
 
 
+@pytest.mark.parametrize("length", [{"steps": 5}, {"epochs": 1}])
+def test_a_run_cannot_be_made_shorter_than_it_is(phantom_store, tmp_path, length):
+    begun = decided(phantom_store, tmp_path, **{**SMALL, "steps": 9})
+    save_config(begun, tmp_path)
+    with_checkpoint(tmp_path, step=6)
+    with pytest.raises(InputError, match=r"6 steps, or longer, got \d; --steps 6 ends it there"):
+        make_plan(phantom_store, tmp_path, HOST, length)
+    for chosen, steps in (({}, 9), ({"steps": 6}, 6), ({"steps": 12}, 12)):
+        assert make_plan(phantom_store, tmp_path, HOST, chosen).steps == steps
+
+
 @pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 4), (2, 0, 2)])
 def test_a_coarse_stride_that_halves_nothing_or_more_is_refused(phantom_store, tmp_path, stride):
     with pytest.raises(InputError, match=r"--coarse-stride must be 2"):

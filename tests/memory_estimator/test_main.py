@@ -59,6 +59,21 @@ def test_what_is_assumed_of_more_threads_than_were_measured_is_said(capsys):
 
 
 @pytest.mark.parametrize(
+    ("options", "is_noted"),
+    [
+        ("--calibration avx2", True),
+        ("--calibration avx2 --dtype bfloat16", False),
+        ("--calibration avx2 --recipe brats-regions", False),
+        ("--calibration amx", False),
+    ],
+)
+def test_another_dtype_than_train_takes_on_the_host_is_noted(options, is_noted, capsys):
+    content = answer(f"--shape 64 64 64 --threads 2 {options}", capsys)
+    assert content["job"]["unet"]["dtype"] == "bfloat16"
+    assert any("--dtype float32" in note for note in content["notes"]) == is_noted
+
+
+@pytest.mark.parametrize(
     "threads", [2, 56]
 )  # of 56 there are no records, so that the margin is larger
 def test_the_plan_has_the_largest_of_each_kind_for_every_policy(threads, capsys):

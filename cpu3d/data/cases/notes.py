@@ -86,7 +86,8 @@ def absence_line(absent: Sequence[str], regions: Mapping[str, Sequence[int]], wh
         return f"warning: {rule}: nothing can be learnt; check the label files and their codes"
     names = listed(f"{name} (label {', '.join(map(str, regions[name]))})" for name in absent)
     rule = f"training cases of {where} must have every region to learn it, got none of {names}"
-    return f"warning: {rule}; take another --split, or leave such regions out with --regions"
+    other = "take another --split if other cases have it"
+    return f"warning: {rule}; {other}, or leave such regions out with --regions"
 
 
 def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:

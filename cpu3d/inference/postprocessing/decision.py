@@ -75,11 +75,11 @@ class Decision:
 class Standing(enum.Enum):
     """What is decided of a trained run's post-processing."""
 
-    DECIDED = "decided with the present weights"
-    EARLIER = "decided with the present weights by an earlier version, whose rules are not applied"
-    OPEN = "not decided; the run's `train` decides it"
-    BEFORE = "not decided, by an earlier version, which did not do so after the last step"
-    LACKS_STORE = "not decided, and the run's store is not there"
+    DECIDED = enum.auto()  # with the present weights
+    EARLIER = enum.auto()  # with these, by an earlier version, whose rules are not applied
+    OPEN = enum.auto()  # not decided; the run's `train` decides it
+    BEFORE = enum.auto()  # not decided, by an earlier version, which did not do so at the end
+    LACKS_STORE = enum.auto()  # not decided, and the run's store is not there
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:

@@ -544,6 +544,9 @@ def test_a_region_that_no_training_case_has_is_a_line_of_warning(phantom_store, 
         train(store, run, settings={**SMALL, "epochs": 1, "regions": regions})
         printed = capsys.readouterr().err
         assert printed.count("to learn it, got none of ET (label 3)") == lines
+    ask = ["train", "--store", str(store), "--run", str(tmp_path / "new"), "--dry-run"]
+    assert main(ask) == 0
+    assert capsys.readouterr().out.count("to learn it, got none of ET (label 3)") == 1
 
 
 @pytest.mark.usefixtures("without_network")
