@@ -1,11 +1,13 @@
-"""Whether a planned run can be begun: whether it has something to learn, and whether it fits the
-free memory, or which settings would.
+"""Whether a planned run can be begun, or go on: whether it has something to learn, and whether it
+fits the free memory, or which settings would.
 
+check_length(plan, chosen)      # raises InputError if a run would be shorter than it is
 check_run(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
 """
 
 from typing import Sequence, Tuple
 
+from cpu3d.chosen import Chosen
 from cpu3d.data.cases.notes import absence_line, absent_regions
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.forecast import smaller_grids
@@ -26,6 +28,17 @@ def learnable(plan: Plan) -> Tuple[str, bool]:
     absent = absent_regions(plan.store.cases("train"), regions)
     line = absence_line(absent, regions, f"store {plan.store.folder}")
     return line, len(absent) < len(regions)
+
+
+def check_length(plan: Plan, chosen: Chosen) -> None:
+    """Raise InputError for a chosen length that is less than what a run has: steps cannot be taken
+    back."""
+    done = plan.done.steps
+    is_chosen = "steps" in chosen or "epochs" in chosen
+    if not is_chosen or plan.config.has_open_length or plan.steps >= done:
+        return
+    rule = f"steps must be at least {done}, which the run has"
+    raise InputError(f"{rule}, got {plan.steps}; --steps {done} ends it there")
 
 
 def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:

@@ -217,7 +217,6 @@ def make_plan(
         transfer=transfer,
     )
     _check_batch(plan, start.chosen)
-    _check_length(plan, start.chosen)
     plan = _with_coarse_steps(_with_validations(plan), start.is_begun)
     if not forecasts:
         return plan
@@ -402,16 +401,6 @@ def _check_batch(plan: Plan, chosen: Chosen) -> None:
     name = "batch" if "batch_per_worker" in chosen else "--batch"
     rule = f"{name} must be at most the {plan.samples_per_epoch} {kind}"
     raise InputError(f"{rule}, got {plan.config.batch}; {_smaller_batch(chosen)}")
-
-
-def _check_length(plan: Plan, chosen: Chosen) -> None:
-    """Raise InputError if a run would be shorter than it is: steps cannot be taken back."""
-    done = plan.done.steps
-    is_chosen = "steps" in chosen or "epochs" in chosen
-    if not is_chosen or plan.config.has_open_length or plan.steps >= done:
-        return
-    rule = f"a run must be as long as it is, {done} steps, or longer"
-    raise InputError(f"{rule}, got {plan.steps}; --steps {done} ends it there")
 
 
 def _smaller_batch(chosen: Chosen) -> str:

@@ -125,7 +125,7 @@ ORDER = (
         {"forecast"},
         {"plan"},
         {"plan_text"},
-        {"fits"},
+        {"checks"},
         {"distributed"},
         {"processes"},
         {"training"},

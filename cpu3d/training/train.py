@@ -26,7 +26,7 @@ import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, Optional
 
-from cpu3d.checks import check_run, learnable
+from cpu3d.checks import check_length, check_run, learnable
 from cpu3d.chosen import TRAIN_OPTIONS
 from cpu3d.chosen import TrainOptions as Options
 from cpu3d.data.datasets.dataset_json import NAME as DATASET_JSON
@@ -223,6 +223,7 @@ class _Call:
             workers=self.cluster.workers,
             force=self.force,
         )
+        check_length(self._plan, self.settings)
         return self._plan
 
     def decide(self) -> None:

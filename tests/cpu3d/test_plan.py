@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cpu3d.bench import harness
 from cpu3d.bench.step_costs import measure, request_for
-from cpu3d.checks import check_run
+from cpu3d.checks import check_length, check_run
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
 from cpu3d.data.store import Store, grid_size
@@ -458,10 +458,12 @@ def test_a_run_cannot_be_made_shorter_than_it_is(phantom_store, tmp_path, length
     begun = decided(phantom_store, tmp_path, **{**SMALL, "steps": 9})
     save_config(begun, tmp_path)
     with_checkpoint(tmp_path, step=6)
-    with pytest.raises(InputError, match=r"6 steps, or longer, got \d; --steps 6 ends it there"):
-        make_plan(phantom_store, tmp_path, HOST, length)
+    with pytest.raises(InputError, match=r"steps must be at least 6, .* got \d; --steps 6"):
+        check_length(make_plan(phantom_store, tmp_path, HOST, length), length)
     for chosen, steps in (({}, 9), ({"steps": 6}, 6), ({"steps": 12}, 12)):
-        assert make_plan(phantom_store, tmp_path, HOST, chosen).steps == steps
+        plan = make_plan(phantom_store, tmp_path, HOST, chosen)
+        check_length(plan, chosen)
+        assert plan.steps == steps
 
 
 @pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 4), (2, 0, 2)])
