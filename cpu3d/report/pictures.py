@@ -76,7 +76,7 @@ def chart(
         axes.axvline(switch, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.set_ylim(y_range)
+    _set_height(axes, y_range)
     axes.set_xlim(left=x_from)
     if log:
         axes.set(xscale="log", yscale="log")
@@ -85,6 +85,14 @@ def chart(
         axes.legend(frameon=False, fontsize=8)
     figure.tight_layout(pad=0.6)
     return png(figure)
+
+
+def _set_height(axes: Any, y_range: YRange) -> None:
+    """The range of the y axis; an open top has a margin of the whole height, as Matplotlib's, of
+    the values' range, cuts lines that are nearly level."""
+    axes.set_ylim(y_range)
+    if y_range is not None and y_range[1] is None:
+        axes.set_ylim(top=1.05 * axes.get_ylim()[1])
 
 
 def shown_points(x: np.ndarray, y: np.ndarray, *, log: bool = False) -> np.ndarray:
@@ -154,7 +162,7 @@ def strips(
     axes.set_xticks(range(len(values)), list(values))
     axes.set_xlim(-0.6, max(len(values), 1) - 0.4)
     axes.set_ylabel(y_label)
-    axes.set_ylim(y_range)
+    _set_height(axes, y_range)
     plain(axes, title)
     figure.tight_layout(pad=0.6)
     return png(figure)
