@@ -151,7 +151,7 @@ def refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
             continue
         todo = "give it outside the quotes, for all variants"
         if name in DECIDED:
-            todo = "leave it out: compare has --seeds, --validations and a budget for all variants"
+            todo = "all variants have compare's --seeds, --validations, and --epochs or --minutes"
         option = f"--{name.replace('_', '-')}"
         problems.append(f"{source} must be without {option}, got {settings[name]}; {todo}")
     raise_if_any(problems)

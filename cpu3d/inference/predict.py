@@ -290,12 +290,12 @@ def _without_kept(
     lines = []
     if kept:
         why = "predicted before with these weights and settings"
-        lines.append(f"kept {listed(kept)}, {why}; --overwrite predicts them again")
+        lines.append(f"kept {listed(kept)}, {why}; with --overwrite they are predicted again")
     for reason, ids in again.items():
         lines.append(f"predicted again: {listed(ids)}, as {reason}")
     if overwritten:
-        why = "though their labels were changed since predict wrote them"
-        lines.append(f"overwritten: {listed(overwritten)}, {why}")
+        why = "though it may have been corrected by hand"
+        lines.append(f"overwritten: the label of {listed(overwritten)}, {why}")
     return todo, lines, problems
 
 

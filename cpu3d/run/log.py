@@ -32,7 +32,7 @@ from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns, say
 from cpu3d.util.records import count
 from memory_estimator.common.files import open_regular
-from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.common.units import counted, format_bytes, format_seconds
 
 # The reasons in the last line of a run that is over; others were stopped.
 FINISHED = ("finished", "early stop")
@@ -219,7 +219,7 @@ def shown(
                 if step < steps:
                     line += f"  {left} left"
         elif kind == "validation":
-            scores = f"Dice {dice} on {event['cases']} whole volumes"
+            scores = f"Dice {dice} on {counted(event['cases'], 'whole volume')}"
             line = f"validation after step {step}: {scores}, {event['seconds']:.1f} s"
             if event["best"]:
                 line += ", best so far"

@@ -387,7 +387,7 @@ def test_a_label_that_was_corrected_by_hand_is_overwritten_only_if_that_is_asked
     assert label.read_bytes() == b"an expert's week of work"
     assert "predicted again" not in capsys.readouterr().out  # it says nothing that it does not do
     assert call(*words, "--overwrite") == 0
-    assert "overwritten: a, though" in capsys.readouterr().out
+    assert "overwritten: the label of a, though" in capsys.readouterr().out
     assert read_volume(label)[0].any()
 
 
