@@ -122,11 +122,8 @@ def _train(command: Any, options: Any, settings: Dict[str, Any]) -> int:
     of training, which cannot call them."""
     if options.folds is not None:
         return importlib.import_module("cpu3d.folds").run(options, settings)
-    code = command.run(options, settings, decides_next=True)
-    if options.dry_run:
-        return code
-    importlib.import_module("cpu3d.inference.postprocessing.decision").after(options, settings)
-    return code
+    decision = importlib.import_module("cpu3d.inference.postprocessing.decision")
+    return command.run(options, settings, then=decision.decide_after_training)
 
 
 def _explained(error: BaseException) -> List[str]:

@@ -43,9 +43,9 @@ from cpu3d.run.folds import START_S, Folds, fold_folder, read_folds, save_folds
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
+from cpu3d.training.pulse import Pulse
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.train import refuse_foreign
-from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import check_folder, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
@@ -417,17 +417,14 @@ def _carry_out(
     if all fail."""
     logs = writable_folder(folder / "logs", "folder of logs")
     failed: Dict[str, RunFailedError] = {}
-    guard = Guard(folder, say=say)
-    # A fold may take hours, and has a guard of its own.
-    guard.plan(steps=len(planned), stall_minutes=0)
-    with guard:
+    with Pulse(folder, say=say) as pulse:
         for number, fold in enumerate(planned):
             label = f"fold {fold.fold}"
             if fold.is_trained and is_scored(fold.folder):
                 say(f"{label}: trained and scored already")
                 continue
             try:
-                guard.phase(f"training {label}", step=number)
+                pulse.phase(f"training {label}", step=number, steps=len(planned))
                 options = [*words, "--fold", fold.fold]
                 log = logs / f"{fold.folder.name}-train.txt"
                 train_run(
@@ -440,7 +437,7 @@ def _carry_out(
                     again=fold.is_changed,
                 )
                 if not is_scored(fold.folder):
-                    guard.phase(f"scoring {label}", step=number)
+                    pulse.phase(f"scoring {label}", step=number, steps=len(planned))
                     log = logs / f"{fold.folder.name}-evaluate.txt"
                     options = [*EVALUATION, "--tolerance", repr(TOLERANCE_MM)]
                     evaluate_run(fold.folder, store, options, log, label)
@@ -451,10 +448,10 @@ def _carry_out(
                 say(f"error: {error}")
             if fold is not planned[-1]:
                 _publish(folder)  # before the others are done
-        guard.phase("writing the page", step=len(planned))
+        pulse.phase("writing the page", step=len(planned), steps=len(planned))
         _publish(folder)
         for error in list(failed.values())[-1:]:
-            guard.note_end(f"{listed(failed)} failed; the others are done", error.exit_code)
+            pulse.note_end(f"{listed(failed)} failed; the others are done", error.exit_code)
     return failed
 
 

@@ -42,6 +42,7 @@ from cpu3d.training.budget import cut, steps_within
 from cpu3d.training.divergence import diverged_error, wrong_loss, wrong_weights
 from cpu3d.training.feeds import Feeds, MicroBatches
 from cpu3d.training.learner import Learner, Outcome
+from cpu3d.training.pulse import Pulse
 from cpu3d.training.restart import find_restart
 from cpu3d.training.tracking import Track, tracked
 from cpu3d.training.validation import validate
@@ -73,7 +74,7 @@ class Fit:
         self._least_steps = plan.least_steps
         self._transfer = plan.transfer
         self._exchange = exchange
-        self._guard = Guard(self.folder, say=say) if guard is None else guard
+        self._guard = guard or Guard(Pulse(self.folder, say=say))
         if make_learner is None:
             make_learner = functools.partial(Learner, exchange=exchange)
         self._make_learner = make_learner

@@ -21,10 +21,11 @@ RUN/report.html. `predict --run RUN` and `evaluate --run RUN` then take the fold
 the last weights of each fold, as the best ones are chosen by the cases that are to be scored."""
 
 import contextlib
+import gc
 import json
 import os
 from pathlib import Path
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 from cpu3d.checks import check_length, check_run, learnable
 from cpu3d.chosen import TRAIN_OPTIONS
@@ -45,8 +46,8 @@ from cpu3d.processes import is_trained
 from cpu3d.run.checkpoint import BEST, checkpoints
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
-from cpu3d.run.heartbeat import DECIDING
 from cpu3d.settings import RunConfig, left_open
+from cpu3d.training.pulse import Pulse
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import check_folder, remove_partials, writable_folder
@@ -57,8 +58,12 @@ from memory_estimator.host import read_host
 OPTIONS = TRAIN_OPTIONS
 
 
-def run(options: Options, settings: Dict[str, Any], *, decides_next: bool = False) -> int:
-    """`decides_next` as `train` has it."""
+After = Callable[[Path, Path, Pulse], None]
+"""What follows the last step, of the run's folder, the store's, and the heartbeat."""
+
+
+def run(options: Options, settings: Dict[str, Any], then: Optional[After] = None) -> int:
+    """`then` as `train` has it."""
     if options.dry_run:
         show_plan(options, settings)
         return 0
@@ -70,7 +75,7 @@ def run(options: Options, settings: Dict[str, Any], *, decides_next: bool = Fals
         settings=settings,
         force=options.force,
         mlflow=options.mlflow,
-        decides_next=decides_next,
+        then=then,
     )
     return 0
 
@@ -82,12 +87,12 @@ def train(
     settings: Optional[Dict[str, Any]] = None,
     force: bool = False,
     mlflow: str = "",
-    decides_next: bool = False,
+    then: Optional[After] = None,
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's
     configuration. If the environment names other workers (`cluster.read_cluster`) this is one of
-    them; all need the same arguments. With `decides_next` the caller decides the post-processing
-    next, in this process, and notes the end of the run: until then its heartbeat stays open.
+    them; all need the same arguments. `then` follows the last step, while the chief still holds the
+    run's lock and its heartbeat goes on.
 
     Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each
     once the good steps are saved, Interrupted after SIGINT and SIGTERM, DivergedError,
@@ -99,37 +104,13 @@ def train(
     call = _Call(Path(store_folder), Path(run_folder), settings or {}, force=force)
     call.decide()
     cluster = call.cluster
-    next_phase = ""
-    if decides_next and cluster.is_chief:
-        next_phase = DECIDING
-    guard = Guard(
-        call.folder,
-        say=say,
-        rank=cluster.rank,
-        workers=cluster.workers,
-        next_phase=next_phase,
-    )
-    with _lock_of_chief(cluster, call.folder), guard:
-        exchange = call.join()
-        # Imports TensorFlow, so not before the process is set up.
-        from cpu3d.training.attempt import Attempt
-
-        attempt = Attempt(
-            plan=call.plan,
-            folder=call.folder,
-            settings=call.settings,
-            host=call.host,
-            threads=call.threads,
-            engine=call.engine_name,
-            cluster=cluster,
-        )
-        with fits_memory("a training step", f"train with {_smaller(call.plan)}"):
-            fit = attempt.open(exchange, guard)
-            if not fit.is_over:  # one that is over takes no memory
-                call.refuse_what_does_not_fit()
-            attempt.carry_out(fit, guard, mlflow)
-            exchange.close()
-    return fit.config
+    pulse = Pulse(call.folder, say=say, rank=cluster.rank, workers=cluster.workers)
+    with _lock_of_chief(cluster, call.folder), pulse:
+        config = _carry_out(call, pulse, mlflow)
+        if then is not None and cluster.is_chief:
+            gc.collect()  # frees the network that was trained
+            then(call.folder, call.store.folder, pulse)
+    return config
 
 
 def show_plan(options: Options, settings: Dict[str, Any]) -> None:
@@ -188,6 +169,31 @@ def refuse_foreign(run_folder: Path) -> None:
 
 
 # --- Private helpers ---
+
+
+def _carry_out(call: "_Call", pulse: Pulse, mlflow: str) -> RunConfig:
+    """Set up this process, and train to the end."""
+    with Guard(pulse) as guard:
+        exchange = call.join()
+        # Imports TensorFlow, so not before the process is set up.
+        from cpu3d.training.attempt import Attempt
+
+        attempt = Attempt(
+            plan=call.plan,
+            folder=call.folder,
+            settings=call.settings,
+            host=call.host,
+            threads=call.threads,
+            engine=call.engine_name,
+            cluster=call.cluster,
+        )
+        with fits_memory("a training step", f"train with {_smaller(call.plan)}"):
+            fit = attempt.open(exchange, guard)
+            if not fit.is_over:  # one that is over takes no memory
+                call.refuse_what_does_not_fit()
+            attempt.carry_out(fit, guard, mlflow)
+            exchange.close()
+    return fit.config
 
 
 class _Call:

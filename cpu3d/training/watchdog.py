@@ -1,98 +1,30 @@
-"""Watches a training from inside its process: a floor of free memory, whether it hangs, signals,
-and the heartbeat.
+"""Watches a training from inside its process: a floor of free memory, whether it hangs, signals.
 
-    with Guard(run, say=print) as guard:
+    with Pulse(run, say=print) as pulse, Guard(pulse) as guard:
         guard.plan(steps=100, bound_bytes=...)
         guard.phase("computing", step=12)
         if guard.why: ...  # save, then raise MemoryRunsOutError(guard.why)
 
-One thread takes samples and decides, another writes the heartbeat: a file system that hangs must
-not stop the first."""
+One thread takes samples and decides; the pulse's own writes the heartbeat: a file system that hangs
+must not stop the first."""
 
 import contextlib
 import enum
 import faulthandler
 import os
 import signal
-import socket
 import sys
 import threading
 import time
-from pathlib import Path
-from typing import (
-    Any,
-    Callable,
-    Dict,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-)
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
-from cpu3d.errors import MemoryRunsOutError, WorkerLostError, exit_code_of, fault_of
-from cpu3d.host.memory import peak_rss_bytes, resident
-from cpu3d.run.heartbeat import (
-    BEAT_S,
-    WAITING_PHASES,
-    Heartbeat,
-    process_start,
-    this_place,
-    write_heartbeat,
-)
+from cpu3d.errors import MemoryRunsOutError, WorkerLostError
+from cpu3d.host.free_memory import FLOOR_BYTES, Room, Sample, take_sample
+from cpu3d.run.heartbeat import WAITING_PHASES
+from cpu3d.training.pulse import LAST_WORDS_S, Pulse
 from memory_estimator.common.units import format_bytes, format_seconds
-from memory_estimator.host import available_bytes, meminfo, memory_limit
 
 # --- Memory ---
-
-# The limits, as messages name them.
-MACHINE = "this machine"
-CGROUP = "the limit of this container or job"
-
-# Kept free on the smallest and on the largest host, where other programs vary by more, beside the
-# memory of a save.
-FLOOR_BYTES = 64 * 2**20
-HIGHEST_FLOOR_BYTES = 2**30
-
-
-class Room(NamedTuple):
-    """The room that a limit leaves. Pages of files, of a mapped store too, count as free: the
-    kernel drops them."""
-
-    free_bytes: int
-    total_bytes: int
-
-    @property
-    def floor_bytes(self) -> int:
-        """Memory to keep free."""
-        return min(max(FLOOR_BYTES, self.total_bytes // 500), HIGHEST_FLOOR_BYTES)
-
-
-class Sample(NamedTuple):
-    """A process's memory and what its limits leave, at one moment."""
-
-    rooms: Dict[str, Room]  # by limit: that of the machine always, that of a cgroup if set
-    own_bytes: int = 0  # the process's own data, in memory or swapped out
-    file_bytes: int = 0  # mapped pages of files: libraries, a store
-    swapped_bytes: int = 0
-
-
-def take_sample(root: Path = Path("/")) -> Sample:
-    """This process's memory now, by /proc and /sys in `root`. Free swap counts for the machine, as
-    the kernel kills no process while it has some; not for a cgroup."""
-    memory = meminfo(root)
-    process = resident()
-    if process is None:
-        raise OSError("/proc must tell a process's memory, got nothing; train on Linux")
-    total = memory["MemTotal"]
-    rooms = {MACHINE: Room(available_bytes(root, memory) + memory.get("SwapFree", 0), total)}
-    limit, used = memory_limit(root, total)
-    if limit is not None:
-        rooms[CGROUP] = Room(max(0, limit - used), limit)
-    swapped = process.swapped_bytes
-    return Sample(rooms, process.anonymous_bytes + swapped, process.file_bytes, swapped)
 
 
 class Action(enum.Enum):
@@ -173,48 +105,16 @@ FIRST_TIME = 4
 # hangs is found first, and the chief can save.
 WHILE_OTHERS_WORK = 1.5
 
-# The longest that a process which must end at once waits for its message and heartbeat.
-LAST_WORDS_S = 3.0
-
 
 class Guard:
-    """A context manager around a training. Outside of its block it watches and writes nothing."""
+    """A context manager around a training, within that of its pulse. Outside of its block it
+    watches nothing."""
 
-    def __init__(
-        self,
-        run: Path,
-        *,
-        say: Callable[[str], None],
-        rank: int = 0,
-        workers: int = 1,
-        acts: bool = True,
-        next_phase: str = "",
-        end: Callable[[int], Any] = os._exit,
-    ):
-        """Without `acts` it notes memory and beats, and never stops or ends the process. A
-        `next_phase` follows a good end, in another guard of this process: the heartbeat stays open
-        until then. `end(exit_code)` ends the process."""
-        self._run = Path(run)
-        self._say = say
-        self._acts = acts
-        self._next_phase = next_phase
+    def __init__(self, pulse: Pulse, *, end: Callable[[int], Any] = os._exit):
+        """`end(exit_code)` ends the process."""
+        self._pulse = pulse
+        self.now = pulse.now
         self._end = end
-        now = time.time()
-        pid = os.getpid()
-        self.now = Heartbeat(
-            rank=rank,
-            workers=workers,
-            host_name=socket.gethostname(),
-            pid=pid,
-            process_start=process_start(pid) or 0,
-            place=this_place(),
-            started=now,
-            beat=now,
-            phase="starting",
-            phase_since=now,
-            step=0,
-            steps=0,
-        )
         # How long the watch has watched, now and at the last progress: without the time of a
         # suspended process.
         self._awake_s = 0.0
@@ -222,14 +122,8 @@ class Guard:
         self._seen: Set[str] = set()  # phases so far
         self._longest_s = 0.0  # between two calls of `phase`
         self._wait_s = SAMPLE_EVERY_S
-        self._messages: Set[str] = set()  # kinds of lines that were printed
         self._done = threading.Event()
-        self._changed = threading.Event()
-        self._writing = threading.Lock()
-        self._threads = [
-            threading.Thread(target=work, name="guard", daemon=True)
-            for work in (self._watch, self._beat)
-        ]
+        self._thread = threading.Thread(target=self._watch, name="guard", daemon=True)
         self.plan()
 
     @property
@@ -239,31 +133,22 @@ class Guard:
 
     def __enter__(self) -> "Guard":
         self.look()
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
-    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-        if self.now.exit_code is None:
-            self.note_end(*how_it_ended(error))
+    def __exit__(self, *error: Any) -> None:
         self._done.set()
-        self._changed.set()
-        for thread in self._threads:
-            thread.join(LAST_WORDS_S)  # one that a file system holds is left behind; it is a daemon
+        self._thread.join(LAST_WORDS_S)  # if a file system holds it, it is left: a daemon
 
     def phase(self, name: str, step: Optional[int] = None) -> None:
         """Note a phase that begins, such as "computing", and the steps done. Each call counts as
         progress."""
-        now = self.now
-        if now.phase != "starting":
-            self._seen.add(now.phase)
+        before = self.now.phase
+        if before != "starting":
+            self._seen.add(before)
             self._longest_s = max(self._longest_s, self._awake_s - self._called_at_s)
         self._called_at_s = self._awake_s
-        if name != now.phase:
-            now.phase_since = time.time()
-        now.phase = name
-        if step is not None:
-            now.step = step
+        self._pulse.phase(name, step=step)
 
     def plan(
         self,
@@ -282,17 +167,7 @@ class Guard:
         self.now.bound_bytes = bound_bytes
         self._stall_s = 60 * stall_minutes
         self._floor = MemoryFloor(bound_bytes, save_bytes, here)
-        self._changed.set()
-
-    def follow(self, before: Heartbeat) -> None:
-        """Take over what an earlier guard of this run has noted of its steps and checkpoints."""
-        now = self.now
-        now.step = before.step
-        now.steps = before.steps
-        now.bound_bytes = before.bound_bytes
-        now.longest_step_s = before.longest_step_s
-        now.checkpoint_step = before.checkpoint_step
-        now.checkpoint_time = before.checkpoint_time
+        self._pulse.write_soon()
 
     def stepped(self, seconds: float) -> None:
         """Note how long a step took."""
@@ -310,15 +185,9 @@ class Guard:
         self.now.checkpoint_step = step
         self.now.checkpoint_time = time.time()
 
-    def note_end(self, reason: str, exit_code: int = 0) -> None:
-        """Note how the run ends; without it the exception that leaves the block decides."""
-        if exit_code == 0 and self._next_phase:
-            self.phase(self._next_phase)
-        else:
-            self.phase("ended")
-            self.now.reason = reason
-            self.now.exit_code = exit_code
-        self._changed.set()
+    def note_end(self, reason: str) -> None:
+        """Note why a run is over: from now on nothing stops or ends it."""
+        self._pulse.note_end(reason)
 
     def allowed_s(self, phase: str) -> float:
         """Seconds that `phase` may take without progress."""
@@ -335,35 +204,21 @@ class Guard:
         self._awake_s += self._wait_s
         sample = take_sample()
         action, why = self._floor.judge(sample)
-        self._note_memory(sample)
         is_little = any(room.free_bytes < 8 * room.floor_bytes for room in sample.rooms.values())
         self._wait_s = SAMPLE_SOON_S if is_little else SAMPLE_EVERY_S
         now = self.now
-        if now.exit_code is not None or not self._acts:
+        if now.exit_code is not None or self._pulse.good_end:
             return
         has_begun = now.phase != "starting"  # else there is nothing to save yet
         if action is Action.END:
             self._end_at_once(why, MemoryRunsOutError.exit_code)
         elif action is Action.STOP and has_begun and not now.stop:
             now.stop = why
-            self._say_once("stop", f"warning: {why}; saving after this step, then ending")
-            self._changed.set()
+            self._pulse.say_once("stop", f"warning: {why}; saving after this step, then ending")
+            self._pulse.write_soon()
         silent_s = self._awake_s - self._called_at_s
         if self._stall_s and silent_s > self.allowed_s(now.phase):
             self._stall(silent_s)
-
-    def _note_memory(self, sample: Sample) -> None:
-        """Note a sample in the heartbeat, with the limit that leaves the least."""
-        now = self.now
-        now.free_of = min(sample.rooms, key=lambda name: sample.rooms[name].free_bytes)
-        least = sample.rooms[now.free_of]
-        now.free_bytes = least.free_bytes
-        now.limit_bytes = least.total_bytes
-        now.anonymous_bytes = sample.own_bytes - sample.swapped_bytes
-        now.swapped_bytes = sample.swapped_bytes
-        now.file_bytes = sample.file_bytes
-
-    # --- Threads ---
 
     def _watch(self) -> None:
         while not self._done.wait(self._wait_s):
@@ -371,26 +226,7 @@ class Guard:
                 self.look()
             except Exception as error:  # a fault of the watch must not end a run of days
                 problem = f"memory and stalls cannot be watched, {error!r}"
-                self._say_once("watch", f"warning: {problem}; the run continues")
-
-    def _beat(self) -> None:
-        done = False
-        while not done:
-            done = self._done.is_set()
-            self._write()
-            self._changed.wait(0 if done else BEAT_S)
-            self._changed.clear()
-
-    def _write(self) -> None:
-        try:
-            with self._writing:
-                self.now.beat = time.time()
-                self.now.peak_bytes = peak_rss_bytes()
-                write_heartbeat(self._run, self.now)
-        except Exception as error:  # a full disk, a folder that is gone, or anything else
-            why = fault_of(error) if isinstance(error, OSError) else str(error)
-            problem = f"no heartbeat can be written, {why}"
-            self._say_once("heartbeat", f"warning: {problem}; the run continues without it")
+                self._pulse.say_once("watch", f"warning: {problem}; the run continues")
 
     def _stall(self, silent_s: float) -> None:
         now = self.now
@@ -410,42 +246,13 @@ class Guard:
 
     def _end_at_once(self, why: str, exit_code: int) -> None:
         """Print and note why, and end the process, even if the console or the file hangs."""
-        self.now.reason = why
-        self.now.exit_code = exit_code
         step = self.now.checkpoint_step
         good = "" if step is None else f"; the checkpoint of step {step} is good"
-
-        def write() -> None:
-            self._say_once("end", f"error: {why}{good}; ending at once")
-            self._write()
-
-        writer = threading.Thread(target=write, daemon=True)
-        writer.start()
-        writer.join(LAST_WORDS_S)
+        self._pulse.last_words(f"error: {why}{good}; ending at once", why, exit_code)
         self._end(exit_code)
 
-    def _say_once(self, kind: str, line: str) -> None:
-        if kind not in self._messages:
-            self._messages.add(kind)
-            with contextlib.suppress(Exception):  # a terminal that is gone must not end the watch
-                self._say(line)
 
-
-# --- Ends ---
-
-
-def how_it_ended(error: Optional[BaseException]) -> Tuple[str, int]:
-    """(reason, exit code) of a process that ends by this exception, as on the command line."""
-    if error is None:
-        return "finished", 0
-    name = type(error).__name__
-    text = fault_of(error) if isinstance(error, OSError) else str(error)
-    reason = text.strip().partition("\n")[0][:400]
-    if not reason:
-        reason = name
-    elif not hasattr(error, "exit_code") and not isinstance(error, OSError):
-        reason = f"{name}: {reason}"
-    return reason, exit_code_of(error)
+# --- Stops ---
 
 
 class Stop(enum.IntEnum):

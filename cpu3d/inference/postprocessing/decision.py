@@ -8,12 +8,10 @@ label = chosen.paint(probabilities, regions, spacing_mm)
 import contextlib
 import dataclasses
 import enum
-import gc
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
@@ -22,7 +20,6 @@ from cpu3d.data.labels import ignored_voxels
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.store import Store
-from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, fault_of
 from cpu3d.inference.ensemble import trained_predictors
 from cpu3d.inference.postprocessing.choice import decide_from, too_few
@@ -33,11 +30,10 @@ from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.decided import SCHEMA, DecidedWith
-from cpu3d.run.heartbeat import DECIDING, Heartbeat, read_heartbeats
+from cpu3d.run.heartbeat import DECIDING
 from cpu3d.run.log import last_end
 from cpu3d.settings import LEAST_CASES, RunConfig
-from cpu3d.training.train import Options
-from cpu3d.training.watchdog import Guard
+from cpu3d.training.pulse import Pulse
 from cpu3d.util.atomic import write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
@@ -238,50 +234,35 @@ def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> Li
     return evidences
 
 
-def after(training: Options, settings: Dict[str, Any]) -> None:
-    """Follow `train` with its options: the chief of a finished run decides, and prints the choice
-    or why there is none. Raises KeyboardInterrupt with nothing decided."""
-    cluster = read_cluster(os.environ)
-    if not cluster.is_chief:
-        return
-    gc.collect()  # frees the network that was trained
+def decide_after_training(run: Path, store_folder: Path, pulse: Pulse) -> None:
+    """Decide for a run whose last step is done, in the process that has locked its folder, and
+    print the choice, or why there is none: the run is whole in any case. Raises KeyboardInterrupt
+    with nothing decided."""
     begin = time.perf_counter()
+    step = last_end(run).get("step", 0)
+    pulse.phase(DECIDING, step=step, steps=step)  # an early stop takes fewer than were asked for
     try:
-        with locked(training.run, "run"), _beating(training.run, cluster.workers):
-            decision = _decide(training.run, training.store)
-        line = decision.chosen.words
-        if not decision.chosen.off:
-            pairs = zip(decision.before.items(), decision.after.values())
-            changes = ", ".join(
-                f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}"
-                for (name, was), now in pairs
-            )
-            line += f"; lesion-wise Dice {changes} on {count(decision.cases, 'validation case')}"
-    except Exception as error:  # also TensorFlow's own: in any case the run is whole
-        line = f"off: it could not be decided, {_why(error)}; repeat the same command"
+        line = _in_words(_decide(run, store_folder))
+    except Exception as error:  # also TensorFlow's own
+        why = _why(error)
+        pulse.note_end(f"post-processing could not be decided, {why}")
+        line = f"off: it could not be decided, {why}; repeat the same command"
     except KeyboardInterrupt:
         done = "the run is complete, its post-processing is not decided"
         raise KeyboardInterrupt(f"{done}; the same command decides it") from None
     say(f"post-processing, {format_seconds(time.perf_counter() - begin)}: {line}")
 
 
-@contextlib.contextmanager
-def _beating(run: Path, workers: int) -> Iterator[None]:
-    """The heartbeat of a run whose steps are done. A failure is noted with exit code 0: the run is
-    whole, and there is nothing that could be saved."""
-    guard = Guard(run, say=say, workers=workers, acts=False)
-    of_training = read_heartbeats(run).get(0)
-    if isinstance(of_training, Heartbeat):
-        guard.follow(of_training)
-    step = last_end(run).get("step", 0)
-    guard.now.steps = step  # an early stop has taken fewer than were asked for
-    guard.phase(DECIDING, step=step)
-    with guard:
-        try:
-            yield
-        except Exception as error:  # also TensorFlow's own
-            guard.note_end(f"post-processing could not be decided, {_why(error)}")
-            raise
+def _in_words(decision: Decision) -> str:
+    """The choice, and what it changes."""
+    if decision.chosen.off:
+        return decision.chosen.words
+    pairs = zip(decision.before.items(), decision.after.values())
+    changes = ", ".join(
+        f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs
+    )
+    cases = count(decision.cases, "validation case")
+    return f"{decision.chosen.words}; lesion-wise Dice {changes} on {cases}"
 
 
 def _why(error: Exception) -> str:

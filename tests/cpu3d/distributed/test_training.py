@@ -44,6 +44,9 @@ def test_two_workers_at_half_a_batch_each_are_one_worker_at_the_whole_batch(
         assert not re.search(
             r"^(20\d\d-|[IWEF]\d{4} |INFO|WARNING)|XLA|ITEX_|oneDNN custom", printed, re.MULTILINE
         )
+    for rank, lines in ((0, 1), (1, 0)):
+        log = tmp_path / "two" / "logs" / f"worker-{rank}.log"
+        assert log.read_text().count("post-processing, ") == lines, "the chief alone decides"
     two, alone = (newest(tmp_path / run).arrays for run in ("two", "one"))
     for name, array in two.items():
         np.testing.assert_array_equal(array, alone[name], err_msg=name)

@@ -24,6 +24,7 @@ from cpu3d.inference.runs import Inference
 from cpu3d.plan import make_plan
 from cpu3d.run.checkpoint import newest
 from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.run.log import read_events
 from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner
@@ -248,6 +249,27 @@ def test_what_coarse_steps_give_back_changes_no_weight_of_the_full_ones(
     grids = [event["voxels"] for event in steps_of(tmp_path / "released")]
     assert sorted(grids) == grids
     assert len(set(grids)) == 2
+
+
+@pytest.mark.usefixtures("without_network")
+def test_what_follows_a_training_has_its_lock_and_heartbeat_and_both_end_after_it(
+    phantom_store, tmp_path
+):
+    followed = []
+
+    def follow(run, store, pulse):
+        with pytest.raises(InputError, match="one process at a time"), locked(run, "run"):
+            pass
+        followed.append((run, store, pulse.now.exit_code))
+        pulse.phase("deciding")
+
+    settings = {**SMALL, "steps": 1}
+    del settings["epochs"]
+    for then in (follow, None):  # from Python it may end here
+        train(phantom_store.folder, tmp_path, settings=settings, then=then)
+        beat = read_heartbeats(tmp_path)[0]
+        assert (beat.phase, beat.exit_code, beat.reason) == ("ended", 0, "finished")
+    assert followed == [(tmp_path, phantom_store.folder, None)]
 
 
 # --- Going on ---

@@ -13,13 +13,14 @@ from cpu3d.data.manifest import remake
 from cpu3d.data.nifti import read_volume
 from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
+from cpu3d.host.free_memory import Room, Sample
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.postprocessing import decision as postprocessing
 from cpu3d.inference.postprocessing.decision import (
     FILE,
     Standing,
-    after,
     decide,
+    decide_after_training,
     postprocessing_of,
     read_decision,
     standing_of,
@@ -29,15 +30,12 @@ from cpu3d.inference.postprocessing.rules import Rule
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.heartbeat import read_heartbeats, write_heartbeat
-from cpu3d.training import watchdog
-from cpu3d.training.train import Options
-from cpu3d.training.watchdog import Room, Sample
+from cpu3d.run.heartbeat import read_heartbeats
+from cpu3d.training import pulse
+from cpu3d.training.pulse import Pulse
 from cpu3d.util.atomic import write_json
-from cpu3d.util.lock import locked
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
-from tests.cpu3d.training.beats import beat
 
 
 @pytest.fixture
@@ -80,6 +78,11 @@ def run(tiny_run, tmp_path, predictor):
 
 def of(run, weights="best"):
     return postprocessing_of(run, load_config(run), weights)
+
+
+def after_training(run, store_folder):
+    with Pulse(run, say=print) as open_pulse:
+        decide_after_training(run, store_folder, open_pulse)
 
 
 def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor):
@@ -153,7 +156,7 @@ def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, cap
 
     write_store(store.folder, remake(store.manifest, cases=without("b")))
     predictor.error = AssertionError("asked")
-    after(Options(store=store.folder, run=run), {})
+    after_training(run, store.folder)
     assert "in 1 validation case" in capsys.readouterr().err
     assert decide(run).cases_with == {"WT": 1, "TC": 1, "ET": 1}
     assert "WT" in of(run).off
@@ -162,38 +165,28 @@ def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, cap
 def test_after_a_training_a_failure_is_printed_and_ctrl_c_leaves_the_run_as_it_was(
     run, predictor, monkeypatch, capsys
 ):
-    options = Options(store=load_config(run).store, run=run)
+    store = load_config(run).store
     before = {path.name for path in run.iterdir()}
-    write_heartbeat(run, beat(bound_bytes=5 * 2**30))  # of the training
     for error, word in ((OSError("disk full"), "disk full"), (MemoryError(), "MemoryError")):
         monkeypatch.setattr(predictor, "error", error)
-        after(options, {})
+        after_training(run, store)
         assert re.search(rf"post-processing, \S+ m?s: off.*{word}", capsys.readouterr().err)
         failed = read_heartbeats(run)[0]
         assert failed.exit_code == 0, "the run is whole"
         assert word in failed.reason
-        assert (failed.checkpoint_step, failed.longest_step_s) == (110, 31.0)
     monkeypatch.setattr(predictor, "error", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt, match="the same command"):
-        after(options, {})
+        after_training(run, store)
     assert {path.name for path in run.iterdir()} - before == {"heartbeats"}
     last = read_heartbeats(run)[0]
-    assert (last.exit_code, last.bound_bytes) == (130, 5 * 2**30)
-
-
-def test_while_another_process_trains_the_run_its_heartbeat_is_left_as_it_is(run, capsys):
-    write_heartbeat(run, beat(phase="computing"))
-    with locked(run, "run"):
-        after(Options(store=load_config(run).store, run=run), {})
-    assert "one process at a time" in capsys.readouterr().err
-    last = read_heartbeats(run)[0]
-    assert (last.phase, last.exit_code) == ("computing", None)
+    assert last.exit_code == 130
+    assert "same command" in last.reason
 
 
 def test_where_memory_is_low_the_decision_is_made_and_nothing_is_stopped(run, monkeypatch, capsys):
     none_free = Sample({"this machine": Room(0, 2**34)}, own_bytes=2**30)
-    monkeypatch.setattr(watchdog, "take_sample", lambda: none_free)
-    after(Options(store=load_config(run).store, run=run), {})
+    monkeypatch.setattr(pulse, "take_sample", lambda: none_free)
+    after_training(run, load_config(run).store)
     assert "saving" not in capsys.readouterr().err
     last = read_heartbeats(run)[0]
     assert (last.exit_code, last.stop, last.free_bytes) == (0, "", 0)
@@ -228,18 +221,6 @@ def test_a_decision_that_is_kept_is_of_a_copy_s_date_from_then_on(run, predictor
     assert decide(run) == dataclasses.replace(decision, weights_mtime_ns=5)
     monkeypatch.setattr("cpu3d.run.decided.file_sha256", None)  # no file is read
     assert standing_of(run, config) is Standing.DECIDED
-
-
-def test_of_several_workers_the_chief_decides_alone(run, monkeypatch):
-    cluster = {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}
-    for index in (1, 0):
-        assert not (run / FILE).exists()
-        monkeypatch.setenv(
-            "TF_CONFIG",
-            json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
-        )
-        after(Options(store=load_config(run).store, run=run), {})
-    assert (run / FILE).exists()
 
 
 def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):

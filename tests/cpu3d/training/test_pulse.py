@@ -1,0 +1,71 @@
+"""The heartbeat that a process keeps: what it holds, and when it is written."""
+
+import contextlib
+import os
+import threading
+import time
+
+import pytest
+
+from cpu3d.errors import Interrupted
+from cpu3d.host.free_memory import MACHINE, Room, Sample
+from cpu3d.run.heartbeat import read_heartbeats
+from cpu3d.training import pulse
+from cpu3d.training.pulse import Pulse
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "reason"),
+    [
+        (None, 0, "finished"),
+        (Interrupted("saved after step 3", 15), 143, "saved after step 3"),
+        (
+            OSError(28, "No space left on device", "a.npz"),
+            1,
+            "a.npz must fit on its disk, got No space left on device",
+        ),
+        (OSError(5, "Input/output error", "a.npz"), 1, "a.npz: Input/output error"),
+        (ValueError("no such"), 1, "ValueError: no such"),
+    ],
+)
+def test_how_a_process_ends_is_noted(tmp_path, error, exit_code, reason):
+    expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
+    with expected, Pulse(tmp_path, say=print) as heart:
+        heart.phase("computing", step=3, steps=9)
+        if error:
+            heart.note_end("early stop")  # the error counts
+            raise error
+    beat = read_heartbeats(tmp_path)[0]
+    assert (beat.phase, beat.step, beat.steps, beat.pid) == ("ended", 3, 9, os.getpid())
+    assert (beat.reason, beat.exit_code) == (reason, exit_code)
+    assert not [thread for thread in threading.enumerate() if thread.name == "heartbeat"]
+
+
+def test_the_file_follows_within_seconds_and_not_phase_by_phase(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "BEAT_S", 0.1)
+    sample = Sample({MACHINE: Room(70, 90), "a limit": Room(30, 40)}, 12, 3, swapped_bytes=2)
+    monkeypatch.setattr(pulse, "take_sample", lambda: sample)
+    with Pulse(tmp_path, say=print, rank=1, workers=2) as heart:
+        for step in range(6):
+            heart.phase("computing", step=step)
+        beat = None
+        end = time.monotonic() + 60
+        while (beat is None or beat.step < 5) and time.monotonic() < end:
+            time.sleep(0.02)
+            beat = read_heartbeats(tmp_path).get(1)
+        assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
+        assert (beat.free_of, beat.free_bytes, beat.limit_bytes) == ("a limit", 30, 40)
+        assert (beat.anonymous_bytes, beat.file_bytes, beat.swapped_bytes) == (10, 3, 2)
+        heart.note_end("early stop")
+        heart.phase("deciding")
+        assert heart.now.exit_code is None, "it goes on"
+    last = read_heartbeats(tmp_path)[1]
+    assert (last.reason, last.exit_code) == ("early stop", 0)
+
+
+def test_a_heartbeat_that_cannot_be_written_stops_nothing_and_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(pulse, "BEAT_S", 0.01)
+    printed = []
+    with Pulse(tmp_path / "none-such", say=printed.append):
+        time.sleep(0.2)
+    assert [line.startswith("warning: no heartbeat can be written") for line in printed] == [True]
