@@ -46,16 +46,7 @@ FINE = ("stopping", "starting", "running", "finished")  # these need no attentio
 WORST_FIRST = (*TO_MEND, *LOST, *FINE)
 """States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
 and those of workers that have noted no end. The run's state is that of its worst worker."""
-DECIDES = "the run's `train`, or `decide(run)` from Python, decides"
-NOT_APPLIED = {
-    Standing.OPEN: "its steps are done, its post-processing is not decided",
-    Standing.EARLIER: "its post-processing is off, as an earlier version has decided it; "
-    f"{DECIDES} again",
-    Standing.BEFORE: "its post-processing is off, as an earlier version has decided nothing; "
-    f"{DECIDES} it",
-    Standing.LACKS_STORE: "its post-processing is off: it is not decided, and the store that it was"
-    " trained on is not there, or has another split",
-}
+DECIDES = "the run's `train`, or `decide(run)` from Python, decides it"
 IDLE = (*LOST, "finished")  # of no effect on a finished run
 ALIVE = ("running", "starting")
 
@@ -146,8 +137,8 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     if is_alive and not is_deciding:
         seconds_left = history.pace.seconds_left(step, steps)
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
-    if standing in NOT_APPLIED:
-        details = [NOT_APPLIED[standing], *_noted_failure(workers)]
+    if standing is not Standing.DECIDED:
+        details = [_not_applied(standing), *_noted_failure(workers)]
     return RunStatus(
         folder=str(run),
         state=worst.state,
@@ -234,6 +225,14 @@ def has_test_cases(store: str) -> bool:
 # --- Private helpers ---
 
 
+def _not_applied(standing: Standing) -> str:
+    """Why no rule is applied to what a run predicts, and what makes it so."""
+    words = f"its post-processing is {standing.value}"
+    if standing in (Standing.EARLIER, Standing.BEFORE):
+        words += f"; {DECIDES}"
+    return words
+
+
 def _noted_failure(workers: Sequence[WorkerStatus]) -> List[str]:
     """What the chief has noted at a good end of a run that failed to decide its post-processing."""
     beat = workers[0].heartbeat if workers else None
@@ -270,7 +269,7 @@ def _advice(
                 words += f" --weights {FOLD_WEIGHTS} --raw"
         return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
     if state == UNDECIDED:
-        return f"{DECIDES} it"
+        return DECIDES
     again = "the same command starts from step 0, as there is no checkpoint yet"
     if checkpoint:
         again = f"the same command continues from step {checkpoint['step']}"

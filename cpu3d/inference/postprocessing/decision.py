@@ -69,13 +69,16 @@ class Decision:
 
 
 class Standing(enum.Enum):
-    """What is decided of a trained run's post-processing."""
+    """What a trained run's post-processing is, in words."""
 
-    DECIDED = enum.auto()  # with the present weights
-    EARLIER = enum.auto()  # with these, by an earlier version, whose rules are not applied
-    OPEN = enum.auto()  # not decided; the run's `train` decides it
-    BEFORE = enum.auto()  # not decided, by an earlier version, which did not do so at the end
-    LACKS_STORE = enum.auto()  # not decided, and the run's store is not there
+    DECIDED = "decided with the present weights"
+    EARLIER = "off, as an earlier version has decided it"  # whose rules are not applied
+    OPEN = "not decided, though its steps are done"
+    BEFORE = "off, as an earlier version has decided nothing"  # which did not do so at the end
+    LACKS_STORE = (
+        "off: it is not decided, and the store that it was trained on is not there, or has another "
+        "split"
+    )
 
 
 def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:

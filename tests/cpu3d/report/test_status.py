@@ -330,7 +330,7 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
     ("lack", "note"),
     [
         ("store", "store .* is not there"),
-        ("cases", r"an earlier version has decided it; .*`train`.*`decide\(run\)`.* again"),
+        ("cases", r"an earlier version has decided it; .*`train`.*`decide\(run\)`.* decides it"),
         ("course", "an earlier version has decided nothing; .*`train`.* decides it"),
         ("plan", "an earlier version has decided nothing; .*`train`.* decides it"),
     ],
