@@ -65,17 +65,21 @@ def left_line(forecast: Forecast, done: Done) -> str:
 
 
 def pace_line(forecast: Forecast, done: Done) -> str:
-    """What the seconds of a training follow from that has taken steps of its own, such as "by its
-    own last 50 coarse steps of 1.2 s; full steps as predicted, times 1.21 by these"; "" if it has
-    taken none."""
+    """What the seconds of a training follow from that has taken steps, such as "by its own last 50
+    coarse steps of 1.2 s, validations of 2 s a case; full steps as predicted, times 1.21 by these";
+    "" if it has taken none."""
     coarse = done.coarse if forecast.coarse else None
     own = []
     for name, steps in (("coarse", coarse), ("full", done.full)):
-        if steps:
-            own.append(f"{counted(steps.count, f'{name} step')} of {format_seconds(steps.step_s)}")
+        if not steps:
+            continue
+        words = f"{counted(steps.count, f'{name} step')} of {format_seconds(steps.step_s)}"
+        if steps.case_s is not None:
+            words += f", validations of {format_seconds(steps.case_s)} a case"
+        own.append(words)
     if not own:
         return ""
-    line = f"by its own last {' and '.join(own)}"
+    line = f"by {done.whose} last {' and '.join(own)}"
     paced = forecast.at_pace_of(done)
     if done.full is None:
         off = paced.full.step_s / forecast.full.step_s

@@ -76,7 +76,11 @@ def test_lines_have_the_time_in_all_and_what_is_left(forecast):
     [
         (Done(12), []),
         (Done(12, coarse=OwnSteps(11, 3.0)), ["11 coarse steps", "3 s", "1.50"]),
-        (Done(19, full=OwnSteps(3, 9.0)), ["3 full steps", "9 s"]),
+        (Done(19, full=OwnSteps(3, 9.0)), ["its own last 3 full steps", "9 s"]),
+        (
+            Done(0, full=OwnSteps(3, 9.0, 4.0), whose="fold 1/5's"),
+            ["fold 1/5's last", "4 s a case"],
+        ),
     ],
 )
 def test_what_the_seconds_follow_from_is_said(forecast, done, figures):
