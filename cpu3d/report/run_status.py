@@ -22,7 +22,6 @@ from cpu3d.run.config_json import half_rates, load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.heartbeat import (
     BEAT_S,
-    DECIDING,
     SILENT_S,
     Heartbeat,
     Life,
@@ -92,8 +91,11 @@ class RunStatus:
     step: int
     steps: Optional[int]
     step_s: Optional[float]  # median of the recent ones
-    # At the pace of its recent steps, validations and saves included; None unless it runs.
+    # From `step`, or from the checkpoint if it has to be continued; None if it is over or unknown.
+    steps_left: Optional[int]
+    # Of these, at the pace of the recent ones, validations and saves included; None if not known.
     seconds_left: Optional[float]
+    all_s: Optional[float]  # of all its steps, at the pace of its own; None for too few
     recent_steps: int  # that loss and Dice are means of
     loss: Optional[float]
     dice: Dict[str, float]
@@ -120,7 +122,10 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     checkpoint = _checkpoint(run, now)
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
     last = history.last
-    step = max(last.get("step", 0), history.last_step, *(beat.step for beat in beats))
+    done = [last.get("step", 0), history.last_step, *(beat.step for beat in beats)]
+    if checkpoint:
+        done.append(checkpoint["step"])
+    step = max(done)
     lengths = [beat.steps for beat in beats]
     if config:
         lengths.append(config.steps)
@@ -140,11 +145,18 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     if standing is Standing.OPEN:
         judged = [WorkerStatus(0, UNDECIDED)]
     worst = judged[0]
-    is_alive = worst.state in ALIVE
+    begin = step
+    if worst.state not in FINE:
+        begin = checkpoint["step"] if checkpoint else 0
+    steps_left: Optional[int] = None
     seconds_left: Optional[float] = None
-    is_deciding = any(beat.phase == DECIDING for beat in beats)
-    if is_alive and not is_deciding:
-        seconds_left = history.pace.seconds_left(step, steps)
+    if steps and worst.state not in ("finished", UNDECIDED):
+        steps_left = max(steps - begin, 0)
+    if steps_left:
+        seconds_left = history.pace.seconds_left(begin, steps)
+    all_s: Optional[float] = None
+    if history.pace.own_steps(coarse=True) or history.pace.own_steps(coarse=False):
+        all_s = history.pace.seconds_left(0, steps)
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
     if standing in NOT_APPLIED:
         details = [NOT_APPLIED[standing], *_noted_failure(workers)]
@@ -157,7 +169,9 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
         workers=tuple(workers),
         step=step,
         steps=steps,
+        steps_left=steps_left,
         seconds_left=seconds_left,
+        all_s=all_s,
         **_recent(history),
         validation=history.last_validation or None,
         init=start_words(config) if config else "",
