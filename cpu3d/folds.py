@@ -389,7 +389,7 @@ def _show(planned: Sequence[PlannedFold], host: Host, *, stderr: bool = True) ->
     left_s = [
         seconds for fold in planned for seconds in (fold.training_left_s, fold.scoring_left_s)
     ]
-    all_s = "unknown" if None in left_s else format_seconds(sum(left_s))
+    all_s = "unknown" if None in left_s else f"about {format_seconds(sum(left_s))}"
     bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
     memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
     caption = f"predicted: {all_s} for all {len(planned)} folds{memory}"
