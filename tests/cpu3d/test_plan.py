@@ -46,7 +46,7 @@ from models.strides import network_grid, strides_text
 from tests.cpu3d import runs
 from tests.cpu3d.conftest import make_store
 from tests.cpu3d.host.hosts import BFLOAT16
-from tests.cpu3d.runs import decided, of_voxels, stored
+from tests.cpu3d.runs import decided, of_voxels, stored, with_absent_region
 
 SMALL = {**runs.SMALL, "depth": 3}  # two halvings, which may differ
 
@@ -1109,6 +1109,17 @@ def test_nothing_is_left_of_a_run_that_is_made_shorter_than_it_is(phantom_store,
     forecast = make_plan(phantom_store, tmp_path, HOST, {"steps": 16}).forecast
     done = Done(steps=steps, steps_s=9.0, is_decided=True)
     assert forecast.left(done).all_s == pytest.approx(0)
+
+
+def test_regions_that_no_validation_case_has_are_noted_before_a_run_begins(phantom_store, tmp_path):
+    note = "no validation case has NC,"
+    assert note not in " ".join(plan_lines(planned(phantom_store, tmp_path), HOST))
+    plan = planned(with_absent_region(phantom_store), tmp_path)
+    assert note in " ".join(plan_lines(plan, HOST))
+    save_config(plan.config, tmp_path)
+    with_checkpoint(tmp_path)  # it may be of an earlier version, which counted them
+    again = planned(with_absent_region(phantom_store), tmp_path)
+    assert note not in " ".join(plan_lines(again, HOST))
 
 
 def test_a_run_that_goes_on_keeps_its_strides_and_its_policy_and_says_so(phantom_store, tmp_path):
