@@ -22,6 +22,7 @@ from cpu3d.run.config_json import half_rates, load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.run.heartbeat import (
     BEAT_S,
+    DECIDING,
     SILENT_S,
     Heartbeat,
     Life,
@@ -91,7 +92,8 @@ class RunStatus:
     step: int
     steps: Optional[int]
     step_s: Optional[float]  # median of the recent ones
-    # From `step`, or from the checkpoint if it has to be continued; None if it is over or unknown.
+    # From `step`, or from the checkpoint if it has to be continued; 0 once it decides its
+    # post-processing, None after that, or if it is not known.
     steps_left: Optional[int]
     # Of these, at the pace of the recent ones, validations and saves included; None if not known.
     seconds_left: Optional[float]
@@ -152,6 +154,8 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     seconds_left: Optional[float] = None
     if steps and worst.state not in ("finished", UNDECIDED):
         steps_left = max(steps - begin, 0)
+        if any(beat.phase == DECIDING for beat in beats):
+            steps_left = 0  # also of one that has stopped early
     if steps_left:
         seconds_left = history.pace.seconds_left(begin, steps)
     all_s: Optional[float] = None

@@ -44,7 +44,7 @@ from cpu3d.run.summary import median
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
-from memory_estimator.common.units import counted, format_bytes, format_seconds
+from memory_estimator.common.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
@@ -187,9 +187,8 @@ def describe(status: RunStatus) -> Group:
     name = "note" if status.is_fine else "why"
     lines += [(name, detail) for detail in status.details]
     if status.steps_left and not status.is_fine:
-        text = (
-            f"{counted(status.steps_left, 'step')} from step {status.steps - status.steps_left:,}"
-        )
+        begin = status.steps - status.steps_left
+        text = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
         if status.seconds_left is not None:
             text += f", about {format_seconds(round(status.seconds_left))}"
         lines.append(("left", text))

@@ -19,7 +19,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 import numpy as np
 import psutil
 
-from cpu3d.data.cases.notes import absent_regions
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief
@@ -45,7 +44,7 @@ from cpu3d.training.feeds import Feeds, MicroBatches
 from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.restart import find_restart
 from cpu3d.training.tracking import Track, tracked
-from cpu3d.training.validation import validate
+from cpu3d.training.validation import regions_in_mean, validate
 from cpu3d.training.watchdog import Guard, Stop, Wish, noted_signals, stop_of
 from cpu3d.util.progress import say
 
@@ -333,18 +332,6 @@ class Fit:
         self._phase("computing")
         return outcome, time.perf_counter() - begin
 
-    @functools.cached_property
-    def _in_mean(self) -> List[int]:
-        """The positions of the regions whose Dice is in the mean: those that at least one held-out
-        case has; all of them if there are none."""
-        names = list(self.config.regions)
-        absent: Tuple[str, ...] = ()
-        if not self.progress.counts_absent:
-            absent = absent_regions(self.store.cases("val"), self.config.codes_by_region)
-        if len(absent) == len(names):
-            absent = ()
-        return [place for place, name in enumerate(names) if name not in absent]
-
     def _is_validation_step(self, step: int) -> bool:
         """Whether a validation is due after `step` steps, or would be if cases were held out for
         it."""
@@ -364,7 +351,10 @@ class Fit:
         if scores is None:
             return stop
         progress = self.progress
-        mean_dice = float(scores.dice[self._in_mean].mean())
+        in_mean = list(range(len(scores.dice)))
+        if not progress.counts_absent:
+            in_mean = regions_in_mean(self.store.cases("val"), self.config.codes_by_region)
+        mean_dice = float(scores.dice[in_mean].mean())
         is_coarse = self.learner.config.is_coarse
         is_first_in_full = progress.best_is_coarse and not is_coarse
         is_best = progress.best is None or is_first_in_full or mean_dice > progress.best

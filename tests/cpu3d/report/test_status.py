@@ -222,7 +222,7 @@ def test_what_is_left_of_a_run_that_ended_early_is_left_from_its_checkpoint(
     status = run_status(run)
     assert status.steps_left == (None if begin is None else 4000 - begin)
     assert status.seconds_left == (None if left_s is None else pytest.approx(left_s))
-    line = re.search(r"left: 3900 steps from step 100, about 4\.33 h", printed(run))
+    line = re.search(r"left: 3,900 of 4,000 steps, from step 100, about 4\.33 h", printed(run))
     assert bool(line) == (begin == 100)
 
 
@@ -230,7 +230,7 @@ def test_without_a_checkpoint_and_a_pace_all_steps_are_left(run):
     shutil.rmtree(run / "checkpoints")
     (run / "log.jsonl").unlink()
     write_heartbeat(run, beat(process_start=1, step=2))
-    assert "left: 4000 steps from step 0 next:" in printed(run)
+    assert "left: 4,000 of 4,000 steps, from step 0 next:" in printed(run)
 
 
 @pytest.mark.parametrize(
@@ -390,12 +390,13 @@ def test_a_run_that_cannot_or_need_not_be_decided_has_finished_with_a_note(done,
     assert main(["status", "--run", str(done)]) == 0
 
 
-def test_a_run_that_decides_its_post_processing_runs(run):
-    save_config(RunConfig(steps=120), run)
-    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
-    write_heartbeat(run, beat(step=120, steps=120, phase="deciding post-processing"))
+@pytest.mark.parametrize(("steps", "reason"), [(120, "finished"), (4000, "early stop")])
+def test_a_run_that_decides_its_post_processing_runs(run, steps, reason):
+    save_config(RunConfig(steps=steps), run)
+    append_event(run, {"event": "end", "step": 120, "reason": reason})
+    write_heartbeat(run, beat(step=120, steps=steps, phase="deciding post-processing"))
     status = run_status(run)
-    assert (status.state, status.seconds_left) == ("running", None)
+    assert (status.state, status.steps_left, status.seconds_left) == ("running", 0, None)
 
 
 @pytest.mark.parametrize(("seconds", "step_s"), [((60.0,), None), ((60.0, 3.0), 3.0)])
