@@ -111,13 +111,14 @@ def train_folds(
             stack.enter_context(locked(folder, "folder of folds"))
         place = asked.store.folder.resolve()
         first = planned[0].plan
+        paced = first.paced
         folds = Folds(
             parts,
             str(place),
             asked.chosen,
-            first.training_s,
+            paced.training_s if paced else None,
             beside_s(first),
-            validation_s=first.forecast.validation_s if first.forecast else None,
+            validation_s=paced.validation_s if paced else None,
             scoring_s=scoring_s(first),
         )
         save_folds(folder, folds)
@@ -153,7 +154,7 @@ def show_folds(options: TrainOptions, settings: Dict[str, Any]) -> None:
 def scoring_s(plan: Plan) -> Optional[float]:
     """Predicted seconds of a fold beside its training: scoring, and the starts of its processes;
     None if no step is predicted."""
-    forecast = plan.forecast
+    forecast = plan.paced
     if forecast is None:
         return None
     return START_S + forecast.course.held_out * forecast.answered_s
@@ -162,7 +163,7 @@ def scoring_s(plan: Plan) -> Optional[float]:
 def beside_s(plan: Plan) -> Optional[float]:
     """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
     `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
-    forecast = plan.forecast
+    forecast = plan.paced
     if forecast is None:
         return None
     return scoring_s(plan) + forecast.validation_s + forecast.postprocessing_s
@@ -388,7 +389,7 @@ def _show(planned: Sequence[PlannedFold], host: Host, *, stderr: bool = True) ->
     left_s = [
         seconds for fold in planned for seconds in (fold.training_left_s, fold.scoring_left_s)
     ]
-    all_s = "unknown" if None in left_s else format_seconds(sum(left_s))
+    all_s = "unknown" if None in left_s else f"about {format_seconds(sum(left_s))}"
     bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
     memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
     caption = f"predicted: {all_s} for all {len(planned)} folds{memory}"

@@ -26,6 +26,7 @@ from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints, progress_of, read_state, step_of
 from cpu3d.run.config_json import differences, load_config, rate_growth
 from cpu3d.run.decided import is_decided
+from cpu3d.run.folds import runs_beside
 from cpu3d.run.log import recent_events
 from cpu3d.run.summary import Pace, take_as_long
 from cpu3d.run.transfer import Transfer, open_transfer
@@ -40,11 +41,10 @@ from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
 from memory_estimator.job import AUTO, Job, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
-from memory_estimator.training import NOTHING_DONE, Done, Forecast, OwnSteps, RunCourse
+from memory_estimator.training import NOTHING_DONE, Done, Forecast, RunCourse
 from models.strides import strides_line
 
 NO_RUN = Path("/nonexistent")  # the folder of a plan that is of no run
-ENOUGH_STEPS = 3  # of a run's own on a grid, from which on their seconds are taken for those left
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,9 @@ class Plan:
     chosen: Optional[Chosen] = field(default_factory=dict)
     """The settings that the user gave in all calls for this run; None if an earlier version began
     it, which did not note them."""
-    done: Done = NOTHING_DONE  # of a run that goes on
+    done: Done = NOTHING_DONE
+    """How far a run that goes on has got, and its pace; of a fold the pace of another one until it
+    has its own."""
     rate_growth: float = 1.0  # of the learning rates that are given to this run, with its workers
     forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -119,6 +121,11 @@ class Plan:
         if self.config.device != "cpu":
             return planner.gpu_forecast(self.job)
         return self.forecast.to_json() if self.forecast else {}
+
+    @property
+    def paced(self) -> Optional[Forecast]:
+        """The forecast at the pace of the steps that were measured, if any were."""
+        return self.forecast.at_pace_of(self.done) if self.forecast else None
 
     @property
     def training_s(self) -> Optional[float]:
@@ -221,9 +228,10 @@ def make_plan(
     if not forecasts:
         return plan
     plan = with_forecast(plan, host, pick=start.wanted("policy") is None, force=force)
-    if not start.done:
-        return plan
-    return dataclasses.replace(plan, done=_done(run_folder, plan, host))
+    done = plan.done
+    if start.done:
+        done = _done(run_folder, plan)
+    return dataclasses.replace(plan, done=_with_pace(done, run_folder, plan, host))
 
 
 def read_plan(run_folder: Path) -> Dict[str, Any]:
@@ -303,9 +311,8 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 # --- The start of the decisions ---
 
 
-def _done(run_folder: Path, plan: Plan, host: Host) -> Done:
-    """How far a run that has a checkpoint has got, with the steps that it has taken as it would go
-    on now."""
+def _done(run_folder: Path, plan: Plan) -> Done:
+    """How far a run that has a checkpoint has got."""
     steps = plan.done.steps
     steps_s = 0.0
     is_over = not plan.config.has_open_length and steps >= plan.steps
@@ -315,12 +322,25 @@ def _done(run_folder: Path, plan: Plan, host: Host) -> Done:
         steps_s = progress.trained_s - progress.validated_s
         is_over = progress.is_over(plan.config, plan.steps)
     has_decision = is_over and is_decided(run_folder, plan.config.split_hash)
-    done = Done(steps, steps_s, is_over, has_decision)
-    pace = Pace(recent_events(run_folder))
-    if not take_as_long(pace.start, _way(plan, host)):
-        return done
-    full = _own_steps(pace, coarse=False)
-    return dataclasses.replace(done, full=full, coarse=_own_steps(pace, coarse=True))
+    return Done(steps, steps_s, is_over, has_decision)
+
+
+def _with_pace(done: Done, run_folder: Path, plan: Plan, host: Host) -> Done:
+    """The same with the steps that the run has taken as it would go on now; of a fold without any
+    with those of the first one beside it that has some."""
+    way = _way(plan, host)
+    whose = {run_folder: "its own"}
+    for fold, run in runs_beside(run_folder, plan.config.fold).items():
+        whose[run] = f"fold {fold}'s"
+    for run, words in whose.items():
+        pace = Pace(recent_events(run))
+        if not take_as_long(pace.start, way):
+            continue
+        full = pace.own_steps(coarse=False)
+        coarse = pace.own_steps(coarse=True)
+        if full or coarse:
+            return dataclasses.replace(done, full=full, coarse=coarse, whose=words)
+    return done
 
 
 def _way(plan: Plan, host: Host) -> Dict[str, Any]:
@@ -335,14 +355,6 @@ def _way(plan: Plan, host: Host) -> Dict[str, Any]:
         "grid": list(config.grid),
         "host": host.summary(),
     }
-
-
-def _own_steps(pace: Pace, *, coarse: bool) -> Optional[OwnSteps]:
-    """The recent steps on a grid; None for too few."""
-    count, step_s = pace.measured(coarse=coarse)
-    if step_s is None or count < ENOUGH_STEPS:
-        return None
-    return OwnSteps(count, step_s)
 
 
 def _start(run_folder: Path, chosen: Chosen, workers: int) -> Tuple[Optional[Chosen], Start]:

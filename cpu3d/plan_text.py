@@ -5,10 +5,12 @@ how long, its steps in a table, memory, time, and why things were decided so.
 
 from typing import List
 
+from cpu3d.data.cases.notes import absent_regions
 from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.decisions import volume_shape
 from cpu3d.plan import Plan
 from cpu3d.run.transfer import SEEN, freeze_words, init_rows
+from cpu3d.util.records import listed
 from memory_estimator import planner
 from memory_estimator.common.units import by, counted, format_bytes, format_seconds
 from memory_estimator.forecast_text import left_line, pace_line, steps_table, time_line, verdict
@@ -129,4 +131,9 @@ def _notes(plan: Plan) -> List[str]:
         notes.append(f"no mirroring along X, as the labels {sides} are left and right")
     if not manifest.split["val"]:
         notes.append("no validation cases in this split: the last weights count as the best")
+        return notes
+    absent = absent_regions(plan.store.cases("val"), config.codes_by_region)
+    if 0 < len(absent) < len(config.regions) and not plan.done.steps:
+        rule = f"no validation case has {listed(absent)}"
+        notes.append(f"{rule}, so the mean Dice that chooses the best weights is of the others")
     return notes

@@ -163,6 +163,7 @@ class Settings:
         "updates in all, at either resolution, instead of --epochs",
         "N",
         at_least=0,
+        typed_at_least=1,
         one_of="length",
     )
     budget_minutes: float = _training(
@@ -190,6 +191,7 @@ class Settings:
         "volumes computed at once, a divisor of --batch (default: the recipe's, else 1; with batch "
         "norm the whole batch). A continued run keeps its value; with batch norm it must",
         metavar="M",
+        typed_at_least=1,
     )
     """Their gradients are summed. 0 is by rule, as `memory_estimator.job.micro_of` says."""
     loss: str = _training(DEFAULT_LOSS, "what is minimised", choices=tuple(LOSSES))
@@ -230,6 +232,7 @@ class Settings:
         "in all)",
         "N",
         at_least=0,
+        typed_at_least=1,
         one_of="often",
     )
     validations: int = _training(
@@ -237,6 +240,7 @@ class Settings:
         "validations in all, evenly spread, instead of --validate-every",
         "N",
         at_least=0,
+        typed_at_least=1,
         one_of="often",
     )
     patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)

@@ -312,6 +312,7 @@ class JobOptions(Architecture):
         "volumes computed at once, a divisor of --batch (default: 1; with batch norm the whole "
         "batch)",
         "M",
+        typed_at_least=1,
     )
     dtype: str = option(
         "bfloat16",

@@ -95,9 +95,6 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
     if not (options.runs or options.store):
         todo = "name one, or give --runs with folders to compare"
         yield f"--store must name a store, got none; {todo}"
-    if settings.get("validations", 1) < 1:
-        rule = f"--validations must be at least 1, got {settings['validations']}"
-        yield f"{rule}; the last step is always validated"
     names = [name for name, _ in options.variant]
     for option, values in (("seeds", options.seeds), ("variant", names)):
         if len(set(values)) < len(values):

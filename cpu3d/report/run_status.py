@@ -83,8 +83,12 @@ class RunStatus:
     step: int
     steps: Optional[int]
     step_s: Optional[float]  # median of the recent ones
-    # At the pace of its recent steps, validations and saves included; None unless it runs.
+    # From `step`, or from the checkpoint if it has to be continued; 0 once it decides its
+    # post-processing, None after that, or if it is not known.
+    steps_left: Optional[int]
+    # Of these, at the pace of the recent ones, validations and saves included; None if not known.
     seconds_left: Optional[float]
+    all_s: Optional[float]  # of all its steps, at the pace of its own; None for too few
     recent_steps: int  # that loss and Dice are means of
     loss: Optional[float]
     dice: Dict[str, float]
@@ -111,7 +115,10 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     checkpoint = _checkpoint(run, now)
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
     last = history.last
-    step = max(last.get("step", 0), history.last_step, *(beat.step for beat in beats))
+    done = [last.get("step", 0), history.last_step, *(beat.step for beat in beats)]
+    if checkpoint:
+        done.append(checkpoint["step"])
+    step = max(done)
     lengths = [beat.steps for beat in beats]
     if config:
         lengths.append(config.steps)
@@ -131,11 +138,20 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     if standing is Standing.OPEN:
         judged = [WorkerStatus(0, UNDECIDED)]
     worst = judged[0]
-    is_alive = worst.state in ALIVE
+    begin = step
+    if worst.state not in FINE:
+        begin = checkpoint["step"] if checkpoint else 0
+    steps_left: Optional[int] = None
     seconds_left: Optional[float] = None
-    is_deciding = any(beat.phase == DECIDING for beat in beats)
-    if is_alive and not is_deciding:
-        seconds_left = history.pace.seconds_left(step, steps)
+    if steps and worst.state not in ("finished", UNDECIDED):
+        steps_left = max(steps - begin, 0)
+        if any(beat.phase == DECIDING for beat in beats):
+            steps_left = 0  # also of one that has stopped early
+    if steps_left:
+        seconds_left = history.pace.seconds_left(begin, steps)
+    all_s: Optional[float] = None
+    if history.pace.own_steps(coarse=True) or history.pace.own_steps(coarse=False):
+        all_s = history.pace.seconds_left(0, steps)
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
     if standing is not Standing.DECIDED:
         details = [_not_applied(standing), *_noted_failure(workers)]
@@ -148,7 +164,9 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
         workers=tuple(workers),
         step=step,
         steps=steps,
+        steps_left=steps_left,
         seconds_left=seconds_left,
+        all_s=all_s,
         **_recent(history),
         validation=history.last_validation or None,
         init=start_words(config) if config else "",

@@ -98,7 +98,7 @@ class FoldsStatus:
     phase_s: Optional[float]
     heard: str  # how old its heartbeat is, if it lives on another host; else ""
     folds: Tuple[FoldStatus, ...]
-    seconds_left: Optional[float]  # in all; None unless it runs
+    seconds_left: Optional[float]  # in all; None if it has finished, or that is not known
 
 
 def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
@@ -114,19 +114,18 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     ends = [last_end(run) for run in runs.values()]
     taken_s = [end.get("seconds") for end in ends if end.get("reason") in FINISHED]
     taken_s = [seconds for seconds in taken_s if seconds]
-    usual = _Usual.of(folds, taken_s)
-    statuses = []
-    each = []
-    trains = _worker_of(folder, now)
+    begun = {}
     for fold, run in runs.items():
-        has_begun = (run / "config.json").is_file() or bool(read_heartbeats(run))
-        statuses.append(run_status(run, now, of_folds=True) if has_begun else None)
-        each.append(_fold_status(fold, run, statuses[-1], usual, trains))
+        if (run / "config.json").is_file() or read_heartbeats(run):
+            begun[fold] = run_status(run, now, of_folds=True)
+    usual = _Usual.of(folds, taken_s, list(begun.values()))
+    trains = _worker_of(folder, now)
+    each = [_fold_status(fold, run, begun.get(fold), usual, trains) for fold, run in runs.items()]
     lacking = [fold.fold for fold in each if fold.state != "scored"]
     worker = _judged(trains, lacking)
     is_alive = worker.state in ALIVE
     left_s = [fold.seconds_left for fold in each]
-    failed = [status for status in statuses if status and not status.is_fine]
+    failed = [status for status in begun.values() if not status.is_fine]
     if worker.state == "finished":
         advice = _advice_on_scored_folds(folder, folds.store)
     elif worker.state in FINE:
@@ -147,7 +146,7 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         phase_s=worker.phase_s if is_alive else None,
         heard=_heard_from([worker]),
         folds=tuple(each),
-        seconds_left=sum(left_s) if is_alive and None not in left_s else None,
+        seconds_left=sum(left_s) if lacking and None not in left_s else None,
     )
 
 
@@ -171,9 +170,8 @@ def describe_folds(status: FoldsStatus) -> Group:
     if status.heard:
         lines.append(("heartbeat", status.heard))
     if status.seconds_left is not None:
-        end = datetime.now() + timedelta(seconds=status.seconds_left)
-        left = format_seconds(round(status.seconds_left))
-        lines.append(("left", f"about {left}, until {end:%a %d %b %H:%M}"))
+        until = _until(status.seconds_left) if status.phase else ""
+        lines.append(("left", f"about {format_seconds(round(status.seconds_left))}{until}"))
     if status.detail:
         lines.append(("why", status.detail))
     if status.advice:
@@ -188,11 +186,17 @@ def describe(status: RunStatus) -> Group:
     lines = _progress(status)
     name = "note" if status.is_fine else "why"
     lines += [(name, detail) for detail in status.details]
+    if status.steps_left and not status.is_fine:
+        begin = status.steps - status.steps_left
+        text = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
+        if status.seconds_left is not None:
+            text += f", about {format_seconds(round(status.seconds_left))}"
+        lines.append(("left", text))
     if status.advice:
         lines.append(("next", status.advice))
     shown = [_heading("run", status.folder, status.state)]
     if status.workers:
-        columns = ("worker", "state", "phase", "step", "memory", "peak", "plan", "free")
+        columns = ("worker", "state", "phase", "memory", "peak", "plan", "free")
         rows = [_cells(worker) for worker in status.workers]
         caption = "phase, and how long it lasts; M is MiB, G is GiB"
         shown.append(Table(columns, rows, caption=caption, names=3))
@@ -238,8 +242,9 @@ class _Usual:
     scoring_s: Optional[float]  # with START_S; None if that is not known
 
     @classmethod
-    def of(cls, folds: Folds, taken_s: Sequence[float]) -> "_Usual":
-        """By the folds that are trained, which took `taken_s`, else as it was predicted."""
+    def of(cls, folds: Folds, taken_s: Sequence[float], begun: Sequence[RunStatus]) -> "_Usual":
+        """By the folds that are trained, which took `taken_s`, else at the pace of one that has
+        begun, else as it was predicted."""
         validation_s = folds.validation_s or 0.0
         scoring_s = folds.scoring_s
         deciding_s = 0.0
@@ -249,6 +254,11 @@ class _Usual:
             deciding_s = folds.beside_s - validation_s - scoring_s
         if taken_s:
             return cls(median(taken_s), 0.0, deciding_s, scoring_s)
+        for status in begun:
+            if status.all_s is not None:
+                if status.validation:  # their seconds are in its pace
+                    validation_s = 0.0
+                return cls(status.all_s, validation_s, deciding_s, scoring_s)
         return cls(folds.training_s, validation_s, deciding_s, scoring_s)
 
 
@@ -298,8 +308,8 @@ def _training_left_s(status: Optional[RunStatus], usual: _Usual) -> Optional[flo
     """Seconds until a fold is trained and its post-processing decided, START_S aside; None if that
     is not known."""
     done_share = 0.0
-    if status and status.steps:
-        done_share = min(status.step / status.steps, 1.0)
+    if status and status.steps and status.steps_left is not None:
+        done_share = 1 - status.steps_left / status.steps
     validations_s = usual.validation_s * (1 - done_share)
     if status and status.seconds_left is not None:
         steps_s = status.seconds_left
@@ -354,7 +364,7 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
     beat = worker.heartbeat
     state = _styled(worker.state)
     if beat is None:
-        return (str(worker.rank), state, *["-"] * 6)
+        return (str(worker.rank), state, *["-"] * 5)
     if beat.exit_code is None:
         phase = f"{beat.phase}, {format_seconds(round(worker.phase_s))}"
     else:
@@ -366,7 +376,13 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
         if beat.anonymous_bytes is not None:
             now_bytes = beat.anonymous_bytes + (beat.file_bytes or 0)
     sizes = (now_bytes, beat.peak_bytes, beat.bound_bytes, free_bytes)
-    return (str(worker.rank), state, phase, str(beat.step), *map(_short, sizes))
+    return (str(worker.rank), state, phase, *map(_short, sizes))
+
+
+def _until(seconds: float) -> str:
+    """When so many seconds will have passed."""
+    end = datetime.now() + timedelta(seconds=seconds)
+    return f", until {end:%a %d %b %H:%M}"
 
 
 def _progress(status: RunStatus) -> List[Tuple[str, str]]:
@@ -376,10 +392,9 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         text += f" of {status.steps:,} ({status.step / status.steps:.1%})"
     if status.step_s:
         text += f", {format_seconds(status.step_s)} a step"
-    if status.seconds_left is not None:
-        end = datetime.now() + timedelta(seconds=status.seconds_left)
+    if status.seconds_left is not None and status.state in ALIVE:
         left = format_seconds(round(status.seconds_left))
-        text += f", about {left} left, until {end:%a %d %b %H:%M}"
+        text += f", about {left} left{_until(status.seconds_left)}"
     lines = [("step", text)]
     if status.loss is not None:
         text = f"loss {status.loss:.3f}, Dice {_dice(status.dice)}"

@@ -178,6 +178,9 @@ class Progress:
     validated_s: float = 0.0
     """Of it, in validations, those that were broken off included. Earlier versions did not count
     it."""
+    counts_absent: bool = True
+    """Whether regions that no held-out case has are in the mean Dice, by which the best weights are
+    chosen. They were in earlier versions, whose runs go on so."""
 
     def is_over(self, config: RunConfig, steps: int) -> bool:
         """Whether the last of a run's steps is done or patience has run out: no step is left."""
@@ -198,6 +201,7 @@ def at_the_start() -> Progress:
         stale_validations=0,
         owes_validation=False,
         trained_s=0.0,
+        counts_absent=False,
     )
 
 

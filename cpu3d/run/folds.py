@@ -69,6 +69,17 @@ def fold_folder(folder: Path, fold: str) -> Path:
     return Path(folder) / f"fold-{fold.partition('/')[0]}"
 
 
+def runs_beside(run: Path, fold: str) -> Dict[str, Path]:
+    """Fold -> its run, of the other folds in the folder of a fold's run; {} if it is not there, or
+    is no fold's."""
+    run = Path(run)
+    if not fold or run != fold_folder(run.parent, fold):
+        return {}
+    count = int(fold.partition("/")[2])
+    names = [f"{number}/{count}" for number in range(1, count + 1)]
+    return {name: fold_folder(run.parent, name) for name in names if name != fold}
+
+
 def trained_folds(folder: Path) -> Dict[str, Path]:
     """Fold -> its run, of those that are trained to their end. Raises InputError for a folder that
     is none of folds."""

@@ -12,11 +12,12 @@ import math
 import statistics
 from array import array
 from dataclasses import dataclass
-from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Deque, Dict, Iterable, List, Mapping, Optional, Sequence, Union
 
 import numpy as np
 
 from cpu3d.data.region import Array
+from memory_estimator.training import OwnSteps
 
 Event = Mapping[str, Any]
 Events = Sequence[Event]
@@ -28,6 +29,7 @@ COURSE = ("start", "step", "end")
 WAY = ("workers", "device", "precision", "policy", "micro_batch", "grid")
 HOST = ("cpu", "cores", "instructions")
 RECENT = 50  # steps that a run's present loss and pace are of
+ENOUGH_STEPS = 3  # of a run's own on a grid, from which on their seconds are taken for those left
 LONGEST_S = 1e9  # a longer time to go, 30 years, counts as not known
 
 
@@ -216,6 +218,8 @@ class _Steps:
     def __init__(self) -> None:
         self.predicted_s: Optional[float] = None  # of a step
         self.recent_s: Deque[float] = collections.deque(maxlen=RECENT)
+        # of a worker on a held-out case in a validation
+        self.case_s: Deque[float] = collections.deque(maxlen=RECENT)
 
     def error(self) -> Optional[float]:
         """By how much the recent steps took longer than was predicted, as a factor; None if either
@@ -273,6 +277,10 @@ class Pace:
             self._step = step
         elif kind in ("validation", "checkpoint"):
             self._beside_s += event.get("seconds", 0.0)
+        if kind == "validation" and event.get("cases") and "seconds" in event:
+            workers = self.start.get("workers") or 1
+            cases = math.ceil(event["cases"] / workers)  # of a worker
+            self._kind(step).case_s.append(event["seconds"] / cases)
 
     def compiles(self, step: int) -> bool:
         """Whether a step is the attempt's first on its grid: its seconds are not those of a
@@ -283,10 +291,14 @@ class Pace:
         """The median seconds of the recent steps on the grid of a step; None if there are none."""
         return median(self._kind(step).recent_s)
 
-    def measured(self, *, coarse: bool) -> Tuple[int, Optional[float]]:
-        """The number of recent steps in full, or coarse ones, and their median seconds."""
-        recent_s = self._coarse.recent_s if coarse else self._full.recent_s
-        return len(recent_s), median(recent_s)
+    def own_steps(self, *, coarse: bool) -> Optional[OwnSteps]:
+        """The recent steps in full, or the coarse ones, with their validations; None for too
+        few."""
+        kind = self._coarse if coarse else self._full
+        if len(kind.recent_s) < ENOUGH_STEPS:
+            return None
+        step_s = statistics.median(kind.recent_s)
+        return OwnSteps(len(kind.recent_s), step_s, median(kind.case_s))
 
     def _kind(self, step: int) -> _Steps:
         return self._coarse if step <= self._coarse_steps else self._full

@@ -45,7 +45,7 @@ from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.pulse import Pulse
 from cpu3d.training.restart import find_restart
 from cpu3d.training.tracking import Track, tracked
-from cpu3d.training.validation import validate
+from cpu3d.training.validation import regions_in_mean, validate
 from cpu3d.training.watchdog import Guard, Stop, Wish, noted_signals, stop_of
 from cpu3d.util.progress import say
 
@@ -352,7 +352,10 @@ class Fit:
         if scores is None:
             return stop
         progress = self.progress
-        mean_dice = float(scores.dice.mean())
+        in_mean = list(range(len(scores.dice)))
+        if not progress.counts_absent:
+            in_mean = regions_in_mean(self.store.cases("val"), self.config.codes_by_region)
+        mean_dice = float(scores.dice[in_mean].mean())
         is_coarse = self.learner.config.is_coarse
         is_first_in_full = progress.best_is_coarse and not is_coarse
         is_best = progress.best is None or is_first_in_full or mean_dice > progress.best

@@ -59,6 +59,8 @@ class Option:
     at_most: Optional[float] = None
     above: Optional[float] = None
     below: Optional[float] = None
+    typed_at_least: Optional[float] = None
+    """Of what is typed, where the field itself may hold less: that stands for none chosen."""
     group: str = ""  # heading that --help lists it under
     one_of: str = ""  # options with the same word here exclude each other
     rest: bool = False  # by its place: all words that follow, also other commands' options
@@ -180,19 +182,27 @@ def _whole_numbers(word: str, instead: str = "") -> Union[str, Tuple[int, ...]]:
         raise argparse.ArgumentTypeError(f"{rule}, got {word!r:.40}") from None
 
 
-def given_options(cls: type, args: argparse.Namespace) -> Dict[str, Any]:
-    """Field name -> value of the options of `cls` that were given, lists as tuples."""
-    return {
-        field.name: _frozen(getattr(args, field.name))
-        for field, _ in _fields(cls)
-        if hasattr(args, field.name)
-    }
+def given_options(
+    cls: type, args: argparse.Namespace, error: Type[Exception] = ValueError
+) -> Dict[str, Any]:
+    """Field name -> value of the options of `cls` that were given, lists as tuples. Raises `error`
+    for a value that stands for none chosen."""
+    given = {}
+    for field, spec in _fields(cls):
+        if not hasattr(args, field.name):
+            continue
+        value = _frozen(getattr(args, field.name))
+        if _is_unset(value, spec):
+            rule = f"{_flag(field)} must be at least {spec.typed_at_least:g}"
+            raise error(f"{rule}, got {value}; leave it out for its default")
+        given[field.name] = value
+    return given
 
 
 def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = ValueError) -> T:
     """The dataclass with the options that were given, its defaults for the others. Raises `error`
     out of range."""
-    settings = cls(**given_options(cls, args))
+    settings = cls(**given_options(cls, args, error))
     check(settings, error)
     return settings
 
@@ -209,7 +219,7 @@ def arguments(
         if isinstance(each, tuple):
             given.append({})
             for cls in each:
-                given[-1].update(given_options(cls, args))
+                given[-1].update(given_options(cls, args, error))
         else:
             given.append(from_args(each, args, error))
     return given
@@ -235,12 +245,15 @@ def check_values(cls: type, values: Mapping[str, Any], error: Type[Exception] = 
 
 
 def to_command_line(cls: type, settings: Mapping[str, Any]) -> List[str]:
-    """The command line of which `given_options` makes these settings."""
+    """The command line of which `given_options` makes these settings, but for values that stand for
+    none chosen."""
     words: List[str] = []
     for field, spec in _fields(cls):
         if field.name not in settings:
             continue
         value = settings[field.name]
+        if _is_unset(value, spec):
+            continue
         flag = _flag(field)
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-"))
@@ -318,13 +331,20 @@ def _help(field: Field, spec: Option) -> str:
     if isinstance(default, tuple):
         default = " ".join(map(str, default))
     has_value = isinstance(default, (int, float, str, Path)) and default != ""
-    if isinstance(default, bool) or not has_value or "default:" in spec.help:
+    if isinstance(default, bool) or _is_unset(default, spec):
+        has_value = False
+    if not has_value or "default:" in spec.help:
         words = spec.help
     elif not spec.help:
         words = f"default: {default}"
     else:
         words = f"{spec.help} (default: {default})"
     return words.replace("%", "%%")
+
+
+def _is_unset(value: Any, spec: Option) -> bool:
+    """Whether a value stands for none chosen, which nobody can type."""
+    return spec.typed_at_least is not None and value < spec.typed_at_least
 
 
 def _broken_rule(value: Any, spec: Option) -> str:

@@ -187,6 +187,14 @@ def of_voxels(store, *spacing_mm, but=(), other_mm=(1.0, 1.0, 1.0)):
     return Store(store.folder, dataclasses.replace(store.manifest, cases=cases))
 
 
+def with_absent_region(store):
+    """A view of a store with one region more, NC, that no case has."""
+    manifest = store.manifest
+    labels = {**manifest.labels, 9: "necrosis"}
+    regions = {**manifest.regions, "NC": (9,)}
+    return Store(store.folder, dataclasses.replace(manifest, labels=labels, regions=regions))
+
+
 def stored(view, folder):
     """A view of a store as one in `folder`."""
     shutil.copytree(view.folder, folder)

@@ -46,7 +46,7 @@ from models.strides import network_grid, strides_text
 from tests.cpu3d import runs
 from tests.cpu3d.conftest import make_store
 from tests.cpu3d.host.hosts import BFLOAT16
-from tests.cpu3d.runs import decided, of_voxels, stored
+from tests.cpu3d.runs import decided, of_voxels, stored, with_absent_region
 
 SMALL = {**runs.SMALL, "depth": 3}  # two halvings, which may differ
 
@@ -836,9 +836,10 @@ def test_the_plan_of_a_run_that_goes_on_has_what_is_left_and_the_whole(phantom_s
     again = plan()
     forecast = again.forecast
     assert forecast.all_s == pytest.approx(first.forecast.all_s)
-    # 1 of the 13 coarse steps, 3 in full, a quarter of the validations
+    # 1 of the 13 coarse steps, 3 in full, and the validations in these
     steps_s = forecast.coarse.step_s + 3 * forecast.full.step_s
-    left_s = steps_s + forecast.validation_s / 4 + forecast.postprocessing_s
+    share = steps_s / (13 * forecast.coarse.step_s + 3 * forecast.full.step_s)
+    left_s = steps_s + share * forecast.validation_s + forecast.postprocessing_s
     assert again.left_s == pytest.approx(left_s)
     assert (again.to_json()["done"], again.to_json()["left_s"]) == (12, again.left_s)
     printed = " ".join(plan_lines(again, HOST))
@@ -953,6 +954,38 @@ def test_steps_that_are_left_take_what_those_before_them_took(
 
 
 @pytest.mark.parametrize(
+    ("done", "all_s", "left_s"),
+    [
+        # predicted: 8 validations of 3 cases, each a third of a step; 6.5 of them are coarse
+        (Done(12), 24 * (13 * 1 + 3 * 4) / 16 / 3, 24 * (1 * 1 + 3 * 4) / 16 / 3),
+        # with no validation yet: a third of a step of this pace
+        (Done(12, coarse=OwnSteps(11, 2.0)), 24 * 50 / 16 / 3, 24 * 26 / 16 / 3),
+        # a coarse case takes 3 times what is predicted, so that each full one would too
+        (Done(12, coarse=OwnSteps(11, 2.0, 1.0)), 24 * (13 + 3 * 4) / 16, 24 * (1 + 3 * 4) / 16),
+        (
+            Done(14, full=OwnSteps(3, 5.0, 6.0), coarse=OwnSteps(12, 2.0, 1.0)),
+            24 * (13 + 3 * 6) / 16,
+            24 * 2 * 6 / 16,
+        ),
+    ],
+)
+def test_validations_that_are_left_take_what_those_before_them_took(
+    phantom_store, tmp_path, done, all_s, left_s
+):
+    settings = {"depth": 3, "curriculum": "half", "steps": 16}
+    forecast = make_plan(phantom_store, tmp_path, HOST, settings).forecast
+    course = dataclasses.replace(forecast.course, coarse_steps=13, validations=8, held_out=3)
+    made = dataclasses.replace(
+        forecast,
+        course=course,
+        full=dataclasses.replace(forecast.full, step_s=4.0),
+        coarse=dataclasses.replace(forecast.coarse, step_s=1.0),
+    )
+    assert made.at_pace_of(done).validation_s == pytest.approx(all_s)
+    assert made.left(done).validation_s == pytest.approx(left_s)
+
+
+@pytest.mark.parametrize(
     ("changes", "last", "takes_own"),
     [
         ({}, 12, True),
@@ -974,20 +1007,7 @@ def test_a_run_that_goes_on_is_planned_at_its_own_pace_if_it_goes_on_alike(
     save_config(config, tmp_path)
     with_checkpoint(tmp_path, step=12)
     predicted_s = plan().left_s
-    start = {
-        "event": "start",
-        "step": 0,
-        "steps": 16,
-        "coarse_steps": config.coarse_steps,
-        "workers": 1,
-        "device": "cpu",
-        "precision": config.unet.dtype,
-        "policy": "speed",
-        "micro_batch": config.micro,
-        "grid": list(config.grid),
-        "host": HOST.summary(),
-        "predicted": plan().predicted,
-    }
+    start = start_of(plan())
     logged = {name: value for name, value in {**start, **changes}.items() if value is not None}
     append_event(tmp_path, logged)
     for step in range(1, last + 1):
@@ -1008,11 +1028,98 @@ def test_a_run_that_goes_on_is_planned_at_its_own_pace_if_it_goes_on_alike(
     assert pace.seconds_left(12, 16) == pytest.approx(steps_s)
 
 
+def start_of(plan):
+    """The event with which an attempt by a plan begins, on HOST."""
+    config = plan.config
+    return {
+        "event": "start",
+        "step": 0,
+        "steps": plan.steps,
+        "coarse_steps": config.coarse_steps,
+        "workers": 1,
+        "device": "cpu",
+        "precision": config.unet.dtype,
+        "policy": config.unet.policy,
+        "micro_batch": config.micro,
+        "grid": list(config.grid),
+        "host": HOST.summary(),
+        "predicted": plan.predicted,
+    }
+
+
+def log_pace(plan, run, step_s=77.0, **changes):
+    """Log a start, and so many coarse steps that this is their pace."""
+    run.mkdir(exist_ok=True)
+    append_event(run, {**start_of(plan), **changes})
+    for step in range(1, 6):
+        append_event(run, {"event": "step", "step": step, "step_s": step_s})
+
+
+def test_validations_are_planned_by_their_seconds_in_the_log(phantom_store, tmp_path):
+    settings = {"depth": 3, "curriculum": "half", "steps": 16, "policy": "speed"}
+    plan = make_plan(phantom_store, tmp_path, HOST, settings)
+    log_pace(plan, tmp_path)
+    scores = {"mean_dice": 0.5, "cases": 2}
+    append_event(tmp_path, {"event": "validation", "step": 5, "seconds": 600.0, **scores})
+    again = make_plan(phantom_store, tmp_path, HOST, settings)
+    assert again.done.coarse.case_s == 300
+    assert "validations of 5 min a case" in " ".join(plan_lines(again, HOST))
+    assert again.paced.validation_s > 300 * 13 / 16 * again.validations
+
+
+@pytest.mark.parametrize(
+    ("fold", "place", "changes", "takes"),
+    [
+        ("2/2", "fold-2", {}, True),
+        ("2/2", "another", {}, False),  # that is no fold of this folder
+        ("2/2", "fold-2", {"policy": "lean"}, False),
+        ("2/2", "fold-2", {"host": {**HOST.summary(), "cpu": "another CPU"}}, False),
+        (None, "fold-2", {}, False),
+    ],
+)
+def test_a_fold_that_has_not_begun_is_planned_at_the_pace_of_one_beside_it(
+    phantom_store, tmp_path, fold, place, changes, takes
+):
+    settings = {"depth": 3, "curriculum": "half", "steps": 16, "policy": "speed"}
+
+    def plan(fold, place):
+        of_fold = {"fold": fold} if fold else {}
+        return make_plan(phantom_store, tmp_path / place, HOST, {**settings, **of_fold})
+
+    first = plan("1/2", "fold-1")
+    log_pace(first, tmp_path / "fold-1", **changes)
+    planned = plan(fold, place)
+    assert ("by fold 1/2's last 4 coarse steps" in " ".join(plan_lines(planned, HOST))) == takes
+    # 13 of the 16 steps are coarse
+    assert (planned.left_s > 13 * 77) == takes
+
+
+def test_a_fold_with_a_pace_of_its_own_is_planned_by_that(phantom_store, tmp_path):
+    settings = {"depth": 3, "curriculum": "half", "steps": 16, "policy": "speed"}
+    for part, step_s in ((1, 77.0), (2, 55.0)):
+        run = tmp_path / f"fold-{part}"
+        plan = make_plan(phantom_store, run, HOST, {**settings, "fold": f"{part}/2"})
+        log_pace(plan, run, step_s)
+    again = make_plan(phantom_store, run, HOST, {**settings, "fold": "2/2"})
+    assert (again.done.whose, again.done.coarse.step_s) == ("its own", 55.0)
+
+
 @pytest.mark.parametrize("steps", [16, 17, 40])
 def test_nothing_is_left_of_a_run_that_is_made_shorter_than_it_is(phantom_store, tmp_path, steps):
     forecast = make_plan(phantom_store, tmp_path, HOST, {"steps": 16}).forecast
     done = Done(steps=steps, steps_s=9.0, is_decided=True)
     assert forecast.left(done).all_s == pytest.approx(0)
+
+
+def test_regions_that_no_validation_case_has_are_noted_before_a_run_begins(phantom_store, tmp_path):
+    note = "no validation case has NC,"
+    assert note not in " ".join(plan_lines(planned(phantom_store, tmp_path), HOST))
+    plan = planned(with_absent_region(phantom_store), tmp_path)
+    assert note in " ".join(plan_lines(plan, HOST))
+    save_config(plan.config, tmp_path)
+    with_checkpoint(tmp_path)  # it may be of an earlier version, which counted them
+    again = planned(with_absent_region(phantom_store), tmp_path)
+    assert note not in " ".join(plan_lines(again, HOST))
 
 
 def test_a_run_that_goes_on_keeps_its_strides_and_its_policy_and_says_so(phantom_store, tmp_path):

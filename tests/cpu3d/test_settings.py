@@ -237,7 +237,7 @@ def test_a_saved_config_with_a_value_of_another_kind_or_none_is_refused_by_name(
 def chosen(*words):
     parser = argparse.ArgumentParser()
     add_options(parser, SETTINGS)
-    return arguments([SETTINGS], parser.parse_args(words))[0]
+    return arguments([SETTINGS], parser.parse_args(words), InputError)[0]
 
 
 def test_what_is_given_on_the_command_line_is_set_and_nothing_else():
@@ -293,6 +293,20 @@ def test_options_that_exclude_each_other_are_refused(words, capsys):
     with pytest.raises(SystemExit) as caught:
         chosen(*words.split())
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["epochs", "steps", "validate-every", "validations", "micro-batch"]
+)
+def test_a_number_that_would_be_taken_for_the_default_is_refused(name):
+    with pytest.raises(InputError, match=rf"^--{name} must be at least 1, got 0; [^\n]+$"):
+        with_settings(Settings(), chosen(f"--{name}", "0"))
+
+
+def test_zero_from_python_and_of_a_saved_run_is_no_choice():
+    zeros = dict.fromkeys(("steps", "validate_every", "validations", "micro_batch"), 0)
+    assert with_settings(Settings(), zeros) == Settings()
+    assert as_options({**zeros, "epochs": 3}) == ["--epochs", "3"]
 
 
 def test_validations_in_all_replace_those_of_a_recipe():

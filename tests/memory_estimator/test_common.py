@@ -197,6 +197,21 @@ def test_another_word_is_refused_with_the_one_that_may_be_given(capsys, name, ru
 
 
 @dataclass(frozen=True)
+class Unset:
+    steps: int = option(0, "updates", at_least=0, typed_at_least=1)
+
+
+def test_a_value_that_stands_for_none_chosen_cannot_be_typed(capsys):
+    with pytest.raises(ValueError, match=r"^--steps must be at least 1, got 0; leave it out"):
+        from_args(Unset, parsed("--steps", "0", kinds=(Unset,)))
+    assert from_args(Unset, parsed(kinds=(Unset,))) == Unset()
+    assert to_command_line(Unset, {"steps": 0}) == []
+    with pytest.raises(SystemExit):
+        parsed("--help", kinds=(Unset,))
+    assert "default: 0" not in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
 class Rest:
     words: Tuple[str, ...] = option(rest=True)
 

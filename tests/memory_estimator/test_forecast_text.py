@@ -4,15 +4,20 @@ import dataclasses
 
 import pytest
 
-from memory_estimator.accuracy import load_accuracy
-from memory_estimator.calibration import load_constants
+from memory_estimator.accuracy import Bound, load_accuracy
+from memory_estimator.calibration import Scale, load_constants
 from memory_estimator.forecast_text import left_line, pace_line, steps_table, time_line, verdict
 from memory_estimator.job import Job
 from memory_estimator.training import Done, OwnSteps, RunCourse
 from models.config import UNetConfig
 
 GIB = 2**30
+SCALE = Scale(1.5, True, 2, "2026-11-28", "96 x 96 x 96 in bfloat16")
 COURSE = RunCourse(steps=20, coarse_steps=15, coarse_shape=(16, 16, 16))
+
+
+MEASURED = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
+"""Of a kind whose errors are known on the host of "avx512_bf16"."""
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +51,8 @@ def test_own_steps_are_in_the_table_and_their_errors_are_not(forecast):
 
 
 def test_what_predictions_have_been_off_by_is_in_the_table():
-    job = Job(UNetConfig(dtype="bfloat16"), (96, 96, 96), threads=2)
     course = RunCourse(steps=4)
-    known = course.forecast(job, load_constants("avx512_bf16"), load_accuracy(versions=None))
+    known = course.forecast(MEASURED, load_constants("avx512_bf16"), load_accuracy(versions=None))
     bound = known.full.bound("step_s")
     assert f"± {bound.median:.1%}" in words(steps_table(known))
     assert f"{bound.worst:.1%}" in words(steps_table(known))
@@ -72,11 +76,40 @@ def test_lines_have_the_time_in_all_and_what_is_left(forecast):
 
 
 @pytest.mark.parametrize(
+    ("scales", "done", "name", "time"),
+    [
+        ({}, Done(), "a step, predicted", "40 s in all (36 s to 44 s): "),
+        ({"bfloat16": SCALE}, Done(), "a step, calibrated", "about 40 s in all: "),
+        ({}, Done(2, full=OwnSteps(3, 20.0)), "a step, measured", "about 80 s in all: "),
+    ],
+)
+def test_it_is_said_whether_seconds_are_measured_and_how_far_they_may_be_off(
+    scales, done, name, time
+):
+    constants = dataclasses.replace(load_constants("avx512_bf16"), scales=scales)
+    made = RunCourse(steps=4).forecast(MEASURED, constants, load_accuracy(versions=None))
+    kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
+    full = dataclasses.replace(made.full, step_s=10.0, kind=kind)
+    forecast = dataclasses.replace(made, full=full)
+    assert name in steps_table(forecast, done).columns
+    assert time_line(forecast, done).startswith(time)
+
+
+def test_seconds_as_of_another_host_are_said_to_be_uncalibrated(forecast):
+    assert "a step, uncalibrated" in steps_table(forecast).columns
+    assert time_line(forecast).startswith("about 80 s in all")
+
+
+@pytest.mark.parametrize(
     ("done", "figures"),
     [
         (Done(12), []),
         (Done(12, coarse=OwnSteps(11, 3.0)), ["11 coarse steps", "3 s", "1.50"]),
-        (Done(19, full=OwnSteps(3, 9.0)), ["3 full steps", "9 s"]),
+        (Done(19, full=OwnSteps(3, 9.0)), ["its own last 3 full steps", "9 s"]),
+        (
+            Done(0, full=OwnSteps(3, 9.0, 4.0), whose="fold 1/5's"),
+            ["fold 1/5's last", "4 s a case"],
+        ),
     ],
 )
 def test_what_the_seconds_follow_from_is_said(forecast, done, figures):

@@ -18,7 +18,7 @@ from cpu3d.inference.postprocessing.decision import FILE, Decision
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.report.run_status import WORST_FIRST, run_status, workers_of
-from cpu3d.report.status import describe, folds_status
+from cpu3d.report.status import describe, describe_folds, folds_status
 from cpu3d.run.checkpoint import weights_file, write_best
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.decided import SCHEMA
@@ -191,19 +191,57 @@ def test_a_worker_is_alive_while_its_beat_is_young(run, beat_s_ago, written_s_ag
     assert run_status(run).state == state
     if state == "silent":  # it holds no memory
         text = printed(run)
-        assert re.search("silent computing.* 120 .*8.00G .*node-17", text)
+        assert re.search("silent computing.* 8.00G .*node-17", text)
         assert "free of" not in text
 
 
 def test_a_process_of_this_host_that_was_killed_is_known_at_once(run):
     write_heartbeat(run, beat(process_start=1))  # a later process has its pid
     status = run_status(run)
-    assert (status.state, status.is_fine, status.seconds_left) == ("killed", False, None)
+    assert (status.state, status.is_fine) == ("killed", False)
     assert status.advice == "the same command continues from step 100"
     text = printed(run)
     assert re.search(f"why: worker 0: process {os.getpid()} of this host has ended", text)
     assert "free of" not in text, "it holds no memory"
     assert main(["status", "--run", str(run)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "begin", "left_s"),
+    [
+        ({}, 120, 3880 * 4),
+        ({"process_start": 1}, 100, 3900 * 4),  # killed after its checkpoint
+        ({"exit_code": 143, "reason": "saved"}, 100, 3900 * 4),
+        ({"exit_code": 0, "reason": "finished"}, None, None),
+    ],
+)
+def test_what_is_left_of_a_run_that_ended_early_is_left_from_its_checkpoint(
+    run, changes, begin, left_s
+):
+    write_heartbeat(run, beat(**changes))
+    status = run_status(run)
+    assert status.steps_left == (None if begin is None else 4000 - begin)
+    assert status.seconds_left == (None if left_s is None else pytest.approx(left_s))
+    line = re.search(r"left: 3,900 of 4,000 steps, from step 100, about 4\.33 h", printed(run))
+    assert bool(line) == (begin == 100)
+
+
+def test_without_a_checkpoint_and_a_pace_all_steps_are_left(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "log.jsonl").unlink()
+    write_heartbeat(run, beat(process_start=1, step=2))
+    assert "left: 4,000 of 4,000 steps, from step 0 next:" in printed(run)
+
+
+@pytest.mark.parametrize(
+    ("beat_step", "saved", "step"), [(118, 100, 120), (121, 100, 121), (118, 130, 130)]
+)
+def test_one_step_is_printed_that_of_the_newest_file(run, beat_step, saved, step):
+    (run / "checkpoints" / f"step-{saved:08}.npz").touch()
+    write_heartbeat(run, beat(step=beat_step))
+    assert run_status(run).step == step
+    progress = printed(run).partition("checkpoint:")[0]
+    assert re.findall(rf"\b({beat_step}|120|{step})\b", progress) == [str(step)]
 
 
 def test_an_end_that_is_noted_while_status_looks_is_not_taken_for_a_kill(run):
@@ -352,12 +390,13 @@ def test_a_run_that_cannot_or_need_not_be_decided_has_finished_with_a_note(done,
     assert main(["status", "--run", str(done)]) == 0
 
 
-def test_a_run_that_decides_its_post_processing_runs(run):
-    save_config(RunConfig(steps=120), run)
-    append_event(run, {"event": "end", "step": 120, "reason": "finished"})
-    write_heartbeat(run, beat(step=120, steps=120, phase="deciding post-processing"))
+@pytest.mark.parametrize(("steps", "reason"), [(120, "finished"), (4000, "early stop")])
+def test_a_run_that_decides_its_post_processing_runs(run, steps, reason):
+    save_config(RunConfig(steps=steps), run)
+    append_event(run, {"event": "end", "step": 120, "reason": reason})
+    write_heartbeat(run, beat(step=120, steps=steps, phase="deciding post-processing"))
     status = run_status(run)
-    assert (status.state, status.seconds_left) == ("running", None)
+    assert (status.state, status.steps_left, status.seconds_left) == ("running", 0, None)
 
 
 @pytest.mark.parametrize(("seconds", "step_s"), [((60.0,), None), ((60.0, 3.0), 3.0)])
@@ -473,8 +512,8 @@ def test_before_a_fold_is_trained_it_takes_what_is_predicted_and_its_start_passe
 @pytest.mark.parametrize(
     ("steps", "changes", "validated", "left_s"),
     [
-        # No pace without a live process: what is predicted of the steps that are left.
-        (250, {"process_start": 1, "steps": 1000}, False, 750 + 75 + 15 + 40 - 7.5),
+        # Of one that was killed before its first checkpoint nothing is done.
+        (250, {"process_start": 1, "steps": 1000}, False, 2000 + 100 + 15 + 40 - 7.5),
         (250, {"phase": "starting", "step": 0, "steps": 0}, False, 1500 + 75 + 15 + 40 - 7.5),
         (250, {"step": 250, "steps": 1000}, False, 1500 + 75 + 15 + 40 - 7.5),
         (500, {"step": 500, "steps": 1000}, False, 1000 + 50 + 15 + 40 - 7.5),
@@ -491,14 +530,35 @@ def test_the_steps_of_a_fold_count_as_soon_as_its_log_or_its_heartbeat_has_them(
     run = begun(two_folds, steps, validated=validated)
     now_in(two_folds, "training fold 1/2", 60)
     write_heartbeat(run, beat(**{"step": steps, **changes}))
-    assert left_of(two_folds) == about(left_s, 1155)
+    # The other fold takes all steps at this pace, with validations as they were or are predicted.
+    validations_s = 1000 * 50 / steps if validated else 100
+    assert left_of(two_folds) == about(left_s, 2000 + validations_s + 15 + 40)
+
+
+def test_a_fold_of_too_few_steps_is_no_pace_of_the_others(two_folds):
+    begun(two_folds, 3)  # of which the first compiles
+    now_in(two_folds, "training fold 1/2", 60)
+    assert left_of(two_folds)[1] == 1155
+
+
+@pytest.mark.parametrize(("changes", "until"), [({}, True), ({"process_start": 1}, False)])
+def test_what_is_left_of_folds_is_known_after_they_were_killed(two_folds, changes, until):
+    begun(two_folds, 250)
+    now_in(two_folds, "training fold 1/2", 0, **changes)
+    status = folds_status(two_folds)
+    assert status.seconds_left == pytest.approx(2 * (2000 + 100 + 15 + 40), abs=0.9)
+    console = Console(width=200, file=io.StringIO())
+    console.print(describe_folds(status))
+    text = console.file.getvalue()
+    assert "left: about 71.8 min" in text
+    assert ("until" in text) == until
 
 
 def test_what_is_left_after_the_steps_of_a_fold_passes_too(two_folds):
     run = begun(two_folds, 1000)
     now_in(two_folds, "training fold 1/2", 60)
     now_in(run, "deciding post-processing", 5, step=1000, steps=1000)
-    assert left_of(two_folds) == about(10 + 40 - 7.5, 1155)
+    assert left_of(two_folds) == about(10 + 40 - 7.5, 2155)
     append_event(run, {"event": "end", "step": 1000, "reason": "finished", "seconds": 2100.0})
     write_heartbeat(run, beat(step=1000, steps=1000, exit_code=0, reason="finished"))
     now_in(two_folds, "scoring fold 1/2", 20)

@@ -47,6 +47,7 @@ from tests.cpu3d.runs import (
     assert_same_weights,
     steps_of,
     weights,
+    with_absent_region,
 )
 from tests.cpu3d.runs import start_without_network as start
 
@@ -172,6 +173,33 @@ def without_gain(monkeypatch):
     """Have all validations end alike."""
     scores = SimpleNamespace(dice=np.ones(3), loss=1.0, cases=1)
     monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, Stop.NONE))
+
+
+@pytest.mark.parametrize(
+    ("saved", "mean_dice"),
+    [
+        (None, 0.5),
+        ({}, 0.625),  # an earlier version, which counted all regions, has begun it
+        ({"counts_absent": False}, 0.5),
+    ],
+)
+def test_a_region_that_no_validation_case_has_is_not_in_the_mean_dice(
+    phantom_store, tmp_path, monkeypatch, saved, mean_dice
+):
+    scores = SimpleNamespace(dice=np.array([0.25, 0.5, 0.75, 1.0]), loss=1.0, cases=1)
+    monkeypatch.setattr(fit_module, "validate", lambda *arguments: (scores, Stop.NONE))
+    store = with_absent_region(phantom_store)
+    options = {"steps": 3, "validations": 1}
+    fit = start(store, tmp_path, **options)
+    if saved is not None:
+        write_next(tmp_path, 2, fit.learner.arrays(), state_of(2, **saved), keep=1)
+        fit = start(store, tmp_path, **options)
+    fit.run()
+    assert [event["mean_dice"] for event in validations_of(tmp_path)] == [mean_dice]
+    assert newest(tmp_path).state["best"] == mean_dice
+    again = start(store, tmp_path, **{**options, "steps": 6, "validations": 2})
+    again.run()
+    assert validations_of(tmp_path)[-1]["mean_dice"] == mean_dice, "as it has begun"
 
 
 def test_early_stopping_ends_after_patience_validations_without_gain(
