@@ -68,7 +68,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # of a disk, and of a user's share of one
 class NoRoomError(OSError):
     """A file that its disk has no room for; a file of that name from before is as it was."""
 
-    written_bytes = 0  # until there was none
+    written_bytes: Optional[int] = None  # until there was none; None if that is not known
     needed_bytes: Optional[int] = None  # of the whole file; None if that is not known
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def fault_of(error: OSError) -> str:
     if error.errno not in FULL:
         return f"{error.filename}: {words}" if error.filename else words
     got = words
-    if isinstance(error, NoRoomError):
+    if isinstance(error, NoRoomError) and error.written_bytes is not None:
         got += f" after {format_bytes(error.written_bytes)}"
         if error.needed_bytes is not None:
             got += f" of {format_bytes(error.needed_bytes)}"

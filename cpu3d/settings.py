@@ -171,7 +171,6 @@ class Settings:
         "take only as many of the epochs' steps as fit these minutes; 0: no limit",
         "M",
         at_least=0,
-        below=math.inf,
     )
     """By the time of the first steps; at least an epoch, the epochs of --validate-every, or a step
     if --validations was chosen."""
@@ -201,21 +200,18 @@ class Settings:
         f"learning rate after the warm-up (default: {_RATES})",
         "R",
         above=0,
-        below=math.inf,
     )
     adam_rate: float = _training(
         0.03,
         "with muon: Adam's rate, for norms, biases and the 1x1x1 head",
         "R",
         above=0,
-        below=math.inf,
     )
     weight_decay: float = _training(
         0.0,
         "share of a kernel that a step takes away, times the learning rate; such as 0.1",
         "W",
         at_least=0,
-        below=math.inf,
     )
     schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
     warmup_steps: int = _training(

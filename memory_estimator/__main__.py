@@ -39,6 +39,7 @@ from memory_estimator.installed import as_typed
 from memory_estimator.job import (
     Job,
     JobOptions,
+    box_note,
     job_from,
     padding_note,
     policy_is_open,
@@ -197,7 +198,11 @@ def _answer(args: argparse.Namespace) -> Answer:
     host = PlannedHost(calibration=options.calibration, memory=options.host_memory)
     source = _source(args, host)
     whole, workers = _whole(args, source, host)
-    notes = [why_depth(args, whole, source.job), padding_note(args, whole, source.job)]
+    notes = [
+        why_depth(args, whole, source.job),
+        box_note(args),
+        padding_note(args, whole, source.job),
+    ]
     if not any(hasattr(args, name) for name in ("dtype", "store", "run", "recipe")):
         notes.append(_dtype_note(whole, host))
     notes = [*source.notes, *filter(None, notes)]

@@ -42,6 +42,11 @@ STORED_BYTES = 2
 
 AUTO = "auto"  # of an option that is decided later
 
+CONTENT_BOX = (
+    "what is left of a volume after `train` has cropped its background, of BraTS' 240 x 240 x 155 "
+    "voxels about 144 x 192 x 144"
+)
+
 
 @dataclass(frozen=True)
 class Job:
@@ -296,7 +301,9 @@ class JobOptions(Architecture):
         one_of="source",
     )
     shape: Optional[Tuple[int, int, int]] = option(
-        None, "voxels, padded to what the network's levels halve", ("X", "Y", "Z")
+        None,
+        f"voxels of the content box, {CONTENT_BOX}; padded to what the network's levels halve",
+        ("X", "Y", "Z"),
     )
     spacing: Optional[Tuple[float, float, float]] = option(
         None,
@@ -371,6 +378,15 @@ def job_from(args: argparse.Namespace, base: Optional[Job] = None) -> Job:
         rule = f"--batch must be at most the {job.cases} training cases"
         raise ValueError(f"{rule}, got {job.batch}; lower it")
     return job
+
+
+def box_note(args: argparse.Namespace) -> str:
+    """A sentence on what --shape means, which is less than a file's voxels; "" if it is not given,
+    or given instead of the grid of a run or a recipe, which may be on patches."""
+    if not hasattr(args, "shape") or any(hasattr(args, name) for name in ("run", "recipe")):
+        return ""
+    shape = by(args.shape, " ")
+    return f"--shape {shape} is the content box, {CONTENT_BOX}; --store takes it from your data"
 
 
 def padding_note(args: argparse.Namespace, job: Job, base: Optional[Job]) -> str:

@@ -178,6 +178,9 @@ def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
 # --- Private helpers ---
 
 
+# Nothing in a layer's call branches on a tensor. AutoGraph would write each to a file before it
+# converts it, and warn if a full disk has no room for that.
+@tf.autograph.experimental.do_not_convert
 def _built(
     config: UNetConfig,
     shape: Shape3,

@@ -66,11 +66,9 @@ class Options:
     runs: Tuple[Path, ...] = option(
         (), help="compare these scored run folders; nothing is trained", metavar="DIR"
     )
-    voxels: Optional[float] = option(
-        None, "budget of every run: voxels seen", metavar="V", above=0, below=math.inf
-    )
+    voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0)
     minutes: Optional[float] = option(
-        None, "budget of every run: minutes of its steps", "M", above=0, below=math.inf
+        None, "budget of every run: minutes of its steps", "M", above=0
     )
     seeds: Tuple[int, ...] = option(
         (0, 1, 2), help="one run a variant for each seed", metavar="S", at_least=0
@@ -81,7 +79,6 @@ class Options:
         help="tolerance of the surface Dice in mm",
         metavar="MM",
         at_least=0,
-        below=math.inf,
     )
     title: Optional[str] = option(
         None, help="title of page and record (default: the data's name)", metavar="TEXT"

@@ -254,7 +254,7 @@ class _Search:
             with contextlib.suppress(InputError):  # a damaged file is named when it is loaded
                 count = channel_count(path)
             if about and count and count != len(about.channels):
-                todo = "correct the list or the file"
+                todo = f'correct the file, or "{about.channels_field}" there'
                 raise InputError(f"{_must_hold(path, about)}, got {count}; {todo}")
             if about:
                 names = about.channels

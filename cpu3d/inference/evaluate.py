@@ -22,7 +22,6 @@ predicted and written, and count in no score."""
 import dataclasses
 import datetime
 import json
-import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,9 +83,7 @@ class Options:
     out: Optional[Path] = option(
         None, "folder for evaluation/ (default: the run's, which `report` reads)", "DIR"
     )
-    tolerance: float = option(
-        TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0, below=math.inf
-    )
+    tolerance: float = option(TOLERANCE_MM, "tolerance of the surface Dice in mm", "MM", at_least=0)
     evidence: bool = option(False, help="also keep in scores.json what decides post-processing")
     json: bool = option(False, help="print scores.json instead of a table")
 

@@ -28,7 +28,8 @@ decided, if all did, or as the cases of such a folder did; --raw leaves that out
 
 A case that was predicted before of the same image, with the same weights and settings, is kept and
 named; others are predicted again, and their earlier files go. Files that `predict` has not written
-are never overwritten, nor, without --overwrite, a label that was changed since.
+are never overwritten, nor, without --overwrite, answers of another run and labels that were changed
+since; of such a label a copy stays, <case_id>_corrected_1.nii.gz.
 
 <case_id>.json beside <case_id>.nii.gz has the meaning of the codes, volumes in ml, sources with
 their hashes, the runs, and the notes that are printed: an image without orientation, with voxels of
@@ -44,7 +45,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
@@ -73,9 +74,12 @@ from cpu3d.inference.sidecar import (
     changes,
     check_replaceable,
     is_changed,
+    is_of_other_runs,
+    keep_corrected,
     page_notes,
     read_sidecar,
     remove_stale,
+    runs_of,
 )
 from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
@@ -106,8 +110,8 @@ class Options:
     )
     overwrite: bool = option(
         False,
-        help="predict again the cases that are there with these settings, also those whose label "
-        "was changed since (default: they are kept)",
+        help="predict again the cases that are there, also those of another run and those whose "
+        "label was changed since, of which a copy stays (default: they are kept)",
     )
     codes: str = option(
         AUTO,
@@ -129,23 +133,22 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(together.runs, together.weights, inference)
     predictor = Ensemble(predictors)
     cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
-    ids = [case.files.case_id for case in cases]
-    wrong = []
-    if options.out.resolve() in (path.resolve() for path in options.image):
-        rule = "--out must not be a folder that is predicted on"
-        wrong.append(f"{rule}, got {options.out}; choose another")
-    for case_id, times in Counter(ids).items():
-        if times > 1:
-            rule = f"case ids must differ, got {case_id} twice"
-            wrong.append(f"{rule}; predict them into separate folders")
-    raise_if_any([*wrong, *problems] if wrong or not cases else ())
-    writable_folder(options.out, "--out")
-    notes += seen_notes(ids, configs)
+    cases, alike = _distinct(cases)
+    problems += alike
     about = {
         **origin(together.runs, configs, predictors),
         "weights": together.weights,
         "weights_sha256": [each.weights_sha256 for each in predictors],
     }
+    wrong = []
+    if options.out.resolve() in (path.resolve() for path in options.image):
+        rule = "--out must not be a folder that is predicted on"
+        wrong.append(f"{rule}, got {options.out}; choose another")
+    if not options.overwrite:
+        wrong += _of_other_runs(cases, options, about)
+    raise_if_any([*wrong, *problems] if wrong or not cases else ())
+    writable_folder(options.out, "--out")
+    notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
     cases, lines, refused = _without_kept(cases, options, about, postprocessing)
     problems += refused
@@ -233,6 +236,7 @@ def predict_case(
         FILES: [path.name for path in outputs.paths],
         "notes": notes,
     }
+    content["notes"] += keep_corrected(outputs, before)
     remove_stale(outputs, before, case.files.paths)
     # First, so that a label is known as ours from the moment that it is there, and can be redone
     # after a crash; one that is corrected by hand meanwhile is told from it.
@@ -250,6 +254,33 @@ def predict_case(
     return content
 
 
+def _distinct(cases: Sequence[Case]) -> Tuple[List[Case], List[str]]:
+    """The cases whose id no other has, and a problem for each id of several."""
+    times = Counter(case.files.case_id for case in cases)
+    distinct = [case for case in cases if times[case.files.case_id] == 1]
+    problems = []
+    for case_id, number in times.items():
+        if number > 1:
+            rule = f"case ids must differ, got {case_id} for {number} cases"
+            problems.append(f"{rule}; predict them into separate folders")
+    return distinct, problems
+
+
+def _of_other_runs(
+    cases: Sequence[Case], options: Options, about: Mapping[str, Any]
+) -> Iterator[str]:
+    """A problem for each run, or runs together, whose answers would be replaced by others'."""
+    theirs: Dict[str, List[str]] = {}  # runs -> cases
+    for case in cases:
+        before = read_sidecar(_outputs(case, options).sidecar)
+        if is_of_other_runs(before, about):
+            theirs.setdefault(listed(runs_of(before)), []).append(case.files.case_id)
+    for runs, ids in theirs.items():
+        rule = f"--out {options.out} must not hold these cases' answers by another run"
+        got = f"{listed(ids)} by {runs}"
+        yield f"{rule}, got {got}; choose another --out, or give --overwrite"
+
+
 def _without_kept(
     cases: Sequence[Case],
     options: Options,
@@ -260,20 +291,18 @@ def _without_kept(
     predicted again with the reason; and what keeps others from being predicted again."""
     todo = []
     kept = []
-    overwritten = []  # cases whose label somebody has corrected
     problems: List[str] = []
     again: Dict[str, List[str]] = {}  # reason -> cases
     for case in cases:
         case_id = case.files.case_id
         outputs = _outputs(case, options)
         before = read_sidecar(outputs.sidecar)
-        is_corrected = is_changed(outputs, before)
         reasons = ["--overwrite is given"]
         if not options.overwrite:
             wanted = _made_from(case, options, about, postprocessing)
             reasons = changes(before, wanted, outputs, case.files.paths)
         if before and not reasons:
-            if is_corrected:
+            if is_changed(outputs, before):
                 case_id = f"{case_id} (its label as it was changed since)"
             kept.append(case_id)
             continue
@@ -285,17 +314,12 @@ def _without_kept(
         todo.append(case)
         if before:
             again.setdefault(listed(reasons), []).append(case_id)
-        if is_corrected:
-            overwritten.append(case_id)
     lines = []
     if kept:
         why = "predicted before with these weights and settings"
         lines.append(f"kept {listed(kept)}, {why}; with --overwrite they are predicted again")
     for reason, ids in again.items():
         lines.append(f"predicted again: {listed(ids)}, as {reason}")
-    if overwritten:
-        why = "though it may have been corrected by hand"
-        lines.append(f"overwritten: the label of {listed(overwritten)}, {why}")
     return todo, lines, problems
 
 

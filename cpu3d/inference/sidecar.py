@@ -15,6 +15,7 @@ from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import SourceFile
 from cpu3d.data.stores.convert import same_files
 from cpu3d.errors import raise_if_any
+from cpu3d.util.atomic import write_bytes
 from memory_estimator.common.files import read_json
 
 SCHEMA = 1  # version of the sidecar
@@ -86,6 +87,41 @@ def changes(
     except (KeyError, TypeError):  # of a damaged sidecar
         found.append("its record is damaged")
     return list(dict.fromkeys(found))
+
+
+def runs_of(content: Mapping[str, Any]) -> List[str]:
+    """The folders of the runs that an answer is of, by the content of its sidecar or by the
+    `origin` that is written there; none if it names no run."""
+    runs = content.get("runs")
+    origins = runs if isinstance(runs, list) else [content]
+    folders = [each.get("run") for each in origins if isinstance(each, dict)]
+    return sorted(folder for folder in folders if isinstance(folder, str))
+
+
+def is_of_other_runs(before: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """Whether other runs made an earlier prediction than those that would make it now. Runs of the
+    same weights are the same, though their folder was moved."""
+    earlier = runs_of(before)
+    weights = "weights_sha256"
+    if not earlier or earlier == runs_of(about):
+        return False
+    return weights not in before or before[weights] != about.get(weights)
+
+
+def keep_corrected(outputs: Outputs, before: Mapping[str, Any]) -> List[str]:
+    """Copy a label that was changed since it was written to a file beside it, which nothing
+    overwrites; returns a note with its name, none for a label that was not changed."""
+    if not is_changed(outputs, before):
+        return []
+    content = outputs.label.read_bytes()
+    case_id = outputs.sidecar.stem
+    number = 1
+    copy = outputs.label.with_name(f"{case_id}_corrected_{number}.nii.gz")
+    while copy.exists() and copy.read_bytes() != content:
+        number += 1
+        copy = outputs.label.with_name(f"{case_id}_corrected_{number}.nii.gz")
+    write_bytes(copy, content)
+    return [f"its label was changed since predict wrote it, and was kept as {copy.name}"]
 
 
 def check_replaceable(

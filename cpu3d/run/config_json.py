@@ -24,6 +24,7 @@ from models.losses import DEFAULT_LOSS
 from models.optimizers import OPTIMIZERS
 from models.strides import EVERY_AXIS
 
+RESTORE = "restore it from a copy of the run, or begin another run"
 SCHEMA = 1  # of the run folder's layout; a run of another one is refused, never guessed at
 NESTED = ("unet", "augment")  # the settings that hold settings
 
@@ -68,7 +69,7 @@ def load_config(run: Path) -> RunConfig:
     try:
         content = typed(read_json(path), Dict[str, Any], "config")
     except (InputError, ValueError) as error:
-        raise InputError(f"{whole}, got {_one_line(error)}; restore it") from None
+        raise InputError(f"{whole}, got {_one_line(error)}; {RESTORE}") from None
     schema = content.pop("schema", None)
     if schema != SCHEMA:
         todo = "use the version that made it, or retrain"
@@ -76,7 +77,7 @@ def load_config(run: Path) -> RunConfig:
     try:
         return config_from_json(content)
     except (InputError, ValueError) as error:
-        raise InputError(f"{whole}, got {_one_line(error)}; restore it") from None
+        raise InputError(f"{whole}, got {_one_line(error)}; {RESTORE}") from None
 
 
 def _one_line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 are written."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -135,8 +136,7 @@ def sync_folder(folder: Union[str, Path]) -> None:
 
 
 def writable_folder(path: Union[str, Path], kind: str) -> Path:
-    """Make the folder `path` if there is none and return it. Raises InputError as
-    `check_folder`."""
+    """Make the folder `path` if there is none and return it. Raises as `check_folder`."""
     path = Path(path)
     check_folder(path, kind)
     with _explained(path, kind):
@@ -147,7 +147,7 @@ def writable_folder(path: Union[str, Path], kind: str) -> Path:
 def check_folder(path: Union[str, Path], kind: str) -> None:
     """Raise InputError, before long work whose result could not be written, unless `path` is a
     folder that a file can be made in, or could be made; nothing is. `kind` is the folder's name in
-    the message."""
+    the message. Raises NoRoomError if its disk is full."""
     path = Path(path)
     with _explained(path, kind):
         place = next(place for place in (path, *path.absolute().parents) if place.exists())
@@ -160,13 +160,21 @@ def check_folder(path: Union[str, Path], kind: str) -> None:
 
 @contextlib.contextmanager
 def _explained(path: Path, kind: str) -> Iterator[None]:
-    """Raise an OSError again as the InputError of a folder that cannot be written to."""
+    """Raise an OSError again as the InputError of a folder that cannot be written to, and that of a
+    full disk as NoRoomError."""
     try:
         yield
     except OSError as error:
-        got = "a file" if path.is_file() else error.strerror
-        rule = f"{kind} {path} must be a folder to write to"
+        if error.errno in FULL:
+            raise NoRoomError(error.errno, error.strerror, str(path)) from None
+        got = error.strerror
         todo = "choose another, or change its permissions"
+        if path.is_file():
+            got = "a file"
+        elif error.errno == errno.ENOENT:  # of /proc and the like, which only the system fills
+            got = "a place where no file can be made"
+            todo = "choose another"
+        rule = f"{kind} {path} must be a folder to write to"
         raise InputError(f"{rule}, got {got}; {todo}") from None
 
 

@@ -16,6 +16,8 @@ from memory_estimator.common.units import shortened
 AnyPath = Union[str, Path]
 T = TypeVar("T")
 
+UNTERMINATED = "Unterminated string starting at"  # up to the end of the file
+
 # What a parser of JSON misses, in its words, and in ours.
 EXPECTED = {
     "Expecting value": "a value",
@@ -24,7 +26,8 @@ EXPECTED = {
     "Expecting property name enclosed in double quotes": "a name in double quotes",
     "Illegal trailing comma before end of object": "no comma before the bracket",
     "Illegal trailing comma before end of array": "no comma before the bracket",
-    "Unterminated string starting at": "a text that ends with a quote",
+    UNTERMINATED: "a text that ends with a quote",
+    "Invalid control character at": "a text without line breaks",
     "Extra data": "nothing more",
 }
 
@@ -152,7 +155,7 @@ def _fault(error: json.JSONDecodeError) -> str:
     """Where a text is no JSON, and what is expected there."""
     place = f"line {error.lineno}, column {error.colno}"
     kind = "a fault"
-    if not error.doc[error.pos :].strip():
+    if error.msg == UNTERMINATED or not error.doc[error.pos :].strip():
         kind = "an end, as of a file that was cut,"
     if error.msg not in EXPECTED:
         return f"{kind} at {place}: {error.msg}"

@@ -22,6 +22,7 @@ command line."""
 import argparse
 import dataclasses
 import functools
+import math
 import operator
 from pathlib import Path
 from typing import (
@@ -353,6 +354,8 @@ def _broken_rule(value: Any, spec: Option) -> str:
         if value in spec.choices:
             return ""
         return f"be one of {', '.join(map(str, spec.choices))}"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "be a finite number"
     if isinstance(value, int) and abs(value) >= 2**31:
         return "fit into 32 bits"
     rules = (

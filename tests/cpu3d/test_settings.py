@@ -144,7 +144,15 @@ def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("epochs", 0), ("learning_rate", math.inf), ("ema", 1), ("extent", "tile")]
+    ("field", "value"),
+    [
+        ("epochs", 0),
+        ("learning_rate", math.inf),
+        ("save_minutes", math.inf),
+        ("stall_minutes", math.nan),
+        ("ema", 1),
+        ("extent", "tile"),
+    ],
 )
 def test_a_bad_setting_is_refused_by_name(field, value):
     option = "--" + field.replace("_", "-")

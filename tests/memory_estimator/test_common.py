@@ -119,6 +119,11 @@ def test_json_becomes_records_of_the_kinds_that_their_fields_have():
         ("{a: 1}", "a fault at line 1, column 2, where a name in double quotes must be"),
         ('{"a": 1}\n{}', "a fault at line 2, column 1, where nothing more must be"),
         ('{"a": 1', "an end, as of a file that was cut, at line 1, column 8, where a comma"),
+        ('{"a": "te', "an end, as of a file that was cut, at line 1, column 7, where a text that"),
+        (
+            '{"a": "te\n}',
+            "a fault at line 1, column 10, where a text without line breaks must be",
+        ),
         ('{"a":', "an end, as of a file that was cut, at line 1, column 6, where a value"),
     ],
 )

@@ -135,6 +135,15 @@ def test_a_shape_is_padded_to_what_the_network_halves_and_the_grid_is_named(opti
     assert grids == named
 
 
+@pytest.mark.parametrize(
+    ("options", "is_noted"),
+    [("--shape 64 48 32", True), ("--recipe demo", False), ("--recipe gpu-patch", False)],
+)
+def test_a_shape_is_said_to_be_the_content_box(options, is_noted, capsys):
+    notes = answer(f"{options} --threads 2 --host-memory 64GiB", capsys)["notes"]
+    assert any("--shape 64 48 32 is the content box" in note for note in notes) == is_noted
+
+
 def test_the_grid_of_a_recipe_is_padded_to_other_levels(capsys):
     content = answer("--recipe brats-regions --depth 6 --threads 2 --host-memory 64GiB", capsys)
     assert content["job"]["shape"] == [160, 192, 160]

@@ -1,8 +1,11 @@
 """Layers on paper have the shapes and weights that Keras gives them, and what the network
 computes."""
 
+import errno
 import json
+import os
 import re
+import tempfile
 
 import numpy as np
 import pytest
@@ -36,6 +39,19 @@ def test_the_plan_has_the_shapes_and_weights_of_every_built_layer(variant):
         assert (tuple(layer.output.shape[1:]), layer.output.dtype) == (op.shape, config.dtype)
         assert sum(tf.size(w).numpy() for w in layer.trainable_weights) == op.trainable
         assert sum(tf.size(w).numpy() for w in layer.non_trainable_weights) == op.frozen
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_network_is_built_where_no_file_can_be_written(monkeypatch, residual):
+    written = []
+
+    def full(*about, **more):
+        written.append(more)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", full)
+    build_unet3d(UNetConfig(depth=2, filters=2, residual=residual), (8, 8, 8), batch_size=1)
+    assert not written  # AutoGraph goes on without, but warns of it
 
 
 def test_the_reference_network_has_the_known_number_of_parameters():

@@ -44,6 +44,7 @@ from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
 from cpu3d.data.normalise import Normalisation, if_any_differs, of_all
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.errors import InputError, raise_if_any
+from memory_estimator.common.units import counted
 from models.strides import Spacing3
 
 AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
@@ -416,13 +417,16 @@ def _channels(
 def _places(path: Path, count: int, names: Sequence[str], present: Sequence[str]) -> Sequence[int]:
     """The places of channels among the `count` of a file. Raises InputError for another number."""
     places: Sequence[int] = range(len(names))
-    expected = len(names)
+    expected = names
     if present:
         places = places_of(names, present, str(path))
-        expected = len(present)
-    if count != expected:
-        advice = "give one 4D file or one 3D file for each channel"
-        raise InputError(f"{path} must hold {expected} channel(s), got {count}; {advice}")
+        expected = present
+    if count != len(expected):
+        rule = f"{path} must hold {counted(len(expected), 'channel')}, {', '.join(expected)}"
+        advice = 'correct "channel_names" or "modality" in the data set\'s dataset.json'
+        if not present:
+            advice += ", or give one 4D file or one 3D file for each channel"
+        raise InputError(f"{rule}, got {count}; {advice}")
     return places
 
 
@@ -442,7 +446,8 @@ def _label(path: Path, label: Array, labels: Mapping[int, str]) -> Array:
     if unknown:
         known = ", ".join(f"{code} {name}" for code, name in sorted(labels.items()))
         rule = f"label {path} must hold only the codes {known}"
-        raise InputError(f"{rule}, got {', '.join(unknown[:8])}; correct it")
+        todo = 'change these voxels, or name the code in "labels" of the data set\'s dataset.json'
+        raise InputError(f"{rule}, got {', '.join(unknown[:8])}; {todo}")
     return codes
 
 
@@ -459,5 +464,6 @@ def label_codes(path: Path, label: Array) -> Array:
     if wrong.size:
         values, counts = np.unique(wrong, return_counts=True)
         got = ", ".join(f"{value!s} ({n} voxels)" for value, n in zip(values[:8], counts))
-        raise InputError(f"label {path} must hold integer codes 0..255, got {got}; correct it")
+        todo = "write it with such, resampled by nearest neighbours if it was"
+        raise InputError(f"label {path} must hold integer codes 0..255, got {got}; {todo}")
     return codes

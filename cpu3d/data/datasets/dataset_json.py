@@ -112,6 +112,11 @@ class Description:
     file_ending: Any = None  # of nnU-Net 2, as the next
     training_cases: Any = None
 
+    @property
+    def channels_field(self) -> str:
+        """The field of dataset.json that names the channels."""
+        return "channel_names" if self.is_nnunet2 else "modality"
+
 
 def describe(path: Path) -> Description:
     """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number

@@ -258,12 +258,13 @@ def _check_channels(about: Description, files: Numbered) -> None:
     problems = []
     if beyond:
         rule = f"files of {about.path.parent} must be of the channels that {about.path.name} names"
-        todo = "name the others there, or remove their files"
+        todo = f'name the others in its "{about.channels_field}", or remove their files'
         problems.append(f"{rule}, {', '.join(order)}, got {_and_more(beyond)}; {todo}")
     absent = [words for number, words in enumerate(order) if number not in numbers]
     if absent:
         rule = f"channels of {about.path} must have files CASE_0000 and so on"
-        problems.append(f"{rule}, got none of {', '.join(absent)}; fetch them or correct the list")
+        todo = f'fetch them, or correct "{about.channels_field}" there'
+        problems.append(f"{rule}, got none of {', '.join(absent)}; {todo}")
     raise_if_any(problems)
 
 

@@ -46,7 +46,7 @@ from cpu3d.inference.runs import WEIGHTS, Inference, store_of_run, training_note
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
-from cpu3d.util.atomic import write_json
+from cpu3d.util.atomic import check_folder, writable_folder, write_bytes, write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
@@ -80,6 +80,7 @@ OPTIONS = (Options,)
 def run(options: Options) -> int:
     out = options.out
     _check_empty(out)
+    check_folder(out, "--out")
     config = load_config(options.run)
     exported_config(config, options.size)  # before TensorFlow is loaded
     if options.format == "onnx":
@@ -110,10 +111,10 @@ def run(options: Options) -> int:
         "postprocessing": postprocessing.steps(exact.regions),
         **origin,
     }
-    out.mkdir(parents=True, exist_ok=True)
+    writable_folder(out, "--out")
     with _empty_after_an_error(out):
         write(about, formats.exported_network(exported, weights), out / about["file"])
-        (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
+        write_bytes(out / "USAGE.md", usage(about).encode())
         verification = verify(about, out, record, image, exact, own, postprocessing)
         if verification["passed"]:
             about["files"] = sorted(path.name for path in out.iterdir())

@@ -6,6 +6,7 @@ converter: tf2onnx pins a protobuf older than TensorFlow's and does not know the
 training mode, which is what instance norm is here. ONNX has channels first, so the image is
 transposed on the way in and the answer on the way out."""
 
+import os
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
@@ -13,8 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from cpu3d.data.normalise import Kind
+from cpu3d.errors import FULL, NoRoomError
 from cpu3d.inference.predictor import Predictor
 from cpu3d.settings import RunConfig
+from cpu3d.util.atomic import write_bytes
 from models.config import EPSILON, UNetConfig
 from models.layer_plan import NORM_KINDS, LayerKind, LayerOp, layer_plan
 from models.unet3d import build_unet3d, finest
@@ -32,9 +35,11 @@ def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.M
     return tf.keras.Model(model.input, finest(model.output))
 
 
+# As in models/unet3d.py: AutoGraph would write a file, and warn if it has no room.
+@tf.autograph.experimental.do_not_convert
 def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder: Path) -> None:
     """Write the network of the contract `about` to `folder`, with the one signature
-    "serving_default"."""
+    "serving_default". Raises NoRoomError for a full disk."""
     (output,) = about["outputs"]
     windows = _windows(about)
 
@@ -52,7 +57,13 @@ def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder:
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
     options = tf.saved_model.SaveOptions(experimental_custom_gradients=False)
     signatures = {"serving_default": module.answer}
-    tf.saved_model.save(module, str(folder), signatures=signatures, options=options)
+    try:
+        tf.saved_model.save(module, str(folder), signatures=signatures, options=options)
+    except tf.errors.ResourceExhaustedError as error:
+        for code in FULL:
+            if os.strerror(code) in error.message:
+                raise NoRoomError(code, os.strerror(code), str(folder)) from None
+        raise  # of the memory
 
 
 class ExactPredictor(Predictor):
@@ -70,7 +81,7 @@ def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) ->
     fit together."""
     import onnx
 
-    path.write_bytes(onnx_model(about, network).SerializeToString())
+    write_bytes(path, onnx_model(about, network).SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
 
 

@@ -56,7 +56,10 @@ THIRD = np.arange(4) == 2
             lambda _, image: np.stack([image] * 2, -1),
             r"must have 3 axes, or 4 .*, got shape \(6, 5, 4, 4, 2",
         ),
-        (lambda _, image: image[..., :3], r"must hold 4 channel\(s\), got 3"),
+        (
+            lambda _, image: image[..., :3],
+            r'must hold 4 channels, .*, got 3; correct "channel_names" or "mod',
+        ),
     ],
 )
 def test_a_bad_image_is_refused_for_its_reason_and_the_good_cases_are_kept(tmp_path, spoil, rule):

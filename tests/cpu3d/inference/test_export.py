@@ -1,7 +1,9 @@
 """Exports as another program meets them, the verification, and what is refused."""
 
 import dataclasses
+import errno
 import json
+import os
 import re
 import runpy
 import shutil
@@ -9,6 +11,7 @@ import shutil
 import nibabel
 import numpy as np
 import pytest
+import tensorflow as tf
 from scipy.ndimage import uniform_filter
 
 from cpu3d.__main__ import main
@@ -539,6 +542,28 @@ def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):
     monkeypatch.setattr(formats, "write_onnx", full)
     assert call()[0] == 1
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("form", ["savedmodel", "onnx"])
+def test_a_full_disk_is_named_with_what_to_do(tiny, tmp_path, monkeypatch, capsys, form):
+    out = tmp_path / "out"
+    save = tf.saved_model.save
+
+    def full(*about, **more):
+        save(*about, **more)
+        raise tf.errors.ResourceExhaustedError(None, None, f"{out}/x; No space left on device")
+
+    def full_sync(handle):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tf.saved_model, "save", full)
+    monkeypatch.setattr(os, "fsync", full_sync)
+    words = ["export", "--run", str(tiny), "--format", form, "--out", str(out)]
+    assert main(words) == 1
+    file = "(saved_model|model.onnx) must fit on its disk"
+    problem = f"error: {out}/{file}, got No space .*; free space there and repeat"
+    assert re.search(problem, capsys.readouterr().err)
+    assert not list(out.iterdir())
 
 
 @pytest.mark.parametrize(

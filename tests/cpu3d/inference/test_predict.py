@@ -370,6 +370,48 @@ def test_a_case_is_predicted_again_where_something_changed(
     assert not read_volume(tmp_path / "out/a.nii.gz")[0].any()
 
 
+def test_answers_of_another_run_are_replaced_only_if_that_is_asked_for(
+    call, predictor, files, tiny_run, fold_runs, tmp_path
+):
+    other = write_case(tmp_path / "in", "b", seed=2)
+    out = tmp_path / "out"
+    words = ("--image", files.images[0], other.images[0], "--out", out)
+    assert call("--image", files.images[0], "--out", out) == 0
+    moved = shutil.copytree(tiny_run, tmp_path / "moved")
+    assert call("--image", files.images[0], "--out", out, runs=(moved,)) == 0  # the same weights
+    predictor.weights_sha256 = "others"
+    before = (out / "a.json").read_bytes()
+    for runs in ((tiny_run,), fold_runs("1/2", "2/2")):
+        with pytest.raises(InputError, match=f"got a by {moved}; choose another --out, or give"):
+            call(*words, runs=runs)
+    assert (out / "a.json").read_bytes() == before
+    assert not (out / "b.json").exists()
+    assert call("--image", other.images[0], "--out", out) == 0
+    predictor.weights_sha256 = "trained on"
+    assert call("--image", other.images[0], "--out", out) == 0  # of the same run
+    assert call(*words, "--overwrite") == 0
+    assert json.loads((out / "a.json").read_text())["run"] == str(tiny_run)
+
+
+def test_every_label_that_was_corrected_by_hand_is_kept_beside_the_one_that_replaces_it(
+    call, files, tmp_path, capsys
+):
+    out = tmp_path / "out"
+    words = ("--image", files.images[0], "--out", out)
+    assert call(*words) == 0
+    answer = (out / "a.nii.gz").read_bytes()
+    (out / "a_corrected_1.nii.gz").write_bytes(b"of another program")
+    for number, text in ((2, b"first"), (3, b"second"), (2, b"first")):
+        (out / "a.nii.gz").write_bytes(text)
+        capsys.readouterr()
+        assert call(*words, "--overwrite") == 0
+        assert f"was kept as a_corrected_{number}.nii.gz" in capsys.readouterr().err
+        assert (out / "a.nii.gz").read_bytes() == answer
+    assert call(*words, "--overwrite") == 0  # of a label that was not changed there is no copy
+    copies = {path.name[-8]: path.read_bytes() for path in out.glob("a_corrected_*")}
+    assert copies == {"1": b"of another program", "2": b"first", "3": b"second"}
+
+
 def test_a_label_that_was_corrected_by_hand_is_overwritten_only_if_that_is_asked_for(
     call, predictor, files, tmp_path, capsys
 ):
@@ -387,8 +429,8 @@ def test_a_label_that_was_corrected_by_hand_is_overwritten_only_if_that_is_asked
     assert label.read_bytes() == b"an expert's week of work"
     assert "predicted again" not in capsys.readouterr().out  # it says nothing that it does not do
     assert call(*words, "--overwrite") == 0
-    assert "overwritten: the label of a, though" in capsys.readouterr().out
     assert read_volume(label)[0].any()
+    assert (tmp_path / "out/a_corrected_1.nii.gz").read_bytes() == b"an expert's week of work"
 
 
 EARLIER = ("files", "label_sha256", "weights_sha256", "zero_nan")  # that sidecars did not have
@@ -609,7 +651,8 @@ def test_images_and_folders_that_cannot_be_used_are_refused_before_any_work(
 def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(
     predictor, tmp_path, call, monkeypatch
 ):
-    images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in "abcd"]
+    images = [write_case(tmp_path / "in", name, seed=1).images[0] for name in "abcde"]
+    images.append(write_case(tmp_path / "more", "e", seed=2).images[0])
     images[2].write_bytes(b"damaged")
     damaged = bytearray(images[3].read_bytes())
     damaged[-6] ^= 1  # in the CRC: nibabel alone would not see it
@@ -624,7 +667,8 @@ def test_a_bad_case_costs_the_others_nothing_and_is_named_at_the_end(
     monkeypatch.setattr(predictor, "probabilities", out_of_memory)
     with pytest.raises(DoesNotFitError) as caught:
         call("--image", *images, "--out", tmp_path / "out")
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 4
+    assert any("ids must differ, got e for 2 cases" in line for line in caught.value.problems)
     assert [path.name for path in (tmp_path / "out").glob("*.gz")] == ["b.nii.gz"]
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pickle
@@ -102,7 +103,7 @@ def test_files_are_replaced_together_or_not_at_all(tmp_path):
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new"}
 
 
-def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(tmp_path, monkeypatch):
+def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(tmp_path):
     assert os.listdir(writable_folder(tmp_path / "a/b", "--out")) == []
     file = tmp_path / "file"
     file.write_text("")
@@ -111,11 +112,23 @@ def test_a_folder_to_write_to_is_made_or_refused_with_the_reason(tmp_path, monke
     with pytest.raises(InputError, match="got Not a directory"):
         writable_folder(file / "below", "--out")
 
-    def denied(*_, **__):
-        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", denied)
-    with pytest.raises(InputError, match="got Permission denied"):
+@pytest.mark.parametrize(
+    ("code", "kind", "problem"),
+    [
+        (errno.EACCES, InputError, "got Permission denied; choose another, or change its perm"),
+        (errno.ENOENT, InputError, "got a place where no file can be made; choose another$"),
+        (errno.ENOSPC, NoRoomError, "must fit on its disk, got No space .*; free space there"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_to_is_refused_with_what_to_do(
+    tmp_path, monkeypatch, code, kind, problem
+):
+    def refused(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
+    with pytest.raises(kind, match=problem):
         writable_folder(tmp_path, "--out")
 
 
