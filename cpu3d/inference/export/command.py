@@ -100,7 +100,9 @@ def run(options: Options) -> int:
         write = formats.write_onnx
     else:
         # A SavedModel has predict's own operations.
-        exact = Predictor(exported, weights, ONE_PASS)
+        exact = own
+        if exported != own.config:
+            exact = Predictor(exported, weights, ONE_PASS)
         write = formats.write_saved_model
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
@@ -112,7 +114,7 @@ def run(options: Options) -> int:
     }
     out.mkdir(parents=True, exist_ok=True)
     with _empty_after_an_error(out):
-        write(about, formats.exported_network(exported, weights), out / about["file"])
+        write(about, weights, out / about["file"])
         (out / "USAGE.md").write_text(usage(about), encoding="utf-8")
         verification = verify(about, out, record, image, exact, own, postprocessing)
         if verification["passed"]:
