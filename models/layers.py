@@ -97,6 +97,8 @@ class NormActivation(tf.keras.layers.Layer):
             )
         super().build(input_shape)
 
+    # Nothing in it branches on a tensor, and to convert it takes seconds.
+    @tf.autograph.experimental.do_not_convert
     def call(self, x: tf.Tensor, training: Optional[bool] = None) -> tf.Tensor:
         if self.norm == "none":
             y = x + tf.cast(self.bias, x.dtype)

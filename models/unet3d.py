@@ -1,5 +1,7 @@
 """The 3D U-Net as a Keras model: plain layers, and own operations in their place if they run."""
 
+import copy
+import functools
 import sys
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
@@ -43,21 +45,14 @@ class UNet3D(tf.keras.Model):
             return {**keras, **own}
         if not self._has_names_of_keras():
             return own
-        return {**self._of_keras().get_config(), **own}
+        of_keras = _config_of_keras(
+            self.unet, tuple(shape), batch_size, self.name, tuple(own["frozen"])
+        )
+        return {**copy.deepcopy(of_keras), **own}
 
     def _has_names_of_keras(self) -> bool:
         """Whether the weights of Keras' own layers lie in the same places of a file."""
         return not any(type(layer) in (NormActivation, ShortcutSum) for layer in self.layers)
-
-    def _of_keras(self) -> tf.keras.Model:
-        """The same network of Keras' own layers, with first weights."""
-        batch_size, *shape, _ = self.input_shape
-        with tf.init_scope():
-            image, logits = _built(self.unet, tuple(shape), batch_size, keras_layers)
-            network = tf.keras.Model(image, logits, name=self.name)
-        for layer in self.layers:
-            network.get_layer(layer.name).trainable = layer.trainable
-        return network
 
     def call(self, inputs: Any, training: Optional[bool] = None, mask: Any = None) -> Any:
         """The logits as Keras asks for them: by own operations if they run, else layer by layer.
@@ -196,6 +191,23 @@ def _built(
         maps[op.name] = make(config, op, [maps[name] for name in op.inputs])
     logits = [maps[op.name] for op in plan if op.kind is LayerKind.HEAD]
     return image, logits if config.deep_supervision else logits[0]
+
+
+@functools.lru_cache(maxsize=8)  # Keras asks for it several times on the way to one file
+def _config_of_keras(
+    config: UNetConfig,
+    shape: Shape3,
+    batch_size: Optional[int],
+    name: str,
+    frozen: Tuple[str, ...],
+) -> Dict[str, Any]:
+    """The configuration of the same network of Keras' own layers."""
+    with tf.init_scope():
+        image, logits = _built(config, shape, batch_size, keras_layers)
+        network = tf.keras.Model(image, logits, name=name)
+    for layer in frozen:
+        network.get_layer(layer).trainable = False
+    return network.get_config()
 
 
 def _plain(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:

@@ -39,7 +39,9 @@ for name in sys.argv[1:]:
         loaded = tf.saved_model.load(name)
         answer = getattr(loaded, "serve", loaded)(image)
     else:
-        answer = tf.keras.models.load_model(name)(image)
+        loaded = tf.keras.models.load_model(name)
+        assert not loaded.get_layer("encoder0_conv1").trainable, name
+        answer = loaded(image)
     np.save(name + ".answer.npy", np.asarray(tf.nest.flatten(answer)[0]))
 """
 

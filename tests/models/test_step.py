@@ -74,12 +74,25 @@ def plain(model, image, training):
 
 
 @functools.cache
+def layers_and_weights(config, grid, batch):
+    """A model and its first weights."""
+    model = build_unet3d(config, grid, batch)
+    return model, model.get_weights()
+
+
+def model_of(config, grid, batch):
+    """A model of a policy and its first weights; those of all policies are of the same layers."""
+    model, first = layers_and_weights(dataclasses.replace(config, policy="speed"), grid, batch)
+    return UNet3D(config, model.input, model.output), first
+
+
+@functools.cache
 def compiled(config, batch, call):
     """A model and its compiled step: image and a target for each head -> loss, answers in
     inference, logits and gradients."""
-    model = build_unet3d(config, GRID, batch)
+    model, first = model_of(config, GRID, batch)
 
-    @tf.function
+    @functools.partial(tf.function, autograph=False)  # nothing in it branches on a tensor
     def function(image, targets):
         answers = tf.nest.flatten(call(model, image, False))
         with tf.GradientTape() as tape:
@@ -91,7 +104,7 @@ def compiled(config, batch, call):
             loss = tf.add_n([tf.reduce_mean(error) for error in errors])
         return loss, answers, logits, tape.gradient(loss, model.trainable_variables)
 
-    return model, model.get_weights(), function
+    return model, first, function
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,14 +112,20 @@ def _forget_compiled():
     """Else they would be taken down with the interpreter, in an order that TensorFlow does not
     bear."""
     yield
-    compiled.cache_clear()
+    for cached in (layers_and_weights, compiled, step_of_layers, exact_step):
+        cached.cache_clear()
+
+
+@functools.cache
+def step_of_layers(config, batch, draw=0):
+    """`step` without own operations, which is the same under every policy. It is not compiled, as
+    it is called once or twice."""
+    return step(dataclasses.replace(config, policy="speed"), batch, draw, plain, eager=True)
 
 
 def step(config, batch, draw=0, call=UNet3D.__call__, eager=False, open_size=False):
     """A training step without the update, on weights unlike the first ones, so that none is 0 or
     1."""
-    if call is plain:  # under every policy the same
-        config = dataclasses.replace(config, policy="speed")
     model, first, function = compiled(config, None if open_size else batch, call)
     rng = np.random.default_rng(draw)
     model.set_weights([weight + rng.normal(0, 0.05, weight.shape) for weight in first])
@@ -145,7 +164,7 @@ def test_answers_gradients_and_moved_statistics_are_those_of_the_layers(network,
     apart = []
     for draw in DRAWS:
         own = step(config, batch, draw)
-        of_layers = step(config, batch, draw, plain)
+        of_layers = step_of_layers(config, batch, draw)
         assert own.loss == pytest.approx(of_layers.loss, rel=1e-6)
         assert max(distances(own.logits, of_layers.logits)) < 1e-5
         assert max(distances(own.answers, of_layers.answers)) < 1e-5
@@ -165,7 +184,7 @@ def test_in_bfloat16_gradients_are_about_as_far_from_float32s_as_those_of_the_la
     config, batch = NETWORKS["cicek, instance"]
     config = dataclasses.replace(config, policy=policy)
     half = dataclasses.replace(config, dtype="bfloat16")
-    steps = step(config, batch), step(half, batch, call=plain), step(half, batch)
+    steps = step(config, batch), step_of_layers(half, batch), step(half, batch)
     exact, of_layers, own = (
         np.concatenate([g.ravel() for g in result.gradients]) for result in steps
     )
@@ -352,30 +371,37 @@ EXACTLY = {
 """Name -> network, grid."""
 
 
+@functools.cache
+def exact_step(network, draw):
+    """Image, target and exact gradients of a draw, which are the same under every policy. Most of
+    the image is zero, as outside a brain: there one ReLU is that of many voxels alike."""
+    options, grid = EXACTLY[network]
+    axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in grid), indexing="ij")
+    inside = (sum(axis**2 for axis in axes) < 0.8)[None, ..., None]
+    rng = np.random.default_rng(draw)
+    image = rng.standard_normal((1, *grid, 4)) * inside
+    target = rng.random((1, *grid, 3)) < 0.1
+    model, _ = model_of(UNetConfig(filters=4, **options), grid, 1)
+    exact = exact_gradients(model, image.astype(np.float32), target.astype(float))
+    return image, target, exact
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("network", EXACTLY)
 def test_gradients_are_close_to_float64s(network, policy):
-    """Most of the image is zero, as outside a brain: there one ReLU is that of many voxels
-    alike."""
     options, grid = EXACTLY[network]
-    config = UNetConfig(filters=4, policy=policy, **options)
-    axes = np.meshgrid(*(np.linspace(-1, 1, size) for size in grid), indexing="ij")
-    inside = (sum(axis**2 for axis in axes) < 0.8)[None, ..., None]
-    model = build_unet3d(config, grid, 1)
+    model, _ = model_of(UNetConfig(filters=4, policy=policy, **options), grid, 1)
     apart = []
 
-    @tf.function
+    @functools.partial(tf.function, autograph=False)
     def gradients(image, target):
         with tf.GradientTape() as tape:
             loss = squared_errors(tf.nest.flatten(model(image, training=True)), target)
         return tape.gradient(loss, model.trainable_variables)
 
     for draw in DRAWS:
-        rng = np.random.default_rng(draw)
-        image = rng.standard_normal((1, *grid, 4)) * inside
-        target = rng.random((1, *grid, 3)) < 0.1
+        image, target, exact = exact_step(network, draw)
         result = gradients(*(tf.constant(array, tf.float32) for array in (image, target)))
-        exact = exact_gradients(model, image.astype(np.float32), target.astype(float))
         apart.append(max(distances([gradient.numpy() for gradient in result], exact)))
         assert apart[-1] < 1e-2
         if apart[-1] < 1e-5:

@@ -61,16 +61,20 @@ def verify(
 ) -> Dict[str, Any]:
     """Differences of the exported network, in one pass of the program of USAGE.md, from `exact`,
     the predictor in float32, and from `own`, in the run's dtype as `predict` computes, as in
-    export.json; "passed" is whether it may be used. Labels are compared after the run's
-    `postprocessing`, those of `predict --raw` without it. `image` has the channels of the run.
-    Raises InputError if `exact`'s answer is not finite."""
+    export.json; "passed" is whether it may be used. Both may be one predictor. Labels are compared
+    after the run's `postprocessing`, those of `predict --raw` without it. `image` has the channels
+    of the run. Raises InputError if `exact`'s answer is not finite."""
     regions = exact.regions
     steps_mm = ras_steps_mm(record.geometry)
     values = in_units(image, record.units).astype(np.float32)
     one_pass = {**about, "mirrored_axes": ()}
     network = load_network(folder, about)
     answer = probabilities_at(network, one_pass, values, record.spacing_mm)
-    expected = [predictor.probabilities(image, record, exact.inputs) for predictor in (exact, own)]
+    expected = [exact.probabilities(image, record, exact.inputs)]
+    if own is exact:
+        expected.append(expected[0])
+    else:
+        expected.append(own.probabilities(image, record, exact.inputs))
     raw = painted(answer, about)
     label = processed(answer, about, voxel_mm3(steps_mm))
     differ = {

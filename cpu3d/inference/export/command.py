@@ -101,7 +101,9 @@ def run(options: Options) -> int:
         write = formats.write_onnx
     else:
         # A SavedModel has predict's own operations.
-        exact = Predictor(exported, weights, ONE_PASS)
+        exact = own
+        if exported != own.config:
+            exact = Predictor(exported, weights, ONE_PASS)
         write = formats.write_saved_model
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
@@ -113,7 +115,7 @@ def run(options: Options) -> int:
     }
     writable_folder(out, "--out")
     with _empty_after_an_error(out):
-        write(about, formats.exported_network(exported, weights), out / about["file"])
+        write(about, weights, out / about["file"])
         write_bytes(out / "USAGE.md", usage(about).encode())
         verification = verify(about, out, record, image, exact, own, postprocessing)
         if verification["passed"]:

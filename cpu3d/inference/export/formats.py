@@ -16,30 +16,27 @@ import tensorflow as tf
 from cpu3d.data.normalise import Kind
 from cpu3d.errors import FULL, NoRoomError
 from cpu3d.inference.predictor import Predictor
-from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_bytes
 from models.config import EPSILON, UNetConfig
 from models.layer_plan import NORM_KINDS, LayerKind, LayerOp, layer_plan
 from models.unet3d import build_unet3d, finest
+from models.weights import network_weights
 
 # Of 2022: every onnxruntime from 1.12 on reads them.
 OPSET = 17
 IR_VERSION = 8
 
 
-def exported_network(config: RunConfig, weights: List[np.ndarray]) -> tf.keras.Model:
-    """The Keras model of an `exported_config` with the run's weights, in Keras' order: one answer,
-    the finest."""
-    model = build_unet3d(config.unet, config.grid, batch_size=1)
-    model.set_weights(weights)
-    return tf.keras.Model(model.input, finest(model.output))
-
-
 # As in models/unet3d.py: AutoGraph would write a file, and warn if it has no room.
 @tf.autograph.experimental.do_not_convert
-def write_saved_model(about: Mapping[str, Any], network: tf.keras.Model, folder: Path) -> None:
-    """Write the network of the contract `about` to `folder`, with the one signature
-    "serving_default". Raises NoRoomError for a full disk."""
+def write_saved_model(
+    about: Mapping[str, Any], weights: Sequence[np.ndarray], folder: Path
+) -> None:
+    """Write the network of the contract `about` with a run's weights, in Keras' order, to `folder`,
+    with the one signature "serving_default". Raises NoRoomError for a full disk."""
+    model = build_unet3d(UNetConfig(**about["network"]), tuple(about["size"]), batch_size=1)
+    model.set_weights(weights)
+    network = tf.keras.Model(model.input, finest(model.output))  # of plain layers
     (output,) = about["outputs"]
     windows = _windows(about)
 
@@ -76,39 +73,35 @@ class ExactPredictor(Predictor):
     batch_size = None  # not known: no fused operation takes it
 
 
-def write_onnx(about: Mapping[str, Any], network: tf.keras.Model, path: Path) -> None:
-    """Write the network of the contract `about` to `path`. Names, shapes and dtypes are checked to
-    fit together."""
+def write_onnx(about: Mapping[str, Any], weights: Sequence[np.ndarray], path: Path) -> None:
+    """Write the network of the contract `about` with a run's weights, in Keras' order, to `path`.
+    Names, shapes and dtypes are checked to fit together."""
     import onnx
 
-    write_bytes(path, onnx_model(about, network).SerializeToString())
+    write_bytes(path, onnx_model(about, weights).SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def onnx_model(about: Mapping[str, Any], network: tf.keras.Model) -> Any:
-    """The ModelProto of the contract `about` with the weights of `network`, whose layers are those
-    of the plan."""
+def onnx_model(about: Mapping[str, Any], weights: Sequence[np.ndarray]) -> Any:
+    """The ModelProto of the contract `about` with weights in Keras' order."""
     import onnx
 
     graph = _Graph(onnx)
     (output,) = about["outputs"]
-    # As Keras has them: {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
-    weights: Dict[str, Dict[str, np.ndarray]] = {}
-    for layer in network.layers:
-        weights[layer.name] = {}
-        for weight in layer.weights:
-            name = weight.name.split("/")[-1].split(":")[0]
-            weights[layer.name][name] = weight.numpy()
+    unet = UNetConfig(**about["network"])
+    # {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
+    of_layers: Dict[str, Dict[str, np.ndarray]] = {}
+    for weight, array in zip(network_weights(unet), weights):
+        of_layers.setdefault(weight.layer, {})[weight.name] = array
     channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
-    unet = UNetConfig(**about["network"])
     tensors = {}
     for op in layer_plan(unet, tuple(about["size"])):
         if op.kind is LayerKind.INPUT:
             tensors[op.name] = image
         elif op.kind is not LayerKind.HEAD or op.level == 0:  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
-            tensors[op.name] = _layer(graph, op, unet.norm, inputs, weights.get(op.name, {}))
+            tensors[op.name] = _layer(graph, op, unet.norm, inputs, of_layers.get(op.name, {}))
     turned = graph.add("Transpose", [tensors["head"]], perm=[0, 2, 3, 4, 1])
     graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
     helper = onnx.helper

@@ -36,7 +36,8 @@ from cpu3d.run.config_json import load_config, save_config
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from models.config import UNetConfig
-from models.unet3d import build_unet3d, weight_names
+from models.layers import initial_kernel
+from models.weights import network_weights
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import decided
 
@@ -57,15 +58,14 @@ def make_run(store, folder, **settings):
     (folder / "checkpoints").mkdir(parents=True)
     save_config(config, folder)
     rng = np.random.default_rng(3)
-    weights = build_unet3d(config.unet, config.grid, 1).weights
-    arrays = [
-        weight.numpy() + rng.normal(0, 0.3, weight.shape).astype(np.float32) for weight in weights
-    ]
-    arrays = [
-        0 * array if "head" in weight.name and "bias" in weight.name else array  # no region is rare
-        for weight, array in zip(weights, arrays)
-    ]
-    named = dict(zip(weight_names(weights), arrays))
+    named = {}
+    for weight in network_weights(config.unet):
+        first = 1.0 if weight.name == "gamma" else 0.0
+        if weight.name == "kernel":
+            first = initial_kernel(config.unet.seed, weight.layer)(weight.shape).numpy()
+        named[weight.array] = first + rng.normal(0, 0.3, weight.shape).astype(np.float32)
+        if weight.region_axis is not None and weight.name == "bias":
+            named[weight.array][:] = 0  # no region is rare
     save_checkpoint(folder / "checkpoints/best.npz", named, {"step": 1, "coarse_steps": 0})
     digest = file_sha256(folder / "checkpoints/best.npz")
     with_it = dict.fromkeys(config.regions, 3)
@@ -535,7 +535,7 @@ def test_a_given_case_has_its_channels_by_name(call, store, tmp_path):
 
 
 def test_an_error_leaves_an_empty_folder(call, monkeypatch, tmp_path):
-    def full(about, network, path):
+    def full(about, weights, path):
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 

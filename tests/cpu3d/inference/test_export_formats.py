@@ -12,10 +12,11 @@ import tensorflow as tf
 from cpu3d.errors import InputError
 from cpu3d.inference.export.command import require_onnx
 from cpu3d.inference.export.contract import contract
-from cpu3d.inference.export.formats import exported_network, onnx_model, write_saved_model
+from cpu3d.inference.export.formats import onnx_model, write_saved_model
 from cpu3d.settings import RunConfig
 from models.config import NETWORKS, NORMS, UPS, UNetConfig
-from models.unet3d import build_unet3d
+from models.unet3d import build_unet3d, finest
+from models.weights import network_weights
 
 SIZE = (8, 4, 12)
 REGIONS = {"WT": (1, 2), "ET": (2,)}
@@ -53,9 +54,9 @@ def random_weights(unet, seed=0):
     """Weights of a network that has moved away from where it began, in Keras' order."""
     rng = np.random.default_rng(seed)
     arrays = []
-    for weight in build_unet3d(unet, SIZE, 1).weights:
-        positive = "gamma" in weight.name or "variance" in weight.name
-        spread = 1 / np.sqrt(np.prod(weight.shape[:-1])) if "kernel" in weight.name else 0.5
+    for weight in network_weights(unet):
+        positive = weight.name in ("gamma", "moving_variance")
+        spread = 1 / np.sqrt(np.prod(weight.shape[:-1])) if weight.name == "kernel" else 0.5
         arrays.append(
             rng.uniform(0.5, 2, weight.shape) if positive else rng.normal(0, spread, weight.shape)
         )
@@ -84,12 +85,19 @@ def run(model, **inputs):
     return session.run(None, inputs)[0]
 
 
+def answer_of_keras(config, weights, scores):
+    """Logits of the Keras model at full resolution, of a normalised image (X, Y, Z, C)."""
+    network = build_unet3d(config.unet, config.grid, 1)
+    network.set_weights(weights)
+    return finest(network(scores[None], training=False))[0].numpy()
+
+
 def both(config, weights):
     """Probabilities of the raw image by the ONNX graph, and by the Keras model of the normalised
     one."""
-    network, image = exported_network(config, weights), raw_image()
-    expected = tf.sigmoid(network(normalised(image)[None], training=False))[0].numpy()
-    logits = run(onnx_model(contract(config, "float32", "onnx"), network), image=image)
+    image = raw_image()
+    expected = tf.sigmoid(answer_of_keras(config, weights, normalised(image))).numpy()
+    logits = run(onnx_model(contract(config, "float32", "onnx"), weights), image=image)
     assert logits.dtype == np.float32
     return tf.sigmoid(logits).numpy(), expected
 
@@ -111,33 +119,30 @@ def test_maps_that_hardly_vary_are_divided_by_the_same_epsilon(norm):
     config, unet = settings_of(norm=norm, depth=3)
     factors = {
         "kernel": 3e-3,
-        "variance": 1e-5,
-        "mean": 1e-2,
+        "moving_variance": 1e-5,
+        "moving_mean": 1e-2,
         "gamma": 2,
     }  # 1.001e-5 would be off by 3e-4
-    names = [weight.name for weight in build_unet3d(unet, SIZE, 1).weights]
-    scales = [
-        next((f for part, f in factors.items() if part in name and "head" not in name), 1)
-        for name in names
+    weights = [
+        array * (1 if weight.layer == "head" else factors.get(weight.name, 1))
+        for weight, array in zip(network_weights(unet), random_weights(unet))
     ]
-    answer, expected = both(
-        config, [array * scale for array, scale in zip(random_weights(unet), scales)]
-    )
+    answer, expected = both(config, weights)
     assert expected.std() > 0.05
     np.testing.assert_allclose(answer, expected, atol=5e-6)
 
 
 def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
     config, unet = settings_of(mode="patch")
-    network = exported_network(config, random_weights(unet))
+    weights = random_weights(unet)
     image, mean, std = raw_image(), np.float32([700, 3]), np.float32([300, 5])
     scores = np.where(image == 0, 0, (image - mean) / std)
-    expected = network(scores[None], training=False)[0].numpy()
+    expected = answer_of_keras(config, weights, scores)
     answer = run(
-        onnx_model(contract(config, "float32", "onnx"), network), image=image, mean=mean, std=std
+        onnx_model(contract(config, "float32", "onnx"), weights), image=image, mean=mean, std=std
     )
     np.testing.assert_allclose(answer, expected, atol=1e-4)
-    write_saved_model(contract(config, "float32", "savedmodel"), network, tmp_path / "saved")
+    write_saved_model(contract(config, "float32", "savedmodel"), weights, tmp_path / "saved")
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     inputs = {"image": tf.constant(image), "mean": tf.constant(mean), "std": tf.constant(std)}
     np.testing.assert_allclose(
@@ -147,8 +152,7 @@ def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
 
 def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan():
     config, unet = settings_of()
-    network = exported_network(config, random_weights(unet))
-    model = onnx_model(contract(config, "float32", "onnx"), network)
+    model = onnx_model(contract(config, "float32", "onnx"), random_weights(unet))
     image = raw_image()
     empty, constant = image.copy(), image.copy()
     empty[..., 1], constant[..., 1] = 0, 5
