@@ -1,6 +1,7 @@
 """One job's memory and time, with a bill of its bytes and how far predictions have been off."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
@@ -9,7 +10,7 @@ from memory_estimator.accuracy import Accuracy, Bound, Kind, bound_of_layers, lo
 from memory_estimator.calibration import HostConstants
 from memory_estimator.common.units import format_bytes
 from memory_estimator.job import Job, stored_bytes
-from memory_estimator.step.allocator import SMALL_BYTES, RunUse, use, use_of_run
+from memory_estimator.step.allocator import SMALL_BYTES, RunUse, Use, use, use_of_run
 from memory_estimator.step.layer_step import step_of
 from memory_estimator.step.scratch import scratch_bytes
 from memory_estimator.step.timeline import (
@@ -161,9 +162,11 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
     instruction set compute them, or as TensorFlow's layers do where there is none."""
     if accuracy is None:
         accuracy = load_accuracy()
-    program, beside = _program_of(job, constants.instructions)
-    peak = timeline(program)
-    allocator = use(program)
+    paper = _on_paper(job, constants.instructions)
+    program = paper.program
+    peak = paper.timeline
+    allocator = paper.use
+    beside = paper.beside
     inside = [tensor for tensor in peak.peak_tensors if tensor not in program.outside]
     small = sum(rounded(tensor.bytes) for tensor in inside if tensor.bytes < SMALL_BYTES)
 
@@ -208,8 +211,25 @@ def estimate(job: Job, constants: HostConstants, accuracy: Optional[Accuracy] = 
 def run_use(steps: Sequence[Estimate]) -> RunUse:
     """What TensorFlow's allocator hands out and holds in a run of these steps: those of one
     estimate after those of the other, with validations in between."""
-    programs = [_program_of(step.job, step.constants.instructions)[0] for step in steps]
-    return use_of_run(programs)
+    papers = [_on_paper(step.job, step.constants.instructions) for step in steps]
+    return use_of_run([paper.program for paper in papers])
+
+
+@dataclass(frozen=True)
+class _Paper:
+    """What follows from a job and a set of instructions alone."""
+
+    program: Program
+    beside: Tuple[Component, ...]  # held beside it
+    timeline: Timeline
+    use: Use
+
+
+# A plan asks for the steps of a run several times: its policies in turn, its bound, its table.
+@functools.lru_cache(maxsize=8)
+def _on_paper(job: Job, instructions: str) -> _Paper:
+    program, beside = _program_of(job, instructions)
+    return _Paper(program, beside, timeline(program), use(program))
 
 
 def _program_of(job: Job, instructions: str) -> Tuple[Program, Tuple[Component, ...]]:

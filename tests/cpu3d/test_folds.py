@@ -53,7 +53,7 @@ from tests.cpu3d.runs import (
 )
 from tests.cpu3d.training.beats import beat
 
-SETTINGS = {**SMALL, "epochs": 2, "validations": 2, "save_minutes": 0.0}
+SETTINGS = {**SMALL, "epochs": 2, "validations": 1, "save_minutes": 0.0}
 WEIGHTS = {"train": 2, "val": 3}
 
 
@@ -132,14 +132,22 @@ def commands(monkeypatch):
     return carried_out_here(monkeypatch)
 
 
+def begun(commands, store, folder, settings):
+    """Folds of which the first is trained and scored, and the second was never begun."""
+    commands.cut_at = 2
+    with pytest.raises(Interrupted):
+        train_folds(store.folder, folder, 2, settings=settings)
+    commands.cut_at = -1
+    shutil.rmtree(folder / "fold-2")
+
+
 def test_folds_that_a_version_before_began_go_on_with_its_strides(
     commands, phantom_store, tmp_path
 ):
     store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
     folder = tmp_path / "folds"
     asked = {**SETTINGS, "depth": 3}
-    train_folds(store.folder, folder, 2, settings={**asked, "strides": ((2, 2, 2), (2, 2, 2))})
-    shutil.rmtree(folder / "fold-2")
+    begun(commands, store, folder, {**asked, "strides": ((2, 2, 2), (2, 2, 2))})
     kept = json.loads((folder / "folds.json").read_text())
     del kept["chosen"]["strides"]
     (folder / "folds.json").write_text(json.dumps(kept))
@@ -148,24 +156,22 @@ def test_folds_that_a_version_before_began_go_on_with_its_strides(
     assert "strides" not in json.loads((folder / "folds.json").read_text())["chosen"]
     with pytest.raises(InputError, match=r"fold 1/2: --depth must stay"):
         train_folds(store.folder, folder, 2, settings={**asked, "depth": 4})
-    train_folds(store.folder, tmp_path / "new", 2, settings=asked)
-    networks = {load_config(tmp_path / "new" / f"fold-{part}").unet.strides for part in (1, 2)}
-    assert networks == {((2, 2, 1), (2, 2, 1))}
+    new = make_plan(store, tmp_path / "new", HOST, {**asked, "fold": "1/2"}).config
+    assert new.unet.strides == ((2, 2, 1), (2, 2, 1))
 
 
 @pytest.mark.parametrize(
-    ("begun", "coarse_grid"),
+    ("before", "coarse_grid"),
     [({"curriculum": "off"}, False), ({"curriculum": "half", "coarse_stride": (2, 2, 2)}, True)],
 )
 def test_folds_that_a_version_before_began_go_on_with_its_coarse_steps(
-    commands, phantom_store, tmp_path, monkeypatch, begun, coarse_grid
+    commands, phantom_store, tmp_path, monkeypatch, before, coarse_grid
 ):
     monkeypatch.setattr(strides, "LEAST_COARSE_VOXELS", 1)
     store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
     folder = tmp_path / "folds"
     asked = {**SETTINGS, "curriculum": "auto"}
-    train_folds(store.folder, folder, 2, settings={**asked, **begun})
-    shutil.rmtree(folder / "fold-2")
+    begun(commands, store, folder, {**asked, **before})
     kept = json.loads((folder / "folds.json").read_text())
     kept["chosen"]["curriculum"] = "auto"
     kept["chosen"].pop("coarse_stride", None)
@@ -313,7 +319,7 @@ def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
     assert "was trained on these cases" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("cut_at", range(4))
+@pytest.mark.parametrize("cut_at", [0, 3])  # in the first training, in the last scoring
 def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_bits(
     commands,
     phantom_store,
@@ -443,7 +449,9 @@ def test_the_plan_says_how_all_patients_come_into_the_folds(
     tmp_path,
     capsys,
 ):
-    train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=SETTINGS)
+    commands.cut_at = 0
+    with pytest.raises(Interrupted):
+        train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=SETTINGS)
     said = capsys.readouterr()
     said = said.out + said.err
     assert re.search(r"1 test case .*untouched.*--split 1 0 0", said)
@@ -583,12 +591,13 @@ def test_a_fold_that_another_process_trains_is_named_and_the_others_go_on(
 
 def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_store, tmp_path):
     folder = tmp_path / "folds"
-    for fold in ("1/2", "2/2"):
-        train(phantom_store.folder, tmp_path / fold[0], settings={**SETTINGS, "fold": fold})
+    train(phantom_store.folder, tmp_path / "1", settings={**SETTINGS, "fold": "1/2"})
     folder.mkdir()
     (tmp_path / "1").rename(folder / "fold-1")
-    train_folds(phantom_store.folder, folder, 2, settings={})
-    assert commands.seen()[:2] == ["evaluate fold-1", "train fold-2"]
+    commands.cut_at = 1
+    with pytest.raises(Interrupted):
+        train_folds(phantom_store.folder, folder, 2, settings={})
+    assert commands.seen() == ["evaluate fold-1", "train fold-2"]
 
 
 def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(

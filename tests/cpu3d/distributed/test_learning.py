@@ -15,6 +15,8 @@ from models.config import UNetConfig
 from models.unet3d import build_unet3d
 from tests.cpu3d.distributed.threads import together
 
+pytestmark = pytest.mark.usefixtures("graphs_as_written")
+
 BATCH = 4
 SIDE = 16
 UNET = UNetConfig(filters=4, depth=2, channels=2, outputs=2)
@@ -127,10 +129,10 @@ def test_with_batch_norm_each_has_statistics_of_its_own_share_and_keeps_the_mean
             np.testing.assert_allclose(c, (a + b) / 2, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("norm", ["instance", "batch"])
-def test_a_frozen_encoder_stays_to_the_bit_on_all_workers(norm):
-    """Of three, by which a third of a number is rounded."""
-    unet = dataclasses.replace(UNET, norm=norm)
+def test_a_frozen_encoder_stays_to_the_bit_on_all_workers():
+    """Of three, by which a third of a number is rounded. Batch norm has statistics, which workers
+    take the mean of."""
+    unet = dataclasses.replace(UNET, norm="batch")
     config = dataclasses.replace(
         CONFIG, unet=unet, batch=3, init="/a/run", freeze="encoder", optimizer="muon"
     )
