@@ -198,12 +198,7 @@ def make_plan(
     except ValueError as error:
         raise InputError(str(error)) from None
     raise_if_any(differences(saved, config) if saved else ())
-    transfer: Optional[Transfer] = None
-    if saved and start.is_begun:
-        config = dataclasses.replace(config, init_record=saved.init_record)
-    elif config.init:
-        transfer = open_transfer(config, store)
-        config = dataclasses.replace(config, init_record=transfer.record)
+    config, transfer = _with_first_weights(config, start, store)
     if config.device == "cpu":
         for line in why_no_card(start.wanted("device"), config.mode, gpus):
             reasons["device"] = line
@@ -228,9 +223,7 @@ def make_plan(
     if not forecasts:
         return plan
     plan = with_forecast(plan, host, pick=start.wanted("policy") is None, force=force)
-    done = plan.done
-    if start.done:
-        done = _done(run_folder, plan)
+    done = _done(run_folder, plan) if start.done else plan.done
     return dataclasses.replace(plan, done=_with_pace(done, run_folder, plan, host))
 
 
@@ -309,6 +302,19 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
 
 
 # --- The start of the decisions ---
+
+
+def _with_first_weights(
+    config: RunConfig, start: Start, store: Store
+) -> Tuple[RunConfig, Optional[Transfer]]:
+    """A configuration with the record of the weights that it starts from, and these, if they are
+    still to be taken."""
+    if start.saved and start.is_begun:
+        return dataclasses.replace(config, init_record=start.saved.init_record), None
+    if not config.init:
+        return config, None
+    transfer = open_transfer(config, store)
+    return dataclasses.replace(config, init_record=transfer.record), transfer
 
 
 def _done(run_folder: Path, plan: Plan) -> Done:

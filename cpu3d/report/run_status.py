@@ -114,24 +114,8 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     workers = workers_of(run, heartbeats, now)
     checkpoint = _checkpoint(run, now)
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
-    last = history.last
-    done = [last.get("step", 0), history.last_step, *(beat.step for beat in beats)]
-    if checkpoint:
-        done.append(checkpoint["step"])
-    step = max(done)
-    lengths = [beat.steps for beat in beats]
-    if config:
-        lengths.append(config.steps)
-    lengths += [start.get("steps") for start in reversed(history.starts)]
-    steps = next(filter(None, lengths), None)
-    judged = sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
-    finished = last.get("event") == "end" and last["reason"] in FINISHED
-    if finished and (not workers or _stays_finished(last, workers, step, steps)):
-        judged = [WorkerStatus(0, "finished")]
-    elif last.get("event") == "diverged" and all(worker.state in IDLE for worker in workers):
-        judged = [WorkerStatus(0, "diverged", last["reason"])]
-    elif not workers:
-        judged = [WorkerStatus(0, "unknown", "there is no heartbeat")]
+    step, steps = _length(history, beats, config, checkpoint)
+    judged = _judged(history, workers, step, steps)
     standing = Standing.DECIDED
     if judged[0].state == "finished" and config and not of_folds:
         standing = standing_of(run, config)
@@ -141,17 +125,6 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     begin = step
     if worst.state not in FINE:
         begin = checkpoint["step"] if checkpoint else 0
-    steps_left: Optional[int] = None
-    seconds_left: Optional[float] = None
-    if steps and worst.state not in ("finished", UNDECIDED):
-        steps_left = max(steps - begin, 0)
-        if any(beat.phase == DECIDING for beat in beats):
-            steps_left = 0  # also of one that has stopped early
-    if steps_left:
-        seconds_left = history.pace.seconds_left(begin, steps)
-    all_s: Optional[float] = None
-    if history.pace.own_steps(coarse=True) or history.pace.own_steps(coarse=False):
-        all_s = history.pace.seconds_left(0, steps)
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
     if standing is not Standing.DECIDED:
         details = [_not_applied(standing), *_noted_failure(workers)]
@@ -164,9 +137,7 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
         workers=tuple(workers),
         step=step,
         steps=steps,
-        steps_left=steps_left,
-        seconds_left=seconds_left,
-        all_s=all_s,
+        **_left(history, beats, worst.state, begin, steps),
         **_recent(history),
         validation=history.last_validation or None,
         init=start_words(config) if config else "",
@@ -241,6 +212,56 @@ def has_test_cases(store: str) -> bool:
 
 
 # --- Private helpers ---
+
+
+def _length(
+    history: History,
+    beats: Sequence[Heartbeat],
+    config: Optional[RunConfig],
+    checkpoint: Optional[Dict[str, Any]],
+) -> Tuple[int, Optional[int]]:
+    """Steps that are done, by the newest that tells, and those of the run, None if not known."""
+    done = [history.last.get("step", 0), history.last_step, *(beat.step for beat in beats)]
+    if checkpoint:
+        done.append(checkpoint["step"])
+    lengths = [beat.steps for beat in beats]
+    if config:
+        lengths.append(config.steps)
+    lengths += [start.get("steps") for start in reversed(history.starts)]
+    return max(done), next(filter(None, lengths), None)
+
+
+def _judged(
+    history: History, workers: Sequence[WorkerStatus], step: int, steps: Optional[int]
+) -> List[WorkerStatus]:
+    """The workers, the worst first; one that stands for all of them where the log tells more."""
+    last = history.last
+    finished = last.get("event") == "end" and last["reason"] in FINISHED
+    if finished and (not workers or _stays_finished(last, workers, step, steps)):
+        return [WorkerStatus(0, "finished")]
+    if last.get("event") == "diverged" and all(worker.state in IDLE for worker in workers):
+        return [WorkerStatus(0, "diverged", last["reason"])]
+    if not workers:
+        return [WorkerStatus(0, "unknown", "there is no heartbeat")]
+    return sorted(workers, key=lambda worker: WORST_FIRST.index(worker.state))
+
+
+def _left(
+    history: History, beats: Sequence[Heartbeat], state: str, begin: int, steps: Optional[int]
+) -> Dict[str, Any]:
+    """Fields of `RunStatus` by what is left after step `begin`."""
+    steps_left: Optional[int] = None
+    if steps and state not in ("finished", UNDECIDED):
+        steps_left = max(steps - begin, 0)
+        if any(beat.phase == DECIDING for beat in beats):
+            steps_left = 0  # also of one that has stopped early
+    pace = history.pace
+    knows_pace = pace.own_steps(coarse=True) or pace.own_steps(coarse=False)
+    return {
+        "steps_left": steps_left,
+        "seconds_left": pace.seconds_left(begin, steps) if steps_left else None,
+        "all_s": pace.seconds_left(0, steps) if knows_pace else None,
+    }
 
 
 def _not_applied(standing: Standing) -> str:

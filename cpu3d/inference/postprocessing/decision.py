@@ -8,6 +8,7 @@ label = chosen.paint(probabilities, regions, spacing_mm)
 import contextlib
 import dataclasses
 import enum
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,22 +164,8 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
     config = load_config(run)
     weights = weights_file(run, "best")
     status = weights.stat()
-    try:
-        decision = read_decision(run, config)
-    except InputError:
-        decision = None  # damaged: decided again
-    if (
-        decision is not None
-        and decision.cases_with is not None
-        and decision.decided_with.is_of(run, config.split_hash)
-    ):
-        kept = dataclasses.replace(
-            decision,
-            weights_size_bytes=status.st_size,
-            weights_mtime_ns=status.st_mtime_ns,
-        )
-        if kept != decision:  # of a copy, or by an earlier version: need not be hashed from now on
-            _write(kept, run)
+    kept = _kept(run, config, status)
+    if kept is not None:
         return kept
     digest = file_sha256(weights)
     store = store_of_run(config, store_folder)
@@ -216,6 +203,26 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
     )
     _write(decision, run)
     return decision
+
+
+def _kept(run: Path, config: RunConfig, weights: os.stat_result) -> Optional[Decision]:
+    """The run's decision, if it is of this version and with its present weights."""
+    try:
+        decision = read_decision(run, config)
+    except InputError:
+        return None  # damaged: decided again
+    if decision is None or decision.cases_with is None:
+        return None
+    if not decision.decided_with.is_of(run, config.split_hash):
+        return None
+    kept = dataclasses.replace(
+        decision,
+        weights_size_bytes=weights.st_size,
+        weights_mtime_ns=weights.st_mtime_ns,
+    )
+    if kept != decision:  # of a copy, or by an earlier version: need not be hashed from now on
+        _write(kept, run)
+    return kept
 
 
 def _write(decision: Decision, run: Path) -> None:
