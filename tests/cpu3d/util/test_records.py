@@ -19,7 +19,7 @@ def test_records_are_appended_and_read_by_their_kind(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_named_with_what_to_do():
-    with pytest.raises(NoRoomError, match="^/dev/full must fit on its disk, .*; free space there"):
+    with pytest.raises(NoRoomError, match=r"^/dev/full must fit on its disk, .*; free space there"):
         append_record(Path("/dev/full"), "step", {"step_s": 1})
 
 
