@@ -39,7 +39,15 @@ from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config, matching_settings
-from cpu3d.run.folds import START_S, Folds, fold_folder, read_folds, save_folds
+from cpu3d.run.folds import (
+    COMPARISON,
+    CONFIG,
+    START_S,
+    Folds,
+    fold_folder,
+    read_folds,
+    save_folds,
+)
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
 from cpu3d.settings import RunConfig
@@ -239,11 +247,11 @@ def _problems(folder: Path, parts: int, settings: Chosen) -> List[str]:
         rule = f"train --folds must be one process, got one of {workers} workers"
         todo = "train each fold by all workers with --fold I/K, then repeat --folds alone"
         problems.append(f"{rule}; {todo}")
-    if (folder / "config.json").is_file():
-        problems.append(
-            f"--run {folder} must be a folder of folds, got one run; choose another folder",
-        )
     kept = read_folds(folder)
+    for name, kind in ((CONFIG, "one run"), (COMPARISON, "the folder of a comparison")):
+        if (folder / name).is_file() and not (kept and name == COMPARISON):
+            rule = f"--run {folder} must be a folder of folds"
+            problems.append(f"{rule}, got {kind}; choose another folder")
     if kept and kept.count != parts:
         rule = f"--folds must stay {kept.count}, as {folder} was begun, got {parts}"
         problems.append(f"{rule}; leave it so, or choose another folder")

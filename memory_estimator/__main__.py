@@ -138,7 +138,8 @@ def _estimate(argv: Optional[List[str]]) -> int:
     except OSError as error:
         # The disk is full: the rest is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _failed(str(error), FAILED)
+        todo = "free space where it goes"
+        return _failed(f"the output must be written, got {error.strerror}; {todo}", FAILED)
 
 
 def make_parser() -> argparse.ArgumentParser:

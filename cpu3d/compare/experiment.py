@@ -31,6 +31,8 @@ from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED
 from cpu3d.plan import Plan
 from cpu3d.run.config_json import settings_of_begun
+from cpu3d.run.folds import COMPARISON, CONFIG
+from cpu3d.run.folds import FILE as FOLDS
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import is_untouched, write_json
 from memory_estimator.common.files import read_json, reason, typed
@@ -39,7 +41,6 @@ from memory_estimator.job import AUTO
 from models.strides import EVERY_AXIS
 
 SCHEMA = 1
-FILE = "compare.json"
 VALIDATIONS = 4  # of every run, unless a number is chosen
 # The warm-up is at most a tenth of a run: one of large batches or patches may have few steps.
 WARMUP_SHARE = 10
@@ -232,7 +233,7 @@ class Kept:
     results: Optional[Json] = None  # None before the last run is done
 
     def save(self, out: Path) -> None:
-        write_json(Path(out) / FILE, {"schema": SCHEMA, **vars(self)})
+        write_json(Path(out) / COMPARISON, {"schema": SCHEMA, **vars(self)})
 
 
 def resumed(new: Kept, out: Path) -> Kept:
@@ -242,12 +243,15 @@ def resumed(new: Kept, out: Path) -> Kept:
     Raises InputError for a compare.json that is damaged or of another version, for a folder of
     other files, and for a folder where another comparison was asked for, with all differences at
     once."""
-    path = Path(out) / FILE
+    path = Path(out) / COMPARISON
     if not path.is_file():
-        if path.parent.is_dir() and not is_untouched(path.parent, FILE):
-            name = min(path.name for path in path.parent.iterdir())
-            rule = f"--out {out} must be empty or hold a {FILE}"
-            raise InputError(f"{rule}, got {name} in it; choose another")
+        if path.parent.is_dir() and not is_untouched(path.parent, COMPARISON):
+            got = f"{min(path.name for path in path.parent.iterdir())} in it"
+            for name, kind in ((CONFIG, "a run"), (FOLDS, "a folder of folds")):
+                if path.with_name(name).is_file():
+                    got = kind
+            rule = f"--out {out} must be empty or hold a {COMPARISON}"
+            raise InputError(f"{rule}, got {got}; choose another")
         return new
     try:
         content = read_json(path)
@@ -293,7 +297,7 @@ def _begun_network(out: Path, common: Json) -> Json:
     them. {} for a new comparison, and for one that `resumed` refuses."""
     if any(common.get(name, AUTO) != AUTO for name in ("depth", "strides")):
         return {}
-    path = Path(out) / FILE
+    path = Path(out) / COMPARISON
     try:
         first = _with_strides(typed(read_json(path)["plan"][0], Course))
     except (OSError, ValueError, LookupError, AttributeError, TypeError):

@@ -169,6 +169,8 @@ def _read_manifest(folder: Path) -> Dict[str, Any]:
         todo = "run `prepare`, again if it was interrupted"
         if (folder / "dataset.json").is_file():  # of the Decathlon, nnU-Net or MONAI
             todo = f"it is a data set: make a store by `prepare --dataset {folder} --store STORE`"
+        elif (folder / "config.json").is_file():
+            todo = "it is a run: name the store that it was trained on"
         raise InputError(f"{rule}, found none; {todo}") from None
 
 

@@ -7,9 +7,9 @@
 
 Writes run/evaluation/scores.json and run/evaluation/predictions/<case_id>.nii.gz; for the splits
 "val" and "train", whose scores say less, the same below run/evaluation/val and
-run/evaluation/train. Earlier scores are replaced only when all cases are scored. --out names
-another folder than the run's; several runs together need it, the folder of `train --folds` only for
-"val", of which it has scores already.
+run/evaluation/train. Earlier scores are replaced only when all cases are scored, and in --out never
+those of other runs. --out names another folder than the run's; several runs together need it, the
+folder of `train --folds` only for "val", of which it has scores already.
 
 Several runs predict together, as in `predict`, by the mean of their probabilities. On "val" folds
 are cross-validated instead: each case is predicted by the one run that has not trained on it.
@@ -63,12 +63,14 @@ from cpu3d.inference.scores_file import (
     warning,
     worst_of,
 )
+from cpu3d.inference.sidecar import runs_of
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import OLD, check_folder, replace_files, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
+from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import new_console
@@ -110,6 +112,8 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     check_folder(path.parent, "evaluation")
     if out not in runs:
         _refuse_foreign(path)
+    if out not in (*runs, together.folder):
+        _refuse_of_other_runs(path, runs)
     predictors = trained_predictors(runs, together.weights, inference)
     folder = writable_folder(path.parent, "evaluation")
     about = origin(runs, configs, predictors)
@@ -365,6 +369,17 @@ def _refuse_foreign(path: Path) -> None:
         rule = f"{present[0]} must not be replaced unless `evaluate` wrote it"
         got = f"got no scores of `evaluate` in {path}"
         raise InputError(f"{rule}, {got}; move it away, or choose another --out")
+
+
+def _refuse_of_other_runs(path: Path, runs: Sequence[Path]) -> None:
+    """Raise InputError if the scores of other runs would be replaced in `path`."""
+    if not path.is_file():
+        return
+    theirs = runs_of(read_json(path))
+    if theirs and theirs != sorted(map(str, runs)):
+        rule = f"{path} must be of the runs that are named, to be replaced"
+        todo = "choose another --out, or move it away"
+        raise InputError(f"{rule}, got scores of {listed(theirs)}; {todo}")
 
 
 def _empty(store: Store, split: str) -> str:

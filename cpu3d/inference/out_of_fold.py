@@ -5,7 +5,6 @@ answers = read_out_of_fold(folder)            # of the folds that are scored; No
 write_out_of_fold(folder, answers)            # folder/evaluation/val, as `evaluate` writes it
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, Optional
@@ -27,7 +26,7 @@ from cpu3d.inference.scores_file import (
 )
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import WEIGHTS, trained_folds
-from cpu3d.util.atomic import replace_files, write_json
+from cpu3d.util.atomic import replace_files, write_bytes, write_json
 
 SPLIT = "val"  # where a fold has the cases that it holds out
 EVALUATION = ("--split", SPLIT, "--weights", WEIGHTS, "--raw", "--evidence")
@@ -108,7 +107,7 @@ def write_out_of_fold(folder: Path, answers: OutOfFold) -> Path:
     with replace_files(path.parent, FILES) as new:
         (new / PREDICTIONS).mkdir()
         for prediction in answers.predictions.values():
-            shutil.copyfile(prediction, new / PREDICTIONS / prediction.name)
+            write_bytes(new / PREDICTIONS / prediction.name, prediction.read_bytes())
         write_json(new / path.name, {"schema": SCHEMA, **answers.scores})
     return path
 

@@ -14,7 +14,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Tuple
 from cpu3d.chosen import SETTINGS
 from cpu3d.data.augment import AXES, LATER
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.run.folds import refuse_folds
+from cpu3d.run.folds import CONFIG, refuse_folds
 from cpu3d.settings import Decided, RunConfig, Settings, StoreFacts
 from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_json, typed
@@ -60,11 +60,11 @@ def save_config(config: RunConfig, run: Path) -> None:
 def load_config(run: Path) -> RunConfig:
     """Read `run`/config.json. Raises InputError when there is none, or it is damaged, or of another
     version."""
-    path = Path(run) / "config.json"
+    path = Path(run) / CONFIG
     if not path.is_file():
         refuse_folds(run)
         rule = f"run {run} must hold a config.json"
-        raise InputError(f"{rule}, found none; name a folder that `train` has written")
+        raise InputError(f"{rule}, found none; {_instead_of(Path(run))}")
     whole = f"run config {path} must be JSON with a schema and all settings"
     try:
         content = typed(read_json(path), Dict[str, Any], "config")
@@ -78,6 +78,22 @@ def load_config(run: Path) -> RunConfig:
         return config_from_json(content)
     except (InputError, ValueError) as error:
         raise InputError(f"{whole}, got {_one_line(error)}; {RESTORE}") from None
+
+
+def _instead_of(folder: Path) -> str:
+    """What to name instead of a folder that holds no run, by what it holds or lies in."""
+    if not folder.exists():
+        return "there is no such folder: check the path"
+    for above in list(folder.absolute().parents)[:2]:
+        if (above / CONFIG).is_file():
+            return f"it lies in a run: name {above}"
+    for name, kind in (("manifest.json", "a store"), ("dataset.json", "a data set")):
+        if (folder / name).is_file():
+            return f"it is {kind}: name a folder that `train` has written"
+    runs = sorted(folder.glob(f"*/{CONFIG}"))
+    if runs:
+        return f"name one of the runs in it, such as {runs[0].parent}"
+    return "name a folder that `train` has written"
 
 
 def _one_line(error: Exception) -> str:

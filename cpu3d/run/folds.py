@@ -15,6 +15,8 @@ from cpu3d.util.atomic import write_json
 from memory_estimator.common.files import read_record, typed
 
 FILE = "folds.json"
+CONFIG = "config.json"  # of a run
+COMPARISON = "compare.json"  # of a folder that `compare` has written, with its runs in runs/
 SCHEMA = 1
 WEIGHTS = "last"
 """The weights of the folds. The best ones are chosen by the cases that a fold has held out, which
@@ -92,10 +94,22 @@ def trained_folds(folder: Path) -> Dict[str, Path]:
 
 
 def refuse_folds(folder: Path) -> None:
-    """Raise InputError for a folder of folds, where one run must be named."""
+    """Raise InputError for a folder of several runs, of folds or of a comparison, where one run
+    must be named."""
     folds = read_folds(folder)
     if folds is not None:
-        first = fold_folder(folder, folds.names[0])
-        last = fold_folder(folder, folds.names[-1])
-        rule = f"run {folder} must be one run, got a folder of {folds.count} folds"
-        raise InputError(f"{rule}; name one of them, {first} to {last}")
+        got = f"a folder of {folds.count} folds"
+        together = (
+            "`train --folds`, `status`, `evaluate`, `predict` and `report` take them together"
+        )
+        runs = [fold_folder(folder, fold) for fold in folds.names]
+    elif (Path(folder) / COMPARISON).is_file() and not (Path(folder) / CONFIG).is_file():
+        got = "the folder of a comparison"
+        together = "`compare --out` takes them together"
+        runs = [path.parent for path in sorted(Path(folder).glob(f"runs/*/{CONFIG}"))]
+    else:
+        return
+    todo = "it has none yet: repeat its `compare`"
+    if runs:
+        todo = f"name one of them, {runs[0]} to {runs[-1]}"
+    raise InputError(f"run {folder} must be one run, got {got}; {todo}; {together}")

@@ -20,7 +20,7 @@ from typing import (
     Union,
 )
 
-from cpu3d.errors import InputError
+from cpu3d.errors import FULL, InputError, NoRoomError
 from memory_estimator.common.files import parse_json, read_text, reason
 from memory_estimator.common.units import counted
 from memory_estimator.installed import versions_of
@@ -42,11 +42,17 @@ def versions() -> Dict[str, str]:
 
 
 def append_record(path: Path, kind: str, content: Dict[str, Any]) -> None:
-    """Add a line with its kind and today's date to `path`; file and folder may be new."""
+    """Add a line with its kind and today's date to `path`; file and folder may be new.
+    Raises NoRoomError for a full disk."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     record = {"schema": SCHEMA, "kind": kind, "date": datetime.date.today().isoformat(), **content}
-    with Path(path).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    try:
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+    except OSError as error:
+        if error.errno in FULL:
+            raise NoRoomError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def read_records(path: Path, kind: str, use: Callable[[Dict[str, Any]], Any] = dict) -> List[Any]:

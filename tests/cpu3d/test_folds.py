@@ -367,10 +367,13 @@ def test_other_settings_than_the_folds_were_begun_with_are_refused_by_name(
         train_folds(phantom_store.folder, whole_folds, 2, settings=settings)
 
 
-def test_a_folder_that_holds_other_folds_one_run_or_a_lock_is_refused(
-    commands, phantom_store, whole_folds
+def test_a_folder_that_holds_other_folds_one_run_a_comparison_or_a_lock_is_refused(
+    commands, phantom_store, whole_folds, tmp_path
 ):
     store = phantom_store.folder
+    (tmp_path / "compare.json").write_text("{}")
+    with pytest.raises(InputError, match=r"a folder of folds, got the folder of a comparison"):
+        train_folds(store, tmp_path, 2)
     with pytest.raises(InputError, match=r"--folds must stay 2.*got 3"):
         train_folds(store, whole_folds, 3)
     with pytest.raises(

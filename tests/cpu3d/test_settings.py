@@ -144,6 +144,32 @@ def test_a_damaged_or_foreign_config_is_refused(tmp_path, content, message):
 
 
 @pytest.mark.parametrize(
+    ("files", "named", "message"),
+    [
+        ((), "none", "there is no such folder"),
+        (("a/config.json", "b/config.json"), ".", "name one of the runs in it, such as {here}/a"),
+        (("config.json", "checkpoints/best.npz"), "checkpoints", "it lies in a run: name {here}$"),
+        (("config.json", "evaluation/train/x"), "evaluation/train", "in a run: name {here}$"),
+        (("manifest.json",), ".", "it is a store: name a folder that `train` has written"),
+        (("dataset.json",), ".", "it is a data set: name a folder that `train` has written"),
+        (("x",), ".", "found none; name a folder that `train` has written"),
+        (("compare.json",), ".", "got the folder of a comparison; it has none yet"),
+        (
+            ("compare.json", "runs/a/config.json", "runs/b/config.json", "runs/b.log"),
+            ".",
+            "one of them, {here}/runs/a to {here}/runs/b; `compare --out` takes them together",
+        ),
+    ],
+)
+def test_a_folder_that_is_no_run_is_told_from_one(tmp_path, files, named, message):
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match=message.format(here=tmp_path)):
+        load_config(tmp_path / named)
+
+
+@pytest.mark.parametrize(
     ("field", "value"),
     [
         ("epochs", 0),

@@ -440,7 +440,7 @@ def test_a_full_disk_ends_with_1_and_one_line():
             command, env=ENVIRONMENT, stdout=full, stderr=subprocess.PIPE, text=True, check=False
         )
     assert done.returncode == 1
-    assert re.fullmatch("error: .*No space left on device\n", done.stderr)
+    assert re.fullmatch("error: .*No space left on device; free space .*\n", done.stderr)
 
 
 def test_a_package_that_is_missing_is_named_and_an_interruption_is_no_traceback(

@@ -143,6 +143,16 @@ def test_a_folder_of_other_files_is_refused_and_left_as_it_is(stage, chosen, mak
     assert ([mine], mine.read_text()) == (list(out.iterdir()), "mine")
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("config.json", "a run"), ("folds.json", "a folder of folds")]
+)
+def test_a_folder_of_another_command_is_named_for_what_it_is(stage, chosen, out, name, kind):
+    (out / "checkpoints").mkdir(parents=True)
+    (out / name).write_text("{}")
+    with pytest.raises(InputError, match=f"must be empty or hold a compare.json, got {kind};"):
+        compare(*chosen, "--epochs", 2)
+
+
 def test_a_damaged_plan_is_refused_by_name_and_nothing_is_trained(stage, chosen, out):
     chosen = [*chosen, "--epochs", 2, "--seeds", 0]
     stage.tell("fail", "* 1 no")

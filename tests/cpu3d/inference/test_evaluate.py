@@ -286,6 +286,9 @@ def test_several_runs_are_scored_together_on_test_into_a_folder_of_their_own(
     ]
     assert scores["untouched"]
     assert not (first / "evaluation").exists()
+    with pytest.raises(InputError, match=f"got scores of {first} and {last}; choose another --out"):
+        run_command(evaluate, "--run", first, "--out", out)
+    assert run_command(evaluate, "--run", last, first, "--out", out, "--some-folds") == 0
 
 
 def test_each_fold_is_scored_by_the_run_that_has_not_seen_it(

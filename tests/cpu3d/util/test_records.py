@@ -1,9 +1,11 @@
 """Records of measurements: appended, read by kind, the newest of each job; damage is refused with
 its line."""
 
+from pathlib import Path
+
 import pytest
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, NoRoomError
 from cpu3d.util.records import append_record, listed, newest, number, plus_minus, read_records
 
 
@@ -13,6 +15,12 @@ def test_records_are_appended_and_read_by_their_kind(tmp_path):
     append_record(path, "engines", {"rows": []})
     (record,) = read_records(path, "step")
     assert (record["schema"], record["kind"], record["step_s"]) == (1, "step", 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_named_with_what_to_do():
+    with pytest.raises(NoRoomError, match=r"^/dev/full must fit on its disk, .*; free space there"):
+        append_record(Path("/dev/full"), "step", {"step_s": 1})
 
 
 def test_the_newest_of_a_key_counts_in_the_place_of_the_first():
