@@ -55,15 +55,22 @@ class Case:
 
 
 @functools.cache
+def case_of(network, draw=1, batch=BATCH, **changes):
+    """A case that is made once; `changes` are fields of the network."""
+    return Case(dataclasses.replace(NETWORKS[network], **changes), draw, batch)
+
+
+@functools.cache
 def of_layers(network, draw, training):
-    """A case, and the gradients of its plain layers."""
-    case = Case(NETWORKS[network], draw)
-    return case, case.gradients(case.layers, training=training)
+    """The gradients of a case's plain layers."""
+    case = case_of(network, draw)
+    return case.gradients(case.layers, training=training)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_networks():
     yield
+    case_of.cache_clear()
     of_layers.cache_clear()
 
 
@@ -91,7 +98,8 @@ CALLS += [("instance", {}), ("instance", {"training": None})]
 @pytest.mark.parametrize(("network", "training"), CALLS, ids=str)
 def test_gradients_of_image_and_weights_are_those_of_the_layers(network, training):
     def compare(draw):
-        case, expected = of_layers(network, draw, bool(training.get("training")))
+        case = case_of(network, draw)
+        expected = of_layers(network, draw, bool(training.get("training")))
         return distance(case.gradients(case.model, **training), expected)
 
     assert closest(compare) < 5e-5
@@ -99,12 +107,10 @@ def test_gradients_of_image_and_weights_are_those_of_the_layers(network, trainin
 
 @pytest.mark.parametrize("training", [False, True])
 def test_through_a_graph_of_an_open_batch_size_they_are_the_same(training):
-    config = dataclasses.replace(NETWORKS["residual"], policy="lean")
-
     def compare(draw):
-        case = Case(config, draw, batch=None)
-        expected = case.gradients(case.layers, training=training)
-        function = tf.function(lambda image: case.model(image, training=training))
+        case = case_of("residual", draw, batch=None, policy="lean")
+        expected = of_layers("residual", draw, training)
+        function = tf.function(lambda image: case.model(image, training=training), autograph=False)
         return distance(case.gradients(function), expected)
 
     assert closest(compare) < 5e-5
@@ -113,16 +119,15 @@ def test_through_a_graph_of_an_open_batch_size_they_are_the_same(training):
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("network", ["instance", "residual"])
 def test_in_bfloat16_they_are_near_those_of_float32(network, training):
-    exact = Case(NETWORKS[network])
-    rounded = Case(dataclasses.replace(NETWORKS[network], dtype="bfloat16"))
-    expected = exact.gradients(exact.layers, training=training)
+    expected = of_layers(network, 1, training)
+    rounded = case_of(network, dtype="bfloat16")
     found = rounded.gradients(rounded.model, training=training)
     error = sum(float(tf.norm(own - other) ** 2) for own, other in zip(found, expected))
     assert error < 0.3**2 * sum(float(tf.norm(other) ** 2) for other in expected)
 
 
 def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient():
-    case = Case(NETWORKS["instance"])
+    case = case_of("instance")
     for training in (False, True):
         with tf.GradientTape(persistent=True) as tape:
             tape.watch(case.image)
@@ -135,7 +140,7 @@ def test_a_persistent_tape_answers_twice_and_what_is_not_watched_has_no_gradient
 
 
 def test_a_second_derivative_is_that_of_the_layers_or_is_refused():
-    case = Case(NETWORKS["instance"])
+    case = case_of("instance")
 
     def second(network, training):
         with tf.GradientTape() as outer:
@@ -149,7 +154,7 @@ def test_a_second_derivative_is_that_of_the_layers_or_is_refused():
 
 
 def test_an_image_may_come_as_keras_takes_it_and_from_another_layer():
-    case = Case(NETWORKS["instance"])
+    case = case_of("instance")
     expected = case.model(case.image)
     for image in ([case.image], {"image": case.image}, case.image.numpy().astype(float)):
         assert distance([case.model(image)], [expected]) == 0
@@ -164,30 +169,37 @@ def test_an_image_may_come_as_keras_takes_it_and_from_another_layer():
     assert distance([tape.gradient(loss, halved)], [2 * of_image]) < 1e-5
 
 
-@pytest.mark.parametrize("training", [{}, {"training": True}], ids=str)
-def test_three_steps_of_a_loop_of_ones_own_are_those_of_fit(training):
-    case = Case(NETWORKS["instance"])
+def loss_of_fit(case):
     target = tf.cast(case.image[..., :3] > 1, tf.float32)
-    loss_of = tf.keras.losses.BinaryCrossentropy(from_logits=True)
-    results = []
-    for by_hand in (True, False):
-        case.model.set_weights(case.first)
-        optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.9)
-        if not by_hand:
-            case.model.compile(optimizer, loss_of)
-            case.model.fit(case.image, target, batch_size=BATCH, epochs=3, verbose=0)
-            results.append(case.model.get_weights())
-            break
+    return target, tf.keras.losses.BinaryCrossentropy(from_logits=True)
 
-        @tf.function
-        def step(optimizer=optimizer):
-            with tf.GradientTape() as tape:
-                loss = loss_of(target, case.model(case.image, **training))
-            gradients = tape.gradient(loss, case.model.trainable_weights)
-            optimizer.apply_gradients(zip(gradients, case.model.trainable_weights))
 
-        for _ in range(3):
-            step()
-        results.append(case.model.get_weights())
-    assert distance(*results) < 1e-4
-    assert distance(results[0], case.first) > 1e-3
+@pytest.fixture(scope="module")
+def fitted():
+    """A case's weights after three steps of `fit`."""
+    case = case_of("instance")
+    target, loss = loss_of_fit(case)
+    case.model.set_weights(case.first)
+    case.model.compile(tf.keras.optimizers.SGD(0.1, momentum=0.9), loss)
+    case.model.fit(case.image, target, batch_size=BATCH, epochs=3, verbose=0)
+    return case.model.get_weights()
+
+
+@pytest.mark.parametrize("training", [{}, {"training": True}], ids=str)
+def test_three_steps_of_a_loop_of_ones_own_are_those_of_fit(fitted, training):
+    case = case_of("instance")
+    target, loss_of = loss_of_fit(case)
+    case.model.set_weights(case.first)
+    optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.9)
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = loss_of(target, case.model(case.image, **training))
+        gradients = tape.gradient(loss, case.model.trainable_weights)
+        optimizer.apply_gradients(zip(gradients, case.model.trainable_weights))
+
+    for _ in range(3):
+        step()
+    assert distance(case.model.get_weights(), fitted) < 1e-4
+    assert distance(fitted, case.first) > 1e-3

@@ -31,10 +31,15 @@ def of_keras(model):
     return list(zip(names, layers, [tuple(weight.shape) for weight in model.weights]))
 
 
-@pytest.mark.parametrize("settings", NETWORKS.values(), ids=NETWORKS)
-def test_the_weights_are_those_of_keras_in_its_order(settings):
-    config = UNetConfig(**{"channels": 2, "outputs": 3, "filters": 4, "depth": 3, **settings})
-    model = build_unet3d(config, config.divisors, 1)
+@pytest.fixture(scope="module", params=NETWORKS.values(), ids=NETWORKS)
+def built(request):
+    """A configuration and its Keras model."""
+    config = UNetConfig(**{"channels": 2, "outputs": 3, "filters": 4, "depth": 3, **request.param})
+    return config, build_unet3d(config, config.divisors, 1)
+
+
+def test_the_weights_are_those_of_keras_in_its_order(built):
+    config, model = built
     assert listed(config) == of_keras(model)
     trainable = [weight.shape for weight in network_weights(config) if weight.is_trainable]
     assert trainable == [tuple(weight.shape) for weight in model.trainable_weights]
@@ -42,13 +47,13 @@ def test_the_weights_are_those_of_keras_in_its_order(settings):
     assert [weight.name for weight in network_weights(config)] == kinds
 
 
-@pytest.mark.parametrize("settings", NETWORKS.values(), ids=NETWORKS)
-def test_the_order_stays_if_layers_are_frozen(settings):
-    config = UNetConfig(**{"channels": 2, "outputs": 3, "filters": 4, "depth": 3, **settings})
-    model = build_unet3d(config, config.divisors, 1)
+def test_the_order_stays_if_layers_are_frozen(built):
+    config, model = built
     for layer in model.layers:
         layer.trainable = not layer.name.startswith("encoder")
     assert listed(config) == of_keras(model)
+    for layer in model.layers:
+        layer.trainable = True
 
 
 def test_the_axes_of_channels_and_regions_have_as_many_as_the_network():

@@ -130,9 +130,9 @@ def test_a_library_for_another_machine_is_built_again_beside_it(pair, whole, mon
     assert not {path.name for path in foreign} & {own.door.name, own.kernels.name}
 
 
-def run_script(script):
+def run_script(script, *words):
     environment = {**os.environ, "PYTHONPATH": str(build.HERE.parents[1])}
-    command = [sys.executable, "-c", script]
+    command = [sys.executable, "-c", script, *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -153,8 +153,7 @@ def test_it_is_asked_without_tensorflow_and_numpy(pair):
 
 
 OPENED = """
-import ctypes, sys
-import tensorflow as tf
+import ctypes
 from models.native.library import own_operations
 ctypes.CDLL(str(own_operations().door))
 from models.native import operations
@@ -163,13 +162,7 @@ print(operations.available(), float(operations.max_pool(Source(tf.ones((1, 2, 2,
 """
 
 
-def test_a_library_that_the_process_has_opened_already_computes(whole):
-    done = run_script(OPENED)
-    assert done.stdout.split() == ["True", "1.0"], done.stderr
-
-
 REFUSED = """
-import tensorflow as tf
 from models.native.library import own_operations
 
 def refuse(path):
@@ -182,8 +175,41 @@ print(own_operations().why)
 """
 
 
-def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(whole):
-    done = run_script(REFUSED)
-    assert done.stdout.split()[:2] == ["False", "none"]
-    assert "undefined symbol" in done.stdout
-    assert "warning: own operations" in done.stderr
+FORKED = """
+import os, sys
+import tensorflow as tf
+
+scripts = sys.argv[2:]
+for number, script in enumerate(scripts):
+    if os.fork() == 0:
+        for descriptor in (1, 2):
+            file = os.open(f"{sys.argv[1]}/{number}.{descriptor}", os.O_WRONLY | os.O_CREAT)
+            os.dup2(file, descriptor)
+        exec(script)
+        break
+else:
+    for _ in scripts:
+        os.wait()
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(whole, tmp_path_factory):
+    """What OPENED and REFUSED print and warn of, each in a process of its own; TensorFlow is
+    imported for both."""
+    folder = tmp_path_factory.mktemp("answers")
+    done = run_script(FORKED, str(folder), OPENED, REFUSED)
+    assert done.returncode == 0, done.stderr
+    return [[(folder / f"{number}.{to}").read_text() for to in (1, 2)] for number in range(2)]
+
+
+def test_a_library_that_the_process_has_opened_already_computes(answers):
+    printed, warned = answers[0]
+    assert printed.split() == ["True", "1.0"], warned
+
+
+def test_where_tensorflow_refuses_it_the_answer_is_none_and_a_warning_says_so(answers):
+    printed, warned = answers[1]
+    assert printed.split()[:2] == ["False", "none"], warned
+    assert "undefined symbol" in printed
+    assert "warning: own operations" in warned
