@@ -145,11 +145,12 @@ WAYS = {
     },
     "half the resolution": {
         "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full",
-        "norm": "batch", "depth": 3, "deep_supervision": True, "dtype": "bfloat16",
-        "optimizer": "adam", "rotation_deg": 20.0, "noise": 0.1,
+        "norm": "batch", "dtype": "bfloat16", "optimizer": "adam", "rotation_deg": 20.0,
+        "noise": 0.1,
     },
     "strides": {
-        "strides": ((2, 2, 1), (1, 2, 2)), "depth": 3, "batch": 2, "validations": 1,
+        "strides": ((2, 2, 1), (1, 2, 2)), "depth": 3, "deep_supervision": True, "batch": 2,
+        "validations": 1,
     },
     "a resolution of strides": {
         "strides": ((1, 2, 2),), "resolution": 0.5, "extent": "full", "validations": 1,
@@ -167,10 +168,8 @@ def test_a_run_that_is_cut_ends_with_the_same_weights(
     if not {"resolution", "strides"} & set(settings):
         return
     image = phantom_store.folder.parent / "raw" / "imagesTr" / "BRATS_001.nii.gz"
-    run = str(tmp_path / "cut")
-    assert (
-        main(["predict", "--run", run, "--image", str(image), "--out", str(tmp_path / "out")]) == 0
-    )
+    words = ["--run", tmp_path / "cut", "--image", image, "--out", tmp_path / "out", "--no-flips"]
+    assert main(["predict", *map(str, words)]) == 0
     assert nibabel.load(tmp_path / "out" / image.name).shape == nibabel.load(image).shape[:3]
 
 
