@@ -25,9 +25,17 @@ from cpu3d.inference.export import image as images
 from cpu3d.inference.export import segment
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import make_plan
-from cpu3d.run.config_json import load_config
+from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.data.made_datasets import dataset_json, make_record
-from tests.cpu3d.runs import HOST, assert_same_weights, shown_cases, start
+from tests.cpu3d.runs import (
+    HOST,
+    SMALL,
+    assert_same_weights,
+    decided,
+    shown_cases,
+    start,
+    written_weights,
+)
 
 CHANGES = {
     "hu": lambda volume: volume.astype(np.int16),
@@ -197,7 +205,8 @@ def test_prepare_and_evaluate_name_the_case_of_another_unit(odd, stores, tmp_pat
         assert main(["store", "info", "--store", str(store.folder)]) == 0
         notes = re.findall(r"note: (\S+): labelled values of CT", capsys.readouterr().out)
         assert notes == named
-    start(odd, tmp_path / "run", **{**SETTINGS, "steps": 1}).run()
+    config = decided(odd, tmp_path / "run", **SMALL, **SETTINGS)
+    written_weights(config, tmp_path / "run")
     split = next(name for name, ids in odd.manifest.split.items() if "BRATS_002" in ids)
     capsys.readouterr()
     assert main(["evaluate", "--run", str(tmp_path / "run"), "--split", split]) == 0
@@ -224,10 +233,10 @@ def test_a_run_is_not_continued_on_a_store_of_another_normalisation(stores, runs
 def test_the_config_of_a_run_on_other_channels_is_as_before_there_were_kinds(
     phantom_store, tmp_path
 ):
-    start(phantom_store, tmp_path / "run", steps=1)
-    content = json.loads((tmp_path / "run/config.json").read_text())
+    save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
     assert "normalisation" not in content
-    assert load_config(tmp_path / "run").normalisation == ()
+    assert load_config(tmp_path).normalisation == ()
 
 
 # --- Of several spacings ---

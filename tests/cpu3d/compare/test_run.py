@@ -25,70 +25,83 @@ def carried_out(out, runs, tolerance_mm=1.0):
     return train_and_score(runs, out / "store", out, Evaluation(tolerance_mm=tolerance_mm))
 
 
-def test_runs_are_trained_and_scored_once_and_one_that_was_killed_continues(
-    processes, tmp_path, monkeypatch
-):
+def test_a_run_that_was_killed_continues(processes, tmp_path, monkeypatch):
     monkeypatch.setenv(
         "TF_CONFIG",
         '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}',
     )
     out = tmp_path / "out"
-    runs = planned(out, "a", "b")
+    runs = planned(out, "a")
     processes.tell("cut")
     killer = threading.Thread(
         target=lambda: os.kill(int(processes.waited("waits").split()[0]), signal.SIGKILL)
     )
     killer.start()
     with pytest.raises(RunFailedError, match="got SIGKILL"):
-        carried_out(out, runs[:1])
+        carried_out(out, runs)
     killer.join()
     assert "TF_CONFIG" not in processes.waited("environ").split(), "it would wait for workers"
     (processes.folder / "cut").unlink()
+    carried_out(out, runs)
+    steps = [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"]
+    assert steps == [1, 2, 3, 4]
+    assert processes.calls() == ["train a", "train a", "evaluate a"]
+
+
+def test_runs_are_trained_and_scored_once(stage, tmp_path):
+    out = tmp_path / "out"
+    runs = planned(out, "a", "b")
     carried_out(out, runs, 1 / 3)
-    assert [event["step"] for event in read_events(runs[0].folder) if event["event"] == "step"] == [
-        1,
-        2,
-        3,
-        4,
-    ]
-    assert processes.calls() == ["train a", "train a", "evaluate a", "train b", "evaluate b"]
+    assert stage.calls() == ["train a", "evaluate a", "train b", "evaluate b"]
     carried_out(out, runs, 1 / 3)
-    assert processes.calls() == [], "a third is passed on with all of its digits"
+    assert stage.calls() == [], "a third is passed on with all of its digits"
     (runs[0].folder / "checkpoints/best.npz").unlink()
     carried_out(out, runs, 1 / 3)
-    assert processes.calls() == ["train a", "evaluate a"], "which brings lost weights back"
+    assert stage.calls() == ["train a", "evaluate a"], "which brings lost weights back"
 
 
-def test_a_run_is_not_scored_until_its_post_processing_is_decided(processes, tmp_path):
+def test_a_run_is_not_scored_until_its_post_processing_is_decided(stage, tmp_path):
     out = tmp_path / "out"
     runs = planned(out, "a", "b")
     carried_out(out, runs)
     # As a call leaves it that was stopped while it was deciding.
     write_json(runs[0].folder / "plan.json", {"schema": PLAN_SCHEMA, "course": {"decided": 2}})
-    processes.calls()
+    stage.calls()
     assert carried_out(out, runs) == [("a", 0, "post-processing was not decided")]
-    assert processes.calls() == ["train a"]
-    processes.tell("decides")
+    assert stage.calls() == ["train a"]
+    stage.tell("decides")
     assert carried_out(out, runs) == []
-    assert processes.calls() == ["train a", "evaluate a"], "the scores were of raw answers"
+    assert stage.calls() == ["train a", "evaluate a"], "the scores were of raw answers"
     assert carried_out(out, runs) == []
-    assert processes.calls() == []
+    assert stage.calls() == []
 
 
-def test_failed_runs_are_returned_and_where_all_fail_the_last_words_say_why(processes, tmp_path):
-    processes.tell("fail", "a 1 No space left on device")
+@pytest.mark.parametrize(
+    ("code", "words", "why"),
+    [
+        (1, "No space left on device", "train ended with exit code 1"),
+        (4, "loss must be finite, got nan", "train diverged"),
+    ],
+)
+def test_where_all_runs_fail_the_last_words_say_why(processes, tmp_path, code, words, why):
+    processes.tell("fail", f"a {code} {words}")
     out = tmp_path / "out"
-    with pytest.raises(RunFailedError, match="No space left") as caught:
+    with pytest.raises(RunFailedError, match=words) as caught:
         carried_out(out, planned(out, "a"))
-    assert (caught.value.exit_code, caught.value.why) == (1, "train ended with exit code 1")
+    assert (caught.value.exit_code, caught.value.why) == (code, why)
     assert str(out / "logs" / "a-train.txt") in str(caught.value)
-    processes.tell("fail", "a 4 loss must be finite, got nan")
+    assert processes.calls() == ["train a"]
+
+
+def test_runs_that_diverge_are_returned_and_not_trained_again(stage, tmp_path):
+    stage.tell("fail", "a 4 loss must be finite, got nan")
+    out = tmp_path / "out"
     assert carried_out(out, planned(out, "a", "b")) == [("a", 0, "train diverged")]
-    assert processes.calls() == ["train a", "train a", "train b", "evaluate b"]
+    assert stage.calls() == ["train a", "train b", "evaluate b"]
     with pytest.raises(RunFailedError, match="diverged before") as caught:
         carried_out(out, planned(out, "a"))
     assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
-    assert processes.calls() == [], "it would end so again"
+    assert stage.calls() == [], "it would end so again"
 
 
 def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path):

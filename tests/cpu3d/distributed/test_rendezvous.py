@@ -19,6 +19,12 @@ PLAN = {"grid": [96, 96, 96], "why": "M\u00fcller " * 20_000}
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="other systems share no memory")
 
 
+@pytest.fixture(autouse=True)
+def _soon_again(monkeypatch):
+    """Have workers that find no chief try again at once."""
+    monkeypatch.setattr(rendezvous, "TRY_AGAIN_S", 0.02)
+
+
 def addresses(count):
     """Addresses with free ports."""
     with contextlib.ExitStack() as stack:
@@ -90,14 +96,14 @@ def test_for_shared_memory_it_listens_at_no_port():
 def test_another_user_of_the_host_is_not_heard(monkeypatch):
     three = Cluster(addresses(3))
     monkeypatch.setattr(rendezvous.os, "geteuid", lambda: 54321)
-    for error in meeting_of([three.of_rank(rank) for rank in range(3)], limit_s=1):
+    for error in meeting_of([three.of_rank(rank) for rank in range(3)], limit_s=0.3):
         assert isinstance(error, WorkerLostError)
 
 
 def test_those_who_came_say_who_did_not(three):
-    for error in meeting_of([three.of_rank(0), three.of_rank(2)], limit_s=3):
+    for error in meeting_of([three.of_rank(0), three.of_rank(2)], limit_s=1):
         assert isinstance(error, WorkerLostError)
-        assert f"worker 1 ({three.addresses[1]}) must come within 3 s" in str(error)
+        assert f"worker 1 ({three.addresses[1]}) must come within 1 s" in str(error)
         assert three.addresses[2] not in str(error)
     with pytest.raises(WorkerLostError, match=r"worker 0 \(127.* must come within 0.3 s"):
         meet(three.of_rank(1), 0.3)
@@ -116,15 +122,19 @@ def test_a_port_that_is_taken_is_named_at_once(three):
 
 def test_workers_of_another_cluster_are_sent_away(three):
     stranger = dataclasses.replace(three, addresses=(three.addresses[0], *addresses(2)), rank=1)
-    chief, sent_away = meeting_of([three, stranger], limit_s=1.5)
+    chief, sent_away = meeting_of([three, stranger], limit_s=1)
     assert "got addresses of worker 1 that worker 0 does not have" in str(sent_away)
     assert sent_away.exit_code == 2
     assert "worker 1" in str(chief)
 
 
-@pytest.mark.parametrize("text", [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": [1]}\n', b"\xff" * 9000])
+@pytest.mark.parametrize(
+    "text",
+    [b"GET / HTTP/1.1\r\n\r\n", b'{"rank": [1]}\n', b"\xff" * 9000],
+    ids=["http", "another rank", "bytes"],
+)
 def test_whoever_says_other_things_at_the_port_is_not_counted(three, monkeypatch, text):
-    monkeypatch.setattr(rendezvous, "HELLO_S", 0.5)
+    monkeypatch.setattr(rendezvous, "HELLO_S", 0.3)
     with ThreadPoolExecutor(1) as pool:
         chief = pool.submit(meet, three)
         with connected(three) as stranger, connected(three):

@@ -225,9 +225,9 @@ def test_one_of_another_host_one_that_waits_for_the_chief_and_one_that_beats_are
         beats = {"beat": time.time() if "beat" in changes else 1.0}
         beating(tmp_path, **{**changes, **beats})()
 
-    patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.3)
+    patience = Patience(poll_s=0.02, settle_s=0.1, silent_s=0.2)
     run_workers(
-        [job(0, REPORTS + "import time; time.sleep(1)")], tmp_path, show=show, patience=patience
+        [job(0, REPORTS + "import time; time.sleep(0.6)")], tmp_path, show=show, patience=patience
     )
 
 

@@ -133,6 +133,30 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
     )
 
 
+def test_what_coarse_steps_give_back_changes_no_weight_of_the_full_ones(
+    phantom_store, tmp_path, monkeypatch
+):
+    released = []
+    release = Learner.release
+
+    def noted(learner):
+        released.append(learner.config.is_coarse)
+        release(learner)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "release", noted)
+        start(phantom_store, tmp_path / "released", learner=Learner, **HALF_OF_FOUR).run()
+    assert released == [True]
+    start(phantom_store, tmp_path / "kept", **HALF_OF_FOUR).run()  # networks that are kept
+    assert_same_weights(tmp_path / "released", tmp_path / "kept")
+    grids = [event["voxels"] for event in steps_of(tmp_path / "released")]
+    assert sorted(grids) == grids
+    assert len(set(grids)) == 2
+
+
+# --- Cut and continued ---
+
+
 WAYS = {
     "lean": {
         "policy": "lean", "batch": 2, "ema": 0.9, "residual": True, "up": "upsampling",
@@ -146,11 +170,11 @@ WAYS = {
     },
     "half the resolution": {
         "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full",
-        "norm": "batch", "depth": 3, "deep_supervision": True, "dtype": "bfloat16",
-        "optimizer": "adam", "rotation_deg": 20.0, "noise": 0.1,
+        "norm": "batch", "dtype": "bfloat16", "optimizer": "adam", "rotation_deg": 20.0,
+        "noise": 0.1,
     },
     "strides": {
-        "strides": ((2, 2, 1), (1, 2, 2)), "depth": 3, "batch": 2, "validations": 1,
+        "strides": ((2, 2, 1), (1, 2, 2)), "depth": 3, "deep_supervision": True, "validations": 1,
     },
     "a resolution of strides": {
         "strides": ((1, 2, 2),), "resolution": 0.5, "extent": "full", "validations": 1,
@@ -158,6 +182,7 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("graphs_as_written")
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
 def test_a_run_that_is_cut_ends_with_the_same_weights(
     phantom_store, tmp_path, monkeypatch, settings
@@ -168,13 +193,12 @@ def test_a_run_that_is_cut_ends_with_the_same_weights(
     if not {"resolution", "strides"} & set(settings):
         return
     image = phantom_store.folder.parent / "raw" / "imagesTr" / "BRATS_001.nii.gz"
-    run = str(tmp_path / "cut")
-    assert (
-        main(["predict", "--run", run, "--image", str(image), "--out", str(tmp_path / "out")]) == 0
-    )
+    words = ["--run", tmp_path / "cut", "--image", image, "--out", tmp_path / "out", "--no-flips"]
+    assert main(["predict", *map(str, words)]) == 0
     assert nibabel.load(tmp_path / "out" / image.name).shape == nibabel.load(image).shape[:3]
 
 
+@pytest.mark.usefixtures("graphs_as_written")
 @pytest.mark.parametrize("done", [1, 2])
 def test_thick_slices_are_seen_at_their_thickness_first_and_in_full_then(
     phantom_store, tmp_path, monkeypatch, done
@@ -224,27 +248,6 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
     assert targets == [
         np.isin(np.asarray(phantom_store.label(name)), (1, 2, 3)).sum() for name in split["val"]
     ]
-
-
-def test_what_coarse_steps_give_back_changes_no_weight_of_the_full_ones(
-    phantom_store, tmp_path, monkeypatch
-):
-    released = []
-    release = Learner.release
-
-    def noted(learner):
-        released.append(learner.config.is_coarse)
-        release(learner)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Learner, "release", noted)
-        start(phantom_store, tmp_path / "released", learner=Learner, **HALF_OF_FOUR).run()
-    assert released == [True]
-    start(phantom_store, tmp_path / "kept", **HALF_OF_FOUR).run()  # networks that are kept
-    assert_same_weights(tmp_path / "released", tmp_path / "kept")
-    grids = [event["voxels"] for event in steps_of(tmp_path / "released")]
-    assert sorted(grids) == grids
-    assert len(set(grids)) == 2
 
 
 @pytest.mark.usefixtures("without_network")

@@ -80,7 +80,6 @@ def test_dice_is_of_the_painted_label_in_the_case_s_own_voxels_and_the_loss_of_t
     [
         ({}, 1),
         ({"extent": "full", "depth": 4}, 1),
-        ({"curriculum": "half", "steps": 2}, 0.5),
         ({"curriculum": "half", "steps": 2, "strides": ((2, 2, 1),)}, 0.5),
     ],
 )
