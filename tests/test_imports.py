@@ -172,6 +172,11 @@ def imported(path):
     return names
 
 
+def test_imports_at_the_top_and_within_a_function_are_found():
+    names = imported(ROOT / "cpu3d/inference/export/command.py")
+    assert {"cpu3d.errors", "cpu3d.inference.export.formats"} <= names
+
+
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts): path
     for path in sources("models", "memory_estimator", "cpu3d")

@@ -1,6 +1,7 @@
 """What a labelled case says about post-processing: counts, scores of any rule, JSON."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -61,6 +62,26 @@ def every_third_slice_annotated(shape):
     return ignored
 
 
+SPACING_MM = (0.8, 1.0, 2.5)
+
+
+@functools.cache
+def made_up_cases():
+    """Two cases."""
+    rng = np.random.default_rng(0)
+    return [made_up_case(rng) for _ in range(2)]
+
+
+@functools.cache
+def evidence_of(annotated):
+    """Which voxels of those cases are ignored, and the evidence of each."""
+    cases = made_up_cases()
+    ignored = None
+    if annotated != "all":
+        ignored = every_third_slice_annotated(cases[0][1].shape)
+    return ignored, [gather(*case, REGIONS, SPACING_MM, ignored) for case in cases]
+
+
 @pytest.mark.parametrize("annotated", ["all", "every third slice"])
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize(
@@ -76,21 +97,17 @@ def every_third_slice_annotated(shape):
 def test_scores_are_those_of_the_painted_labels(rule, nested, annotated):
     """No rule is painted to be scored. It judges whole components, also where few of their voxels
     are annotated."""
-    rng = np.random.default_rng(0)
-    spacing_mm = (0.8, 1.0, 2.5)
-    cases = [made_up_case(rng) for _ in range(2)]
-    ignored = None
-    if annotated != "all":
-        ignored = every_third_slice_annotated(cases[0][1].shape)
-    evidences = [gather(*case, REGIONS, spacing_mm, ignored) for case in cases]
+    ignored, evidences = evidence_of(annotated)
     chosen = PostProcessing({"WT": (rule,), "ET": (rule,)}, nested)
     means = means_of(evidences, chosen, REGIONS)
-    labels = [(truth, chosen.paint(answers, REGIONS, spacing_mm)) for answers, truth in cases]
+    labels = [
+        (truth, chosen.paint(answers, REGIONS, SPACING_MM)) for answers, truth in made_up_cases()
+    ]
     for name, codes in REGIONS.items():
         scores = []
         for truth, label in labels:
             masks = region_mask(truth, codes), region_mask(label, codes)
-            scores.append(score_region(*masks, spacing_mm, ignored=ignored))
+            scores.append(score_region(*masks, SPACING_MM, ignored=ignored))
         for metric, mean in dataclasses.asdict(means[name]).items():
             assert mean == pytest.approx(np.mean([case[metric] for case in scores]))
 
