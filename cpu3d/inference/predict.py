@@ -54,7 +54,7 @@ from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
 from cpu3d.data.cases.resample import grid_of, in_mm, resample_label
 from cpu3d.data.datasets.layouts import LABEL_CODES
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
-from cpu3d.data.manifest import CaseRecord
+from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import label_content, ras_shape, ras_spacing_mm, ras_steps_mm, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
@@ -157,16 +157,14 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         return 0
     begin = time.monotonic()
     sidecars = []
-    kind = InputError
+    failures: List[InputError] = []
     with bar("predict", total=len(cases)) as advance:
         for case in cases:
             try:
                 sidecar = predict_case(predictor, case, options, about, postprocessing, configs)
                 sidecars.append(sidecar)
             except InputError as error:
-                problems += error.problems
-                if isinstance(error, DoesNotFitError):
-                    kind = DoesNotFitError
+                failures.append(error)
             advance()
     say(*note_lines({sidecar["case_id"]: sidecar["notes"] for sidecar in sidecars}))
     if sidecars:
@@ -174,9 +172,16 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         seconds = format_seconds(time.monotonic() - begin)
         done = f"{count(sidecars, 'case')} predicted in {seconds} into {options.out}"
         say(f"{done}, on the grids of their images", stderr=False)
-    if problems:
-        raise kind(*problems)
+    _raise_together(problems, failures)
     return 0
+
+
+def _raise_together(problems: Sequence[str], failures: Sequence[InputError]) -> None:
+    """Raise one error for all cases that were not predicted: DoesNotFitError if one did not fit."""
+    everything = [*problems, *(problem for error in failures for problem in error.problems)]
+    if any(isinstance(error, DoesNotFitError) for error in failures):
+        raise DoesNotFitError(*everything)
+    raise_if_any(everything)
 
 
 def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
@@ -241,17 +246,22 @@ def predict_case(
     # First, so that a label is known as ours from the moment that it is there, and can be redone
     # after a crash; one that is corrected by hand meanwhile is told from it.
     write_json(outputs.sidecar, content)
-    for position, path in enumerate(outputs.probabilities.values()):
-        probability = answers[..., position].astype(np.float32)
-        # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
-        # for little.
-        write_volume(path, probability, geometry, compression=1)
+    _write_probabilities(outputs, answers, geometry)
     write_bytes(outputs.label, label_file)
     if outputs.page:
         write_case_page(outputs.page, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
     write_json(outputs.sidecar, content)
     return content
+
+
+def _write_probabilities(outputs: Outputs, answers: np.ndarray, geometry: Geometry) -> None:
+    """Those that are asked for, of each region."""
+    for position, path in enumerate(outputs.probabilities.values()):
+        probability = answers[..., position].astype(np.float32)
+        # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
+        # for little.
+        write_volume(path, probability, geometry, compression=1)
 
 
 def _distinct(cases: Sequence[Case]) -> Tuple[List[Case], List[str]]:

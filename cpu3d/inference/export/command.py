@@ -95,16 +95,13 @@ def run(options: Options) -> int:
     origin = _origin(options, path)
     exported = exported_config(config, options.size)
     own = Predictor(dataclasses.replace(config, grid=exported.grid), weights, ONE_PASS)
-    if options.format == "onnx":
-        # A program that reads ONNX computes norms by their definition.
+    exact = own  # as a SavedModel has predict's own operations
+    write = formats.write_saved_model
+    if options.format == "onnx":  # programs that read it compute norms by their definition
         exact = formats.ExactPredictor(exported, weights, ONE_PASS)
         write = formats.write_onnx
-    else:
-        # A SavedModel has predict's own operations.
-        exact = own
-        if exported != own.config:
-            exact = Predictor(exported, weights, ONE_PASS)
-        write = formats.write_saved_model
+    elif exported != own.config:
+        exact = Predictor(exported, weights, ONE_PASS)
     record, image = _case_to_try(options, config, own)
     check_case_fits(record, exact)
     postprocessing = postprocessing_of(options.run, config, options.weights)
