@@ -46,7 +46,7 @@ def test_untouched_whole_cases_are_answered_nearly_as_well(stores, tmp_path):
     for number, store in enumerate(stores):
         run = tmp_path / f"run-{number}"
         run.mkdir()
-        start(store, run, steps=60, filters=8, validations=1).run()
+        start(store, run, steps=40, filters=8, validations=1).run()
         assert all(np.isfinite(step["loss"]) for step in steps_of(run))
         scores = evaluate_split(load_predictor(run, "last"), store, "test", run)
         dice.append(scores["summary"]["WT"]["dice"]["mean"])
