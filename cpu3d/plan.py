@@ -340,13 +340,27 @@ def _with_pace(done: Done, run_folder: Path, plan: Plan, host: Host) -> Done:
         whose[run] = f"fold {fold}'s"
     for run, words in whose.items():
         pace = Pace(recent_events(run))
-        if not take_as_long(pace.start, way):
+        if not take_as_long(pace.start, way) or not _computes_as(run, plan.config):
             continue
         full = pace.own_steps(coarse=False)
         coarse = pace.own_steps(coarse=True)
         if full or coarse:
             return dataclasses.replace(done, full=full, coarse=coarse, whose=words)
     return done
+
+
+def _computes_as(run: Path, config: RunConfig) -> bool:
+    """Whether a step of the run in a folder is one of `config`: the same network, batch, and what
+    is done with them."""
+    try:
+        own = load_config(run)
+    except InputError:
+        return False
+    jobs = [job_of(each, each.grid, threads=1, cases=0) for each in (own, config)]
+    return jobs[0] == jobs[1] and (own.coarse_grid, own.freeze) == (
+        config.coarse_grid,
+        config.freeze,
+    )
 
 
 def _way(plan: Plan, host: Host) -> Dict[str, Any]:

@@ -5,7 +5,7 @@ how long, its steps in a table, memory, time, and why things were decided so.
 
 from typing import List
 
-from cpu3d.data.cases.notes import absent_regions
+from cpu3d.data.cases.notes import left_out_of_mean
 from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.decisions import volume_shape
 from cpu3d.plan import Plan
@@ -132,8 +132,8 @@ def _notes(plan: Plan) -> List[str]:
     if not manifest.split["val"]:
         notes.append("no validation cases in this split: the last weights count as the best")
         return notes
-    absent = absent_regions(plan.store.cases("val"), config.codes_by_region)
-    if 0 < len(absent) < len(config.regions) and not plan.done.steps:
-        rule = f"no validation case has {listed(absent)}"
+    left_out = left_out_of_mean(plan.store.cases("val"), config.codes_by_region)
+    if left_out and not plan.done.steps:
+        rule = f"no validation case has {listed(left_out)}"
         notes.append(f"{rule}, so the mean Dice that chooses the best weights is of the others")
     return notes

@@ -76,13 +76,17 @@ def time_line(forecast: Forecast, done: Done = NOTHING_DONE) -> str:
     """The time of a training of which so much is done, such as "about 5.2 h in all: 4.8 h of steps,
     20 min of validation, 4 min of post-processing"; if the error of its steps is known within which
     hours, as "5.2 h in all (4.9 to 5.5 h): ..."."""
-    times = forecast.at_pace_of(done).times
+    paced = forecast.at_pace_of(done)
+    times = paced.times
     whole = f"{format_seconds(times.all_s)} in all"
     bound = forecast.full.bound("step_s")
     if bound and basis_of(forecast, done) is Basis.PREDICTED:
-        low = format_seconds(times.all_s * (1 - bound.worst))
-        high = format_seconds(times.all_s * (1 + bound.worst))
-        return f"{whole} ({low} to {high}){_parts(times)}"
+        beside_s = times.all_s - times.steps_s
+        low_s = beside_s + paced.within_budget_s(paced.training_s * (1 - bound.worst))
+        high_s = beside_s + paced.within_budget_s(paced.training_s * (1 + bound.worst))
+        if low_s < high_s:
+            whole += f" ({format_seconds(low_s)} to {format_seconds(high_s)})"
+            return f"{whole}{_parts(times)}"
     return f"about {whole}{_parts(times)}"
 
 

@@ -328,10 +328,14 @@ class Forecast:
     @property
     def steps_s(self) -> float:
         """Seconds of the steps, of which a budget of time takes as many as it holds."""
+        return self.within_budget_s(self.training_s)
+
+    def within_budget_s(self, training_s: float) -> float:
+        """Of the seconds of all steps those that a budget of time holds."""
         budget_s = self.course.budget_s
         if budget_s is None:
-            return self.training_s
-        return min(self.training_s, budget_s)
+            return training_s
+        return min(training_s, budget_s)
 
     @property
     def validation_s(self) -> float:
@@ -343,7 +347,9 @@ class Forecast:
         course = self.course
         if not course.steps:
             return 0.0
-        case_s = self.measured_case_s or self._predicted_case_s
+        case_s = self.measured_case_s
+        if case_s is None:
+            case_s = self._predicted_case_s
         each_s = (steps - coarse_steps) * case_s.full + coarse_steps * case_s.coarse
         cases = math.ceil(course.held_out / self.workers)  # of a worker
         return course.validations * cases * each_s / course.steps

@@ -99,11 +99,12 @@ def runs_of(content: Mapping[str, Any]) -> List[str]:
 
 
 def is_of_other_runs(before: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """Whether other runs made an earlier prediction than those that would make it now. Runs of the
-    same weights are the same, though their folder was moved."""
+    """Whether a run made an earlier prediction that would not make it now, alone or with others, as
+    a fold that is trained since. Runs of the same weights are the same, though their folder was
+    moved."""
     earlier = runs_of(before)
     weights = "weights_sha256"
-    if not earlier or earlier == runs_of(about):
+    if set(earlier) <= set(runs_of(about)):
         return False
     return weights not in before or before[weights] != about.get(weights)
 

@@ -218,8 +218,16 @@ class _Steps:
     def __init__(self) -> None:
         self.predicted_s: Optional[float] = None  # of a step
         self.recent_s: Deque[float] = collections.deque(maxlen=RECENT)
-        # of a worker on a held-out case in a validation
+        # Of a worker on a held-out case in a validation; the attempt's first one compiles.
         self.case_s: Deque[float] = collections.deque(maxlen=RECENT)
+        self.first_case_s: Optional[float] = None
+
+    def note_validation(self, case_s: float) -> None:
+        """Count a validation of so many seconds a case."""
+        if self.first_case_s is None:
+            self.first_case_s = case_s
+        else:
+            self.case_s.append(case_s)
 
     def error(self) -> Optional[float]:
         """By how much the recent steps took longer than was predicted, as a factor; None if either
@@ -257,6 +265,8 @@ class Pace:
             self._beside_s = 0.0  # of validations and saves
             self._full = _Steps()
             self._coarse = _Steps()
+        for kind in (self._full, self._coarse):
+            kind.first_case_s = None
         predicted = start.get("predicted", {})
         self.start = start
         self._begin: int = start["step"]
@@ -278,9 +288,8 @@ class Pace:
         elif kind in ("validation", "checkpoint"):
             self._beside_s += event.get("seconds", 0.0)
         if kind == "validation" and event.get("cases") and "seconds" in event:
-            workers = self.start.get("workers") or 1
-            cases = math.ceil(event["cases"] / workers)  # of a worker
-            self._kind(step).case_s.append(event["seconds"] / cases)
+            cases = math.ceil(event["cases"] / self.start.get("workers", 1))  # of a worker
+            self._kind(step).note_validation(event["seconds"] / cases)
 
     def compiles(self, step: int) -> bool:
         """Whether a step is the attempt's first on its grid: its seconds are not those of a
@@ -298,7 +307,8 @@ class Pace:
         if len(kind.recent_s) < ENOUGH_STEPS:
             return None
         step_s = statistics.median(kind.recent_s)
-        return OwnSteps(len(kind.recent_s), step_s, median(kind.case_s))
+        case_s = median(kind.case_s) if kind.case_s else kind.first_case_s
+        return OwnSteps(len(kind.recent_s), step_s, case_s)
 
     def _kind(self, step: int) -> _Steps:
         return self._coarse if step <= self._coarse_steps else self._full

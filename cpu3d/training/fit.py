@@ -14,11 +14,12 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 import psutil
 
+from cpu3d.data.cases.notes import left_out_of_mean
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.sampling import Share
 from cpu3d.distributed.all_reduce import ALONE, Exchange, array_from_chief
@@ -45,7 +46,7 @@ from cpu3d.training.learner import Learner, Outcome
 from cpu3d.training.pulse import Pulse
 from cpu3d.training.restart import find_restart
 from cpu3d.training.tracking import Track, tracked
-from cpu3d.training.validation import regions_in_mean, validate
+from cpu3d.training.validation import validate
 from cpu3d.training.watchdog import Guard, Stop, Wish, noted_signals, stop_of
 from cpu3d.util.progress import say
 
@@ -74,7 +75,9 @@ class Fit:
         self._least_steps = plan.least_steps
         self._transfer = plan.transfer
         self._exchange = exchange
-        self._guard = guard or Guard(Pulse(self.folder, say=say))
+        if guard is None:
+            guard = Guard(Pulse(self.folder, say=say))
+        self._guard = guard
         if make_learner is None:
             make_learner = functools.partial(Learner, exchange=exchange)
         self._make_learner = make_learner
@@ -352,10 +355,11 @@ class Fit:
         if scores is None:
             return stop
         progress = self.progress
-        in_mean = list(range(len(scores.dice)))
+        dice = dict(zip(self.config.regions, map(float, scores.dice)))
+        left_out: Sequence[str] = ()
         if not progress.counts_absent:
-            in_mean = regions_in_mean(self.store.cases("val"), self.config.codes_by_region)
-        mean_dice = float(scores.dice[in_mean].mean())
+            left_out = left_out_of_mean(self.store.cases("val"), self.config.codes_by_region)
+        mean_dice = float(np.mean([dice[name] for name in dice if name not in left_out]))
         is_coarse = self.learner.config.is_coarse
         is_first_in_full = progress.best_is_coarse and not is_coarse
         is_best = progress.best is None or is_first_in_full or mean_dice > progress.best
@@ -372,8 +376,9 @@ class Fit:
             "validation",
             epoch=self.step // self.steps_per_epoch,
             loss=scores.loss,
-            dice=dict(zip(self.config.regions, map(float, scores.dice))),
+            dice=dice,
             mean_dice=mean_dice,
+            left_out_of_mean=left_out,
             seconds=seconds,
             best=is_best,
             cases=self.feeds.held_out,

@@ -97,7 +97,9 @@ class Pulse:
             now.steps = steps
 
     def note_end(self, reason: str, exit_code: int = 0) -> None:
-        """Note how the process will have ended, unless an error leaves the block."""
+        """Note how the process will have ended, unless an error leaves the block: it will not stop
+        before that."""
+        self.now.stop = ""
         self.good_end = reason
         self._exit_code = exit_code
 

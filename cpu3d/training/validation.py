@@ -10,14 +10,12 @@ the set here and over each case's own there, so a run on patches differs a littl
 
 import functools
 from dataclasses import dataclass
-from typing import Callable, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Callable, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.cases.notes import absent_regions
 from cpu3d.data.labels import label_from_regions, region_mask
-from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Array
 from cpu3d.data.windows import sliding_window
 from cpu3d.distributed.all_reduce import ALONE, Exchange
@@ -80,17 +78,6 @@ def validate(
         stop = Stop(int(max(total[rows.size :])))
     mean = np.mean(rows, 0, dtype=np.float64)
     return Validation(loss=float(mean[0]), dice=mean[1:]), stop
-
-
-def regions_in_mean(
-    records: Iterable[CaseRecord], regions: Mapping[str, Sequence[int]]
-) -> List[int]:
-    """The positions of the regions whose Dice is in the mean: those that at least one held-out case
-    has; all of them if there are none."""
-    absent = absent_regions(records, regions)
-    if len(absent) == len(regions):
-        absent = ()
-    return [place for place, name in enumerate(regions) if name not in absent]
 
 
 # --- Private helpers ---

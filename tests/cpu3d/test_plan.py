@@ -1050,6 +1050,7 @@ def start_of(plan):
 def log_pace(plan, run, step_s=77.0, **changes):
     """Log a start, and so many coarse steps that this is their pace."""
     run.mkdir(exist_ok=True)
+    save_config(plan.config, run)
     append_event(run, {**start_of(plan), **changes})
     for step in range(1, 6):
         append_event(run, {"event": "step", "step": step, "step_s": step_s})
@@ -1060,35 +1061,36 @@ def test_validations_are_planned_by_their_seconds_in_the_log(phantom_store, tmp_
     plan = make_plan(phantom_store, tmp_path, HOST, settings)
     log_pace(plan, tmp_path)
     scores = {"mean_dice": 0.5, "cases": 2}
-    append_event(tmp_path, {"event": "validation", "step": 5, "seconds": 600.0, **scores})
-    again = make_plan(phantom_store, tmp_path, HOST, settings)
-    assert again.done.coarse.case_s == 300
+    for seconds, case_s in ((900.0, 450), (600.0, 300)):  # the first one compiles
+        append_event(tmp_path, {"event": "validation", "step": 5, "seconds": seconds, **scores})
+        again = make_plan(phantom_store, tmp_path, HOST, settings)
+        assert again.done.coarse.case_s == case_s
     assert "validations of 5 min a case" in " ".join(plan_lines(again, HOST))
     assert again.paced.validation_s > 300 * 13 / 16 * again.validations
 
 
 @pytest.mark.parametrize(
-    ("fold", "place", "changes", "takes"),
+    ("settings", "place", "changes", "takes"),
     [
-        ("2/2", "fold-2", {}, True),
-        ("2/2", "another", {}, False),  # that is no fold of this folder
-        ("2/2", "fold-2", {"policy": "lean"}, False),
-        ("2/2", "fold-2", {"host": {**HOST.summary(), "cpu": "another CPU"}}, False),
-        (None, "fold-2", {}, False),
+        ({"fold": "2/2"}, "fold-2", {}, True),
+        ({"fold": "2/2"}, "another", {}, False),  # that is no fold of this folder
+        ({"fold": "2/2"}, "fold-2", {"policy": "lean"}, False),
+        ({"fold": "2/2"}, "fold-2", {"host": {**HOST.summary(), "cpu": "another CPU"}}, False),
+        ({"fold": "2/2", "filters": 8}, "fold-2", {}, False),
+        ({"fold": "2/2", "batch": 2}, "fold-2", {}, False),
+        ({}, "fold-2", {}, False),
     ],
 )
 def test_a_fold_that_has_not_begun_is_planned_at_the_pace_of_one_beside_it(
-    phantom_store, tmp_path, fold, place, changes, takes
+    phantom_store, tmp_path, settings, place, changes, takes
 ):
-    settings = {"depth": 3, "curriculum": "half", "steps": 16, "policy": "speed"}
+    def plan(place, **settings):
+        alike = {"depth": 3, "curriculum": "half", "steps": 16, "policy": "speed"}
+        return make_plan(phantom_store, tmp_path / place, HOST, {**alike, **settings})
 
-    def plan(fold, place):
-        of_fold = {"fold": fold} if fold else {}
-        return make_plan(phantom_store, tmp_path / place, HOST, {**settings, **of_fold})
-
-    first = plan("1/2", "fold-1")
+    first = plan("fold-1", fold="1/2")
     log_pace(first, tmp_path / "fold-1", **changes)
-    planned = plan(fold, place)
+    planned = plan(place, **settings)
     assert ("by fold 1/2's last 4 coarse steps" in " ".join(plan_lines(planned, HOST))) == takes
     # 13 of the 16 steps are coarse
     assert (planned.left_s > 13 * 77) == takes

@@ -95,6 +95,25 @@ def test_it_is_said_whether_seconds_are_measured_and_how_far_they_may_be_off(
     assert time_line(forecast, done).startswith(time)
 
 
+@pytest.mark.parametrize(
+    ("budget_s", "time"),
+    [
+        (100.0, "40 s in all (36 s to 44 s): "),
+        (42.0, "40 s in all (36 s to 42 s): "),
+        (30.0, "about 30 s in all: "),  # whatever a step takes
+    ],
+)
+def test_a_budget_bounds_the_range_of_seconds(budget_s, time):
+    course = RunCourse(steps=4, budget_s=budget_s)
+    constants = dataclasses.replace(load_constants("avx512_bf16"), scales={})
+    made = course.forecast(MEASURED, constants, load_accuracy(versions=None))
+    kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
+    forecast = dataclasses.replace(
+        made, full=dataclasses.replace(made.full, step_s=10.0, kind=kind)
+    )
+    assert time_line(forecast).startswith(time)
+
+
 def test_seconds_as_of_another_host_are_said_to_be_uncalibrated(forecast):
     assert "a step, uncalibrated" in steps_table(forecast).columns
     assert time_line(forecast).startswith("about 80 s in all")

@@ -76,6 +76,15 @@ def absent_regions(
     return tuple(absent)
 
 
+def left_out_of_mean(
+    records: Iterable[CaseRecord], regions: Mapping[str, Sequence[int]]
+) -> Tuple[str, ...]:
+    """The regions whose Dice is not in the mean of a validation, as no held-out case has them; none
+    if no region is in any."""
+    absent = absent_regions(records, regions)
+    return () if len(absent) == len(regions) else absent
+
+
 def absence_line(absent: Sequence[str], regions: Mapping[str, Sequence[int]], where: str) -> str:
     """The warning that the training cases of `where` have none of some regions; "" if they have
     all."""

@@ -249,9 +249,10 @@ def decide_after_training(run: Path, store_folder: Path, pulse: Pulse) -> None:
     print the choice, or why there is none: the run is whole in any case. Raises KeyboardInterrupt
     with nothing decided."""
     begin = time.perf_counter()
-    step = last_end(run).get("step", 0)
-    pulse.phase(DECIDING, step=step, steps=step)  # an early stop takes fewer than were asked for
+    pulse.phase(DECIDING)
     try:
+        step = last_end(run).get("step", 0)
+        pulse.phase(DECIDING, step=step, steps=step)  # an early stop has taken fewer
         line = _in_words(_decide(run, store_folder))
     except Exception as error:  # also TensorFlow's own
         why = _why(error)

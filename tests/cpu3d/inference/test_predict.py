@@ -393,6 +393,18 @@ def test_answers_of_another_run_are_replaced_only_if_that_is_asked_for(
     assert json.loads((out / "a.json").read_text())["run"] == str(tiny_run)
 
 
+def test_answers_of_a_fold_are_replaced_by_those_of_all_folds(
+    call, predictor, files, fold_runs, tmp_path
+):
+    words = ("--image", files.images[0], "--out", tmp_path / "out")
+    first, second = fold_runs("1/2", "2/2")
+    assert call(*words, runs=(first,)) == 0
+    predictor.weights_sha256 = "others"
+    assert call(*words, runs=(first, second)) == 0
+    with pytest.raises(InputError, match=f"got a by {first} and {second}; choose"):
+        call(*words, runs=(second,))
+
+
 def test_every_label_that_was_corrected_by_hand_is_kept_beside_the_one_that_replaces_it(
     call, files, tmp_path, capsys
 ):

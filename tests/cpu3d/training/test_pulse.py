@@ -56,9 +56,11 @@ def test_the_file_follows_within_seconds_and_not_phase_by_phase(tmp_path, monkey
         assert (beat.phase, beat.step, beat.workers, beat.exit_code) == ("computing", 5, 2, None)
         assert (beat.free_of, beat.free_bytes, beat.limit_bytes) == ("a limit", 30, 40)
         assert (beat.anonymous_bytes, beat.file_bytes, beat.swapped_bytes) == (10, 3, 2)
+        heart.now.stop = "memory runs low"
         heart.note_end("early stop")
         heart.phase("deciding")
         assert heart.now.exit_code is None, "it goes on"
+        assert not heart.now.stop, "and does not stop before its end"
     last = read_heartbeats(tmp_path)[1]
     assert (last.reason, last.exit_code) == ("early stop", 0)
 
