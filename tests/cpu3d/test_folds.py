@@ -320,7 +320,7 @@ def test_scores_of_validation_cases_are_never_made_with_what_they_have_chosen(
 
 
 @pytest.mark.parametrize("cut_at", [0, 3])  # in the first training, in the last scoring
-def test_the_same_command_continues_wherever_it_was_cut_and_ends_with_the_same_bits(
+def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits(
     commands,
     phantom_store,
     tmp_path,
