@@ -318,7 +318,10 @@ def test_workers_share_steps_and_validations_but_not_what_the_chief_does(tmp_pat
         ("--shape 64 64 64 --classes 0", "--classes must be at least 1, got 0"),
         ("--shape 64 64 64 --depth 9", "--depth must be between 2 and 8, got 9"),
         ("--shape 64 64 64 --batch 0", "--batch must be at least 1, got 0"),
-        ("--shape 64 64 64 --micro-batch 0", "--micro-batch must be at least 1, got 0; leave it out"),
+        (
+            "--shape 64 64 64 --micro-batch 0",
+            "--micro-batch must be at least 1, got 0; leave it out",
+        ),
         ("--shape 64 64 64 --batch 4 --micro-batch 3", "--micro-batch must divide the batch of 4"),
         ("--shape 64 64 64 --spacing 0 1 1", "--spacing must be at least 0.01, got 0.0"),
         (
