@@ -24,6 +24,7 @@ from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.run.trained_weights import run_weights
 from cpu3d.settings import RunConfig
+from models.config import UNetConfig
 from models.unet3d import build_unet3d, finest
 
 AS_TRAINED = Inference()
@@ -55,7 +56,10 @@ class Predictor:
         self.target_spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
-        self._kept_network = functools.lru_cache(maxsize=NETWORKS)(self._network)
+        compiled = functools.partial(
+            compiled_network, config.unet, weights, batch_size=self.batch_size
+        )
+        self._kept_network = functools.lru_cache(maxsize=NETWORKS)(compiled)
 
     @property
     def mirrored(self) -> Tuple[int, ...]:
@@ -132,16 +136,21 @@ class Predictor:
         network = self._kept_network(tuple(image.shape[1:4]))
         return network(image).numpy()[0]
 
-    def _network(self, size: Shape3) -> Callable:
-        """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R)."""
-        unet = self.config.unet
-        batch_size = self.batch_size
-        model = build_unet3d(unet, size, batch_size=batch_size)
-        model.set_weights(self.weights)
-        taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
-        # A partial, not a lambda: TensorFlow counts traces by the function's code, and took the
-        # first traces of five networks for five traces of one.
-        return tf.function(functools.partial(_finest_logits, model), [taken], autograph=False)
+
+def compiled_network(
+    unet: UNetConfig,
+    weights: Sequence[np.ndarray],
+    size: Shape3,
+    batch_size: Optional[int] = 1,
+) -> Callable:
+    """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R).
+    `weights` are in Keras' order."""
+    model = build_unet3d(unet, size, batch_size=batch_size)
+    model.set_weights(weights)
+    taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
+    # A partial, not a lambda: TensorFlow counts traces by the function's code, and took the first
+    # traces of five networks for five traces of one.
+    return tf.function(functools.partial(_finest_logits, model), [taken], autograph=False)
 
 
 def _finest_logits(model: Any, image: Any) -> Any:

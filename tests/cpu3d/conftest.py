@@ -102,11 +102,12 @@ def graphs_as_written():
 
 @pytest.fixture(scope="module")
 def compiled_once():
-    """Trainings of equal networks share one that is compiled."""
-    from tests.cpu3d.runs import shared_learner  # imports TensorFlow
+    """Trainings of equal networks share one that is compiled, and so do their predictions."""
+    from tests.cpu3d.runs import shared_learner, shared_network  # imports TensorFlow
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("cpu3d.training.fit.Learner", lambda config, exchange: shared_learner(config))
+        patch.setattr("cpu3d.inference.predictor.compiled_network", shared_network)
         yield
 
 

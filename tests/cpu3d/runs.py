@@ -3,12 +3,14 @@ network."""
 
 import argparse
 import dataclasses
+import functools
 import json
 import re
 import shutil
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from cpu3d.data.store import Store, open_store, write_store
 from cpu3d.errors import InputError
@@ -27,6 +29,7 @@ from cpu3d.training.fit import Fit
 from cpu3d.training.learner import Learner, Outcome
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
+from models.unet3d import build_unet3d, finest
 from models.weights import network_weights
 
 HOST = dataclasses.replace(read_host(), available_bytes=20 * 2**30, cgroup_limit_bytes=None)
@@ -127,6 +130,39 @@ OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze", "ema",
 OF_NETWORK += ("optimizer", "peak_rate", "adam_rate", "weight_decay")
 """What a learner is compiled from."""
 _LEARNERS = {}
+
+
+class SharedNetwork:
+    """A network that is compiled for prediction, with the weights of whom it was called for
+    last."""
+
+    def __init__(self, unet, size, batch_size):
+        model = build_unet3d(unet, size, batch_size)
+        taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
+        self._model = model
+        self._weights = None
+        self._function = tf.function(
+            lambda image: tf.cast(finest(model(image, training=False)), tf.float32),
+            [taken],
+            autograph=False,
+        )
+
+    def __call__(self, image, weights):
+        if weights is not self._weights:
+            self._model.set_weights(weights)
+            self._weights = weights
+        return self._function(image)
+
+
+def shared_network(unet, weights, size, batch_size=1):
+    """`compiled_network` of predictions; one that was compiled for other weights is taken again."""
+    key = repr((unet, size, batch_size))
+    if key not in _NETWORKS:
+        _NETWORKS[key] = SharedNetwork(unet, size, batch_size)
+    return functools.partial(_NETWORKS[key], weights=weights)
+
+
+_NETWORKS = {}
 
 
 def run_command(module, *words):
