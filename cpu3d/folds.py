@@ -58,7 +58,7 @@ from cpu3d.util.atomic import check_folder, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count, listed
-from memory_estimator.common.schema import to_command_line
+from memory_estimator.common.schema import check_given, to_command_line
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
@@ -105,6 +105,7 @@ def train_folds(
     done.
     """
     folder = Path(folder)
+    check_given(SETTINGS, settings or {}, InputError)
     if mlflow:
         require_mlflow()
     check_folder(folder, "folder of --run")

@@ -240,7 +240,9 @@ class Settings:
         one_of="often",
     )
     patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)
-    save_minutes: float = _training(10.0, "longest time between checkpoints", "M", at_least=0)
+    save_minutes: float = _training(
+        10.0, "longest time between checkpoints; 0: one after each step", "M", at_least=0
+    )
     """There is one after every validation as well."""
     keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
     stall_minutes: float = _training(

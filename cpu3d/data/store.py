@@ -167,7 +167,9 @@ def _read_manifest(folder: Path) -> Dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         rule = f"store {folder} must hold a finished manifest.json"
         todo = "run `prepare`, again if it was interrupted"
-        if (folder / "dataset.json").is_file():  # of the Decathlon, nnU-Net or MONAI
+        if not folder.is_dir():
+            todo = "there is no such folder: check the path"
+        elif (folder / "dataset.json").is_file():  # of the Decathlon, nnU-Net or MONAI
             todo = f"it is a data set: make a store by `prepare --dataset {folder} --store STORE`"
         elif (folder / "config.json").is_file():
             todo = "it is a run: name the store that it was trained on"

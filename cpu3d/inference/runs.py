@@ -182,8 +182,8 @@ def training_notes(record: CaseRecord, configs: Sequence[RunConfig]) -> List[str
 
 
 def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[str]:
-    """A note for each case, known by its id, that some of the runs were trained on. None if their
-    store cannot be read, as it may have been moved."""
+    """A note for each id of a case that some of the runs were trained on. None if their store
+    cannot be read, as it may have been moved."""
     seen: Dict[str, int] = {}
     for config in configs:
         try:
@@ -192,9 +192,9 @@ def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[st
             return []
         for case_id in trained.intersection(case_ids):
             seen[case_id] = seen.get(case_id, 0) + 1
-    effect = "its answer is better than that of a new case"
+    effect = "if it is the same one, its answer is better than that of a new case"
     return [
-        f"case {case_id} was trained on by {number} of {count(len(configs), 'network')}: {effect}"
+        f"a case {case_id} was trained on by {number} of {count(len(configs), 'network')}: {effect}"
         for case_id, number in sorted(seen.items())
     ]
 

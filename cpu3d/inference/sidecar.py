@@ -35,7 +35,6 @@ MADE_FROM = {
     "postprocessing": "post-processing",
     "threshold": "the threshold",
     "zero_nan": "--zero-nan",
-    "codes_of": "the label codes",
     "label_codes": "the label codes",
     "regions": "the regions",
 }

@@ -402,6 +402,9 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
     if status.validation:
         mean = status.validation.get("mean_dice")
         text = f"Dice {_dice(status.validation.get('dice') or {})}"
+        left_out = status.validation.get("left_out_of_mean")
+        if left_out:
+            text += f" (no case has {listed(left_out)})"
         if mean is not None:
             text += f", mean {mean:.3f}"
         if status.best is not None:

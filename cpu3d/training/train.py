@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Optional
 
 from cpu3d.checks import check_length, check_run, learnable
-from cpu3d.chosen import TRAIN_OPTIONS
+from cpu3d.chosen import SETTINGS, TRAIN_OPTIONS
 from cpu3d.chosen import TrainOptions as Options
 from cpu3d.data.datasets.dataset_json import NAME as DATASET_JSON
 from cpu3d.data.store import open_store
@@ -53,6 +53,7 @@ from cpu3d.training.watchdog import Guard
 from cpu3d.util.atomic import check_folder, remove_partials, writable_folder
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
+from memory_estimator.common.schema import check_given
 from memory_estimator.host import read_host
 
 OPTIONS = TRAIN_OPTIONS
@@ -97,6 +98,7 @@ def train(
     Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each
     once the good steps are saved, Interrupted after SIGINT and SIGTERM, DivergedError,
     MemoryRunsOutError and WorkerLostError."""
+    check_given(SETTINGS, settings or {}, InputError)
     if mlflow:
         require_mlflow()
     if read_cluster(os.environ).is_chief:  # the others do not write there

@@ -21,6 +21,7 @@ command line."""
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import math
 import operator
@@ -193,11 +194,29 @@ def given_options(
         if not hasattr(args, field.name):
             continue
         value = _frozen(getattr(args, field.name))
-        if _is_unset(value, spec):
-            rule = f"{_flag(field)} must be at least {spec.typed_at_least:g}"
-            raise error(f"{rule}, got {value}; leave it out for its default")
+        _refuse_unset(field, spec, value, error)
         given[field.name] = value
     return given
+
+
+def check_given(
+    classes: Sequence[type], values: Mapping[str, Any], error: Type[Exception] = ValueError
+) -> None:
+    """Raise `error` for values, by field name, that no command line could give: of a name that no
+    option of `classes` has, or a number that stands for none chosen."""
+    options = {field.name: (field, spec) for cls in classes for field, spec in _fields(cls)}
+    for name, value in values.items():
+        if name not in options:
+            near = difflib.get_close_matches(name, options, 1)
+            todo = f"did you mean {near[0]!r}?" if near else "see --help"
+            raise error(f"a setting must have the name of an option, got {name!r}; {todo}")
+        _refuse_unset(*options[name], value, error)
+
+
+def _refuse_unset(field: Field, spec: Option, value: Any, error: Type[Exception]) -> None:
+    if _is_unset(value, spec):
+        rule = f"{_flag(field)} must be at least {spec.typed_at_least:g}"
+        raise error(f"{rule}, got {value}; leave it out for its default")
 
 
 def from_args(cls: Type[T], args: argparse.Namespace, error: Type[Exception] = ValueError) -> T:
@@ -345,7 +364,9 @@ def _help(field: Field, spec: Option) -> str:
 
 def _is_unset(value: Any, spec: Option) -> bool:
     """Whether a value stands for none chosen, which nobody can type."""
-    return spec.typed_at_least is not None and value < spec.typed_at_least
+    if spec.typed_at_least is None or not isinstance(value, (int, float)):
+        return False
+    return value < spec.typed_at_least
 
 
 def _broken_rule(value: Any, spec: Option) -> str:
@@ -365,7 +386,11 @@ def _broken_rule(value: Any, spec: Option) -> str:
         (spec.below, operator.lt, "be below"),
     )
     for bound, holds, words in rules:
-        if bound is not None and not holds(value, bound):
+        if bound is None:
+            continue
+        if not isinstance(value, (int, float)):
+            return "be a number"
+        if not holds(value, bound):
             return f"{words} {bound:g}"
     return ""
 

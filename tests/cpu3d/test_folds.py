@@ -825,7 +825,7 @@ def test_a_case_that_networks_were_trained_on_is_noted_and_no_other(whole_folds,
     known = held_out(whole_folds, 1)[0]
     untouched = phantom_store.manifest.split["test"][0]
     (note,) = seen_notes([known, untouched, "new"], configs)
-    assert f"case {known} was trained on by 1 of 2 networks" in note
+    assert f"a case {known} was trained on by 1 of 2 networks" in note
 
 
 def test_commands_of_one_run_name_the_folds_instead(

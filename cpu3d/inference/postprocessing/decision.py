@@ -155,8 +155,9 @@ def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
     at a time, and write it into the run. A decision of this version with the present weights is
     returned as it is. Raises InputError as `trained_predictors` and `store_of_run`, and if another
     process writes to the run."""
+    run = Path(run)
     with locked(run, "run"):
-        return _decide(Path(run), store_folder)
+        return _decide(run, store_folder)
 
 
 def _decide(run: Path, store_folder: Optional[Path]) -> Decision:

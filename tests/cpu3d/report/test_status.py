@@ -126,6 +126,13 @@ def test_a_run_that_goes_on(run, capsys):
     assert json.loads(capsys.readouterr().out)["workers"][0]["heartbeat"]["phase"] == "computing"
 
 
+def test_a_region_that_no_validation_case_has_is_named(run):
+    scores = {"dice": {"WT": 0.9, "TC": 0.0}, "mean_dice": 0.9, "left_out_of_mean": ["TC"]}
+    append_event(run, {"event": "validation", "step": 120, "best": True, "cases": 2, **scores})
+    text = printed(run)
+    assert re.search(r"validation after step 120: .*TC 0.000 +\(no case has TC\), mean 0.900", text)
+
+
 AGAIN = "next: .*from step 100"
 
 

@@ -18,6 +18,7 @@ from cpu3d.data.store import Store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.decisions import job_of
 from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.folds import train_folds
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
@@ -248,6 +249,25 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
     assert targets == [
         np.isin(np.asarray(phantom_store.label(name)), (1, 2, 3)).sum() for name in split["val"]
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps": 0}, "--steps must be at least 1, got 0"),
+        ({"steps": "x"}, "--steps must be a number, got 'x'"),
+        ({"stepz": 3}, "got 'stepz'; did you mean 'steps'"),
+        ({"batch": -1}, "--batch must be at least 1, got -1"),
+    ],
+)
+def test_settings_from_python_are_refused_as_those_of_a_command_line(
+    phantom_store, tmp_path, settings, words
+):
+    with pytest.raises(InputError, match=words):
+        train(phantom_store.folder, tmp_path / "run", settings=settings)
+    with pytest.raises(InputError, match=words):
+        train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=settings)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.usefixtures("without_network")
