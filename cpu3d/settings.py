@@ -411,6 +411,13 @@ class RunConfig(Decided, Settings, StoreFacts):
             self.with_policy("speed"), grid=self.coarse_grid, resolution=resolution, coarse_steps=0
         )
 
+    def validates_after(self, step: int, steps: int, steps_per_epoch: int) -> bool:
+        """Whether a validation is due after `step` of so many steps, or would be if cases were held
+        out for it."""
+        if self.validations:  # the i-th of them as soon as that share of the steps is done
+            return step * self.validations // steps > (step - 1) * self.validations // steps
+        return step % (steps_per_epoch * self.validate_every) == 0
+
     def after(self, step: int) -> "RunConfig":
         """The run as the last of its first `step` steps is computed: how the weights predict that
         are then there. The step after the last coarse one is a full one, but the weights before it

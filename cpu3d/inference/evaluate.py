@@ -110,10 +110,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     decided = _decided(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
     check_folder(path.parent, "evaluation")
-    if out not in runs:
-        _refuse_foreign(path)
-    if out not in (*runs, together.folder):
-        _refuse_of_other_runs(path, runs)
+    _refuse_others(path, out, together)
     predictors = trained_predictors(runs, together.weights, inference)
     folder = writable_folder(path.parent, "evaluation")
     about = origin(runs, configs, predictors)
@@ -147,6 +144,15 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         _print_scores(scores, held_out)
     say(f"written: {path}")
     return 0
+
+
+def _refuse_others(path: Path, out: Path, together: Answering) -> None:
+    """Raise InputError for a file that is none of scores, or that has those of other runs; in the
+    folders of the runs themselves they are their own."""
+    if out not in together.runs:
+        _refuse_foreign(path)
+    if out not in (*together.runs, together.folder):
+        _refuse_of_other_runs(path, together.runs)
 
 
 def _say_first(

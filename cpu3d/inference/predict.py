@@ -230,18 +230,17 @@ def predict_case(
         *training_notes(record, configs),
         *window_notes(loaded.image, record, case.channels, kinds),
         *page_notes(outputs, before),
+        *keep_corrected(outputs, before),
     ]
-    names = {region: path.name for region, path in outputs.probabilities.items()}
     label_file = label_content(outputs.label, label, geometry)
     content = {
         **_made_from(case, options, about, postprocessing),
         **_answered(case, record, label),
         LABEL_HASH: hashlib.sha256(label_file).hexdigest(),
-        "probabilities": names,
+        "probabilities": {name: path.name for name, path in outputs.probabilities.items()},
         FILES: [path.name for path in outputs.paths],
         "notes": notes,
     }
-    content["notes"] += keep_corrected(outputs, before)
     remove_stale(outputs, before, case.files.paths)
     # First, so that a label is known as ours from the moment that it is there, and can be redone
     # after a crash; one that is corrected by hand meanwhile is told from it.

@@ -337,12 +337,7 @@ class Fit:
         return outcome, time.perf_counter() - begin
 
     def _is_validation_step(self, step: int) -> bool:
-        """Whether a validation is due after `step` steps, or would be if cases were held out for
-        it."""
-        count = self.config.validations
-        if count:  # the i-th of them as soon as that share of the steps is done
-            return step * count // self.steps > (step - 1) * count // self.steps
-        return step % (self.steps_per_epoch * self.config.validate_every) == 0
+        return self.config.validates_after(step, self.steps, self.steps_per_epoch)
 
     def _validate(self, wish: Wish) -> Stop:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as
