@@ -35,7 +35,7 @@ from cpu3d.inference.postprocessing.joint import decide_jointly
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.plan import Plan, make_plan, read_plan
 from cpu3d.plan_text import plan_lines
-from cpu3d.processes import RunFailedError, evaluate_run, is_trained, train_run
+from cpu3d.processes import RunFailedError, evaluate_run, has_rules, is_trained, train_run
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config, matching_settings
@@ -198,6 +198,11 @@ class PlannedFold:
     def is_trained(self) -> bool:
         """Whether nothing is left to train, as it is planned."""
         return is_trained(self.folder, self.steps)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is trained, its own post-processing decided, and its cases scored."""
+        return self.is_trained and has_rules(self.folder) and is_scored(self.folder)
 
     @property
     def is_changed(self) -> bool:
@@ -430,7 +435,7 @@ def _carry_out(
     with Pulse(folder, say=say) as pulse:
         for number, fold in enumerate(planned):
             label = f"fold {fold.fold}"
-            if fold.is_trained and is_scored(fold.folder):
+            if fold.is_done:
                 say(f"{label}: trained and scored already")
                 continue
             try:

@@ -19,6 +19,8 @@ from cpu3d.distributed.cluster import without_cluster
 from cpu3d.distributed.worker_processes import wait_for_earlier
 from cpu3d.errors import ENDINGS, DivergedError, InputError, Interrupted
 from cpu3d.run.checkpoint import BEST, is_over
+from cpu3d.run.config_json import load_config
+from cpu3d.run.decided import is_decided
 from cpu3d.run.log import last_end, last_event
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
 from cpu3d.util.progress import bar, say
@@ -45,14 +47,12 @@ def train_run(
     *,
     steps: int,
     again: bool = False,
-    is_decided: bool = True,
 ) -> None:
-    """Have a run trained to its end of `steps` steps, 0 if they are not known yet; `options` are
-    those of `train` besides its folders. One that diverged is not tried again, as it would diverge
-    again, unless `again`. `train` is also called for a trained run whose post-processing is not
-    `is_decided`, as it decides it. Raises as `call`, and RunFailedError if another process trains
-    it."""
-    if is_decided and is_trained(run, steps):
+    """Have a run trained to its end of `steps` steps, 0 if they are not known yet, and its
+    post-processing decided; `options` are those of `train` besides its folders. One that diverged
+    is not tried again, as it would diverge again, unless `again`. Raises as `call`, and
+    RunFailedError if another process trains it."""
+    if is_trained(run, steps) and has_rules(run):
         say(f"{label}: trained already")
         return
     if last_event(run).get("event") == "diverged" and not again:
@@ -79,6 +79,11 @@ def is_trained(run: Path, steps: int) -> bool:
         return False
     end = last_end(run)
     return end["reason"] == "early stop" or (steps > 0 and end["step"] >= steps)
+
+
+def has_rules(run: Path) -> bool:
+    """Whether a trained run's post-processing is decided, with the weights that it has now."""
+    return is_decided(run, load_config(run).split_hash)
 
 
 def call(

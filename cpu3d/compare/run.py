@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import List, NamedTuple, Sequence, Tuple
 
-from cpu3d.inference.postprocessing.decision import Standing, postprocessing_of, standing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores
-from cpu3d.processes import RunFailedError, evaluate_run, train_run
+from cpu3d.processes import RunFailedError, evaluate_run, has_rules, train_run
 from cpu3d.run.config_json import load_config
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.progress import say
@@ -92,9 +92,8 @@ def train_and_score(
                 log,
                 label,
                 steps=run.steps,
-                is_decided=_is_decided(run.folder),
             )
-            if not _is_decided(run.folder):
+            if not has_rules(run.folder):
                 rule = f"{label}: post-processing must be decided before the run is scored"
                 problem = f"{rule}, got none; see {log}, and repeat the same command"
                 raise RunFailedError(problem, 1, "post-processing was not decided")
@@ -115,11 +114,3 @@ def train_and_score(
                 raise
             say(f"error: {error}")
     return failed
-
-
-def _is_decided(folder: Path) -> bool:
-    """Whether nothing about a run's post-processing is left to `train`, as it is after a call that
-    was stopped while it was deciding."""
-    if not (folder / "config.json").is_file():
-        return True  # it has not begun
-    return standing_of(folder, load_config(folder)) not in (Standing.OPEN, Standing.EARLIER)

@@ -595,6 +595,7 @@ def test_a_fold_that_another_process_trains_is_named_and_the_others_go_on(
 def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_store, tmp_path):
     folder = tmp_path / "folds"
     train(phantom_store.folder, tmp_path / "1", settings={**SETTINGS, "fold": "1/2"})
+    decision.decide(tmp_path / "1")
     folder.mkdir()
     (tmp_path / "1").rename(folder / "fold-1")
     commands.cut_at = 1
@@ -621,6 +622,7 @@ def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(
     with pytest.raises(InputError, match="--patience must be 0 with --folds, got 3"):
         train_folds(store, folder, 2)
     assert commands.seen() == []
+    decision.decide(run)
     train_folds(store, folder, 2, settings={"patience": 0})
     assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
 
@@ -644,6 +646,22 @@ def test_a_fold_whose_last_weights_are_lost_is_trained_on(
     train_folds(phantom_store.folder, whole_folds, 2)
     assert commands.seen() == ["train fold-2", "evaluate fold-2"]
     assert checkpoints(whole_folds / "fold-2") == saved
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_a_fold_that_was_killed_before_its_own_rules_were_decided_gets_them(
+    commands, phantom_store, whole_folds, scored
+):
+    run = whole_folds / "fold-2"
+    kept = (run / decision.FILE).read_bytes()
+    (run / decision.FILE).unlink()
+    if not scored:
+        shutil.rmtree(run / "evaluation")
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert commands.seen() == ["train fold-2", "evaluate fold-2"][: 1 if scored else 2]
+    assert (run / decision.FILE).read_bytes() == kept
+    train_folds(phantom_store.folder, whole_folds, 2)
+    assert commands.seen() == []
 
 
 def _without_label_map(run):

@@ -6,7 +6,7 @@ there, and evaluate copies the template's scores. Every call is added to "calls.
 template. Other files there make train
     fail       "GLOB CODE WORDS": a run of such a name says the words and ends with the code, after
                its first step
-    decides    decide that each region is cut to the larger ones
+    undecided  leave a run of such a name without a decision on post-processing
     cut        stop after half of its steps, and wait for SIGINT or SIGTERM, which "signals" then
                holds
 """
@@ -120,7 +120,8 @@ def train(template: Path, args: argparse.Namespace) -> int:
         "peak_rss_bytes": 2**31,
     }
     append_event(run, end)
-    if (around / "decides").exists():
+    undecided = (around / "undecided").read_text() if (around / "undecided").exists() else ""
+    if run.name != undecided:
         decided = Decision(
             weights_sha256=file_sha256(weights_file(run, "best")),
             split_hash=config.split_hash,

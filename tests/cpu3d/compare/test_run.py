@@ -9,10 +9,9 @@ import pytest
 
 from cpu3d.compare.run import Evaluation, PlannedRun, train_and_score
 from cpu3d.inference.scores_file import outdated_scores
-from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.processes import RunFailedError, is_trained
+from cpu3d.run.checkpoint import POSTPROCESSING
 from cpu3d.run.log import read_events
-from cpu3d.util.atomic import write_json
 
 OPTIONS = ("--steps", "4", "--seed", "0")
 
@@ -63,17 +62,16 @@ def test_runs_are_trained_and_scored_once(stage, tmp_path):
 def test_a_run_is_not_scored_until_its_post_processing_is_decided(stage, tmp_path):
     out = tmp_path / "out"
     runs = planned(out, "a", "b")
-    carried_out(out, runs)
-    # As a call leaves it that was stopped while it was deciding.
-    write_json(runs[0].folder / "plan.json", {"schema": PLAN_SCHEMA, "course": {"decided": 2}})
-    stage.calls()
+    stage.tell("undecided", "a")
     assert carried_out(out, runs) == [("a", 0, "post-processing was not decided")]
-    assert stage.calls() == ["train a"]
-    stage.tell("decides")
+    assert stage.calls() == ["train a", "train b", "evaluate b"]
+    (stage.folder / "undecided").unlink()
     assert carried_out(out, runs) == []
-    assert stage.calls() == ["train a", "evaluate a"], "the scores were of raw answers"
+    assert stage.calls() == ["train a", "evaluate a"]
+    # As a call leaves it that was killed before it had decided.
+    (runs[0].folder / POSTPROCESSING).unlink()
     assert carried_out(out, runs) == []
-    assert stage.calls() == []
+    assert stage.calls() == ["train a", "evaluate a"]
 
 
 @pytest.mark.parametrize(
