@@ -157,7 +157,6 @@ def job_of(settings: Settings, grid: Shape3, *, threads: int, cases: int) -> Job
         optimizer=settings.optimizer,
         engine=engine,
         threads=threads,
-        averaged=settings.ema > 0,
         from_store=True,
         reworked=settings.augment.needs_volume,
         cases=cases,

@@ -217,11 +217,6 @@ class Settings:
     warmup_steps: int = _training(
         10, "first steps, over which the learning rate rises linearly", "N", at_least=0
     )
-    ema: float = _training(
-        0.0, "decay of averaged weights, such as 0.99; 0 is off", "D", at_least=0, below=1
-    )
-    """The decay of an exponential moving average; validation and prediction then use the averaged
-    weights."""
     validate_every: int = _training(
         0,
         f"epochs between validations (default: one, or as many as make {VALIDATIONS} validations "

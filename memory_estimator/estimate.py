@@ -36,7 +36,6 @@ RULES: Dict[Group, str] = {
     Group.WEIGHTS: "exact: float32",
     Group.WEIGHTS_PARTS: "exact: copies of the weights that meet one of two joined maps",
     Group.SLOTS: "exact: float32 copies of the trainable weights",
-    Group.AVERAGES: "exact: a float32 copy of the trainable weights",
     Group.GRADIENTS: "exact: float32, of each trainable weight that has its gradient by then",
     Group.GRADIENT_SUMS: (
         "exact: a float32 copy of the trainable weights, for the micro-batches of a step"

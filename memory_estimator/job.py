@@ -62,7 +62,6 @@ class Job:
     # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     engine: str = "itex"
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
-    averaged: bool = False  # whether an exponential moving average of the weights is kept
     # whether a store feeds the step: one batch ahead and samples in preparation count too
     from_store: bool = False
     reworked: bool = False

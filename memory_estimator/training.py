@@ -43,7 +43,7 @@ POST_PROCESSING = "post-processing"
 LEFT_BY_COARSE = "left by coarse steps"
 
 # groups of tensors that a checkpoint holds
-SAVED = (Group.WEIGHTS, Group.SLOTS, Group.AVERAGES)
+SAVED = (Group.WEIGHTS, Group.SLOTS)
 
 
 @dataclass(frozen=True)

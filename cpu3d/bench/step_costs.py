@@ -5,8 +5,8 @@ estimator's prediction.
     ./run.sh bench step --policies --shape 128 128 128 --rounds 2 \\
         --peer "python other.py" --record records/policies.jsonl
 
-The step is the trainer's own: network, loss, gradients, optimizer, without averaged weights and
-without the store. The allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out
+The step is the trainer's own: network, loss, gradients, optimizer, without the
+store. The allocator's peak is counted by TensorFlow, and stock TensorFlow leaves out
 oneDNN's scratch; the peak of the process is the kernel's (VmHWM).
 
 --policies measures the step under every memory policy, in turn. A peer is any command whose last

@@ -191,9 +191,8 @@ def load_predictor(
 
 
 def load_weights(config: RunConfig, path: Path) -> Tuple[RunConfig, List[np.ndarray]]:
-    """A run's weights from one of its checkpoints, averaged if the run averages, in Keras' order;
-    and the run as they predict: those of coarse steps on the coarse grid. Raises InputError as
-    `load_predictor`."""
+    """A run's weights from one of its checkpoints, in Keras' order; and the run as they predict:
+    those of coarse steps on the coarse grid. Raises InputError as `load_predictor`."""
     weights = run_weights(config, path)
     arrays = [weights.arrays[name] for name in weights.names]
     return config_of_state(config, weights.state), arrays

@@ -35,8 +35,8 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import format_bytes, format_seconds
 
 WEIGHTS_NOTE = (
-    "The folds answer with their last weights, averaged if the run averages: the best ones are "
-    "chosen by the cases that are scored here. So no case has chosen what it is scored with."
+    "The folds answer with their last weights: the best ones are chosen by "
+    " the cases that are scored here. So no case has chosen what it is scored with."
 )
 DECISIVE = ("epochs", "steps", "learning_rate", "adam_rate", "patience")
 """Settings that may change when a run is continued, and that its scores hang on."""

@@ -1,4 +1,4 @@
-"""The weights of a run as a network takes them: averaged if the run averages, in Keras' order.
+"""The weights of a run as a network takes them, in Keras' order.
 
     weights = run_weights(config, weights_file(run, "best"))
     arrays = [weights.arrays[name] for name in weights.names]
@@ -12,7 +12,7 @@ from typing import Any, Dict, List
 from cpu3d.errors import InputError
 from cpu3d.run.checkpoint import SavedArrays, how_to_go_on, load_checkpoint
 from cpu3d.settings import RunConfig
-from models.weights import is_frozen, network_weights
+from models.weights import network_weights
 
 
 @dataclass(frozen=True)
@@ -33,21 +33,10 @@ def run_weights(config: RunConfig, path: Path) -> RunWeights:
     saved: Dict[str, Any] = {**arrays.shapes}
     needed["channels and regions"] = (len(config.channels), len(config.regions))
     saved["channels and regions"] = (config.unet.channels, config.unet.outputs)
-    trained = [
-        weight
-        for weight in weights
-        if weight.is_trainable and not is_frozen(weight.layer, config.freeze)
-    ]
-    # The best weights were averaged when they were saved; a whole checkpoint has both.
-    averages = {}
-    if any(name.startswith("average/") for name in arrays):
-        averages = {weight.array: f"average/{place:03d}" for place, weight in enumerate(trained)}
-        needed.update((averages[weight.array], weight.shape) for weight in trained)
     for name, size in needed.items():
         if saved.get(name) != size:
             rule = f"checkpoint {path} must hold the weights of its run's config.json"
             got = f"{name} {saved.get(name)} for {size}"
             todo = f"restore both, or the one that is of another run: {how_to_go_on(path)}"
             raise InputError(f"{rule}, got {got}; {todo}")
-    names = [averages.get(weight.array, weight.array) for weight in weights]
-    return RunWeights(arrays, state, names)
+    return RunWeights(arrays, state, [weight.array for weight in weights])

@@ -127,7 +127,6 @@ class Attempt:
             job,
             batch=plan.config.batch // self.cluster.workers,
             micro_batch=plan.config.micro,
-            averaged=False,
             threads=int(os.environ.get("TF_NUM_INTRAOP_THREADS") or job.threads),
         )
         return Observer(of_this_worker, self.host, warm_up=1)

@@ -1,5 +1,5 @@
-"""The compiled training step: network, loss, optimizer and averaged weights. `train` and `bench
-step` both run this.
+"""The compiled training step: network, loss and optimizer. `train` and `bench step` both
+run this.
 
 A batch in micro-batches is one compiled function for each, which adds its gradients to sums, and
 one that updates the weights from them, in the memory of one micro-batch and one set of gradients.
@@ -41,8 +41,7 @@ class Outcome:
 
 
 class Learner:
-    """The network of a run with its optimizer and averaged weights. `arrays()` is all that a
-    restart needs."""
+    """The network of a run with its optimizer. `arrays()` is all that a restart needs."""
 
     def __init__(self, config: RunConfig, exchange: Exchange = ALONE):
         self.config = config
@@ -60,9 +59,6 @@ class Learner:
         self.optimizer = optimizer_of(config)
         weights = self.model.trainable_variables
         self.optimizer.build(weights)
-        self._average = []
-        if config.ema:
-            self._average = [tf.Variable(v, trainable=False) for v in weights]
         self._updates = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._sums = []  # of gradients; not in a checkpoint, as they are zero at each step
         if config.micro_batches > 1:
@@ -151,12 +147,10 @@ class Learner:
         return sum(v.shape.num_elements() for v in self.model.trainable_variables)
 
     def start_from(self, first: Callable[[str, Array], Array]) -> None:
-        """Take the network's first weights, and their averages, from a function of a weight's name
-        in `arrays()` and of what it is by itself."""
+        """Take the network's first weights from a function of a weight's name in `arrays()` and of
+        what it is by itself."""
         for name, weight in zip(weight_names(self.model.weights), self.model.weights):
             weight.assign(first(name, weight.numpy()))
-        for mean, weight in zip(self._average, self.model.trainable_variables):
-            mean.assign(weight)
 
     def restore(self, arrays: Mapping[str, Any]) -> None:
         """Assign `arrays()`, one at a time. Raises InputError for names or shapes of another
@@ -191,28 +185,15 @@ class Learner:
             tf.raw_ops.AssignVariableOp(resource=variable.handle, value=nothing)
 
     def weights(self) -> Dict[str, tf.Tensor]:
-        """The network's weights alone, averaged if the run averages, for prediction. As
-        `arrays()`."""
-        averaged = {id(v): mean for v, mean in zip(self.model.trainable_variables, self._average)}
+        """The network's weights alone, for prediction. As `arrays()`."""
         names = weight_names(self.model.weights)
-        return {
-            name: averaged.get(id(v), v).read_value() for name, v in zip(names, self.model.weights)
-        }
-
-    def swap_average(self) -> None:
-        """Exchange the network's weights with their average; a second call puts them back. Nothing
-        without EMA."""
-        for variable, mean in zip(self.model.trainable_variables, self._average):
-            current = variable.numpy()
-            variable.assign(mean)
-            mean.assign(current)
+        return {name: weight.read_value() for name, weight in zip(names, self.model.weights)}
 
     def named_variables(self) -> Dict[str, tf.Variable]:
         """Every variable by its name in `arrays()`."""
         groups = {
             "model": self.model.weights,
             "optimizer": self.optimizer.variables,
-            "average": self._average,
         }
         named = {
             f"{group}/{i:03d}": v
@@ -307,13 +288,6 @@ class Learner:
         with tf.control_dependencies([tf.group(gradients)]):
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
         self._updates.assign_add(1)
-        # The early average is a plain mean: 1 - 1/n until the decay is reached, so that it never
-        # starts from noise.
-        updates = tf.cast(self._updates, tf.float32)
-        with tf.name_scope("average"):
-            for mean, variable in zip(self._average, self.model.trainable_variables):
-                decay = tf.minimum(self.config.ema, 1 - 1 / updates)
-                mean.assign(decay * mean + (1 - decay) * variable)
 
 
 def fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:

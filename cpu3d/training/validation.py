@@ -43,8 +43,8 @@ def validate(
     phase: Callable[[str], None] = lambda name: None,
     wish: Wish = lambda: Stop.NONE,
 ) -> Tuple[Optional[Validation], Stop]:
-    """Score all held-out cases, with the averaged weights if the run averages; returns the scores,
-    and why the run must stop, the same on all workers.
+    """Score all held-out cases; returns the scores, and why the run must stop, the same on all
+    workers.
 
     `phase` is called for each volume. If there is a `wish` to stop a single worker stops between
     two volumes, without scores; several finish. Raises WorkerLostError if another worker is
@@ -54,19 +54,15 @@ def validate(
     dtype = np.float32 if exchange.count > 1 else np.float64
     rows: Array = np.zeros((feeds.held_out, 1 + len(regions)), dtype)
     loss = _loss_of(feeds.config.loss)
-    learner.swap_average()
-    try:
+    phase("validating")
+    for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
+        logits = tf.convert_to_tensor(_whole_logits(feeds, learner.logits, image))
+        dice = _painted_dice(target, logits, regions, feeds.inside(case))
+        rows[case] = [float(loss(target, logits)), *dice]
+        del logits  # before the next are made
         phase("validating")
-        for case, (image, target) in zip(feeds.held_out_share(), feeds.validation()):
-            logits = tf.convert_to_tensor(_whole_logits(feeds, learner.logits, image))
-            dice = _painted_dice(target, logits, regions, feeds.inside(case))
-            rows[case] = [float(loss(target, logits)), *dice]
-            del logits  # before the next are made
-            phase("validating")
-            if exchange.count == 1 and wish():
-                return None, wish()
-    finally:
-        learner.swap_average()
+        if exchange.count == 1 and wish():
+            return None, wish()
     stop = Stop.NONE
     if exchange.count > 1:
         phase("waiting for the others' validation")

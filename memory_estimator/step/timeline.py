@@ -17,7 +17,6 @@ class Group(Enum):
     WEIGHTS = "weights"
     WEIGHTS_PARTS = "weights, parts"
     SLOTS = "optimizer slots"
-    AVERAGES = "averaged weights"
     GRADIENTS = "gradients"
     GRADIENT_SUMS = "gradient sums"
     ACTIVATIONS = "activations"

@@ -102,7 +102,7 @@ class Writer:
         self.run(f"{tensor}/moved", "update", reads, [made], over=reads[:1])
 
     def _make_weights(self, optimizer: Optimizer) -> None:
-        """Kernels, slots as zeros, averages as copies: in the order of
+        """Kernels, and slots as zeros: in the order of
         `cpu3d.training.learner.Learner`."""
         for op in self.kernels:
             kernel = self.tensor(f"{op.name}/kernel", 4 * op.kernel_elements, Group.WEIGHTS)
@@ -117,8 +117,6 @@ class Writer:
             copies += [(op, f"slot{number}", Group.SLOTS) for number in range(len(slots))]
         if optimizer.slots_in_turn:
             copies.sort(key=lambda copy: copy[1])
-        if self.job.averaged:
-            copies += [(op, "average", Group.AVERAGES) for op in self.kernels]
         if self.job.micro_batches > 1:
             copies += [(op, "gradient_sum", Group.GRADIENT_SUMS) for op in self.kernels]
         for op, suffix, group in copies:

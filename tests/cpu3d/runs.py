@@ -105,9 +105,6 @@ class NumpyLearner:
         for name, array in self._arrays.items():
             array[...] = arrays[name]
 
-    def swap_average(self):
-        pass
-
 
 def shared_learner(config):
     """The network of a run from its initial weights; one that was compiled for an equal run before
@@ -126,7 +123,7 @@ def shared_learner(config):
     return learner
 
 
-OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze", "ema", "loss")
+OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze", "loss")
 OF_NETWORK += ("optimizer", "peak_rate", "adam_rate", "weight_decay")
 """What a learner is compiled from."""
 _LEARNERS = {}

@@ -57,7 +57,6 @@ RUN = RunConfig(
     unet=UNetConfig(dtype="float32", policy="speed"),
     batch=4,
     micro_batch=4,
-    ema=0.9,
     extent="full",
     engine="itex",
 )

@@ -176,7 +176,6 @@ def test_a_folder_that_is_no_run_is_told_from_one(tmp_path, files, named, messag
         ("learning_rate", math.inf),
         ("save_minutes", math.inf),
         ("stall_minutes", math.nan),
-        ("ema", 1),
         ("extent", "tile"),
     ],
 )
@@ -228,7 +227,6 @@ SAVED = dataclasses.replace(
     [
         ("grid", [16, 16], "config.grid must be"),
         ("grid", [16, 0, 16], "grid must be positive"),
-        ("ema", float("nan"), "config.ema must be"),
         ("unet", {"depth": 99}, ".*depth must be between 2 and 8"),
         (
             "unet",

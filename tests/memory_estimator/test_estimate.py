@@ -41,7 +41,7 @@ def of(job=SMALL, accuracy=RECORDED, constants=CONSTANTS, **changes):
         ({}, {"norm": "batch", "up": "upsampling"}),
         ({}, {"norm": "none", "residual": True, "dtype": "float32"}),
         ({"engine": "stock", "batch": 3, "optimizer": "sgd"}, {"network": "cicek2016"}),
-        ({"averaged": True, "from_store": True, "cases": 10}, {"deep_supervision": True}),
+        ({"from_store": True, "cases": 10}, {"deep_supervision": True}),
     ],
 )
 def test_the_bill_adds_up_to_the_process_s_peak_whatever_the_job(changes, unet, policy):

@@ -97,11 +97,10 @@ def test_every_recipe_s_settings_agree_with_its_job():
     for name, recipe in RECIPES.items():
         config = recipe_settings({"recipe": name})
         job = recipe.job
-        assert (config.unet, config.batch, config.optimizer, config.ema) == (
+        assert (config.unet, config.batch, config.optimizer) == (
             job.unet,
             job.batch,
             job.optimizer,
-            0,
         )
         assert config.micro == job.micro
         if config.channels:
@@ -118,7 +117,6 @@ JOB = Job(
     micro_batch=2,
     optimizer="sgd",
     engine="stock",
-    averaged=True,
     from_store=True,
     cases=7,
     case_bytes=123,

@@ -36,7 +36,6 @@ MORE = {
     "optimizer": tuple(OPTIMIZERS),
     "engine": ("itex", "stock"),
     "threads": (1, 2, 8),
-    "averaged": BOTH,
 }
 JOBS = st.builds(
     lambda unet, shape, batch, at_once, more: Job(

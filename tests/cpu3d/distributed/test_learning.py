@@ -44,7 +44,7 @@ def flat(arrays, kind):
 
 
 def test_workers_learn_as_one_know_of_each_other_and_refuse_other_weights():
-    config = dataclasses.replace(CONFIG, optimizer="adam", ema=0.9)
+    config = dataclasses.replace(CONFIG, optimizer="adam")
 
     def train(exchange):
         learner = Learner(config, exchange)

@@ -51,7 +51,7 @@ OPTIONS = {
 }
 CHANNELS = ["FLAIR", "T1w"]
 REGIONS = ["WT", "TC"]
-OF_SOURCE = {**OPTIONS, "channels": CHANNELS, "regions": REGIONS, "ema": 0.5}
+OF_SOURCE = {**OPTIONS, "channels": CHANNELS, "regions": REGIONS}
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +104,7 @@ def assert_same(arrays, expected):
 
 
 @pytest.mark.parametrize("computed", [{}, {"dtype": "bfloat16", "policy": "lean"}], ids=str)
-def test_a_run_of_the_same_network_takes_all_weights_the_averaged_ones(
-    phantom_store, source, tmp_path, computed
-):
+def test_a_run_of_the_same_network_takes_all_weights(phantom_store, source, tmp_path, computed):
     plan, learner, first, _ = started(phantom_store, tmp_path, source, **computed)
     assert_same(first, of_run(source))
     record = plan.config.init_record
@@ -129,7 +127,7 @@ def test_a_file_that_lies_elsewhere_is_taken_in_order_if_all_shapes_are_the_same
     phantom_store, source, tmp_path
 ):
     copied = shutil.copy(weights_file(source, "best"), tmp_path / "w.npz")
-    plan, _, first, _ = started(phantom_store, tmp_path / "run", copied, ema=0.0)
+    plan, _, first, _ = started(phantom_store, tmp_path / "run", copied)
     assert_same(first, of_run(source))
     assert not plan.config.init_record.are_named
     assert plan.config.init_record.seen is None
@@ -238,7 +236,7 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     settings = {**OPTIONS, **settings}
     config = decided(phantom_store, tmp_path / "none", **settings)
     source = written_weights(config, tmp_path / "source")
-    new = {**settings, "steps": 3, "init": str(source), "freeze": "encoder", "ema": 0.5}
+    new = {**settings, "steps": 3, "init": str(source), "freeze": "encoder"}
     assert_cut_and_continued_is_uninterrupted(phantom_store, tmp_path, monkeypatch, done=2, **new)
     old = of_run(source)
     last = of_run(tmp_path / "whole", "last")
@@ -246,7 +244,6 @@ def test_a_frozen_encoder_stays_to_the_bit_and_all_else_learns(
     assert stays == {key: key[0].startswith("encoder") for key in old}
     config = load_config(tmp_path / "whole")
     assert config.freeze == "encoder"
-    # What predicts is the averaged decoder on the encoder that was taken.
     predictor = load_predictor(tmp_path / "whole", "last")
     assert_same(by_name(config, predictor.weights), last)
 

