@@ -15,6 +15,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 
 from cpu3d.chosen import OF_PATCHES, Chosen
 from cpu3d.data.fold import with_fold
+from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.nifti import is_placed
 from cpu3d.data.region import Shape3
 from cpu3d.data.resolution import field_of
@@ -81,6 +82,9 @@ def decide(
     _refuse_other_store(start, facts)
     channels = _named("channels", settings.channels, facts.store_channels)
     regions = _named("regions", settings.regions, tuple(facts.region_codes))
+    codes = {name: facts.region_codes[name] for name in regions}
+    painted = PaintedRegions(codes, facts.paint)
+    check_painting(painted, facts.label_names, f"store {store.folder}")
     device = _device(start, gpus, workers)
     card: Optional[Gpu] = None
     if device != "cpu":

@@ -25,6 +25,7 @@ from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Uni
 import numpy as np
 
 from cpu3d.data.region import Array
+from cpu3d.errors import raise_if_any
 
 THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
@@ -72,6 +73,25 @@ def painted_codes(regions: Mapping[str, Sequence[int]]) -> Dict[str, int]:
     if isinstance(regions, PaintedRegions) and regions.paint:
         return regions.paint
     return {name: own[0] for name, own in own_codes(regions).items() if own}
+
+
+def check_painting(
+    regions: Mapping[str, Sequence[int]], labels: Mapping[int, str], where: str
+) -> None:
+    """Raise InputError for each code that a perfect answer paints as a code of other regions.
+    `labels` are code -> name."""
+    problems = []
+    for code in sorted({code for codes in regions.values() for code in codes}):
+        maps = np.array([code in codes for codes in regions.values()])
+        painted = int(label_from_regions(maps.reshape(1, 1, 1, -1), regions)[0, 0, 0])
+        held = [name for name, codes in regions.items() if code in codes]
+        back = [name for name, codes in regions.items() if painted in codes]
+        if held != back:
+            rule = f"regions of {where} must be painted back to the codes that they are of"
+            got = f"{painted} for {code} {labels.get(code, '')}, of {' and '.join(held)}"
+            todo = "correct the regions, or their regions_class_order"
+            problems.append(f"{rule}, got {got}; {todo}")
+    raise_if_any(problems)
 
 
 def painting_in_words(

@@ -25,6 +25,8 @@ from typing import (
     Tuple,
 )
 
+import numpy as np
+
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.dataset_json import Description, describing
 from cpu3d.data.datasets.layouts import LABEL_CODES, LabelCodes, label_codes_of
@@ -58,7 +60,15 @@ class Case:
     channels: Tuple[str, ...]  # of its image: those of the run's store, or just the run's own
     codes_of: str  # origin of the codes: STORE, a layout, or the path of a dataset.json
     labels: Mapping[int, str]  # code -> name
-    regions: Mapping[str, Tuple[int, ...]]  # the run's regions, in its order, in these codes
+    regions: PaintedRegions  # the run's regions and painting, in these codes
+    written: Mapping[int, int]  # code that the run paints -> code that is written; {} if the same
+
+    def translated(self, label: np.ndarray) -> np.ndarray:
+        """A label that the run has painted, in the codes of the case."""
+        table = np.arange(256, dtype=np.uint8)
+        for code, own in self.written.items():
+            table[code] = own
+        return table[label]
 
 
 class Found(NamedTuple):
@@ -113,48 +123,39 @@ def find_cases(
     return Found(cases, list(dict.fromkeys(problems)), [*unread, *search.assumptions()])
 
 
-def codes_for(predictor: Any, files: CaseFiles, choice: str = AUTO) -> Tuple[str, Mapping, Mapping]:
+def codes_for(
+    predictor: Any, files: CaseFiles, choice: str = AUTO
+) -> Tuple[str, Mapping[int, str], PaintedRegions, Mapping[int, int]]:
     """The last fields of a `Case`: the codes of --codes, or of the case's own data set, or the
-    store's if that is not known or lacks a region of the run. Raises InputError if codes that were
-    chosen lack one."""
+    store's if that is not known. Raises InputError if codes that were chosen, or that a
+    dataset.json names, lack a label of the run's regions."""
+    labels = predictor.labels
+    regions = predictor.regions
+    painted = painted_codes(regions)
+    own = None
     if choice == AUTO:
         own = label_codes_of(files)
-    else:
-        own = LabelCodes.of_layout(choice) if choice in LABEL_CODES else None
-    if own is None:
-        return STORE, predictor.labels, predictor.regions
-    # Each label by itself is a region too, unless the release has one of its name.
-    regions = {name.casefold(): (code,) for code, name in own.labels.items() if code}
-    regions.update((name.casefold(), codes) for name, codes in own.regions.items())
-    missing = [name for name in predictor.regions if name.casefold() not in regions]
-    if missing and choice == AUTO:
-        return STORE, predictor.labels, predictor.regions
-    known = ", ".join(f"{code} {label}" for code, label in own.labels.items())
-    raise_if_any(
-        f"region {name} of the run must have a code among those of {own.of} for case "
-        f"{files.case_id}, got {known}; "
-        "choose other --codes"
-        for name in missing
-    )
-    codes = {name: regions[name.casefold()] for name in predictor.regions}
-    return own.of, own.labels, _painted(codes, own.regions, predictor.regions)
+    elif choice in LABEL_CODES:
+        own = LabelCodes.of_layout(choice)
+    translated = own.translated(labels, regions) if own else {}
+    if own and not translated and (choice != AUTO or own.of not in LABEL_CODES):
+        own_labels = ", ".join(f"{code} {name}" for code, name in own.labels.items() if code)
+        codes = sorted({code for codes in regions.values() for code in codes})
+        wanted = ", ".join(f"{code} {labels.get(code, 'without a name')}" for code in codes)
+        rule = f"label codes of {own.of} for case {files.case_id} must name the run's labels"
+        raise InputError(f"{rule}, {wanted}, got {own_labels}; give --codes store, or others")
+    if not translated:
+        return STORE, labels, PaintedRegions(regions, painted.items()), {}
+    codes_of = {
+        name: tuple(sorted({own for code in codes for own in translated[code]}))
+        for name, codes in regions.items()
+    }
+    written = {code: own[0] for code, own in translated.items()}
+    paint = [(name, written[code]) for name, code in painted.items()]
+    return own.of, own.labels, PaintedRegions(codes_of, paint), written
 
 
 # --- Private helpers ---
-
-
-def _painted(
-    codes: Dict[str, Tuple[int, ...]], own: PaintedRegions, of_run: Mapping[str, Tuple[int, ...]]
-) -> PaintedRegions:
-    """The run's regions in the codes of a case's data set, painted in that one's order if it names
-    one, else in the run's."""
-    names = {name.casefold(): name for name in codes}
-    order = {name.casefold(): code for name, code in own.paint.items()}
-    if order.keys() >= names.keys():
-        return PaintedRegions(codes, [(names[key], order[key]) for key in order if key in names])
-    usual = painted_codes(codes)
-    paint = of_run.paint if isinstance(of_run, PaintedRegions) else {}
-    return PaintedRegions(codes, [(name, usual[name]) for name in paint if name in usual])
 
 
 class _Search:

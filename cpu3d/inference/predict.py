@@ -224,7 +224,8 @@ def predict_case(
     record = loaded.record
     geometry = record.geometry
     answers = predictor.probabilities(loaded.image, record, case.channels)
-    label = postprocessing.paint(answers, case.regions, ras_steps_mm(geometry))
+    painted = postprocessing.paint(answers, predictor.regions, ras_steps_mm(geometry))
+    label = case.translated(painted)
     notes = [
         *case_notes(record, case.channels),
         *training_notes(record, configs),

@@ -21,9 +21,11 @@ from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
+from cpu3d.inference import evaluate, predict
 from cpu3d.inference.export import image as images
 from cpu3d.inference.export import segment
-from cpu3d.inference.scores_file import scores_path
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
+from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.data.made_datasets import dataset_json, make_record
@@ -32,6 +34,7 @@ from tests.cpu3d.runs import (
     SMALL,
     assert_same_weights,
     decided,
+    run_command,
     shown_cases,
     start,
     written_weights,
@@ -107,6 +110,60 @@ def test_an_image_in_another_unit_than_the_window_is_named(
     values = np.asarray(nibabel.load(path).dataobj, np.float32)[..., None]
     about = {"channels": ["CT"], "normalisation": [kind.to_json()]}
     assert list(images.notes_on_windows(values, about)) == said
+
+
+NESTED = {"liver": (1, 2), "lesion": (2,)}
+WHOLE = {"whole": (1, 2), "Anterior": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("names", "regions", "learnt", "every"),
+    [
+        (("liver", "lesion"), NESTED, (), 1),
+        (("liver", "lesion"), NESTED, (), 2),
+        (("liver", "lesion"), NESTED, ("liver",), 1),
+        (("liver", "lesion"), NESTED, ("lesion",), 1),
+        (("Anterior", "Posterior"), WHOLE, (), 1),
+        (("lesion", "liver"), {"lesion": (1, 2), "liver": (2,)}, (), 1),
+    ],
+)
+def test_predict_answers_as_evaluate_does_whatever_a_region_is_called(
+    names, regions, learnt, every, tmp_path
+):
+    shape = (24, 28, 24)
+    data = tmp_path / "data"
+    write_phantom(data, cases=4, shape=shape, workers=1, kind="ct", annotate_every=every)
+    with dataset_json(data) as about:
+        about["labels"].update({"1": names[0], "2": names[1]})
+    prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, regions=regions)
+    store = open_store(tmp_path / "store")
+    config = decided(store, tmp_path, **SMALL, regions=learnt)
+    run = written_weights(config, tmp_path / "run")
+    rules = {name: (Rule(share=0.5),) for name in config.regions}
+    case_id = store.manifest.split["test"][0]
+    image = f"imagesTr/{case_id}.nii.gz"
+    shutil.copytree(data, tmp_path / "other")
+    with dataset_json(tmp_path / "other") as about:
+        about["labels"] = {"0": "background", "7": names[1], "5": names[0]}
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (evaluate, predict):
+            patch.setattr(module, "postprocessing_together", lambda together: PostProcessing(rules))
+        for name in ("data", "other"):
+            words = ["--image", tmp_path / name / image, "--out", tmp_path / f"of-{name}"]
+            assert run_command(predict, "--run", run, *words) == 0
+        assert run_command(evaluate, "--run", run) == 0
+    scored = read_volume(scores_path(run).parent / f"predictions/{case_id}.nii.gz")[0]
+    painted = set(np.unique(scored))
+    assert painted != {0}
+    for name, codes in (("data", (0, 1, 2)), ("other", (0, 5, 7))):
+        label = read_volume(tmp_path / f"of-{name}/{case_id}.nii.gz")[0]
+        np.testing.assert_array_equal(label, np.array(codes)[scored])
+    volumes = json.loads((tmp_path / f"of-data/{case_id}.json").read_text())["volumes_ml"]
+    (case,) = read_scores(scores_path(run))["cases"]
+    if every == 1:
+        scores = case["regions"]
+        expected = {name: scores[name]["prediction_ml"] for name in config.regions}
+        assert volumes == pytest.approx(expected, abs=1e-4)
 
 
 AIR, LUNG, FAT, MUSCLE, BONE = -1000, -800, -100, 50, 700

@@ -16,14 +16,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Container, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset
 from cpu3d.data.datasets.dataset_json import NAME, describing, names_of_codes
 from cpu3d.data.datasets.listed import read_listed
 from cpu3d.data.datasets.names import is_ignored, name_of, read_name, stem_of, volumes_in
 from cpu3d.data.datasets.patients import TABLE, patient_of, read_patients
-from cpu3d.data.labels import PaintedRegions
 from cpu3d.errors import InputError, raise_if_any
 
 
@@ -53,6 +52,17 @@ FOLDER_LAYOUTS = {
         optional=(4,),
         patients={"layout brats2023, <patient>-<time point>": r"(.+)-\d{3}$"},
     ),
+}
+
+CAVITY = "resection cavity"
+OEDEMA = "oedema"
+ENHANCING = "enhancing tumour"
+CORE = "other tumour core"
+# Part of a glioma -> what its label's name has, in lower case.
+GLIOMA_PARTS = {
+    CAVITY: "cavity",
+    OEDEMA: "edema",
+    ENHANCING: r"(?<!non-)(?<!non)(?<!non )\benhanc",
 }
 
 # Layout -> code -> name of its brain tumour labels; those of "decathlon" are Task01's.
@@ -172,26 +182,33 @@ def regions_of(labels: Dict[int, str], ignore: Optional[int] = None) -> Dict[str
     not_learnt = {0, ignore, *(code for code, name in labels.items() if is_ignored(name))}
     codes = [code for code in sorted(labels) if code not in not_learnt]
 
-    def named(pattern: str) -> Tuple[int, ...]:
-        return tuple(code for code in codes if re.search(pattern, labels[code].lower()))
-
-    cavity = named("cavity")
-    oedema = named("edema")
-    enhancing = named(r"(?<!non-)(?<!non)(?<!non )\benhanc")
-    tumour = tuple(codes)
-    if len(cavity) == 1:
-        tumour = tuple(code for code in codes if code not in cavity)
-    has_one_each = len(oedema) == 1 and len(enhancing) == 1
-    if not has_one_each or len(tumour) != 3 or not {*oedema, *enhancing} <= {*tumour}:
+    parts = _glioma_parts(labels, codes)
+    if not parts:
         return {labels[code]: (code,) for code in codes}
+    tumour = [code for code in codes if parts[code] != CAVITY]
     regions = {
-        "WT": tumour,
-        "TC": tuple(code for code in tumour if code not in oedema),
-        "ET": enhancing,
+        "WT": tuple(tumour),
+        "TC": tuple(code for code in tumour if parts[code] != OEDEMA),
+        "ET": tuple(code for code in tumour if parts[code] == ENHANCING),
     }
     if len(codes) > len(tumour):
-        regions["RC"] = cavity
+        regions["RC"] = tuple(code for code in codes if parts[code] == CAVITY)
     return regions
+
+
+def _glioma_parts(labels: Mapping[int, str], codes: Sequence[int]) -> Dict[int, str]:
+    """Code -> part of a glioma, whatever a data set calls it; {} if `codes` are not of one oedema,
+    one enhancing tumour, one other part of the tumour, and at most one cavity."""
+    parts = {}
+    for code in codes:
+        name = labels[code].lower()
+        found = [part for part, pattern in GLIOMA_PARTS.items() if re.search(pattern, name)]
+        parts[code] = found[0] if found else CORE
+    times = Counter(parts.values())
+    whole = [OEDEMA, ENHANCING, CORE]
+    if any(times[part] != 1 for part in whole) or times[CAVITY] > 1:
+        return {}
+    return parts
 
 
 def channels_of(image: Path, count: int) -> List[str]:
@@ -208,13 +225,53 @@ class LabelCodes:
 
     of: str  # a layout, or the path of a dataset.json
     labels: Dict[int, str]  # code -> name
-    regions: PaintedRegions  # in these codes
+    regions: Dict[str, Tuple[int, ...]]  # in these codes
 
     @classmethod
     def of_layout(cls, layout: str) -> "LabelCodes":
         """Those of LABEL_CODES."""
         labels = LABEL_CODES[layout]
-        return cls(layout, labels, PaintedRegions(regions_of(labels)))
+        return cls(layout, labels, regions_of(labels))
+
+    def translated(
+        self, labels: Mapping[int, str], regions: Mapping[str, Sequence[int]]
+    ) -> Dict[int, Tuple[int, ...]]:
+        """Code of other `regions` -> the codes here of the label with its name; or, where labels
+        are named by regions alone, of all voxels in the regions that hold it. {} if one of them
+        has none. `labels` are code -> name."""
+        codes = sorted({code for own in regions.values() for code in own})
+        if all(code in labels and self.labels.get(code) == labels[code] for code in codes):
+            return {code: (code,) for code in codes}
+        names = _label_keys(labels)
+        own_names = _label_keys(self.labels)
+        by_name = {}
+        for code in codes:
+            alike = [own for own, name in own_names.items() if name == names.get(code)]
+            by_name[code] = tuple(alike)
+        if all(len(alike) == 1 for alike in by_name.values()):
+            return by_name
+        # A region of one label says nothing of what regions of that name hold elsewhere.
+        if all(len(own) == 1 for own in self.regions.values()):
+            return {}
+        wanted = {name.casefold(): own for name, own in regions.items()}
+        present = {name.casefold(): own for name, own in self.regions.items()}
+        if not wanted.keys() <= present.keys():
+            return {}
+        by_regions = {}
+        for code in codes:
+            holders = [code in own for own in wanted.values()]
+            by_regions[code] = tuple(
+                own
+                for own in sorted(self.labels)
+                if own and [own in present[name] for name in wanted] == holders
+            )
+        return by_regions if all(by_regions.values()) else {}
+
+
+def _label_keys(labels: Mapping[int, str]) -> Dict[int, str]:
+    """Code -> name by which labels of several data sets are compared."""
+    codes = [code for code, name in labels.items() if code and not is_ignored(name)]
+    return _glioma_parts(labels, codes) or {code: labels[code].casefold() for code in codes}
 
 
 def label_codes_of(files: CaseFiles) -> Optional[LabelCodes]:
@@ -229,9 +286,7 @@ def label_codes_of(files: CaseFiles) -> Optional[LabelCodes]:
         regions = about.regions
         if regions is None:
             regions = regions_of(about.labels, about.ignore)
-        # As it is told, also where the order is the usual one, which the run's need not be.
-        paint = zip(regions, about.class_order)
-        return LabelCodes(str(about.path), about.labels, PaintedRegions(regions, paint))
+        return LabelCodes(str(about.path), about.labels, regions)
     if _other_codes(files.images[0].parent, [files.case_id]):
         return None
     for layout in FOLDER_LAYOUTS:

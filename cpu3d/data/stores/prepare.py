@@ -45,6 +45,7 @@ from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
 from cpu3d.data.datasets.names import without_number
 from cpu3d.data.datasets.patients import UNKNOWN, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
+from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.split import Split
 from cpu3d.data.store import Store, open_store
@@ -195,6 +196,9 @@ def prepare(
     draws = (fractions, seed) != (USUAL_SPLIT, 0)
     splitting = Splitting(fractions, seed, _folds_of(dataset, splits, seed, draws=draws))
     chosen_kinds(dataset.channels, settings.normalise)  # fail early: nothing is written yet
+    regions_found = regions_in(dataset, dataset.labels)
+    painted = PaintedRegions(regions_found, zip(regions_found, dataset.class_order))
+    check_painting(painted, dataset.labels, f"data set {dataset.folder}")
     finished = (store_dir / "manifest.json").exists()
     split: Split = {}
     if not finished:  # fail early

@@ -1,5 +1,7 @@
 """Regions to codes and back: by hand, one voxel a question."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from cpu3d.data.labels import (
     PaintedRegions,
+    check_painting,
     code_meanings,
     label_from_regions,
     mirror_pair,
@@ -16,6 +19,7 @@ from cpu3d.data.labels import (
     painted_codes,
     region_mask,
 )
+from cpu3d.errors import InputError
 
 DECATHLON = {"WT": (1, 2, 3), "TC": (2, 3), "ET": (3,)}
 BRATS_2021 = {"WT": (1, 2, 4), "TC": (1, 4), "ET": (4,)}
@@ -110,6 +114,32 @@ def test_an_order_is_kept_only_where_the_usual_painting_differs():
         "one": 1,
         "two": 2,
     }
+
+
+@pytest.mark.parametrize(
+    ("regions", "class_order", "lost"),
+    [
+        (NESTED, (1, 2, 3), ()),
+        (NESTED, (), ()),
+        (NESTED, (3, 2, 3), (1,)),
+        (NESTED, (3, 3, 3), (1, 2)),
+        (dict(reversed(NESTED.items())), (3, 2, 1), (2, 3)),
+        ({"a": (1, 2), "b": (2, 3)}, (), (2, 3)),
+        ({"a": (1, 2), "b": (2, 3)}, (1, 3), (2,)),
+        ({"tooth 1": (1, 3), "tooth 2": (2, 3), "pulp": (3,)}, (1, 2, 3), ()),
+        ({"tooth 1": (1, 3), "tooth 2": (2, 3)}, (), (3,)),
+        ({"WT": (1, 2, 3)}, (), ()),  # whose codes are not told apart
+        ({"both": (1, 2), "one": (1,), "two": (2,)}, (), ()),
+    ],
+)
+def test_codes_that_a_perfect_answer_does_not_paint_back_are_named(regions, class_order, lost):
+    painted = PaintedRegions(regions, zip(regions, class_order))
+    try:
+        check_painting(painted, {}, "store")
+        problems = []
+    except InputError as error:
+        problems = error.problems
+    assert [int(re.search(r"for (\d+)", problem)[1]) for problem in problems] == list(lost)
 
 
 def test_what_a_code_means_that_a_data_set_has_chosen():

@@ -151,7 +151,7 @@ def test_a_region_without_a_code_there_has_that_of_the_store(predictor, images, 
 
     predictor.labels = {**predict.LABEL_CODES["brats2023"], 4: "resection cavity"}
     predictor.regions = {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,), "RC": (4,)}
-    with pytest.raises(InputError, match=r"region RC .* brats2017"):
+    with pytest.raises(InputError, match=r"brats2017 .* 4 resection cavity"):
         call("--image", images["old"], "--out", tmp_path / "chosen", "--codes", "brats2017")
     assert call("--image", images["old"], images["new"], "--out", tmp_path / "out") == 0
     assert content("old")["codes_of"] == predict.STORE
@@ -159,16 +159,22 @@ def test_a_region_without_a_code_there_has_that_of_the_store(predictor, images, 
     assert (new["codes_of"], new["label_codes"]["4"]) == ("brats2023", "resection cavity")
 
 
-@pytest.mark.parametrize(
-    ("order", "codes"),
-    [
-        ([5, 6, 9], (0, 5, 6, 9)),
-        ([9, 6, 9], (0, 9, 6, 9)),
-        (None, (0, 5, 6, 9)),
-    ],
-)
-def test_images_of_nnunets_regions_are_answered_in_their_codes_and_order(
-    predictor, files, call, tmp_path, order, codes
+def test_labels_that_a_list_does_not_name_are_refused_unless_the_stores_are_chosen(
+    call, images, tmp_path
+):
+    path = tmp_path / "in/data/dataset.json"
+    content = json.loads(path.read_text())
+    content["labels"] = {"0": "background", "1": "WT", "2": "TC", "3": "ET"}  # of other meanings
+    path.write_text(json.dumps(content))
+    words = ("--image", images["listed"], "--out", tmp_path / "out")
+    with pytest.raises(InputError, match=r"1 edema.* got 1 WT, 2 TC, 3 ET; give --codes store"):
+        call(*words)
+    assert call(*words, "--codes", "store") == 0
+
+
+@pytest.mark.parametrize("order", [[5, 6, 9], [9, 6, 9], None])
+def test_images_of_nnunets_regions_are_answered_in_their_codes_and_the_runs_order(
+    predictor, files, call, tmp_path, order
 ):
     predictor.regions = PaintedRegions({"whole": (1, 2, 3), "core": (2, 3), "inner": (3,)})
     content = {
@@ -188,7 +194,7 @@ def test_images_of_nnunets_regions_are_answered_in_their_codes_and_order(
     assert call("--image", images, "--out", tmp_path / "out") == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["x.json", "x.nii.gz"]
     truth = read_volume(files.label)[0]
-    expected = np.array(codes)[truth]
+    expected = np.array((0, 5, 6, 9))[truth]
     np.testing.assert_array_equal(read_volume(tmp_path / "out/x.nii.gz")[0], expected)
 
 
