@@ -4,6 +4,8 @@ channel that has none, what surrounds its volume.
 Where a channel is normalised over its foreground, everything else takes 0 as background.
 """
 
+from typing import Tuple
+
 import numpy as np
 
 from cpu3d.data.region import Array
@@ -27,6 +29,11 @@ RESIDUE_SHARE = 0.01
 # Of the voxels below NEAR, those within the tolerance from which on these are a background of their
 # own, also if a crop has few of them at its border. Of scores in a brain one in a hundred is.
 APART_SHARE = 0.5
+# A dead pixel or a failed reconstruction is alone: the bulk of a channel is all but one voxel of so
+# many at each end, and what is beyond it by so many times its range is no measurement. Metal in a
+# CT is nearer.
+BULK = 1000
+FAR = 10
 
 
 def without_residue(volume: Array) -> Array:
@@ -81,14 +88,39 @@ def border_value(volume: Array) -> float:
     return float(np.median(size[near]))
 
 
-def surroundings(volume: Array) -> float:
+def surroundings(volume: Array, is_ct: bool) -> float:
     """What surrounds a volume `(X, Y, Z)` whose background is no value of its own: the median of
-    its border, a value that occurs, over its finite voxels; 0 without one."""
+    its border, a value that occurs, over its finite voxels. Of a CT, and without such voxels, it is
+    the least value: a body may reach the border, and air has no other."""
     border = _border(volume)
     finite = border[np.isfinite(border)]
-    if not finite.size:
-        return 0.0
-    return float(np.percentile(finite, 50, method="lower"))
+    if finite.size and not is_ct:
+        return float(np.percentile(finite, 50, method="lower"))
+    values = volume[np.isfinite(volume)]
+    return float(values.min()) if values.size else 0.0
+
+
+def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]:
+    """A volume `(X, Y, Z)` in which values beyond FAR times the range of its bulk have become the
+    least or the largest of the others, and how many these are. NaN stays, and 0 where it is
+    background."""
+    is_value = np.isfinite(volume)
+    if has_background:
+        is_value &= volume != 0
+    values = volume[is_value]
+    ends = values.size // BULK
+    if not ends:  # a few voxels have no bulk
+        return volume, 0
+    values.partition((ends, values.size - 1 - ends))
+    low = float(values[ends])
+    high = float(values[-1 - ends])
+    reach = FAR * (high - low)
+    is_far = is_value & ((volume < low - reach) | (volume > high + reach))
+    count = int(np.count_nonzero(is_far))
+    if not reach or not count:
+        return volume, 0
+    near = volume[is_value & ~is_far]
+    return np.where(is_far, np.clip(volume, near.min(), near.max()), volume), count
 
 
 def background_share(volume: Array) -> float:

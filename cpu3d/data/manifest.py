@@ -43,7 +43,7 @@ Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 LEFT_OUT = (
     "folds", "paint", "normalisation", "around", "units", "foreground", "peaks",
-    "target_spacing_mm", "resampled_from", "annotation_lost",
+    "target_spacing_mm", "resampled_from", "annotation_lost", "far_voxels",
 )  # fmt: skip
 """Fields that are left out of the JSON where they are empty: it is then as it was before them."""
 
@@ -116,7 +116,7 @@ class CaseRecord:
     channel_min: Tuple[float, ...]
     channel_max: Tuple[float, ...]
     channel_voxels: Tuple[Count, ...]
-    zeroed_voxels: Count  # NaN or infinite voxels that were set to 0, all channels together
+    zeroed_voxels: Count  # NaN or infinite ones that were filled, all channels together
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]
     """Voxels of each label code that occurs, 0 included; empty for a case without a label."""
     centres: Dict[Code, Tuple[Voxel, ...]]
@@ -140,13 +140,14 @@ class CaseRecord:
     """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
     is 0 in all channels."""
     resampled_from: Optional[SourceGrid] = None  # None if the case is on its source's grid
+    far_voxels: Count = 0  # far from all others, and brought nearer; all channels together
     annotation_lost: Annotated[float, Meta(ge=0, le=1)] = 0.0
     """Share of the annotated voxels of its source's label that resampling makes voxels to be
     ignored. Not in the JSON if it is 0."""
     # --- Empty if all channels are normalised over the foreground, and then not in the JSON ---
     around: Tuple[float, ...] = ()
     """Per channel, the stored value that stands for what surrounds the volume: the median of its
-    border. 0 for a channel whose background is 0."""
+    border, of a CT its least value. 0 for a channel whose background is 0."""
     units: Tuple[Tuple[Positive, float], ...] = ()
     """Per channel (step, offset): the source's value is step * stored + offset, to half a step.
     Empty if the source's values are stored."""

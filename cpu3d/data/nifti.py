@@ -9,10 +9,11 @@ error."""
 import dataclasses
 import gzip
 import io
+import itertools
 import math
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple, Sequence, Tuple, TypeVar, Union
+from typing import Any, Dict, NamedTuple, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 from nibabel import orientations
@@ -53,6 +54,8 @@ SHEAR_DEG = 0.01  # up to here axes count as perpendicular: headers round their 
 # Most by which the square of a unit quaternion's length may be above 1, as of one written with six
 # digits.
 QUATERNION_TOLERANCE = 1e-5
+
+MOST_APART = 0.25  # voxels between the corners of grids that are one; less than a neighbour's share
 
 # Header fields whose numbers follow pixdim[0:4] in `Geometry.forms`.
 _FORMS = (
@@ -147,12 +150,85 @@ def is_placed(geometry: Geometry) -> bool:
 
 
 def orientation_note(geometry: Geometry) -> str:
-    """What to say of a file that does not give the patient's orientation; empty for others."""
+    """What to say of a file that does not give the patient's orientation, or two that contradict
+    each other; empty for others."""
+    forms = placed_forms(geometry)
+    if len(forms) == 2:
+        taken, other = forms.values()
+        apart = displacement(other, taken, geometry.shape)
+        if apart > MOST_APART:
+            axes = "".join(map(str, orientations.aff2axcodes(other)))
+            forms_named = f"the sform (axes {geometry.axes}) and the qform (axes {axes})"
+            rule = f"{forms_named} contradict each other, by {apart:.3g} voxels at a corner"
+            return f"{rule}: the sform is taken; make both the right one"
     if is_placed(geometry):
         return ""
     rule = "no orientation in the file (its sform and qform codes are 0)"
-    taken = "its first axis is taken to run to the left, as nibabel and FSL do"
-    return f"{rule}: {taken}; R, L, A, P, S, I are guesses, and left and right may be exchanged"
+    side = "its first axis is taken to run to the left, as nibabel and FSL do"
+    return f"{rule}: {side}; R, L, A, P, S, I are guesses, and left and right may be exchanged"
+
+
+def placed_forms(geometry: Geometry) -> Dict[str, Array]:
+    """The affines, in mm, of the forms that a header gives, by their names; the first is taken."""
+    header = _placed_header(geometry)
+    forms = {}
+    for name in ("sform", "qform"):
+        try:
+            affine, code = getattr(header, f"get_{name}")(coded=True)
+        except Exception:  # nibabel's, for a quaternion that is none beside a sform
+            continue
+        if code:
+            affine[:3] /= PER_MM[geometry.unit]
+            forms[name] = affine
+    return forms
+
+
+def displacement(affine: Array, other: Array, shape: Sequence[int]) -> float:
+    """The voxels between the two places that affines give a corner of a grid, at the corner where
+    they are most."""
+    ends = [(-0.5, count - 0.5) for count in shape]
+    corners = np.array(list(itertools.product(*ends, (1.0,)))).T
+    apart = np.linalg.solve(np.asarray(other), np.asarray(affine) @ corners) - corners
+    return float(np.linalg.norm(apart, axis=0).max())
+
+
+def on_grid(array: Array, path: Path, grid: Geometry, first: Path, wanted: Geometry) -> Array:
+    """An array from `path` along the axes of the grid `wanted`, which is that of `first`: a view,
+    turned by flips and transposes if it is of the same place in space in other axes. Raises
+    InputError for another place."""
+
+    def is_one(affine: Array, other: Array, shape: Sequence[int]) -> bool:
+        return tuple(shape) == wanted.shape and displacement(affine, other, shape) <= MOST_APART
+
+    own = np.array(grid.affine)
+    target = np.array(wanted.affine)
+    if is_one(own, target, grid.shape):
+        return array
+    rule = f"{path} must have the grid of {first.name}"
+    for name, affine in placed_forms(grid).items():
+        for of_first, other in placed_forms(wanted).items():
+            if is_one(affine, other, grid.shape):
+                got = f"the {name} of it and the {of_first} of {first.name} agree, others do not"
+                raise InputError(
+                    f"{rule}, got that {got}; make both forms of each file the right one"
+                )
+    if is_placed(grid) != is_placed(wanted):
+        # That the same voxels are meant is likely, but a side that is guessed wrong is not seen
+        # later.
+        lacking = first.name if is_placed(grid) else path.name
+        got = f"{lacking} does not give the orientation, its sform and qform codes are 0"
+        todo = "copy the header of one to the other if their voxels are in the same order"
+        raise InputError(f"{rule}, got that {got}, but the other does; {todo}")
+    turn = orientations.io_orientation(np.linalg.solve(target, own))
+    own = own @ orientations.inv_ornt_aff(turn, grid.shape)
+    shape = tuple(grid.shape[axis] for axis in np.argsort(turn[:, 0]))
+    if not is_one(own, target, shape):
+        got = f"shape {shape}, not {wanted.shape}"
+        if shape == wanted.shape:
+            apart = displacement(own, target, shape)
+            got = f"a corner {apart:.3g} voxels from its place, more than {MOST_APART}"
+        raise InputError(f"{rule}, got {got}; resample it, or leave the case out")
+    return orientations.apply_orientation(array, turn)
 
 
 def ras_shape(geometry: Geometry) -> Tuple[int, int, int]:

@@ -22,7 +22,7 @@ from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from cpu3d.data.background import without_residue
-from cpu3d.data.cases.case import grid_problems, label_codes
+from cpu3d.data.cases.case import label_codes
 from cpu3d.data.cases.normalisation import is_ct, looks_like_ct
 from cpu3d.data.cases.notes import note_lines
 from cpu3d.data.datasets.dataset import CaseFiles
@@ -45,7 +45,7 @@ from cpu3d.data.datasets.names import (
     volumes_in,
 )
 from cpu3d.data.manifest import Geometry
-from cpu3d.data.nifti import is_placed, orientation_note, read_volume, to_ras
+from cpu3d.data.nifti import on_grid, orientation_note, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.pages.page import page_file
@@ -97,8 +97,9 @@ def run(options: Options) -> int:
     for number, channel in enumerate(case.channels):
         if not case.image[..., number].any():
             say(f"note: {channel} of {case.name} is empty: all voxels are 0 or not finite")
-    if not is_placed(case.geometry):
-        say(*note_lines({case.name: [orientation_note(case.geometry)]}))
+    orientation = orientation_note(case.geometry)
+    if orientation:
+        say(*note_lines({case.name: [orientation]}))
     if case.ignored_share:
         share = f"{case.ignored_share:.1%} of the voxels"
         say(f"not annotated: {share}, code {case.ignore}", stderr=False)
@@ -247,11 +248,11 @@ def _read(images: Sequence[Path], labels: Sequence[Path]) -> _Volumes:
             array, geometry = read_volume(path)
             if first is None:
                 first = (path, geometry)
-            raise_if_any(grid_problems(path, geometry, *first))
+            array = on_grid(array, path, geometry, *first)
             if path in images:
-                read[path] = to_ras(_modalities(path, array, alone=len(images) == 1), geometry)
+                read[path] = to_ras(_modalities(path, array, alone=len(images) == 1), first[1])
             if path in labels:
-                maps[path] = to_ras(label_codes(path, array), geometry)
+                maps[path] = to_ras(label_codes(path, array), first[1])
         except InputError as error:
             problems += error.problems
     raise_if_any(problems)

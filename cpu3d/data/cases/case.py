@@ -18,7 +18,12 @@ from typing import (
 import numpy as np
 
 from cpu3d.data import nifti
-from cpu3d.data.background import border_value, surroundings, without_residue
+from cpu3d.data.background import (
+    border_value,
+    surroundings,
+    without_far_values,
+    without_residue,
+)
 from cpu3d.data.cases.annotated import annotation_lost, check_box, ignored_in_box
 from cpu3d.data.cases.channels import (
     AS_IT_IS,
@@ -41,13 +46,12 @@ from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.names import places_of
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
-from cpu3d.data.normalise import Normalisation, if_any_differs, of_all
+from cpu3d.data.normalise import Kind, Normalisation, if_any_differs, of_all
 from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.units import counted
 from models.strides import Spacing3
 
-AFFINE_TOLERANCE = 1e-3  # largest difference, in mm, between the affines of files that share a grid
 CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
 
@@ -98,7 +102,7 @@ def load_case(
     first image. Holds about two volumes, of a resampled case four of the larger grid. Raises
     InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
-    volumes, label, geometry, zeroed_voxels = _read(files, channels, labels, kinds, zero_nan)
+    volumes, label, geometry, zeroed, far = _read(files, channels, labels, kinds, zero_nan)
     background = _backgrounds(volumes, kinds)
     made = _Resampled(label, nifti.ras_spacing_mm(geometry))
     if target_spacing_mm:
@@ -124,7 +128,8 @@ def load_case(
         **facts,
         units=units,
         max_abs_error=error,
-        zeroed_voxels=zeroed_voxels,
+        zeroed_voxels=zeroed,
+        far_voxels=far,
         geometry=geometry,
         sources=_sources(files, dataset_folder, has_label=labels is not None),
         stem=files.case_id,
@@ -225,9 +230,9 @@ def _read(
     labels: Optional[Dict[int, str]],
     kinds: Sequence[Normalisation],
     zero_nan: bool,
-) -> Tuple[List[Array], Optional[Array], Geometry, int]:
-    """(volume of each channel, label, grid of the files, voxels that were zeroed), with axes R A
-    S."""
+) -> Tuple[List[Array], Optional[Array], Geometry, int, int]:
+    """(volume of each channel, label, grid of the files, voxels that were no numbers, voxels that
+    were far from all others), with axes R A S."""
     if len(files.images) not in (1, len(channels)):
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
@@ -239,21 +244,23 @@ def _read(
     volumes: List[Array] = []
     label = None
     grids: Dict[Path, Geometry] = {}  # the first is that of the others, too
-    zeroed_voxels = 0
+    zeroed = 0
+    far = 0
     problems: List[str] = []
 
     def read_on_grid(path: Path) -> Array:
         array, grids[path] = nifti.read_volume(path)
         first = next(iter(grids))
-        problems.extend(grid_problems(path, grids[path], first, grids[first]))
-        return array
+        return nifti.on_grid(array, path, grids[path], first, grids[first])
 
     for path in files.images:
         try:
             array = read_on_grid(path)
             if zero_nan:
-                zeroed_voxels += int(np.count_nonzero(~np.isfinite(array)))
-            volumes += _channels(path, array, wanted_of[path], files.names, zero_nan)
+                zeroed += int(np.count_nonzero(~np.isfinite(array)))
+            of_file, far_of_file = _channels(path, array, wanted_of[path], files.names, zero_nan)
+            volumes += of_file
+            far += far_of_file
         except InputError as error:
             problems += error.problems
     if labels is not None and files.label is not None:
@@ -266,7 +273,7 @@ def _read(
     volumes = [nifti.to_ras(volume, geometry) for volume in volumes]
     if label is not None:
         label = np.ascontiguousarray(nifti.to_ras(label, geometry))
-    return volumes, label, geometry, zeroed_voxels
+    return volumes, label, geometry, zeroed, far
 
 
 def facts_of(
@@ -344,37 +351,15 @@ def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
     return centres
 
 
-def grid_problems(path: Path, grid: Geometry, first: Path, expected: Geometry) -> List[str]:
-    """The problem of a `path` whose grid differs from that of `first`; empty if it is the same."""
-    apart = float(np.abs(np.subtract(grid.affine, expected.affine)).max())
-    advice = "resample it, correct its header or leave it out"
-    if grid.shape != expected.shape:
-        difference = f"shape {expected.shape}, got {grid.shape}"
-    elif apart > AFFINE_TOLERANCE and nifti.is_placed(grid) != nifti.is_placed(expected):
-        # That the same voxels are meant is likely, but a side that is guessed wrong is not seen
-        # later.
-        lacking = first.name if nifti.is_placed(grid) else path.name
-        codes = "its sform and qform codes are 0"
-        difference = f"{lacking} does not give the orientation, {codes}, but the other does"
-        advice = "copy the header of one to the other if their voxels are in the same order"
-    elif grid.axes != expected.axes:
-        difference = f"axes {expected.axes}, got {grid.axes}"
-    elif apart > AFFINE_TOLERANCE:
-        difference = f"affines differ by {apart:g} mm, more than {AFFINE_TOLERANCE:g}"
-    else:
-        return []
-    return [f"{path} must have the grid of {first.name}: {difference}; {advice}"]
-
-
 def _channels(
     path: Path,
     array: Array,
     wanted: Sequence[Tuple[str, Normalisation]],
     present: Sequence[str],
     zero_nan: bool,
-) -> List[Array]:
-    """The channels `wanted` of a file, by name and normalisation, in int16 if exact; the file's own
-    are `present` if that is known.
+) -> Tuple[List[Array], int]:
+    """The channels `wanted` of a file, by name and normalisation, in int16 if exact, and how many
+    voxels were far from all others; the file's own channels are `present` if that is known.
 
     A background is exactly 0 if it was that but for what an interpolation left. Raises InputError
     for channels without contrast, for CT in the place of others, for NaN and infinity unless they
@@ -385,22 +370,30 @@ def _channels(
     places = _places(path, array.shape[3], [name for name, _ in wanted], present)
     volumes = []
     problems = []
+    far = 0
     for place, (name, each) in zip(places, wanted):
         volume = array[..., place]
         rule = f"channel {name} of {path} must"
         advice = "fetch it again or leave the case out"
         is_finite = np.isfinite(volume)
         bad = volume.size - int(np.count_nonzero(is_finite))
-        if bad and zero_nan:
-            volume = np.where(is_finite, volume, 0 if each.has_background else surroundings(volume))
-            bad = 0
-        if each.has_background and not bad:
-            volume = without_residue(volume)
-        inside = volume[volume != 0] if each.has_background else volume
-        if bad:
+        if bad and not zero_nan:
             advice = "repair it, leave it out, or make them background with --zero-nan"
             problems.append(f"{rule} be finite, got {bad} NaN or infinite voxels; {advice}")
-        elif inside.size == 0:
+            continue
+        if bad:
+            volume = np.where(is_finite, volume, 0 if each.has_background else np.nan)
+        if each.has_background:
+            volume = without_residue(volume)
+        volume = _as_int16(volume)
+        if volume.dtype != np.int16 or each.kind not in (Kind.CT, Kind.NONE):
+            volume, far_here = without_far_values(volume, each.has_background)
+            far += far_here
+        if bad and not each.has_background:
+            nothing = surroundings(volume, each.kind is Kind.CT)
+            volume = np.where(is_finite, volume, nothing)
+        inside = volume[volume != 0] if each.has_background else volume
+        if inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
         elif refuses_ct(name, each) and looks_like_ct(volume):
             problems.append(ct_problem(name, path))
@@ -411,7 +404,7 @@ def _channels(
         else:
             volumes.append(_as_int16(volume))
     raise_if_any(problems)
-    return volumes
+    return volumes, far
 
 
 def _places(path: Path, count: int, names: Sequence[str], present: Sequence[str]) -> Sequence[int]:

@@ -39,7 +39,7 @@ def facts_of_channel(
     """The facts of stored values (X, Y, Z), of which some voxels may be labelled."""
     if each.has_background:
         return _over_foreground(channel)
-    facts = _over_all(channel)._replace(around=surroundings(channel))
+    facts = _over_all(channel)._replace(around=surroundings(channel, each.kind is Kind.CT))
     if each.kind is Kind.CT and is_labelled is not None and is_labelled.any():
         step, offset = unit
         values = np.sort(channel[is_labelled])

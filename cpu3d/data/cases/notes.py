@@ -17,6 +17,7 @@ from cpu3d.data.region import Array
 from cpu3d.util.records import count, listed
 
 NAMED = 3  # cases that a note names
+NOTED_ERROR = 0.05  # in deviations: more than the noise of a scanner
 NOTED_LOSS = 0.05  # share of the annotated voxels, more than the edges of what is annotated
 EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
 WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
@@ -40,8 +41,18 @@ def case_notes(
         sizes = in_mm(record.spacing_mm)
         rule = f"voxels of {sizes}, as its store was prepared when units were not read"
         notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
-    if not nifti.is_placed(record.geometry):
-        notes.append(nifti.orientation_note(record.geometry))
+    orientation = nifti.orientation_note(record.geometry)
+    if orientation:
+        notes.append(orientation)
+    if record.zeroed_voxels:
+        nothing = count(record.zeroed_voxels, "NaN or infinite voxel")
+        notes.append(f"{nothing} were taken as what surrounds the volume")
+    if record.far_voxels:
+        far = count(record.far_voxels, "voxel")
+        notes.append(f"{far} far out of the range of all others were taken as the nearest of these")
+    if record.max_abs_error > NOTED_ERROR:
+        rule = f"values are rounded by up to {record.max_abs_error:.2g} deviations"
+        notes.append(f"{rule}, as they reach far beyond most of them; repair the image")
     source = record.resampled_from
     for code, voxels in source.label_voxels.items() if source else ():
         if code != ignore and code not in record.label_voxels:

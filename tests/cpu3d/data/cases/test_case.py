@@ -1,12 +1,15 @@
 import dataclasses
 
+import nibabel
 import numpy as np
 import pytest
+from nibabel import orientations
 
 from cpu3d.data.cases.case import CENTRES, centres_of, load_case
 from cpu3d.data.cases.notes import case_notes, note_lines
 from cpu3d.data.datasets.dataset import CaseFiles
-from cpu3d.data.region import Region
+from cpu3d.data.normalise import Kind, Normalisation, normalise
+from cpu3d.data.region import Region, whole
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import tiny_image, write_nifti
 
@@ -197,3 +200,140 @@ def test_notes_of_many_cases_are_one_line_each_with_the_first_cases():
     assert len(note_lines(few)) == 4
     lines = note_lines({**few, "d": ["T1 is 7"]})
     assert ["a, b, c and 1 more: T1 is 1" in lines[0], lines[1:]] == [True, ["note: a: T2 is 1"]]
+
+
+# --- The same place in space ---
+
+OBLIQUE = nibabel.affines.from_matvec(
+    nibabel.eulerangles.euler2mat(0.2, -0.3, 0.78) @ np.diag([-1.1, 0.9, 2.5]), (30, -12.5, 7)
+)
+
+
+def in_axes(array, affine, axes):
+    """The voxels and the affine of the same volume with other axes."""
+    turn = orientations.ornt_transform(
+        orientations.io_orientation(affine), orientations.axcodes2ornt(axes)
+    )
+    turned = orientations.apply_orientation(array, turn)
+    return turned, affine @ orientations.inv_ornt_aff(turn, array.shape)
+
+
+@pytest.mark.parametrize("axes", ["RAS", "LPS", "SPR", "AIL"])
+def test_channels_and_labels_in_other_axes_are_turned_by_their_own_affines(files, axes):
+    images = [tiny_image(0), tiny_image(1)]
+    label = np.where(images[0] > 500, 3, 0).astype(np.uint8)
+    expected = load_case(
+        files(*images, label=label, affines=[OBLIQUE] * 2, label_affine=OBLIQUE),
+        channels=("a", "b"),
+        labels=LABELS,
+    )
+    image, image_affine = in_axes(images[1], OBLIQUE, axes)
+    turned, label_affine = in_axes(label, OBLIQUE, axes)
+    image_affine[:3, 3] += 0.05  # mm, as much as headers round
+    made = load_case(
+        files(
+            images[0],
+            image,
+            label=turned,
+            affines=[OBLIQUE, image_affine],
+            label_affine=label_affine,
+        ),
+        channels=("a", "b"),
+        labels=LABELS,
+    )
+    assert np.array_equal(made.image, expected.image)
+    assert np.array_equal(made.label, expected.label)
+
+
+@pytest.mark.parametrize(
+    ("change", "voxels"), [(np.diag([1, 1, 1.2, 1]), 0.7), (np.diag([-1.0, 1, 1, 1]), 5)]
+)
+def test_a_label_of_another_place_is_refused_with_the_distance_of_its_corners(
+    files, change, voxels
+):
+    label = np.ones((6, 5, 4), np.uint8)
+    case = files(tiny_image(), label=label, affines=[np.eye(4)], label_affine=change)
+    with pytest.raises(InputError, match=rf"got a corner {voxels:g}\d* voxels from") as caught:
+        load_case(case, channels=("a",), labels=LABELS)
+    assert "header" not in str(caught.value)
+
+
+def write_forms(path, array, sform, qform):
+    """A NIfTI file whose forms are written as they are."""
+    image = nibabel.Nifti1Image(array, None)
+    image.header.set_qform(qform, 1)
+    image.header.set_sform(sform, 1)
+    path.parent.mkdir(exist_ok=True)
+    nibabel.save(image, path)
+    return path
+
+
+def test_forms_that_contradict_each_other_are_named_with_the_one_that_is_taken(tmp_path):
+    middle = np.eye(4)
+    middle[:3, 3] = -2.5, 0, 0  # the first axis is centred: its mirror image is at the same place
+    mirrored = np.diag([-1.0, 1, 1, 1]) @ middle
+    image = write_forms(tmp_path / "c/a.nii.gz", tiny_image(), mirrored, middle)
+    label = np.zeros((6, 5, 4), np.uint8)
+    label[1, 2, 3] = 1
+    for affine, is_taken in ((mirrored, True), (middle, False)):
+        path = write_nifti(tmp_path / "c/seg.nii.gz", label, affine)
+        case = CaseFiles("c", "p", (image,), path)
+        if is_taken:
+            loaded = load_case(case, channels=("a",), labels=LABELS)
+            (note,) = case_notes(loaded.record, ("a",))
+            assert "the sform (axes LAS) and the qform (axes RAS) contradict each other" in note
+            assert "the sform is taken" in note
+            assert loaded.label[4, 2, 3] == 1
+        else:
+            with pytest.raises(InputError, match=r"the qform of a\.nii\.gz agree"):
+                load_case(case, channels=("a",), labels=LABELS)
+
+
+# --- Values far out of range ---
+
+
+def scan(kind, dtype):
+    """A volume as MR, or in Hounsfield units, of 13,824 voxels."""
+    rng = np.random.default_rng(3)
+    distance = np.linalg.norm(np.indices((24, 24, 24)) - 11.5, axis=0)
+    values = rng.normal(60, 20, (24, 24, 24)) + (0.25 if dtype == "float32" else 0)
+    around = -1000 if kind is Kind.CT else 0
+    return np.where(distance < 11.5, values, around).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "int32"])
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("value", [3e4, 1e8, -3e38])
+def test_a_voxel_far_out_of_range_changes_no_other(files, kind, dtype, value):
+    clean = scan(kind, dtype)
+    if dtype != "float32":
+        value = np.clip(value, -(2**15), 2**15 - 1 if dtype == "int16" else 10**8)
+    dirty = clean.copy()
+    dirty[12, 12, 12] = value
+    kinds = [Normalisation(kind)]
+    if kind is Kind.CT:
+        kinds = [Normalisation(kind, -20, 140, 60, 20)]
+    made = []
+    for volume in (clean, dirty):
+        case = load_case(files(volume), channels=("a",), normalisation=kinds)
+        record = case.record
+        made.append(normalise(case.image, record, whole(volume.shape), kinds)[..., 0])
+        assert record.max_abs_error < 0.05
+    is_exact = (
+        dtype != "float32" and value in (-(2**15), 3e4, 2**15 - 1) and kind in (Kind.CT, Kind.NONE)
+    )
+    assert record.far_voxels == (0 if is_exact else 1)
+    assert any("1 voxel far out" in note for note in case_notes(record, ("a",))) is not is_exact
+    others = np.ones(clean.shape, bool)
+    others[12, 12, 12] = False
+    atol = 0.02 * made[0].std()
+    np.testing.assert_allclose(made[1][others], made[0][others], atol=atol)
+
+
+def test_values_that_steps_cannot_hold_are_named(files):
+    volume = scan(Kind.CT, "float32")
+    volume[0] = 1e7  # a plane: too much to be a dead pixel
+    kinds = [Normalisation(Kind.CT, -20, 140, 60, 20)]
+    record = load_case(files(volume), channels=("a",), normalisation=kinds).record
+    assert record.max_abs_error > 0.05
+    assert any("rounded by up to" in note for note in case_notes(record, ("a",)))

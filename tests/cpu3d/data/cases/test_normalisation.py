@@ -479,18 +479,26 @@ def test_statistics_are_over_the_voxels_that_the_kind_looks_at(tmp_path):
     assert [each for (each,) in made] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("is_shell", [False, True])
 @pytest.mark.parametrize(("name", "filled"), [("MRI", 0), ("CT", -1000)])
-def test_nan_becomes_what_surrounds_the_volume(tmp_path, name, filled):
+def test_nan_becomes_what_surrounds_the_volume(tmp_path, name, filled, is_shell):
     volume = stripped(0) if name == "MRI" else np.where(ball(0.5), 40, -1000)
     volume = volume.astype(np.float32)
-    volume[7, 6, 5] = np.nan
+    is_nan = np.zeros(SHAPE, bool)
+    is_nan[7, 6, 5] = True
+    if is_shell:
+        is_nan |= ~ball(0.95)
+        is_nan[[0, -1]] = is_nan[:, [0, -1]] = is_nan[..., [0, -1]] = True
+    volume[is_nan] = np.nan
     path = write_nifti(tmp_path / "x.nii.gz", volume)
     kind = Normalisation(Kind.CT if name == "CT" else Kind.FOREGROUND)
     case = load_case(
         CaseFiles("x", "x", (path,), None), channels=(name,), zero_nan=True, normalisation=[kind]
     )
-    assert case.image[7, 6, 5, 0] == filled
-    assert case.record.zeroed_voxels == 1
+    assert (case.image[is_nan] == filled).all()
+    assert case.record.zeroed_voxels == is_nan.sum()
+    notes = case_notes(case.record, (name,))
+    assert any("were taken as what surrounds the volume" in note for note in notes)
 
 
 # --- Stores that grow, break and continue ---
@@ -511,17 +519,45 @@ def test_a_ct_in_another_unit_that_joins_a_store_is_named(tmp_path, capsys, adde
     assert ("do not fit the window" in capsys.readouterr().out) == bool(added)
 
 
-def test_appended_cases_are_normalised_as_the_store(tmp_path):
-    store = prepared(tmp_path, with_skull)
-    more = data_set(tmp_path / "more", stripped, cases=6)
-    before = store.manifest.normalisation
+def add(store, more):
+    """Append a data set's cases under other names."""
     with dataset_json(more) as entries:
         for entry in entries["training"]:
             for kind in ("image", "label"):
                 (more / entry[kind]).rename(more / entry[kind].replace("c_", "new_"))
                 entry[kind] = entry[kind].replace("c_", "new_")
-    append(tmp_path / "store", more, workers=1)
-    grown = open_store(tmp_path / "store")
+    append(store, more, workers=1)
+    return open_store(store)
+
+
+def test_air_that_a_crop_leaves_out_of_a_body_at_the_border_stays_air(tmp_path):
+    """Tissue is most of the border, and all of the air is on one side."""
+
+    def body(seed):
+        noise = np.random.default_rng(seed).integers(-3, 4, SHAPE)
+        volume = np.where(ball(0.4), 60, 40) + noise
+        volume[10:] = -1000
+        return volume.astype(np.int16)
+
+    made = []
+    for crop in (False, True):
+        data = data_set(tmp_path / f"data-{crop}", in_hounsfield_units, names=("CT",))
+        folder = tmp_path / f"store-{crop}"
+        settings = StoreSettings(crop=crop)
+        prepare(data, folder, fractions=(2, 1, 1), workers=1, settings=settings)
+        store = add(folder, data_set(tmp_path / f"more-{crop}", body, names=("CT",)))
+        record = store.case("new_0")
+        image = np.asarray(store.image("new_0"))
+        made.append(normalise(image, record, whole(SHAPE), store.manifest.normalisation))
+    assert record.stored != whole(SHAPE)
+    np.testing.assert_array_equal(*made)
+
+
+def test_appended_cases_are_normalised_as_the_store(tmp_path):
+    store = prepared(tmp_path, with_skull)
+    more = data_set(tmp_path / "more", stripped, cases=6)
+    before = store.manifest.normalisation
+    grown = add(tmp_path / "store", more)
     assert grown.manifest.normalisation == before
     record = grown.case("new_0")
     assert (record.around, record.channel_voxels) == ((0.0,), (np.prod(SHAPE),))
