@@ -22,6 +22,7 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
 
+from cpu3d.data.datasets.names import check_printable
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
     SCHEMA,
@@ -248,6 +249,9 @@ def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manif
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         rule = f"{folder / 'manifest.json'} must be complete"
         raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
+    names = (bare.name, *bare.channels, *bare.labels.values(), *bare.regions)
+    of_cases = (name for case in cases.known for name in (case.case_id, case.patient_id))
+    check_printable(folder / "manifest.json", (*names, *of_cases))
     manifest = dataclasses.replace(bare, cases=cases)
     raise_if_any(split_problems(manifest.split, cases.known))
     got = split_hash(manifest.split, cases.known, manifest.folds, manifest.normalisation)

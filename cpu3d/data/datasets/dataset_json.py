@@ -15,6 +15,7 @@ from typing import (
     Annotated,
     Any,
     Dict,
+    Iterator,
     List,
     Mapping,
     NamedTuple,
@@ -25,7 +26,7 @@ from typing import (
 
 import msgspec
 
-from cpu3d.data.datasets.names import numbered_twins, read_names, same_channels
+from cpu3d.data.datasets.names import check_printable, numbered_twins, read_names, same_channels
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json, read_text
@@ -366,8 +367,19 @@ def _fields(path: Path) -> Dict[str, Any]:
 
 
 def _field(path: Path, content: Mapping[str, Any], name: str) -> Any:
-    """A field of a dataset.json. Raises InputError if it is not as FIELDS has it."""
+    """A field of a dataset.json. Raises InputError if it is not as FIELDS has it, and as
+    `check_printable`."""
+    check_printable(path, _texts(content.get(name)))
     return _converted(path, name, content.get(name), FIELDS[name])
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts within a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.items() if isinstance(value, dict) else value:
+            yield from _texts(each)
 
 
 def _converted(path: Path, name: str, value: Any, field: Field) -> Any:

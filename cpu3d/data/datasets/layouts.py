@@ -21,7 +21,14 @@ from typing import Container, Dict, Iterable, List, Mapping, Optional, Sequence,
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset
 from cpu3d.data.datasets.dataset_json import NAME, describing, names_of_codes
 from cpu3d.data.datasets.listed import read_listed
-from cpu3d.data.datasets.names import is_ignored, name_of, read_name, stem_of, volumes_in
+from cpu3d.data.datasets.names import (
+    check_printable,
+    is_ignored,
+    name_of,
+    read_name,
+    stem_of,
+    volumes_in,
+)
 from cpu3d.data.datasets.patients import TABLE, patient_of, read_patients
 from cpu3d.errors import InputError, raise_if_any
 
@@ -103,6 +110,8 @@ def read_dataset(
     dataset = _with_ignored(dataset, ignore)
     if regions:
         dataset = dataset.with_regions(regions)
+    names = (dataset.name, *dataset.channels, *dataset.labels.values(), *(dataset.regions or ()))
+    check_printable(folder, (*names, *(case.case_id for case in dataset.cases)))
     times = Counter(case.case_id for case in dataset.cases)
     rule = f"in {folder} must be used once"
     raise_if_any(
@@ -120,6 +129,7 @@ def read_dataset(
         patient_ids[case_id], rules[case_id] = patient_of(case_id, of_layout)
     if patients is not None:
         patient_ids = read_patients(patients, ids)
+        check_printable(f"--patients {patients}", patient_ids.values())
         rules = dict.fromkeys(ids, TABLE)
     cases = tuple(replace(case, patient_id=patient_ids[case.case_id]) for case in whole)
     return replace(dataset, cases=cases, patient_rules=rules)

@@ -22,6 +22,8 @@ from cpu3d.data.datasets.dataset_json import (
 from cpu3d.data.datasets.names import (
     VOLUME_END,
     channel_key,
+    composed,
+    file_named,
     name_of,
     read_name,
     read_names,
@@ -61,11 +63,10 @@ def read_listed(path: Path, labels: Optional[Mapping[int, str]] = None) -> Datas
     named: List[_Named] = []
     if about.is_nnunet2:
         for case_id, case in listing_of(path).items():
-            named.append(_Named(case_id, case.images, case.label))
+            named.append(_Named(composed(case_id), case.images, case.label))
     else:
         entries = entries_of(path)
-        for entry in entries:
-            case_id = _id_of(path.parent, entry.images)
+        for case_id, entry in zip(_ids_of(path, entries), entries):
             named.append(_Named(case_id, entry.images, entry.label))
     raise_if_any([*problems, *_outside(path, named)])
     layout = "nnunet"
@@ -127,11 +128,13 @@ def _of_files(about: Description, named: Iterable[_Named]) -> Tuple[List[CaseFil
     cases = []
     bad: Problems = {}
     for case_id, images, label in named:
-        paths = tuple(folder / name for name in images)
-        cases.append(CaseFiles(case_id, case_id, paths, folder / label if label else None))
+        paths = tuple(file_named(folder, name) for name in images)
+        label_path = file_named(folder, label) if label else None
+        cases.append(CaseFiles(case_id, case_id, paths, label_path))
         problems = _order_problems(about, case_id, images)
-        for kind, name in [*(("image", name) for name in images), ("label", label)]:
-            if name is None or not (folder / name).is_file():
+        wanted = [("image", *pair) for pair in zip(images, paths)]
+        for kind, name, path in [*wanted, ("label", label, label_path)]:
+            if path is None or not path.is_file():
                 problems.append(_no_file(about, kind, case_id, name))
         if problems:
             bad[case_id] = problems
@@ -175,8 +178,7 @@ def _is_nnunet1(about: Description, entries: Sequence[Entry]) -> bool:
     folder = about.path.parent
     singles = [folder / entry.image for entry in entries if isinstance(entry.image, str)]
     for image in singles:
-        stem = stem_of(image)
-        first = image.with_name(f"{stem}_0000{image.name[len(stem) :]}")
+        first = image.with_name(VOLUME_END.sub(r"_0000\g<0>", image.name))
         if not image.is_file() and first.is_file():
             return True
     if not singles or len(about.channels) == 1 or read_name(singles[0]).number is None:
@@ -204,7 +206,7 @@ def _of_nnunet1(about: Description, entries: Sequence[Entry]) -> Tuple[List[Case
             case_id = name.case
         times[case_id] += 1
         files[case_id] = in_folder.get(image.parent, {}).get(case_id, {})
-        label_of[case_id] = folder / entry.label if entry.label else None
+        label_of[case_id] = file_named(folder, entry.label) if entry.label else None
     raise_if_any(
         f"case id {case_id} in {about.path} must be used once, got {n} entries; keep one"
         for case_id, n in times.items()
@@ -303,22 +305,24 @@ def _and_more(names: Sequence[str]) -> str:
 
 def _volumes_of(folder: Path, ending: str) -> List[Path]:
     """The volumes in a folder with an ending, in letters of any case; with "" of any ending."""
-    paths = volumes_in(folder)
-    if not ending:
-        return paths
-    return [path for path in paths if path.name[len(stem_of(path)) :].lower() == ending.lower()]
+    return [path for path in volumes_in(folder) if path.name.lower().endswith(ending.lower())]
 
 
-def _id_of(folder: Path, images: Sequence[str]) -> str:
-    """The name of a case: of its 4D file, or what its files' names have in common without their
-    channels, or else their folder's."""
-    if len(images) == 1:
-        return stem_of(Path(images[0]))
-    paths = [folder / name for name in images]
-    names = {name.case for name in read_names(paths).values()}
-    if len(names) == 1 and "" not in names:
-        return names.pop()
-    return paths[0].parent.name
+def _ids_of(path: Path, entries: Sequence[Entry]) -> List[str]:
+    """The names of a list's cases: of their 4D files, or what their files' names have in common
+    without their channels. Where more cases differ in the name of a folder, as of files that have
+    the same name in each patient's, that of the nearest such."""
+    names = []
+    folders = []  # of each case, the nearest first
+    for entry in entries:
+        images = [path.parent.resolve() / composed(name) for name in entry.images]
+        own = {stem_of(images[0])}
+        if len(images) > 1:
+            own = {name.case for name in read_names(images).values()}
+        names.append(own.pop() if len(own) == 1 else "")
+        folders.append(images[0].parent.parts[::-1])
+    ids = max((names, *zip(*folders)), key=lambda level: len({*level} - {""}))
+    return [name or nearest[0] for name, nearest in zip(ids, folders)]
 
 
 def _order_problems(about: Description, case_id: str, images: Sequence[str]) -> List[str]:
@@ -347,10 +351,11 @@ def _no_file(about: Description, kind: str, case_id: str, name: Any) -> str:
 
 def _folds_of(entries: Sequence[Entry], case_ids: Sequence[str]) -> Tuple[Split, ...]:
     """The folds of a list whose cases have the number of the one that holds them out. A case
-    without a number is in the training of all; fewer than two numbers are no folds."""
+    without a number is in the training of all; a single number of all cases is no fold."""
+    is_division = len({entry.fold for entry in entries}) > 1
     numbers = sorted({entry.fold for entry in entries if entry.fold is not None})
     folds = []
-    for number in numbers if len(numbers) > 1 else ():
+    for number in numbers if is_division else ():
         sides: Dict[str, List[str]] = {"train": [], "val": []}
         for entry, case_id in zip(entries, case_ids):
             sides["val" if entry.fold == number else "train"].append(case_id)

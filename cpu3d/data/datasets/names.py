@@ -9,10 +9,10 @@ import re
 import unicodedata
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Set, Tuple
+from pathlib import Path, PurePosixPath
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
-from cpu3d.errors import InputError
+from cpu3d.errors import InputError, raise_if_any
 
 # Name of a channel in files and data sets, in lower case -> its name in stores, or "seg".
 CHANNEL_NAMES = {
@@ -29,6 +29,8 @@ CHANNEL_NAMES = {
     "t2w": "T2w",
     "seg": "seg",
 }
+# Characters that no name may have: they clear a terminal, or turn what is printed around.
+CONTROL = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"
 VOLUME_END = re.compile(r"\.nii(\.gz)?$", re.IGNORECASE)
 _MARK = re.compile(r"[\s_.-]")
 # Before T1 at the end of a name: that contrast was given, as in BIDS (sub-1_ce-gd_T1w), or a word.
@@ -58,6 +60,34 @@ def is_volume(path: Path) -> bool:
     return VOLUME_END.search(path.name) is not None
 
 
+def check_printable(where: Any, names: Iterable[str]) -> None:
+    """Raise InputError for names that `where` gives with characters of CONTROL."""
+    rule = f"names in {where} must be without control characters"
+    odd = [name for name in names if re.search(f"[{CONTROL}]", name)]
+    raise_if_any(f"{rule}, got {name!a}; rename it" for name in odd)
+
+
+def composed(name: str) -> str:
+    """A name in the Unicode form that names are compared in: an accent may be a character of its
+    own, as macOS writes it, or be one with its letter."""
+    return unicodedata.normalize("NFC", name)
+
+
+def file_named(folder: Path, name: str) -> Path:
+    """The file of a relative path in `folder`, where a name may be written in another Unicode
+    form."""
+    path = folder / name
+    if name.isascii() or path.exists():
+        return path
+    path = folder
+    for part in PurePosixPath(name).parts:
+        same = []
+        if path.is_dir() and not (path / part).exists():
+            same = [each for each in path.iterdir() if composed(each.name) == composed(part)]
+        path = same[0] if same else path / part
+    return path
+
+
 def volumes_in(folder: Path) -> List[Path]:
     """NIfTI files in `folder`, without the "._" companions that macOS leaves in archives."""
     named = (path for path in sorted(folder.iterdir()) if is_volume(path))
@@ -65,12 +95,13 @@ def volumes_in(folder: Path) -> List[Path]:
 
 
 def name_of(folder: Path) -> str:
-    return folder.resolve().name
+    """A folder's name, `composed`."""
+    return composed(folder.resolve().name)
 
 
 def stem_of(path: Path) -> str:
-    """A volume's name without its ending."""
-    return VOLUME_END.sub("", path.name)
+    """A volume's name without its ending, `composed`."""
+    return composed(VOLUME_END.sub("", path.name))
 
 
 def channel_key(name: str) -> str:

@@ -1,10 +1,12 @@
 """The patient of each case: from a table that a user gives, else from the case's name."""
 
 import csv
+import itertools
 import re
 from pathlib import Path
 from typing import Collection, Dict, List, Mapping, Tuple
 
+from cpu3d.data.datasets.names import composed
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_text, reason
@@ -19,6 +21,19 @@ PATIENT_NAMES = {
     "BraTS 2017 to 2019, <patient>_<time point>": r"(BraTS1[5-9]_[^_]+_[^_]+)_\d+(?!\d)",
     "BraTS 2020 and 2021, one case a patient": r"(BraTS(?:20_[a-z]+|2021)_\d+)",
     "TCGA-<site>-<patient>": r"(TCGA-\w\w-\w{4})(?![a-z0-9])",
+    "BIDS, sub-<patient>": r"(sub-[a-z0-9]+)(?=_|-ses|$)",
+    "OASIS, <patient>_MR": r"(OAS\d_?\d{4})_MR",
+    "ADNI, <patient>": r"((?:ADNI_)?\d{3}_S_\d{4,5})(?!\d)",
+    "PI-CAI, <patient>_<study>": r"(1\d{4})_1\d{6}(?!\d)",
+    "autoPET, <patient>_<study>": r"((?:fdg|psma)_[0-9a-f]{8,})_",
+    "<patient>_<time point> of its data set": (
+        r"((?:(?:UPENN-GBM|UCSD-PTGBM|RHUH)-|BraTSReg_)\d+|training\d\d)_\d{1,2}(?!\d)"
+    ),
+    "<patient>_frame, _week, _session or another time point": (
+        r"(\D*\d.*?)[_-](?:"  # a patient has a digit
+        r"(?:frame|phase|day|week|month|ses|session|visit|time|time-?point|FU)[_-]?\d+d?(?![a-z0-9])"
+        r"|T\d$|TP[_-]?\d\d?$|baseline$|follow-?up\d*$|(?:[sl]a[_-])?E[DS]$)"
+    ),
 }
 
 
@@ -55,7 +70,7 @@ def read_patients(path: Path, case_ids: Collection[str]) -> Dict[str, str]:
         if len(row) != 2 or not all(row):
             problems.append(f"{line} must be a case and its patient, got {row}; correct the line")
             continue
-        case_id, patient = row
+        case_id, patient = map(composed, row)
         if patients.setdefault(case_id, patient) != patient:
             rule = f"{line} must give case {case_id} one patient"
             problems.append(f"{rule}, got {patient} too; keep one")
@@ -71,3 +86,15 @@ def describe_patients(rules: Mapping[str, int]) -> List[str]:
     """Lines such as "3 cases: table". `rules`: rule that tells a case's patient -> number of
     cases."""
     return [f"{count(number, 'case')}: {rule}" for rule, number in rules.items()]
+
+
+def alike(case_ids: Collection[str]) -> Tuple[str, ...]:
+    """The two names with the longest common beginning, which may be of one patient; none if no two
+    have one."""
+
+    def common(pair: Tuple[str, str]) -> int:
+        return sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(*pair)))
+
+    ordered = sorted(case_ids)
+    longest = max(zip(ordered, ordered[1:]), key=common, default=("", ""))
+    return longest if common(longest) else ()

@@ -43,7 +43,7 @@ from cpu3d.data.cases.resample import (
 from cpu3d.data.datasets.dataset import Dataset, parse_regions
 from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
 from cpu3d.data.datasets.names import without_number
-from cpu3d.data.datasets.patients import UNKNOWN, describe_patients
+from cpu3d.data.datasets.patients import UNKNOWN, alike, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
 from cpu3d.data.labels import PaintedRegions, check_painting
 from cpu3d.data.manifest import CaseRecord, Manifest
@@ -89,8 +89,8 @@ PATIENTS_HELP = (
     " split"
 )
 SPLITS_HELP = (
-    "folds as nnU-Net's splits_final.json has them, kept in the store for `train --fold I/K`; cases"
-    " that no fold names are the split test"
+    "folds as nnU-Net's splits_final.json has them, kept in the store for `train --fold I/K`, or"
+    " one division into train and val; cases that are in neither are the split test"
 )
 WORKERS_HELP = (
     "processes; each holds about two volumes, where it resamples four of the larger grid (default:"
@@ -332,10 +332,13 @@ def _announce(dataset: Dataset) -> None:
         lines.append(line)
     lines.append(f"Patients: {len({case.patient_id for case in dataset.cases})}")
     lines += [f"  {rule}" for rule in describe_patients(Counter(dataset.patient_rules.values()))]
-    if UNKNOWN in dataset.patient_rules.values():
+    unknown = [name for name, rule in dataset.patient_rules.items() if rule == UNKNOWN]
+    if unknown:
+        pair = " and ".join(alike(unknown))
+        example = f", as perhaps {pair}" if pair else ""
         lines.append(
-            "  if a patient has several cases, name them with --patients FILE, or test scores may"
-            " be too good"
+            f"  if a patient has several cases{example}, name them with --patients FILE, or test"
+            " scores may be too good"
         )
     say(*lines, stderr=False)
     say(*dataset.warnings)

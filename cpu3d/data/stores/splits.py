@@ -6,12 +6,12 @@ them into splits_final.json; the store keeps them."""
 
 import itertools
 import math
-import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Sequence, Set, Tuple
 
+from cpu3d.data.datasets.names import stem_of
 from cpu3d.data.manifest import Manifest
 from cpu3d.data.split import FOLD_SPLITS, SPLITS, Split, dealing_order
 from cpu3d.errors import InputError, raise_if_any
@@ -120,8 +120,8 @@ class Splitting:
         return {name: tuple(sorted(ids & set(patients))) for name, ids in sets.items()}
 
     def folds_of(self, patients: Mapping[str, str]) -> Tuple[Split, ...]:
-        """The given folds without the cases that the store lacks. Raises InputError if that leaves
-        a side empty."""
+        """The given folds without the cases that the store lacks; none of a fixed division. Raises
+        InputError if that leaves a side empty."""
         folds = []
         problems = []
         for number, named in enumerate(self.folds, 1):
@@ -133,7 +133,7 @@ class Splitting:
                     problems.append(f"{side} of fold {number} must have cases, got {got}")
             folds.append(fold)
         raise_if_any(problems)
-        return tuple(folds)
+        return tuple(folds) if len(folds) > 1 else ()
 
 
 def read_folds(
@@ -144,13 +144,14 @@ def read_folds(
     bad: Collection[str] = (),
 ) -> Tuple[Split, ...]:
     """The folds in a file as nnU-Net's splits_final.json: a list of {"train": [ids], "val": [ids]}.
+    A single one, in a list or not, is a fixed division, and may name its "test" cases.
 
     Ids may end in .nii.gz. `patients` maps the id of each good case of the data set to its patient;
     `bad` are its other cases, which may be named too.
 
-    Raises InputError with all problems: a file of another kind, fewer than two folds, an empty
-    side, ids that are no labelled case of the data set, a case twice in a fold or held out by two
-    folds, a patient on both sides of a fold, or in a fold while another of its cases is in none.
+    Raises InputError with all problems: a file of another kind, no fold, an empty side, ids that
+    are no labelled case of the data set, a case twice in a fold or held out by two folds, a patient
+    on both sides of a fold, or in a fold while another of its cases is in none.
     """
     name = f"--splits {path}"
     try:
@@ -162,15 +163,25 @@ def read_folds(
     except (OSError, ValueError) as error:
         got = reason(error)
         raise InputError(f"{name} must be JSON that can be read, got {got}; correct it") from None
-    if not isinstance(content, list) or len(content) < 2:
-        got = f"a {type(content).__name__}"
-        if isinstance(content, list):
-            got = count(content, "fold")
-        rule = f'{name} must be a list of at least two folds {{"train": [ids], "val": [ids]}}'
-        raise InputError(f"{rule}, got {got}; write one as nnU-Net's splits_final.json")
-    read = [_read_fold(f"fold {number} of {name}", fold) for number, fold in enumerate(content, 1)]
+    if isinstance(content, dict):
+        content = [content]
+    if not isinstance(content, list) or not content:
+        rule = f'{name} must be a list of folds {{"train": [ids], "val": [ids]}}, or one division'
+        todo = "write one as nnU-Net's splits_final.json"
+        raise InputError(f"{rule}, got {content!r:.60}; {todo}")
+    named_test = len(content) == 1 and isinstance(content[0], dict) and "test" in content[0]
+    sides = SPLITS if named_test else FOLD_SPLITS
+    read = []
+    for number, fold in enumerate(content, 1):
+        read.append(_read_fold(f"fold {number} of {name}", fold, sides))
     raise_if_any(problem for _, problems in read for problem in problems)
     folds = tuple(fold for fold, _ in read)
+    if named_test:
+        lacking = sorted(set(patients) - {case_id for ids in folds[0].values() for case_id in ids})
+        raise_if_any(
+            f"case {case_id} must be in train, val or test of {name}, got none; add it to one"
+            for case_id in lacking
+        )
     return checked_folds(name, folds, patients, unlabelled=unlabelled, bad=bad)
 
 
@@ -188,11 +199,11 @@ def checked_folds(
     return tuple(folds)
 
 
-def _read_fold(name: str, content: Any) -> Tuple[Split, List[str]]:
+def _read_fold(name: str, content: Any, sides: Sequence[str]) -> Tuple[Split, List[str]]:
     """A fold of the file, and what is wrong with it alone."""
     fold: Split = {}
     problems = []
-    for side in FOLD_SPLITS:
+    for side in sides:
         ids = content.get(side) if isinstance(content, dict) else None
         members = ids if isinstance(ids, list) else []
         numbers = [case_id for case_id in members if type(case_id) in (int, float)]
@@ -201,15 +212,16 @@ def _read_fold(name: str, content: Any) -> Tuple[Split, List[str]]:
             todo = f'write "{numbers[0]}", with any zeros in front that the files\' names have'
             problems.append(f"{rule}, got {count(numbers, 'number')}: {numbers[0]}; {todo}")
             continue
-        if not members or not all(isinstance(case_id, str) for case_id in members):
+        is_list = isinstance(ids, list) and (members or side == "test")
+        if not is_list or not all(isinstance(case_id, str) for case_id in members):
             rule = f"{side} of {name} must be a list of at least one case id"
             problems.append(f"{rule}, got {ids!r:.60}; correct it")
             continue
-        fold[side] = tuple(sorted(re.sub(r"\.nii(\.gz)?\Z", "", case_id) for case_id in members))
+        fold[side] = tuple(sorted(stem_of(Path(case_id)) for case_id in members))
     if not problems:
-        times = Counter([*fold["train"], *fold["val"]])
+        times = Counter(case_id for ids in fold.values() for case_id in ids)
         for case_id in sorted(case_id for case_id in times if times[case_id] > 1):
-            places = listed(side for side in FOLD_SPLITS for own in fold[side] if own == case_id)
+            places = listed(side for side in sides for own in fold[side] if own == case_id)
             problems.append(f"case {case_id} must be in {name} once, got {places}; keep one")
     return fold, problems
 
@@ -224,9 +236,9 @@ def _fold_problems(
     """What is wrong with folds beside the data set and each other."""
     named = _named_by(folds)
     problems = []
-    for case_id in sorted(named):
+    for case_id in sorted({case_id for fold in folds for ids in fold.values() for case_id in ids}):
         own = f"case {case_id} of {name}"
-        if case_id in unlabelled:
+        if case_id in unlabelled and case_id in named:
             problems.append(f"{own} must have a label, got none; take it out of the folds")
         elif case_id not in patients and case_id not in bad:
             problems.append(f"{own} must be in the data set, got no such case; correct the id")

@@ -74,6 +74,8 @@ def change_manifest(folder, change):
         (lambda content: {"schema": 1}, "complete JSON of schema 1, got no 'records'"),
         (lambda content: content.update(split=["a", "b"]), "complete"),
         (lambda content: content.pop("labels") and None, "complete"),
+        (lambda content: content.update(name="\x1b[2J"), r"control characters, got '\\x1b\[2J'"),
+        (lambda content: content["regions"].update({"\x1b": [1]}), r"control .*, got '\\x1b'"),
         (
             lambda content: content.update(largest_box=[1, "x", 1]),
             r"manifest.largest_box\[1\] must be int, got x",

@@ -220,6 +220,35 @@ def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
     assert not store.exists()
 
 
+@pytest.mark.parametrize("field", ["modality", "labels", "name"])
+@pytest.mark.parametrize("control", ["\x1b[2J", "\x07", "\x9b2J", "\u202e", "\n"])
+def test_a_name_with_control_characters_is_refused_and_shown_without_them(tmp_path, field, control):
+    names = {"modality": {"0": control}, "labels": {"1": f"a{control}"}, "name": control}
+    with pytest.raises(InputError, match="must be without control characters") as caught:
+        read_dataset(decathlon(tmp_path / "data", 1, **{field: names[field]}))
+    assert control not in str(caught.value)
+
+
+def test_an_id_with_control_characters_is_refused(tmp_path):
+    brats_case(tmp_path / "BraTS-GLI-00001-000\x1b[2J")
+    with pytest.raises(InputError, match=r"control characters, got 'BraTS-GLI-00001-000\\x1b\[2J'"):
+        read_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("way", ["{}/image.nii.gz", "{}/anat/image.nii.gz", "x/{}.nii.gz"])
+def test_the_id_of_a_case_is_its_files_name_or_the_nearest_folders_that_tells_cases_apart(
+    tmp_path, way
+):
+    training = []
+    for name in ("p1", "p2", "p3"):
+        image = write_nifti(tmp_path / "d" / way.format(name), np.stack([tiny_image()] * 4, -1))
+        label = write_nifti(image.with_name(f"{image.name[:-7]}_seg.nii.gz"), tiny_label(1))
+        paths = {"image": image, "label": label}
+        training.append({kind: str(p.relative_to(tmp_path / "d")) for kind, p in paths.items()})
+    dataset = read_dataset(decathlon(tmp_path / "d", 0, training=training))
+    assert [case.case_id for case in dataset.cases] == ["p1", "p2", "p3"]
+
+
 CASE = {"image": "imagesTr/BRATS_000.nii.gz", "label": "labelsTr/BRATS_000.nii.gz"}
 
 
@@ -424,6 +453,10 @@ def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
     assert dataset.layout == "decathlon"
     assert [fold["val"] for fold in dataset.folds] == [("BRATS_000", "BRATS_002"), ("BRATS_001",)]
     assert all("BRATS_003" in fold["train"] for fold in dataset.folds)
+    with dataset_json(folder) as content:
+        del content["training"][1]["fold"]
+    (division,) = read_dataset(folder).folds
+    assert division == {"train": ("BRATS_001", "BRATS_003"), "val": ("BRATS_000", "BRATS_002")}
 
 
 def test_a_patient_on_both_sides_of_a_fold_of_a_list_is_refused(tmp_path):

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+import unicodedata
 
 import pytest
 from hypothesis import given
@@ -153,14 +154,39 @@ def dataset(tmp_path):
         ("BraTS2021_00495", "BraTS2021_00495"),
         ("Brats18_TCIA01_131_1", "Brats18_TCIA01_131"),
         ("TCGA-02-0006_2000.01.01", "TCGA-02-0006"),
+        ("sub-01_ses-02", "sub-01"),
+        ("sub-strokecase0001_ses-0001", "sub-strokecase0001"),
+        ("patient001_frame01", "patient001"),
+        ("Patient-001_week-000-1", "Patient-001"),
+        ("UCSF-PDGM-0409_FU002d", "UCSF-PDGM-0409"),
+        ("UPENN-GBM-00001_11", "UPENN-GBM-00001"),
+        ("PatientID_0003_Timepoint_1", "PatientID_0003"),
+        ("A0S9V9_sa_ED", "A0S9V9"),
+        ("OAS30001_MR_d0129", "OAS30001"),
+        ("10000_1000000", "10000"),
         ("BRATS_001", None),
+        ("hippocampus_001", None),
+        ("Case00", None),
+        ("LUNG1-001", None),
+        ("CHUM-001", None),
+        ("sub-001-002", None),
+        ("lung_frame_1", None),
+        ("ES_001", None),
+        ("FLARE22_Tr_0001", None),
         ("spleen-0001-002", None),
         ("BraTS-GLI-00005-1000", None),
     ],
 )
-def test_names_of_brats_show_the_patient_in_any_layout(case_id, patient):
+def test_names_of_usual_data_sets_show_the_patient_in_any_layout(case_id, patient):
     known, rule = patient_of(case_id, more={})
     assert (known, rule == UNKNOWN) == (patient or case_id, patient is None)
+
+
+def test_two_names_that_begin_alike_are_shown_where_names_do_not_tell_the_patient(
+    tmp_path, dataset, capsys
+):
+    prepare(dataset("p1x2", "p1x1", "q7"), tmp_path / "store", workers=1)
+    assert "as perhaps p1x1 and p1x2, name them with --patients" in capsys.readouterr().out
 
 
 def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
@@ -322,9 +348,12 @@ def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path
 @pytest.mark.parametrize(
     ("content", "problems"),
     [
-        ("text", [r"list of at least two folds .*, got a str"]),
-        ({"a": [], "b": []}, [r"list of at least two folds .*, got a dict"]),
-        (TWO[:1], ["at least two folds .*, got 1 fold"]),
+        ("text", [r"list of folds .*, got 'text'"]),
+        ([], [r"list of folds .*, got \[\]"]),
+        ({"a": [], "b": []}, ["train of fold 1 .* list", "val of fold 1 .* list"]),
+        ({"train": ["a"], "val": ["b"], "test": []}, ["case c .* train, val or test .*, got none"]),
+        ({"train": ["a"], "val": ["b"], "test": ["c", "x"]}, ["case x .* no such"]),
+        ({**TWO[0], "test": ["c"]}, ["case c .*, got val and test"]),
         ([TWO[0], ["a"]], [r"train of fold 2 .* list", "val of fold 2 .* list"]),
         ([TWO[0], {"train": [], "val": ["a"]}], [r"train of fold 2 .*at least one .*, got \[\]"]),
         (
@@ -349,6 +378,38 @@ def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_writte
     for line, pattern in zip(caught.value.problems, problems):
         assert re.search(f"--splits .*splits_final.json.*{pattern}|{pattern}", line)
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"train": ["a", "b"], "val": ["c"]}],
+        {"train": ["a", "b"], "val": ["c"]},
+        {"train": ["a", "b"], "val": ["c"], "test": ["d"]},
+    ],
+)
+def test_a_single_division_is_the_stores_own_and_gives_no_folds(tmp_path, dataset, folds, content):
+    data = dataset("a", "b", "c", "d")
+    store = tmp_path / "store"
+    manifest = prepare(data, store, workers=1, splits=folds(content))
+    assert manifest.split == {"train": ("a", "b"), "val": ("c",), "test": ("d",)}
+    assert manifest.folds == ()
+    assert prepare(data, store, workers=1, splits=folds(content)) == manifest
+    with pytest.raises(InputError, match="--split"):
+        prepare(data, store, workers=1)
+
+
+def test_ids_with_accents_are_one_in_either_unicode_form(tmp_path, dataset, folds):
+    composed = ("\u00e91", "\u00e92", "\u00e93")
+    data = dataset(*(unicodedata.normalize("NFD", name) for name in composed))
+    with dataset_json(data) as content:  # a list by hand, and files from macOS
+        for entry in content["training"][:2]:
+            entry.update({key: unicodedata.normalize("NFC", entry[key]) for key in entry})
+    first, second, third = composed
+    one = folds({"train": [first, unicodedata.normalize("NFD", second)], "val": [third]})
+    (tmp_path / "table").write_text("".join(f"{name},p{name}\n" for name in composed))
+    manifest = prepare(data, tmp_path / "store", workers=1, splits=one, patients=tmp_path / "table")
+    assert manifest.split == {"train": (first, second), "val": (third,), "test": ()}
 
 
 @pytest.mark.parametrize(
