@@ -6,15 +6,14 @@
         --name rotated --record study.jsonl -- --epochs 40 --rotation-deg 15
     ./run.sh bench tables --studies study.jsonl --learning curves.png
     ./run.sh bench learning --compare study.jsonl --name defaults --name rotated
-    ./run.sh bench learning --workdir learning --task small --record learning.jsonl -- --recipe demo
+    ./run.sh bench learning --workdir work --task context --record learning.jsonl -- --recipe demo
 
 Each seed and fold is a training and an evaluation of the cases that it held out. Nothing is chosen
 by these: the last weights are scored, without post-processing. Without --folds the validation cases
 are scored. What ends is kept in WORKDIR/NAME, so the same command continues after an interruption,
 and other --seeds or --only add to it; the tables have all that is there, and the record gets what
-it lacks. To measure settings again give another --name. A task is
-plain, context or small, which are phantoms, or the folder of a real case, which is warped into
-copies. A full step, the unit of cost, has the voxels of a step at full resolution; seconds are of
+it lacks. To measure settings again give another --name. A task is plain or context, which are
+phantoms. A full step, the unit of cost, has the voxels of a step at full resolution; seconds are of
 steps alone.
 """
 
@@ -48,7 +47,7 @@ from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 
 # Task -> options of `phantom`.
-PHANTOMS = {"plain": [], "context": ["--context", "count"], "small": ["--lesion-size", "small"]}
+PHANTOMS = {"plain": [], "context": ["--context", "count"]}
 TASK_STEPS = 64  # of a run on a task, unless a number is chosen
 OWN = ("seed", "fold")  # settings of train that are options here
 
@@ -59,7 +58,7 @@ class Options:
 
     workdir: Optional[Path] = option(None, "folder for runs and data; continued", metavar="DIR")
     store: Optional[Path] = option(None, "store of `prepare`", metavar="DIR", one_of="data")
-    task: str = option("plain", "plain, context or small, or the folder of a case", one_of="data")
+    task: str = option("plain", "the phantoms of a store", choices=tuple(PHANTOMS), one_of="data")
     compare: Tuple[Path, ...] = option(
         (), help="compare two settings in these records by case", metavar="FILE", one_of="data"
     )
@@ -147,7 +146,7 @@ def study_of(options: Options, workdir: Path) -> Study:
         task = store.manifest.name
     else:
         store = made_store(writable_folder(workdir, "workdir"), options, log)
-        task = Path(options.task).resolve().name
+        task = options.task
         if steps is None:
             steps = settings.get("steps", TASK_STEPS)
     if steps:
@@ -178,13 +177,10 @@ def study_of(options: Options, workdir: Path) -> Study:
 
 def made_store(workdir: Path, options: Options, log: Path) -> Store:
     """The store of the task below `workdir`, made if it is missing."""
-    task = Path(options.task).resolve()
     cases = [*map(str, options.cases)]
     shape = [*map(str, options.shape)]
-    words = ["--warp", str(task)]
-    if options.task in PHANTOMS:
-        words = [*PHANTOMS[options.task], "--shape", *shape]
-    folder = workdir / "-".join([task.name, *shape, *cases])
+    words = [*PHANTOMS[options.task], "--shape", *shape]
+    folder = workdir / "-".join([options.task, *shape, *cases])
     data = str(folder / "data")
     store = str(folder / "store")
     total = str(sum(options.cases))

@@ -102,8 +102,8 @@ def surroundings(volume: Array, is_ct: bool) -> float:
 
 def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]:
     """A volume `(X, Y, Z)` in which values beyond FAR times the range of its bulk have become the
-    least or the largest of the others, and how many these are. NaN stays, and 0 where it is
-    background."""
+    median of their neighbours, or without such the least or the largest of the others, and how many
+    these are. NaN stays, and 0 where it is background."""
     is_value = np.isfinite(volume)
     if has_background:
         is_value &= volume != 0
@@ -119,8 +119,20 @@ def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]
     count = int(np.count_nonzero(is_far))
     if not reach or not count:
         return volume, 0
-    near = volume[is_value & ~is_far]
-    return np.where(is_far, np.clip(volume, near.min(), near.max()), volume), count
+    least = volume[is_value & ~is_far].min()
+    most = volume[is_value & ~is_far].max()
+    made = np.where(is_far, np.clip(volume, least, most), volume)
+    is_near = np.isfinite(volume) & ~is_far
+    for x, y, z in np.argwhere(is_far):
+        cube = (
+            slice(max(x - 1, 0), x + 2),
+            slice(max(y - 1, 0), y + 2),
+            slice(max(z - 1, 0), z + 2),
+        )
+        neighbours = np.sort(volume[cube][is_near[cube]])
+        if neighbours.size:  # else it is amid others, as of metal
+            made[x, y, z] = neighbours[(neighbours.size - 1) // 2]
+    return made, count
 
 
 def background_share(volume: Array) -> float:

@@ -385,10 +385,8 @@ def _channels(
             volume = np.where(is_finite, volume, 0 if each.has_background else np.nan)
         if each.has_background:
             volume = without_residue(volume)
-        volume = _as_int16(volume)
-        if volume.dtype != np.int16 or each.kind not in (Kind.CT, Kind.NONE):
-            volume, far_here = without_far_values(volume, each.has_background)
-            far += far_here
+        volume, far_here = without_far_values(volume, each.has_background)
+        far += far_here
         if bad and not each.has_background:
             nothing = surroundings(volume, each.kind is Kind.CT)
             volume = np.where(is_finite, volume, nothing)

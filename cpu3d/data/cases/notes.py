@@ -49,7 +49,7 @@ def case_notes(
         notes.append(f"{nothing} were taken as what surrounds the volume")
     if record.far_voxels:
         far = count(record.far_voxels, "voxel")
-        notes.append(f"{far} far out of the range of all others were taken as the nearest of these")
+        notes.append(f"{far} far out of the range of all others were taken as their neighbours are")
     if record.max_abs_error > NOTED_ERROR:
         rule = f"values are rounded by up to {record.max_abs_error:.2g} deviations"
         notes.append(f"{rule}, as they reach far beyond most of them; repair the image")

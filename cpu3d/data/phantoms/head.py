@@ -4,14 +4,13 @@ Shapes and contrasts imitate skull-stripped BraTS volumes. No channel shows the 
 alone: fluid is bright in T2, vessels in T1 with contrast agent, spots and cortex in FLAIR.
 Coordinates run from -1 to 1 across the head's box: u to the right, v to the front, w up."""
 
-import math
 from dataclasses import dataclass
 from typing import Dict, Iterable, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.phantoms.shapes import smooth_field, soft
-from cpu3d.data.region import Array, Region, Shape3, bounding_box, xyz
+from cpu3d.data.region import Array, Region, Shape3, xyz
 
 VERSION = 1  # the same version, seed, shape and NumPy give the same volumes
 # Names, spelling and codes are those of MSD Task01_BrainTumour.
@@ -35,11 +34,6 @@ SIGNALS = {
 }
 """Channel -> brightness of each of `SUBSTANCES`, in the arbitrary units of BraTS volumes."""
 
-# Shares of the brain's box of small lesions: least and most of the whole tumour, and least of the
-# enhancing tumour.
-SMALL_WT = (0.002, 0.01)
-SMALL_ET = 0.0002
-
 # Least distance between the cores of two lesions apart, as a share of the head's length.
 CLEARANCE = 0.42
 
@@ -52,7 +46,6 @@ def phantom_case(
     seed: int,
     index: int,
     context: str = "none",
-    lesion_size: str = "usual",
     holds: Optional[bool] = None,
 ) -> Tuple[Array, Array]:
     """Draw one case: image `(X, Y, Z, 4)` int16 and label `(X, Y, Z)` uint8, axes R A S, in the
@@ -71,10 +64,7 @@ def phantom_case(
     tissue = tissues(head)
     roughness = [np.clip(head.field(cells), -1.6, 1.6) for cells in (8, 15)]
     rim = ENHANCING
-    if lesion_size == "small":
-        own_rng = np.random.default_rng([VERSION, seed, index, 4])
-        lesions = small_lesions(head, tissue, roughness, own_rng)
-    elif context == "none":
+    if context == "none":
         lesions = usual_lesions(head)
     else:
         if holds is None:
@@ -230,39 +220,6 @@ def _in_a_hemisphere(rng: np.random.Generator) -> Optional[Tuple[float, float, f
     if u * u + v * v + w * w >= 0.42:
         return None
     return float(u) * rng.choice((-1, 1)), float(v), float(w)
-
-
-def small_lesions(
-    head: Head, tissue: Fields, roughness: Sequence[Array], rng: np.random.Generator
-) -> List[Lesion]:
-    """One to three lesions of different sizes, which together are within SMALL_WT and SMALL_ET.
-
-    Their shares of the box depend on the tissue around them, so they are drawn until the shares are
-    right."""
-    least, most = SMALL_WT
-    box_voxels = math.prod(bounding_box(head.brain).size)
-    while True:
-        wanted = least * (most / least) ** rng.uniform(0.1, 0.9)
-        sizes = (1, 0.75, 0.6)[: rng.integers(1, 4)]
-        drawn = [_in_a_hemisphere(rng) for _ in sizes]
-        shapes = rng.uniform(0.85, 1.2, (3, 3)) * (1.1, 0.85, 1.1)
-        edges = rng.uniform(0.45, 0.72, 3)
-        centres = [centre for centre in drawn if centre is not None]
-        if len(centres) < len(sizes):
-            continue
-        reach = wanted ** (1 / 3)
-        for _ in range(3):
-            rim = max(0.13, 2 * head.voxel / reach)
-            lesions = []
-            for centre, size, radii, edge in zip(centres, sizes, shapes, edges):
-                own = reach * size
-                lesions.append(Lesion(centre, own * radii, own, edge, rim * reach / own))
-            label, _ = tumours(head, tissue, lesions, roughness, ENHANCING)
-            shares = np.bincount(label.ravel(), minlength=len(LABELS))[1:] / box_voxels
-            is_small = least <= shares.sum() <= most
-            if is_small and shares.all() and shares[ENHANCING - 1] >= SMALL_ET:
-                return lesions
-            reach *= (wanted / max(shares.sum(), wanted / 8)) ** (1 / 3)
 
 
 def lesions_apart(head: Head, rng: np.random.Generator) -> List[Lesion]:

@@ -53,13 +53,13 @@ def calls(monkeypatch):
 
 def test_a_run_on_phantoms_is_recorded(tmp_path, capsys, calls):
     file = tmp_path / "learning.jsonl"
-    line = ["bench", "learning", "--workdir", str(tmp_path / "work"), "--task", "small"]
+    line = ["bench", "learning", "--workdir", str(tmp_path / "work"), "--task", "context"]
     line += ["--shape", "32", "40", "32", "--cases", "2", "1", "--steps", "2", "--seeds", "0"]
     options = [*NETWORK, "--no-flip"]  # a validation is of one pass, so an answer is to be
     line += ["--record", str(file), "--", *options]
     assert main(line) == 0
     (record,) = read_records(file, "learning")
-    assert (record["task"], record["options"]) == ("small", options)
+    assert (record["task"], record["options"]) == ("context", options)
     assert (record["shape"], record["cases"], record["folds"]) == ([32, 40, 32], [2, 1], None)
     (curve,) = record["curves"]
     first, last = curve["points"]
