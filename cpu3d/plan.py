@@ -42,6 +42,7 @@ from memory_estimator.installed import installed_versions
 from memory_estimator.job import AUTO, Job, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
 from memory_estimator.training import NOTHING_DONE, Done, Forecast, RunCourse
+from models.engine import check_layers
 from models.strides import strides_line
 
 NO_RUN = Path("/nonexistent")  # the folder of a plan that is of no run
@@ -245,6 +246,8 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
             config = config.with_policy("speed")
         return dataclasses.replace(plan, config=config)
     if not host.instructions:
+        if host.is_here:
+            check_layers(config.unet.dtype)
         why = "TensorFlow's layers compute, which take twice the time and memory"
         todo = "`./run.sh doctor` says what is missing"
         reasons["own operations"] = f"warning: no own operations ({host.own.why}); {why}; {todo}"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
+from models.engine import is_held_below_avx512
 from models.native import instruction_sets
 from models.native.library import OwnOperations, own_operations
 from models.native.shared import DEFAULT_L2_BYTES
@@ -102,10 +103,12 @@ class Host:
 
     @property
     def fast_bfloat16(self) -> bool:
-        """Whether bfloat16 values are multiplied here; else they become float32 first. TensorFlow's
-        layers multiply them if the CPU does."""
-        computing = self.instructions or instruction_set(self.isa, self.cpu_model)
-        return computing in instruction_sets.BFLOAT16_PRODUCTS
+        """Whether the CPU multiplies bfloat16 values here; else they become float32 first, or
+        plain C multiplies them. TensorFlow's layers multiply them if the CPU does."""
+        computing = self.instructions
+        if not computing and not (self.is_here and is_held_below_avx512()):
+            computing = instruction_set(self.isa, self.cpu_model)
+        return computing in INSTRUCTION_SETS and _ALL[computing].bfloat16_alone
 
     @property
     def best_dtype(self) -> str:

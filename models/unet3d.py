@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
+from models.engine import check_layers
 from models.layer_plan import LayerKind, LayerOp, layer_plan
 from models.layers import NormActivation, ShortcutSum, keras_layers, one_or_all, plain_layer
 from models.losses import LOSSES, Formula
@@ -154,8 +155,11 @@ def build_unet3d(config: UNetConfig, shape: Shape3, batch_size: Optional[int] = 
     the same dtype; with deep supervision a list of logits: the finest first, then each coarser
     decoder level, deepest first. The model is compiled, fitted and saved as any of Keras' own; its
     losses and metrics take logits (cpu3d/training/losses.py has some). Raises ValueError when the
-    shape does not divide, and ImportError if tf.keras is not Keras 2."""
+    shape does not divide, InstructionSetError for a dtype that nothing computes in here, and
+    ImportError if tf.keras is not Keras 2."""
     _check_keras()
+    if not operations.available() and not tf.config.list_logical_devices("GPU"):
+        check_layers(config.dtype)
     image, logits = _built(config, shape, batch_size, _plain)
     return FunctionalUNet3D(config, image, logits)
 

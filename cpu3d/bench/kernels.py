@@ -30,6 +30,7 @@ from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import by
 from memory_estimator.host import read_host
 from models.config import DTYPES
+from models.engine import check_layers
 from models.native.library import own_operations
 from models.native.shared import MOST_THREADS
 
@@ -177,6 +178,8 @@ def measure(request: Dict[str, Any]) -> Result:
     if not available():
         rule = f"own operations must load here, got none: {own_operations().why}"
         raise InputError(f"{rule}; install a C compiler and run python -m models.native.build")
+    for dtype in request["dtypes"]:
+        check_layers(dtype)
     rows: List[Result] = []
     for dtype, (edge, inputs, outputs) in itertools.product(request["dtypes"], CASES):
         rows += timed_operations(tf, dtype, edge, inputs, outputs, request["rounds"])

@@ -12,7 +12,6 @@ import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any, Dict, Iterator, Optional, Tuple
 
 from cpu3d.errors import InputError
@@ -22,6 +21,7 @@ from cpu3d.host.thread_plan import THREADS, ThreadPlan, read_topology, thread_pl
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
 from memory_estimator.installed import ENGINES, how_to_install, itex_is_installed
+from models.engine import itex_is_loaded
 from models.native.library import own_operations
 
 
@@ -74,7 +74,7 @@ def import_tensorflow(engine: Optional[str] = None) -> Any:
     fresh = "tensorflow" not in sys.modules
     with without_notices(), _hidden_plugins() if engine == "stock" else contextlib.nullcontext():
         import tensorflow as tf
-    if engine is not None and (engine == "itex") != _itex_is_loaded():
+    if engine is not None and (engine == "itex") != itex_is_loaded():
         rule = "engine must be chosen before TensorFlow is imported"
         raise RuntimeError(f"{rule}, got {engine} on {engine_name(tf)}")
     _check_keras(tf)
@@ -170,7 +170,7 @@ def engine_name(tf: Any) -> str:
 
     onednn = "oneDNN" if _pywrap_util_port.IsMklEnabled() else "no oneDNN"
     name = f"TensorFlow {tf.__version__}, {onednn}"
-    if _itex_is_loaded():
+    if itex_is_loaded():
         name += f", ITEX {versions().get('intel-extension-for-tensorflow')}"
     return name
 
@@ -205,13 +205,6 @@ def _hidden_plugins() -> Iterator[None]:
         yield
     finally:
         os.path.exists = exists
-
-
-def _itex_is_loaded() -> bool:
-    """Whether ITEX's library is mapped into this process. It exists for Linux alone, which has
-    /proc."""
-    maps = Path("/proc/self/maps")
-    return maps.is_file() and "libitex_cpu" in maps.read_text(encoding="utf-8", errors="replace")
 
 
 def _check_keras(tf: Any) -> None:

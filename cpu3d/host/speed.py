@@ -87,6 +87,7 @@ def keep_calibration(
     scale for each dtype, and for each engine the shipped baseline and the bytes that processes held
     above the predicted ones."""
     base = constants_of(host)
+    base = dataclasses.replace(base, l2_bytes=host.l2_bytes or base.l2_bytes)
     kept = like_shipped(host)
     for dtype in dict.fromkeys(job.unet.dtype for job, _, _ in measured):
         timed = [(job, step_s) for job, step_s, _ in measured if job.unet.dtype == dtype]

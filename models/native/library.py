@@ -24,7 +24,8 @@ from models.native.shared import fingerprint
 
 
 class InstructionSetError(ValueError):
-    """CPU3D_INSTRUCTION_SET is no instruction set, or none of this CPU."""
+    """CPU3D_INSTRUCTION_SET is no instruction set, or none of this CPU; or a dtype that nothing
+    computes in here."""
 
 
 VARIABLE = "CPU3D_INSTRUCTION_SET"

@@ -68,6 +68,7 @@ def test_seconds_that_own_operations_took_are_not_those_of_layers(monkeypatch, t
 
 def test_this_host_is_asked_and_its_flags_are_not_believed(monkeypatch, tmp_path):
     monkeypatch.setattr(native.build, "BUILT", tmp_path)
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     here = dataclasses.replace(SMALL.host, is_here=True)
     assert (here.instructions, find_constants(here).instructions) == ("", "")
     assert here.own.why

@@ -10,7 +10,7 @@ from cpu3d.bench.harness import in_fresh_process
 from cpu3d.bench.step_costs import measure
 from cpu3d.host.speed import keep_training
 from memory_estimator.__main__ import main as estimator
-from memory_estimator.calibration import find_constants, load_constants, shipped_constants
+from memory_estimator.calibration import find_constants, load_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
@@ -18,7 +18,7 @@ from memory_estimator.measured import request_for
 from models.config import UNetConfig
 
 HOST = read_host()
-SHIPPED = shipped_constants(HOST.instructions)
+SHIPPED = find_constants(HOST)
 LARGE = Job(UNetConfig(filters=24, dtype="float32"), (128, 112, 96), engine="stock", threads=2)
 
 
