@@ -34,6 +34,7 @@ from models.strides import (
     strides_reason,
     strides_text,
 )
+from models.weights import FREEZE
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
@@ -61,6 +62,8 @@ class Job:
     optimizer: str = "muon"
     # "itex": TensorFlow with Intel's extension; "stock": without it. Both with oneDNN
     engine: str = "itex"
+    weight_decay: float = 0.0  # a share of each kernel that is taken away before its update
+    freeze: str = "none"  # layers that have no update: one of `models.weights.FREEZE`
     threads: int = 1  # threads inside one operation: some scratch is taken once a thread
     # whether a store feeds the step: one batch ahead and samples in preparation count too
     from_store: bool = False
@@ -81,7 +84,8 @@ class Job:
                 got = f"{number!s:.40}"
                 raise ValueError(f"--{name} must be at most {MOST}, got {got}; lower it")
         check_micro_batch(self.batch, self.micro_batch)
-        for name, allowed in (("optimizer", tuple(OPTIMIZERS)), ("engine", ENGINES)):
+        choices = (("optimizer", tuple(OPTIMIZERS)), ("engine", ENGINES), ("freeze", FREEZE))
+        for name, allowed in choices:
             value = getattr(self, name)
             if value not in allowed:
                 rule = f"--{name} must be one of {', '.join(allowed)}"
@@ -128,6 +132,10 @@ class Job:
         if self.micro_batches > 1:
             words.append(f"{self.micro} at a time")
         words.append(f"{unet.dtype}, {self.optimizer}, {self.engine}, policy {self.policy}")
+        if self.weight_decay:
+            words.append(f"weight decay {self.weight_decay:g}")
+        if self.freeze != "none":
+            words.append(f"{self.freeze} frozen")
         words.append(counted(self.threads, "thread"))
         return ", ".join(words)
 
@@ -326,6 +334,8 @@ class JobOptions(Architecture):
         choices=DTYPES,
     )
     optimizer: str = option("muon", "rule that updates the weights", choices=tuple(OPTIMIZERS))
+    weight_decay: float = option(0.0, "share of a kernel that a step takes away", "W", at_least=0)
+    freeze: str = option("none", "layers that stay as they are, as of `train`", choices=FREEZE)
     policy: str = option(
         AUTO,
         "memory policy (default: auto, the fastest that fits; with --run the run's)",

@@ -111,6 +111,8 @@ def request_for(job: Job, **more: Any) -> Dict[str, Any]:
         "batch": job.batch,
         "micro_batch": job.micro,
         "optimizer": job.optimizer,
+        "weight_decay": job.weight_decay,
+        "freeze": job.freeze,
         "unet": job.unet.to_json(),
         "engine": job.engine,
         "threads": job.threads,
@@ -133,6 +135,8 @@ def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
         batch=record["batch"],
         micro_batch=record["micro_batch"],
         optimizer=record["optimizer"],
+        weight_decay=record.get("weight_decay", 0.0),
+        freeze=record.get("freeze", "none"),
         engine=engine,
         threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
     )

@@ -54,11 +54,13 @@ from memory_estimator.job import Job, JobOptions, job_from, padding_note
 from memory_estimator.measured import instructions_of, job_of_record, request_for
 from memory_estimator.sources import source_job
 from models.config import DTYPES, POLICIES, UNetConfig
+from models.losses import DEFAULT_LOSS, LOSSES
 
 WARM_UP_STEPS = 2  # the first step compiles, the second fills optimizer slots and caches
 # Equal lengths of time that a step is cut into, each with the most bytes that are live in it: a
 # picture shows no more.
 SPANS = 300
+STEP_SETTINGS = ("optimizer", "weight_decay", "freeze", "loss")  # of a request, as of `train`
 PREDICTED = ("allocator_peak_bytes", "process_peak_bytes", "upper_bound_bytes", "step_s")
 
 
@@ -72,6 +74,7 @@ class MeasuredJob(JobOptions):
     policy: str = option(
         "speed", "memory policy (default: speed; with --run the run's)", choices=POLICIES
     )
+    loss: str = option(DEFAULT_LOSS, "what is minimised", choices=tuple(LOSSES))
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,7 @@ def run(chosen: Dict[str, Any], options: StepOptions, output: Output) -> int:
         job,
         engine=engine,
         threads=chosen.get("threads"),
+        loss=chosen.get("loss", DEFAULT_LOSS),
         steps=options.steps,
         warm_up=options.warm_up,
     )
@@ -290,7 +294,8 @@ def measure(request: Dict[str, Any]) -> Result:
         unet=UNetConfig(**request["unet"]),
         batch=request["batch"],
         micro_batch=request["micro_batch"],
-        optimizer=request["optimizer"],
+        **{name: request[name] for name in STEP_SETTINGS if name in request},
+        init="weights",  # that frozen layers would have; none are read
     )
     reserve(job_of(config, config.grid, threads=1, cases=0))  # as `train` does
     learner = Learner(config)

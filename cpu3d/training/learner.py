@@ -94,7 +94,7 @@ class Learner:
             loss, dice = self._step(*next(micro_batches))
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
         for total in self._sums:
-            total.assign(tf.zeros(total.shape))
+            copy_into(total, tf.zeros(total.shape))
         before = []
         if self._exchange.count > 1:
             before = [moving.numpy() for moving in self._moving]
@@ -245,7 +245,7 @@ class Learner:
         begin = 0
         for variable in (*self._sums, *self._moving):
             end = begin + variable.shape.num_elements()
-            variable.assign(tf.reshape(total[begin:end], variable.shape))
+            copy_into(variable, tf.reshape(total[begin:end], variable.shape))
             begin = end
 
     def _train(self, image: tf.Tensor, target: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
@@ -288,6 +288,13 @@ class Learner:
         with tf.control_dependencies([tf.group(gradients)]):
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
         self._updates.assign_add(1)
+
+
+def copy_into(variable: tf.Variable, value: tf.Tensor) -> None:
+    """Overwrite a variable in its own memory. `assign` would move it to the value's: each step
+    would find another layout of memory, and some would take more than others."""
+    whole = {"begin": [0], "end": [0], "strides": [1], "begin_mask": 1, "end_mask": 1}
+    tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, value=value, **whole)
 
 
 def fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:

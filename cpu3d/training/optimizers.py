@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from cpu3d.settings import RunConfig
 from models.native import operations
-from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight, is_kernel
+from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight, decay, is_kernel
 
 # Jordan's polynomial: a x + b x^3 + c x^5 takes singular values of 0.01 to 1 into 0.7 to 1.2 in
 # five times.
@@ -42,9 +42,8 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
     ):
         """`learning_rate` is of kernels, by default the optimizer's own; if other variables have a
         rule of their own, their rate is `other_scale` times that. `beta_1` to `epsilon` are
-        Adam's. Each step takes `learning_rate` times `kernel_decay` of a kernel away, as in AdamW
-        (Loshchilov and Hutter 2019): a norm follows each, so only its direction counts, and one
-        that grows learns more slowly. `options` are those of every Keras optimizer, such as
+        Adam's. Each step takes `learning_rate` times `kernel_decay` of a kernel away
+        (`models.optimizers.decay`). `options` are those of every Keras optimizer, such as
         `clipnorm`."""
         super().__init__(name=name, **{"weight_decay": None, "jit_compile": False, **options})
         self.rules = rules
@@ -135,7 +134,7 @@ class RuleOptimizer(tf.keras.optimizers.Optimizer):
             return []
         rate = self.once("rate of decay", lambda: self._rate(variable.dtype, 1, False))
         share = rate * weight.number(self.kernel_decay)
-        return [variable.assign_sub(share * variable)]
+        return [decay(weight, share)]
 
 
 class _Tensors(Weight):

@@ -138,10 +138,7 @@ class Allocator:
             for tensor in op.taken:
                 self.take(tensor.name, tensor.bytes)
             if op.takes_over:
-                name = op.writes[0].name
-                if name in self._by_name:  # a resident tensor, which moves
-                    self.give_back(name)
-                self._by_name[name] = self._by_name.pop(op.takes_over)
+                self._by_name[op.writes[0].name] = self._by_name.pop(op.takes_over)
             for name in freed:
                 self.give_back(name)
 

@@ -72,8 +72,7 @@ class StepOp:
     scratch: Tuple[Tensor, ...] = ()  # live during this operation alone
     takes_over: Optional[str] = None
     """A tensor it reads last and writes its result into: the first of `writes` then takes no new
-    memory. If that is one of the program's resident tensors, it moves there and leaves the memory
-    that it had."""
+    memory."""
     own: Optional[OwnOperation] = None  # None for TensorFlow's operations
     flops: int = 0  # multiply-adds counted as 2
     # bytes read and written, each tensor once: the least any implementation moves
@@ -147,8 +146,6 @@ def timeline(program: Program) -> Timeline:
         if op.takes_over:
             held -= rounded(live.pop(op.takes_over).bytes)
         for tensor in op.writes + op.scratch:
-            if tensor.name in live:  # a resident tensor that moves
-                held -= rounded(live[tensor.name].bytes)
             live[tensor.name] = tensor
             held += rounded(tensor.bytes)
         if held > peak_bytes:

@@ -34,7 +34,7 @@ def training_step(job: Job) -> Program:
     for ops in loss_program(network.logits):
         paper.write(ops)
     writer.phase = "backward pass"
-    paper.write(network.backward)
+    paper.write(_needed_backward(network, [op.name for op in writer.trained_kernels]))
     writer.phase = "update"
     update(writer, paper.kernel_gradients())
     return writer.program()
@@ -60,6 +60,14 @@ def validation_pass(job: Job) -> Tuple[StepOp, ...]:
     writer.run("validation/paint", "pass", reads, scratch=(slab,))
     paper.write(loss_program(network.logits).sums)
     return writer.program().ops
+
+
+def _needed_backward(network: NetworkProgram, trained: Sequence[str]) -> Sequence[Op]:
+    """The backward pass up to the last kernel gradient of a layer that learns. Each operation waits
+    for the one before, so nothing before that is left out."""
+    wanted = {gradient for layer, gradient in network.kernel_gradients if layer in trained}
+    last = max(index for index, op in enumerate(network.backward) if wanted & set(op.makes))
+    return network.backward[: last + 1]
 
 
 class Paper:

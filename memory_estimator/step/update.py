@@ -7,7 +7,7 @@ from memory_estimator.step.scratch import OWN_KINDS
 from memory_estimator.step.timeline import Group, OwnOperation, Tensor
 from memory_estimator.step.writer import Writer, matrix_shape
 from models.layer_plan import LayerOp
-from models.optimizers import OPTIMIZERS, Weight
+from models.optimizers import OPTIMIZERS, Weight, decay, is_kernel
 
 SQUARES = 7  # of Muon's iteration by TensorFlow: matrices at once
 SQUARE_PRODUCTS = 19  # and products of two of them
@@ -28,12 +28,12 @@ whose rows were divided (oneDNN 3.3 in ITEX 2.15.0.0)."""
 
 
 def reset_sums(writer: Writer) -> None:
-    """The start of a step in micro-batches: zeros, into whose memory the sums of gradients move."""
+    """The start of a step in micro-batches: zeros, which are copied into the sums of gradients."""
     if writer.job.micro_batches == 1:
         return
-    for op in writer.kernels:
+    for op in writer.trained_kernels:
         zeros = writer.make(f"{op.name}/zeros", "update", [], 4 * op.kernel_elements)
-        writer.move(f"{op.name}/gradient_sum", Group.GRADIENT_SUMS, [zeros])
+        writer.run(f"{op.name}/reset", "update", [zeros, f"{op.name}/gradient_sum"])
 
 
 def update(writer: Writer, gradients: Dict[str, str]) -> None:
@@ -41,15 +41,19 @@ def update(writer: Writer, gradients: Dict[str, str]) -> None:
     weight by weight. A micro-batch adds its gradients to their sums in place; once all are done,
     the update reads those."""
     optimizer = OPTIMIZERS[writer.job.optimizer]
-    writer.run("gradients/finite", "pass", list(gradients.values()))
+    trained = [gradients[op.name] for op in writer.trained_kernels]
+    writer.run("gradients/finite", "pass", trained)
     read = dict(gradients)
     if writer.job.micro_batches > 1:
-        for op in writer.kernels:
+        for op in writer.trained_kernels:
             read[op.name] = f"{op.name}/gradient_sum"
             writer.run(f"sums/{op.name}", "pass", [gradients[op.name], read[op.name]])
-    for op in writer.kernels:
+    for op in writer.trained_kernels:
         rule = optimizer.rule_of(op.kernel_shape)
-        rule.update(_Paper(writer, op, read[op.name], len(rule.slots)))
+        paper = _Paper(writer, op, read[op.name], len(rule.slots))
+        if writer.job.weight_decay and is_kernel(op.kernel_shape):
+            decay(paper, paper.rate)
+        rule.update(paper)
 
 
 class _Expression:

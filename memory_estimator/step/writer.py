@@ -10,6 +10,7 @@ from memory_estimator.step.timeline import Group, Program, StepOp, Tensor, input
 from models.layer_plan import LayerOp, layer_plan
 from models.optimizers import MUON, OPTIMIZERS, Optimizer
 from models.program import UniqueNames
+from models.weights import is_frozen
 
 
 class Writer:
@@ -24,6 +25,8 @@ class Writer:
         self.plan = layer_plan(job.unet, job.shape)
         self.layers = {op.name: op for op in self.plan}
         self.kernels = [op for op in self.plan if op.kernel]
+        self.trained = [op for op in self.plan if not is_frozen(op.name, job.freeze)]
+        self.trained_kernels = [op for op in self.trained if op.kernel]
         self.value_bytes = job.unet.value_bytes
         self.resident: List[Tensor] = []
         self._before: List[StepOp] = []
@@ -96,11 +99,6 @@ class Writer:
         self.run(name, kind, reads, [made], **more)
         return made.name
 
-    def move(self, tensor: str, group: Group, reads: Sequence[str]) -> None:
-        """A resident tensor is computed over the first of `reads`, and is there from now on."""
-        made = Tensor(tensor, self._bytes[tensor], group)
-        self.run(f"{tensor}/moved", "update", reads, [made], over=reads[:1])
-
     def _make_weights(self, optimizer: Optimizer) -> None:
         """Kernels, and slots as zeros: in the order of
         `cpu3d.training.learner.Learner`."""
@@ -108,17 +106,17 @@ class Writer:
             kernel = self.tensor(f"{op.name}/kernel", 4 * op.kernel_elements, Group.WEIGHTS)
             self._before += kernel_made(kernel)
             self.resident.append(kernel)
-        trained = sum(op.trainable - op.kernel_elements for op in self.plan)
-        small = trained + sum(op.frozen for op in self.plan)
+        small = sum(op.trainable - op.kernel_elements + op.frozen for op in self.plan)
+        trained = sum(op.trainable - op.kernel_elements for op in self.trained)
         self._add_resident("norms and biases", 4 * small, Group.WEIGHTS)
         copies = []
-        for op in self.kernels:
+        for op in self.trained_kernels:
             slots = optimizer.rule_of(op.kernel_shape).slots
             copies += [(op, f"slot{number}", Group.SLOTS) for number in range(len(slots))]
         if optimizer.slots_in_turn:
             copies.sort(key=lambda copy: copy[1])
         if self.job.micro_batches > 1:
-            copies += [(op, "gradient_sum", Group.GRADIENT_SUMS) for op in self.kernels]
+            copies += [(op, "gradient_sum", Group.GRADIENT_SUMS) for op in self.trained_kernels]
         for op, suffix, group in copies:
             self._zeros(f"{op.name}/{suffix}", 4 * op.kernel_elements, group)
         slots_bytes = 4 * len(optimizer.others.slots) * trained
@@ -131,7 +129,7 @@ class Writer:
     def _make_diagonals(self, optimizer: Optimizer) -> None:
         """The terms of Muon's iteration by TensorFlow, for each side of a kernel."""
         sides = set()
-        for op in self.kernels:
+        for op in self.trained_kernels:
             if optimizer.rule_of(op.kernel_shape) is MUON:
                 sides.add(min(matrix_shape(op)))
         for side in sorted(sides):

@@ -108,6 +108,35 @@ def test_the_allocators_peak_is_the_measured_one(unet, shape, optimizer, measure
     assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
 
 
+SMALL = UNetConfig(filters=8, depth=4, policy="lean", dtype="float32")
+WITHOUT_NORM = dataclasses.replace(SMALL, channels=6, outputs=1, filters=7, depth=5, norm="none")
+
+
+@pytest.mark.parametrize(
+    ("job", "measured"),
+    [
+        (Job(SMALL, (64, 64, 48), weight_decay=0.1), 28_639_232),
+        (Job(SMALL, (64, 64, 48), freeze="encoder"), 27_279_360),
+        (
+            Job(
+                dataclasses.replace(SMALL, norm="batch"),
+                (64, 64, 48),
+                batch=2,
+                optimizer="adam",
+                freeze="encoder",
+            ),
+            53_231_616,
+        ),
+        (Job(WITHOUT_NORM, (48, 48, 48), batch=2, optimizer="sgd"), 31_570_688),
+    ],
+    ids=["decay", "frozen", "frozen, adam", "micro-batches"],
+)
+def test_settings_that_change_a_step_are_on_its_list(job, measured):
+    """As above, in float32."""
+    job = dataclasses.replace(job, threads=2)
+    assert use(training_step(job)).peak_bytes == pytest.approx(measured, rel=0.01)
+
+
 KIB = 2**10
 SIDE = 16
 TINY = UNetConfig(channels=1, outputs=1, filters=1, depth=2, dtype="float32")

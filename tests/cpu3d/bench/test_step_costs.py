@@ -63,6 +63,24 @@ def test_a_step_is_measured_beside_a_peer_and_recorded(tmp_path, capsys):
     assert [row[1:] for row in step_table(kept).rows][2] == ["-", "1.00", "-", "1000.00"]
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--norm none --optimizer sgd --batch 2 --channels 6 --classes 1",
+        "--freeze encoder --weight-decay 0.1 --loss dice_cross_entropy",
+    ],
+)
+def test_small_steps_take_the_memory_that_is_predicted(more, capsys):
+    if not read_host().instructions:
+        pytest.skip("needs own operations: layers are predicted roughly")
+    step = "--filters 7 --depth 5 --policy lean --shape 48 48 48 --dtype float32 --json"
+    assert main(["bench", "step", *step.split(), *more.split()]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    # The most of five steps: each began with another layout, and one took 16 % more than another.
+    predicted = row["predicted"]["allocator_peak_bytes"]
+    assert row["allocator_peak_bytes"] == pytest.approx(predicted, rel=0.02)
+
+
 @pytest.mark.slow  # a process of its own: stock TensorFlow takes no order that is not given
 def test_gradients_do_not_outlive_their_update_under_stock_tensorflow():
     job = Job(
