@@ -1,5 +1,6 @@
 """The layers of a U-Net as plain ones of Keras."""
 
+import itertools
 import zlib
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -22,7 +23,7 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
         has_relu = op.kind is LayerKind.NORM_ACT
         return NORM_CLASSES[config.norm](config.norm, has_relu, **own)
     plain = {
-        LayerKind.POOL: lambda: tf.keras.layers.MaxPool3D(op.strides, **own),
+        LayerKind.POOL: lambda: FirstMaxPool(op.strides, **own),
         LayerKind.UPSAMPLE: lambda: tf.keras.layers.UpSampling3D(op.strides, **own),
         LayerKind.CONCAT: lambda: tf.keras.layers.Concatenate(**own),
         LayerKind.ACT: lambda: tf.keras.layers.ReLU(**own),
@@ -47,6 +48,8 @@ def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
     Keras has no layer that only adds a bias."""
     own: Dict[str, Any] = {"name": op.name, "dtype": DTYPES[config.dtype].keras_policy}
     x = inputs[0]
+    if op.kind is LayerKind.POOL:
+        return tf.keras.layers.MaxPool3D(op.strides, **own)(x)
     if op.kind in NORM_KINDS:
         # Statistics are float32.
         exact: Dict[str, Any] = {"name": op.name, "dtype": "float32", "epsilon": EPSILON}
@@ -103,16 +106,15 @@ class NormActivation(tf.keras.layers.Layer):
         if self.norm == "none":
             y = x + tf.cast(self.bias, x.dtype)
         elif self.norm == "instance":
-            if x.shape[0] is None:  # the fused kernel over one sample is instance norm
-                y = tf.map_fn(lambda sample: self._fused(sample[None])[0][0], x)
-            else:
-                y = tf.concat([self._fused(sample)[0] for sample in tf.split(x, x.shape[0])], 0)
+            y, _, _ = _normed(x, self.gamma, self.beta, axes=(3, 2, 1))
         elif training and self.trainable:
-            y, mean, variance = self._fused(x)
-            self.move(mean, variance)
+            y, mean, variance = _normed(x, self.gamma, self.beta, axes=(3, 2, 1, 0))
+            count = _count(x) / x.shape[-1]
+            self.move(mean[0, 0, 0, 0], variance[0, 0, 0, 0] * (count / (count - 1)))
         else:
-            known = {"mean": self.moving_mean, "variance": self.moving_variance}
-            y, _, _ = self._fused(x, is_training=False, **known)
+            scale = self.gamma * tf.math.rsqrt(self.moving_variance + EPSILON)
+            y = tf.cast(x, tf.float32) * scale + (self.beta - self.moving_mean * scale)
+            y = tf.cast(y, x.dtype)
         if self.activate:
             y = tf.nn.relu(y)
         return y
@@ -122,15 +124,95 @@ class NormActivation(tf.keras.layers.Layer):
         for moving, moment in ((self.moving_mean, mean), (self.moving_variance, variance)):
             moving.assign_sub((moving - moment) * (1 - MOMENTUM))
 
-    def _fused(self, x: tf.Tensor, **more: Any) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """The norm of all voxels together, their mean and their unbiased variance."""
-        _, *grid, channels = x.shape
-        # The kernel takes four dimensions.
-        folded = tf.reshape(x, (-1, grid[0] * grid[1], grid[2], channels))
-        y, mean, variance = tf.compat.v1.nn.fused_batch_norm(
-            folded, self.gamma, self.beta, epsilon=EPSILON, **more
-        )
-        return tf.reshape(y, (-1, *grid, channels)), mean, variance
+
+def _normed(
+    x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor, axes: Sequence[int]
+) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+    """A norm over some axes of (N, X, Y, Z, C), by its definition; mean and variance, which have no
+    gradient.
+
+    TensorFlow's fused norm adds up a map in float32 with one sum for each channel. An error of its
+    gradient's mean is that of all voxels alike: where gradients of the layers before nearly
+    cancel, as those of a shift before another norm do, they were off by more than themselves."""
+
+    @tf.custom_gradient
+    def computed(x: tf.Tensor, gamma: tf.Tensor, beta: tf.Tensor) -> Tuple[Any, Any]:
+        values = tf.cast(x, tf.float32)
+        mean = _mean(values, axes)
+        variance = _mean(tf.math.squared_difference(values, mean), axes)
+        rstd = tf.math.rsqrt(variance + EPSILON)
+        scale = gamma * rstd
+        y = tf.cast(values * scale + (beta - mean * scale), x.dtype)
+
+        def gradient(upstream: tf.Tensor, *_: Any) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+            with tf.control_dependencies([upstream]):  # else maps are made in the forward pass
+                values = tf.cast(tf.identity(x), tf.float32)
+            at = tf.cast(upstream, tf.float32)
+            mean1 = _mean(at, axes)
+            mean2 = _mean(at * (values - mean), axes) * rstd
+            of_values = -scale * rstd * mean2
+            at_x = at * scale + (values * of_values - (scale * mean1 + of_values * mean))
+            count = _count(x) / _count(mean)
+            others = (0, 1, 2, 3)
+            of_gamma = tf.reduce_sum(mean2, others) * count
+            of_beta = tf.reduce_sum(mean1, others) * count
+            return tf.cast(at_x, x.dtype), of_gamma, of_beta
+
+        return (y, mean, variance), gradient
+
+    return computed(x, tf.convert_to_tensor(gamma), tf.convert_to_tensor(beta))
+
+
+def _count(map_: tf.Tensor) -> tf.Tensor:
+    """Its values, float32."""
+    return tf.cast(tf.size(map_, tf.int64), tf.float32)
+
+
+def _mean(map_: tf.Tensor, axes: Sequence[int]) -> tf.Tensor:
+    """Over one axis after the other, so that no sum has more terms than an axis has voxels."""
+    for axis in axes:
+        map_ = tf.reduce_mean(map_, axis, keepdims=True)
+    return map_
+
+
+class FirstMaxPool(tf.keras.layers.MaxPool3D):
+    """A max pool whose gradient goes to the first of a window's largest values. TensorFlow's goes
+    to all of them, in full to each: to every voxel of what surrounds a brain."""
+
+    def __init__(self, strides: Sequence[int], **kwargs: Any):
+        super().__init__(strides, **kwargs)
+        self.pool_function = _max_pool
+
+
+def _max_pool(x: tf.Tensor, ksize: Any, strides: Sequence[int], padding: str) -> tf.Tensor:
+    """As `tf.nn.max_pool3d`, with its arguments; windows do not overlap."""
+
+    @tf.custom_gradient
+    def computed(x: tf.Tensor) -> Tuple[tf.Tensor, Any]:
+        largest = tf.nn.max_pool3d(x, ksize, strides, padding)
+        return largest, lambda at: _at_first(x, largest, at, strides[1:4])
+
+    return computed(x)
+
+
+def _at_first(x: tf.Tensor, largest: tf.Tensor, at: tf.Tensor, strides: Sequence[int]) -> tf.Tensor:
+    """The gradient of a map, from that of the largest values of its windows."""
+    with tf.control_dependencies([at]):  # else maps are made in the forward pass
+        x = tf.identity(x)
+    parts = []  # of each place in a window
+    is_open = tf.ones_like(largest, tf.bool)
+    for place in itertools.product(*map(range, strides)):
+        steps = [slice(first, None, stride) for first, stride in zip(place, strides)]
+        is_largest = x[(slice(None), *steps)] == largest
+        parts.append(tf.where(is_open & is_largest, at, tf.zeros_like(at)))
+        is_open = is_open & ~is_largest
+    for axis in (3, 2, 1):  # the last place changes first
+        stride = strides[axis - 1]
+        shape = [-1, *parts[0].shape[1:]]
+        shape[axis] *= stride
+        groups = [parts[first : first + stride] for first in range(0, len(parts), stride)]
+        parts = [tf.reshape(tf.stack(group, axis + 1), shape) for group in groups]
+    return parts[0]
 
 
 class ShortcutSum(tf.keras.layers.Conv3D):

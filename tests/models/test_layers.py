@@ -1,4 +1,4 @@
-"""Norm and ReLU in one layer, and the same as a function of its weights."""
+"""Layers of Keras that are not as Keras has them, against their definitions."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from models.config import DTYPES, EPSILON, MOMENTUM
 from models.engine import layers_have_bfloat16
-from models.layers import NormActivation
+from models.layers import FirstMaxPool, NormActivation
 
 GRID = (4, 6, 4)
 CLOSE = {
@@ -111,3 +111,29 @@ def test_a_norm_of_a_large_mean_keeps_its_digits(channels):
     exact = x.astype("f8")
     expected = (exact - exact.mean((1, 2, 3))) / np.sqrt(exact.var((1, 2, 3)) + EPSILON)
     np.testing.assert_allclose(y, expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strides", [(2, 2, 2), (2, 1, 2), (1, 1, 2)])
+def test_a_pools_gradient_goes_to_the_first_of_the_largest(strides, dtype):
+    rng = np.random.default_rng(5)
+    values = rng.integers(0, 2, (2, 4, 6, 8, 3))  # many are alike
+    at = rng.integers(1, 9, [2, *(n // by for n, by in zip(values.shape[1:4], strides)), 3])
+    expected = np.zeros(values.shape)
+    for place in np.ndindex(at.shape):
+        sample, *corner, channel = place
+        box = tuple(slice(n * by, (n + 1) * by) for n, by in zip(corner, strides))
+        window = values[(sample, *box, channel)]
+        first = np.unravel_index(window.argmax(), window.shape)
+        expected[(sample, *box, channel)][first] = at[place]
+    pool = FirstMaxPool(strides, dtype=DTYPES[dtype].keras_policy)
+    x = tf.cast(values, dtype)
+
+    @tf.function
+    def gradient(x, at):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            largest = pool(x)
+        return tape.gradient(largest, x, at)
+
+    np.testing.assert_array_equal(tf.cast(gradient(x, tf.cast(at, dtype)), "float64"), expected)
