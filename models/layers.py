@@ -2,7 +2,7 @@
 
 import itertools
 import zlib
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
@@ -22,7 +22,7 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     if op.kind in NORM_KINDS:
         has_relu = op.kind is LayerKind.NORM_ACT
         return NORM_CLASSES[config.norm](config.norm, has_relu, **own)
-    plain = {
+    plain: Dict[LayerKind, Callable[[], Any]] = {
         LayerKind.POOL: lambda: FirstMaxPool(op.strides, **own),
         LayerKind.UPSAMPLE: lambda: tf.keras.layers.UpSampling3D(op.strides, **own),
         LayerKind.CONCAT: lambda: tf.keras.layers.Concatenate(**own),
