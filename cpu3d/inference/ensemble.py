@@ -68,13 +68,20 @@ class Ensemble:
 def origin(
     runs: Sequence[Path], configs: Sequence[RunConfig], predictors: Sequence[Any]
 ) -> Dict[str, Any]:
-    """The origin of an answer, as it is written beside it: the run's folder, its fold, and how the
-    network was applied; for several runs a list of these, "runs"."""
+    """The origin of an answer, as it is written beside it: the run's folder, its fold, its weights,
+    and how the network was applied; for several runs a list of these, "runs"."""
     origins = []
     for run, config, predictor in zip(runs, configs, predictors):
         how = predictor.inference.to_json()
         how["flips"] = bool(predictor.mirrored)
         how["window"] = predictor.window
         how["one_pass"] = not predictor.window
-        origins.append({"run": str(Path(run).resolve()), "fold": config.fold, "inference": how})
+        origins.append(
+            {
+                "run": str(Path(run).resolve()),
+                "fold": config.fold,
+                "weights_sha256": predictor.weights_sha256,
+                "inference": how,
+            }
+        )
     return origins[0] if len(origins) == 1 else {"runs": origins}

@@ -75,11 +75,11 @@ def read_out_of_fold(folder: Path) -> Optional[OutOfFold]:
             ids.append(case_id)
             cases.append({name: value for name, value in case.items() if name != "evidence"})
             predictions[case_id] = _label_map(scores_path(run, SPLIT), case_id)
-        how = {name: scores[fold][name] for name in ("fold", "inference")}
+        how = {name: scores[fold][name] for name in ("fold", "weights_sha256", "inference")}
         origins.append({"run": str(run), **how, "held_out": ids})
     cases.sort(key=lambda case: case["case_id"])
     first = dict(scores[next(iter(runs))])
-    for name in ("fold", "inference"):  # of this fold alone
+    for name in ("fold", "weights_sha256", "inference"):  # of this fold alone
         first.pop(name, None)
     peaks = [of_fold.get("peak_rss_bytes") or 0 for of_fold in scores.values()]
     joined = {

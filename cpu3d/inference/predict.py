@@ -53,6 +53,7 @@ from cpu3d.data.cases.case import LoadedCase, load_case
 from cpu3d.data.cases.notes import case_notes, note_lines, window_notes
 from cpu3d.data.cases.resample import grid_of, in_mm, resample_label
 from cpu3d.data.datasets.layouts import LABEL_CODES
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.labels import THRESHOLD, code_meanings, region_mask
 from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import label_content, ras_shape, ras_spacing_mm, ras_steps_mm, write_volume
@@ -67,7 +68,7 @@ from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.sidecar import (
     FILES,
     LABEL_HASH,
-    PAGE_SUFFIX,
+    REPLACED_HASH,
     SCHEMA,
     WRITER,
     Outputs,
@@ -76,7 +77,6 @@ from cpu3d.inference.sidecar import (
     is_changed,
     is_of_other_runs,
     keep_corrected,
-    page_notes,
     read_sidecar,
     remove_stale,
     runs_of,
@@ -135,11 +135,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
     cases, alike = _distinct(cases)
     problems += alike
-    about = {
-        **origin(together.runs, configs, predictors),
-        "weights": together.weights,
-        "weights_sha256": [each.weights_sha256 for each in predictors],
-    }
+    about = {**origin(together.runs, configs, predictors), "weights": together.weights}
     wrong = []
     if options.out.resolve() in (path.resolve() for path in options.image):
         rule = "--out must not be a folder that is predicted on"
@@ -150,7 +146,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
-    cases, lines, refused = _without_kept(cases, options, about, postprocessing)
+    cases, lines, refused = _without_kept(predictor, cases, options, about, postprocessing)
     problems += refused
     say(*lines, stderr=False)
     if not cases and not problems:
@@ -230,12 +226,17 @@ def predict_case(
         *case_notes(record, case.channels),
         *training_notes(record, configs),
         *window_notes(loaded.image, record, case.channels, kinds),
-        *page_notes(outputs, before),
         *keep_corrected(outputs, before),
     ]
     label_file = label_content(outputs.label, label, geometry)
     content = {
-        **_made_from(case, options, about, postprocessing),
+        "schema": SCHEMA,
+        "written_by": WRITER,
+        "complete": False,
+        "case_id": case.files.case_id,
+        "label": outputs.label.name,
+        "codes_of": case.codes_of,
+        **_made_from(predictor, case, options, about, postprocessing),
         **_answered(case, record, label),
         LABEL_HASH: hashlib.sha256(label_file).hexdigest(),
         "probabilities": {name: path.name for name, path in outputs.probabilities.items()},
@@ -243,9 +244,10 @@ def predict_case(
         "notes": notes,
     }
     remove_stale(outputs, before, case.files.paths)
+    replaced = file_sha256(outputs.label) if outputs.label.is_file() else None
     # First, so that a label is known as ours from the moment that it is there, and can be redone
     # after a crash; one that is corrected by hand meanwhile is told from it.
-    write_json(outputs.sidecar, content)
+    write_json(outputs.sidecar, {**content, REPLACED_HASH: replaced})
     _write_probabilities(outputs, answers, geometry)
     write_bytes(outputs.label, label_file)
     if outputs.page:
@@ -292,6 +294,7 @@ def _of_other_runs(
 
 
 def _without_kept(
+    predictor: Any,
     cases: Sequence[Case],
     options: Options,
     about: Mapping[str, Any],
@@ -309,7 +312,7 @@ def _without_kept(
         before = read_sidecar(outputs.sidecar)
         reasons = ["--overwrite is given"]
         if not options.overwrite:
-            wanted = _made_from(case, options, about, postprocessing)
+            wanted = _made_from(predictor, case, options, about, postprocessing)
             reasons = changes(before, wanted, outputs, case.files.paths)
         if before and not reasons:
             if is_changed(outputs, before):
@@ -344,7 +347,7 @@ def _outputs(case: Case, options: Options) -> Outputs:
     return Outputs(
         sidecar=out / f"{case_id}.json",
         label=out / f"{case_id}.nii.gz",
-        page=out / f"{case_id}{PAGE_SUFFIX}" if options.page else None,
+        page=out / f"{case_id}.html" if options.page else None,
         probabilities=probabilities,
     )
 
@@ -368,23 +371,29 @@ def _viewed(
 
 
 def _made_from(
-    case: Case, options: Options, about: Mapping[str, Any], postprocessing: PostProcessing
+    predictor: Any,
+    case: Case,
+    options: Options,
+    about: Mapping[str, Any],
+    postprocessing: PostProcessing,
 ) -> Dict[str, Any]:
-    """The content of a case's sidecar that is known before its image is read."""
+    """All that an answer is made from, but for the voxels of its images: what differs from this
+    list in the sidecar of an answer makes it be computed again."""
     meanings = code_meanings(case.regions, case.labels)
+    kinds = predictor.normalisation_of(case.channels)
     return {
-        "schema": SCHEMA,
-        "written_by": WRITER,
-        "complete": False,
-        "case_id": case.files.case_id,
-        "label": f"{case.files.case_id}.nii.gz",
-        "codes_of": case.codes_of,
-        "label_codes": {str(code): name for code, name in meanings.items()},
-        "regions": {name: list(codes) for name, codes in case.regions.items()},
-        "threshold": THRESHOLD,
-        "zero_nan": options.zero_nan,
-        "postprocessing": postprocessing.words,
         **about,
+        "images": [path.name for path in case.files.images],
+        "channels": list(case.files.names or case.channels),  # in the order of the images
+        "normalisation": [kind.to_json() for kind in kinds],
+        "target_spacing_mm": predictor.target_spacing_mm,
+        "zero_nan": options.zero_nan,
+        "threshold": THRESHOLD,
+        "regions": {name: list(codes) for name, codes in case.regions.items()},
+        "painting": list(case.regions.paint.items()),
+        "label_codes": {str(code): name for code, name in meanings.items()},
+        "postprocessing": postprocessing.words,
+        "postprocessing_rules": dataclasses.asdict(postprocessing)["rules"],
     }
 
 

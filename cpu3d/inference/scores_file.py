@@ -9,12 +9,13 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
 
 import numpy as np
 
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.split import SPLITS
 from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.run.checkpoint import BEST, checkpoints
+from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.util.records import count, plus_minus
 from memory_estimator.common.files import read_record, typed
@@ -51,19 +52,12 @@ def outdated_scores(
     weights: str = "best",
     postprocessing: Optional[PostProcessing] = None,
 ) -> str:
-    """The reason why a run must be scored again, empty if its scores are of this kind, younger than
-    its weights, of the network applied as it was trained, and of answers with `postprocessing`;
+    """The reason why a run must be scored again, empty if its scores are of this kind, of its
+    present weights, of the network applied as it was trained, and of answers with `postprocessing`;
     None: with any."""
-    path = scores_path(run, split)
-    saved = checkpoints(run)
-    if weights == "best" or not saved:
-        weights_path = run / "checkpoints" / BEST
-    else:
-        weights_path = saved[0]
     try:
-        scores = read_scores(path)
-        is_younger = path.stat().st_mtime >= weights_path.stat().st_mtime
-    except (InputError, FileNotFoundError):
+        scores = read_scores(scores_path(run, split))
+    except InputError:
         return "none that can be read"
     config = load_config(run)
     as_trained = Inference()
@@ -77,14 +71,24 @@ def outdated_scores(
     }
     differing = [name for name, value in wanted.items() if scores.get(name) != value]
     reasons = [f"{name} {scores.get(name)}" for name in differing]
-    if not is_younger:
-        reasons.append("scores older than the weights")
+    if "weights" not in differing and not are_of_weights(scores, [run]):
+        reasons.append("scores of earlier weights")
     if postprocessing is not None:
         scored = dict.fromkeys(case["postprocessing"] for case in scores["cases"])
         reasons += [
             f"postprocessing {words}" for words in scored if not postprocessing.is_of(words)
         ]
     return ", ".join(reasons)
+
+
+def are_of_weights(scores: Mapping[str, Any], runs: Sequence[Path]) -> bool:
+    """Whether scores are of the weights that these runs have now."""
+    try:
+        present = [file_sha256(weights_file(run, scores["weights"])) for run in runs]
+    except (InputError, OSError):
+        return False
+    scored = [origin["weights_sha256"] for origin in scores.get("runs", [scores])]
+    return sorted(scored) == sorted(present)
 
 
 def warning(split: str) -> str:
@@ -168,6 +172,7 @@ _CASE = {
 
 
 class _Run(TypedDict, total=False):
+    weights_sha256: str
     inference: TypedDict(
         "_Inference", {"window": Optional[List[int]], "overlap": float, "flips": bool}
     )
@@ -197,6 +202,6 @@ def _checked(scores: Dict[str, Any]) -> Dict[str, Any]:
     is_of_regions = all(set(regions) == names for regions in scored)
     if scores["split"] not in SPLITS or not scores["cases"] or not is_of_regions:
         raise ValueError("another split, no cases, or cases of other regions")
-    if not all("inference" in run for run in scores.get("runs", [scores])):
-        raise ValueError("a run without inference")
+    if not all({"inference", "weights_sha256"} <= set(run) for run in scores.get("runs", [scores])):
+        raise ValueError("a run without inference or weights")
     return scores

@@ -1,5 +1,5 @@
-"""The record beside a prediction, <case_id>.json: whose the files are, and whether they are what
-would be predicted again.
+"""The record beside a prediction, <case_id>.json: what the answer is made from, and which files
+were written with it.
 
     before = read_sidecar(out / "a.json")
     if before and not changes(before, wanted, outputs, files.paths): ...      # it is kept
@@ -7,9 +7,10 @@ would be predicted again.
     remove_stale(outputs, before, files.paths)
 """
 
+import itertools
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import SourceFile
@@ -21,22 +22,22 @@ from memory_estimator.common.files import read_json
 SCHEMA = 1  # version of the sidecar
 WRITER = "cpu3d predict"  # in a sidecar: the label beside it was made here and may be replaced
 LABEL_HASH = "label_sha256"  # in a sidecar: of the label as it was written
-PAGE_SUFFIX = ".html"
+REPLACED_HASH = "replaced_label_sha256"  # while it is written: of the label before
 FILES = "files"  # in a sidecar: the names of the files that are written with it
 
-# Fields that a prediction follows from, beside its image -> words for them.
-MADE_FROM = {
-    "run": "the run",
+# Fields that an answer is made from -> words for them, where their names are not plain.
+WORDS = {
     "fold": "the fold",
+    "run": "the run",
     "runs": "the runs",
     "weights": "--weights",
     "weights_sha256": "the weights",
     "inference": "how the network is applied",
     "postprocessing": "post-processing",
-    "threshold": "the threshold",
     "zero_nan": "--zero-nan",
     "label_codes": "the label codes",
-    "regions": "the regions",
+    "images": "the files",
+    "channels": "the order of the channels",
 }
 
 
@@ -58,28 +59,25 @@ def read_sidecar(path: Path) -> Dict[str, Any]:
     """The content of a sidecar by `predict`; {} if there is none, or it is somebody else's."""
     try:
         content = read_json(path)
-        return content if content.get("written_by") == WRITER else {}
-    except (OSError, ValueError, AttributeError):
+        is_ours = content["written_by"] == WRITER and content["schema"] == SCHEMA
+        return content if is_ours and all(map(str, content[FILES])) else {}
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 def changes(
     before: Mapping[str, Any], wanted: Mapping[str, Any], outputs: Outputs, sources: Sequence[Path]
 ) -> List[str]:
-    """What of an earlier prediction is not as it would be made of `sources` now, in words; none if
-    it can be kept. `before` and `wanted` are the contents of its sidecar, then and now."""
+    """What of an earlier answer is not as it would be made of `sources` now, in words; none if it
+    can be kept. `wanted` is all that an answer is made from, as its sidecar has it."""
     if not before.get("complete"):
         return ["it was interrupted"]
-    if LABEL_HASH not in before:
-        return ["an earlier version predicted it"]
-    written = _written(before)
-    if not all(path.is_file() and path.name in written for path in outputs.paths):
+    if not all(path.is_file() and path.name in before[FILES] for path in outputs.paths):
         return ["files are missing"]
-    as_read = json.loads(json.dumps(wanted))  # tuples are lists there
     found = []
-    for name, words in MADE_FROM.items():
-        if name in before and before[name] != as_read.get(name):
-            found.append(f"{words} changed")
+    for name, value in json.loads(json.dumps(wanted)).items():  # tuples are lists there
+        if before.get(name) != value:
+            found.append(f"{WORDS.get(name, 'the ' + name)} changed")
     try:
         if not same_files(sources, [SourceFile(**source) for source in before["sources"]]):
             found.append("the image changed")
@@ -88,24 +86,38 @@ def changes(
     return list(dict.fromkeys(found))
 
 
+def origins_of(content: Mapping[str, Any]) -> List[Mapping[str, Any]]:
+    """The runs of an answer, with their weights, by the content of its sidecar or of its scores."""
+    runs = content.get("runs", [content])
+    return [each for each in runs if isinstance(each.get("run"), str)]
+
+
 def runs_of(content: Mapping[str, Any]) -> List[str]:
-    """The folders of the runs that an answer is of, by the content of its sidecar or by the
-    `origin` that is written there; none if it names no run."""
-    runs = content.get("runs")
-    origins = runs if isinstance(runs, list) else [content]
-    folders = [each.get("run") for each in origins if isinstance(each, dict)]
-    return sorted(folder for folder in folders if isinstance(folder, str))
+    """The folders of these runs."""
+    return sorted(origin["run"] for origin in origins_of(content))
+
+
+def weights_of(content: Mapping[str, Any]) -> List[str]:
+    """The hashes of their weights."""
+    return sorted(str(origin.get("weights_sha256")) for origin in origins_of(content))
 
 
 def is_of_other_runs(before: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """Whether a run made an earlier prediction that would not make it now, alone or with others, as
-    a fold that is trained since. Runs of the same weights are the same, though their folder was
+    """Whether a run made an earlier answer that would not make it now, alone or with others, as a
+    fold that is trained since. Runs of the same weights are the same, though their folder was
     moved."""
-    earlier = runs_of(before)
-    weights = "weights_sha256"
-    if set(earlier) <= set(runs_of(about)):
+    if set(runs_of(before)) <= set(runs_of(about)):
         return False
-    return weights not in before or before[weights] != about.get(weights)
+    return weights_of(before) != weights_of(about)
+
+
+def is_changed(outputs: Outputs, before: Mapping[str, Any]) -> bool:
+    """Whether a label is there that predict has not written, in the answer `before` or, if that was
+    interrupted, in the one that it replaces."""
+    if not before or not outputs.label.is_file():
+        return False
+    written = (before.get(LABEL_HASH), before.get(REPLACED_HASH))
+    return file_sha256(outputs.label) not in written
 
 
 def keep_corrected(outputs: Outputs, before: Mapping[str, Any]) -> List[str]:
@@ -114,12 +126,10 @@ def keep_corrected(outputs: Outputs, before: Mapping[str, Any]) -> List[str]:
     if not is_changed(outputs, before):
         return []
     content = outputs.label.read_bytes()
-    case_id = outputs.sidecar.stem
-    number = 1
-    copy = outputs.label.with_name(f"{case_id}_corrected_{number}.nii.gz")
-    while copy.exists() and copy.read_bytes() != content:
-        number += 1
-        copy = outputs.label.with_name(f"{case_id}_corrected_{number}.nii.gz")
+    for number in itertools.count(1):
+        copy = outputs.label.with_name(f"{outputs.sidecar.stem}_corrected_{number}.nii.gz")
+        if not copy.exists() or copy.read_bytes() == content:
+            break
     write_bytes(copy, content)
     return [f"its label was changed since predict wrote it, and was kept as {copy.name}"]
 
@@ -127,27 +137,22 @@ def keep_corrected(outputs: Outputs, before: Mapping[str, Any]) -> List[str]:
 def check_replaceable(
     outputs: Outputs, before: Mapping[str, Any], sources: Sequence[Path], overwrite: bool
 ) -> None:
-    """Raise InputError for an output that is a source, that exists and is not among the files
-    written with the sidecar `before`, or for a label that somebody has changed since, unless these
-    are to be overwritten."""
+    """Raise InputError for an output that is there and that predict has not written: a source, a
+    file that the sidecar `before` does not list, or a label that was changed since. The last one
+    alone may be overwritten if that is asked for."""
     images = {path.resolve() for path in sources}
-    written = _written(before)
     other = "choose another --out"
     problems = []
     for path in outputs.paths:
         rule = f"{path} must not be overwritten"
         if path.resolve() in images:
             problems.append(f"{rule}, got a source image; {other}")
-        elif path.exists() and not before:
-            problems.append(f"{rule}, got a file that was not written by predict; {other}")
-        elif path.exists() and path.name not in written:
+        elif path.exists() and path.name not in before.get(FILES, ()):
             got = f"a file that {outputs.sidecar.name} does not list as written by predict"
             problems.append(f"{rule}, got {got}; move it, or {other}")
     if not overwrite and is_changed(outputs, before):
         rule = f"{outputs.label} must not be overwritten"
         got = "a label that was changed since predict wrote it"
-        if not before.get("complete") and LABEL_HASH not in before:
-            got = "a label of a prediction that was interrupted, or one that was changed since"
         problems.append(f"{rule}, got {got}; move it, {other}, or give --overwrite")
     raise_if_any(problems)
 
@@ -157,47 +162,8 @@ def remove_stale(outputs: Outputs, before: Mapping[str, Any], sources: Sequence[
     of the answer before: they would not be of the label beside them."""
     folder = outputs.sidecar.parent
     stay = {path.resolve() for path in (*outputs.paths, *sources)}
-    for name in _written(before):
+    for name in before.get(FILES, ()):
         path = folder / name
         # Somebody may have put a path into the sidecar.
         if path.name == name and path.resolve() not in stay and path.is_file():
             path.unlink()
-
-
-def page_notes(outputs: Outputs, before: Mapping[str, Any]) -> List[str]:
-    """A note if a page that is named as the case's stays beside its new answer, as `before`, the
-    sidecar, does not list it: it may be of the answer before, by an earlier version."""
-    page = outputs.sidecar.with_suffix(PAGE_SUFFIX)
-    if outputs.page or page.name in _written(before) or not page.exists():
-        return []
-    rule = f"a {PAGE_SUFFIX} page of its name, which predict does not know as its own, stays there"
-    return [f"{rule}: it may show another answer; remove it if so"]
-
-
-def _written(before: Mapping[str, Any]) -> Set[str]:
-    """The names of the files that were written with a sidecar, itself included. Those of earlier
-    versions list no page, which may then be somebody else's."""
-    if not before:
-        return set()
-    names = before.get(FILES)
-    if not isinstance(names, list):
-        case_id = before.get("case_id")
-        probabilities = before.get("probabilities")
-        names = [f"{case_id}.json", before.get("label")]
-        if isinstance(probabilities, dict):
-            names += probabilities.values()
-    return {name for name in names if isinstance(name, str)}
-
-
-def is_changed(outputs: Outputs, before: Mapping[str, Any]) -> bool:
-    """Whether a label is there that is not as predict has written it. An interrupted prediction may
-    not have replaced the label before, and the hash of earlier versions is not known: then one that
-    is later than the sidecar counts as changed."""
-    if not before or not outputs.label.is_file():
-        return False
-    digest = before.get(LABEL_HASH)
-    if digest and file_sha256(outputs.label) == digest:
-        return False
-    if digest and before.get("complete"):
-        return True
-    return outputs.label.stat().st_mtime_ns > outputs.sidecar.stat().st_mtime_ns

@@ -18,7 +18,13 @@ from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
 from cpu3d.inference.postprocessing.decision import Decision, read_decision
 from cpu3d.inference.postprocessing.joint import CaseScores, cross_fitted
 from cpu3d.inference.scores import METRICS, has_region, metric_notes
-from cpu3d.inference.scores_file import PREDICTIONS, read_scores, scores_path, scores_table
+from cpu3d.inference.scores_file import (
+    PREDICTIONS,
+    are_of_weights,
+    read_scores,
+    scores_path,
+    scores_table,
+)
 from cpu3d.pages.page import flat, page_file
 from cpu3d.report.facts import described
 from cpu3d.report.pictures import Figures, Line, chart, score_pictures, strips
@@ -169,8 +175,7 @@ def _test_scores(folder: Path, runs: Sequence[Path]) -> Tuple[Optional[Dict[str,
         scores = read_scores(path)
     except InputError:
         return None, "cannot be read"
-    newest = [saved for run in runs for saved in checkpoints(run)[:1]]
-    if any(saved.stat().st_mtime > path.stat().st_mtime for saved in newest):
+    if not are_of_weights(scores, [run for run in runs if checkpoints(run)]):
         return None, "are of earlier weights"
     return scores, ""
 

@@ -23,6 +23,7 @@ from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
     UNTOUCHED,
+    are_of_weights,
     read_scores,
     scores_path,
     scores_table,
@@ -77,7 +78,9 @@ class RunFiles:
     config: Dict[str, Any]  # the same, as JSON
     init: Optional[InitRecord]  # the weights that it has started from
     history: History  # of log.jsonl
-    scores: Optional[Dict[str, Any]]  # of the test cases, else of "val", else of "train"
+    scores: Optional[Dict[str, Any]]
+    """Of the present weights, on the test cases, else on "val", else on "train"."""
+    other_scores: Optional[Path]  # scores of other weights, which are not shown
     store: Optional[Store]  # with the run's fold; None if it was moved or deleted
     postprocessing: PostProcessing  # of the answers of its best weights
     decision: Optional[Decision]  # the scores behind it; None if nothing was decided
@@ -118,8 +121,16 @@ def gather(run_dir: Path) -> RunFiles:
     Raises InputError for a folder that is no run, and for a config.json, postprocessing.json or
     scores.json that is damaged or of another version."""
     config = load_config(run_dir)
-    paths = [scores_path(run_dir, split) for split in (UNTOUCHED, "val", "train")]
-    scores = next((read_scores(path) for path in paths if path.is_file()), None)
+    scores = None
+    other = None
+    for split in (UNTOUCHED, "val", "train"):
+        path = scores_path(run_dir, split)
+        if path.is_file() and scores is None:
+            found = read_scores(path)
+            if are_of_weights(found, [run_dir]):
+                scores = found
+            else:
+                other = path
     store = None
     for folder in (scores["store"] if scores else None, config.store):
         if folder and store is None:
@@ -132,6 +143,7 @@ def gather(run_dir: Path) -> RunFiles:
         init=config.init_record,
         history=History(iter_events(run_dir)),
         scores=scores,
+        other_scores=other,
         store=store,
         postprocessing=postprocessing_of(run_dir, config),
         decision=read_decision(run_dir, config),
@@ -244,7 +256,12 @@ def _inference(scores: Mapping[str, Any]) -> str:
 def _missing(files: RunFiles) -> List[str]:
     """Notes on what is missing and how to make it, one sentence each."""
     notes = []
-    if files.scores is None:
+    if files.scores is None and files.other_scores:
+        notes.append(
+            f"The scores in {files.other_scores} are of other weights than the run's: "
+            f"run `evaluate --run {files.folder}` and then `report` again."
+        )
+    elif files.scores is None:
         notes.append(f"No scores yet: run `evaluate --run {files.folder}` and then `report` again.")
     if not files.history.last_step:
         notes.append("No training step is in log.jsonl yet, so there are no curves.")

@@ -17,6 +17,7 @@ import pytest
 
 from cpu3d import folds, processes
 from cpu3d.__main__ import main
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted
@@ -30,7 +31,7 @@ from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.run_status import run_status
 from cpu3d.report.status import folds_status
-from cpu3d.run.checkpoint import checkpoints
+from cpu3d.run.checkpoint import checkpoints, weights_file
 from cpu3d.run.config_json import load_config, matching_settings, save_config
 from cpu3d.run.heartbeat import write_heartbeat
 from cpu3d.run.log import append_event, last_end, read_events
@@ -107,7 +108,7 @@ def carried_out_here(monkeypatch):
         assert code == 0
 
     def networks(runs, weights, inference):
-        return [Answers(run, inference) for run in runs]
+        return [Answers(run, weights, inference) for run in runs]
 
     def noted(runs, weights, inference):
         told.loaded += [(run.name, weights) for run in runs]
@@ -209,11 +210,12 @@ def whole_folds(uncut, without_pictures, tmp_path):
 class Answers(FakePredictor):
     """The truth, a voxel off for each fold after the first, and an island of WT in a corner."""
 
-    def __init__(self, run, inference):
+    def __init__(self, run, weights, inference):
         config = load_config(run)
         super().__init__(Path(config.store), config.codes_by_region, config.label_names)
         self.channels = self.inputs = config.store_channels
         self.inference = inference
+        self.weights_sha256 = file_sha256(weights_file(run, weights))
         self.fold = int(config.fold[0])
 
     def probabilities(self, image, record, channels=()):
@@ -741,7 +743,9 @@ def test_scores_of_test_cases_that_are_damaged_or_old_are_named_and_keep_nothing
     page = whole_folds / "report.html"
     assert main(["evaluate", "--run", str(whole_folds)]) == 0
     path = scores_path(whole_folds)
-    os.utime(path, (0, 0))
+    scores = json.loads(path.read_text())
+    scores["runs"][0]["weights_sha256"] = "of earlier ones"
+    path.write_text(json.dumps(scores))
     train_folds(phantom_store.folder, whole_folds, 2)
     text = page.read_text(encoding="utf-8")
     assert "The scores of the test cases are of earlier weights" in text

@@ -81,13 +81,14 @@ def decide_from(evidences: Sequence[Evidence], regions: Regions, *, alone: bool 
             chosen, why = jury.with_rule(chosen, name, alone)
             if name not in chosen.rules:
                 without[name] = why
-    if chosen.rules or chosen.nested:
-        off = ""
-    else:
-        off = f"no rule for {reasons(without)}"
-    chosen = replace(chosen, off=off, without=without)
     before = means_of(evidences, PostProcessing(), regions)
-    return Choice(chosen, before, means_of(evidences, chosen, regions), jury.cases_with)
+    after = means_of(evidences, chosen, regions)
+    for name, why in without.items():
+        if why == NONE_GAINS and after[name].lesion_dice > before[name].lesion_dice:
+            without[name] = "what larger regions lose is enough"
+    off = "" if chosen.rules or chosen.nested else f"no rule for {reasons(without)}"
+    chosen = replace(chosen, off=off, without=without)
+    return Choice(chosen, before, after, jury.cases_with)
 
 
 def too_few(cases: int) -> str:

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from cpu3d import processes as own_processes
+from cpu3d.data.files.arrays import file_sha256
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.processes import RunFailedError
-from cpu3d.run.checkpoint import save_checkpoint
+from cpu3d.run.checkpoint import save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.compare import stand_in
 
@@ -76,7 +77,11 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
                 tiny_store,
                 "test",
                 folder,
-                about={"fold": config.fold, "inference": how},
+                about={
+                    "fold": config.fold,
+                    "weights_sha256": file_sha256(weights_file(folder, "best")),
+                    "inference": how,
+                },
             )
         return folder
 

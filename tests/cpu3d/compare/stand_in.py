@@ -69,6 +69,7 @@ def evaluate(template: Path, args: argparse.Namespace) -> int:
     words = postprocessing_of(args.run, config).words
     cases = [{**case, "postprocessing": words} for case in scores["cases"]]
     own = {"cases": cases, "inference": how, "tolerance_mm": args.tolerance}
+    own["weights_sha256"] = file_sha256(weights_file(args.run, "best"))
     path.write_text(json.dumps({**scores, **own}))
     return 0
 

@@ -3,7 +3,6 @@ overwritten."""
 
 import dataclasses
 import json
-import os
 import shutil
 
 import nibabel
@@ -12,6 +11,7 @@ import pytest
 
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.data.nifti import read_volume, write_volume
+from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
 from cpu3d.inference.cases import Case, codes_for, find_cases
@@ -301,20 +301,6 @@ def test_3d_files_are_one_case_or_one_each_for_a_single_channel(files, inputs, n
     assert " ".join(f"{name}:{stem}" for name, stem in stems.items()) == cases
 
 
-def test_files_of_others_are_never_overwritten(predictor, files, tmp_path, call):
-    image, before = files.images[0], files.images[0].read_bytes()
-    with pytest.raises(InputError, match="must not be overwritten, got a source image"):
-        call("--image", image, "--out", tmp_path / "in")
-    assert (image.read_bytes(), (tmp_path / "in/a.json").exists()) == (before, False)
-    label = tmp_path / "labels/a.nii.gz"
-    label.parent.mkdir()
-    label.write_bytes(b"an expert's week of work")
-    (tmp_path / "labels/a.json").write_text('{"written_by": "somebody"}')
-    with pytest.raises(InputError, match="got a file that was not written by predict"):
-        predict_case(predictor, files, tmp_path / "labels")
-    assert label.read_bytes() == b"an expert's week of work"
-
-
 def test_a_case_that_was_predicted_alike_is_kept_and_named(
     call, predictor, files, tmp_path, capsys
 ):
@@ -346,6 +332,20 @@ def other_image(predictor, files):
     nibabel.save(nibabel.Nifti1Image(image.get_fdata() + 0.0, image.affine), files.images[0])
 
 
+def other_order(predictor, files):
+    names = {"0": "T1gd", "1": "FLAIR"}
+    (files.images[0].parent / "dataset.json").write_text(json.dumps({"channel_names": names}))
+
+
+def other_normalisation(predictor, files):
+    predictor.normalisation_of = lambda channels: [Normalisation(Kind.NONE)] * 2
+
+
+def other_painting(predictor, files):
+    painting = [("TC", 2), ("WT", 1), ("ET", 3)]
+    predictor.regions = PaintedRegions(predictor.regions, painting)
+
+
 def as_before(predictor, files):
     pass
 
@@ -355,15 +355,19 @@ def as_before(predictor, files):
     [
         (other_weights, (), "the weights changed"),
         (other_image, (), "the image changed"),
+        (other_order, (), "the order of the channels changed"),
+        (other_normalisation, (), "the normalisation changed"),
+        (other_painting, (), "the painting changed"),
         (as_before, ("--overwrite",), "--overwrite is given"),
         (as_before, ("--weights", "last"), "--weights changed"),
         (as_before, ("--codes", "brats2023"), "the label codes changed"),
         (as_before, ("--zero-nan",), "--zero-nan changed"),
+        (as_before, ("--raw",), "post-processing changed"),
         (as_before, ("--probabilities",), "files are missing"),
         (as_before, ("--page",), "files are missing"),
     ],
 )
-def test_a_case_is_predicted_again_where_something_changed(
+def test_a_case_is_predicted_again_where_something_that_it_is_made_from_changed(
     call, predictor, files, tmp_path, capsys, change, more, why
 ):
     words = ("--image", files.images[0], "--out", tmp_path / "out")
@@ -372,7 +376,9 @@ def test_a_case_is_predicted_again_where_something_changed(
     predictor.sure = 0.1
     capsys.readouterr()
     assert call(*words, *(more if "--weights" in more else ("--weights", "best", *more))) == 0
-    assert f"predicted again: a, as {why}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "predicted again: a, as " in printed
+    assert why in printed
     assert not read_volume(tmp_path / "out/a.nii.gz")[0].any()
 
 
@@ -411,167 +417,104 @@ def test_answers_of_a_fold_are_replaced_by_those_of_all_folds(
         call(*words, runs=(second,))
 
 
+CORRECTED = b"an expert's week of work"
+
+
+def killed_at(predictor, files, out, monkeypatch, step, *, before):
+    """Predict into `out` until a step, and be killed before or after it."""
+    whole = getattr(predict, step)
+
+    def killed(*about):
+        if not before:
+            whole(*about)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(predict, step, killed)
+        with pytest.raises(KeyboardInterrupt):
+            predict_case(predictor, files, out, page=True)
+
+
+@pytest.mark.parametrize(
+    ("state", "corrected", "name", "is_refused", "is_replaced"),
+    [
+        ("whole", False, "a.nii.gz", False, True),
+        ("whole", True, "a.nii.gz", True, True),
+        ("killed before its label", False, "a.nii.gz", False, True),
+        ("killed before its label", True, "a.nii.gz", True, True),
+        ("killed after its label", False, "a.nii.gz", False, True),
+        ("killed after its label", True, "a.nii.gz", True, True),
+        ("killed after its page", True, "a.nii.gz", True, True),
+        ("none", True, "a.nii.gz", True, False),
+        ("none", True, "a.json", True, False),
+        ("somebody's", True, "a.nii.gz", True, False),
+        ("whole", True, "a.html", True, False),
+        ("whole", True, "a_WT_probability.nii.gz", True, False),
+    ],
+)
+def test_what_predict_has_not_written_is_not_overwritten(
+    call, predictor, files, tmp_path, monkeypatch, state, corrected, name, is_refused, is_replaced
+):
+    """A label that was changed since is the only thing that --overwrite replaces, and it stays
+    beside it."""
+    out = tmp_path / "out"
+    words = ["--image", files.images[0], "--out", out]
+    if state == "none":
+        out.mkdir()
+    elif state == "somebody's":
+        out.mkdir()
+        (out / "a.json").write_text('{"written_by": "somebody"}')
+    else:
+        assert call(*words) == 0
+    if state.startswith("killed"):
+        predictor.shift = 1  # another answer
+        step = "write_case_page" if state.endswith("page") else "write_bytes"
+        killed_at(predictor, files, out, monkeypatch, step, before="before" in state)
+    predictor.weights_sha256 = "others"
+    if corrected:
+        (out / name).write_bytes(CORRECTED)
+    options = {"a.html": ["--page"], "a_WT_probability.nii.gz": ["--probabilities"]}.get(name, [])
+    if is_refused:
+        with pytest.raises(InputError, match=f"{name} must not be overwritten"):
+            call(*words, *options)
+        assert (out / name).read_bytes() == CORRECTED
+    if corrected and not is_replaced:
+        with pytest.raises(InputError, match=f"{name} must not be overwritten"):
+            call(*words, *options, "--overwrite")
+        assert (out / name).read_bytes() == CORRECTED
+        return
+    assert call(*words, *(["--overwrite"] if is_refused else [])) == 0
+    assert json.loads((out / "a.json").read_text())["complete"]
+    assert read_volume(out / "a.nii.gz")[0].any()
+    copies = [path.read_bytes() for path in out.glob("a_corrected_*")]
+    assert copies == [CORRECTED] * corrected
+
+
+def test_a_source_is_never_overwritten(files, tmp_path, call):
+    image = files.images[0]
+    before = image.read_bytes()
+    for more in ((), ("--overwrite",)):
+        with pytest.raises(InputError, match="must not be"):
+            call("--image", image, "--out", tmp_path / "in", *more)
+    assert (image.read_bytes(), (tmp_path / "in/a.json").exists()) == (before, False)
+
+
 def test_every_label_that_was_corrected_by_hand_is_kept_beside_the_one_that_replaces_it(
     call, files, tmp_path, capsys
 ):
     out = tmp_path / "out"
     words = ("--image", files.images[0], "--out", out)
     assert call(*words) == 0
-    answer = (out / "a.nii.gz").read_bytes()
     (out / "a_corrected_1.nii.gz").write_bytes(b"of another program")
     for number, text in ((2, b"first"), (3, b"second"), (2, b"first")):
         (out / "a.nii.gz").write_bytes(text)
-        capsys.readouterr()
+        assert call(*words) == 0
+        assert "kept a (its label as it was changed since)" in capsys.readouterr().out
         assert call(*words, "--overwrite") == 0
         assert f"was kept as a_corrected_{number}.nii.gz" in capsys.readouterr().err
-        assert (out / "a.nii.gz").read_bytes() == answer
     assert call(*words, "--overwrite") == 0  # of a label that was not changed there is no copy
     copies = {path.name[-8]: path.read_bytes() for path in out.glob("a_corrected_*")}
     assert copies == {"1": b"of another program", "2": b"first", "3": b"second"}
-
-
-def test_a_label_that_was_corrected_by_hand_is_overwritten_only_if_that_is_asked_for(
-    call, predictor, files, tmp_path, capsys
-):
-    words = ("--image", files.images[0], "--out", tmp_path / "out")
-    assert call(*words) == 0
-    label = tmp_path / "out/a.nii.gz"
-    label.write_bytes(b"an expert's week of work")
-    assert call(*words) == 0
-    assert "kept a (its label as it was changed since)" in capsys.readouterr().out
-    predictor.weights_sha256 = "others"
-    with pytest.raises(
-        InputError, match=r"a\.nii\.gz must not be overwritten, got a label that was"
-    ):
-        call(*words)
-    assert label.read_bytes() == b"an expert's week of work"
-    assert "predicted again" not in capsys.readouterr().out  # it says nothing that it does not do
-    assert call(*words, "--overwrite") == 0
-    assert read_volume(label)[0].any()
-    assert (tmp_path / "out/a_corrected_1.nii.gz").read_bytes() == b"an expert's week of work"
-
-
-EARLIER = ("files", "label_sha256", "weights_sha256", "zero_nan")  # that sidecars did not have
-CORRECTED = b"an expert's week of work"
-
-
-def as_an_earlier_version(out):
-    """Let a sidecar, and a page beside it, be as before there were hashes and a list of files."""
-    sidecar = out / "a.json"
-    content = json.loads(sidecar.read_text())
-    for name in EARLIER:
-        content.pop(name, None)
-    sidecar.write_text(json.dumps(content))
-    set_time(sidecar, 2000)
-
-
-def set_time(path, seconds):
-    os.utime(path, (seconds, seconds))
-
-
-def test_a_label_of_an_earlier_version_is_predicted_again_unless_it_is_later_than_its_sidecar(
-    call, files, tmp_path, capsys
-):
-    out = tmp_path / "out"
-    label = out / "a.nii.gz"
-    words = ("--image", files.images[0], "--out", out)
-    assert call(*words) == 0
-    as_an_earlier_version(out)
-    set_time(label, 1999)
-    capsys.readouterr()
-    assert call(*words) == 0
-    assert "predicted again: a, as an earlier version predicted it\n" in capsys.readouterr().out
-    as_an_earlier_version(out)
-    label.write_bytes(CORRECTED)
-    set_time(label, 2001)
-    with pytest.raises(InputError, match=r"a\.nii\.gz must not be .* got a label that was changed"):
-        call(*words)
-    assert label.read_bytes() == CORRECTED
-    assert call(*words, "--overwrite") == 0
-    assert read_volume(label)[0].any()
-
-
-@pytest.mark.parametrize("step", ["write_bytes", "write_case_page"])
-def test_a_label_corrected_after_an_interruption_is_not_overwritten_unasked(
-    predictor, files, tmp_path, monkeypatch, step
-):
-    """The process is killed after its label is in place, at once or while it writes the page."""
-    whole = getattr(predict, step)
-
-    def killed(*about):
-        whole(*about)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(predict, step, killed)
-    with pytest.raises(KeyboardInterrupt):
-        predict_case(predictor, files, tmp_path / "out", page=True)
-    monkeypatch.undo()
-    label = tmp_path / "out/a.nii.gz"
-    label.write_bytes(CORRECTED)
-    with pytest.raises(InputError, match=r"a\.nii\.gz must not be .* got a label that was changed"):
-        predict_case(predictor, files, tmp_path / "out", page=True)
-    assert label.read_bytes() == CORRECTED
-
-
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_case_that_was_interrupted_about_its_label_is_predicted_again(
-    predictor, files, tmp_path, monkeypatch, is_there
-):
-    """The process is killed with the new label in place, or with that of the answer before."""
-    out = tmp_path / "out"
-    predict_case(predictor, files, out)
-    predictor.shift = 1  # another answer
-
-    def killed(path, content):
-        if is_there:
-            path.write_bytes(content)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(predict, "write_bytes", killed)
-    with pytest.raises(KeyboardInterrupt):
-        predict_case(predictor, files, out)
-    monkeypatch.undo()
-    assert not json.loads((out / "a.json").read_text())["complete"]
-    predict_case(predictor, files, out)
-    assert json.loads((out / "a.json").read_text())["complete"]
-
-
-def test_a_label_that_an_earlier_version_was_interrupted_after_may_be_either(
-    predictor, files, tmp_path
-):
-    out = tmp_path / "out"
-    predict_case(predictor, files, out)
-    as_an_earlier_version(out)
-    content = json.loads((out / "a.json").read_text())
-    (out / "a.json").write_text(json.dumps({**content, "complete": False}))
-    set_time(out / "a.json", 2000)
-    with pytest.raises(InputError, match="got a label of a prediction that was interrupted, or"):
-        predict_case(predictor, files, out)
-    (out / "a.nii.gz").unlink()
-    predict_case(predictor, files, out)
-    assert json.loads((out / "a.json").read_text())["complete"]
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [("a.html", "--page"), ("a_WT_probability.nii.gz", "--probabilities")],
-)
-@pytest.mark.parametrize("is_earlier", [False, True])
-def test_a_file_beside_a_prediction_that_predict_has_not_written_is_never_overwritten(
-    call, files, tmp_path, name, how, is_earlier
-):
-    words = ("--image", files.images[0], "--out", tmp_path / "out")
-    assert call(*words) == 0
-    if is_earlier:
-        as_an_earlier_version(tmp_path / "out")
-        set_time(tmp_path / "out/a.nii.gz", 1999)
-    for other in ("a.html", "a_WT_probability.nii.gz", "a_TC_probability.nii.gz"):
-        (tmp_path / "out" / other).write_bytes(CORRECTED)
-    for more in ((how,), (how, "--overwrite")):
-        with pytest.raises(InputError, match=f"{name} must not be .* a.json does not list"):
-            call(*words, *more)
-    assert call(*words, "--overwrite") == 0
-    assert (tmp_path / "out" / name).read_bytes() == CORRECTED
 
 
 def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files, tmp_path):
@@ -584,22 +527,6 @@ def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files,
     predictor.weights_sha256 = "others"
     assert call(*words) == 0
     assert sorted(path.name for path in out.iterdir()) == ["a.json", "a.nii.gz"]
-
-
-@pytest.mark.parametrize("is_earlier", [False, True])
-def test_a_page_that_an_earlier_version_has_not_listed_is_named_beside_the_new_answer(
-    call, files, tmp_path, capsys, is_earlier
-):
-    out = tmp_path / "out"
-    words = ("--image", files.images[0], "--out", out)
-    assert call(*words, "--page") == 0
-    if is_earlier:
-        as_an_earlier_version(out)
-        set_time(out / "a.nii.gz", 1999)
-    capsys.readouterr()
-    assert call(*words, "--overwrite") == 0
-    is_named = "note: a: a .html page of its name" in capsys.readouterr().err
-    assert is_named == is_earlier == (out / "a.html").exists()
 
 
 def test_a_path_in_a_sidecar_is_not_removed(predictor, files, tmp_path):

@@ -41,6 +41,10 @@ def no_pictures(monkeypatch):
 
 @pytest.fixture
 def evaluated(tiny_store, tiny_run, fake_predictor):
+    best = tiny_run / "checkpoints/best.npz"
+    best.parent.mkdir()
+    best.write_bytes(b"weights")
+    fake_predictor.weights_sha256 = file_sha256(best)
     fake_predictor.shift = 1
     return evaluate_split(fake_predictor, tiny_store, "test", tiny_run)
 
@@ -95,6 +99,15 @@ def test_a_whole_run_gives_one_page_that_needs_no_network(tiny_run, evaluated):
     assert not re.search(
         r"url\(|@import|https?://", (tiny_run / "report.html").read_text(encoding="utf-8")
     )
+
+
+def test_scores_of_other_weights_are_not_shown(tiny_run, evaluated, no_pictures):
+    mean = f"{evaluated['summary']['TC']['dice']['mean']:.3f}"
+    assert mean in read(write_report(tiny_run))[1]
+    (tiny_run / "checkpoints/best.npz").write_bytes(b"trained on")
+    text = read(write_report(tiny_run))[1]
+    assert mean not in text
+    assert "are of other weights than the run's: run `evaluate --run" in text
 
 
 def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no_pictures):
@@ -266,7 +279,6 @@ def test_what_is_missing_is_named_and_everything_else_is_there(
 
 
 WINDOW = {"window": [8, 8, 16], "one_pass": False, "overlap": 0.5, "flips": True}
-ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
 
 
 @pytest.mark.parametrize(
@@ -278,16 +290,14 @@ ONE_PASS = {"window": None, "one_pass": True, "overlap": 0.5, "flips": False}
             {"inference": WINDOW},
             "inference window of 8 x 8 x 16, 50 % overlap, mean of mirror images",
         ),
-        (
-            "test",
-            {"runs": [{"inference": ONE_PASS, "held_out": ["a"]}] * 2},
-            "by the fold that held it",
-        ),
     ],
 )
 def test_scores_of_seen_cases_carry_a_warning(
-    tiny_store, tiny_run, fake_predictor, no_pictures, split, about, words
+    tiny_store, tiny_run, fake_predictor, evaluated, no_pictures, split, about, words
 ):
+    shutil.rmtree(tiny_run / "evaluation")
+    if about:
+        about = {**about, "weights_sha256": fake_predictor.weights_sha256}
     evaluate_split(fake_predictor, tiny_store, split, tiny_run, about=about)
     text = read(write_report(tiny_run))[1]
     assert words in text
