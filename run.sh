@@ -1,90 +1,135 @@
 #!/usr/bin/env bash
-# The way in: finds a Python that can run cpu3d/util/environment.py, which makes .venv and runs the
-# command in it. Threads and switches are not set here but in cpu3d/host/apply.py.
+# The way in: makes .venv, once, and runs a command in it. Threads and switches are not set here but
+# in cpu3d/host/apply.py.
 set -euo pipefail
+unset CDPATH PYTHONPATH PYTHONHOME PYTHONOPTIMIZE PYTHONSTARTUP PYTHONINSPECT PYTHONWARNINGS
 
-# folder_of PATH: the folder that holds it, absolute. Whatever CDPATH is, which would let cd print.
-folder_of() { CDPATH='' cd -P -- "$(dirname -- "$1")" && pwd -P; }
-
-# end_of_links PATH: the file behind a chain of symbolic links. macOS has no readlink -f.
-end_of_links() {
-  local path="$1" next
-  while [ -L "$path" ]; do
-    next="$(readlink "$path")"
-    case "$next" in
-      /*) path="$next" ;;
-      *) path="$(folder_of "$path")/$next" ;;
-    esac
-  done
-  printf '%s\n' "$path"
-}
+root="$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")" # also when called through a link
+venv="$root/.venv"
 
 help() {
   cat <<'HELP'
 Train a 3D U-Net on whole volumes, or on patches of them.
 
   ./run.sh                      set up on the first call, then run the demo
-  ./run.sh setup [--latest | --gpu]
-                                make .venv and install the pinned packages, nothing else
+  ./run.sh setup                make .venv: TensorFlow 2.15 with Intel's extension on Linux x86-64 with
+                                AVX2 and Python 3.9 to 3.11, TensorFlow 2.21 elsewhere
+  ./run.sh setup --latest       TensorFlow 2.21
+  ./run.sh setup --gpu          TensorFlow 2.21 with CUDA, for `train --mode patch` on an NVIDIA GPU
   ./run.sh test [--all] [...]   run the tests; --all adds the slow ones; the rest goes to pytest
-  ./run.sh demo [--smoke] [--policy P]
-                                phantom volumes, training, scores, report; --smoke: smaller and
-                                shorter; P: a memory policy
-  ./run.sh estimate ...         memory and time of a training: python -m memory_estimator ...; needs
-                                only rich and msgspec; for a store also numpy, nibabel, psutil
-  ./run.sh SUBCOMMAND ...       one of those below, after a set-up if needed
-  ./run.sh SUBCOMMAND --help    its options, with examples
-  ./run.sh help                 this text
+  ./run.sh estimate ...         memory and time of a training: python -m memory_estimator ...
+  ./run.sh SUBCOMMAND ...       one of those that `./run.sh help` lists after the set-up
 
-Subcommands:
-  demo       make phantoms, train on them, score, predict, report: everything once, in minutes
-  phantom    write a data set of made-up brains with tumours
-  prepare    read a data set into a store
-  store      print the content of a store, check it, add cases
-  train      train a 3D U-Net on whole volumes or on patches, or continue
-  launch     train with several workers: one per socket, or on several hosts
-  status     print the state of a run: phase, progress, memory, and what to do next
-  evaluate   score untouched cases on their full grids, or cross-validate folds
-  predict    segment new cases on their own grids, with one run or several
-  view       write a page to scroll through the slices of a case in a browser
-  export     write a trained network for other programs: SavedModel or ONNX
-  report     write one report.html of a run
-  compare    train whole-volume and patch runs under one budget and compare them
-  bench      measure time and memory of a training step, and how fast settings learn
-  calibrate  measure this host's speed for the estimator, in about a minute
-  doctor     check this host: cores, memory, settings of a training, a test of the engine
+PYTHON=/path/to/python ./run.sh setup takes that Python. Example:
 
-Exit codes: 0 done, 2 bad input; docs/long_runs.md has the others.
-
-Example:
   ./run.sh prepare --dataset ~/Task01_BrainTumour --store ~/brats-store
   ./run.sh train --store ~/brats-store --run ~/runs/first
 
-Engines: TensorFlow 2.15 with Intel's extension (requirements.txt) on Linux x86-64 with Python 3.9
-to 3.11, TensorFlow 2.21 (requirements-latest.txt) elsewhere; `setup --latest` always takes the
-second, `setup --gpu` the second with CUDA (requirements-gpu.txt, Linux x86-64), for `train --mode
-patch` on an NVIDIA GPU. PYTHON=/path/to/python ./run.sh setup uses that Python. Another engine or
-Python version makes a new .venv.
 HELP
+  ! is_whole || run_module cpu3d --help
 }
 
-case "${1:-}/${2:-}" in
-  help/* | -h/* | --help/* | setup/-h | setup/--help) help; exit ;;
-esac
+# fail LINE...: prints them and ends.
+fail() {
+  printf 'run.sh: %s\n' "$@" >&2
+  exit 1
+}
 
-root="$(folder_of "$(end_of_links "${BASH_SOURCE[0]}")")" # also when called through a link
-is_usable='import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))'
-for python in "$root/.venv/bin/python" ${PYTHON:+"$PYTHON"} \
-  python3.11 python3.10 python3.9 python3.12 python3.13 python3 python; do
-  if "$python" -c "$is_usable" >/dev/null 2>&1; then
-    exec "$python" -I "$root/cpu3d/util/environment.py" "$@" # -I: without the caller's modules
+# run_module NAME ...: whatever the caller's folder holds (SAFEPATH: Python 3.11 on).
+run_module() { PYTHONPATH="$root" PYTHONSAFEPATH=1 "$venv/bin/python" -m "$@"; }
+
+# The requirements file that .venv was made of, or was being made of; nothing without.
+engine() { cat "$venv/engine" 2>/dev/null || true; }
+
+# The content of .venv/complete, which is written last.
+stamp() { echo "$(engine) $(cat "$root"/requirements*.txt | cksum)"; }
+is_whole() { [ "$(cat "$venv/complete" 2>/dev/null)" = "$(stamp)" ]; }
+
+# python_for FILE: prints the first Python with venv for which a requirements file has packages.
+python_for() {
+  local versions="3.12 3.13 3.11 3.10" version name names probe
+  [ "$1" != requirements.txt ] || versions="3.11 3.10 3.9"
+  probe='import ensurepip, sys, venv; print("%d.%d" % sys.version_info[:2] * (sys.maxsize > 2**32))'
+  for version in $versions; do
+    names=("python$version" python3 python)
+    [ -z "${PYTHON:-}" ] || names=("$PYTHON")
+    for name in "${names[@]}"; do
+      [ "$("$name" -c "$probe" 2>/dev/null)" != "$version" ] || { echo "$name" && return; }
+    done
+  done
+  return 1
+}
+
+# fastest_engine: prints the requirements file of the fastest engine that this host takes.
+fastest_engine() {
+  local file=requirements-latest.txt
+  if [ "$(uname -sm)" = "Linux x86_64" ] && grep -qw avx2 /proc/cpuinfo; then
+    ! python_for requirements.txt >/dev/null || file=requirements.txt
   fi
-done
-cat >&2 <<'NONE'
-run.sh: a 64-bit CPython 3.9 to 3.13 must be installed, got none;
-run.sh: install one (3.11 gives the fastest engine), then run this again:
-run.sh:   Debian, Ubuntu: sudo apt install python3 python3-venv
-run.sh:   Fedora, RHEL:   sudo dnf install python3.11
-run.sh:   anywhere:       https://www.python.org/downloads or https://docs.conda.io
-NONE
-exit 1
+  echo "$file"
+}
+
+# set_up FILE: makes .venv, or completes one of the same engine that was cut short.
+set_up() (
+  exec 9<"$root"
+  flock 9 2>/dev/null || true # another task of a cluster may be at it
+  # who has waited may find it made
+  [ -n "${PYTHON:-}" ] || ! is_whole || [ "$(engine)" != "$1" ] || [ ! -x "$venv/bin/python" ] || exit 0
+  rm -f "$venv/complete"
+  if [ -n "${PYTHON:-}" ] || [ "$(engine)" != "$1" ] || [ ! -x "$venv/bin/python" ]; then
+    python="$(python_for "$1")" ||
+      fail "a 64-bit Python 3.10 to 3.13 (3.9 to 3.11 with Intel's extension) with venv must be" \
+        "installed, got none${PYTHON:+ as $PYTHON}; install one (3.11 has the fastest engine), then run this again:" \
+        "  Debian, Ubuntu: sudo apt install python3.11-venv, or python3-venv" \
+        "  Fedora, RHEL:   sudo dnf install python3.11" \
+        "  anywhere:       https://www.python.org/downloads or https://docs.conda.io"
+    "$python" -m venv --clear "$venv"
+    echo "$1" >"$venv/engine"
+  fi
+  echo "Installing $1 into .venv: 700 MB of downloads (3.5 GB with CUDA), 2.5 GB on disk"
+  "$venv/bin/python" -m pip install --disable-pip-version-check --no-input -r "$root/$1" ||
+    fail "$1 must be installed, got the lines above; the same command tries again"
+  stamp >"$venv/complete"
+)
+
+# build: what is in C; a line for each part that cannot be built.
+build() { run_module models.native.build && run_module cpu3d.data.native.samples; }
+
+command="${1:-demo}"
+[ $# = 0 ] || shift
+case "$command ${1:-}" in
+  help* | -h* | --help* | "setup -h" | "setup --help") help && exit ;;
+  "setup " | "setup --latest" | "setup --gpu")
+    file="requirements${1:+-${1#--}}.txt"
+    [ $# != 0 ] || file="$(fastest_engine)"
+    set_up "$file"
+    build
+    echo "Ready: .venv has $("$venv/bin/python" -V) and $file."
+    exit
+    ;;
+  setup*)
+    echo "run.sh: setup must be given --latest, --gpu or nothing, got $1" >&2
+    exit 2
+    ;;
+esac
+if ! is_whole; then
+  light="${PYTHON:-python3}" # `estimate` needs no TensorFlow
+  if [ "$command" = estimate ] && "$light" -c 'import rich, msgspec, psutil' 2>/dev/null; then
+    PYTHONPATH="$root" exec "$light" -m memory_estimator "$@"
+  fi
+  file="$(engine)"
+  set_up "${file:-$(fastest_engine)}" >&2
+  build >&2
+elif [ ! -x "$venv/bin/python" ]; then
+  fail "$venv/bin/python must run, got one that is gone or closed to this user; run ./run.sh setup"
+fi
+export PYTHONPATH="$root" PYTHONSAFEPATH=1
+case "$command" in
+  estimate) exec "$venv/bin/python" -m memory_estimator "$@" ;;
+  test)
+    cd "$root"
+    [ "${1:-}" != --all ] || set -- -m "" "${@:2}"
+    exec "$venv/bin/python" -m pytest -n auto --maxprocesses 4 "$@"
+    ;;
+  *) exec "$venv/bin/python" -m cpu3d "$command" "$@" ;;
+esac
