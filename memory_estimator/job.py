@@ -38,7 +38,7 @@ from models.weights import FREEZE
 
 MOST = 2**31 - 1  # volumes of a batch, threads, cases
 
-# a voxel and channel in a store, as int16 or float16; of a label it is one a voxel
+# a voxel and channel in a store, as int16; of a label it is one a voxel
 STORED_BYTES = 2
 
 AUTO = "auto"  # of an option that is decided later

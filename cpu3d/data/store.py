@@ -2,7 +2,7 @@
 
 store/manifest.json         what the store is, with a SHA-256 of its own content; written last
 store/cases-<hash>.jsonl    the records of its cases, one a line
-store/cases/<id>.x.npy      image (X, Y, Z, C), int16 or float16, C order, little endian,
+store/cases/<id>.x.npy      image (X, Y, Z, C), int16, C order, little endian,
                             axes R A S (or .x.b2nd)
 store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes (or .y.b2nd)
 store/cases/<id>.t.npy      label (X, Y, Z), uint8, on the source's grid turned to axes R A S, which

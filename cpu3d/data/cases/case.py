@@ -30,10 +30,8 @@ from cpu3d.data.cases.channels import (
     INT16,
     Unit,
     facts_of_channel,
-    float16_image,
     image_in_steps,
     is_shown,
-    rounding_in_windows,
 )
 from cpu3d.data.cases.normalisation import ct_problem, looks_like_ct, refuses_ct
 from cpu3d.data.cases.resample import (
@@ -73,8 +71,7 @@ class LoadedCase:
     """A case in memory, ready to be stored or predicted."""
 
     image: Array
-    """`(X, Y, Z, C)` int16 as in the source or in steps, or float16 after normalisation; C order,
-    axes R A S."""
+    """`(X, Y, Z, C)` int16 as in the source or in steps; C order, axes R A S."""
     label: Optional[Array]  # `(X, Y, Z)` uint8 in the data set's own codes, or None
     source_label: Optional[Array]  # the same before the case was resampled; None if it was not
     record: CaseRecord  # without format, lengths and hashes of the store's files
@@ -94,8 +91,7 @@ def load_case(
     """Read and check a case, turn it to axes R A S, and resample it to `target_spacing_mm`, if
     given.
 
-    The image is int16 if every voxel is integral and in range, else `float16_image`, or
-    `image_in_steps` if a channel of `normalisation` is not over the foreground. `labels` are
+    `labels` are
     the codes that may occur; None leaves the label unread. `ignore` is the one of them that is not
     to be learnt; where 0 is background, it becomes background outside of the box of all else, but
     not in `source_label`. Sources are recorded relative to `dataset_folder`, by default that of the
@@ -109,7 +105,7 @@ def load_case(
         # In the list's places, one after the other, so that each volume is forgotten at once.
         made = _resampled(files.case_id, volumes, made, target_spacing_mm, kinds, ignore)
     names = [f"channel {name} of {files.case_id}" for name in channels]
-    image, error, units = _stored_image(volumes, names, kinds)
+    image, error, units = image_in_steps(volumes, names, kinds)
     del volumes
     label = made.label
     label_name = f"label {files.label}"
@@ -182,23 +178,6 @@ def _resampled(
         source_label=label,
         source=_source_grid(own_shape, label),
     )
-
-
-def _stored_image(
-    volumes: Sequence[Array], names: Sequence[str], kinds: Sequence[Normalisation]
-) -> Tuple[Array, float, Units]:
-    """Channels stacked last, as they are stored, with the largest rounding error in deviations and
-    the units of steps."""
-    units: Units = ()
-    error = 0.0
-    if all(volume.dtype == np.int16 for volume in volumes):
-        image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
-        np.stack(volumes, -1, out=image)
-    elif if_any_differs(kinds):
-        image, error, units = image_in_steps(volumes, names, kinds)
-    else:
-        image, error = float16_image(volumes, names)
-    return image, max(error, rounding_in_windows(units, kinds)), units
 
 
 def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:

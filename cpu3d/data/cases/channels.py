@@ -1,5 +1,5 @@
-"""What a record says of the channels of a case, by their normalisation; and channels that int16
-does not hold as they are: as scores in float16, or in steps."""
+"""What a record says of the channels of a case, by their normalisation; and how int16 holds
+channels: as they are, or in steps."""
 
 import math
 from typing import List, NamedTuple, Optional, Sequence, Tuple
@@ -13,8 +13,6 @@ from cpu3d.errors import raise_if_any
 
 INT16 = np.iinfo(np.int16)
 FOREGROUND_VALUES = 1000  # of a CT's labelled voxels in a record
-FLOAT16_MAX = float(np.finfo(np.float16).max)
-FLOAT16_SMALLEST = np.float16(2**-24)
 AS_IT_IS = (1.0, 0.0)  # step and offset
 
 Unit = Tuple[float, float]  # (step, offset): the source's value is step * stored + offset
@@ -90,37 +88,7 @@ def _over_all(channel: Array) -> ChannelFacts:
     return ChannelFacts(total / count, math.sqrt(variance), low, high, count)
 
 
-# --- Stored as scores, or in steps ---
-
-
-def float16_image(volumes: Sequence[Array], names: Sequence[str]) -> Tuple[Array, float]:
-    """Channels stacked last, float16 of (value - mean) / std over each one's non-zero voxels, 0
-    elsewhere.
-
-    A score that rounds to 0 becomes the smallest positive number: 0 is background. Returned with
-    the largest rounding error, in standard deviations. Raises InputError, with their `names`, for
-    channels whose scores float16 cannot hold."""
-    image = np.zeros((*volumes[0].shape, len(volumes)), "<f2")
-    problems = []
-    error = 0.0
-    for index, volume in enumerate(volumes):
-        inside = volume != 0
-        values = volume[inside].astype(np.float64)
-        with np.errstate(all="ignore"):  # an overflow is refused below
-            std = values.std()
-            scores = (values - values.mean()) / std
-            largest = float(np.abs(scores).max())
-        if not (0 < std < np.inf and largest <= FLOAT16_MAX):
-            rule = f"{names[index]} must have z-scores that float16 can hold, up to {FLOAT16_MAX:g}"
-            got = f"{largest:g} with deviation {std:g}"
-            problems.append(f"{rule}, got {got}; rescale it or leave the case out")
-            continue
-        rounded = scores.astype(np.float16)
-        rounded[rounded == 0] = FLOAT16_SMALLEST
-        error = max(error, float(np.abs(rounded - scores).max()))
-        image[..., index][inside] = rounded
-    raise_if_any(problems)
-    return image, error
+# --- Stored in steps ---
 
 
 def image_in_steps(
@@ -129,12 +97,14 @@ def image_in_steps(
     kinds: Sequence[Normalisation],
 ) -> Tuple[Array, float, Tuple[Unit, ...]]:
     """Channels stacked last, int16, with the unit of each, by which the values come back: to half a
-    step, of which a channel's range has 65,534.
+    step, of which a channel's range has 65,534. No units if all are int16 already.
 
     Where 0 is background, the offset is 0 and only 0 becomes 0. Returned with the largest rounding
-    error, in standard deviations, of channels but CT, whose error `rounding_in_windows` tells.
-    Raises InputError, with their `names`, for channels whose range is no number."""
-    image = np.zeros((*volumes[0].shape, len(volumes)), "<i2")
+    error, in standard deviations; of CT in those of its window, 0 before that is known. Raises
+    InputError, with their `names`, for channels whose range is no number."""
+    image = np.empty((*volumes[0].shape, len(volumes)), "<i2")
+    if all(volume.dtype == np.int16 for volume in volumes):
+        return np.stack(volumes, -1, out=image), 0.0, ()
     units: List[Unit] = []
     problems = []
     error = 0.0
@@ -159,7 +129,7 @@ def image_in_steps(
         image[..., index] = stored
         units.append((step, offset))
     raise_if_any(problems)
-    return image, error, tuple(units)
+    return image, max(error, rounding_in_windows(units, kinds)), tuple(units)
 
 
 def rounding_in_windows(units: Sequence[Unit], kinds: Sequence[Normalisation]) -> float:

@@ -18,7 +18,7 @@ ImageAndTarget = Tuple[Array, Array]
 class Stored:
     """A box of a case's stored voxels; what is around it surrounds the volume."""
 
-    image: Array  # (X, Y, Z, channels of the store) int16 or float16
+    image: Array  # (X, Y, Z, channels of the store) int16
     label: Array  # (X, Y, Z) uint8, codes
     start: Shape3
     """Its first voxel among the store voxels of the sample; outside of them for a turn."""

@@ -10,7 +10,7 @@ int begin_rows(struct rows *rows, const struct box *box)
         return -1;
     rows->shift = rows->scale + count;
     rows->spare = rows->shift + count;
-    if (box->kind == INT16 || box->kind == FLOAT16 || box->kind == WINDOWED) {
+    if (box->kind == INT16 || box->kind == WINDOWED) {
         repeat(rows->scale, box->scale, box->size[Z], box->channels);
         repeat(rows->shift, box->shift, box->size[Z], box->channels);
     }
@@ -31,10 +31,6 @@ static void read_row(const struct box *box, int64_t start, float *restrict to)
         const int16_t *from = (const int16_t *)box->values + start;
         for (int i = 0; i < count; i++)
             to[i] = from[i];
-    } else if (are_adjacent && box->kind == FLOAT16) {
-        const uint16_t *from = (const uint16_t *)box->values + start;
-        for (int i = 0; i < count; i++)
-            to[i] = from_float16(from[i]);
     } else {
         for (int i = 0; i < count; i++) {
             int64_t voxel = start + i / channels * box->strides[Z];

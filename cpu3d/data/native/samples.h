@@ -12,7 +12,7 @@
 
 enum { X, Y, Z, AXES, HUGE_PAGE = 1 << 21 };
 enum { IGNORED = 255 }; /* in a target: not learnt, as in models/native/shared.py */
-enum kind { INT16, FLOAT16, FLOAT32, LABEL, WINDOWED }; /* as in samples.py */
+enum kind { INT16, FLOAT32, LABEL, WINDOWED }; /* as in samples.py */
 enum { LOW, HIGH, ORIGIN, WINDOW }; /* of a window: what it reads, and what it takes away */
 
 /* A box of voxels of a grid. Its values become float32: INT16 and FLOAT16 by scale and shift,
@@ -76,17 +76,6 @@ ALWAYS_INLINE uint32_t bits_of(float value)
     return bits;
 }
 
-/* By integers: TensorFlow's threads take subnormal numbers for 0. */
-ALWAYS_INLINE float from_float16(uint16_t half)
-{
-    uint32_t size = half & 0x7fff;
-    float subnormal = (float)(int)size * 0x1p-24f;
-    uint32_t offset = size < 0x7c00 ? 112u << 23 : 224u << 23; /* of infinity and NaN the latter */
-    float normal = from_bits((size << 13) + offset);
-    uint32_t bits = bits_of(size < 0x400 ? subnormal : normal);
-    return from_bits(bits | (uint32_t)(half & 0x8000) << 16);
-}
-
 ALWAYS_INLINE float windowed(float value, const float window[WINDOW])
 {
     value = value < window[LOW] ? window[LOW] : value;
@@ -101,8 +90,6 @@ ALWAYS_INLINE float value_at(const struct box *box, int kind, int64_t offset, in
         return windowed(((const int16_t *)box->values)[offset], box->window + WINDOW * c);
     if (kind == INT16)
         return ((const int16_t *)box->values)[offset];
-    if (kind == FLOAT16)
-        return from_float16(((const uint16_t *)box->values)[offset]);
     return ((const float *)box->values)[offset];
 }
 

@@ -27,13 +27,12 @@ from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.data.native import plain
 from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.region import Array, Shape3
-from cpu3d.errors import InputError
 from memory_estimator.host import read_host
 from models.native.build import build_library
 from models.native.instruction_sets import INSTRUCTION_SETS
 
 SOURCES = Path(__file__).resolve().parent
-KINDS = {"int16": 0, "float16": 1, "label": 3, "windowed": 4}  # as in samples.h
+INT16, _, LABEL, WINDOWED = range(4)  # as in samples.h
 
 
 def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
@@ -115,10 +114,10 @@ class _Call:
         self._kept: List[Any] = [stored, image, target]
         picked = np.array(form.channels, np.int32)
         table = form.table
-        kind = KINDS[stored.image.dtype.name]
+        kind = INT16
         background: Optional[Array] = np.zeros(len(picked), np.float32)
         if drawn.window is not None:
-            kind = _windowed(stored)
+            kind = WINDOWED
             background = drawn.background
         shrinking = None
         if form.shrinking is not None:
@@ -134,7 +133,7 @@ class _Call:
                 **self._place(stored.image, stored.start),
             ),
             label=_Box(
-                kind=KINDS["label"],
+                kind=LABEL,
                 channels=table.shape[1],
                 table=self._pointer(table),
                 **self._place(stored.label, stored.start),
@@ -198,17 +197,6 @@ class _Call:
         if all(matrix is None for matrix in matrices):
             return None
         return self._bands(matrices)
-
-
-def _windowed(stored: Stored) -> int:
-    """The kind of an image of which some channels have a window or no background. No store has it
-    in float16."""
-    if stored.image.dtype != np.int16:
-        rule = (
-            "an image must be int16 unless all of its channels are normalised over the foreground"
-        )
-        raise InputError(f"{rule}, got {stored.image.dtype}; prepare the store again")
-    return KINDS["windowed"]
 
 
 def _narrowed(matrix: Array) -> Tuple[Array, Array]:

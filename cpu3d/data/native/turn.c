@@ -84,14 +84,9 @@ ALWAYS_INLINE four four_at(const struct box *box, int kind, int64_t offset)
     }
     four_shorts stored;
     memcpy(&stored, (const int16_t *)box->values + offset + box->picked[0], sizeof stored);
-    if (kind != FLOAT16)
-        values = __builtin_convertvector(__builtin_convertvector(stored, four_bits), four);
+    values = __builtin_convertvector(__builtin_convertvector(stored, four_bits), four);
     for (int c = 0; c < SIDE_BY_SIDE && kind == WINDOWED; c++)
         values[c] = windowed(values[c], box->window + WINDOW * c);
-    if (kind != FLOAT16)
-        return values;
-    for (int c = 0; c < SIDE_BY_SIDE; c++)
-        values[c] = from_float16((uint16_t)stored[c]);
     return values;
 }
 
@@ -228,10 +223,6 @@ static void turn_range(const struct box *box, int is_checked, const struct line 
         turn_kind(box, WINDOWED, 1, line, range, output);
     else if (box->kind == WINDOWED)
         turn_kind(box, WINDOWED, 0, line, range, output);
-    else if (box->kind == FLOAT16 && is_checked)
-        turn_kind(box, FLOAT16, 1, line, range, output);
-    else if (box->kind == FLOAT16)
-        turn_kind(box, FLOAT16, 0, line, range, output);
     else if (is_checked)
         turn_kind(box, FLOAT32, 1, line, range, output);
     else

@@ -48,7 +48,7 @@ class StoreSettings:
 
     format: str = option(
         "npy",
-        "npy: int16 if that is exact, else float16 z-scores, read without unpacking; b2nd: the same"
+        "npy: int16, exact or in steps, read without unpacking; b2nd: the same"
         " packed to a tenth, for slow disks and networks",
         choices=FORMATS,
     )

@@ -150,8 +150,8 @@ its origin and how well it agrees with `predict`. Keep the files of this folder 
 It takes {", ".join(about["channels"])}, each a 3D file, or together a 4D file.
 Channels are found by the names in a dataset.json above imagesTr or imagesTs, or at the end of 3D
 files' names (`channel_names` in `export.json`); if no name tells, they must be in this order.
-`predict` rounds images whose voxels are not all whole numbers from -32768 to 32767, to float16
-after normalisation or to 1/65534 of a channel's range; this network does not. Save the program
+`predict` rounds images whose voxels are not all whole numbers from -32768 to 32767, to
+1/65534 of a channel's range; this network does not. Save the program
 below as `segment.py` beside `export.json` and run it (pip install nibabel scipy {package}):
 
     python segment.py [--zero-nan] IMAGE.nii.gz [IMAGE.nii.gz ...] LABEL.nii.gz

@@ -79,16 +79,17 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
 
 
 @pytest.mark.parametrize("value", [40000.0, 1.5])
-def test_what_int16_cannot_hold_is_stored_as_float16_scores_with_its_error(files, value):
+def test_what_int16_cannot_hold_is_stored_in_steps_with_its_error(files, value):
     other = tiny_image(1).astype(np.float64)
     other[1, 1, 1] = value
     case = load_case(files(tiny_image(0), other), channels=("a", "b"))
-    inside = other != 0
-    scores = (other[inside] - other[inside].mean()) / other[inside].std()
-    assert case.image.dtype == np.float16
-    assert np.abs(case.image[..., 1][inside] - scores).max() <= case.record.max_abs_error < 2e-3
-    assert not case.image[..., 1][~inside].any()
-    assert case.record.channel_std == pytest.approx((1, 1), abs=1e-3)
+    step, offset = case.record.units[1]
+    assert case.image.dtype == np.int16
+    assert (case.record.units[0], offset) == ((1, 0), 0)
+    apart = np.abs(case.image[..., 1] * step - other).max()
+    assert apart <= step / 2
+    assert apart / other.std() == pytest.approx(case.record.max_abs_error)
+    np.testing.assert_array_equal(case.image[..., 1] == 0, other == 0)
 
 
 def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):

@@ -21,7 +21,7 @@ from tests.cpu3d.data.made_datasets import (
     write_nifti,
 )
 
-FLOAT = 0.37  # makes an image of whole numbers one that only float16 can hold
+FLOAT = 0.37  # makes an image of whole numbers one that only steps can hold
 
 
 def second_set(folder, **changes):
