@@ -91,10 +91,6 @@ class AugmentConfig:
         "L",
     )
 
-    in_planes: bool = False
-    """Whether volumes are turned about Z and X alone, and zoomed along Z by a factor of its own, as
-    by versions before contrast and the settings below it. No sample is made so any more."""
-
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
             strength = getattr(self, name)
@@ -122,9 +118,6 @@ class AugmentConfig:
         return any((self.contrast, self.gamma, self.blur, self.low_resolution))
 
 
-LATER = ("contrast", "gamma", "noise", "blur", "low_resolution", "in_planes")
-"""Settings that runs of earlier versions lack: theirs are off."""
-
 LIMITS = {
     "gain": 1,
     "offset": 10,
@@ -142,7 +135,7 @@ NO_AUGMENT = AugmentConfig(flip=False, gain=0.0, offset=0.0)
 
 
 @dataclass(frozen=True)
-class Drawn:
+class AugmentParams:
     """The numbers of one sample. Those of intensity are (C,), one for each channel, or None for no
     change."""
 
@@ -165,13 +158,13 @@ class Drawn:
     background: Optional[Array] = None  # the value that stays as it is; NaN for none
     limits: Optional[Array] = None  # (C, 2), lowest and highest after all changes
 
-    def of_channels(self, picked: Sequence[int]) -> "Drawn":
+    def of_channels(self, picked: Sequence[int]) -> "AugmentParams":
         """The numbers of some channels."""
         numbers = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in numbers.items():
             if isinstance(value, np.ndarray) and name != "matrix":
                 numbers[name] = value[list(picked)]
-        return Drawn(**numbers)
+        return AugmentParams(**numbers)
 
 
 def draw(
@@ -182,7 +175,7 @@ def draw(
     seed: int,
     position: int,
     mirrored: Sequence[int] = (0, 1, 2),
-) -> Drawn:
+) -> AugmentParams:
     """The numbers for the sample at `position`, the same on every machine.
 
     `levels` are those of the case's channels, `mirrored` is from `AugmentConfig.mirrored_axes`.
@@ -206,7 +199,7 @@ def draw(
     low_resolution = 1 - np.abs(within(config.low_resolution))
     words = random_words(seed, position, _NOISE_KEY)
     shift = np.where(levels.has_background, levels.shift * gain + offset, 0)
-    return Drawn(
+    return AugmentParams(
         scale=(levels.scale * gain).astype(np.float32),
         shift=shift.astype(np.float32),
         flips=xyz(flips),
@@ -250,7 +243,7 @@ class _Draws:
 
 
 def _beyond_shift(levels: Levels, gain: Array, offset: Array) -> Dict[str, Array]:
-    """The fields of `Drawn` for channels without a background of 0; none if there are none."""
+    """The fields of `AugmentParams` of channels without a background of 0; none without such."""
     if levels.all_have_background:
         return {}
     outside = np.where(levels.has_background, 0, levels.outside * gain + offset)

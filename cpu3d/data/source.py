@@ -23,7 +23,7 @@ from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import all_names
-from cpu3d.data.native.form import Form, ImageAndTarget
+from cpu3d.data.native.spec import ImageAndTarget, SampleSpec
 from cpu3d.data.normalise import normalise
 from cpu3d.data.region import (
     Array,
@@ -241,9 +241,10 @@ def patch_drawn(
     and augmentation, once it was drawn again if nothing in it was annotated: labels are read."""
     if store.manifest.ignore is None:
         return patch_at(position, sampling, store.cases(split))
-    form = Form(sampling.shape, (0,), _codes(store, None), "float32", None, store.manifest.ignore)
+    ignore = store.manifest.ignore
+    spec = SampleSpec(sampling.shape, (0,), _codes(store, None), ignore=ignore)
     reader = open_reading(store, (split,))
-    return _loader(store, split, sampling, augment, form, reader, ALL).patch(position)
+    return _loader(store, split, sampling, augment, spec, reader, ALL).patch(position)
 
 
 @dataclass(frozen=True)
@@ -319,15 +320,15 @@ def _dataset(
     weights: Optional[Tuple[Array, ...]] = None
     if min(resolution) < 1:
         weights = xyz(map(shrinking, grid, sampling.shape, resolution))
-    form = Form(grid, channels, codes, stream.dtype, weights, store.manifest.ignore)
+    spec = SampleSpec(grid, channels, codes, stream.dtype, weights, store.manifest.ignore)
     indices = stream.indices(len(records))
     reader = stream.read_mode
     if not isinstance(reader, Reader):
         reader = open_reading(store, (stream.split,), read_mode=reader, share=stream.share)
     load = _loader(
-        store, stream.split, sampling, stream.augment, form, reader, stream.share, resolution
+        store, stream.split, sampling, stream.augment, spec, reader, stream.share, resolution
     )
-    return _pipeline(_keeping_errors(load), indices, form, stream.batch, int(stream.threads))
+    return _pipeline(_keeping_errors(load), indices, spec, stream.batch, int(stream.threads))
 
 
 def _loader(
@@ -335,7 +336,7 @@ def _loader(
     split: str,
     sampling: PatchSampling,
     augment: AugmentConfig,
-    form: Form,
+    spec: SampleSpec,
     reader: Reader,
     share: Share,
     resolution: Resolution3 = (1, 1, 1),
@@ -347,7 +348,7 @@ def _loader(
         labelled(store, split),
         sampling,
         augment,
-        form,
+        spec,
         share=share,
         mirrored=augment.mirrored_axes(names),
         normalisation=store.manifest.normalisation,
@@ -356,20 +357,24 @@ def _loader(
 
 
 def _pipeline(
-    load: Callable[[int], ImageAndTarget], indices: range, form: Form, batch: int, threads: int
+    load: Callable[[int], ImageAndTarget],
+    indices: range,
+    spec: SampleSpec,
+    batch: int,
+    threads: int,
 ) -> tf.data.Dataset:
     """What `load` makes of the indices, in their order, in batches."""
-    stored_as = tf.uint16 if form.is_bfloat16 else tf.float32
+    stored_as = tf.uint16 if spec.is_bfloat16 else tf.float32
 
     # nothing in it branches on a tensor, and it is traced sooner
     @tf.autograph.experimental.do_not_convert
     def sample(index: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         # A stateful op would make a deterministic pipeline serial.
         image, target = tf.numpy_function(load, [index], [stored_as, tf.uint8], stateful=False)
-        if form.is_bfloat16:
+        if spec.is_bfloat16:
             image = tf.bitcast(image, tf.bfloat16)
-        image = tf.ensure_shape(image, (*form.grid, len(form.channels)))
-        target = tf.ensure_shape(target, (*form.grid, len(form.codes)))
+        image = tf.ensure_shape(image, (*spec.grid, len(spec.channels)))
+        target = tf.ensure_shape(target, (*spec.grid, len(spec.codes)))
         if batch > 1:
             return image, target
         # Batching copies into TensorFlow's allocator; a batch of one needs only another axis.

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Tuple
 
 from cpu3d.chosen import SETTINGS
-from cpu3d.data.augment import AXES, LATER
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import CONFIG, refuse_folds
 from cpu3d.settings import Decided, RunConfig, Settings, StoreFacts
@@ -114,8 +113,6 @@ def config_from_json(content: Mapping[str, Any]) -> RunConfig:
     }  # runs of earlier versions had none
     if isinstance(content.get("unet"), dict):
         content["unet"] = {"strides": (), **content["unet"]}  # left out if all axes are halved
-    if isinstance(content.get("augment"), dict):
-        content["augment"] = _with_later(content["augment"])
     config = typed(content, RunConfig, "config")
     nested = {f"{outer}.{name}" for outer in NESTED for name in content.get(outer, {})}
     missing = sorted(
@@ -154,25 +151,13 @@ def settings_of_begun(runs: Iterable[Path]) -> Dict[str, Any]:
     return {}
 
 
-def _with_later(augment: Dict[str, Any]) -> Dict[str, Any]:
-    """The augmentation of a config.json, with what runs of its version did not have turned off.
-    Their rotation and scaling were others."""
-    augment = {"flip_axes": list(AXES), **augment}
-    if set(LATER) & set(augment):
-        return augment
-    completed: Dict[str, Any] = dict.fromkeys(LATER, 0.0)
-    completed["in_planes"] = bool(augment.get("rotation_deg") or augment.get("scaling"))
-    completed.update(augment)
-    return completed
-
-
 def differences(old: RunConfig, new: Settings) -> List[str]:
     """Settings that keep a run of `old` from being continued as `new`, each with both values; of
     another mode nothing else, as other settings follow from it. A micro-batch that batch norm has
     to keep is compared as it is computed."""
     left = settings_by_name(old)
     right = settings_by_name(new)
-    changeable = {*CHANGEABLE, *FACTS, "augment.in_planes"}  # which has a line of its own
+    changeable = {*CHANGEABLE, *FACTS}
     if old.unet.norm == new.unet.norm == "batch" and old.batch == new.batch:
         changeable.remove("micro_batch")
         left["micro_batch"] = old.micro
@@ -187,10 +172,6 @@ def differences(old: RunConfig, new: Settings) -> List[str]:
         differing.remove("coarse_grid")  # which follows from it
     chosen = [name for name in differing if name not in FOLLOWING]
     lines = []
-    if old.augment.in_planes:
-        rule = "rotation and scaling must be as the run was begun, in planes"
-        todo = "continue it with the version that made it, or train into another folder"
-        lines.append(f"{rule}, got a version that turns about all axes; {todo}")
     for name in chosen or differing:  # what only follows from a setting is not named beside it
         if name == "grid" and old.is_patch:
             todo = "leave --patch out"

@@ -11,9 +11,9 @@ import pytest
 
 from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
 from cpu3d.compare.variants import as_options
-from cpu3d.data.augment import LATER, AugmentConfig
+from cpu3d.data.augment import AugmentConfig
 from cpu3d.errors import InputError
-from cpu3d.run.config_json import config_from_json, differences, load_config, save_config
+from cpu3d.run.config_json import differences, load_config, save_config
 from cpu3d.settings import FULL_RATE_SHARE, Decided, RunConfig, Settings, StoreFacts
 from memory_estimator.common.schema import add_options, arguments, option_typed
 from memory_estimator.job import RECIPES, Job
@@ -88,26 +88,6 @@ def test_what_would_be_another_run_is_refused_with_both_values(old, network, set
     assert len(changes) == len(problems)
     for problem, expected in zip(changes, problems):
         assert problem.startswith(expected.replace(" .* ", " must stay "))
-
-
-@pytest.mark.parametrize(
-    ("augment", "problems"),
-    [
-        ({}, []),
-        ({"rotation_deg": 10.0}, ["rotation and scaling must be as the run was begun, in planes"]),
-        ({"scaling": 0.1}, ["rotation and scaling must be as the run was begun, in planes"]),
-    ],
-)
-def test_a_run_from_before_contrast_goes_on_unless_it_turned_volumes_in_planes(augment, problems):
-    new = dataclasses.replace(CONFIG, augment=dataclasses.replace(CONFIG.augment, **augment))
-    content = json.loads(json.dumps(dataclasses.asdict(new)))
-    del content["weight_decay"]
-    for name in LATER:
-        del content["augment"][name]
-    old = config_from_json(content)
-    lines = differences(old, new)
-    assert len(lines) == len(problems)
-    assert all(line.startswith(problem) for line, problem in zip(lines, problems))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import numpy as np
 from cpu3d.data.augment import AugmentConfig, draw
 from cpu3d.data.files.reader import READ_MODES, Reader, choose_read_mode, file_system
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.native.form import Form, ImageAndTarget, Stored
 from cpu3d.data.native.samples import make_sample
+from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
 from cpu3d.data.normalise import Normalisation, levels_of
 from cpu3d.data.region import Array, Region, xyz
 from cpu3d.data.resolution import turning_spacing
@@ -73,7 +73,7 @@ class Loader:
     records: Sequence[CaseRecord]
     sampling: PatchSampling
     augment: AugmentConfig
-    form: Form
+    spec: SampleSpec
     share: Share
     mirrored: Sequence[int]  # axes along which samples may be mirrored
     normalisation: Sequence[Normalisation] = ()  # of the store
@@ -89,7 +89,7 @@ class Loader:
     def _drawn(self, sample: int) -> Tuple[Patch, ImageAndTarget]:
         position = self.share.position(int(sample))
         patch, made = self._attempt(position, 0)
-        if self.form.ignore is None or self.sampling.sampling == "centre":
+        if self.spec.ignore is None or self.sampling.sampling == "centre":
             return patch, made
         attempt = 1
         while attempt < ATTEMPTS and (made[1] == IGNORED).all():  # nothing is to be learnt of it
@@ -109,10 +109,10 @@ class Loader:
             mirrored=self.mirrored,
         )
         needed = patch.region
-        if drawn.matrix is not None and self.form.shrinking is None:
+        if drawn.matrix is not None and self.spec.shrinking is None:
             needed = _turned(patch.region, drawn.matrix)
         stored = _stored(self.reader, record, patch.region, needed)
-        return patch, make_sample(stored, drawn, self.form)
+        return patch, make_sample(stored, drawn, self.spec)
 
 
 def _turned(region: Region, matrix: Array) -> Region:

@@ -5,38 +5,38 @@ from typing import List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.augment import Drawn, smoothing
-from cpu3d.data.native.form import Form, ImageAndTarget, Stored
+from cpu3d.data.augment import AugmentParams, smoothing
+from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
 from cpu3d.data.region import Array, Region, Shape3, crop, xyz
 from cpu3d.data.resolution import TIE
 from models.native.shared import IGNORED
 
 
-def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
+def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> ImageAndTarget:
     """As `samples.make_sample`, of the numbers of the picked channels."""
-    value = stored.image[..., list(form.channels)].astype(np.float32)
+    value = stored.image[..., list(spec.channels)].astype(np.float32)
     if drawn.window is not None:
         low, high, origin = drawn.window.T
         value = np.clip(value, low, high) - origin
     image = np.where(value == 0, np.float32(0), value * drawn.scale + drawn.shift)
-    target = form.table[stored.label].astype(np.float32)
+    target = spec.table[stored.label].astype(np.float32)
     start = stored.start
-    if form.shrinking is not None:
-        image = _shrunk(image, start, form.shrinking)
-        target = _shrunk(target, start, form.shrinking)
-        if form.ignore is not None:
+    if spec.shrinking is not None:
+        image = _shrunk(image, start, spec.shrinking)
+        target = _shrunk(target, start, spec.shrinking)
+        if spec.ignore is not None:
             target = _without_ignored(target)
         start = (0, 0, 0)
-    image = _placed(image, start, drawn.matrix, form.grid)
-    target = _placed(target, start, drawn.matrix, form.grid)
+    image = _placed(image, start, drawn.matrix, spec.grid)
+    target = _placed(target, start, drawn.matrix, spec.grid)
     if drawn.outside is not None:
         image = image + drawn.outside
     image = _changed(image, drawn)
     if drawn.limits is not None:
         image = np.clip(image, *drawn.limits.T)
     image = _flipped(image, drawn.flips)
-    target = _flipped(_decided(target, form), drawn.flips)
-    if form.is_bfloat16:
+    target = _flipped(_decided(target, spec), drawn.flips)
+    if spec.is_bfloat16:
         image = _bfloat16_bits(image)
     return np.ascontiguousarray(image), np.ascontiguousarray(target, np.uint8)
 
@@ -51,17 +51,17 @@ def _without_ignored(target: Array) -> Array:
     return np.concatenate([regions, is_ignored], -1, dtype=np.float32)
 
 
-def _decided(target: Array, form: Form) -> Array:
+def _decided(target: Array, spec: SampleSpec) -> Array:
     """The target of means (X, Y, Z, R), or with those of ignored voxels (X, Y, Z, R + 1)."""
     inside = np.float32(0.5 - TIE)
-    if form.ignore is None:
+    if spec.ignore is None:
         return target >= inside
     ignored = target[..., -1:]
     regions = target[..., :-1] >= inside * (1 - ignored)
     return np.where(ignored > np.float32(0.5 + TIE), IGNORED, regions)
 
 
-def smoothings(drawn: Drawn, grid: Shape3) -> List[Optional[Tuple[Array, ...]]]:
+def smoothings(drawn: AugmentParams, grid: Shape3) -> List[Optional[Tuple[Array, ...]]]:
     """Of each channel the matrices by which it is smoothed along X, Y and Z; None if it is not."""
     of_channels: List[Optional[Tuple[Array, ...]]] = []
     for channel in range(len(drawn.scale)):
@@ -114,7 +114,7 @@ def _placed(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3)
     return turned
 
 
-def _changed(image: Array, drawn: Drawn) -> Array:
+def _changed(image: Array, drawn: AugmentParams) -> Array:
     """The image with the changes of intensity in the voxels that are not background."""
     image = image.copy()
     matrices = smoothings(drawn, xyz(image.shape[:3]))

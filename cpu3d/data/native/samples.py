@@ -22,10 +22,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.augment import Drawn
+from cpu3d.data.augment import AugmentParams
 from cpu3d.data.files.arrays import aligned_empty
 from cpu3d.data.native import plain
-from cpu3d.data.native.form import Form, ImageAndTarget, Stored
+from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
 from cpu3d.data.region import Array, Shape3
 from memory_estimator.host import read_host
 from models.native.build import build_library
@@ -35,23 +35,23 @@ SOURCES = Path(__file__).resolve().parent
 INT16, _, LABEL, WINDOWED = range(4)  # as in samples.h
 
 
-def make_sample(stored: Stored, drawn: Drawn, form: Form) -> ImageAndTarget:
+def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> ImageAndTarget:
     """The sample of the numbers that were drawn for it. Threads may call it; while C computes,
     others run.
 
     `drawn` are the numbers of all channels of the store. Raises MemoryError.
     """
     function = function_in_c()
-    drawn = drawn.of_channels(form.channels)
+    drawn = drawn.of_channels(spec.channels)
     if function is None:
-        return plain.make_sample(stored, drawn, form)
-    stored_as = np.uint16 if form.is_bfloat16 else np.float32
-    image = aligned_empty((*form.grid, len(form.channels)), stored_as)
-    target = aligned_empty((*form.grid, len(form.codes)), np.uint8)
+        return plain.make_sample(stored, drawn, spec)
+    stored_as = np.uint16 if spec.is_bfloat16 else np.float32
+    image = aligned_empty((*spec.grid, len(spec.channels)), stored_as)
+    target = aligned_empty((*spec.grid, len(spec.codes)), np.uint8)
     target.fill(0)
-    call = _Call(stored, drawn, form, image, target)  # holds the arrays that C reads
+    call = _Call(stored, drawn, spec, image, target)  # holds the arrays that C reads
     if function(ctypes.byref(call.sample)):
-        raise MemoryError(f"a sample of {form.grid} voxels did not fit the memory")
+        raise MemoryError(f"a sample of {spec.grid} voxels did not fit the memory")
     return image, target
 
 
@@ -110,18 +110,20 @@ class _Sample(ctypes.Structure):
 class _Call:
     """A sample as C takes it, with the arrays that its pointers lead to."""
 
-    def __init__(self, stored: Stored, drawn: Drawn, form: Form, image: Array, target: Array):
+    def __init__(
+        self, stored: Stored, drawn: AugmentParams, spec: SampleSpec, image: Array, target: Array
+    ):
         self._kept: List[Any] = [stored, image, target]
-        picked = np.array(form.channels, np.int32)
-        table = form.table
+        picked = np.array(spec.channels, np.int32)
+        table = spec.table
         kind = INT16
         background: Optional[Array] = np.zeros(len(picked), np.float32)
         if drawn.window is not None:
             kind = WINDOWED
             background = drawn.background
         shrinking = None
-        if form.shrinking is not None:
-            shrinking = self._bands(form.shrinking)
+        if spec.shrinking is not None:
+            shrinking = self._bands(spec.shrinking)
         self.sample = _Sample(
             image=_Box(
                 kind=kind,
@@ -138,7 +140,7 @@ class _Call:
                 table=self._pointer(table),
                 **self._place(stored.label, stored.start),
             ),
-            grid=(ctypes.c_int * 3)(*form.grid),
+            grid=(ctypes.c_int * 3)(*spec.grid),
             shrinking=shrinking,
             matrix=self._pointer(drawn.matrix),
             flips=(ctypes.c_int * 3)(*drawn.flips),
@@ -147,12 +149,12 @@ class _Call:
             limits=self._pointer(drawn.limits),
             noise=self._pointer(drawn.noise),
             noise_keys=self._pointer(drawn.noise_keys),
-            smoothing=self._smoothing(drawn, form),
+            smoothing=self._smoothing(drawn, spec),
             contrast=self._pointer(drawn.contrast),
             gamma=self._pointer(drawn.gamma),
             is_negative=drawn.negative,
-            is_bfloat16=form.is_bfloat16,
-            has_ignored=form.ignore is not None,
+            is_bfloat16=spec.is_bfloat16,
+            has_ignored=spec.ignore is not None,
             to_image=image.ctypes.data,
             to_target=target.ctypes.data,
         )
@@ -185,9 +187,9 @@ class _Call:
         self._kept.append(bands)
         return ctypes.addressof(bands)
 
-    def _smoothing(self, drawn: Drawn, form: Form) -> Optional[int]:
+    def _smoothing(self, drawn: AugmentParams, spec: SampleSpec) -> Optional[int]:
         matrices: List[Optional[Array]] = []
-        for of_channel in plain.smoothings(drawn, form.grid):
+        for of_channel in plain.smoothings(drawn, spec.grid):
             if of_channel is None:
                 matrices += [None] * 3
                 continue

@@ -13,7 +13,7 @@ from cpu3d.data.cases.notes import case_notes
 from cpu3d.data.datasets.layouts import CaseFiles
 from cpu3d.data.files.loader import Loader, labelled, open_reading
 from cpu3d.data.manifest import case_from_json
-from cpu3d.data.native.form import Form
+from cpu3d.data.native.spec import SampleSpec
 from cpu3d.data.normalise import Kind, Normalisation, normalise
 from cpu3d.data.region import Region, bounding_box, centred, whole
 from cpu3d.data.sampling import ALL, PatchSampling
@@ -224,7 +224,7 @@ def samples(store, augment=NO_AUGMENT):
         records,
         PatchSampling(size, "centre", extent="full", seed=3),
         augment,
-        Form(size, (0,), ((1,),)),
+        SampleSpec(size, (0,), ((1,),)),
         share=ALL,
         mirrored=(0, 1, 2),
         normalisation=store.manifest.normalisation,

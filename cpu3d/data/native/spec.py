@@ -25,7 +25,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Form:
+class SampleSpec:
     """What all samples of a stream have in common."""
 
     grid: Shape3  # the network's voxels X, Y, Z
