@@ -43,7 +43,7 @@ Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
 LEFT_OUT = (
     "folds", "paint", "normalisation", "around", "units", "foreground", "peaks",
-    "target_spacing_mm", "resampled_from", "annotation_lost", "far_voxels",
+    "target_spacing_mm", "resampled_from", "far_voxels",
 )  # fmt: skip
 """Fields that are left out of the JSON where they are empty: it is then as it was before them."""
 
@@ -139,9 +139,6 @@ class CaseRecord:
     is 0 in all channels."""
     resampled_from: Optional[SourceGrid] = None  # None if the case is on its source's grid
     far_voxels: Count = 0  # far from all others, and brought nearer; all channels together
-    annotation_lost: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Share of the annotated voxels of its source's label that resampling makes voxels to be
-    ignored. Not in the JSON if it is 0."""
     # --- Empty if all channels are normalised over the foreground, and then not in the JSON ---
     around: Tuple[float, ...] = ()
     """Per channel, the stored value that stands for what surrounds the volume: the median of its

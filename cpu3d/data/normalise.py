@@ -21,7 +21,7 @@ import numpy as np
 from cpu3d.data.region import Array, Region, xyz
 
 PERCENTILES = (0.5, 99.5)  # of the labelled foreground: the window of a CT, as nnU-Net's
-CHOSEN = "by --normalise"  # the reason for a kind that a user chose; in old files the only mark
+CHOSEN = "by --normalise"  # the reason for a kind that a user chose
 
 
 class Kind(str, enum.Enum):
@@ -52,8 +52,6 @@ class Normalisation:
     is_chosen: bool = field(default=False, compare=False)  # whether a user chose the kind
 
     def __post_init__(self) -> None:
-        if self.why == CHOSEN:
-            object.__setattr__(self, "is_chosen", True)  # as a file of before does not say
         numbers = (self.low, self.high, self.mean, self.std)
         if self.kind is not Kind.CT or numbers == (None,) * 4:
             return
@@ -71,13 +69,6 @@ class Normalisation:
     def is_of_case(self) -> bool:
         """Whether values become scores by a case's own mean and deviation."""
         return self.kind in (Kind.FOREGROUND, Kind.ZSCORE)
-
-    @property
-    def may_be_hounsfield(self) -> bool:
-        """Whether channels that look like CT are taken, whatever they are called: not if values
-        become scores by a case's own mean and deviation, unless a user chose that over all
-        voxels."""
-        return not self.is_of_case or (self.kind is Kind.ZSCORE and self.is_chosen)
 
     @property
     def words(self) -> str:

@@ -29,7 +29,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
-from cpu3d.data.cases.notes import case_notes, note_lines, odd_units, unit_notes
+from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
 from cpu3d.data.fold import with_fold, with_folds
 from cpu3d.data.labels import code_meanings, ignored_voxels, region_mask
 from cpu3d.data.manifest import CaseRecord
@@ -344,11 +344,11 @@ def _notes(store: Store, split: str, configs: Sequence[RunConfig]) -> Dict[str, 
     notes = {}
     manifest = store.manifest
     channels = manifest.channels
-    odd = odd_units(manifest.cases, channels, manifest.normalisations)
+    of_unit = unit_notes(manifest.cases, channels)
     for record in store.cases(split):
         of_case = case_notes(record, channels, manifest.ignore)
-        of_unit = odd.get(record.case_id) or unit_notes(record, channels, configs[0].normalisation)
-        notes[record.case_id] = [*of_case, *of_unit, *training_notes(record, configs)]
+        unit = of_unit.get(record.case_id, ())
+        notes[record.case_id] = [*of_case, *unit, *training_notes(record, configs)]
     return notes
 
 

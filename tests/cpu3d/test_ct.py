@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cpu3d.__main__ import main
-from cpu3d.data.cases.notes import note_lines, odd_units, window_notes
+from cpu3d.data.cases.notes import unit_notes, window_notes
 from cpu3d.data.cases.resample import resample_image
 from cpu3d.data.nifti import ras_spacing_mm, read_volume, to_ras
 from cpu3d.data.normalise import Kind, Normalisation, in_units
@@ -27,7 +27,7 @@ from cpu3d.inference.export import segment
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
-from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.config_json import load_config
 from tests.cpu3d.data.made_datasets import dataset_json, make_record
 from tests.cpu3d.runs import (
     HOST,
@@ -187,9 +187,6 @@ def test_an_image_is_named_by_its_unit_whatever_tissue_the_window_is_of(window, 
     assert list(images.notes_on_windows(np.float32(image), about)) == said
 
 
-HU_KIND = Normalisation(Kind.CT, 42.0, 142.0, mean=92.0, std=20.0)
-
-
 def labelled_about(middles):
     """Records of cases whose labelled values have these medians; None is a case without a label."""
     records = []
@@ -213,34 +210,16 @@ def labelled_about(middles):
         ((700, -900, 650, 700, -880), ""),  # bone in some, lungs in others
         ((100, 110, 5000, 105, 98), "c"),  # multiplied
         ((100,), ""),
+        ((1129, 95, 1119, 105), "ac"),  # of two groups the lower one is taken to be in HU
+        ((-924, 100, 1124), "ac"),
     ],
 )
 def test_a_ct_among_others_is_named_by_its_unit(middles, named):
-    records = labelled_about(middles)
-    said = odd_units(records, ("CT",), (HU_KIND,))
+    said = unit_notes(labelled_about(middles), ("CT",))
     assert "".join(said) == named
-    for (note,) in said.values():
-        odd = middles["abcde".index(named)]
-        assert f"labelled values of CT about {odd}, " in note
-        assert "of most cases they are about 1" in note
-    assert odd_units(records, ("CT",), (Normalisation(Kind.ZSCORE),)) == {}
-
-
-@pytest.mark.parametrize(
-    ("middles", "groups"),
-    [
-        ((100, 1124), "about 100 in 1 case, about 1124 in 1"),
-        ((1129, 95, 1119, 105), "about 105 in 2 cases, about 1119 in 2"),
-        ((95, 1119, 105, 1129), "about 105 in 2 cases, about 1119 in 2"),
-        ((-924, 100, 1124), "about 100 in 1 case, about -924 in 1, about 1124 in 1"),
-    ],
-)
-def test_units_of_which_none_has_most_cases_are_one_line_for_the_store(middles, groups):
-    """Which of them is meant is not known."""
-    said = odd_units(labelled_about(middles), ("CT",), (HU_KIND,))
-    assert len(said) == len(middles)
-    (line,) = note_lines(said)
-    assert f"labelled values of CT are {groups}: they may be in different units" in line
+    for case_id, (note,) in said.items():
+        odd = middles["abcde".index(case_id)]
+        assert f"labelled values of CT about {odd}, of most cases they are about 1" in note
 
 
 @pytest.fixture(scope="module")
@@ -287,15 +266,6 @@ def test_a_run_is_not_continued_on_a_store_of_another_normalisation(stores, runs
         make_plan(open_store(tmp_path / "store"), runs["hu"], HOST, {})
 
 
-def test_the_config_of_a_run_on_other_channels_is_as_before_there_were_kinds(
-    phantom_store, tmp_path
-):
-    save_config(decided(phantom_store, tmp_path, **SMALL), tmp_path)
-    content = json.loads((tmp_path / "config.json").read_text())
-    assert "normalisation" not in content
-    assert load_config(tmp_path).normalisation == ()
-
-
 # --- Of several spacings ---
 
 
@@ -333,7 +303,7 @@ def test_a_ct_is_resampled_within_its_values_to_half_a_step(mixed):
         data = mixed.folder.parent / "data"
         source = to_ras(*read_volume(data / f"imagesTr/{record.case_id}.nii.gz"))
         image = mixed.image(record.case_id)
-        assert (image.dtype, record.image_dtype) == (np.int16, "int16")
+        assert image.dtype == np.int16
         values = in_units(image, record.units)[..., 0]
         assert values.shape == record.shape == (24, 28, 24)
         expected = resample_image(source, record.shape, (1, 1, 2), outside=None)

@@ -225,7 +225,7 @@ SAVED = dataclasses.replace(
         (
             "augment",
             {"flip": True},
-            "config must hold every setting, got none for augment.gain, augment.offset",
+            "config must hold every setting, got none for augment.blur, augment.contrast",
         ),
     ],
 )

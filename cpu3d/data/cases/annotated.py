@@ -1,14 +1,11 @@
-"""What is annotated of a label that has a code for voxels to be ignored, and what resampling leaves
-of it."""
+"""What is annotated of a label that has a code for voxels to be ignored."""
 
-from typing import Any, Mapping, Optional
+from typing import Any, Mapping
 
 import numpy as np
 
-from cpu3d.data.cases.resample import in_mm, lost_share
 from cpu3d.data.region import Array, bounding_box, xyz
 from cpu3d.errors import InputError
-from models.strides import Spacing3
 
 
 def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
@@ -16,26 +13,8 @@ def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
     words for the box."""
     if (label == ignore).all():
         rule = f"{name} must have annotated voxels"
-        todo = "annotate some there, or leave the case out"
+        todo = "annotate some there, leave the case out, or resample it less with --spacing"
         raise InputError(f"{rule}, got {ignore}, to be ignored, in {where}; {todo}")
-
-
-def annotation_lost(
-    label: Array, source_label: Optional[Array], voxel_mm: Spacing3, ignore: int, name: str
-) -> float:
-    """The share of what was annotated in the source's label, None if the case is on its grid, that
-    resampling makes voxels to be ignored. Raises InputError if it is all, or nothing was."""
-    if source_label is None:
-        check_annotated(label, ignore, name, "all of the image")
-        return 0.0
-    check_annotated(source_label, ignore, name, "all of the image")
-    if (label == ignore).all():
-        own = np.count_nonzero(source_label != ignore)
-        rule = f"{name} must have annotated voxels at {in_mm(voxel_mm)}"
-        got = f"none of its {own}: more than half of each larger voxel is {ignore}, to be ignored"
-        todo = "prepare with --spacing off, or with smaller voxels"
-        raise InputError(f"{rule}, got {got}; {todo}")
-    return lost_share(source_label, label, ignore)
 
 
 def ignored_in_box(label: Array, image: Array, ignore: int) -> Array:

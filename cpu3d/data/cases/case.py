@@ -24,7 +24,7 @@ from cpu3d.data.background import (
     without_far_values,
     without_residue,
 )
-from cpu3d.data.cases.annotated import annotation_lost, check_box, ignored_in_box
+from cpu3d.data.cases.annotated import check_annotated, check_box, ignored_in_box
 from cpu3d.data.cases.channels import (
     AS_IT_IS,
     INT16,
@@ -33,8 +33,9 @@ from cpu3d.data.cases.channels import (
     image_in_steps,
     is_shown,
 )
-from cpu3d.data.cases.normalisation import ct_problem, looks_like_ct, refuses_ct
+from cpu3d.data.cases.normalisation import AIR_SHARE, looks_like_ct, refuses_ct
 from cpu3d.data.cases.resample import (
+    in_mm,
     resample_image,
     resample_label,
     resampled_shape,
@@ -109,9 +110,9 @@ def load_case(
     del volumes
     label = made.label
     label_name = f"label {files.label}"
-    lost = 0.0
     if label is not None and ignore is not None:
-        lost = annotation_lost(label, made.source_label, made.voxel_mm, ignore, label_name)
+        where = f"all of the image, of voxels of {in_mm(made.voxel_mm)}"
+        check_annotated(label, ignore, label_name, where)
         if not if_any_differs(kinds):
             label = ignored_in_box(label, image, ignore)
     facts = facts_of(image, label, kinds, units, ignore)
@@ -133,7 +134,6 @@ def load_case(
         **WITHOUT_FILES,
         background=background,
         resampled_from=made.source,
-        annotation_lost=lost,
     )
     return LoadedCase(image, label, made.source_label, record)
 
@@ -373,7 +373,9 @@ def _channels(
         if inside.size == 0:
             problems.append(f"{rule} not be empty, got zeros only; {advice}")
         elif refuses_ct(name, each) and looks_like_ct(volume):
-            problems.append(ct_problem(name, path))
+            got = f"{AIR_SHARE:.0%} of its voxels or more at -1000 or -1024, as air in HU"
+            todo = "prepare a store of its own with --normalise CHANNEL=ct, or leave it out"
+            problems.append(f"{rule} not be CT, got {got}; {todo}")
         elif inside.min() == inside.max():
             got = f"{inside.min():g} everywhere"
             over = " over its non-zero voxels" if each.has_background else ""

@@ -8,7 +8,6 @@ or by what its voxels are. Decided once, when a data set is prepared.
 import re
 import statistics
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Collection, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from cpu3d.data.normalise import (
     Normalisation,
     ct_of,
     levels_of,
-    of_all,
 )
 from cpu3d.data.region import Array, Region, whole, xyz
 from cpu3d.errors import InputError, raise_if_any
@@ -46,7 +44,6 @@ FROM_SHARE = f"from {BACKGROUND_SHARE:.0%} on"  # that rule in the reason for a 
 EXAMINED = 16  # training cases whose voxels are looked at
 # nnU-Net's names for a normalisation in the place of a channel's, as `channel_key` has them.
 NAMED = {"nonorm": Kind.NONE, "none": Kind.NONE, "rescaleto01": Kind.RESCALE}
-_RULE = "must not be CT, with large parts at -1000 or -1024 as air in Hounsfield units"
 
 
 def is_ct(name: str) -> bool:
@@ -64,50 +61,12 @@ def looks_like_ct(volume: Array) -> bool:
     return _air_share(volume) >= AIR_SHARE
 
 
-def ct_problem(name: str, path: Path) -> str:
-    """The problem of a file whose channel looks like CT, and is of a data set of another kind."""
-    got = f"at least {AIR_SHARE:.0%} of its voxels there"
-    return f"channel {name} of {path} {_RULE}, got {got}; leave it out or name another"
-
-
 def refuses_ct(name: str, each: Normalisation) -> bool:
-    """Whether a channel that looks like CT is refused."""
-    return not each.may_be_hounsfield and not is_ct(name)
-
-
-def refuse_hounsfield(cases: Sequence[CaseFiles], dataset: Dataset) -> List[str]:
-    """Raise InputError, one for all, if the first, the middle and the last of some cases look like
-    CT in a channel that is none in their store. Returns a warning for each channel of which they
-    do and of which a user chose scores."""
-    kinds = of_all(dataset.normalisation, len(dataset.channels))
-    refused = set()
-    chosen = {}
-    for name, each in zip(dataset.channels, kinds):
-        if refuses_ct(name, each):
-            refused.add(name)
-        elif each.is_of_case and each.is_chosen:
-            chosen[name] = each.kind
-    if not cases or not (refused or chosen):
-        return []
-    places = sorted({0, len(cases) // 2, len(cases) - 1})
-    picked = [cases[place] for place in places]
-    in_hu = set(dataset.channels)  # those that look like CT in all of them
-    are_refused = True
-    for files in picked:
-        volumes = _volumes(files, dataset.channels)
-        found = {name for name, volume in volumes if looks_like_ct(volume)}
-        in_hu &= found
-        are_refused &= bool(found & refused)
-    if are_refused:
-        files_named = ", ".join(files.images[0].name for files in picked)
-        todo = "prepare a store of its own, with --normalise CHANNEL=ct"
-        raise InputError(f"images {_RULE}, got {files_named}; {todo}")
-    air = "has large parts at the value of air in Hounsfield units"
-    return [
-        f"warning: {name} {air}; it becomes {chosen[name]} all the same, {CHOSEN}"
-        for name in dataset.channels
-        if name in chosen and name in in_hu
-    ]
+    """Whether a channel that looks like CT is refused: if its values become scores by a case's own
+    mean and deviation, unless its name or a user says so."""
+    if each.kind is Kind.ZSCORE and each.is_chosen:
+        return False
+    return each.is_of_case and not is_ct(name)
 
 
 # --- The decision ---

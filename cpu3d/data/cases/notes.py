@@ -12,13 +12,12 @@ from cpu3d.data.cases.channels import AS_IT_IS
 from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.datasets.dataset import Problems
 from cpu3d.data.manifest import CaseRecord
-from cpu3d.data.normalise import PERCENTILES, Kind, Normalisation
+from cpu3d.data.normalise import PERCENTILES, Normalisation
 from cpu3d.data.region import Array
 from cpu3d.util.records import count, listed
 
 NAMED = 3  # cases that a note names
 NOTED_ERROR = 0.05  # in deviations: more than the noise of a scanner
-NOTED_LOSS = 0.05  # share of the annotated voxels, more than the edges of what is annotated
 EXAMINED_VOXELS = 10**6  # of a channel that is compared with its window
 WINDOW_MARGIN = 0.05  # share of a window that the least values may be above its lower end
 SHIFT_HU = 1024  # that files of some scanners add, so that no value is below 0
@@ -33,14 +32,10 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 def case_notes(
     record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
 ) -> List[str]:
-    """What to say of a case: that its file gives no orientation, channels whose background is not
-    0, codes but the one to `ignore` and annotation that resampling has lost, and a size of voxels
-    that only a store of an earlier version can have."""
+    """What to say of a case: of its file's orientation, of voxels that were filled, brought nearer
+    or rounded, of channels whose background is not 0, and of codes but the one to `ignore` that
+    resampling has lost."""
     notes = []
-    if not nifti.is_voxel_size(record.spacing_mm):
-        sizes = in_mm(record.spacing_mm)
-        rule = f"voxels of {sizes}, as its store was prepared when units were not read"
-        notes.append(f"{rule}: volumes and distances are wrong; prepare a new store")
     orientation = nifti.orientation_note(record.geometry)
     if orientation:
         notes.append(orientation)
@@ -59,10 +54,6 @@ def case_notes(
             sizes = in_mm(record.spacing_mm)
             rule = f"label {code} ({count(voxels, 'voxel')}) is too small for voxels of {sizes}"
             notes.append(f"{rule}: it is not in the label that is learnt, but in the scores")
-    if record.annotation_lost >= NOTED_LOSS:
-        rule = f"{record.annotation_lost:.0%} of what is annotated is not learnt"
-        why = f"most of a voxel of {in_mm(record.spacing_mm)} there is to be ignored"
-        notes.append(f"{rule}, as {why}; --spacing off, or smaller voxels, keep it")
     names: Dict[str, List[str]] = {}  # value -> channels
     for name, border in zip(channels, record.background):
         if border:
@@ -156,69 +147,25 @@ def mixed_orientation(
     return {case_id: [f"case {case_id} {rule}, got {got}; {advice}"] for case_id in odd}
 
 
-def unit_notes(
-    record: CaseRecord, channels: Sequence[str], normalisation: Sequence[Normalisation]
-) -> List[str]:
-    """A note for each CT of a case whose labelled voxels are mostly outside of the window, which
-    was decided on other cases."""
-    notes = []
-    for name, each, values in zip(channels, normalisation, record.foreground):
-        if each.low is None or each.high is None or not values:
-            continue
-        middle = float(np.median(values))
-        if not each.low <= middle <= each.high:
-            window = f"the window from {each.low:.4g} to {each.high:.4g}"
-            rule = f"labelled values of {name} about {middle:.4g} do not fit {window}"
-            notes.append(f"{rule}: they may be in another unit, as HU + 1024")
-    return notes
-
-
-def odd_units(
-    records: Iterable[CaseRecord], channels: Sequence[str], normalisation: Sequence[Normalisation]
-) -> Dict[str, List[str]]:
+def unit_notes(records: Iterable[CaseRecord], channels: Sequence[str]) -> Dict[str, List[str]]:
     """Case id -> a note for each CT whose labelled values are not of the unit of most cases, as HU
-    + 1024 among HU; only of cases that have one. If they are not fewer than the others, all have
-    the same note, as it is not known which unit is meant. The window of a store tells nothing of
-    its own training cases, whose values are in it."""
-    notes: Dict[str, List[str]] = {}
-    places = [place for place, each in enumerate(normalisation) if each.kind is Kind.CT]
-    if not places:
-        return notes
-    middles: Dict[int, Dict[str, float]] = {place: {} for place in places}  # of each channel
+    + 1024 among HU; only of cases that have one. The window of a store tells nothing of its own
+    training cases, whose values are in it."""
+    middles: Dict[str, Dict[str, float]] = {}  # channel -> case id -> median of labelled values
     for record in records:
-        for place in places:
-            values = record.foreground[place] if record.foreground else ()
+        for name, values in zip(channels, record.foreground):
             if values:
-                middles[place][record.case_id] = float(np.median(values))
-    for place, of_cases in middles.items():
-        for case_id, note in _odd_among(of_cases, channels[place]).items():
-            notes.setdefault(case_id, []).append(note)
+                middles.setdefault(name, {})[record.case_id] = float(np.median(values))
+    notes: Dict[str, List[str]] = {}
+    for name, of_cases in middles.items():
+        usual = statistics.median_low(of_cases.values())
+        for case_id, middle in of_cases.items():
+            if _is_other_unit(middle, usual):
+                got = f"labelled values of {name} about {middle:.4g}"
+                others = f"of most cases they are about {usual:.4g}"
+                note = f"{got}, {others}: they may be in another unit, as HU + 1024"
+                notes.setdefault(case_id, []).append(note)
     return notes
-
-
-def _odd_among(middles: Mapping[str, float], channel: str) -> Dict[str, str]:
-    """Case id -> a note on its unit; `middles` are the medians of cases' labelled values."""
-    if not middles:
-        return {}
-    usual = statistics.median_low(middles.values())
-    odd = {case_id: middle for case_id, middle in middles.items() if _is_other_unit(middle, usual)}
-    if 2 * len(odd) < len(middles):
-        others = f"of most cases they are about {usual:.4g}"
-        why = "they may be in another unit, as HU + 1024"
-        notes = {}
-        for case_id, middle in odd.items():
-            got = f"labelled values of {channel} about {middle:.4g}"
-            notes[case_id] = f"{got}, {others}: {why}"
-        return notes
-    groups = [f"about {usual:.4g} in {count(len(middles) - len(odd), 'case')}"]
-    below = [middle for middle in odd.values() if middle < usual]
-    above = [middle for middle in odd.values() if middle > usual]
-    for group in (below, above):
-        if group:
-            groups.append(f"about {statistics.median_low(group):.4g} in {len(group)}")
-    got = f"labelled values of {channel} are {', '.join(groups)}"
-    note = f"{got}: they may be in different units, as HU and HU + 1024"
-    return dict.fromkeys(middles, note)
 
 
 def _is_other_unit(middle: float, usual: float) -> bool:

@@ -261,17 +261,6 @@ def resample_label(label: Array, shape: Shape3, ignore: Optional[int] = None) ->
     return made
 
 
-def lost_share(label: Array, made: Array, ignore: int) -> float:
-    """The share of the annotated voxels of a label `(X, Y, Z)`, at least one, whose middle is in a
-    voxel to be ignored of what `resample_label` has made of it."""
-    places = []  # along each axis, of the voxel of `made` that a voxel's middle is in
-    for count, size in zip(label.shape, made.shape):
-        places.append((2 * np.arange(count) + 1) * size // (2 * count))
-    is_annotated = label != ignore
-    is_lost = is_annotated & (made == ignore)[np.ix_(*places)]
-    return float(np.count_nonzero(is_lost) / np.count_nonzero(is_annotated))
-
-
 def to_source_grid(answers: Array, record: CaseRecord) -> Array:
     """Probabilities `(X, Y, Z, R)` on a case's grid in the store as float32 on the grid of its
     source, in axes R A S; as they are if both are the same."""

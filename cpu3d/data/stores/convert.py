@@ -14,7 +14,6 @@ from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union, cast
 import numpy as np
 
 from cpu3d.data.cases.case import load_case
-from cpu3d.data.cases.normalisation import refuse_hounsfield
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
@@ -34,7 +33,7 @@ from cpu3d.data.region import Array, bounding_box, crop, whole
 from cpu3d.errors import FULL, InputError, fault_of
 from cpu3d.util.atomic import atomic_write, remove_partials, write_json
 from cpu3d.util.child import KILLED, run_jobs
-from cpu3d.util.progress import bar, say
+from cpu3d.util.progress import bar
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
 from memory_estimator.common.schema import check, option
@@ -254,7 +253,6 @@ def convert_all(
     kept."""
     if not jobs:
         return case_list(()), {}
-    say(*refuse_hounsfield([job.files for job in jobs if job.before is None], dataset))
     problems: Problems = {}
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)

@@ -29,7 +29,7 @@ from cpu3d.data.cases.notes import (
     absent_regions,
     case_notes,
     note_lines,
-    odd_units,
+    unit_notes,
 )
 from cpu3d.data.cases.resample import (
     Keep,
@@ -393,9 +393,7 @@ def summary_lines(store: Store) -> List[str]:
     sums = _Sums()
     for record in manifest.cases:
         sums.add(record, manifest)
-    for case_id, notes in odd_units(
-        manifest.cases, manifest.channels, manifest.normalisations
-    ).items():
+    for case_id, notes in unit_notes(manifest.cases, manifest.channels).items():
         sums.notes.setdefault(case_id, []).extend(notes)
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
     exact = "exact"

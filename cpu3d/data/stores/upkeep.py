@@ -125,9 +125,12 @@ def run_append(options: Append) -> int:
             lines.append(f"  folds    all {len(after.folds)} {way}")
     added = case_list(after.cases).chosen(done.new)
     notes = {}
+    of_unit = unit_notes(after.cases, after.channels)
     for record in added:
-        of_unit = unit_notes(record, after.channels, after.normalisations)
-        notes[record.case_id] = [*case_notes(record, after.channels, after.ignore), *of_unit]
+        notes[record.case_id] = [
+            *case_notes(record, after.channels, after.ignore),
+            *of_unit.get(record.case_id, ()),
+        ]
     say(*lines, *note_lines(notes), stderr=False)
     say(*still_lost(folder, options.dataset, done.elsewhere))
     return 0

@@ -142,19 +142,9 @@ def test_numbers_of_another_count_than_the_channels_are_refused():
         case_from_json(record_line(make_record(around=(1.0, 2.0))))
 
 
-@pytest.mark.parametrize(
-    ("content", "is_taken"),
-    [
-        ({"kind": "zscore", "why": "by --normalise"}, True),  # of before there was a field for it
-        ({"kind": "zscore", "why": "as it was chosen", "is_chosen": True}, True),
-        ({"kind": "zscore", "why": "0 around 3% of the voxels"}, False),
-        ({"kind": "zscore-foreground", "why": "by --normalise", "is_chosen": True}, False),
-    ],
-)
-def test_scores_that_a_user_chose_are_known_whatever_words_tell_why(content, is_taken):
-    each = typed(content, Normalisation, "normalisation")
-    assert each.may_be_hounsfield is is_taken
-    assert typed(each.to_json(), Normalisation, "normalisation").may_be_hounsfield is is_taken
-    bare = Normalisation(each.kind)
+def test_the_hash_of_a_split_is_of_kinds_and_not_of_reasons():
+    each = Normalisation(Kind.ZSCORE, why="by --normalise", is_chosen=True)
     none = {"train": [], "val": [], "test": []}
-    assert split_hash(none, [], (), [each]) == split_hash(none, [], (), [bare])
+    hashes = {split_hash(none, [], (), [kind]) for kind in (each, Normalisation(Kind.ZSCORE))}
+    assert len(hashes) == 1
+    assert typed(each.to_json(), Normalisation, "normalisation").is_chosen

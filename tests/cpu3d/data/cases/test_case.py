@@ -1,5 +1,3 @@
-import dataclasses
-
 import nibabel
 import numpy as np
 import pytest
@@ -182,13 +180,6 @@ def test_a_label_with_and_an_image_without_orientation_are_refused_unless_their_
         files(tiny_image(), label=label, **same), channels=("a",), labels=LABELS
     ).record
     assert bool(case_notes(record, ("a",))) is (codes == (0, 0))
-
-
-@pytest.mark.parametrize(("spacing_mm", "said"), [(1000, True), (0.001, True), (100, False)])
-def test_a_record_of_a_store_that_knew_no_units_is_named(files, spacing_mm, said):
-    record = load_case(files(tiny_image()), channels=("a",)).record
-    record = dataclasses.replace(record, spacing_mm=(spacing_mm,) * 3)
-    assert [f"{spacing_mm:.4g} mm" in note for note in case_notes(record, ("a",))] == [True] * said
 
 
 def test_notes_of_many_cases_are_one_line_each_with_the_first_cases():
