@@ -93,8 +93,7 @@ class Learner:
         if config.micro_batches == 1:
             loss, dice = self._step(*next(micro_batches))
             return Outcome(np.array([float(loss)]), dice.numpy(), np.array([note()]))
-        for total in self._sums:
-            copy_into(total, tf.zeros(total.shape))
+        self._clear_sums()
         before = []
         if self._exchange.count > 1:
             before = [moving.numpy() for moving in self._moving]
@@ -124,6 +123,9 @@ class Learner:
             exchange_s = time.perf_counter() - begin
         if np.isfinite(losses).all():
             self._apply()
+        else:
+            for total in self._sums:
+                total.assign(tf.zeros(total.shape))
         return Outcome(losses, dice, notes, exchange_s)
 
     def logits(self, image: tf.Tensor) -> tf.Tensor:
@@ -228,6 +230,12 @@ class Learner:
 
     # --- Traced ---
 
+    def _clear_sums(self) -> None:
+        """Make the finite sums zeros where they are. `assign` would move them: each step would find
+        another layout of memory, and some would take more than others."""
+        for total in self._sums:
+            total.assign_add(-total)
+
     def _packed(
         self, losses: tf.Tensor, dice: tf.Tensor, notes: tf.Tensor, is_own: tf.Tensor
     ) -> tf.Tensor:
@@ -242,11 +250,16 @@ class Learner:
 
     def _take_vector(self, total: tf.Tensor) -> None:
         """Put the summed gradients and statistics in their places, those of `_packed`."""
-        begin = 0
-        for variable in (*self._sums, *self._moving):
-            end = begin + variable.shape.num_elements()
-            copy_into(variable, tf.reshape(total[begin:end], variable.shape))
-            begin = end
+        self._clear_sums()
+        variables = (*self._sums, *self._moving)
+        sizes = [variable.shape.num_elements() for variable in variables]
+        values = tf.split(total[: sum(sizes)], sizes)
+        for place, (variable, value) in enumerate(zip(variables, values)):
+            value = tf.reshape(value, variable.shape)
+            if place < len(self._sums):
+                variable.assign_add(value)
+            else:
+                variable.assign(value)
 
     def _train(self, image: tf.Tensor, target: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
         loss, dice, gradients = self._gradients(image, target)
@@ -288,13 +301,6 @@ class Learner:
         with tf.control_dependencies([tf.group(gradients)]):
             self.optimizer.apply_gradients(zip(gradients, self.model.trainable_variables))
         self._updates.assign_add(1)
-
-
-def copy_into(variable: tf.Variable, value: tf.Tensor) -> None:
-    """Overwrite a variable in its own memory. `assign` would move it to the value's: each step
-    would find another layout of memory, and some would take more than others."""
-    whole = {"begin": [0], "end": [0], "strides": [1], "begin_mask": 1, "end_mask": 1}
-    tf.raw_ops.ResourceStridedSliceAssign(ref=variable.handle, value=value, **whole)
 
 
 def fingerprint(weights: Sequence[tf.Variable]) -> tf.Tensor:
