@@ -26,7 +26,7 @@ def further_cases(folders: Sequence[Path], store: Store) -> Dict[str, Path]:
     for folder in folders:
         rule = f"--also {folder} must be the folder of a labelled case that is not in the store"
         try:
-            files, _ = viewed_files([folder.resolve()])
+            files = viewed_files([folder.resolve()])
         except InputError as error:
             problems.append(f"{rule}, got no case: {error.problems[0]}")
             continue

@@ -59,7 +59,7 @@ from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import label_content, ras_shape, ras_spacing_mm, ras_steps_mm, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
-from cpu3d.inference.cases import STORE, Case, check_exist, find_cases
+from cpu3d.inference.cases import STORE, Case, cases_to_predict, check_exist
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.joint import postprocessing_together
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
@@ -132,7 +132,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     check_folder(options.out, "--out")
     predictors = trained_predictors(together.runs, together.weights, inference)
     predictor = Ensemble(predictors)
-    cases, problems, notes = find_cases(options.image, predictor, options.codes, options.out)
+    cases, problems, notes = cases_to_predict(options.image, predictor, options.codes, options.out)
     cases, alike = _distinct(cases)
     problems += alike
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}

@@ -14,7 +14,6 @@ The page is one file of about 3 MB that every browser of 2023 or later opens wit
 three linked planes, the modalities, truth, prediction and error. It holds the content box,
 at most 255 grey values. Voxels of the label that are not annotated are hatched, and counted. """
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -26,17 +25,15 @@ from cpu3d.data.cases.case import label_codes
 from cpu3d.data.cases.normalisation import is_ct, looks_like_ct
 from cpu3d.data.cases.notes import note_lines
 from cpu3d.data.datasets.dataset import CaseFiles
-from cpu3d.data.datasets.dataset_json import describing
+from cpu3d.data.datasets.find import find_cases
 from cpu3d.data.datasets.layouts import (
     FOLDER_LAYOUTS,
     LabelCodes,
     channels_of,
     label_codes_of,
     labels_in_use,
-    modality_of,
 )
 from cpu3d.data.datasets.names import (
-    FileName,
     channel_key,
     is_ignored,
     name_of,
@@ -123,7 +120,7 @@ def read_case(
 
     Raises InputError for files that cannot be read, are on different grids, or are no label map but
     must be, and for a code to be ignored without a label."""
-    files, names = viewed_files(image)
+    files = viewed_files(image)
     if label is None:
         label = files.label
     if ignore is not None and label is None:
@@ -134,7 +131,7 @@ def read_case(
     answers = dict(zip(_distinct(predictions), predictions))
     images, maps, geometry = _read(files.images, labels)
     channels = []
-    for name, (path, volume) in zip(names, images.items()):
+    for name, (path, volume) in zip(files.names, images.items()):
         if volume.shape[3] == 1:
             channels.append(name)
         else:
@@ -160,73 +157,50 @@ def read_case(
     )
 
 
-def viewed_files(paths: Sequence[Path]) -> Tuple[CaseFiles, Tuple[str, ...]]:
-    """A case to look at and the names of its images: their modality, or else their file's name. The
-    label is the segmentation beside them, if there is one. Raises InputError for several cases or
-    none, and for images of one name."""
+def viewed_files(paths: Sequence[Path]) -> CaseFiles:
+    """A case to look at: its images, named by channel or else by file, and the segmentation beside
+    them, if there is one. Raises InputError for several cases or none, and for several
+    segmentations."""
     first = paths[0]
-    if len(paths) > 1 and any(path.is_dir() for path in paths):
-        todo = "give one folder or its files"
-        raise InputError(f"--image must be one case, got {listed(paths)}; {todo}")
-    images, labels = _images_and_labels(paths)
-    file_names = [read_name(path) for path in images]
-    names = [_channel_of(path, name) for path, name in zip(images, file_names)]
-    twice = {name: count for name, count in Counter(names).items() if count > 1}
-    raise_if_any(
-        f"--image must name one file of {name}, got {n}; give the files of one case"
-        for name, n in twice.items()
-    )
-    if len(labels) > 1:
-        todo = "give the files of one case"
-        raise InputError(f"--image must have one segmentation, got {len(labels)}; {todo}")
-    stems = {name.case for name in file_names}
-    if first.is_dir():
-        case_id = name_of(first)
-    elif all(name.channel for name in file_names) or len(stems) < len(images):
-        case_id = file_names[0].case
+    files = list(paths)
+    if first.is_dir() and len(paths) == 1:
+        files = volumes_in(first)
+    if files == [first]:
+        name = read_name(files[0])
+        case = CaseFiles(name.case or first.name, "", tuple(files), None)
+        unread = []
     else:
-        case_id = stem_of(images[0])
+        found = find_cases(files, ())
+        raise_if_any(found.problems)
+        if len(found.cases) != 1:
+            rule = f"--image {listed(paths)} must be one case, the folder or the files"
+            raise InputError(f"{rule}, found {len(found.cases) or 'none'}; correct the path")
+        case = found.cases[0]
+        unread = found.unread
+    if len(unread) > 1:
+        todo = "give the files of one case"
+        raise InputError(f"--image must have one segmentation, got {listed(unread)}; {todo}")
+    names = case.names
+    if len(names) != len(case.images):
+        names = tuple(read_name(path).channel or stem_of(path) for path in case.images)
     usual = list(FOLDER_LAYOUTS["brats2017"].suffixes.values())
 
-    def place(image: Tuple[str, FileName, Path]) -> Tuple[int, int]:
-        """Known channels in their usual order, then the others by number."""
-        name, file_name, _ = image
-        key = channel_key(name)
-        if key in usual:
-            return (usual.index(key), 0)
-        return (len(usual), file_name.number or 0)
+    def place(image: Tuple[str, Path]) -> int:
+        """Known channels in their usual order, then the others in theirs."""
+        key = channel_key(image[0])
+        return usual.index(key) if key in usual else len(usual)
 
-    in_order = sorted(zip(names, file_names, images), key=place)
-    files = tuple(path for _, _, path in in_order)
-    case = CaseFiles(case_id or first.name, case_id, files, labels[0] if labels else None)
-    return case, tuple(name for name, _, _ in in_order)
+    in_order = sorted(zip(names, case.images), key=place)
+    return CaseFiles(
+        name_of(first) if first.is_dir() else case.case_id,
+        case.case_id,
+        tuple(path for _, path in in_order),
+        unread[0] if unread else None,
+        tuple(name for name, _ in in_order),
+    )
 
 
 # --- Private helpers ---
-
-
-def _channel_of(path: Path, name: FileName) -> str:
-    """The name of a 3D file's channel: by its end, or its number and data set; else the file's."""
-    if name.channel:
-        return name.channel
-    about = describing(path) if name.number is not None else None
-    if about and len(about.channels) > max(name.number, 1):
-        return about.channels[name.number]
-    return stem_of(path)
-
-
-def _images_and_labels(paths: Sequence[Path]) -> Tuple[List[Path], List[Path]]:
-    """The images of a folder or of files, and the segmentations among them; one that is named alone
-    is an image. Raises InputError for a folder without images."""
-    first = paths[0]
-    files = volumes_in(first) if first.is_dir() else list(paths)
-    labels = [path for path in files if modality_of(path) == "seg"]
-    images = [path for path in files if path not in labels]
-    if not images and first.is_dir():
-        rule = f"--image {first} must hold .nii.gz or .nii files of images"
-        got = "a segmentation alone" if files else "none"
-        raise InputError(f"{rule}, found {got}; give the folder of a case, or a file")
-    return (images, labels) if images else (labels, [])
 
 
 class _Volumes(NamedTuple):

@@ -38,7 +38,7 @@ from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
-from cpu3d.inference.cases import check_exist, find_cases
+from cpu3d.inference.cases import cases_to_predict, check_exist
 from cpu3d.inference.export.check import check_case_fits, verify
 from cpu3d.inference.export.contract import FILES, contract, exported_config, usage
 from cpu3d.inference.postprocessing.decision import postprocessing_of
@@ -193,7 +193,7 @@ def _case_to_try(
     network's grid alone."""
     if options.case:
         check_exist("--case", options.case)
-        cases, problems, notes = find_cases(options.case, predictor)
+        cases, problems, notes = cases_to_predict(options.case, predictor)
         raise_if_any(problems)
         say(*notes)
         if len(cases) != 1:

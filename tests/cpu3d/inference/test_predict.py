@@ -14,7 +14,7 @@ from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
-from cpu3d.inference.cases import Case, codes_for, find_cases
+from cpu3d.inference.cases import Case, codes_for, cases_to_predict
 from cpu3d.inference.predict import Options
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
@@ -292,7 +292,7 @@ def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(
 def test_3d_files_are_one_case_or_one_each_for_a_single_channel(files, inputs, names, cases):
     paths = split_channels(files.images[0], *(f"{name}.nii.gz" for name in names.split()))
     of_run = FakePredictor(None, REGIONS, LABELS, channels=STORES, inputs=tuple(inputs.split()))
-    chosen, problems, _ = find_cases(paths, of_run)
+    chosen, problems, _ = cases_to_predict(paths, of_run)
     assert bool(problems) == (not cases)
     stems = {
         case.files.case_id: ",".join(path.name[:-7] for path in case.files.images)
@@ -763,7 +763,7 @@ def test_a_missing_channel_is_named_with_both_lists_before_anything_is_made(
     with pytest.raises(InputError) as refused:
         call("--image", folder, "--out", tmp_path / "out")
     (problem,) = refused.value.problems
-    assert f"needs {', '.join(CHANNELS)}" in problem
-    assert f"has {CHANNELS[0]};" in problem
+    assert f"must have {', '.join(CHANNELS)}" in problem
+    assert f"got {CHANNELS[0]};" in problem
     assert not (tmp_path / "out").exists()
     assert "predict" not in capsys.readouterr().err

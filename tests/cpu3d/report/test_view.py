@@ -260,7 +260,7 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(case, tmp_path, capsys):
     for words, problem in (
         (("--image", tmp_path / "gone"), "must exist"),
         (("--image", tmp_path / "none"), "found none"),
-        (("--image", truth.parent), "found a segmentation alone"),
+        (("--image", truth.parent), "a segmentation alone"),
         (("--image", tmp_path / "text.nii.gz"), "must be a NIfTI file"),
         (("--image", series), "at most 16 channels, got 40"),
         (("--image", case, "--label", other), "must have the grid of"),
