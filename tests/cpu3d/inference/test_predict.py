@@ -14,7 +14,7 @@ from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.errors import DoesNotFitError, InputError
 from cpu3d.inference import predict
-from cpu3d.inference.cases import Case, codes_for, cases_to_predict
+from cpu3d.inference.cases import Case, cases_to_predict, codes_for
 from cpu3d.inference.predict import Options
 from cpu3d.run.config_json import load_config, save_config
 from tests.cpu3d.conftest import CHANNELS, LABELS, LPS_2MM, REGIONS, FakePredictor, write_case
