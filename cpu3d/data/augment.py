@@ -199,6 +199,12 @@ def draw(
     low_resolution = 1 - np.abs(within(config.low_resolution))
     words = random_words(seed, position, _NOISE_KEY)
     shift = np.where(levels.has_background, levels.shift * gain + offset, 0)
+    beyond: Dict[str, Array] = {}  # of channels without a background of 0
+    if levels.window is not None:
+        outside = np.where(levels.has_background, 0, levels.outside * gain + offset)
+        background = np.where(levels.has_background, 0, np.nan)
+        beyond = {"outside": outside, "background": background}
+        beyond.update(window=levels.window, limits=levels.limits)
     return AugmentParams(
         scale=(levels.scale * gain).astype(np.float32),
         shift=shift.astype(np.float32),
@@ -211,7 +217,7 @@ def draw(
         contrast=contrast if draws.happens("contrast") else None,
         gamma=gamma if draws.happens("gamma") else None,
         negative=next(units) < NEGATIVE_PROBABILITY,
-        **_beyond_shift(levels, gain, offset),
+        **{name: value.astype(np.float32) for name, value in beyond.items()},
     )
 
 
@@ -240,20 +246,6 @@ class _Draws:
         if not self.happens(name) or not among.any():
             return None
         return np.where(among, values, otherwise).astype(np.float32)
-
-
-def _beyond_shift(levels: Levels, gain: Array, offset: Array) -> Dict[str, Array]:
-    """The fields of `AugmentParams` of channels without a background of 0; none without such."""
-    if levels.all_have_background:
-        return {}
-    outside = np.where(levels.has_background, 0, levels.outside * gain + offset)
-    fields = {
-        "window": np.stack([levels.low, levels.high, levels.origin], -1),
-        "outside": outside,
-        "background": np.where(levels.has_background, 0, np.nan),
-        "limits": np.stack([levels.lowest, levels.highest], -1),
-    }
-    return {name: value.astype(np.float32) for name, value in fields.items()}
 
 
 def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:

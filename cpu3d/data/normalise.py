@@ -143,73 +143,58 @@ class HasStatistics(Protocol):
 class Levels:
     """The numbers by which a case's stored values are normalised, each (C,) float64."""
 
-    low: Array  # of what is read, in stored values; -inf without a window
-    high: Array
-    origin: Array  # which is taken from it, and becomes 0
+    window: Optional[Array]
+    """(C, 3): what is read, from low to high, less the origin. None, and the two below unused, if
+    all channels have a background of 0."""
+    outside: Array  # is added everywhere, and so around the volume
+    limits: Array  # (C, 2): lowest and highest of normalised values, whatever changes them
     scale: Array
     shift: Array  # where the result is not 0
-    outside: Array  # everywhere, and so around the volume
-    lowest: Array  # of normalised values, whatever changes them
-    highest: Array
     has_background: Array  # bool: whether 0 is background
-
-    @property
-    def all_have_background(self) -> bool:
-        """Whether nothing but scale and shift is needed."""
-        return bool(self.has_background.all())
 
 
 def levels_of(statistics: Sequence[Statistics], normalisation: Sequence[Normalisation]) -> Levels:
     """The levels of a case's channels, all over the foreground if `normalisation` is empty."""
-    rows = []
-    for own, each in zip(statistics, of_all(normalisation, len(statistics))):
-        rows.append(_LEVELS[each.kind](own, each))
-    columns = (np.array(column) for column in zip(*rows))
-    return Levels(*columns)
+    kinds = of_all(normalisation, len(statistics))
+    columns: Any = map(np.array, zip(*map(_level, statistics, kinds)))
+    window, outside, limits, scale, shift = columns
+    has_background = np.array([each.has_background for each in kinds])
+    if has_background.all():
+        window = None
+    return Levels(window, outside, limits, scale, shift, has_background)
 
 
-_NO_LIMITS = (-math.inf, math.inf)
-_Row = Tuple[float, float, float, float, float, float, float, float, bool]
+def _level(own: Statistics, each: Normalisation) -> Tuple[Any, float, Any, float, float]:
+    """The window, outside, limits, scale and shift of a channel."""
+    endless = (-math.inf, math.inf)
+    if each.kind is Kind.FOREGROUND:
+        scale = 1 / own.std
+        return (*endless, 0.0), 0.0, endless, scale, -own.mean * scale
+    if each.kind is Kind.CT:
+        if each.low is None or each.high is None or each.mean is None or each.std is None:
+            raise ValueError("ct must have its window, got none")
+        low, high = ((value - own.offset) / own.step for value in (each.low, each.high))
+        limits = ((each.low - each.mean) / each.std, (each.high - each.mean) / each.std)
+        return (low, high, low), limits[0], limits, own.step / each.std, 0.0
+    if each.kind is Kind.NONE:
+        scale = own.step
+        outside = own.around * own.step + own.offset
+    elif each.kind is Kind.RESCALE:
+        scale = 1 / (own.high - own.low)
+        outside = (own.around - own.low) * scale
+    else:
+        scale = 1 / own.std
+        outside = (own.around - own.mean) / own.std
+    return (*endless, own.around), outside, endless, scale, 0.0
 
 
-def _over_foreground(own: Statistics, _: Normalisation) -> _Row:
-    scale = 1 / own.std
-    return (*_NO_LIMITS, 0.0, scale, -own.mean * scale, 0.0, *_NO_LIMITS, True)
-
-
-def _over_all(own: Statistics, _: Normalisation) -> _Row:
-    outside = (own.around - own.mean) / own.std
-    return (*_NO_LIMITS, own.around, 1 / own.std, 0.0, outside, *_NO_LIMITS, False)
-
-
-def _as_ct(own: Statistics, of: Normalisation) -> _Row:
-    if of.low is None or of.high is None or of.mean is None or of.std is None:
-        raise ValueError("ct must have its window, got none")
-    low = (of.low - own.offset) / own.step
-    high = (of.high - own.offset) / own.step
-    lowest = (of.low - of.mean) / of.std
-    highest = (of.high - of.mean) / of.std
-    return (low, high, low, own.step / of.std, 0.0, lowest, lowest, highest, False)
-
-
-def _as_it_is(own: Statistics, _: Normalisation) -> _Row:
-    outside = own.around * own.step + own.offset
-    return (*_NO_LIMITS, own.around, own.step, 0.0, outside, *_NO_LIMITS, False)
-
-
-def _as_share(own: Statistics, _: Normalisation) -> _Row:
-    scale = 1 / (own.high - own.low)
-    outside = (own.around - own.low) * scale
-    return (*_NO_LIMITS, own.around, scale, 0.0, outside, *_NO_LIMITS, False)
-
-
-_LEVELS = {
-    Kind.FOREGROUND: _over_foreground,
-    Kind.ZSCORE: _over_all,
-    Kind.CT: _as_ct,
-    Kind.NONE: _as_it_is,
-    Kind.RESCALE: _as_share,
-}
+def scaled(stored: Array, scale: Array, shift: Array, window: Optional[Array]) -> Array:
+    """Stored values (..., C) float32, read within their `window`, times `scale` plus `shift`; 0
+    stays 0."""
+    if window is not None:
+        low, high, origin = window.T
+        stored = np.clip(stored, low, high) - origin
+    return np.where(stored == 0, np.float32(0), stored * scale + shift)
 
 
 def in_units(image: Array, units: Sequence[Tuple[float, float]]) -> Array:
@@ -231,15 +216,16 @@ def normalise(
     levels = levels_of(record.statistics, normalisation)
     shape = xyz(image.shape[:3])
     stored = image[region.slices(shape)].astype(np.float32)
-    if not levels.all_have_background:
-        np.clip(stored, np.float32(levels.low), np.float32(levels.high), out=stored)
-        stored -= np.float32(levels.origin)
-    values = stored * np.float32(levels.scale) + np.float32(levels.shift)
-    values = np.where(stored == 0, np.float32(0), values)
+    window = None
+    if levels.window is not None:
+        window = levels.window.astype(np.float32)
+    scale = levels.scale.astype(np.float32)
+    values = scaled(stored, scale, levels.shift.astype(np.float32), window)
     padding = region.padding(shape)
     if any(map(any, padding)):
         values = np.pad(values, [*padding, (0, 0)])
-    if levels.all_have_background:
+    if window is None:
         return values
-    values += np.float32(levels.outside)
-    return np.clip(values, np.float32(levels.lowest), np.float32(levels.highest), out=values)
+    values += levels.outside.astype(np.float32)
+    lowest, highest = levels.limits.astype(np.float32).T
+    return np.clip(values, lowest, highest, out=values)

@@ -146,7 +146,8 @@ def in_window(
         start = list(record.shape)
         stop = [0, 0, 0]
     levels = levels_of(record.statistics, normalisation)
-    for low, planes in zip(levels.low, record.peaks):
+    lows = () if levels.window is None else levels.window[:, 0]
+    for low, planes in zip(lows, record.peaks):
         for axis, largest in enumerate(planes):
             above = np.flatnonzero(np.array(largest) > low)
             if above.size:

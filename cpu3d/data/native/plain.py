@@ -7,6 +7,7 @@ import numpy as np
 
 from cpu3d.data.augment import AugmentParams, smoothing
 from cpu3d.data.native.spec import ImageAndTarget, SampleSpec, Stored
+from cpu3d.data.normalise import scaled
 from cpu3d.data.region import Array, Region, Shape3, crop, xyz
 from cpu3d.data.resolution import TIE
 from models.native.shared import IGNORED
@@ -14,11 +15,8 @@ from models.native.shared import IGNORED
 
 def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> ImageAndTarget:
     """As `samples.make_sample`, of the numbers of the picked channels."""
-    value = stored.image[..., list(spec.channels)].astype(np.float32)
-    if drawn.window is not None:
-        low, high, origin = drawn.window.T
-        value = np.clip(value, low, high) - origin
-    image = np.where(value == 0, np.float32(0), value * drawn.scale + drawn.shift)
+    picked = stored.image[..., list(spec.channels)].astype(np.float32)
+    image = scaled(picked, drawn.scale, drawn.shift, drawn.window)
     target = spec.table[stored.label].astype(np.float32)
     start = stored.start
     if spec.shrinking is not None:
