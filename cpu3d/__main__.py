@@ -51,12 +51,12 @@ COMMANDS = {
     ),
     "report": ("cpu3d.report.report", "write one report.html of a run"),
     "compare": (
-        "cpu3d.compare.command",
+        "cpu3d.experiments.compare",
         "train whole-volume and patch runs under one budget and compare them",
     ),
     "bench": (
         "cpu3d.bench",
-        "measure time and memory of a training step, and how fast settings learn",
+        "measure time and memory of a training step",
     ),
     "calibrate": (
         "cpu3d.bench.calibrate",
@@ -121,7 +121,7 @@ def _train(command: Any, options: Any, settings: Dict[str, Any]) -> int:
     """Train all folds, or one run and then decide its post-processing: both are in rooms above that
     of training, which cannot call them."""
     if options.folds is not None:
-        return importlib.import_module("cpu3d.folds").run(options, settings)
+        return importlib.import_module("cpu3d.experiments.folds").run(options, settings)
     decision = importlib.import_module("cpu3d.inference.postprocessing.decision")
     return command.run(options, settings, then=decision.decide_after_training)
 

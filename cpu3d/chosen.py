@@ -12,12 +12,12 @@ import functools
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Tuple, TypeVar
+from typing import Any, Dict, List, Mapping, Optional, Tuple, TypeVar
 
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.errors import InputError
 from cpu3d.settings import Settings
-from memory_estimator.common.schema import option
+from memory_estimator.common.schema import option, to_command_line
 from memory_estimator.job import AUTO, DEFAULT_RECIPE, RECIPES, Architecture
 from models.config import DTYPES, POLICIES
 
@@ -124,6 +124,17 @@ def located(chosen: Chosen) -> Dict[str, Any]:
 def still_open(chosen: Chosen, values: Chosen) -> Dict[str, Any]:
     """Those of `values` that the chosen settings leave to the plan."""
     return {name: value for name, value in values.items() if chosen.get(name, AUTO) == AUTO}
+
+
+def as_options(chosen: Chosen) -> List[str]:
+    """The command line of these settings, the recipe first."""
+    recipe = {name: value for name, value in chosen.items() if name == "recipe"}
+    others = {name: value for name, value in chosen.items() if name != "recipe"}
+    words = []
+    for some in (recipe, others):
+        for cls in SETTINGS:
+            words += to_command_line(cls, some)
+    return words
 
 
 def recipe_settings(chosen: Chosen) -> Settings:

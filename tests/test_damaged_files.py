@@ -27,11 +27,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d import processes
 from cpu3d.__main__ import main
 from cpu3d.data.nifti import read_volume, write_volume
 from cpu3d.data.store import open_store, sealed
 from cpu3d.errors import InputError
+from cpu3d.experiments import runner
 from memory_estimator import calibration
 from memory_estimator.__main__ import main as estimate
 
@@ -338,7 +338,7 @@ def root(tmp_path_factory):
     root.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr(processes, "call", no_process)
+        patch.setattr(runner, "call", no_process)
         make_all()
     shutil.copytree(root, root.with_name("whole"))
     return root
@@ -413,7 +413,7 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
     shutil.rmtree(root)
     shutil.copytree(root.with_name("whole"), root)
     monkeypatch.chdir(root)
-    monkeypatch.setattr(processes, "call", no_process)
+    monkeypatch.setattr(runner, "call", no_process)
     rng = random.Random(f"{SEED} {name} {number}")
     _, files, commands = TARGETS[name]
     path = rng.choice(sorted(path for path in root.glob(rng.choice(files)) if path.is_file()))

@@ -48,7 +48,10 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
         ".".join(path.parts) for path in estimator if path.stem not in ("__init__", "__main__")
     ]
     names += [module for module, _ in COMMANDS.values()]
-    names += ["cpu3d.folds", "cpu3d.inference.postprocessing.decision"]  # which `train` takes too
+    names += [
+        "cpu3d.experiments.folds",
+        "cpu3d.inference.postprocessing.decision",
+    ]  # which `train` takes too
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *names],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -127,12 +130,10 @@ ORDER = (
         {"plan_text"},
         {"checks"},
         {"distributed"},
-        {"processes"},
         {"training"},
         {"inference"},
         {"report"},
-        {"folds"},
-        {"compare"},
+        {"experiments"},
     ),
     *({"bench"}, {"__main__", "demo"}),
 )

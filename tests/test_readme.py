@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cpu3d.__main__ import COMMANDS, parse
-from cpu3d.compare.variants import parse_variant
+from cpu3d.experiments.variants import parse_variant
 from memory_estimator import __main__ as estimator
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,10 +13,6 @@ from typing import Dict
 
 KINDS = {
     "kernels": ("kernels", "time own operations (convolutions) beside the engine's"),
-    "learning": (
-        "learning",
-        "measure how fast settings learn: Dice of untouched cases over training cost",
-    ),
     "step": (
         "step_costs",
         "measure time and memory of the training step, under one policy or all, beside the "

@@ -17,8 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.inference.postprocessing.decision import Decision, postprocessing_of, read_decision
-from cpu3d.inference.postprocessing.rules import PostProcessing
+from cpu3d.inference.postprocessing.decision import postprocessing_of, read_decision
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
@@ -29,26 +28,24 @@ from cpu3d.inference.scores_file import (
     scores_table,
     warning,
 )
-from cpu3d.pages.page import flat, page_file, percent
-from cpu3d.report import pictures
-from cpu3d.report.facts import described, host_rows
+from cpu3d.pages.page import page_file, percent
 from cpu3d.report.folds import write_folds_report
+from cpu3d.report.pictures import score_pictures
+from cpu3d.report.runs import Page, RunFiles, read_run
 from cpu3d.report.sections import (
+    CHANGED_LABELS,
     Element,
     Folded,
-    Section,
     best_and_worst,
     cases_table,
-    write_page,
+    changed_by_rules,
 )
-from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import read_folds
-from cpu3d.run.log import iter_events
-from cpu3d.run.summary import Costs, Events, History, median, numbers
+from cpu3d.run.summary import Costs, median, numbers
 from cpu3d.run.transfer import freeze_words, init_rows, seen_words
-from cpu3d.settings import InitRecord, RunConfig
+from cpu3d.settings import RunConfig
 from cpu3d.util.progress import say
-from cpu3d.util.records import count, listed
+from cpu3d.util.records import count
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bold, Table
 from memory_estimator.common.units import by, format_bytes, format_seconds
@@ -66,25 +63,6 @@ class Options:
 
 OPTIONS = (Options,)
 
-SHOWN = ("lesion_dice", "false_positives", "dice")  # METRICS that post-processing is shown with
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """The content of a run folder."""
-
-    folder: Path
-    settings: RunConfig
-    config: Dict[str, Any]  # the same, as JSON
-    init: Optional[InitRecord]  # the weights that it has started from
-    history: History  # of log.jsonl
-    scores: Optional[Dict[str, Any]]
-    """Of the present weights, on the test cases, else on "val", else on "train"."""
-    other_scores: Optional[Path]  # scores of other weights, which are not shown
-    store: Optional[Store]  # with the run's fold; None if it was moved or deleted
-    postprocessing: PostProcessing  # of the answers of its best weights
-    decision: Optional[Decision]  # the scores behind it; None if nothing was decided
-
 
 def run(options: Options) -> int:
     say(f"written: {write_report(options.run, options.out)}", stderr=False)
@@ -99,137 +77,92 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
     else is missing."""
     if read_folds(run_dir):
         return write_folds_report(run_dir, out)
-    files = gather(run_dir.resolve())
+    run = read_run(run_dir.resolve())
+    scores, note = _scores(run.folder)
+    store = _store(scores, run.config)
     if out is None:
         out = run_dir / "report.html"
     page_file(out)
+    record = run.config.init_record
     alerts = []
-    if files.scores and not files.scores["untouched"]:
-        alerts.append(warning(files.scores["split"]))
-    if files.init and files.init.seen:
-        alerts.append(f"Held-out cases are NOT untouched: {seen_words(files.init)}.")
-    title = f"Report of {files.folder.name}"
-    command = "./run.sh report"
-    alert = " ".join(alerts)
-    write_page(out, title, command, page_sections(files), notes=_missing(files), alert=alert)
-    return out
-
-
-def gather(run_dir: Path) -> RunFiles:
-    """Read a run folder.
-
-    Raises InputError for a folder that is no run, and for a config.json, postprocessing.json or
-    scores.json that is damaged or of another version."""
-    config = load_config(run_dir)
-    scores = None
-    other = None
-    for split in (UNTOUCHED, "val", "train"):
-        path = scores_path(run_dir, split)
-        if path.is_file() and scores is None:
-            found = read_scores(path)
-            if are_of_weights(found, [run_dir]):
-                scores = found
-            else:
-                other = path
-    store = None
-    for folder in (scores["store"] if scores else None, config.store):
-        if folder and store is None:
-            with contextlib.suppress(InputError):  # moved or deleted since: the page says so
-                store = with_fold(open_store(folder), config.fold)
-    return RunFiles(
-        folder=run_dir,
-        settings=config,
-        config=config.to_json(),
-        init=config.init_record,
-        history=History(iter_events(run_dir)),
-        scores=scores,
-        other_scores=other,
-        store=store,
-        postprocessing=postprocessing_of(run_dir, config),
-        decision=read_decision(run_dir, config),
+    if scores and not scores["untouched"]:
+        alerts.append(warning(scores["split"]))
+    if record and record.seen:
+        alerts.append(f"Held-out cases are NOT untouched: {seen_words(record)}.")
+    first_weights: List[Element] = []
+    if record:
+        rows = [*init_rows(record), ("frozen", freeze_words(run.config))]
+        first_weights.append(Table(("", ""), rows, names=2))
+    cases: List[Element] = []
+    if scores and store:
+        folder = scores_path(run.folder, scores["split"]).parent / PREDICTIONS
+        cases.append(best_and_worst(store, scores, "prediction", folder))
+    split = store.manifest.split if store else {}
+    ids = [(name, ", ".join(own) or "none") for name, own in split.items()]
+    page = Page(
+        title=f"Report of {run.folder.name}",
+        command="./run.sh report",
+        runs={"": run},
+        about=_about(run, scores, store),
+        first_weights=first_weights,
+        scores=_scores_section(scores) if scores else (),
+        postprocessing=[_postprocessing(run)],
+        cases=cases,
+        costs=[_costs(run, scores)],
+        splits=[Folded("Cases of each split", Table(("", ""), ids, names=2))],
+        notes=[*filter(None, [note]), *_missing(run, scores, store)],
+        alert=" ".join(alerts),
     )
-
-
-def page_sections(files: RunFiles) -> List[Section]:
-    """All that the page shows, in order. An element is added here."""
-    scores = files.scores
-    config = files.config
-    starts = files.history.starts
-    decided = _decision_table(files)
-    if decided is None:
-        decided = f"Post-processing is {files.postprocessing.words}."
-    hosts: List[Element] = []
-    for start in starts:
-        title = f"Started at step {start['step']}, {start.get('time', '')}"
-        hosts.append(Table(("", ""), host_rows(start), title=title, names=2))
-        groups = [name for name in ("host", "versions", "threads") if start.get(name)]
-        about = flat({name: start[name] for name in groups})
-        hosts.append(Folded("Versions and switches", Table(("", ""), about, names=2)))
-    split = files.store.manifest.split if files.store else {}
-    ids = [(name, ", ".join(cases) or "none") for name, cases in split.items()]
-    settings = [
-        Folded(
-            "All settings, as config.json has them", Table(("", ""), sorted(flat(config)), names=2)
-        ),
-        Folded("Cases of each split", Table(("", ""), ids, names=2)),
-    ]
-    return [
-        ("The run", [Table(("", ""), _facts(files, starts), names=2)]),
-        ("First weights", [_first_weights(files)] if files.init else []),
-        ("Scores", _scores_section(files) if scores else []),
-        ("Post-processing", [decided]),
-        ("Cases", [_cases(files)] if scores and files.store else []),
-        ("Training", [pictures.curves(files.history, config["coarse_steps"])]),
-        ("Memory and time", [_costs(files, starts)]),
-        ("Host and software", hosts),
-        ("Settings", settings),
-    ]
+    page.write(out)
+    return out
 
 
 # --- Private helpers ---
 
 
-def _facts(files: RunFiles, starts: Events) -> List[Tuple[str, str]]:
-    """Name and value of the settings and facts that distinguish this run."""
-    history = files.history
-    last = starts[-1] if starts else {}
+def _scores(run: Path) -> Tuple[Optional[Dict[str, Any]], str]:
+    """The scores of the present weights on the test cases, else on "val", else on "train"; and a
+    note on what is missing."""
+    note = f"No scores yet: run `evaluate --run {run}` and then `report` again."
+    for split in (UNTOUCHED, "val", "train"):
+        path = scores_path(run, split)
+        if path.is_file():
+            scores = read_scores(path)
+            if are_of_weights(scores, [run]):
+                return scores, ""
+            todo = f"run `evaluate --run {run}` and then `report` again"
+            note = f"The scores in {path} are of other weights than the run's: {todo}."
+    return None, note
+
+
+def _store(scores: Optional[Mapping[str, Any]], config: RunConfig) -> Optional[Store]:
+    """The store, with the run's fold; None if it was moved or deleted since."""
+    for folder in (scores["store"] if scores else "", config.store):
+        if folder:
+            with contextlib.suppress(InputError):
+                return with_fold(open_store(folder), config.fold)
+    return None
+
+
+def _about(
+    run: RunFiles, scores: Optional[Mapping[str, Any]], store: Optional[Store]
+) -> List[Tuple[str, str]]:
+    """Name and value of what the run was, beside its settings."""
     data = "-"
-    if files.store:
-        manifest = files.store.manifest
+    if store:
+        manifest = store.manifest
         data = f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases"
         if manifest.ignore is not None:
             name = manifest.labels[manifest.ignore]
             data += f"; voxels of label {manifest.ignore} {name} count nowhere"
-    facts = [
-        ("folder", str(files.folder)),
-        ("data", data),
-        ("steps done", f"{history.last_step:,}"),
-        ("ended", _ended(history)),
-    ]
-    facts += described(files.settings, last)
-    if files.settings.fold:
-        facts.append(("fold", f"{files.settings.fold}, which it holds out"))
-    if files.scores:
-        facts.append(("inference", _inference(files.scores)))
-        applied = dict.fromkeys(case["postprocessing"] for case in files.scores["cases"])
-        facts.append(("post-processing of the scores", "; ".join(applied)))
-    return facts
-
-
-def _first_weights(files: RunFiles) -> Table:
-    """What the run has taken from other weights, and what of it stays."""
-    rows = init_rows(files.init)
-    rows.append(("frozen", freeze_words(files.settings)))
-    return Table(("", ""), rows, names=2)
-
-
-def _ended(history: History) -> str:
-    """How and when the last attempt ended."""
-    if history.last.get("event") == "diverged":
-        return f"diverged after step {history.last['step']}: {history.last['reason']}"
-    if history.end:
-        return f"{history.end['reason']} after step {history.end['step']}"
-    return "not yet"
+    rows = [("folder", str(run.folder)), ("data", data), ("training", run.state)]
+    if run.config.fold:
+        rows.append(("fold", f"{run.config.fold}, which it holds out"))
+    if scores:
+        rows.append(("inference", _inference(scores)))
+        applied = dict.fromkeys(case["postprocessing"] for case in scores["cases"])
+        rows.append(("post-processing of the scores", "; ".join(applied)))
+    return rows
 
 
 def _inference(scores: Mapping[str, Any]) -> str:
@@ -253,85 +186,53 @@ def _inference(scores: Mapping[str, Any]) -> str:
     return "; ".join(ways)
 
 
-def _missing(files: RunFiles) -> List[str]:
+def _missing(
+    run: RunFiles, scores: Optional[Mapping[str, Any]], store: Optional[Store]
+) -> List[str]:
     """Notes on what is missing and how to make it, one sentence each."""
     notes = []
-    if files.scores is None and files.other_scores:
-        notes.append(
-            f"The scores in {files.other_scores} are of other weights than the run's: "
-            f"run `evaluate --run {files.folder}` and then `report` again."
-        )
-    elif files.scores is None:
-        notes.append(f"No scores yet: run `evaluate --run {files.folder}` and then `report` again.")
-    if not files.history.last_step:
+    if not run.history.last_step:
         notes.append("No training step is in log.jsonl yet, so there are no curves.")
-    if files.store is None:
-        notes.append(f"The store {files.config['store']} cannot be read, so no cases are shown.")
-    if files.scores and files.scores["split_hash"] != files.config["split_hash"]:
-        notes.append(
-            f"The scores are of another split, {files.scores['split_hash']}: run `evaluate` again."
-        )
+    if store is None:
+        notes.append(f"The store {run.config.store} cannot be read, so no cases are shown.")
+    if scores and scores["split_hash"] != run.config.split_hash:
+        hint = "run `evaluate` again"
+        notes.append(f"The scores are of another split, {scores['split_hash']}: {hint}.")
     return notes
 
 
-def _scores_section(files: RunFiles) -> List[Element]:
-    scores = files.scores
+def _scores_section(scores: Mapping[str, Any]) -> List[Element]:
     sentences = [f"Weights \u201c{scores['weights']}\u201d, on the full original grid."]
     for metric in METRICS.values():
         sentences.append(" ".join(f"{metric.label}: {metric.of.__doc__}".split()))
     sentences.append("Empty masks score as in BraTS.")
     every_case = Folded("Every case", cases_table(scores))
-    return [
-        scores_table(scores),
-        " ".join(sentences),
-        pictures.score_pictures(scores),
-        every_case,
-    ]
+    pictures = score_pictures(scores)
+    return [scores_table(scores), " ".join(sentences), pictures, every_case]
 
 
-def _cases(files: RunFiles) -> Mapping[str, Any]:
-    """The best, median and worst case by mean Dice."""
-    scores = files.scores
-    folder = scores_path(files.folder, scores["split"]).parent / PREDICTIONS
-    return best_and_worst(files.store, scores, "prediction", folder)
-
-
-def _decision_table(files: RunFiles) -> Optional[Table]:
-    """What is removed of each region, and the scores of validation cases before and after; None if
-    nothing is."""
-    decision = files.decision
-    if files.postprocessing.off or decision is None:
-        return None
+def _postprocessing(run: RunFiles) -> Element:
+    """What is removed of each region, and the scores of validation cases before and after; in words
+    if nothing is."""
+    chosen = postprocessing_of(run.folder, run.config)
+    decision = read_decision(run.folder, run.config)
+    if chosen.off or decision is None:
+        return f"Post-processing is {chosen.words}."
     rows = []
     for name in decision.before:
-        rules = decision.chosen.rules.get(name)
-        values = []
-        for key in SHOWN:
-            before = getattr(decision.before[name], key)
-            after = getattr(decision.after[name], key)
-            digits = METRICS[key].digits
-            values.append(f"{before:.{digits}f} \u2192 {after:.{digits}f}")
-        if rules:
-            removed = f"below {listed(rules)}"
-        else:
-            removed = decision.chosen.without.get(name, "none")
-        rows.append((name, removed, *values, str(decision.cases_with[name])))
+        cells = changed_by_rules(chosen, name, [decision.before[name]], [decision.after[name]])
+        rows.append((name, *cells, str(decision.cases_with[name])))
     caption = f"Means over {count(decision.cases, 'validation case')}, before \u2192 after"
-    if decision.chosen.nested:
+    if chosen.nested:
         caption += "; each region is cut to the larger regions"
-    return Table(
-        ("region", "parts removed", *(METRICS[key].label for key in SHOWN), "cases with it"),
-        rows,
-        caption=f"{caption}.",
-        names=2,
-    )
+    columns = ("region", "parts removed", *CHANGED_LABELS, "cases with it")
+    return Table(columns, rows, caption=f"{caption}.", names=2)
 
 
-def _costs(files: RunFiles, starts: Events) -> Table:
+def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
     """Memory and time, measured and predicted."""
-    coarse_steps = files.config["coarse_steps"]
-    costs = files.history.costs(coarse_steps)
-    rows = _predicted_rows(files, starts, costs)
+    costs = run.history.costs(run.config.coarse_steps)
+    rows = _predicted_rows(run, costs)
     beside_s = costs.validation_s + costs.checkpoint_s
     all_s = costs.steps_s + beside_s
     wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
@@ -342,8 +243,8 @@ def _costs(files: RunFiles, starts: Events) -> Table:
         ("validation and checkpoints", percent(beside_share), "of the whole time"),
         ("whole training", format_seconds(whole_s), "wall clock, all attempts"),
     ]
-    if files.scores:
-        cases = files.scores["cases"]
+    if scores:
+        cases = scores["cases"]
         measured.append(("prediction", *_predicted_volume(numbers(cases, "predict_s"))))
         scoring_s = format_seconds(median(numbers(cases, "score_s")))
         measured.append(("scoring", scoring_s, "a volume on its full grid, median"))
@@ -364,26 +265,21 @@ def _predicted_volume(seconds: Sequence[float]) -> Tuple[str, str]:
     return usual, "a volume on its full grid, median without the first"
 
 
-def _predicted_rows(files: RunFiles, starts: Events, costs: Costs) -> List[Tuple[str, ...]]:
+def _predicted_rows(run: RunFiles, costs: Costs) -> List[Tuple[str, ...]]:
     """Name, measured value, what kind of value, the largest prediction of all attempts, by how much
     that is off. Time is predicted of a step alone, so waiting for data is not in it."""
-    coarse_steps = files.config["coarse_steps"]
-    device = files.config["device"]
-    coarse_s = files.history.median_step_s(coarse_steps, coarse=True, waiting=False)
-    full_s = files.history.median_step_s(coarse_steps, waiting=False)
+    coarse_steps = run.config.coarse_steps
+    device = run.config.device
+    coarse_s = run.history.median_step_s(coarse_steps, coarse=True, waiting=False)
+    full_s = run.history.median_step_s(coarse_steps, waiting=False)
+    scratch = "with cuDNN's workspaces, without CUDA's context"
     if device == "cpu":
         scratch = "without own operations' scratch"
-    else:
-        scratch = "with cuDNN's workspaces, without CUDA's context"
     of_step = "median, without waiting"
     predictions = []
-    for start in starts:
+    for start in run.history.starts:
         predicted = dict(start.get("predicted", {}))
-        for name in ("allocator_peak_bytes", "process_peak_bytes"):
-            # of an earlier version that of a step alone
-            predicted.setdefault(f"run_{name}", predicted.get(name))
-        if "coarse" in predicted:
-            predicted["coarse_step_s"] = predicted["coarse"].get("step_s")
+        predicted["coarse_step_s"] = predicted.get("coarse", {}).get("step_s")
         predictions.append(predicted)
     peak = costs.peak_rss_bytes
     on_device = costs.allocator_peak_bytes

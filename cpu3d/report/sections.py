@@ -12,12 +12,15 @@ from cpu3d.data.nifti import ras_shape, read_volume, to_ras
 from cpu3d.data.normalise import in_units
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError
+from cpu3d.inference.postprocessing.evidence import Means
+from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import ranked
 from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report.pictures import Figures
 from cpu3d.util.atomic import atomic_write
+from cpu3d.util.records import listed
 from memory_estimator.common.table import Table
 
 
@@ -138,6 +141,24 @@ def cases_table(scores: Mapping[str, Any]) -> Table:
         "* truth, prediction or both are empty.",
         names=2,
     )
+
+
+CHANGED = ("lesion_dice", "false_positives", "dice")  # the METRICS that evidence gives
+CHANGED_LABELS = tuple(METRICS[name].label for name in CHANGED)
+
+
+def changed_by_rules(
+    chosen: PostProcessing, region: str, before: Sequence[Means], after: Sequence[Means]
+) -> List[str]:
+    """Cells: what of a region is removed, and its CHANGED scores, each the mean over cases before
+    and after."""
+    rules = chosen.rules.get(region)
+    cells = [f"below {listed(rules)}" if rules else chosen.without.get(region, "none")]
+    for name in CHANGED:
+        digits = METRICS[name].digits
+        means = [np.mean([getattr(case, name) for case in cases]) for cases in (before, after)]
+        cells.append(" \u2192 ".join(f"{mean:.{digits}f}" for mean in means))
+    return cells
 
 
 # --- Private helpers ---

@@ -360,6 +360,15 @@ def is_over(run: Path) -> bool:
     return last is not None and step_of(last.path) >= end["step"]
 
 
+def is_trained(run: Path, steps: int) -> bool:
+    """Whether a run has taken `steps` steps, or has stopped early, and has its last and its best
+    weights: `train` replaces those that are lost."""
+    if not (run / "checkpoints" / BEST).is_file() or not is_over(run):
+        return False
+    end = last_end(run)
+    return end["reason"] == "early stop" or (steps > 0 and end["step"] >= steps)
+
+
 def set_aside(checkpoint: Checkpoint) -> List[str]:
     """Rename the damaged checkpoints that are newer than a whole one; returns a line for each to
     print."""

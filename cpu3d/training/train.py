@@ -42,8 +42,7 @@ from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import host_share
 from cpu3d.plan import Plan, make_plan
 from cpu3d.plan_text import plan_lines
-from cpu3d.processes import is_trained
-from cpu3d.run.checkpoint import BEST, checkpoints
+from cpu3d.run.checkpoint import BEST, checkpoints, is_trained
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
 from cpu3d.settings import RunConfig, left_open

@@ -9,8 +9,7 @@ import re
 
 import pytest
 
-from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
-from cpu3d.compare.variants import as_options
+from cpu3d.chosen import SETTINGS, as_options, recipe_settings, with_settings
 from cpu3d.data.augment import AugmentConfig
 from cpu3d.errors import InputError
 from cpu3d.run.config_json import differences, load_config, save_config

@@ -123,7 +123,6 @@ def test_the_newest_record_of_every_job_has_its_rows(tmp_path, capsys):
         append_record(
             tmp_path / "policies.jsonl", "policies", {**policies, "batch": batch, "rows": [row]}
         )
-    append_record(tmp_path / "learning.jsonl", "learning", first("learning"))
     command = ["bench", "tables", "--records", str(tmp_path)]
     assert main(command) == 0
     page = capsys.readouterr().out
@@ -133,7 +132,7 @@ def test_the_newest_record_of_every_job_has_its_rows(tmp_path, capsys):
         "8.00 |",
     ]
     headings = [line for line in lines if line.startswith("## ")]
-    assert headings == ["## Memory policies", "## Learning"]
+    assert headings == ["## Memory policies"]
     assert main([*command, "--out", str(tmp_path / "r.md")]) == 0
     assert (tmp_path / "r.md").read_text() == page
 

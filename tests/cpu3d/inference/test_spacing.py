@@ -14,7 +14,7 @@ from cpu3d.data.fold import with_fold
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.folds import beside_s
+from cpu3d.experiments.folds import beside_s
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.export import segment

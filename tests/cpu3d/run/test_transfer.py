@@ -17,7 +17,7 @@ from cpu3d.data.sampling import Share
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import InputError
-from cpu3d.folds import train_folds
+from cpu3d.experiments.folds import train_folds
 from cpu3d.inference.predictor import load_predictor, load_weights
 from cpu3d.plan import make_plan
 from cpu3d.report.report import write_report

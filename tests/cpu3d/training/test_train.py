@@ -18,7 +18,7 @@ from cpu3d.data.store import Store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.decisions import job_of
 from cpu3d.errors import DoesNotFitError, InputError
-from cpu3d.folds import train_folds
+from cpu3d.experiments.folds import train_folds
 from cpu3d.host.speed import Observer
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from cpu3d import processes as own_processes
 from cpu3d.data.files.arrays import file_sha256
+from cpu3d.experiments import runner
+from cpu3d.experiments.runner import RunFailedError
 from cpu3d.inference.evaluate import evaluate_split
-from cpu3d.processes import RunFailedError
 from cpu3d.run.checkpoint import save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config, save_config
-from tests.cpu3d.compare import stand_in
+from tests.cpu3d.experiments import stand_in
 
 
 @pytest.fixture
@@ -118,8 +118,8 @@ def processes(make_run, monkeypatch) -> Stage:
     """`stand_in.py` instead of the real program."""
     template = make_run("template", shift=1)
     program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
-    monkeypatch.setattr(own_processes, "PROGRAM", program)
-    monkeypatch.setattr(own_processes, "POLL_S", 0.05)
+    monkeypatch.setattr(runner, "PROGRAM", program)
+    monkeypatch.setattr(runner, "POLL_S", 0.05)
     return Stage(template.parent)
 
 
@@ -134,5 +134,5 @@ def stage(make_run, monkeypatch) -> Stage:
             why = f"{command[0]} {'diverged' if code == 4 else 'failed'}"
             raise RunFailedError(f"{label} must succeed", code, why)
 
-    monkeypatch.setattr(own_processes, "call", call)
+    monkeypatch.setattr(runner, "call", call)
     return Stage(template.parent)

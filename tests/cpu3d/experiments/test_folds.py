@@ -15,24 +15,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu3d import folds, processes
 from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.errors import DivergedError, DoesNotFitError, InputError, Interrupted
-from cpu3d.folds import train_folds
+from cpu3d.experiments import folds, runner
+from cpu3d.experiments.folds import train_folds
+from cpu3d.experiments.runner import RunFailedError
 from cpu3d.inference import evaluate
 from cpu3d.inference.postprocessing import decision
 from cpu3d.inference.runs import seen_notes
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
-from cpu3d.processes import RunFailedError
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.run_status import run_status
 from cpu3d.report.status import folds_status
 from cpu3d.run.checkpoint import checkpoints, weights_file
-from cpu3d.run.config_json import load_config, matching_settings, save_config
+from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import write_heartbeat
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
@@ -40,16 +40,13 @@ from cpu3d.training import fit
 from cpu3d.training.train import train
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.lock import locked
-from models import strides
 from tests.cpu3d.conftest import FakePredictor
 from tests.cpu3d.runs import (
     HOST,
     SMALL,
     NumpyLearner,
     assert_same_run,
-    of_voxels,
     shown_cases,
-    stored,
     written_weights,
 )
 from tests.cpu3d.training.beats import beat
@@ -120,7 +117,7 @@ def carried_out_here(monkeypatch):
         return folder / "report.html"
 
     monkeypatch.setattr(fit, "Learner", lambda config, exchange: NumpyLearner(config))
-    monkeypatch.setattr(processes, "call", call)
+    monkeypatch.setattr(runner, "call", call)
     monkeypatch.setattr(folds, "write_folds_report", page)
     monkeypatch.setattr(folds, "read_host", lambda: HOST)
     monkeypatch.setattr(evaluate, "trained_predictors", noted)
@@ -131,56 +128,6 @@ def carried_out_here(monkeypatch):
 @pytest.fixture
 def commands(monkeypatch):
     return carried_out_here(monkeypatch)
-
-
-def begun(commands, store, folder, settings):
-    """Folds of which the first is trained and scored, and the second was never begun."""
-    commands.cut_at = 2
-    with pytest.raises(Interrupted):
-        train_folds(store.folder, folder, 2, settings=settings)
-    commands.cut_at = -1
-    shutil.rmtree(folder / "fold-2")
-
-
-def test_folds_that_a_version_before_began_go_on_with_its_strides(
-    commands, phantom_store, tmp_path
-):
-    store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
-    folder = tmp_path / "folds"
-    asked = {**SETTINGS, "depth": 3}
-    begun(commands, store, folder, {**asked, "strides": ((2, 2, 2), (2, 2, 2))})
-    kept = json.loads((folder / "folds.json").read_text())
-    del kept["chosen"]["strides"]
-    (folder / "folds.json").write_text(json.dumps(kept))
-    train_folds(store.folder, folder, 2, settings=asked)
-    assert load_config(folder / "fold-2").unet.strides == ()
-    assert "strides" not in json.loads((folder / "folds.json").read_text())["chosen"]
-    with pytest.raises(InputError, match=r"fold 1/2: --depth must stay"):
-        train_folds(store.folder, folder, 2, settings={**asked, "depth": 4})
-    new = make_plan(store, tmp_path / "new", HOST, {**asked, "fold": "1/2"}).config
-    assert new.unet.strides == ((2, 2, 1), (2, 2, 1))
-
-
-@pytest.mark.parametrize(
-    ("before", "coarse_grid"),
-    [({"curriculum": "off"}, False), ({"curriculum": "half", "coarse_stride": (2, 2, 2)}, True)],
-)
-def test_folds_that_a_version_before_began_go_on_with_its_coarse_steps(
-    commands, phantom_store, tmp_path, monkeypatch, before, coarse_grid
-):
-    monkeypatch.setattr(strides, "LEAST_COARSE_VOXELS", 1)
-    store = stored(of_voxels(phantom_store, 1.0, 1.0, 5.0), tmp_path / "store")
-    folder = tmp_path / "folds"
-    asked = {**SETTINGS, "curriculum": "auto"}
-    begun(commands, store, folder, {**asked, **before})
-    kept = json.loads((folder / "folds.json").read_text())
-    kept["chosen"]["curriculum"] = "auto"
-    kept["chosen"].pop("coarse_stride", None)
-    (folder / "folds.json").write_text(json.dumps(kept))
-    train_folds(store.folder, folder, 2, settings=asked)
-    first, second = (load_config(folder / f"fold-{part}") for part in (1, 2))
-    assert matching_settings(second) == matching_settings(first)
-    assert (max(second.coarse_grid) > 0) == coarse_grid
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +144,7 @@ def uncut(phantom_store, tmp_path_factory):
 def without_pictures(monkeypatch):
     """Pages without drawn pictures, which take most of their time: the page of
     `test_each_case_is_scored_once_by_the_fold_that_held_it_out` has them."""
-    for name in ("folds.chart", "folds.strips", "pictures.strips"):
+    for name in ("folds.strips", "pictures.chart", "pictures.strips"):
         monkeypatch.setattr(f"cpu3d.report.{name}", lambda *data, **options: b"no picture")
 
 
@@ -404,7 +351,7 @@ def test_more_epochs_extend_all_folds_and_their_scores_are_made_again(
         assert load_config(whole_folds / name).epochs == 3
 
 
-@pytest.mark.parametrize(("settings", "got"), [({"epochs": 1}, "epochs"), ({"steps": 1}, "steps")])
+@pytest.mark.parametrize(("settings", "got"), [({"epochs": 1}, 2), ({"steps": 1}, 1)])
 def test_folds_are_not_made_shorter_than_they_were_begun(
     commands,
     phantom_store,
@@ -413,7 +360,7 @@ def test_folds_are_not_made_shorter_than_they_were_begun(
     got,
 ):
     kept = (whole_folds / "folds.json").read_bytes()
-    with pytest.raises(InputError, match=rf"{got} must be at least \d+, as \S+fold-1 .*got 1;"):
+    with pytest.raises(InputError, match=rf"steps must be at least 4, as \S+fold-1 .*got {got};"):
         train_folds(phantom_store.folder, whole_folds, 2, settings=settings)
     assert commands.seen() == []
     assert (whole_folds / "folds.json").read_bytes() == kept
@@ -435,17 +382,18 @@ def test_the_page_has_the_engines_of_folds_that_were_trained_with_several(whole_
         run = whole_folds / f"fold-{part}"
         append_event(run, {"event": "start", "step": 0, "engine": engine, "device": "cpu"})
     page = write_folds_report(whole_folds).read_text(encoding="utf-8")
-    assert "stock 2.15 (fold 1/2); itex 2.15 (fold 2/2)" in page
-    assert "cpu (fold" not in page, "what all have in common stands once"
+    assert "stock 2.15 (1/2); itex 2.15 (2/2)" in page
+    assert "cpu (1/2" not in page, "what all have in common stands once"
 
 
 def test_the_page_names_folds_of_another_length(whole_folds):
     run = whole_folds / "fold-2"
     page = write_folds_report(whole_folds).read_text(encoding="utf-8")
-    assert "other settings" not in page
+    assert "Settings that differ" not in page
     save_config(dataclasses.replace(load_config(run), epochs=1), run)
-    page = write_folds_report(whole_folds).read_text(encoding="utf-8")
-    assert "Fold 2/2 has other settings than fold 1/2: epochs 1 for 2" in page
+    page = re.sub(r">\s+<", "><", write_folds_report(whole_folds).read_text(encoding="utf-8"))
+    assert "Settings that differ" in page
+    assert "<td>epochs</td><td>2</td><td>1</td>" in page
 
 
 def test_the_plan_says_how_all_patients_come_into_the_folds(
@@ -587,7 +535,7 @@ def test_a_fold_that_another_process_trains_is_named_and_the_others_go_on(
         if run.name == "fold-1":
             raise InputError(f"run {run} must have no other workers, got worker 0 (process 7)")
 
-    monkeypatch.setattr(processes, "wait_for_earlier", refuse_first)
+    monkeypatch.setattr(runner, "wait_for_earlier", refuse_first)
     with pytest.raises(RunFailedError, match="fold 1/2 without: another process") as caught:
         train_folds(phantom_store.folder, tmp_path / "folds", 2, settings=SETTINGS)
     assert caught.value.exit_code == 2
@@ -602,7 +550,7 @@ def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_sto
     (tmp_path / "1").rename(folder / "fold-1")
     commands.cut_at = 1
     with pytest.raises(Interrupted):
-        train_folds(phantom_store.folder, folder, 2, settings={})
+        train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
     assert commands.seen() == ["evaluate fold-1", "train fold-2"]
 
 
@@ -614,18 +562,17 @@ def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(
     folder = tmp_path / "folds"
     run = folder / "fold-2"
     store = phantom_store.folder
-    long = {**SETTINGS, "epochs": 4, "validations": 4, "fold": "2/2"}
-    train(store, run, settings={**long, "patience": 1})
+    long = {**SETTINGS, "epochs": 4, "validations": 4}
+    train(store, run, settings={**long, "fold": "2/2", "patience": 1})
     assert last_end(run)["reason"] == "early stop"
     with pytest.raises(InputError, match=f"run {run} must be trained to its end, got an early"):
-        train_folds(store, folder, 2, settings={"patience": 0})
-    train(store, run, settings={"patience": 3, "fold": "2/2"})
-    assert last_end(run)["reason"] == "finished"
+        train_folds(store, folder, 2, settings={**long, "patience": 0})
     with pytest.raises(InputError, match="--patience must be 0 with --folds, got 3"):
-        train_folds(store, folder, 2)
-    assert commands.seen() == []
+        train_folds(store, tmp_path / "new", 2, settings={**long, "patience": 3})
+    train(store, run, settings={"patience": 0, "fold": "2/2"})
     decision.decide(run)
-    train_folds(store, folder, 2, settings={"patience": 0})
+    assert commands.seen() == []
+    train_folds(store, folder, 2, settings=long)
     assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
 
 
@@ -763,7 +710,7 @@ def test_folds_of_other_settings_are_not_taken_together(commands, phantom_store,
             folder / f"fold-{fold[0]}",
             settings={**SETTINGS, "fold": fold, "seed": seed},
         )
-    with pytest.raises(InputError, match="fold 2/2: --seed must stay 1, got 0"):
+    with pytest.raises(InputError, match="fold 2/2 beside fold 1: --seed must stay 0, got 1"):
         train_folds(phantom_store.folder, folder, 2)
 
 

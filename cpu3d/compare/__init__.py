@@ -1,1 +1,0 @@
-"""Variants under one budget, paired differences."""

@@ -1,0 +1,394 @@
+"""Train whole-volume and patch runs, or any variants, under one budget and compare them.
+
+    ./run.sh compare --store store --out comparison
+    ./run.sh compare --store store --out comparison --epochs 30 --filters 8 --dry-run
+    ./run.sh compare --store store --out sizes --voxels 2e9 --variant whole "--mode whole" \\
+        --variant patch-64 "--mode patch --patch 64 64 64" --variant half "--resolution 0.5"
+    ./run.sh compare --store store --out crossed --folds 5 --variant plain "" \\
+        --variant rotated "--rotation-deg 15"
+    ./run.sh compare --runs runs/a-seed0 runs/a-seed1 runs/b-seed0 runs/b-seed1 --out seen
+
+Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N
+times). The first variant is the baseline: every other variant is compared with it, case by case and
+seed by seed. Options of `train` outside the quotes are for all variants, options inside the quotes
+are for that variant.
+
+The best weights are scored on the untouched cases of --split. With --folds all folds are trained,
+and each case is scored by the fold that held it out, with its last weights and without
+post-processing.
+
+Writes OUT/report.html, OUT/results.json, and ordinary run folders, or folders of folds, in
+OUT/runs. The same command continues an interrupted comparison. A run that fails is left out and
+named, and the exit code is 1. Folders of --runs are only read: each run must be trained to its end
+and scored. Runs whose folders have the same name before "-seed" and the number are one variant, of
+that name. """
+
+import dataclasses
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Dict, Iterator, List, Optional, Tuple
+
+from cpu3d.chosen import SETTINGS, as_options, recipe_settings
+from cpu3d.data.split import SPLITS
+from cpu3d.data.store import Store, open_store
+from cpu3d.errors import InputError, raise_if_any
+from cpu3d.experiments.folds import publish_folds
+from cpu3d.experiments.results import RESULTS, Answer, Comparison, publish, read_answer
+from cpu3d.experiments.runner import PlannedRun, carry_out
+from cpu3d.experiments.variants import (
+    DECIDED,
+    Budget,
+    Course,
+    Json,
+    parse_variant,
+    planned_variants,
+    refuse_settings,
+    usual_variants,
+    without,
+)
+from cpu3d.inference.out_of_fold import SPLIT
+from cpu3d.inference.runs import store_of_run
+from cpu3d.inference.scores import TOLERANCE_MM
+from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
+from cpu3d.run.checkpoint import is_over
+from cpu3d.run.config_json import load_config
+from cpu3d.run.folds import COMPARISON, CONFIG, FILE, Folds, fold_folder, save_folds
+from cpu3d.util.atomic import is_untouched, writable_folder, write_json
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import say
+from cpu3d.util.records import count, listed
+from memory_estimator.common.files import read_record, typed
+from memory_estimator.common.schema import option
+from memory_estimator.common.table import Table, new_console
+from memory_estimator.common.units import by, format_bytes, format_seconds
+
+SCHEMA = 1  # of compare.json
+VALIDATIONS = 4  # of every run, unless a number is chosen
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `compare` beside those of training, which are for all variants."""
+
+    out: Path = option(help="folder to write; an existing comparison is continued", metavar="DIR")
+    store: Optional[Path] = option(None, help="store that `prepare` has written", metavar="DIR")
+    variant: Tuple[Tuple[str, str], ...] = option(
+        (),
+        help='a way to train, such as: patch-64 "--mode patch --patch 64 64 64"; repeat for each '
+        "(default: whole volumes, and patches of half their size)",
+        metavar=("NAME", "OPTIONS"),
+        repeat=True,
+    )
+    runs: Tuple[Path, ...] = option(
+        (), help="compare these scored run folders; nothing is trained", metavar="DIR"
+    )
+    voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0)
+    minutes: Optional[float] = option(
+        None, "budget of every run: minutes of its steps", "M", above=0
+    )
+    seeds: Tuple[int, ...] = option(
+        (0, 1, 2), help="one run a variant for each seed", metavar="S", at_least=0
+    )
+    folds: Optional[int] = option(
+        None, "train all K folds of each, and score each case by the fold that held it out", "K",
+        at_least=2,
+    )  # fmt: skip
+    split: str = option(UNTOUCHED, help="cases to score", choices=SPLITS)
+    tolerance: float = option(
+        TOLERANCE_MM, help="tolerance of the surface Dice in mm", metavar="MM", at_least=0
+    )
+    title: Optional[str] = option(
+        None, help="title of page and record (default: the data's name)", metavar="TEXT"
+    )
+    record: Optional[Path] = option(
+        None, help="append the result to this .jsonl file", metavar="FILE"
+    )
+    dry_run: bool = option(False, help="print the plan and stop")
+    force: bool = option(False, help="train even if a job may not fit the free memory")
+
+    @property
+    def names_of_folds(self) -> List[str]:
+        """The folds to train, as "2/5"; [""] for none."""
+        if not self.folds:
+            return [""]
+        return [f"{number}/{self.folds}" for number in range(1, self.folds + 1)]
+
+
+OPTIONS = (Options, SETTINGS)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The content of compare.json."""
+
+    asked: Json  # a later call must ask for the same
+    plan: List[Course]  # one a variant
+
+
+def run(options: Options, settings: Json) -> int:
+    """Carry out `compare`."""
+    raise_if_any(_problems(options, settings))
+    if options.split != UNTOUCHED:
+        say(f"warning: {warning(options.split)}")
+    if options.runs:
+        return _compare_finished(options)
+    store = open_store(options.store)
+    store.check(record for split in store.manifest.split for record in store.cases(split))
+    kept, budget = _kept(options, settings, store)
+    new_console().print(_plan_table(kept.plan, options, budget))
+    if options.dry_run:
+        return 0
+    out = writable_folder(options.out, "folder of --out").resolve()
+    with locked(out, "comparison"):
+        write_json(out / COMPARISON, {"schema": SCHEMA, **dataclasses.asdict(kept)})
+        runs: Dict[str, List[PlannedRun]] = {}  # of what answers, by its name
+        # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
+        for seed in options.seeds:
+            for course in kept.plan:
+                runs[f"{course.name}-seed{seed}"] = _planned_runs(course, seed, out, options)
+        folder = store.folder.resolve()
+        if options.folds:
+            _save_folds(runs, folder, kept.plan, options)
+        every_run = [run for each in runs.values() for run in each]
+        failed = carry_out(every_run, folder, out)
+        left_out = {run.name: failed[run.name].why for run in every_run if run.name in failed}
+        answers = []
+        for course in kept.plan:
+            for seed in options.seeds:
+                name = f"{course.name}-seed{seed}"
+                if any(run.name in failed for run in runs[name]):
+                    continue
+                if options.folds:
+                    publish_folds(out / "runs" / name)
+                answers.append(_read(course.name, seed, out / "runs" / name, options))
+        _publish(answers, kept.plan[0].name, left_out, store, options, budget, kept.plan)
+    return 1 if failed else 0
+
+
+# --- Private helpers ---
+
+
+def _problems(options: Options, settings: Json) -> Iterator[str]:
+    """Options that are missing, equal or do not go together."""
+    budgets = {"epochs": settings.get("epochs")}
+    budgets.update(voxels=options.voxels, minutes=options.minutes)
+    given = [name for name, value in budgets.items() if value]
+    if not (options.runs or options.store):
+        todo = "name one, or give --runs with folders to compare"
+        yield f"--store must name a store, got none; {todo}"
+    names = [name for name, _ in options.variant]
+    for name, values in (("seeds", options.seeds), ("variant", names)):
+        if len(set(values)) < len(values):
+            yield f"--{name} must differ, got {listed(values)}; leave one out"
+    if options.folds and options.split != UNTOUCHED:
+        todo = "the held-out cases are scored; leave it out"
+        yield f"--folds must come without --split, got {options.split}; {todo}"
+    if options.runs and (settings or given or options.variant or options.dry_run or options.folds):
+        yield "--runs must be without options of training, got some; leave them out"
+    elif len(given) > 1:
+        values = " and ".join(f"{budgets[name]:g}" for name in given)
+        yield f"--{' and --'.join(given)} must be one budget, got {values}; leave all but one out"
+
+
+def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
+    """The comparison as it is begun, or was begun in the folder --out, and its budget in words.
+
+    Raises InputError for settings that compare itself decides, for a compare.json that is damaged,
+    and for a folder of other files or of another comparison."""
+    refuse_settings("compare", settings, DECIDED)
+    common = without(settings, ("epochs", "validations"))
+    variants = {name: parse_variant(name, words, common) for name, words in options.variant}
+    folds = options.names_of_folds
+    if not variants:
+        variants = usual_variants(common, store, folds[0], force=options.force)
+    baseline = next(iter(variants))
+    budget = Budget("epochs", settings.get("epochs", recipe_settings(variants[baseline]).epochs))
+    if options.voxels:
+        budget = Budget("voxels", options.voxels)
+    elif options.minutes:
+        budget = Budget("minutes", options.minutes)
+    validations = settings.get("validations", VALIDATIONS)
+    asked = {
+        "variants": variants,
+        "split_hash": store.manifest.split_hash,
+        "folds": options.folds,
+        "split": options.split,
+        "tolerance_mm": options.tolerance,
+        "validations": validations,
+        "budget": dataclasses.asdict(budget),
+    }
+    asked = json.loads(json.dumps(asked))  # as it is kept, without tuples
+    path = options.out / COMPARISON
+    if path.is_file():
+        todo = "choose another --out"
+        kept = read_record(path, SCHEMA, lambda content: typed(content, Kept), todo, InputError)
+        differing = [name for name in asked if kept.asked.get(name) != asked[name]]
+        if [course.name for course in kept.plan] != list(variants):
+            differing.append("plan")
+        if differing:
+            rule = f"--out {options.out} must be a comparison that was begun with these options"
+            raise InputError(f"{rule}, got another {listed(differing)}; choose another --out")
+        return kept, budget.words(baseline)
+    if options.out.is_dir() and not is_untouched(options.out, COMPARISON):
+        got = f"{min(path.name for path in options.out.iterdir())} in it"
+        for name, kind in ((CONFIG, "a run"), (FILE, "a folder of folds")):
+            if (options.out / name).is_file():
+                got = kind
+        rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
+        raise InputError(f"{rule}, got {got}; choose another")
+    plan = planned_variants(variants, store, folds, budget, validations, force=options.force)
+    return Kept(asked, plan), budget.words(baseline)
+
+
+def _planned_runs(course: Course, seed: int, out: Path, options: Options) -> List[PlannedRun]:
+    """The run of a variant and a seed, or its folds."""
+    words = [*as_options(course.settings), "--seed", str(seed)]
+    if options.force:
+        words.append("--force")
+    folder = out / "runs" / f"{course.name}-seed{seed}"
+    name = f"{course.name}, seed {seed}"
+    runs = []
+    for fold in options.names_of_folds:
+        run = PlannedRun(
+            name=name,
+            folder=folder,
+            options=tuple(words),
+            steps=course.steps or 0,
+            split=options.split,
+            tolerance_mm=options.tolerance,
+        )
+        if fold:
+            run = dataclasses.replace(
+                run,
+                name=f"{name}, fold {fold}",
+                folder=fold_folder(folder, fold),
+                options=(*words, "--fold", fold),
+                is_fold=True,
+            )
+        runs.append(run)
+    return runs
+
+
+def _save_folds(
+    runs: Dict[str, List[PlannedRun]], store: Path, plan: List[Course], options: Options
+) -> None:
+    """Make each variant and seed a folder of folds, which `predict` and `status` take together."""
+    settings = {course.name: course.settings for course in plan}
+    for name, folds in runs.items():
+        variant, _, seed = name.rpartition("-seed")
+        chosen = {**settings[variant], "seed": int(seed)}
+        folder = writable_folder(folds[0].folder.parent, "folder of folds")
+        save_folds(folder, Folds(options.folds, str(store), chosen))
+
+
+def _read(variant: str, seed: int, folder: Path, options: Options) -> Answer:
+    return read_answer(variant, seed, folder, SPLIT if options.folds else options.split)
+
+
+def _publish(
+    answers: List[Answer],
+    baseline: str,
+    failed: Dict[str, str],
+    store: Store,
+    options: Options,
+    budget: str,
+    plan: List[Course],
+) -> None:
+    manifest = store.manifest
+    variants = dict.fromkeys(answer.variant for answer in answers)
+    split = {name: len(ids) for name, ids in manifest.split.items()}
+    about = {
+        "title": options.title or f"{' against '.join(variants)}: {manifest.name}",
+        "data": {"name": manifest.name, "split": split, "shape": manifest.largest_shape},
+        "budget": budget,
+        "seeds": list(options.seeds),
+        "folds": options.folds,
+        "evaluation": {
+            "split": SPLIT if options.folds else options.split,
+            "tolerance_mm": options.tolerance,
+        },
+        "options": {course.name: shlex.join(as_options(course.settings)) for course in plan},
+    }
+    comparison = Comparison.of(answers, baseline, failed)
+    publish(comparison, about, store, options.out.resolve(), options.record)
+
+
+def _plan_table(plan: List[Course], options: Options, budget: str) -> Table:
+    """The planned runs, a row a variant."""
+    rows = []
+    all_run_s: List[Optional[float]] = []
+    for course in plan:
+        run_s = course.steps * course.step_s if course.steps and course.step_s else None
+        all_run_s.append(run_s)
+        sees = by(course.grid)
+        if course.batch > 1:
+            sees += f" x {course.batch}"
+        row = (
+            course.name,
+            sees,
+            f"{course.steps:,}" if course.steps else "by time",
+            f"{course.voxels / 1e6:,.1f} M" if course.voxels else "by time",
+            course.policy,
+            format_seconds(course.step_s),
+            format_seconds(run_s),
+            format_bytes(course.peak_bytes),
+        )
+        rows.append(row)
+    total = "unknown"
+    if None not in all_run_s:
+        runs = len(options.seeds) * len(options.names_of_folds)
+        total = format_seconds(sum(all_run_s) * runs)
+    runs = f"{count(plan, 'variant')} x {count(options.seeds, 'seed')}"
+    if options.folds:
+        runs += f" x {options.folds} folds"
+    return Table(
+        ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
+        rows,
+        title=f"{runs}, each for {budget}",
+        caption=f"predicted: {total} of steps, without validation and scoring",
+    )
+
+
+# --- Runs that are there ---
+
+
+def _compare_finished(options: Options) -> int:
+    """Compare the runs of --runs, the first one's variant first. Raises InputError, with all
+    problems at once, for two runs of one variant and seed, and for runs that were not trained to
+    their end or have no current scores."""
+    runs: Dict[Tuple[str, int], Path] = {}
+    problems: List[str] = []
+    for folder in options.runs:
+        try:
+            seed = load_config(folder).seed
+        except InputError as error:
+            problems += error.problems
+            continue
+        name = re.sub(r"[-_]?seed[-_]?\d+$", "", folder.resolve().name) or folder.name
+        if (name, seed) in runs:
+            both = f"{runs[name, seed]} and {folder}"
+            rule = f"runs must differ in their name or seed, got {name}, seed {seed} for {both}"
+            problems.append(f"{rule}; leave one out")
+        runs[name, seed] = folder.resolve()
+        if not is_over(folder):
+            rule = f"run {folder} must have been trained to its end, got another state"
+            problems.append(f"{rule}; see `status --run {folder}`")
+            continue
+        outdated = outdated_scores(folder, options.split, options.tolerance)
+        if outdated:
+            command = f"evaluate --run {folder} --split {options.split}"
+            todo = f"run `{command} --tolerance {options.tolerance!r}`"
+            problems.append(f"run {folder} must have current scores, got {outdated}; {todo}")
+    raise_if_any(problems)
+    first = next(iter(runs.values()))
+    store = store_of_run(load_config(first), options.store)
+    out = writable_folder(options.out, "folder of --out")
+    if not ((out / RESULTS).is_file() or is_untouched(out, RESULTS)):
+        rule = f"--out {out} must be empty or hold a {RESULTS}"
+        raise InputError(f"{rule}, got other files; choose another")
+    answers = [_read(name, seed, folder, options) for (name, seed), folder in runs.items()]
+    _publish(answers, answers[0].variant, {}, store, options, "that of the runs", [])
+    return 0

@@ -1,0 +1,356 @@
+"""Train all folds of a store: every case is scored once, and the folds answer together.
+
+    train_folds(store, folder, 5, settings={"epochs": 40})
+
+Each fold is an ordinary run, folder/fold-1 to folder/fold-K, also one that was trained elsewhere.
+The same call continues after one that was cut off. A fold that fails is named at the end; the
+others go on.
+"""
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence
+
+from cpu3d.checks import check_run, learnable
+from cpu3d.chosen import SETTINGS, Chosen, TrainOptions, as_options, chosen_again, located
+from cpu3d.data.store import open_store
+from cpu3d.distributed.cluster import read_cluster
+from cpu3d.errors import InputError, raise_if_any
+from cpu3d.experiments.runner import PlannedRun, RunFailedError, carry_out
+from cpu3d.host.gpu import HostGpus
+from cpu3d.host.thread_plan import host_share
+from cpu3d.inference.out_of_fold import read_out_of_fold, write_out_of_fold
+from cpu3d.inference.postprocessing.joint import decide_jointly
+from cpu3d.plan import Plan, make_plan
+from cpu3d.plan_text import plan_lines
+from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
+from cpu3d.run.checkpoint import checkpoints, step_of
+from cpu3d.run.config_json import differences, load_config
+from cpu3d.run.folds import (
+    COMPARISON,
+    CONFIG,
+    START_S,
+    Folds,
+    fold_folder,
+    read_folds,
+    save_folds,
+)
+from cpu3d.run.log import last_end
+from cpu3d.run.transfer import leak
+from cpu3d.settings import RunConfig
+from cpu3d.training.tracking import require_mlflow
+from cpu3d.training.train import refuse_foreign
+from cpu3d.util.atomic import check_folder, writable_folder
+from cpu3d.util.lock import locked
+from cpu3d.util.progress import say
+from cpu3d.util.records import count, listed
+from memory_estimator.common.schema import check_given
+from memory_estimator.common.table import Table, new_console
+from memory_estimator.common.units import format_bytes, format_seconds
+from memory_estimator.host import Host, read_host
+
+
+def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
+    """Carry out `train --folds`."""
+    if options.json and not options.dry_run:
+        raise InputError("--json must come with --dry-run, got it alone; add --dry-run")
+    if not options.dry_run:
+        train_folds(
+            options.store,
+            options.run,
+            options.folds,
+            settings=settings,
+            force=options.force,
+            mlflow=options.mlflow,
+        )
+        return 0
+    if options.mlflow:
+        require_mlflow()
+    check_folder(options.run, "folder of --run")
+    chosen = _chosen_in_all(options.run, options.folds, settings)
+    planned = _plan(options.store, options.run, options.folds, chosen, force=options.force)
+    if options.json:
+        print(json.dumps([fold.plan.to_json() for fold in planned]))
+    else:
+        _show(planned, stderr=False)
+    return 0
+
+
+def train_folds(
+    store_folder: Path,
+    folder: Path,
+    parts: int,
+    *,
+    settings: Optional[Chosen] = None,
+    force: bool = False,
+    mlflow: str = "",
+) -> None:
+    """Train, or continue, the `parts` folds of a store in `folder`, with the settings of `train`;
+    then score them and decide their post-processing together.
+
+    Before anything is written it raises InputError, also for settings other than those that the
+    folder was begun with and for a fold's folder that holds other files than a run's own, and,
+    unless `force`, DoesNotFitError. Interrupted after SIGINT and SIGTERM, once the fold that trains
+    is saved. If folds fail, RunFailedError when the others are done.
+    """
+    folder = Path(folder)
+    check_given(SETTINGS, settings or {}, InputError)
+    if mlflow:
+        require_mlflow()
+    check_folder(folder, "folder of --run")
+    with contextlib.ExitStack() as stack:
+        if folder.is_dir():  # else nothing may be written yet
+            stack.enter_context(locked(folder, "folder of folds"))
+        chosen = _chosen_in_all(folder, parts, settings or {})
+        planned = _plan(store_folder, folder, parts, chosen, force=force)
+        _show(planned)
+        if not folder.is_dir():
+            writable_folder(folder, "folder of --run")
+            stack.enter_context(locked(folder, "folder of folds"))
+        save_folds(folder, folds_of(planned[0].plan, parts, chosen))
+        words = as_options(chosen)
+        if force:
+            words.append("--force")
+        if mlflow:
+            words += ["--mlflow", mlflow]
+        store = planned[0].plan.store.folder.resolve()
+        runs = [fold.planned_run(words) for fold in planned]
+        failed = carry_out(runs, store, folder, lambda: publish_folds(folder))
+        publish_folds(folder)
+    for table in results_tables(gather_folds(folder)):
+        new_console().print(table)
+    say(f"written: {folder / 'report.html'}")
+    if failed:
+        lines = [f"{fold} without: {error.why}" for fold, error in failed.items()]
+        rule = f"all {parts} folds must be trained and scored, got {listed(lines)}"
+        worst = list(failed.values())[-1]
+        raise RunFailedError(
+            f"{rule}; the same command tries them again", worst.exit_code, worst.why
+        )
+
+
+def publish_folds(folder: Path) -> None:
+    """Decide post-processing on the cases that are scored; write their scores and the page."""
+    answers = read_out_of_fold(folder)
+    if answers:
+        cases = [evidence for of_fold in answers.evidence.values() for evidence in of_fold.values()]
+        decide_jointly(folder, cases)
+        write_out_of_fold(folder, answers)
+    write_folds_report(folder)
+
+
+def folds_of(plan: Plan, parts: int, chosen: Chosen) -> Folds:
+    """What `parts` folds have in common, by the plan of one."""
+    return Folds(
+        count=parts,
+        store=str(plan.store.folder.resolve()),
+        chosen=dict(chosen),
+        training_s=plan.paced.training_s if plan.paced else None,
+        beside_s=beside_s(plan),
+        validation_s=plan.paced.validation_s if plan.paced else None,
+        scoring_s=scoring_s(plan),
+    )
+
+
+def scoring_s(plan: Plan) -> Optional[float]:
+    """Predicted seconds of a fold beside its training: scoring, and the starts of its processes;
+    None if no step is predicted."""
+    if plan.paced is None:
+        return None
+    return START_S + plan.paced.course.held_out * plan.paced.answered_s
+
+
+def beside_s(plan: Plan) -> Optional[float]:
+    """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
+    `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
+    if plan.paced is None:
+        return None
+    return scoring_s(plan) + plan.paced.validation_s + plan.paced.postprocessing_s
+
+
+# --- Private helpers ---
+
+
+@dataclass(frozen=True)
+class PlannedFold:
+    """A fold to train and to score."""
+
+    fold: str  # as "2/5"
+    folder: Path
+    plan: Plan
+
+    def planned_run(self, words: Sequence[str] = ()) -> PlannedRun:
+        """The fold for the runner, trained with these options. One that has diverged is tried again
+        with other settings, such as lower rates."""
+        config = self.plan.config
+        is_begun = (self.folder / CONFIG).is_file()
+        return PlannedRun(
+            name=f"fold {self.fold}",
+            folder=self.folder,
+            options=(*words, "--fold", self.fold),
+            steps=0 if config.has_open_length else self.plan.steps,
+            is_fold=True,
+            again=is_begun and load_config(self.folder) != config,
+        )
+
+    @cached_property
+    def is_trained(self) -> bool:
+        return self.planned_run().is_trained
+
+    @property
+    def is_scored(self) -> bool:
+        return self.is_trained and self.planned_run().is_scored
+
+    @property
+    def training_left_s(self) -> Optional[float]:
+        """Predicted seconds until it is trained; None if no step is predicted."""
+        return 0.0 if self.is_trained else self.plan.left_s
+
+    @property
+    def scoring_left_s(self) -> Optional[float]:
+        """Predicted seconds from then until it is scored; None if no step is predicted."""
+        return 0.0 if self.is_scored else scoring_s(self.plan)
+
+
+def _chosen_in_all(folder: Path, parts: int, settings: Chosen) -> Dict[str, Any]:
+    """The settings of all calls for these folds. Raises InputError if they cannot be trained so."""
+    settings = located(settings)
+    kept = read_folds(folder)
+    raise_if_any(_problems(folder, parts, settings, kept))
+    for place in (folder, *(fold_folder(folder, f"{i}/{parts}") for i in range(1, parts + 1))):
+        refuse_foreign(place)
+    before = dict(kept.chosen) if kept else {}
+    if "steps" in settings:  # which a command line takes instead
+        before.pop("epochs", None)
+    return chosen_again(before, settings)
+
+
+def _problems(folder: Path, parts: int, settings: Chosen, kept: Optional[Folds]) -> Iterator[str]:
+    """What keeps folds from being trained so."""
+    if settings.get("fold"):
+        yield f"--folds must come without --fold, got {settings['fold']}; leave one out"
+    workers = read_cluster(os.environ).workers
+    if workers > 1:
+        rule = f"train --folds must be one process, got one of {workers} workers"
+        todo = "train each fold by all workers with --fold I/K, then repeat --folds alone"
+        yield f"{rule}; {todo}"
+    for name, kind in ((CONFIG, "one run"), (COMPARISON, "the folder of a comparison")):
+        if (folder / name).is_file():
+            rule = f"--run {folder} must be a folder of folds"
+            yield f"{rule}, got {kind}; choose another folder"
+    if kept and kept.count != parts:
+        rule = f"--folds must stay {kept.count}, as {folder} was begun, got {parts}"
+        yield f"{rule}; leave it so, or choose another folder"
+
+
+def _plan(
+    store_folder: Path, folder: Path, parts: int, chosen: Chosen, *, force: bool
+) -> List[PlannedFold]:
+    """The folds as they would be trained now. Raises InputError if the settings do not suit the
+    store, or a fold that has begun, and DoesNotFitError, unless `force`, if one is to be trained
+    that may not fit."""
+    store = open_store(store_folder)
+    host = _host()
+    gpus = HostGpus()
+    planned = []
+    for part in range(1, parts + 1):
+        fold = f"{part}/{parts}"
+        run = fold_folder(folder, fold)
+        try:
+            plan = make_plan(store, run, host, {**chosen, "fold": fold}, gpus=gpus, force=force)
+        except InputError as error:
+            raise type(error)(*(f"fold {fold}: {problem}" for problem in error.problems)) from None
+        planned.append(PlannedFold(fold, run, plan))
+    raise_if_any(problem for fold in planned for problem in _problems_of_fold(fold))
+    first = planned[0].plan.config
+    for other in planned[1:]:
+        alike = replace(first, fold=other.fold)
+        problems = differences(alike, other.plan.config) + _other_start(first, other.plan.config)
+        raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
+    for fold in planned:
+        if not (force or fold.is_trained):
+            check_run(fold.plan, host, gpus)
+    return planned
+
+
+def _host() -> Host:
+    return host_share(read_host(), 1)
+
+
+def _other_start(first: RunConfig, other: RunConfig) -> List[str]:
+    """What is wrong if two folds start from different weights: their file has changed."""
+    if first.init_record is None or other.init_record is None:  # other settings, which are named
+        return []
+    wanted = first.init_record.sha256
+    got = other.init_record.sha256
+    if wanted == got:
+        return []
+    rule = f"init must hold weights of SHA-256 {wanted}, got {got}"
+    return [f"{rule}; restore them, or choose another folder"]
+
+
+def _problems_of_fold(fold: PlannedFold) -> Iterator[str]:
+    """What keeps a fold from being trained as planned, and scored by cases that it has not seen."""
+    config = fold.plan.config
+    why = f"the cases that fold {fold.fold} is scored on would decide when it stops"
+    if last_end(fold.folder).get("reason") == "early stop":
+        todo = "repeat its `train` with --patience 0"
+        yield f"run {fold.folder} must be trained to its end, got an early stop: {why}; {todo}"
+    elif config.patience:
+        yield f"--patience must be 0 with --folds, got {config.patience}: {why}; add --patience 0"
+    seen = leak(config.init_record)
+    if seen:
+        yield f"fold {fold.fold}: {seen}"
+    if config.has_open_length or not (fold.folder / CONFIG).is_file():
+        return
+    begun = load_config(fold.folder)
+    least = begun.steps or begun.epochs * fold.plan.steps_per_epoch
+    # Steps cannot be taken back, so folds that have not begun would be shorter than the others.
+    if not begun.has_open_length and fold.plan.steps < least:
+        rule = f"steps must be at least {least}, as {fold.folder} was begun"
+        todo = "leave them so or make them more, or choose another folder"
+        yield f"{rule}, got {fold.plan.steps}; {todo}"
+
+
+def _show(planned: Sequence[PlannedFold], *, stderr: bool = True) -> None:
+    """Print the plan of the first fold that is to be trained, and what all of them take."""
+    waiting = [fold for fold in planned if not fold.is_trained]
+    for fold in waiting[:1]:
+        each = f"the plan of each fold, here of {fold.fold}; the table below has the time of all:"
+        say(each, *plan_lines(fold.plan, _host()), stderr=stderr)
+    rows = []
+    left_s = []
+    for fold in planned:
+        split = fold.plan.store.manifest.split
+        saved = checkpoints(fold.folder)
+        state = "to train"
+        if fold.is_trained:
+            state = "scored" if fold.is_scored else "to score"
+        elif saved:
+            state = f"from step {step_of(saved[0]):,}"
+        steps = "by time" if fold.plan.config.has_open_length else f"{fold.plan.steps:,}"
+        cases = (str(len(split["train"])), str(len(split["val"])))
+        left = (fold.training_left_s, fold.scoring_left_s)
+        left_s += left
+        rows.append((fold.fold, state, *cases, steps, *map(format_seconds, left)))
+    all_s = "unknown" if None in left_s else f"about {format_seconds(sum(left_s))}"
+    bounds = [fold.plan.forecast.upper_bound_bytes for fold in waiting if fold.plan.forecast]
+    memory = f", up to {format_bytes(max(bounds))} of memory" if bounds else ""
+    caption = f"predicted: {all_s} for all {len(planned)} folds{memory}"
+    columns = ("fold", "state", "train", "held out", "steps", "to train", "to score")
+    table = Table(columns, rows, title=f"{len(planned)} folds", caption=caption, names=2)
+    new_console().print(table)
+    warnings = dict.fromkeys(learnable(fold.plan)[0] for fold in waiting)  # each once
+    say(*filter(None, warnings), stderr=stderr)
+    manifest = planned[0].plan.store.manifest
+    untouched = len(manifest.split["test"])
+    if untouched:
+        todo = ""
+        if not manifest.folds:
+            todo = "; `prepare --split 1 0 0` puts all patients into the folds"
+        outside = f"{count(untouched, 'test case')} outside the folds, untouched by them{todo}"
+        say(outside, stderr=stderr)

@@ -1,0 +1,258 @@
+"""Variants of a comparison: ways to train, and the one budget that all their runs have.
+
+    variants = {"whole": parse_variant("whole", "--mode whole", common)}
+    courses = planned_variants(variants, store, "1/5", budget, validations)
+
+Variants differ in what the network sees, not in the network: they have the levels and strides of
+the first one, unless they choose others. What a plan decides for this host is decided once, so that
+all runs of a variant are alike."""
+
+import argparse
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings
+from cpu3d.data.store import Store
+from cpu3d.errors import InputError, raise_if_any
+from cpu3d.host.gpu import HostGpus
+from cpu3d.plan import NO_RUN, Plan, make_plan
+from cpu3d.run.transfer import leak
+from cpu3d.settings import RunConfig
+from memory_estimator.common.schema import add_options, arguments
+from memory_estimator.host import read_host
+from memory_estimator.planner import BOTTOM
+
+Json = Dict[str, Any]
+
+DECIDED = ("seed", "fold", "steps", "budget_minutes", "validate_every", "patience")
+"""Settings that `compare` decides for every run."""
+FOR_ALL = (*DECIDED, "epochs", "validations", "regions")
+NETWORK = ("recipe", "init", "depth", "strides")  # a variant with one has a network of its own
+# The warm-up is at most a tenth of a run: one of large batches or patches may have few steps.
+WARMUP_SHARE = 10
+# No step is faster: a budget of minutes has the epochs that such steps would fill.
+LEAST_STEP_S = 1e-3
+# Steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
+# many.
+FEW = 8
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The budget of every run."""
+
+    # "epochs": voxels of so many epochs of the first variant; "voxels"; "minutes" of steps
+    kind: str
+    amount: float
+
+    def words(self, baseline: str) -> str:
+        """Return it for people, such as "the voxels of 25 epochs of whole"."""
+        if self.kind == "epochs":
+            return f"the voxels of {self.amount:,g} epochs of {baseline}"
+        if self.kind == "voxels":
+            return f"{self.amount / 1e6:,.4g} million voxels"
+        return f"{self.amount:,g} minutes of steps"
+
+
+@dataclass(frozen=True)
+class Course:
+    """The training of every run of a variant."""
+
+    name: str
+    settings: Json  # of `train`, all but seed and fold
+    grid: Tuple[int, int, int]
+    batch: int
+    policy: str
+    step_s: Optional[float] = None  # predicted, as the next is; None if the engine is unknown
+    peak_bytes: Optional[int] = None
+    steps: Optional[int] = None  # None under a budget of minutes: each run takes those that fit
+    voxels: Optional[int] = None
+
+
+def parse_variant(name: str, options: str, common: Json) -> Json:
+    """The common settings with those of a variant's `options`, such as "--mode patch --patch 64 64
+    64", in their place. Raises InputError, with the variant's name, for an invalid name and for
+    options that train would refuse."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+        rule = "--variant must have a name of letters, digits, '-', '_' and '.', at most 64"
+        raise InputError(f"{rule}, got {name!r}; choose another, as it names folders")
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    add_options(parser, SETTINGS)
+    try:
+        (settings,) = arguments([SETTINGS], parser.parse_args(shlex.split(options)))
+    except ValueError as error:
+        rule = f"variant {name} must have options of train"
+        raise InputError(f"{rule}, got {options!r}: {error}; see `train --help`") from None
+    own = located(settings)
+    refuse_settings(f"variant {name}", own, FOR_ALL)
+    together = {**common, **own}
+    if together.get("mode", recipe_settings(together).mode) == "whole":
+        return {**without(common, OF_PATCHES), **own}
+    return together
+
+
+def usual_variants(
+    common: Json, store: Store, fold: str, *, force: bool = False
+) -> Dict[str, Json]:
+    """Whole volumes, and patches: of the size that `common` has, else of half their grid along each
+    axis, down to what the network takes and no less than it learns from. Raises InputError for a
+    common mode, as each variant has its own."""
+    if "mode" in common:
+        rule = f"--mode must be left to the variants, got {common['mode']}"
+        raise InputError(f"{rule}; leave it out to train both modes")
+    whole = {**without(common, OF_PATCHES), "mode": "whole"}
+    patch = {**common, "mode": "patch"}
+    if "patch" in common:
+        return {"whole": whole, "patch": patch}
+    config = _plan(store, whole, fold, force=force).config
+    patch["patch"] = []
+    for n, divisor in zip(config.grid, config.unet.divisors):
+        half = n // (2 * divisor) * divisor
+        patch["patch"].append(min(n, max(half, BOTTOM * divisor)))
+    return {"whole": whole, "patch-half": patch}
+
+
+def planned_variants(
+    variants: Mapping[str, Json],
+    store: Store,
+    folds: Sequence[str],
+    budget: Budget,
+    validations: int,
+    *,
+    force: bool = False,
+) -> List[Course]:
+    """The course of every variant's runs, the first of which is the baseline; `folds` are those
+    that are trained, or [""], and `force` is that of `make_plan`.
+
+    All have the same number of validations, from which the best weights are chosen: `validations`,
+    or as many as the variant with the fewest steps has steps. Raises InputError with the problems
+    of all variants, each by name."""
+    resolved: Dict[str, Tuple[Json, Plan]] = {}
+    problems: List[str] = []
+    network: Json = {}
+    for name, chosen in variants.items():
+        settings = {**network, **chosen}
+        if any(setting in chosen for setting in NETWORK):
+            settings = dict(chosen)
+        try:
+            plan = _plan(store, settings, folds[0], force=force)
+            config = plan.config
+            for fold in folds if config.init else ():
+                seen = leak(_plan(store, settings, fold, force=force).config.init_record)
+                problems += [f"variant {name}: {seen}"] if seen else []
+        except InputError as error:
+            problems += [f"variant {name}: {problem}" for problem in error.problems]
+            continue
+        settings.update(
+            mode=config.mode,
+            dtype=config.unet.dtype,
+            policy=config.unet.policy,
+            device=config.device,
+            curriculum=config.curriculum,
+        )
+        if not config.init:  # whose network it is
+            settings.update(depth=config.unet.depth, strides=config.unet.every_stride)
+        if config.is_patch:
+            settings.update(patch=config.grid, patches_per_case=config.patches_per_case)
+        if not resolved:
+            network = {name: settings[name] for name in NETWORK if name in settings}
+        resolved[name] = (settings, plan)
+    raise_if_any(problems)
+    steps = _steps(budget, [plan for _, plan in resolved.values()])
+    validations = min([validations, *filter(None, steps)])
+    courses = []
+    for (name, (settings, plan)), own_steps in zip(resolved.items(), steps):
+        settings["validations"] = validations
+        if own_steps is None:
+            shortest_s = LEAST_STEP_S * plan.steps_per_epoch
+            settings["epochs"] = math.ceil(60 * budget.amount / shortest_s)
+            settings["budget_minutes"] = budget.amount
+        else:
+            settings["steps"] = own_steps
+            settings["warmup_steps"] = min(plan.config.warmup_steps, own_steps // WARMUP_SHARE)
+        courses.append(_course(name, settings, plan, own_steps))
+    return courses
+
+
+def refuse_settings(source: str, settings: Json, names: Sequence[str]) -> None:
+    """Raise InputError for the settings among `names`, which `source`, such as "variant whole", may
+    not choose."""
+    problems = []
+    for name in names:
+        if name not in settings:
+            continue
+        todo = "give it outside the quotes, for all variants"
+        if name in DECIDED:
+            todo = "runs have compare's --seeds, --folds, --validations, --epochs or --minutes"
+        option = f"--{name.replace('_', '-')}"
+        problems.append(f"{source} must be without {option}, got {settings[name]}; {todo}")
+    raise_if_any(problems)
+
+
+def without(settings: Json, names: Sequence[str]) -> Json:
+    """Return the settings but for those of these names."""
+    return {name: value for name, value in settings.items() if name not in names}
+
+
+# --- Private helpers ---
+
+
+def _plan(store: Store, settings: Json, fold: str, *, force: bool) -> Plan:
+    """The plan of a run of a fold, or of none."""
+    chosen = {**settings, "fold": fold} if fold else settings
+    return make_plan(store, NO_RUN, read_host(), chosen, gpus=HostGpus(), force=force)
+
+
+def _voxels(config: RunConfig, steps: int) -> int:
+    """Voxels that the network sees in a run of so many steps, a curriculum's share of them at half
+    resolution."""
+    full_steps = config.with_coarse_share(steps).full_steps(steps)
+    return round(config.batch * math.prod(config.grid) * full_steps)
+
+
+def _steps(budget: Budget, plans: Sequence[Plan]) -> List[Optional[int]]:
+    """The steps of each variant, 1 or more, whose voxels are nearest to the budget; None if minutes
+    decide them."""
+    if budget.kind == "minutes":
+        return [None] * len(plans)
+    voxels = budget.amount
+    if budget.kind == "epochs":  # of patches one has as many as make up the volumes
+        first = plans[0]
+        voxels = _voxels(first.config, round(budget.amount * first.steps_per_epoch))
+    steps: List[Optional[int]] = []
+    for plan in plans:
+        config = plan.config
+        near = max(round(voxels * FEW / _voxels(config, FEW)), 1)
+        candidates = range(max(near - FEW, 1), near + FEW)
+        steps.append(min(candidates, key=lambda count: abs(_voxels(config, count) - voxels)))
+    return steps
+
+
+def _course(name: str, settings: Json, plan: Plan, steps: Optional[int]) -> Course:
+    config = plan.config
+    step_s = None
+    peak_bytes = None
+    if plan.forecast:
+        step_s = plan.training_s / plan.steps
+        peak_bytes = plan.forecast.process_peak_bytes
+    return Course(
+        name=name,
+        settings=settings,
+        grid=config.grid,
+        batch=config.batch,
+        policy=config.unet.policy,
+        step_s=step_s,
+        peak_bytes=peak_bytes,
+        steps=steps,
+        voxels=_voxels(config, steps) if steps else None,
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises ValueError instead of printing and exiting."""
+
+    def error(self, message: str):
+        raise ValueError(message)

@@ -1,0 +1,292 @@
+"""Runs as a page shows them: what they were, how they learnt, and where they were computed.
+
+runs = {"1/5": read_run(folder / "fold-1"), ...}
+rows = facts(runs)      # ("a step sees", "a whole volume ..."), ...
+"""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
+
+import numpy as np
+
+from cpu3d.data.cases.resample import in_mm
+from cpu3d.pages.page import flat
+from cpu3d.report import pictures
+from cpu3d.report.pictures import Figures, Line
+from cpu3d.report.sections import Element, Folded, Section, write_page
+from cpu3d.run.config_json import load_config
+from cpu3d.run.log import iter_events
+from cpu3d.run.summary import History
+from cpu3d.settings import RunConfig
+from cpu3d.util.records import listed
+from memory_estimator.common.table import PALETTE, Table
+from memory_estimator.common.units import by, format_bytes
+from models.strides import axes_text, strides_text
+
+HOST = {  # in the log -> on the page
+    "cpu": "CPU",
+    "cores": "cores",
+    "memory_bytes": "memory",
+    "instructions": "instruction set",
+}
+NOT_KNOWN = "-"
+ITS_OWN = ("fold", "seed", "unet.seed")  # settings that differ between runs of one kind
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run that has begun."""
+
+    folder: Path
+    config: RunConfig
+    history: History  # of log.jsonl
+    kind: str = ""  # runs of one kind have one colour and are named once
+
+    @property
+    def last_start(self) -> Mapping[str, Any]:
+        """What its last attempt has logged at its start; {} if it has not been started."""
+        return self.history.starts[-1] if self.history.starts else {}
+
+    @property
+    def state(self) -> str:
+        """How far its training has come, in words."""
+        last = self.history.last
+        if last.get("event") == "diverged":
+            return f"diverged after step {last['step']}: {last['reason']}"
+        if self.history.end:
+            return f"{self.history.end['reason']} after step {self.history.end['step']}"
+        return f"not ended yet, step {self.history.last_step}"
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page shows: of a run, of the folds of a store, or of a comparison."""
+
+    title: str
+    command: str  # that makes it
+    runs: Mapping[str, RunFiles]
+    about: Sequence[Tuple[str, str]]  # name and value of more than the settings tell
+    table: Sequence[Element] = ()  # of the runs, if there are several
+    first_weights: Sequence[Element] = ()
+    scores: Sequence[Element] = ()
+    test: Sequence[Element] = ()  # scores of untouched cases, beside those of held-out ones
+    postprocessing: Sequence[Element] = ()
+    cases: Sequence[Element] = ()
+    costs: Sequence[Element] = ()
+    splits: Sequence[Element] = ()
+    notes: Sequence[str] = ()
+    alert: str = ""
+
+    def write(self, out: Path) -> None:
+        """Write the page, atomically. An element of all pages is added here."""
+        rows = [*self.about, *facts(self.runs)]
+        differing, every = settings(self.runs)
+        sections: List[Section] = [
+            (
+                "The runs" if self.table else "The run",
+                [Table(("", ""), rows, names=2), *self.table, differing],
+            ),
+            ("First weights", self.first_weights),
+            ("Scores", self.scores),
+            ("Untouched cases, by the folds together", self.test),
+            ("Post-processing", self.postprocessing),
+            ("Cases", self.cases),
+            ("Training", [curves(self.runs)]),
+            ("Memory and time", self.costs),
+            ("Host and software", hosts(self.runs)),
+            ("Settings", [every, *self.splits]),
+        ]
+        write_page(out, self.title, self.command, sections, notes=self.notes, alert=self.alert)
+
+
+def read_run(folder: Path, kind: str = "") -> RunFiles:
+    """Read a run's settings and log. Raises InputError if its config.json is missing or damaged."""
+    return RunFiles(folder, load_config(folder), History(iter_events(folder)), kind)
+
+
+def of_each_kind(runs: Mapping[str, RunFiles]) -> Dict[str, RunFiles]:
+    """The first run of each kind, by its name; one without a kind is a kind of its own."""
+    first: Dict[str, RunFiles] = {}
+    for name, run in runs.items():
+        first.setdefault(run.kind or name, run)
+    return first
+
+
+def facts(runs: Mapping[str, RunFiles]) -> List[Tuple[str, str]]:
+    """Name and value of what distinguishes the runs; where they differ, each value with the runs
+    that have it. "-" stands for what is logged alone, in a run that was not started."""
+    runs_with: Dict[str, Dict[str, List[str]]] = {}  # name -> value -> runs
+    for name, run in of_each_kind(runs).items():
+        for fact, value in _described(run.config, run.last_start):
+            runs_with.setdefault(fact, {}).setdefault(value, []).append(name)
+    rows = []
+    for fact, by_value in runs_with.items():
+        words = "; ".join(by_value)
+        if len(by_value) > 1:
+            words = "; ".join(f"{value} ({listed(by_value[value])})" for value in by_value)
+        rows.append((fact, words))
+    return rows
+
+
+def settings(runs: Mapping[str, RunFiles]) -> List[Element]:
+    """The settings that differ, a column a run or a kind of runs, and all of the first one."""
+    runs = of_each_kind(runs)
+    columns = [dict(flat(run.config.to_json())) for run in runs.values()]
+    rows = []
+    for name in sorted(set().union(*columns)):
+        values = [column.get(name, NOT_KNOWN) for column in columns]
+        if len(set(values)) > 1 and name not in ITS_OWN:
+            rows.append((name, *values))
+    differing = Table(("setting", *runs), rows, title="Settings that differ", names=1)
+    every = Table(("", ""), sorted(columns[0].items()), names=2) if columns else Table((), ())
+    return [differing, Folded("All settings, as config.json has them", every)]
+
+
+def hosts(runs: Mapping[str, RunFiles]) -> List[Element]:
+    """The hosts and versions of all attempts, each once, with the attempts that ran there."""
+    seen: Dict[Tuple[Tuple[str, str], ...], List[str]] = {}
+    start_at: Dict[Tuple[Tuple[str, str], ...], Mapping[str, Any]] = {}
+    for name, run in runs.items():
+        for start in run.history.starts:
+            groups = [group for group in ("host", "versions", "threads") if start.get(group)]
+            about = tuple(flat({group: start[group] for group in groups}))
+            words = f"{name} from step {start['step']}, {start.get('time', '')}".strip(" ,")
+            seen.setdefault(about, []).append(words)
+            start_at[about] = start
+    elements: List[Element] = []
+    for about, attempts in seen.items():
+        rows = _host_rows(start_at[about])
+        elements.append(Table(("", ""), rows, title=listed(attempts), names=2))
+        elements.append(Folded("Versions and switches", Table(("", ""), list(about), names=2)))
+    return elements
+
+
+def curves(runs: Mapping[str, RunFiles]) -> Figures:
+    """How the runs have learnt: all curves of a single run, else a line a run."""
+    if len(runs) == 1:
+        (run,) = runs.values()
+        return pictures.curves(run.history, run.config.coarse_steps)
+    colours = dict(zip(of_each_kind(runs), itertools.cycle(PALETTE)))
+    named = set()
+    over_voxels: List[Line] = []
+    over_seconds: List[Line] = []
+    losses: List[Line] = []
+    for name, run in runs.items():
+        kind = run.kind or name
+        shown = "" if kind in named else kind  # in the legend once
+        named.add(kind)
+        steps = run.history.steps
+        validations = run.history.validations
+        done = np.searchsorted(np.sort(steps["step"]), validations["step"], side="right")
+        order = np.argsort(steps["step"], kind="stable")
+        for lines, column, unit in ((over_voxels, "voxels", 1e6), (over_seconds, "step_s", 1)):
+            sums = np.cumsum(np.nan_to_num(steps[column][order])) / unit
+            x = np.concatenate([[0], sums])[done]
+            lines.append(Line(shown, x, validations["mean_dice"], colours[kind]))
+        losses.append(Line(shown, steps["step"], steps["loss"], colours[kind], is_dense=True))
+    figures: Figures = []
+    of_dice = "Mean Dice of the held-out cases over"
+    for title, lines, x_label, y_label, y_range in (
+        (f"{of_dice} voxels", over_voxels, "voxels seen, millions", "Dice", (0, 1)),
+        (f"{of_dice} seconds", over_seconds, "seconds of steps", "Dice", (0, 1)),
+        ("Loss of the steps", losses, "step", "loss", (0, None)),
+    ):
+        lines = [line for line in lines if len(line.x)]
+        if lines:
+            picture = pictures.chart(
+                lines, title=title, x_label=x_label, y_label=y_label, y_range=y_range
+            )
+            figures.append((title, picture))
+    return figures
+
+
+# --- Private helpers ---
+
+
+def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, str]]:
+    """Name and value of what distinguishes a run, by its settings and what its last start has
+    logged; "-" stands for what is logged alone, in a run that was not started."""
+    batch_name = "volumes a step"
+    if config.is_patch:
+        batch_name = "patches a step"
+    return [
+        ("network", _network(config, start)),
+        ("a step sees", _seen(config)),
+        ("coarse steps", _coarse(config)),
+        (batch_name, _batch(config, start)),
+        ("loss", config.loss),
+        ("optimizer", _optimizer(config)),
+        ("split", f"hash {config.split_hash}"),
+        ("computed in", str(start.get("precision", NOT_KNOWN))),
+        ("memory policy", str(start.get("policy", NOT_KNOWN))),
+        ("engine", str(start.get("engine", NOT_KNOWN))),
+        ("device", str(start.get("device", config.device))),
+    ]
+
+
+def _host_rows(start: Mapping[str, Any]) -> List[Tuple[str, str]]:
+    """Name and value of the host of an attempt, as far as its start has logged them."""
+    host = start.get("host", {})
+    rows = []
+    for key, name in HOST.items():
+        if key in host:
+            value = host[key]
+            words = str(value)
+            if key.endswith("_bytes"):
+                words = format_bytes(value)
+            rows.append((name, words))
+    threads = start.get("threads", {}).get("TF_NUM_INTRAOP_THREADS")
+    if threads:
+        rows.append(("threads of an operation", threads))
+    return rows
+
+
+def _network(config: RunConfig, start: Mapping[str, Any]) -> str:
+    unet = config.unet
+    words = f"{unet.network}, {unet.depth} levels, {unet.filters} filters, {unet.norm} norm"
+    if unet.strides:
+        words += f", strides {strides_text(unet.strides)}"
+    if "parameters" in start:
+        words += f", {start['parameters']:,} weights"
+    return words
+
+
+def _seen(config: RunConfig) -> str:
+    """The grid of a step, and the size of its voxels."""
+    kind = "a whole volume"
+    if config.is_patch:
+        kind = "a patch"
+    words = f"{kind} of {by(config.grid, ' x ')} voxels"
+    spacing_mm = config.target_spacing_mm or config.spacing_mm
+    if spacing_mm:
+        shares = config.resolution_by_axis
+        seen_mm = [length / share for length, share in zip(spacing_mm, shares)]
+        words += f" of {in_mm(seen_mm)}"
+    if config.resolution < 1:
+        axes = axes_text(config.coarse_stride)
+        words += f", at resolution {config.resolution:g} along {axes}"
+    return words
+
+
+def _coarse(config: RunConfig) -> str:
+    if not config.coarse_steps:
+        return "none"
+    axes = axes_text(config.coarse_stride)
+    return f"the first {config.coarse_steps:,}, on {by(config.coarse_grid, ' x ')}: {axes} halved"
+
+
+def _batch(config: RunConfig, start: Mapping[str, Any]) -> str:
+    micro = start.get("micro_batch", config.micro)
+    words = f"{config.batch}, {micro} at a time"
+    workers = start.get("workers", 1)
+    if workers > 1:
+        words += f", of {workers} workers"
+    return words
+
+
+def _optimizer(config: RunConfig) -> str:
+    if config.schedule == "constant":
+        return f"{config.optimizer}, constant rate {config.peak_rate:g}"
+    return f"{config.optimizer}, rate {config.peak_rate:g} at its peak, {config.schedule} decay"

@@ -1,0 +1,284 @@
+"""Comparisons as they are called: what is carried out, continued and refused, and what they say."""
+
+import json
+import os
+import re
+
+import pytest
+
+from cpu3d.__main__ import main
+from cpu3d.errors import InputError
+from cpu3d.experiments import compare as command
+from cpu3d.experiments import runner
+from cpu3d.experiments.results import Page, comparisons_markdown
+from cpu3d.run.config_json import load_config
+from cpu3d.util.records import read_records
+from tests.cpu3d.runs import run_command, shown_cases
+
+SMALL = ["--filters", "2", "--depth", "3", "--dtype", "float32"]
+WHOLE = ["--variant", "whole", "--mode whole"]
+VARIANTS = [*WHOLE, "--variant", "patch", "--mode patch --patch 8 8 8"]
+PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
+
+
+def compare(*options):
+    return run_command(command, *options)
+
+
+def results(out):
+    return json.loads((out / "results.json").read_text())
+
+
+def done(*runs):
+    return [f"{what} {name}" for name in runs for what in ("train", "evaluate")]
+
+
+@pytest.fixture
+def out(tmp_path):
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def chosen(tiny_store, out):
+    """Options of a comparison of whole volumes and patches that `stand_in.py` carries out."""
+    return ["--store", tiny_store.folder, "--out", out, *SMALL, *VARIANTS]
+
+
+@pytest.fixture
+def no_page(monkeypatch):
+    """The pictures of a page take most of the time, and are seen in other tests."""
+    monkeypatch.setattr(Page, "write", lambda self, out: None)
+
+
+def test_a_comparison_is_carried_out_continued_and_recorded(
+    stage, chosen, out, tmp_path, capsys, monkeypatch
+):
+    chosen = [*chosen, "--epochs", 2, "--seeds", 0, 1]
+    record = tmp_path / "records" / "compare.jsonl"
+    call = runner.call
+
+    def interrupted(command, *more, **about):
+        if "patch-seed1" in command[command.index("--run") + 1]:
+            raise KeyboardInterrupt
+        call(command, *more, **about)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compare(*chosen)
+    assert stage.calls() == done("whole-seed0", "patch-seed0", "whole-seed1")
+    assert not (out / "results.json").exists()
+    assert compare(*chosen, "--record", record) == 0
+    assert stage.calls() == done("patch-seed1")
+    assert "Differences to whole" in capsys.readouterr().out
+    assert (out / "report.html").is_file()
+    assert compare(*chosen) == 0
+    assert stage.calls() == [], "all is done"
+    assert results(out)["differences"]["patch"]["mean"]["dice"]["mean"] == 0
+    assert {load_config(run).validations for run in (out / "runs").iterdir()} == {4}
+    (line,) = read_records(record, "compare")
+    assert "2 epochs of whole" in line["budget"]
+    assert str(tmp_path) not in json.dumps(line), "a record names no folder"
+    page = comparisons_markdown([line, line])
+    assert any(row.startswith("| mean | patch | Dice | ") for row in page)
+    assert page == comparisons_markdown([line]), "the newest of a title counts"
+
+
+def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, capsys):
+    stage.tell("fail", "patch-seed0 4 error: loss must be finite, got nan at step 1")
+    chosen = [*chosen, "--epochs", 2, "--seeds", 0, 1]
+    assert compare(*chosen) == 1
+    assert stage.calls() == [
+        *done("whole-seed0"),
+        "train patch-seed0",
+        *done("whole-seed1", "patch-seed1"),
+    ]
+    (line,) = results(out)["failed"]
+    assert line == "patch, seed 0, is left out: train diverged."
+    assert line in capsys.readouterr().err
+    assert results(out)["variants"]["patch"]["seeds"] == [1]
+    assert compare(*chosen) == 1
+    assert stage.calls() == [], "it would end so again"
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, out, capsys):
+    assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run") == 0
+    assert "patch-half" in capsys.readouterr().out
+    assert not out.exists()
+    assert stage.calls() == []
+
+
+def test_a_damaged_file_of_a_case_to_score_is_named_before_anything_is_trained(
+    stage, chosen, tiny_store
+):
+    os.truncate(next((tiny_store.folder / "cases").glob("e.x.*")), 100)
+    with pytest.raises(InputError, match=r"e\.x\.npy must be \d+ bytes long, got 100"):
+        compare(*chosen, "--epochs", 2)
+    assert stage.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("notes.txt", "notes.txt in it"),
+        ("config.json", "a run"),
+        ("folds.json", "a folder of folds"),
+    ],
+)
+def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
+    stage, chosen, out, make_run, name, kind
+):
+    out.mkdir()
+    (out / name).write_text("{}")
+    with pytest.raises(InputError, match=f"must be empty or hold a compare.json, got {kind};"):
+        compare(*chosen, "--minutes", 0.2)
+    with pytest.raises(InputError, match=r"must be empty or hold a results\.json"):
+        compare("--runs", make_run("whole"), "--out", out)
+    assert [path.name for path in out.iterdir()] == [name]
+
+
+def test_another_comparison_or_a_damaged_plan_is_refused(stage, chosen, no_page, out):
+    chosen = [*chosen, "--seeds", 0]
+    assert compare(*chosen, "--epochs", 2) == 0
+    stage.calls()
+    with pytest.raises(InputError, match=r"begun with these options, got another variants.*budget"):
+        compare(*chosen, "--epochs", 3, "--norm", "batch")
+    path = out / "compare.json"
+    whole = json.loads(path.read_text())
+    for part, value in (("steps", "4"), ("grid", [8, 8])):
+        whole["plan"][0][part] = value
+        path.write_text(json.dumps(whole))
+        with pytest.raises(InputError, match=rf"plan\[0\].{part} must be"):
+            compare(*chosen, "--epochs", 2)
+    assert stage.calls() == []
+
+
+def test_scored_runs_are_compared_without_training_or_changing_them(stage, make_run, out):
+    runs = [make_run("whole", seed, learning_rate=0.13) for seed in (0, 1)]
+    runs += [
+        make_run("patch", seed, shift=1 + seed, learning_rate=0.25, step_s=3.0, **PATCH)
+        for seed in (1, 2)
+    ]
+    assert compare("--runs", *runs, "--out", out, "--title", "A & B") == 0
+    content = results(out)
+    assert (content["baseline"], list(content["variants"])) == ("whole", ["whole", "patch"])
+    difference = content["differences"]["patch"]
+    assert difference["ET"]["dice"]["seeds"] == 1, "only a seed that both have is paired"
+    assert difference["ET"]["dice"]["mean"] == -1, "a single voxel that is off"
+    assert difference["ET"]["dice"]["worse"] == difference["ET"]["hd95_mm"]["worse"] == 2
+    whole, patch = (content["variants"][name]["costs"] for name in ("whole", "patch"))
+    assert (whole["steps"], whole["voxels"], patch["voxels"]) == (4, 4 * 16**3, 4 * 8**3)
+    assert (whole["step_s"], whole["steps_s"], patch["step_s"]) == (1.5, 9 + 3 * 1.5, 3.0)
+    assert (whole["train_s"], whole["train_peak_bytes"]) == (36, 3 * 2**30)
+    page = re.sub(r">\s+<", "><", (out / "report.html").read_text(encoding="utf-8"))
+    assert "<h1>A &amp; B</h1>" in page
+    for row in (("mode", "whole", "patch"), ("learning rate", "0.13", "0.25")):
+        assert "".join(f"<td>{cell}</td>" for cell in row) in page
+    for title in ("every case, WT", "every case, mean", "over voxels", "over seconds"):
+        assert re.search(f'<img src="data:image/png;base64,[^"]+" alt="[^"]*{title}', page), title
+    assert str(out) not in page, "it names no folder of the machine"
+    assert not re.search(r"url\(|@import|https?://", page)
+    shown = shown_cases(out / "report.html")
+    assert [case["note"] for case in shown] == ["best", "median and worst"]
+    for case in shown:
+        names = [prediction["name"] for prediction in case["predictions"]]
+        assert names == ["whole, seed 0", "patch, seed 1"]
+        assert re.fullmatch(r"mean Dice: whole \d\.\d{3}, patch \d\.\d{3}", case["scores"])
+    assert stage.calls() == []
+
+
+def test_runs_that_are_not_whole_or_the_same_twice_are_refused_together(make_run, out):
+    runs = [make_run("whole", 0), make_run("late", scored=False), make_run("cut", end="none")]
+    with pytest.raises(InputError) as caught:
+        compare("--runs", *runs, runs[0], "--out", out)
+    expected = ("current scores", "trained to its end", "got whole, seed 0 for ")
+    for problem, words in zip(caught.value.problems, expected):
+        assert words in problem
+    assert len(caught.value.problems) == len(expected)
+    other = make_run("other", 1)
+    with pytest.raises(InputError, match="baseline whole must have a run"):
+        command.Comparison.of([], "whole", {"whole, seed 0": "train diverged"})
+    assert compare("--runs", runs[0], other, "--out", out) == 0
+    assert results(out)["failed"] == ["other is left out: it shares no seed with whole."]
+
+
+STORE = ["--store", "s"]
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], "--store"),
+        ([*STORE, "--validations", "0"], "--validations"),
+        ([*STORE, "--seeds", "1", "1"], "--seeds"),
+        ([*STORE, *VARIANTS, *VARIANTS], "--variant"),
+        ([*STORE, "--tolerance", "nan"], "--tolerance"),
+        ([*STORE, "--epochs", "3", "--minutes", "10"], "--epochs"),
+        ([*STORE, "--folds", "2", "--split", "val"], "--folds"),
+        (["--runs", "a", "--epochs", "3", *VARIANTS], "--runs"),
+    ],
+)
+def test_options_that_are_out_of_range_or_do_not_suit_are_named(out, options, names):
+    with pytest.raises(InputError) as caught:
+        compare("--out", out, *options)
+    assert [problem.split()[0] for problem in caught.value.problems] == names.split()
+
+
+def test_bad_variants_are_named_all_at_once(tiny_store, out):
+    variants = ["--variant", "a", "--mode patch --patch 99 99 99"]
+    variants += ["--variant", "b", "--mode patch --patch 10 8 8"]
+    with pytest.raises(InputError) as caught:
+        compare("--store", tiny_store.folder, "--out", out, *SMALL, *variants)
+    assert {problem.split(":")[0] for problem in caught.value.problems} == {
+        "variant a",
+        "variant b",
+    }
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The commands that were called, in this process."""
+    calls = []
+
+    def call(command, *more, **about):
+        calls.append(command[0])
+        assert main(command) == 0
+
+    monkeypatch.setattr(runner, "call", call)
+    return calls
+
+
+NETWORK = ["--filters", 2, "--depth", 2, "--dtype", "float32", "--curriculum", "off"]
+
+
+def test_a_variant_is_really_trained_and_scored(phantom_store, out, here, no_page):
+    words = ["--store", phantom_store.folder, "--out", out, *NETWORK, "--policy", "speed"]
+    words += ["--minutes", 0.02, "--validations", 1, "--seeds", 3]
+    assert compare(*words, "--variant", "p", "--mode patch --patch 16 16 16") == 0
+    (run,) = results(out)["runs"]
+    config = load_config(out / "runs/p-seed3")
+    assert (config.budget_minutes, config.validations) == (0.02, 1)
+    assert config.epochs * 4 > run["steps"] >= 1, "the epochs must be no limit"
+    assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0
+    assert here == ["train", "evaluate"]
+
+
+def test_folds_score_each_case_once_by_the_fold_that_held_it_out(phantom_store, out, here, capsys):
+    words = ["--store", phantom_store.folder, "--out", out, *NETWORK, "--voxels", 30_000]
+    words += ["--validations", 1, "--seeds", 0, "--folds", 2]
+    variants = [*WHOLE, "--variant", "slow", "--learning-rate 1e-6"]
+    assert compare(*words, *variants) == 0
+    assert here == ["train", "evaluate"] * 4
+    split = phantom_store.manifest.split
+    content = results(out)
+    assert content["cases"] == len(split["train"] + split["val"]), "each once, and no test case"
+    assert [run["fold"] for run in content["runs"]] == ["1/2", "2/2"] * 2
+    assert content["differences"]["slow"]["WT"]["dice"]["cases"] == content["cases"]
+    assert "by the fold that held it out" in capsys.readouterr().out
+    here.clear()
+    assert compare(*words, *variants) == 0
+    assert here == []
+    folds = str(out / "runs" / "whole-seed0")
+    assert main(["status", "--run", folds]) == 0
+    assert main(["report", "--run", folds]) == 0
+    assert main(["evaluate", "--run", folds]) == 0, "the folds answer together"

@@ -1,0 +1,131 @@
+"""The plan of a comparison: variants, one budget, and the settings of its runs."""
+
+import math
+
+import pytest
+
+from cpu3d.data.fold import with_fold
+from cpu3d.errors import InputError
+from cpu3d.experiments.variants import (
+    Budget,
+    parse_variant,
+    planned_variants,
+    usual_variants,
+)
+from tests.cpu3d.runs import decided, of_voxels, written_weights
+
+SMALL = {"filters": 2, "depth": 3, "dtype": "float32", "curriculum": "off"}
+
+
+AN_EPOCH = Budget("epochs", 1)
+
+
+def courses(store, variants, budget=AN_EPOCH, validations=1, folds=("",)):
+    planned = planned_variants(variants, store, folds, budget, validations)
+    return {course.name: course for course in planned}
+
+
+def test_a_variant_is_train_s_options_on_top_of_the_common_ones():
+    common = {"filters": 8, "patch": [64, 64, 64], "foreground": 0.5, "recipe": "demo"}
+    variant = parse_variant("p", "--mode patch --patch 32 32 32 --learning-rate 0.2", common)
+    assert variant == {**common, "learning_rate": 0.2, "mode": "patch", "patch": (32, 32, 32)}
+    whole = parse_variant("w", "--recipe paper-flair", common)
+    assert whole == {"filters": 8, "recipe": "paper-flair"}, "what is for patches is left out"
+    assert "patch" in parse_variant("r", "--recipe gpu-patch", common)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("bad", "--mode half", "variant bad must have options of train.*invalid choice"),
+        ("bad", "--recipe 'demo", "variant bad must have options of train, got"),
+        ("bad", "--seed 3", "variant bad must be without --seed, got 3"),
+        ("bad", "--regions WT", "without --regions"),
+        ("a/b", "", "must have a name of letters"),
+        ("..", "", "must have a name of letters"),
+    ],
+)
+def test_what_a_variant_may_not_be_is_refused_with_its_name(name, options, words):
+    with pytest.raises(InputError, match=words):
+        parse_variant(name, options, {})
+
+
+@pytest.mark.parametrize(("own", "name"), [({"patch": [16, 8, 16]}, "patch"), ({}, "patch-half")])
+def test_the_usual_patches_are_of_the_size_that_is_chosen_or_half_the_volume(
+    phantom_store, own, name
+):
+    variants = usual_variants({**SMALL, **own, "patches_per_case": 5}, phantom_store, "")
+    planned = courses(phantom_store, variants)
+    assert list(planned) == ["whole", name]
+    grid = planned["whole"].grid
+    assert planned[name].grid == tuple(own.get("patch", [max(n // 8 * 4, 8) for n in grid]))
+    assert planned[name].settings["patches_per_case"] == 5
+
+
+def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_settings(
+    phantom_store, tmp_path
+):
+    variants = {
+        "whole": SMALL,
+        "small": {**SMALL, "mode": "patch", "patch": [16, 16, 8]},
+        "two": {**SMALL, "mode": "patch", "patch": [16, 16, 16], "batch": 2},
+    }
+    planned = courses(phantom_store, variants, Budget("epochs", 7), 3)
+    voxels = planned["whole"].voxels
+    assert voxels == 7 * 4 * math.prod(planned["whole"].grid)
+    halved = courses(phantom_store, {"a": {**SMALL, "curriculum": "half"}}, Budget("epochs", 7))
+    assert abs(halved["a"].steps - 7 * 4) <= 2
+    assert halved["a"].voxels < voxels / 2, "7 of 8 steps have fewer"
+    for course in planned.values():
+        assert abs(course.voxels - voxels) <= math.prod(course.grid) * course.batch
+        config = decided(phantom_store, tmp_path / "none", **course.settings)
+        assert (config.steps, config.grid, config.unet.policy) == (
+            course.steps,
+            course.grid,
+            course.policy,
+        )
+        assert (config.validations, config.warmup_steps) == (3, min(10, course.steps // 10))
+    few = courses(
+        phantom_store,
+        {"whole": SMALL, "small": variants["small"]},
+        Budget("voxels", 3 * 40 * 48 * 36),
+        9,
+    )
+    assert few["whole"].steps < 9 < few["small"].steps
+    for course in few.values():  # as many as the shortest can have
+        assert course.settings["validations"] == few["whole"].steps
+    (timed,) = courses(phantom_store, {"whole": SMALL}, Budget("minutes", 3)).values()
+    assert (timed.steps, timed.settings["budget_minutes"]) == (None, 3)
+
+
+def test_variants_have_the_network_of_the_first_unless_they_choose_another(phantom_store):
+    store = of_voxels(phantom_store, 1.0, 1.0, 5.0)
+    own = ((2, 1, 2), (2, 2, 2))
+    patch = {**SMALL, "mode": "patch", "patch": [16, 16, 8]}  # by itself 2,2,1 would be the second
+    variants = {
+        "whole": SMALL,
+        "patch": {name: value for name, value in patch.items() if name != "depth"},
+        "own": {**patch, "strides": own},
+    }
+    planned = courses(store, variants)
+    seen = {name: course.settings["strides"] for name, course in planned.items()}
+    thick = ((2, 2, 1), (2, 2, 1))
+    assert seen == {"whole": thick, "patch": thick, "own": own}
+    assert {course.settings["depth"] for course in planned.values()} == {3}
+
+
+@pytest.mark.parametrize("folds", [[""], ["1/2", "2/2"]])
+def test_a_variant_whose_first_weights_have_seen_a_held_out_patient_is_refused(
+    phantom_store, tmp_path, folds
+):
+    (held_out,) = phantom_store.manifest.split["val"]
+    fold = next(
+        fold
+        for fold in ("1/2", "2/2")
+        if held_out in with_fold(phantom_store, fold).manifest.split["train"]
+    )
+    network = {"filters": 4, "depth": 3}
+    trained = decided(phantom_store, tmp_path / "none", fold=fold, **network)
+    source = written_weights(trained, tmp_path / "source")
+    with pytest.raises(InputError, match=rf"variant whole.*{held_out}"):
+        courses(phantom_store, {"whole": {**network, "init": str(source)}}, folds=folds)
