@@ -23,7 +23,9 @@ LAYOUT = (
 )
 HAS_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\w+(?:\.\w+)*|<<=|>>=|->|\+\+|--|[-+*/%&|^=!<>]=|&&|\|\||<<|>>|\S')
+C_TOKEN = re.compile(
+    r'"(?:\\.|[^"\\])*"|\w+(?:\.\w+)*|<<=|>>=|->|\+\+|--|[-+*/%&|^=!<>]=|&&|\|\||<<|>>|\S'
+)
 
 
 def python_tokens(text):
@@ -64,4 +66,8 @@ if __name__ == "__main__":
     too_large = [name for name, ceiling in CEILINGS.items() if totals[name] > ceiling]
     for name, ceiling in CEILINGS.items():
         print(f"{totals[name]:8,}  {name}, at most {ceiling:,}")
-    sys.exit(f"tokens of {' and '.join(too_large)} must be at most the ceiling; remove some" if too_large else 0)
+    sys.exit(
+        f"tokens of {' and '.join(too_large)} must be at most the ceiling; remove some"
+        if too_large
+        else 0
+    )
