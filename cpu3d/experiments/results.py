@@ -22,7 +22,7 @@ from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.inference.scores_file import PREDICTIONS, UNTOUCHED, read_scores, scores_path, warning
 from cpu3d.pages.viewer import viewer
 from cpu3d.report.pictures import Figures, strips
-from cpu3d.report.runs import Page, RunFiles, read_run
+from cpu3d.report.runs import Page, RunFiles, read_run, runs_table
 from cpu3d.report.sections import Element, shown_cases
 from cpu3d.run.folds import fold_folder, read_folds
 from cpu3d.run.summary import median, numbers
@@ -270,9 +270,6 @@ def publish(
         ("budget", content["budget"]),
         *(("left out", line) for line in content["failed"]),
     ]
-    rows = []
-    for name, run in runs.items():
-        rows.append((name, f"{run.config.peak_rate:g}", run.state, run.folder.name))
     tables = results_tables(content)
     held_out = any(run.config.fold for run in runs.values())
     page = Page(
@@ -280,7 +277,7 @@ def publish(
         command="./run.sh compare",
         runs=runs,
         about=facts,
-        table=[Table(("run", "learning rate", "training", "folder"), rows, names=1)],
+        table=[runs_table(runs, runs, {})],
         scores=[*tables[:-1], _strips(comparison)],
         cases=[_cases(comparison, store)],
         costs=tables[-1:],

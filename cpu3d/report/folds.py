@@ -27,7 +27,7 @@ from cpu3d.inference.scores_file import (
 )
 from cpu3d.pages.page import page_file
 from cpu3d.report.pictures import Figures, score_pictures, strips
-from cpu3d.report.runs import Page, RunFiles, read_run
+from cpu3d.report.runs import Page, RunFiles, read_run, runs_table
 from cpu3d.report.sections import (
     CHANGED_LABELS,
     Element,
@@ -146,34 +146,8 @@ def results_tables(files: FoldsFiles) -> List[Table]:
 
 
 def folds_table(files: FoldsFiles) -> Table:
-    """A row for each fold: its cases, what its training took, and its scores."""
-    dice = _dice(files.answers) if files.answers else {}
-    rows = []
-    for fold in files.names:
-        run = files.runs.get(fold)
-        if run is None:
-            rows.append((fold, "waiting", *["-"] * 5))
-            continue
-        costs = run.history.costs()
-        ids = files.held_out.get(fold, ())
-        train_s = costs.train_s or costs.steps_s + costs.validation_s + costs.checkpoint_s
-        row = (
-            fold,
-            run.state,
-            str(len(ids) or "-"),
-            f"{costs.steps:,}",
-            format_seconds(train_s or None),
-            format_bytes(costs.peak_rss_bytes),
-            f"{np.mean([dice[case_id] for case_id in ids]):.3f}" if ids else "-",
-        )
-        rows.append(row)
-    return Table(
-        ("fold", "training", "cases scored", "steps", "time", "peak memory", "mean Dice"),
-        rows,
-        title="Folds",
-        caption="Time is of all attempts, with validations; scores are of the held-out cases.",
-        names=2,
-    )
+    """A row for each fold: what its training took, and its scores."""
+    return runs_table(files.names, files.runs, _dice(files.answers))
 
 
 # --- Private helpers ---
@@ -234,9 +208,12 @@ def _missing(files: FoldsFiles, without_test: str) -> List[str]:
     return notes
 
 
-def _dice(answers: OutOfFold) -> Dict[str, float]:
-    """Case id -> its mean Dice."""
-    return {case["case_id"]: case["mean_dice"] for case in answers.scores["cases"]}
+def _dice(answers: Optional[OutOfFold]) -> Dict[str, List[float]]:
+    """Fold -> the mean Dice of each case that it held out."""
+    if answers is None:
+        return {}
+    dice = {case["case_id"]: case["mean_dice"] for case in answers.scores["cases"]}
+    return {fold: [dice[case_id] for case_id in ids] for fold, ids in answers.held_out.items()}
 
 
 def _scores_table(answers: OutOfFold) -> Table:
@@ -301,8 +278,6 @@ def _postprocessing_table(files: FoldsFiles) -> Optional[Table]:
 
 def _score_pictures(answers: OutOfFold) -> Figures:
     """Every case as a dot, by fold and by region."""
-    dice = _dice(answers)
-    by_fold = {fold: [dice[case_id] for case_id in ids] for fold, ids in answers.held_out.items()}
     title = "Mean Dice of every case, by fold"
-    picture = strips(by_fold, title=title, y_label="Dice", y_range=(-0.02, 1.02))
+    picture = strips(_dice(answers), title=title, y_label="Dice", y_range=(-0.02, 1.02))
     return [(title, picture), *score_pictures(answers.scores)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
+from scipy.ndimage import median_filter
 
 from cpu3d.inference.scores import METRICS
 from cpu3d.run.summary import History, known
@@ -19,8 +20,8 @@ Figures = List[Tuple[str, bytes]]  # (title, PNG) each
 # (bottom, top) of an axis; a top of None leaves room above the data.
 YRange = Optional[Tuple[float, Optional[float]]]
 
-# Of a chart, several in a dot: more points than four in each would show nothing more.
-COLUMNS = 2000
+GROUPS = 2000
+"""The most groups of neighbouring points of a curve: more are not to be told apart."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Line:
     colour: str
     is_dense: bool = False  # a dense noisy series: faint, with a running median over it
     marks: str = "o-"  # of other lines, in matplotlib's notation: "-" no dots, "o" dots alone
-    band: Optional[Tuple[Sequence[float], Sequence[float]]] = None  # lowest and highest, at each x
 
 
 def chart(
@@ -43,12 +43,11 @@ def chart(
     y_label: str,
     x_label: str = "step",
     y_range: YRange = None,
-    x_from: Optional[float] = None,
     switch: Optional[float] = None,
     log: bool = False,
 ) -> bytes:
     """Curves over a common x axis, as PNG bytes, with a dashed line at x = `switch`; `log` is of
-    both axes, which fit the data without `y_range` and `x_from`, the start of the x axis.
+    both axes, which fit the data without `y_range`.
 
     Points that are not finite are left out; no line at all is fine. A legend appears if a line has
     a name."""
@@ -60,16 +59,18 @@ def chart(
         good = np.isfinite(x) & np.isfinite(y)
         x = x[good]
         y = y[good]
-        shown = shown_points(x, y, log=log)
+        groups = np.array_split(np.arange(x.size), min(max(x.size, 1), GROUPS))
+        if x.size > 2 * GROUPS:  # of each group the lowest and the highest
+            ends = [group[pick(y[group])] for group in groups for pick in (np.argmin, np.argmax)]
+            shown = np.unique(ends)
+        else:
+            shown = np.arange(x.size)
         style = {"color": line.colour, "label": line.name}
-        if line.band:
-            low, high = (np.asarray(edge, float)[good] for edge in line.band)
-            axes.fill_between(x, low, high, color=line.colour, alpha=0.15, linewidth=0)
         if line.is_dense and x.size >= 8:
             axes.plot(x[shown], y[shown], color=line.colour, alpha=0.22, linewidth=0.8)
-            few = np.unique(np.linspace(0, y.size - 1, min(y.size, COLUMNS)).astype(int))
-            middle = running_median(y, y.size // 20 + 5, few)
-            axes.plot(x[few], middle, linewidth=1.4, **style)
+            medians = [np.median(y[group]) for group in groups]
+            middle = median_filter(medians, len(groups) // 20 + 5)
+            axes.plot([x[group[0]] for group in groups], middle, linewidth=1.4, **style)
         else:
             axes.plot(x[shown], y[shown], line.marks, markersize=3.2, linewidth=1.6, **style)
     if switch:
@@ -77,7 +78,6 @@ def chart(
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     _set_height(axes, y_range)
-    axes.set_xlim(left=x_from)
     if log:
         axes.set(xscale="log", yscale="log")
     plain(axes, title)
@@ -95,47 +95,14 @@ def _set_height(axes: Any, y_range: YRange) -> None:
         axes.set_ylim(top=1.05 * axes.get_ylim()[1])
 
 
-def shown_points(x: np.ndarray, y: np.ndarray, *, log: bool = False) -> np.ndarray:
-    """The indices of the points that a curve needs: all of a few, and of neighbours that fall into
-    one of COLUMNS the first, the lowest, the highest and the last."""
-    if x.size <= 4 * COLUMNS:
-        return np.arange(x.size)
-    place = np.log(x.clip(np.finfo(float).tiny)) if log else x
-    extent = np.ptp(place)
-    if extent == 0:
-        extent = 1
-    column = np.floor((place - place.min()) * (COLUMNS / extent))
-    group = np.cumsum(np.diff(column, prepend=column[0]) != 0)
-    last = np.append(np.diff(group) != 0, True)
-    first = np.roll(last, 1)
-    by_height = np.lexsort((y, group))  # within each group, which has the same places there
-    ends = np.flatnonzero(first | last)
-    return np.unique(np.concatenate([ends, by_height[first], by_height[last]]))
-
-
-def running_median(y: np.ndarray, size: int, indices: np.ndarray) -> np.ndarray:
-    """The medians of the `size` values around those with the `indices`, mirrored at both ends: as
-    scipy.ndimage.median_filter has them, in a time that grows with the values alone and not with
-    their square."""
-    mirrored = np.pad(y, size // 2, mode="symmetric")
-    middle = size // 2  # the upper one of two
-    medians = []
-    for index in indices:
-        window = mirrored[index : index + size]
-        medians.append(np.partition(window, middle)[middle])
-    return np.array(medians)
-
-
 def strips(
     values: Mapping[str, Sequence[float]],
     *,
     title: str,
     y_label: str,
     y_range: YRange = None,
-    level: Optional[float] = None,
 ) -> bytes:
-    """One column per name: every value as a dot, and the quartiles as a box, with a dashed line at
-    y = `level`. PNG bytes."""
+    """One column per name: every value as a dot, and the quartiles as a box. PNG bytes."""
     figure = new_figure(3.3, 2.6)
     axes = figure.add_subplot()
     grey = {"color": "#555555"}
@@ -157,8 +124,6 @@ def strips(
             x += 0.34 * ((np.arange(y.size) * 0.618034) % 1.0 - 0.5)
         axes.plot(x, y, "o", color=colour, label=name, **dot_style)
         axes.boxplot([y], positions=[position], **box_style)
-    if level is not None:
-        axes.axhline(level, color="#888888", linewidth=0.8, linestyle="--")
     axes.set_xticks(range(len(values)), list(values))
     axes.set_xlim(-0.6, max(len(values), 1) - 0.4)
     axes.set_ylabel(y_label)

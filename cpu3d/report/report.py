@@ -167,23 +167,11 @@ def _about(
 
 def _inference(scores: Mapping[str, Any]) -> str:
     """How the network was applied to the cases that were scored."""
-    runs = scores.get("runs", [scores])
-    ways = []
-    for run in runs:
-        how = run["inference"]
-        way = "in one pass"
-        if how["window"]:
-            way = f"window of {by(how['window'], ' x ')}, {100 * how['overlap']:g} % overlap"
-        if how["flips"]:
-            way += ", mean of mirror images"
-        if way not in ways:
-            ways.append(way)
-    if len(runs) > 1:
-        if all("held_out" in run for run in runs):
-            ways.append("each case by the fold that held it out")
-        else:
-            ways.append(f"mean of {len(runs)} runs")
-    return "; ".join(ways)
+    how = scores["inference"]
+    words = "in one pass"
+    if how["window"]:
+        words = f"window of {by(how['window'], ' x ')}, {100 * how['overlap']:g} % overlap"
+    return f"{words}, mean of mirror images" if how["flips"] else words
 
 
 def _missing(

@@ -7,7 +7,7 @@ rows = facts(runs)      # ("a step sees", "a whole volume ..."), ...
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
@@ -22,15 +22,9 @@ from cpu3d.run.summary import History
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import listed
 from memory_estimator.common.table import PALETTE, Table
-from memory_estimator.common.units import by, format_bytes
+from memory_estimator.common.units import by, format_bytes, format_seconds
 from models.strides import axes_text, strides_text
 
-HOST = {  # in the log -> on the page
-    "cpu": "CPU",
-    "cores": "cores",
-    "memory_bytes": "memory",
-    "instructions": "instruction set",
-}
 NOT_KNOWN = "-"
 ITS_OWN = ("fold", "seed", "unet.seed")  # settings that differ between runs of one kind
 
@@ -130,6 +124,38 @@ def facts(runs: Mapping[str, RunFiles]) -> List[Tuple[str, str]]:
     return rows
 
 
+def runs_table(
+    names: Iterable[str], runs: Mapping[str, RunFiles], cases: Mapping[str, Sequence[float]]
+) -> Table:
+    """A row for each run: what its training took, and the Dice of the `cases` that it has scored,
+    by its name."""
+    rows = []
+    for name in names:
+        if name not in runs:
+            rows.append((name, "waiting", *["-"] * 5))
+            continue
+        costs = runs[name].history.costs()
+        train_s = costs.train_s or costs.steps_s + costs.validation_s + costs.checkpoint_s
+        dice = cases.get(name, ())
+        row = (
+            name,
+            runs[name].state,
+            f"{costs.steps:,}",
+            format_seconds(train_s or None),
+            format_bytes(costs.peak_rss_bytes),
+            str(len(dice) or "-"),
+            f"{np.mean(dice):.3f}" if dice else "-",
+        )
+        rows.append(row)
+    return Table(
+        ("run", "training", "steps", "time", "peak memory", "cases scored", "mean Dice"),
+        rows,
+        title="Runs",
+        caption="Time is of all attempts, with validations; mean Dice of the cases and regions.",
+        names=2,
+    )
+
+
 def settings(runs: Mapping[str, RunFiles]) -> List[Element]:
     """The settings that differ, a column a run or a kind of runs, and all of the first one."""
     runs = of_each_kind(runs)
@@ -145,21 +171,20 @@ def settings(runs: Mapping[str, RunFiles]) -> List[Element]:
 
 
 def hosts(runs: Mapping[str, RunFiles]) -> List[Element]:
-    """The hosts and versions of all attempts, each once, with the attempts that ran there."""
-    seen: Dict[Tuple[Tuple[str, str], ...], List[str]] = {}
-    start_at: Dict[Tuple[Tuple[str, str], ...], Mapping[str, Any]] = {}
+    """The hosts of all attempts, each once with the attempts that ran there, and their software."""
+    attempts: Dict[Tuple[Tuple[str, str], ...], List[str]] = {}
+    software: Dict[Tuple[Tuple[str, str], ...], Table] = {}
     for name, run in runs.items():
         for start in run.history.starts:
-            groups = [group for group in ("host", "versions", "threads") if start.get(group)]
-            about = tuple(flat({group: start[group] for group in groups}))
+            host = tuple(flat(start.get("host", {})))
             words = f"{name} from step {start['step']}, {start.get('time', '')}".strip(" ,")
-            seen.setdefault(about, []).append(words)
-            start_at[about] = start
+            attempts.setdefault(host, []).append(words)
+            about = {group: start[group] for group in ("versions", "threads") if group in start}
+            software[host] = Table(("", ""), flat(about), names=2)
     elements: List[Element] = []
-    for about, attempts in seen.items():
-        rows = _host_rows(start_at[about])
-        elements.append(Table(("", ""), rows, title=listed(attempts), names=2))
-        elements.append(Folded("Versions and switches", Table(("", ""), list(about), names=2)))
+    for host, words in attempts.items():
+        elements.append(Table(("", ""), list(host), title=listed(words), names=2))
+        elements.append(Folded("Versions and switches", software[host]))
     return elements
 
 
@@ -224,23 +249,6 @@ def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, s
         ("engine", str(start.get("engine", NOT_KNOWN))),
         ("device", str(start.get("device", config.device))),
     ]
-
-
-def _host_rows(start: Mapping[str, Any]) -> List[Tuple[str, str]]:
-    """Name and value of the host of an attempt, as far as its start has logged them."""
-    host = start.get("host", {})
-    rows = []
-    for key, name in HOST.items():
-        if key in host:
-            value = host[key]
-            words = str(value)
-            if key.endswith("_bytes"):
-                words = format_bytes(value)
-            rows.append((name, words))
-    threads = start.get("threads", {}).get("TF_NUM_INTRAOP_THREADS")
-    if threads:
-        rows.append(("threads of an operation", threads))
-    return rows
 
 
 def _network(config: RunConfig, start: Mapping[str, Any]) -> str:

@@ -1,14 +1,11 @@
 """Pictures: unusual input still gives one."""
 
-import io
 import time
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
-from scipy.ndimage import median_filter
 
-from cpu3d.report.pictures import Line, chart, running_median, strips
+from cpu3d.report.pictures import Line, chart, strips
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 500])
@@ -39,40 +36,13 @@ def test_a_picture_shows_its_values_and_leaves_out_those_that_are_not_finite():
     assert line([0, 1, 2], [1, np.inf, 4]) == line([0, 2], [1, 4])
 
 
-# --- Long runs ---
-
-
-def drawn(x, y, **line):
-    """The dots of a curve's chart, 0 to 1."""
-    return imread(io.BytesIO(chart([Line("", x, y, "#000000", **line)], title="", y_label="")))
-
-
-def spiked(count):
-    """A curve of noise with a spike of one point, up and down, and a hole."""
-    y = np.random.default_rng(0).normal(size=count)
-    y[count // 3] = 30
-    y[count // 2] = -30
-    y[count // 4 : count // 4 + 9] = np.nan
-    return y
-
-
-@pytest.mark.parametrize("is_dense", [False, True])
-def test_a_long_curve_looks_as_if_all_of_its_points_were_drawn(is_dense, monkeypatch):
-    x, y = np.arange(40_000), spiked(40_000)
-    thinned = drawn(x, y, is_dense=is_dense, marks="-")
-    monkeypatch.setattr("cpu3d.report.pictures.COLUMNS", 40_000)
-    every = drawn(x, y, is_dense=is_dense, marks="-")
-    assert (np.abs(thinned - every) > 0.2).mean() < 0.0005, "a few dots at the edge of a line"
-
-
-def test_a_million_points_are_drawn_in_seconds():
+def test_a_million_points_are_drawn_in_seconds_with_the_only_one_that_stands_out():
+    x = np.arange(1_000_000)
+    y = np.random.default_rng(0).normal(size=x.size)
+    y[300_000:300_009] = np.nan
     begin = time.process_time()
-    drawn(np.arange(1_000_000), spiked(1_000_000), is_dense=True)
+    drawn = [chart([Line("", x, y, "#000000", is_dense=True)], title="", y_label="")]
+    y[500_000] = 30
+    drawn.append(chart([Line("", x, y, "#000000", is_dense=True)], title="", y_label=""))
     assert time.process_time() - begin < 20, "47 minutes by a filter over every point"
-
-
-@pytest.mark.parametrize("size", [5, 6, 30])
-def test_the_running_median_is_that_of_a_filter(size):
-    y = np.random.default_rng(1).normal(size=60)
-    at = np.array([0, 1, 7, 30, 58, 59])
-    np.testing.assert_array_equal(running_median(y, size, at), median_filter(y, size)[at])
+    assert drawn[0] != drawn[1]
