@@ -2,7 +2,7 @@
 
     ./run.sh compare --store store --out comparison
     ./run.sh compare --store store --out comparison --epochs 30 --filters 8 --dry-run
-    ./run.sh compare --store store --out sizes --voxels 2e9 --variant whole "--mode whole" \\
+    ./run.sh compare --store store --out sizes --epochs 20 --variant whole "--mode whole" \\
         --variant patch-64 "--mode patch --patch 64 64 64" --variant half "--resolution 0.5"
     ./run.sh compare --store store --out crossed --folds 5 --variant plain "" \\
         --variant rotated "--rotation-deg 15"
@@ -85,7 +85,6 @@ class Options:
     runs: Tuple[Path, ...] = option(
         (), help="compare these scored run folders; nothing is trained", metavar="DIR"
     )
-    voxels: Optional[float] = option(None, "budget of every run: voxels seen", metavar="V", above=0)
     minutes: Optional[float] = option(
         None, "budget of every run: minutes of its steps", "M", above=0
     )
@@ -173,9 +172,7 @@ def run(options: Options, settings: Json) -> int:
 
 def _problems(options: Options, settings: Json) -> Iterator[str]:
     """Options that are missing, equal or do not go together."""
-    budgets = {"epochs": settings.get("epochs")}
-    budgets.update(voxels=options.voxels, minutes=options.minutes)
-    given = [name for name, value in budgets.items() if value]
+    epochs = settings.get("epochs")
     if not (options.runs or options.store):
         todo = "name one, or give --runs with folders to compare"
         yield f"--store must name a store, got none; {todo}"
@@ -186,11 +183,12 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
     if options.folds and options.split != UNTOUCHED:
         todo = "the held-out cases are scored; leave it out"
         yield f"--folds must come without --split, got {options.split}; {todo}"
-    if options.runs and (settings or given or options.variant or options.dry_run or options.folds):
+    given = (settings, options.minutes, options.variant, options.dry_run, options.folds)
+    if options.runs and any(given):
         yield "--runs must be without options of training, got some; leave them out"
-    elif len(given) > 1:
-        values = " and ".join(f"{budgets[name]:g}" for name in given)
-        yield f"--{' and --'.join(given)} must be one budget, got {values}; leave all but one out"
+    elif epochs and options.minutes:
+        got = f"got {epochs} and {options.minutes:g}"
+        yield f"--epochs and --minutes must be one budget, {got}; leave one out"
 
 
 def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
@@ -205,10 +203,9 @@ def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
     if not variants:
         variants = usual_variants(common, store, folds[0], force=options.force)
     baseline = next(iter(variants))
-    budget = Budget("epochs", settings.get("epochs", recipe_settings(variants[baseline]).epochs))
-    if options.voxels:
-        budget = Budget("voxels", options.voxels)
-    elif options.minutes:
+    epochs = settings.get("epochs", recipe_settings(variants[baseline]).epochs)
+    budget = Budget("epochs", epochs)
+    if options.minutes:
         budget = Budget("minutes", options.minutes)
     validations = settings.get("validations", VALIDATIONS)
     asked = {

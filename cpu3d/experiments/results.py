@@ -109,19 +109,13 @@ class Answer:
 
     def costs(self, run: RunFiles) -> Dict[str, Optional[float]]:
         """The COSTS of one of its runs. None is not known."""
-        costs = run.history.costs(run.config.coarse_steps)
-        return {
-            "steps": costs.steps,
-            "voxels": costs.voxels,
-            "step_s": costs.step_s,
-            "steps_s": costs.steps_s,
-            "validation_s": costs.validation_s,
-            "train_s": costs.train_s,
-            "train_peak_bytes": costs.peak_rss_bytes,
-            "allocator_peak_bytes": costs.allocator_peak_bytes,
+        known = vars(run.history.costs(run.config.coarse_steps))
+        of_scores = {
+            "train_peak_bytes": known["peak_rss_bytes"],
             "case_predict_s": median(numbers(self.scores["cases"], "predict_s")),
             "predict_peak_bytes": self.scores.get("peak_rss_bytes"),
         }
+        return {name: {**known, **of_scores}[name] for name in COSTS}
 
 
 def read_answer(variant: str, seed: int, folder: Path, split: str) -> Answer:

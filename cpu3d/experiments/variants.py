@@ -44,16 +44,13 @@ FEW = 8
 class Budget:
     """The budget of every run."""
 
-    # "epochs": voxels of so many epochs of the first variant; "voxels"; "minutes" of steps
-    kind: str
+    kind: str  # "epochs": the voxels of so many of the first variant; "minutes" of steps
     amount: float
 
     def words(self, baseline: str) -> str:
         """Return it for people, such as "the voxels of 25 epochs of whole"."""
         if self.kind == "epochs":
             return f"the voxels of {self.amount:,g} epochs of {baseline}"
-        if self.kind == "voxels":
-            return f"{self.amount / 1e6:,.4g} million voxels"
         return f"{self.amount:,g} minutes of steps"
 
 
@@ -218,10 +215,8 @@ def _steps(budget: Budget, plans: Sequence[Plan]) -> List[Optional[int]]:
     decide them."""
     if budget.kind == "minutes":
         return [None] * len(plans)
-    voxels = budget.amount
-    if budget.kind == "epochs":  # of patches one has as many as make up the volumes
-        first = plans[0]
-        voxels = _voxels(first.config, round(budget.amount * first.steps_per_epoch))
+    first = plans[0]  # of patches an epoch has as many as make up the volumes
+    voxels = _voxels(first.config, round(budget.amount * first.steps_per_epoch))
     steps: List[Optional[int]] = []
     for plan in plans:
         config = plan.config

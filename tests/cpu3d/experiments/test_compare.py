@@ -264,7 +264,7 @@ def test_a_variant_is_really_trained_and_scored(phantom_store, out, here, no_pag
 
 
 def test_folds_score_each_case_once_by_the_fold_that_held_it_out(phantom_store, out, here, capsys):
-    words = ["--store", phantom_store.folder, "--out", out, *NETWORK, "--voxels", 30_000]
+    words = ["--store", phantom_store.folder, "--out", out, *NETWORK, "--epochs", 1]
     words += ["--validations", 1, "--seeds", 0, "--folds", 2]
     variants = [*WHOLE, "--variant", "slow", "--learning-rate 1e-6"]
     assert compare(*words, *variants) == 0

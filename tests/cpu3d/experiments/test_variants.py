@@ -88,7 +88,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
     few = courses(
         phantom_store,
         {"whole": SMALL, "small": variants["small"]},
-        Budget("voxels", 3 * 40 * 48 * 36),
+        AN_EPOCH,
         9,
     )
     assert few["whole"].steps < 9 < few["small"].steps
