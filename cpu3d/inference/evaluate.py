@@ -39,15 +39,14 @@ from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.decision import postprocessing_of, postprocessing_together
 from cpu3d.inference.postprocessing.evidence import gather
-from cpu3d.inference.postprocessing.joint import postprocessing_together
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
 from cpu3d.inference.runs import (
-    Answering,
     Inference,
     RunOptions,
-    answering,
+    RunSet,
+    open_runs,
     store_of_run,
     training_notes,
 )
@@ -98,7 +97,7 @@ Answers = Tuple[Any, PostProcessing]  # a predictor, and what is made of its ans
 def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     split = options.split
     named = tuple(folder.resolve() for folder in chosen.run)
-    together = answering(dataclasses.replace(chosen, run=named))
+    together = open_runs(dataclasses.replace(chosen, run=named))
     runs = together.runs
     configs = together.configs
     out = _folder_for_scores(options, together)
@@ -146,7 +145,7 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     return 0
 
 
-def _refuse_others(path: Path, out: Path, together: Answering) -> None:
+def _refuse_others(path: Path, out: Path, together: RunSet) -> None:
     """Raise InputError for a file that is none of scores, or that has those of other runs; in the
     folders of the runs themselves they are their own."""
     if out not in together.runs:
@@ -156,7 +155,7 @@ def _refuse_others(path: Path, out: Path, together: Answering) -> None:
 
 
 def _say_first(
-    store: Store, split: str, together: Answering, decided: Sequence[PostProcessing]
+    store: Store, split: str, together: RunSet, decided: Sequence[PostProcessing]
 ) -> None:
     """What the scores are of, and what is unusual about their cases."""
     if split != UNTOUCHED and not _is_out_of_fold(together, split):
@@ -166,7 +165,7 @@ def _say_first(
     say(*note_lines(_notes(store, split, together.configs)))
 
 
-def _folder_for_scores(options: Options, together: Answering) -> Path:
+def _folder_for_scores(options: Options, together: RunSet) -> Path:
     """The folder that evaluation/ is in. Raises InputError if several runs need a name for it, and
     if it is where `train --folds` keeps its scores."""
     if options.out:
@@ -312,7 +311,7 @@ def _print_scores(scores: Mapping[str, Any], held_out: Mapping[str, Sequence[str
         say(f"{text}: {', '.join(means)}", stderr=False)
 
 
-def _is_out_of_fold(together: Answering, split: str) -> bool:
+def _is_out_of_fold(together: RunSet, split: str) -> bool:
     """Whether the cases of a split are held out by folds, and have not chosen the weights: the last
     ones, of trainings that they could not end."""
     configs = together.configs
@@ -321,7 +320,7 @@ def _is_out_of_fold(together: Answering, split: str) -> bool:
 
 
 def _decided(
-    together: Answering,
+    together: RunSet,
     split: str,
     crossed: bool,
     *,
@@ -401,7 +400,7 @@ def _filled(store: Store) -> str:
     return f"choose --split {' or '.join(filled)}{other}"
 
 
-def _instead(store: Store, together: Answering) -> str:
+def _instead(store: Store, together: RunSet) -> str:
     """What to do about a split without cases: folds have scores of those that they held out."""
     folder = together.folder
     if folder:

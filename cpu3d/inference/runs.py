@@ -200,7 +200,7 @@ def seen_notes(case_ids: Sequence[str], configs: Sequence[RunConfig]) -> List[st
 
 
 @dataclass(frozen=True)
-class Answering:
+class RunSet:
     """Runs that answer together."""
 
     runs: List[Path]
@@ -209,13 +209,13 @@ class Answering:
     folder: Optional[Path] = None  # the folder of folds that was named instead of them
 
 
-def answering(options: RunOptions) -> Answering:
+def open_runs(options: RunOptions) -> RunSet:
     """The runs that are named, or the folds of a folder of folds. Raises InputError as
     `load_configs`, and for such a folder beside other runs."""
     folders = [run for run in options.run if read_folds(run)]
     if not folders:
         configs = load_configs(options.run, some_folds=options.some_folds)
-        return Answering(list(options.run), configs, options.weights or "best")
+        return RunSet(list(options.run), configs, options.weights or "best")
     folder = folders[0]
     if len(options.run) > 1:
         got = listed(options.run)
@@ -229,7 +229,7 @@ def answering(options: RunOptions) -> Answering:
         raise InputError(f"{rule}; repeat its `train --folds`{more}")
     runs = list(trained.values())
     configs = load_configs(runs, some_folds=options.some_folds)
-    return Answering(runs, configs, options.weights or FOLD_WEIGHTS, folder)
+    return RunSet(runs, configs, options.weights or FOLD_WEIGHTS, folder)
 
 
 def load_configs(runs: Sequence[Path], *, some_folds: bool = False) -> List[RunConfig]:

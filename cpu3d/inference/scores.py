@@ -73,7 +73,6 @@ class Matching:
     truth_voxels: np.ndarray  # (L,)
     counted: np.ndarray  # (L,) whether the lesion is large enough to count
     predicted_voxels: np.ndarray  # (P,)
-    predicted_mm3: np.ndarray  # (P,)
     lesion: np.ndarray  # (N,) index of a pair's lesion
     predicted: np.ndarray  # (N,) index of its predicted component
     shared_voxels: np.ndarray  # (N,) voxels of the component in the lesion before it was grown
@@ -331,7 +330,6 @@ def match_lesions(truth: np.ndarray, predicted: np.ndarray, spacing_mm: Spacing)
         truth_voxels=truth_voxels,
         counted=truth_voxels * size_mm3 > LESION_MM3,
         predicted_voxels=predicted_voxels,
-        predicted_mm3=predicted_voxels * size_mm3,
         lesion=lesion_numbers - 1,
         predicted=predicted_numbers - 1,
         shared_voxels=np.bincount(pair, weights=truth[both]),

@@ -9,14 +9,13 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, TypedDict
 
 import numpy as np
 
-from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.split import SPLITS
 from cpu3d.errors import InputError
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import METRICS, metric_notes
-from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
+from cpu3d.run.decided import weights_hashes
 from cpu3d.util.records import count, plus_minus
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.table import Table
@@ -83,12 +82,8 @@ def outdated_scores(
 
 def are_of_weights(scores: Mapping[str, Any], runs: Sequence[Path]) -> bool:
     """Whether scores are of the weights that these runs have now."""
-    try:
-        present = [file_sha256(weights_file(run, scores["weights"])) for run in runs]
-    except (InputError, OSError):
-        return False
     scored = [origin["weights_sha256"] for origin in scores.get("runs", [scores])]
-    return sorted(scored) == sorted(present)
+    return tuple(sorted(scored)) == weights_hashes(runs, scores["weights"])
 
 
 def warning(split: str) -> str:

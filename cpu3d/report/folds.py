@@ -14,8 +14,7 @@ import numpy as np
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
-from cpu3d.inference.postprocessing.decision import Decision, read_decision
-from cpu3d.inference.postprocessing.joint import cross_fitted
+from cpu3d.inference.postprocessing.decision import Decision, cross_fitted, read_decision
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.scores import METRICS, has_region, metric_notes
 from cpu3d.inference.scores_file import (

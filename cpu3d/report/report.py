@@ -211,8 +211,6 @@ def _postprocessing(run: RunFiles) -> Element:
         cells = changed_by_rules(chosen, name, [decision.before[name]], [decision.after[name]])
         rows.append((name, *cells, str(decision.cases_with[name])))
     caption = f"Means over {count(decision.cases, 'validation case')}, before \u2192 after"
-    if chosen.nested:
-        caption += "; each region is cut to the larger regions"
     columns = ("region", "parts removed", *CHANGED_LABELS, "cases with it")
     return Table(columns, rows, caption=f"{caption}.", names=2)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from cpu3d.data.store import open_store
 from cpu3d.errors import ENDINGS, DivergedError, InputError, ending_of
-from cpu3d.inference.postprocessing.decision import Standing, standing_of
+from cpu3d.inference.postprocessing.decision import OPEN, why_undecided
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config_json import half_rates, load_config
@@ -116,18 +116,18 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     beats = [worker.heartbeat for worker in workers if worker.heartbeat]
     step, steps = _length(history, beats, config, checkpoint)
     judged = _judged(history, workers, step, steps)
-    standing = Standing.DECIDED
+    undecided = ""
     if judged[0].state == "finished" and config and not of_folds:
-        standing = standing_of(run, config)
-    if standing is Standing.OPEN:
+        undecided = why_undecided(run, config)
+    if undecided == OPEN:
         judged = [WorkerStatus(0, UNDECIDED)]
     worst = judged[0]
     begin = step
     if worst.state not in FINE:
         begin = checkpoint["step"] if checkpoint else 0
     details = [f"worker {worker.rank}: {worker.detail}" for worker in judged if worker.detail]
-    if standing is not Standing.DECIDED:
-        details = [_not_applied(standing), *_noted_failure(workers)]
+    if undecided:
+        details = [undecided, *_noted_failure(workers)]
     return RunStatus(
         folder=str(run),
         state=worst.state,
@@ -262,14 +262,6 @@ def _left(
         "seconds_left": pace.seconds_left(begin, steps) if steps_left else None,
         "all_s": pace.seconds_left(0, steps) if knows_pace else None,
     }
-
-
-def _not_applied(standing: Standing) -> str:
-    """Why no rule is applied to what a run predicts, and what makes it so."""
-    words = f"its post-processing is {standing.value}"
-    if standing in (Standing.EARLIER, Standing.BEFORE):
-        words += f"; {DECIDES}"
-    return words
 
 
 def _noted_failure(workers: Sequence[WorkerStatus]) -> List[str]:

@@ -20,7 +20,6 @@ from cpu3d.pages.page import render_page
 from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
 from cpu3d.report.pictures import Figures
 from cpu3d.util.atomic import atomic_write
-from cpu3d.util.records import listed
 from memory_estimator.common.table import Table
 
 
@@ -152,8 +151,8 @@ def changed_by_rules(
 ) -> List[str]:
     """Cells: what of a region is removed, and its CHANGED scores, each the mean over cases before
     and after."""
-    rules = chosen.rules.get(region)
-    cells = [f"below {listed(rules)}" if rules else chosen.without.get(region, "none")]
+    rule = chosen.rules.get(region)
+    cells = [f"below {rule}" if rule else chosen.without.get(region, "none")]
     for name in CHANGED:
         digits = METRICS[name].digits
         means = [np.mean([getattr(case, name) for case in cases]) for cases in (before, after)]

@@ -224,11 +224,7 @@ def processed(probabilities, about, voxel_mm3):
     """The label as `predict` writes it: with the post-processing of export.json. Voxels measure
     `voxel_mm3`."""
     steps = about["postprocessing"]
-    kept = probabilities.copy()
-    for cut in steps["cut"]:  # a region is 0 outside of the larger ones that hold it
-        for larger in cut["to"]:
-            kept[..., cut["output"]][~(probabilities[..., larger] >= about["threshold"])] = 0
-    label = painted(kept, about)
+    label = painted(probabilities, about)
     for rule in steps["remove"]:  # components of a region, connected by 26 neighbours
         from scipy import ndimage
 
@@ -237,9 +233,7 @@ def processed(probabilities, about, voxel_mm3):
         answer = probabilities[..., rule["output"]]
         numbers = np.arange(1, len(mm3) + 1)
         sure = np.asarray(ndimage.maximum(answer, components, numbers), float)
-        goes = np.ones(len(mm3), bool)
-        for bound in rule["below"]:
-            goes &= removed(bound, mm3, sure)
+        goes = removed(rule["below"], mm3, sure)
         label[np.concatenate([[False], goes])[components]] = rule["becomes"]
     return label
 
@@ -247,8 +241,7 @@ def processed(probabilities, about, voxel_mm3):
 def removed(bound, mm3, sure):
     """Which components of a region a bound removes; they have these volumes and largest
     probabilities."""
-    largest = mm3.max(initial=0)
-    goes = mm3 < max(bound["mm3"], bound["share"] * largest) * (1 - 1e-9)
+    goes = mm3 < bound["share"] * mm3.max(initial=0) * (1 - 1e-9)
     if bound["stays_from"] is not None:
         goes &= sure < bound["stays_from"]
     if mm3[~goes].sum() < bound["region_mm3"] * (1 - 1e-9):  # what is left of the region

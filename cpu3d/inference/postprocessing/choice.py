@@ -5,14 +5,14 @@
 
 As in nnU-Net (Isensee et al. 2021), something is removed only if that helps on cases that were not
 trained on. What helps is judged by the sum of Dice and of the lesion-wise Dice of BraTS 2023
-(`cpu3d.inference.scores`), both 1 for a region that a case lacks and the answer too. Chosen are, in
-this order: whether to nest; then for each region, from the largest to the smallest, small
-components of which the network is not sure; small components of which it is; the whole region where
-little of it is left. Each choice needs evidence of its own:
+(`cpu3d.inference.scores`), both 1 for a region that a case lacks and the answer too. Tried are, for
+each region from the largest to the smallest, in this order: small components of which the network
+is not sure; small components of which it is; the whole region where little of it is left. Each
+choice needs evidence of its own:
 
 - At least LEAST_CASES cases have the region. Where no case has it, every component is an island,
   and a rule would take the true lesions of other cases.
-- The mean of that region rises, that of no other falls. Nesting must raise each region it cuts.
+- The mean of that region rises, that of no other falls.
 - No true lesion that was found is lost in any case and region, not even with bounds MARGIN times as
   large: no component of the truth, however small, of which the answer had a tenth.
 - Small components of which the network is sure, and whole regions, might be true in the next case.
@@ -51,6 +51,9 @@ NONE_GAINS = "none gains"
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
 REGION_MM3 = (50, 100, 200, 500, 1000)
 
+Rules = Dict[str, Rule]
+Cases = List[Dict[str, Scores]]  # the scores of each case under some rules
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -68,27 +71,28 @@ def decide_from(evidences: Sequence[Evidence], regions: Regions, *, alone: bool 
     `alone`: the network answers alone. The mean of several networks is less sure of what one of
     them misses, so that rules which ask how sure it is do not hold for it, and none is tried.
     """
-    jury = _Jury(evidences, regions)
-    chosen = PostProcessing(nested=jury.is_nesting_evident())
+    search = RuleSearch(evidences, regions)
+    rules: Rules = {}
     without: Dict[str, str] = {}
+    cases_with = {}
     below = codes_below(regions)
     for name in larger_regions(regions):
+        cases_with[name] = sum(evidence.has(name) for evidence in evidences)
         if name not in below:
             without[name] = "other regions would lose the same voxels"
-        elif jury.cases_with[name] < LEAST_CASES:
-            without[name] = too_few(jury.cases_with[name])
+        elif cases_with[name] < LEAST_CASES:
+            without[name] = too_few(cases_with[name])
         else:
-            chosen, why = jury.with_rule(chosen, name, alone)
-            if name not in chosen.rules:
+            rules, why = search.with_rule(rules, name, alone)
+            if name not in rules:
                 without[name] = why
     before = means_of(evidences, PostProcessing(), regions)
-    after = means_of(evidences, chosen, regions)
+    after = means_of(evidences, PostProcessing(rules), regions)
     for name, why in without.items():
         if why == NONE_GAINS and after[name].lesion_dice > before[name].lesion_dice:
             without[name] = "what larger regions lose is enough"
-    off = "" if chosen.rules or chosen.nested else f"no rule for {reasons(without)}"
-    chosen = replace(chosen, off=off, without=without)
-    return Choice(chosen, before, after, jury.cases_with)
+    off = "" if rules else f"no rule for {reasons(without)}"
+    return Choice(PostProcessing(rules, off, without), before, after, cases_with)
 
 
 def too_few(cases: int) -> str:
@@ -96,93 +100,63 @@ def too_few(cases: int) -> str:
     return f"in {count(cases, 'validation case')}, {LEAST_CASES} are needed"
 
 
-Cases = List[Dict[str, Scores]]  # the scores of each case under some rules
-
-
-class _Jury:
-    """Cases that judge rules."""
+class RuleSearch:
+    """Tries rules on cases."""
 
     def __init__(self, evidences: Sequence[Evidence], regions: Regions):
         self.evidences = evidences
         self.regions = regions
-        self.cases_with = {}
-        for name in regions:
-            self.cases_with[name] = sum(evidence.has(name) for evidence in evidences)
 
-    def is_nesting_evident(self) -> bool:
-        """Whether nested answers gain in each region that nesting cuts, and do no harm."""
-        larger = larger_regions(self.regions)
-        cut = [name for name in larger if larger[name]]
-        plain = self._scores(PostProcessing())
-        nested = self._scores(PostProcessing(nested=True))
-        gains = _gains(nested, plain)
-        is_evident = [self.cases_with[name] >= LEAST_CASES and gains[name] > 0 for name in cut]
-        is_harmless = min(gains.values()) >= 0 and not _is_lesion_lost(nested, plain)
-        return bool(cut) and all(is_evident) and is_harmless
-
-    def with_rule(
-        self,
-        chosen: PostProcessing,
-        name: str,
-        alone: bool,
-    ) -> Tuple[PostProcessing, str]:
-        """`chosen` with a rule for a region, and why there is none if there is none."""
+    def with_rule(self, rules: Rules, name: str, alone: bool) -> Tuple[Rules, str]:
+        """`rules` with one for a region, and why there is none if there is none."""
         whys = []
         if alone:
-            unsure = [Rule(share=share, stays_from=SURE) for share in SHARES]
-            chosen, why = self._with_best(chosen, name, unsure, 0.0)
+            unsure = [Rule(share, SURE) for share in SHARES]
+            rules, why = self._with_best(rules, name, unsure, 0.0)
             whys.append(why)
-        small = [Rule(share=share) for share in SHARES]
-        chosen, why = self._with_best(chosen, name, small, RISK)
+        small = [Rule(share) for share in SHARES]
+        rules, why = self._with_best(rules, name, small, RISK)
         whys.append(why)
-        (rule,) = chosen.rules.get(name, (Rule(),))
+        rule = rules.get(name, Rule())
         whole = [replace(rule, region_mm3=volume) for volume in REGION_MM3]
-        chosen, why = self._with_best(chosen, name, whole, RISK)
+        rules, why = self._with_best(rules, name, whole, RISK)
         whys.append(why)
-        return chosen, next((why for why in whys if why != NONE_GAINS), NONE_GAINS)
+        return rules, next((why for why in whys if why != NONE_GAINS), NONE_GAINS)
 
     def _with_best(
-        self, chosen: PostProcessing, name: str, rules: Iterable[Rule], more_than: float
-    ) -> Tuple[PostProcessing, str]:
-        """`chosen` with the best of the rules for a region, and why if none is taken. All cases
-        together must gain `more_than` this in the region, compared with `chosen`."""
-        before = self._scores(chosen)
-        gains_of: Dict[Rule, Dict[str, float]] = {}
+        self, rules: Rules, name: str, tried: Iterable[Rule], more_than: float
+    ) -> Tuple[Rules, str]:
+        """`rules` with the best of those tried for a region, and why if none is taken. All cases
+        together must gain `more_than` this in the region."""
+        before = self._scores(rules)
         why = NONE_GAINS
-        for rule in rules:
-            gains = _gains(self._scores(_changed(chosen, name, rule)), before)
+        gain_of: Dict[Rule, float] = {}
+        for rule in tried:
+            scores = self._scores({**rules, name: rule})
+            gains = _gains(scores, before)
+            larger = replace(rule, share=MARGIN * rule.share, region_mm3=MARGIN * rule.region_mm3)
             if gains[name] <= 0:
                 continue
             if gains[name] * len(self.evidences) <= more_than:
-                why = "none gains as much as it risks"
-            else:
-                gains_of[rule] = gains
-        harmless = {
-            rule: sum(gains.values())
-            for rule, gains in gains_of.items()
-            if min(gains.values()) >= 0 and self._keeps_lesions(chosen, name, rule, before)
-        }
-        if not harmless:
-            if gains_of:
+                if why == NONE_GAINS:
+                    why = "none gains as much as it risks"
+            elif (
+                min(gains.values()) < 0
+                or _is_lesion_lost(scores, before)
+                or _is_lesion_lost(self._scores({**rules, name: larger}), before)
+            ):
                 why = "each that gains takes a true lesion or lowers another region"
-            return chosen, why
-        most = max(harmless.values())
-        equal = [rule for rule, gain in harmless.items() if round(most - gain, 9) <= 0]
-        return _changed(chosen, name, equal[(len(equal) - 1) // 2]), ""
+            else:
+                gain_of[rule] = sum(gains.values())
+        if not gain_of:
+            return rules, why
+        most = max(gain_of.values())
+        equal = [rule for rule, gain in gain_of.items() if round(most - gain, 9) <= 0]
+        return {**rules, name: equal[(len(equal) - 1) // 2]}, ""
 
-    def _keeps_lesions(self, chosen: PostProcessing, name: str, rule: Rule, before: Cases) -> bool:
-        """Whether a rule for a region, also with larger bounds, leaves all that was found."""
-        larger = replace(rule, share=MARGIN * rule.share, region_mm3=MARGIN * rule.region_mm3)
-        tried = [self._scores(_changed(chosen, name, each)) for each in (rule, larger)]
-        return not any(_is_lesion_lost(scores, before) for scores in tried)
-
-    def _scores(self, chosen: PostProcessing) -> Cases:
+    def _scores(self, rules: Rules) -> Cases:
+        chosen = PostProcessing(rules)
         return [evidence.scores(chosen, self.regions) for evidence in self.evidences]
-
-
-def _changed(chosen: PostProcessing, name: str, rule: Rule) -> PostProcessing:
-    """`chosen` with this rule for a region."""
-    return replace(chosen, rules={**chosen.rules, name: (rule,)})
 
 
 def _gains(scores: Cases, before: Cases) -> Dict[str, float]:
@@ -199,8 +173,8 @@ def _gains(scores: Cases, before: Cases) -> Dict[str, float]:
 
 def _is_lesion_lost(scores: Cases, before: Cases) -> bool:
     """Whether any true lesion that was found is not found any more."""
-    for case, was in zip(scores, before):
-        for name in case:
-            if (was[name].detected & ~case[name].detected).any():
-                return True
-    return False
+    return any(
+        (was[name].detected & ~case[name].detected).any()
+        for case, was in zip(scores, before)
+        for name in case
+    )

@@ -1,28 +1,25 @@
 """Rules of post-processing: what of a region is removed from an answer, and what it becomes.
 
-    chosen = PostProcessing({"ET": (Rule(region_mm3=200),)})
+    chosen = PostProcessing({"ET": Rule(region_mm3=200)})
     label = chosen.paint(probabilities, regions, spacing_mm)
 
-- *Components* of a region are connected by 26 neighbours. A rule removes those below a volume in
-  mm3, or below a share of the region's largest component; the latter never removes a whole region.
-  A small component of which the network is sure may stay.
+- *Components* of a region are connected by 26 neighbours. A rule removes those below a share of the
+  region's largest component. A small component of which the network is sure may stay.
 - A rule may also remove a whole region, of which too little is left in all: where nothing enhances,
   a network often answers with some voxels of ET (Isensee et al. 2020, "nnU-Net for brain tumor
   segmentation").
 - What is removed takes the code of the next larger region that holds it: small ET becomes the rest
   of TC. The smaller regions within it go with it.
-- *Nested* answers are cut before they are painted: a voxel of TC outside WT, or of ET outside TC,
-  is not in it.
 """
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 from scipy import ndimage
 
-from cpu3d.data.labels import THRESHOLD, label_from_regions, painted_codes, region_mask
+from cpu3d.data.labels import label_from_regions, painted_codes, region_mask
 from cpu3d.data.region import bounding_box
 from cpu3d.inference.scores import Spacing, connected_components, voxel_mm3
 from cpu3d.util.records import listed
@@ -36,28 +33,21 @@ class Rule:
     """Removes the small components of a region, and what is left if that is too little in all.
     Raises ValueError for a bound out of range."""
 
-    mm3: float = 0.0  # components below it go
-    share: float = 0.0  # and those below this share of the region's largest component
+    share: float = 0.0  # of the region's largest component: those below it go
     stays_from: Optional[float] = None
     """Probability: a small component in which a voxel has it or more stays. None: none does."""
     region_mm3: float = 0.0  # all that is left goes if it is below this
 
     def __post_init__(self):
-        has_volumes = 0 <= self.mm3 < np.inf and 0 <= self.region_mm3 < np.inf
-        if not has_volumes or not 0 <= self.share < 1:
-            got = f"{self.mm3:g}, {self.region_mm3:g} and {self.share:g}"
-            raise ValueError(f"a rule must have volumes from 0 on and a share below 1, got {got}")
+        if not 0 <= self.region_mm3 < np.inf or not 0 <= self.share < 1:
+            got = f"{self.region_mm3:g} and {self.share:g}"
+            raise ValueError(f"a rule must have a volume from 0 on and a share below 1, got {got}")
         if self.stays_from is not None and not 0 < self.stays_from <= 1:
             got = f"{self.stays_from:g}"
             raise ValueError(f"stays_from must be a probability above 0 or null, got {got}")
 
     def __str__(self) -> str:
-        sizes = []
-        if self.mm3:
-            sizes.append(f"{self.mm3:g} mm\u00b3")
-        if self.share:
-            sizes.append(f"{100 * self.share:g} % of the largest part")
-        text = " or ".join(sizes)
+        text = f"{100 * self.share:g} % of the largest part" if self.share else ""
         if self.stays_from is not None:
             text += f" where no probability reaches {self.stays_from:g}"
         if self.region_mm3:
@@ -68,23 +58,12 @@ class Rule:
     def removed(self, sizes_mm3: np.ndarray, probability: np.ndarray) -> np.ndarray:
         """(P,) which components of a region go that have these sizes and largest probabilities
         (P,)."""
-        largest = sizes_mm3.max(initial=0.0)
-        bound = max(self.mm3, self.share * largest)
-        removed = sizes_mm3 < bound * (1 - ROUNDING)
+        removed = sizes_mm3 < self.share * sizes_mm3.max(initial=0.0) * (1 - ROUNDING)
         if self.stays_from is not None:
             removed &= probability < self.stays_from
         if sizes_mm3[~removed].sum() < self.region_mm3 * (1 - ROUNDING):
             removed[:] = True
         return removed
-
-
-def removed_by_all(
-    rules: Sequence[Rule],
-    sizes_mm3: np.ndarray,
-    probability: np.ndarray,
-) -> np.ndarray:
-    """(P,) which components of a region each of the rules removes, by `Rule.removed`."""
-    return np.logical_and.reduce([rule.removed(sizes_mm3, probability) for rule in rules])
 
 
 def largest_probability(answer: np.ndarray, components: np.ndarray) -> np.ndarray:
@@ -101,9 +80,7 @@ OFF = "off: "  # what the words of no change begin with
 class PostProcessing:
     """The changes to an answer when it is painted."""
 
-    rules: Dict[str, Tuple[Rule, ...]] = dataclasses.field(default_factory=dict)
-    """Region -> rules of several runs; a component goes if each of them removes it."""
-    nested: bool = False
+    rules: Dict[str, Rule] = dataclasses.field(default_factory=dict)  # by region
     off: str = ""  # the reason why nothing is done, else empty
     without: Dict[str, str] = dataclasses.field(default_factory=dict)
     """Region that has no rule -> why."""
@@ -113,34 +90,25 @@ class PostProcessing:
         `label_from_regions` does, without what is removed. `spacing_mm` is as in `score_region`.
         `answers` stay as they are."""
         label = label_from_regions(answers, regions)
-        if self.off or not (self.rules or self.nested):
+        if self.off or not self.rules:
             return label
-        # Nested answers paint no voxel outside of this box.
         box = bounding_box(label > 0).slices(label.shape)
-        if self.nested:
-            label[box] = label_from_regions(_nested(answers[box], regions), regions)
         for name, code_below in codes_below(regions).items():
             if name in self.rules:
                 components = connected_components(region_mask(label[box], regions[name]))
                 sizes_mm3 = np.bincount(components.ravel())[1:] * voxel_mm3(spacing_mm)
                 answer = answers[box][..., list(regions).index(name)]
                 probability = largest_probability(answer, components)
-                removed = removed_by_all(self.rules[name], sizes_mm3, probability)
+                removed = self.rules[name].removed(sizes_mm3, probability)
                 is_removed = np.concatenate([[False], removed])  # by number; 0 is background
                 label[box][is_removed[components]] = code_below
         return label
 
     def steps(self, regions: Regions) -> Dict[str, Any]:
         """The same changes for a program without this project, `cpu3d.inference.export.segment`, as
-        export.json has them: "cut", the outputs that are 0 outside of larger ones, and "remove",
-        the rules in their order, which look at an output's probabilities."""
+        export.json has them: the rules in their order, which look at an output's probabilities."""
         names = list(regions)
-        cut = []
         remove = []
-        if self.nested and not self.off:
-            for name, larger in larger_regions(regions).items():
-                outputs = [names.index(other) for other in larger]
-                cut.append({"output": names.index(name), "to": outputs})
         for name, code_below in codes_below(regions).items():
             if name in self.rules and not self.off:
                 remove.append(
@@ -148,11 +116,11 @@ class PostProcessing:
                         "region": name,
                         "output": names.index(name),
                         "codes": list(regions[name]),
-                        "below": [dataclasses.asdict(rule) for rule in self.rules[name]],
+                        "below": dataclasses.asdict(self.rules[name]),
                         "becomes": code_below,
                     }
                 )
-        return {"words": self.words, "cut": cut, "remove": remove}
+        return {"words": self.words, "remove": remove}
 
     @property
     def words(self) -> str:
@@ -162,12 +130,10 @@ class PostProcessing:
         texts = []
         if self.rules:
             names: Dict[str, List[str]] = {}
-            for name, rules in self.rules.items():
-                names.setdefault(listed(rules), []).append(name)
+            for name, rule in self.rules.items():
+                names.setdefault(str(rule), []).append(name)
             removed = [f"{listed(regions)} below {text}" for text, regions in names.items()]
             texts.append(f"removes parts of {'; of '.join(removed)}")
-        if self.nested:
-            texts.append("cuts each region to the larger regions")
         if self.without:
             texts.append(f"no rule for {reasons(self.without)}")
         return "; ".join(texts)
@@ -182,38 +148,27 @@ class PostProcessing:
 RAW = PostProcessing(off="--raw")
 
 
-def gentlest(several: Sequence[PostProcessing]) -> PostProcessing:
+def common_rules(several: Sequence[PostProcessing]) -> PostProcessing:
     """The removals that several runs have in common, for their joint answer; off if any of them is,
     for its reason. A rule that asks how sure a network is does not hold for several: where one of
     them misses a lesion, their mean is less sure of it."""
+    first = several[0]
     off = [each for each in several if each.off]
-    if off:
-        return off[0]
-    if len(several) > 1:
-        several = [_for_several(each) for each in several]
-    names = [name for name in several[0].rules if all(name in each.rules for each in several)]
+    if off or len(several) == 1:
+        return off[0] if off else first
     rules = {}
-    for name in names:
-        rules[name] = tuple(dict.fromkeys(rule for each in several for rule in each.rules[name]))
-    nested = all(each.nested for each in several)
     without: Dict[str, str] = {}
     for each in several:
-        for name, why in each.without.items():
-            without.setdefault(name, why)
-    off = "" if rules or nested else "the runs have no rule in common"
-    return PostProcessing(rules, nested, off, without)
-
-
-def _for_several(decided: PostProcessing) -> PostProcessing:
-    """A run's rules, without those that ask how sure its network is."""
-    rules = {}
-    without = dict(decided.without)
-    for name, of_region in decided.rules.items():
-        if any(rule.stays_from is not None for rule in of_region):
+        without.update(each.without)
+    for name in first.rules:
+        own = [each.rules[name] for each in several if name in each.rules]
+        if any(rule.stays_from is not None for rule in own):
             without[name] = "its rule holds for one network alone"
-        else:
-            rules[name] = of_region
-    return dataclasses.replace(decided, rules=rules, without=without)
+        elif len(own) == len(several):
+            share = min(rule.share for rule in own)
+            rules[name] = Rule(share, region_mm3=min(rule.region_mm3 for rule in own))
+    off = "" if rules else "the runs have no rule in common"
+    return PostProcessing(rules, off, without)
 
 
 def reasons(without: Mapping[str, str]) -> str:
@@ -255,15 +210,3 @@ def codes_below(regions: Regions) -> Dict[str, int]:
         if code is not None and is_apart and holders == set(larger):
             below[name] = code
     return below
-
-
-def _nested(answers: np.ndarray, regions: Regions) -> np.ndarray:
-    """A copy of `answers` with 0 where a voxel is in a region and not in all larger ones that hold
-    it."""
-    names = list(regions)
-    nested = answers.copy()
-    for name, larger in larger_regions(regions).items():
-        for other in larger:
-            is_outside = ~(answers[..., names.index(other)] >= THRESHOLD)
-            nested[is_outside, names.index(name)] = 0
-    return nested

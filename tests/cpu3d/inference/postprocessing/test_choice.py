@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cpu3d.inference.postprocessing.choice import decide_from
-from cpu3d.inference.postprocessing.evidence import Means, gather
+from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from tests.cpu3d.conftest import REGIONS
 from tests.cpu3d.inference.postprocessing.made import (
@@ -29,7 +29,7 @@ def choose(*pairs, alone=True, regions=REGIONS):
 
 
 def of_unsure(share):
-    return (Rule(share=share, stays_from=0.95),)
+    return Rule(share=share, stays_from=0.95)
 
 
 def test_islands_of_which_the_network_is_unsure_go_with_two_cases():
@@ -63,10 +63,10 @@ def test_the_mean_of_several_networks_is_not_asked_how_sure_it_is():
     pairs = [((BIG, SMALL, unsure(ISLAND)), (BIG, SMALL))] * 2
     assert choose(*pairs, alone=False).chosen.rules == {}  # a share takes the true lesion
     pairs = [((BIG, unsure(ISLAND)), (BIG,))] * 2
-    assert choose(*pairs, alone=False).chosen.rules == {"WT": (Rule(share=0.1),)}
+    assert choose(*pairs, alone=False).chosen.rules == {"WT": Rule(share=0.1)}
 
 
-@pytest.mark.parametrize(("with_island", "expected"), [(1, {}), (2, {"WT": (Rule(share=0.1),)})])
+@pytest.mark.parametrize(("with_island", "expected"), [(1, {}), (2, {"WT": Rule(share=0.1)})])
 def test_sure_parts_go_if_more_is_gained_than_is_risked(with_island, expected):
     """Beside three large false parts an island costs 1/4 - 1/5: less than 0.1, but not twice."""
     large = [(1, corner, (10, 10, 10)) for corner in ((30, 2, 2), (30, 20, 2), (30, 2, 20))]
@@ -127,7 +127,7 @@ WITHOUT_ET = ((BIG, CORE, FALSE_ET), (BIG, CORE))
 @pytest.mark.parametrize("alone", [True, False])
 def test_little_of_a_region_that_a_case_lacks_becomes_the_next_larger_region(alone):
     choice = choose(WITH_ET, WITH_ET, WITHOUT_ET, alone=alone)
-    assert choice.chosen.rules == {"ET": (Rule(region_mm3=50),)}  # 3 * 100 are more than 216
+    assert choice.chosen.rules == {"ET": Rule(region_mm3=50)}  # 3 * 100 are more than 216
     two_thirds = pytest.approx(2 / 3)
     assert choice.before["ET"] == Means(two_thirds, pytest.approx(1 / 3), two_thirds)
     assert choice.after["ET"] == Means(1, 0, 1)
@@ -142,7 +142,7 @@ def test_a_whole_region_goes_beside_its_small_parts():
     speck = unsure((3, (13, 13, 13), (1, 1, 1)))  # beside 216 voxels of ET: 0.5 %
     with_both = ((BIG, CORE, ENHANCING, speck), (BIG, CORE, ENHANCING))
     choice = choose(with_both, with_both, WITHOUT_ET)
-    (rule,) = choice.chosen.rules["ET"]
+    rule = choice.chosen.rules["ET"]
     assert (rule.stays_from, rule.region_mm3) == (0.95, 50)
     assert choice.after["ET"] == Means(1, 0, 1)
 
@@ -199,23 +199,6 @@ def test_organs_and_a_single_region_are_decided_too(regions):
     choice = choose(*[((BIG, unsure(ISLAND)), (BIG,))] * 2, regions=regions)
     assert choice.chosen.rules == {next(iter(regions)): of_unsure(0.1)}
     assert len(choice.after) == len(regions)
-
-
-def nested_case(*outside):
-    """A tumour, and beside it answers of the regions at these positions outside of WT."""
-    answers = answers_of(BIG, CORE, ENHANCING)
-    for position in outside:
-        answers[30 + 8 * position : 36 + 8 * position, :10, :10, position] = 0.99
-    return gather(answers, label_of(BIG, CORE, ENHANCING), REGIONS, MM)
-
-
-def test_nesting_is_chosen_where_each_region_that_it_cuts_gains():
-    choice = decide_from([nested_case(1, 2)] * 2, REGIONS)
-    assert (choice.chosen.nested, choice.chosen.rules) == (True, {})
-    assert choice.before["TC"].lesion_dice < choice.after["TC"].lesion_dice == 1
-    assert choice.before["ET"].lesion_dice < choice.after["ET"].lesion_dice == 1
-    assert not decide_from([nested_case(1)] * 2, REGIONS).chosen.nested  # ET gains nothing
-    assert not decide_from([nested_case(1, 2)], REGIONS).chosen.nested  # one case
 
 
 def test_nothing_is_removed_where_nothing_is_wrong():

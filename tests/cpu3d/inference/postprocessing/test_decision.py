@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shutil
 
@@ -18,22 +17,22 @@ from cpu3d.inference import evaluate, predict
 from cpu3d.inference.postprocessing import decision as postprocessing
 from cpu3d.inference.postprocessing.decision import (
     FILE,
-    Standing,
+    LACKS_STORE,
+    OPEN,
     decide,
     decide_after_training,
     postprocessing_of,
     read_decision,
-    standing_of,
+    why_undecided,
 )
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import Rule
 from cpu3d.inference.scores_file import scores_path
-from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.run.config_json import load_config, save_config
+from cpu3d.run.decided import is_decided
 from cpu3d.run.heartbeat import read_heartbeats
 from cpu3d.training import pulse
 from cpu3d.training.pulse import Pulse
-from cpu3d.util.atomic import write_json
 from tests.cpu3d.conftest import LPS_2MM, make_store
 from tests.cpu3d.runs import run_command
 
@@ -89,7 +88,7 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     assert "not decided" in of(run).off
     decision = decide(run)
     # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
-    assert decision.chosen.rules == {"WT": (Rule(share=0.03, stays_from=0.95),)}
+    assert decision.chosen.rules == {"WT": Rule(share=0.03, stays_from=0.95)}
     assert set(decision.chosen.without) == {"TC", "ET"}
     assert decision.cases == 2
     assert decision.cases_with == {"WT": 2, "TC": 2, "ET": 2}
@@ -122,7 +121,7 @@ def test_a_damaged_decision_is_refused_and_made_again(run):
         (lambda content: content["cases_with"].update(NCR=3), "other regions"),
         (lambda content: content.pop("chosen"), "chosen"),
         (lambda content: content["before"].pop("ET"), "other regions than WT, TC, ET"),
-        (lambda content: content["chosen"]["rules"].update(NCR=[{"mm3": 1}]), "other regions"),
+        (lambda content: content["chosen"]["rules"].update(NCR={"share": 0.1}), "other regions"),
     ):
         content = json.loads((run / FILE).read_text())
         spoil(content)
@@ -130,18 +129,6 @@ def test_a_damaged_decision_is_refused_and_made_again(run):
         with pytest.raises(InputError, match=rf"{FILE} must be .* got .*{got}.*`train`"):
             of(run)
         assert decide(run) == decision
-
-
-def test_rules_of_an_earlier_version_are_not_applied_and_are_decided_again(run):
-    decision = decide(run)
-    content = json.loads((run / FILE).read_text())
-    del content["cases_with"], content["chosen"]["without"]  # as it was written then
-    (run / FILE).write_text(json.dumps(content))
-    assert "earlier version" in of(run).off
-    assert "`train`" in of(run).off
-    assert read_decision(run, load_config(run)).chosen.rules == decision.chosen.rules
-    assert decide(run) == decision
-    assert of(run) == decision.chosen
 
 
 def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, capsys):
@@ -193,34 +180,17 @@ def test_where_memory_is_low_the_decision_is_made_and_nothing_is_stopped(run, mo
     assert (run / FILE).exists()
 
 
-def test_what_is_decided_is_known_without_reading_weights_of_the_same_size_and_date(
-    run, monkeypatch
-):
+def test_a_run_is_decided_while_it_has_these_weights_and_else_if_its_store_is_there(run):
     config = load_config(run)
-    assert standing_of(run, config) is Standing.BEFORE, "a plan that decides nothing"
-    write_json(run / "plan.json", {"schema": PLAN_SCHEMA, "course": {"decided": 3}})
-    assert standing_of(run, config) is Standing.OPEN
+    assert why_undecided(run, config) == OPEN
     decide(run)
-    with monkeypatch.context() as patch:
-        patch.setattr("cpu3d.run.decided.file_sha256", None)  # no file is read
-        assert standing_of(run, config) is Standing.DECIDED
-    best = run / "checkpoints/best.npz"
-    os.utime(best, ns=(0, 0))  # as of a copy
-    assert standing_of(run, config) is Standing.DECIDED
-    best.write_bytes(b"others")
-    assert standing_of(run, config) is Standing.OPEN
+    assert why_undecided(run, config) == ""
+    assert is_decided(run, config.split_hash)
+    (run / "checkpoints/best.npz").write_bytes(b"others")
+    assert why_undecided(run, config) == OPEN
+    assert not is_decided(run, config.split_hash)
     shutil.rmtree(config.store)
-    assert standing_of(run, config) is Standing.LACKS_STORE
-
-
-def test_a_decision_that_is_kept_is_of_a_copy_s_date_from_then_on(run, predictor, monkeypatch):
-    config = load_config(run)
-    decision = decide(run)
-    os.utime(run / "checkpoints/best.npz", ns=(0, 5))
-    predictor.error = AssertionError("no network is asked again")
-    assert decide(run) == dataclasses.replace(decision, weights_mtime_ns=5)
-    monkeypatch.setattr("cpu3d.run.decided.file_sha256", None)  # no file is read
-    assert standing_of(run, config) is Standing.DECIDED
+    assert why_undecided(run, config) == LACKS_STORE
 
 
 def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):

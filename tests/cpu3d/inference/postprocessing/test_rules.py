@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data.labels import PaintedRegions
-from cpu3d.inference.postprocessing.rules import PostProcessing, Rule, gentlest
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule, common_rules
 from tests.cpu3d.conftest import REGIONS
 from tests.cpu3d.inference.postprocessing.made import BIG, MM, answers_of, label_of, unsure
 
@@ -13,14 +13,13 @@ from tests.cpu3d.inference.postprocessing.made import BIG, MM, answers_of, label
     ("rules", "expected"),
     [
         ({}, (1, 2, 3, 3)),
-        ({"WT": Rule(mm3=50)}, (0, 2, 3, 3)),
-        ({"TC": Rule(mm3=50)}, (1, 1, 1, 3)),  # oedema, and the ET within it too
-        ({"ET": Rule(mm3=50)}, (1, 2, 2, 3)),  # the rest of the core
-        ({"ET": Rule(share=0.5)}, (1, 2, 2, 3)),
-        ({"WT": Rule(share=0.9), "TC": Rule(mm3=8001), "ET": Rule()}, (0, 1, 1, 1)),
+        ({"WT": Rule(share=0.1)}, (0, 2, 3, 3)),
+        ({"TC": Rule(share=0.5)}, (1, 1, 1, 3)),  # oedema, and the ET within it too
+        ({"ET": Rule(share=0.5)}, (1, 2, 2, 3)),  # the rest of the core
+        ({"WT": Rule(share=0.9), "TC": Rule(region_mm3=8001), "ET": Rule()}, (0, 1, 1, 1)),
         ({"ET": Rule(region_mm3=133)}, (1, 2, 3, 3)),  # there are 8 and 125 voxels of it
         ({"ET": Rule(region_mm3=134)}, (1, 2, 2, 2)),
-        ({"ET": Rule(mm3=50, region_mm3=126)}, (1, 2, 2, 2)),  # 125 are left
+        ({"ET": Rule(share=0.5, region_mm3=126)}, (1, 2, 2, 2)),  # 125 are left
     ],
 )
 def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
@@ -32,7 +31,7 @@ def test_a_part_that_is_removed_becomes_the_next_larger_region(rules, expected):
         (3, (10, 10, 10), (5, 5, 5)),
     )
     kept = answers.copy()
-    chosen = PostProcessing({name: (rule,) for name, rule in rules.items()})
+    chosen = PostProcessing(rules)
     painted = chosen.paint(answers, REGIONS, MM)
     places = ((40, 20, 20), (4, 4, 6), (4, 4, 4), (12, 12, 12))
     assert tuple(painted[at] for at in places) == expected
@@ -45,7 +44,7 @@ def test_a_part_that_is_removed_becomes_what_its_larger_region_is_painted_with(p
     answers = np.zeros((4, 1, 1, 2), np.float32)
     answers[:3, ..., 0] = 0.9
     answers[1, ..., 1] = 0.9
-    chosen = PostProcessing({"ET": (Rule(mm3=2),)})
+    chosen = PostProcessing({"ET": Rule(region_mm3=2)})
     assert PostProcessing().paint(answers, regions, MM).ravel().tolist() == [kept, 3, kept, 0]
     assert chosen.paint(answers, regions, MM).ravel().tolist() == [kept, kept, kept, 0]
 
@@ -56,64 +55,60 @@ def test_a_part_that_is_removed_becomes_what_its_larger_region_is_painted_with(p
 )
 def test_a_bound_is_a_volume_and_parts_touch_at_corners(spacing_mm, kept):
     answers = answers_of(BIG, (1, (40, 20, 20), (2, 2, 1)), (1, (42, 22, 21), (2, 2, 1)))
-    rule = PostProcessing({"WT": (Rule(mm3=50),)})
+    answers[:30] = 0
+    rule = PostProcessing({"WT": Rule(region_mm3=50)})
     assert rule.paint(answers, REGIONS, spacing_mm)[40, 20, 20] == kept  # 8 voxels
 
 
 def test_the_volume_of_a_part_on_a_sheared_grid_is_that_of_its_slanted_voxels():
-    answers = answers_of((1, (2, 2, 2), (10, 10, 10)), (1, (20, 2, 2), (11, 10, 1)))
+    answers = answers_of((1, (20, 2, 2), (11, 10, 1)))
     upright, leaning = np.eye(3), np.array([[1, 0, 0], [0, 1, 0.5], [0, 0, 0.87]])
-    rule = PostProcessing({"WT": (Rule(mm3=100),)})
-    assert (rule.paint(answers, REGIONS, upright) > 0).sum() == 1110
-    assert (rule.paint(answers, REGIONS, leaning) > 0).sum() == 1000  # 110 voxels are 96 mm3
-
-
-def test_nested_answers_are_cut_to_the_larger_regions():
-    answers = np.zeros((4, 1, 1, 3), np.float32)  # WT, TC, ET
-    answers[:, 0, 0] = (0.9, 0.9, 0.9), (0.9, 0.1, 0.9), (0.1, 0.9, 0.9), (0.9, 0.9, 0.1)
-    assert PostProcessing().paint(answers, REGIONS, MM).ravel().tolist() == [3, 3, 3, 2]
-    assert PostProcessing(nested=True).paint(answers, REGIONS, MM).ravel().tolist() == [3, 1, 0, 2]
+    rule = PostProcessing({"WT": Rule(region_mm3=100)})
+    assert (rule.paint(answers, REGIONS, upright) > 0).sum() == 110
+    assert (rule.paint(answers, REGIONS, leaning) > 0).sum() == 0  # 110 voxels are 96 mm3
 
 
 def test_several_runs_remove_what_each_of_them_would():
-    first = PostProcessing({"WT": (Rule(mm3=100),), "TC": (Rule(share=0.1),)}, nested=True)
-    both = gentlest([first, PostProcessing({"WT": (Rule(share=0.01),)})])
-    assert (set(both.rules), both.nested, both.off) == ({"WT"}, False, "")
-    small = (1, (40, 20, 20), (3, 3, 10))  # 90 voxels: over 1 % of 8000
-    answers = answers_of(BIG, small, (1, (50, 5, 5), (3, 3, 3)))
-    painted = both.paint(answers, REGIONS, MM)
-    assert (painted[40, 20, 20], painted[50, 5, 5]) == (1, 0)
+    first = PostProcessing({"WT": Rule(share=0.1, region_mm3=9), "TC": Rule(share=0.1)})
+    both = common_rules([first, PostProcessing({"WT": Rule(share=0.01, region_mm3=90)})])
+    assert (both.rules, both.off) == ({"WT": Rule(share=0.01, region_mm3=9)}, "")
     off = PostProcessing(off="why")
-    assert (gentlest([first, off]), gentlest([first])) == (off, first)
+    assert (common_rules([first, off]), common_rules([first])) == (off, first)
 
 
 def test_a_small_part_of_which_the_network_is_sure_anywhere_stays():
     sure = (1, (40, 2, 2), (3, 3, 3), 0.6)
     peak = (1, (41, 3, 3), (1, 1, 1), 0.96)
     island = (1, (50, 20, 20), (3, 3, 3), 0.94)
-    rule = PostProcessing({"WT": (Rule(share=0.1, stays_from=0.95),)})
+    rule = PostProcessing({"WT": Rule(share=0.1, stays_from=0.95)})
     painted = rule.paint(answers_of(BIG, sure, peak, island), REGIONS, MM)
     np.testing.assert_array_equal(painted, label_of(BIG, sure))
 
 
 def test_a_rule_that_asks_how_sure_a_network_is_does_not_hold_for_several():
     by_size = Rule(share=0.1)
-    first = PostProcessing({"WT": (by_size,), "ET": (Rule(share=0.1, stays_from=0.95),)})
-    other = PostProcessing({"WT": (by_size,), "ET": (by_size,)})
-    both = gentlest([first, other])
-    assert both.rules == {"WT": (by_size,)}
+    first = PostProcessing({"WT": by_size, "ET": Rule(share=0.1, stays_from=0.95)})
+    other = PostProcessing({"WT": by_size, "ET": by_size})
+    both = common_rules([first, other])
+    assert both.rules == {"WT": by_size}
     assert "one network" in both.without["ET"]
-    assert gentlest([first]) == first
-    only = PostProcessing({"ET": (Rule(share=0.1, stays_from=0.95),)})
-    assert gentlest([only, only]).off
+    assert common_rules([first]) == first
+    only = PostProcessing({"ET": Rule(share=0.1, stays_from=0.95)})
+    assert common_rules([only, only]).off
     answers = answers_of(BIG, unsure((3, (40, 20, 20), (2, 2, 2))))
-    label = gentlest([only, only]).paint(answers, REGIONS, MM)
+    label = common_rules([only, only]).paint(answers, REGIONS, MM)
     assert label[40, 20, 20] == 3
 
 
 @pytest.mark.parametrize(
     "bounds",
-    [{"mm3": -1}, {"share": 1}, {"region_mm3": float("inf")}, {"stays_from": 0}, {"stays_from": 2}],
+    [
+        {"share": -1},
+        {"share": 1},
+        {"region_mm3": float("inf")},
+        {"stays_from": 0},
+        {"stays_from": 2},
+    ],
 )
 def test_a_bound_out_of_range_is_refused(bounds):
     with pytest.raises(ValueError, match="must"):
@@ -122,6 +117,6 @@ def test_a_bound_out_of_range_is_refused(bounds):
 
 def test_words_name_each_bound():
     rule = Rule(share=0.03, stays_from=0.95, region_mm3=200)
-    words = PostProcessing({"ET": (rule,)}).words
+    words = PostProcessing({"ET": rule}).words
     for part in ("ET", "3 %", "0.95", "200 mm"):
         assert part in words
