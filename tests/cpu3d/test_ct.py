@@ -139,7 +139,7 @@ def test_predict_answers_as_evaluate_does_whatever_a_region_is_called(
     store = open_store(tmp_path / "store")
     config = decided(store, tmp_path, **SMALL, regions=learnt)
     run = written_weights(config, tmp_path / "run")
-    rules = {name: (Rule(share=0.5),) for name in config.regions}
+    rules = {name: Rule(share=0.5) for name in config.regions}
     case_id = store.manifest.split["test"][0]
     image = f"imagesTr/{case_id}.nii.gz"
     shutil.copytree(data, tmp_path / "other")

@@ -28,7 +28,7 @@ sys.path.insert(0, os.getcwd())
 from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.inference.postprocessing.decision import SCHEMA, Decision, postprocessing_of
-from cpu3d.inference.postprocessing.rules import PostProcessing
+from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.run.checkpoint import POSTPROCESSING, save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
@@ -124,10 +124,10 @@ def train(template: Path, args: argparse.Namespace) -> int:
     undecided = (around / "undecided").read_text() if (around / "undecided").exists() else ""
     if run.name != undecided:
         decided = Decision(
-            weights_sha256=file_sha256(weights_file(run, "best")),
+            weights_sha256=(file_sha256(weights_file(run, "best")),),
             split_hash=config.split_hash,
             cases=2,
-            chosen=PostProcessing(nested=True),
+            chosen=PostProcessing({config.regions[0]: Rule(share=0.1)}),
             before={},
             after={},
             cases_with=dict.fromkeys(config.regions, 2),

@@ -96,9 +96,9 @@ def test_voxels_that_are_not_annotated_count_in_no_score_and_are_predicted(
         slices = core["truth_voxels"] / 9  # a cube of 3, of which 1 or 2 slices are annotated
         assert slices in (1, 2)
         assert core["dice"] == pytest.approx(6 / 9)
-        kept = case["evidence"]["plain"]["TC"]
+        kept = case["evidence"]["components"]["TC"]
         assert kept["voxels"] == (27,)
-        assert kept["parts"] == ((0, 9),) * int(slices)
+        assert kept["part_voxels"] == (9,) * int(slices)
         path = tiny_run / f"evaluation/predictions/{case['case_id']}.nii.gz"
         written = read_volume(path)[0]
         assert np.count_nonzero(np.isin(written, (2, 3))) == 27

@@ -67,7 +67,7 @@ def make_run(store, folder, **settings):
         if weight.region_axis is not None and weight.name == "bias":
             named[weight.array][:] = 0  # no region is rare
     save_checkpoint(folder / "checkpoints/best.npz", named, {"step": 1, "coarse_steps": 0})
-    digest = file_sha256(folder / "checkpoints/best.npz")
+    digest = (file_sha256(folder / "checkpoints/best.npz"),)
     with_it = dict.fromkeys(config.regions, 3)
     decision = Decision(digest, config.split_hash, 3, RULES, {}, {}, with_it)
     write_json(folder / FILE, {"schema": 1, **dataclasses.asdict(decision)})
@@ -83,9 +83,7 @@ def in_float32(run, folder):
     return folder
 
 
-RULES = PostProcessing(
-    {"WT": (Rule(mm3=40),), "TC": (Rule(share=0.5),), "ET": (Rule(mm3=9),)}, nested=True
-)
+RULES = PostProcessing({"WT": Rule(share=0.5), "ET": Rule(region_mm3=1e6)})
 """A decision that changes what an untrained network answers."""
 
 
@@ -239,12 +237,10 @@ SIDES = {"left": (4,), "right": (5,)}
     "chosen",
     [
         RULES,
-        PostProcessing({"WT": (Rule(mm3=50), Rule(share=0.1)), "ET": (Rule(mm3=100),)}),
-        PostProcessing({"TC": (Rule(mm3=30),)}),
-        PostProcessing({"WT": (Rule(share=0.3, stays_from=0.52), Rule(mm3=400))}),
-        PostProcessing({"TC": (Rule(share=0.01, region_mm3=2000),), "ET": (Rule(region_mm3=1e6),)}),
-        PostProcessing(nested=True),
-        PostProcessing(RULES.rules, nested=True, off="not decided"),
+        PostProcessing({"WT": Rule(share=0.1), "ET": Rule(share=0.3)}),
+        PostProcessing({"WT": Rule(share=0.3, stays_from=0.52)}),
+        PostProcessing({"TC": Rule(share=0.01, region_mm3=2000), "ET": Rule(region_mm3=1e6)}),
+        PostProcessing(RULES.rules, off="not decided"),
     ],
 )
 @pytest.mark.parametrize(
@@ -307,7 +303,7 @@ def folder(tmp_path, monkeypatch):
         "paint": [[{"output": 0, "code": 1}]],
         "threshold": 0.5,
         "trained_spacing_mm": [1, 1, 1],
-        "postprocessing": {"cut": [], "remove": []},
+        "postprocessing": {"remove": []},
         "channels": ["FLAIR", "T1gd"],
         "channel_names": {"FLAIR": ["flair"], "T1gd": ["t1gd"]},
     }
@@ -519,7 +515,7 @@ def test_another_size_a_given_case_and_the_last_weights_without_rules_of_the_bes
     assert (about["size"], about["verification"]["case_id"]) == ([16, 12, 8], "b")
     assert (about["weights"], about["checkpoint"]) == ("last", "step-00000120.npz")
     assert about["weights_sha256"] == file_sha256(run / "checkpoints/step-00000120.npz")
-    assert (about["postprocessing"]["cut"], about["postprocessing"]["remove"]) == ([], [])
+    assert about["postprocessing"]["remove"] == []
     assert "best weights" in about["postprocessing"]["words"]
     assert about["verification"]["postprocessed_voxels"] == 0
 
