@@ -229,13 +229,14 @@ def reseal(path, rng):
     again."""
     store = path.parent.parent if path.parent.name == "cases" else path.parent
     manifest = json.loads((store / "manifest.json").read_text())
-    records = store / manifest["records"]["file"]
     if rng.random() < 0.3:
         manifest = changed(manifest, rng)
     else:
-        content = change_json(records.read_bytes(), rng)
-        records.write_bytes(content)
-        manifest["records"].update(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+        case_id = rng.choice(sorted(manifest["cases"]))
+        record = store / f"cases/{case_id}.json"
+        content = change_json(record.read_bytes(), rng)
+        record.write_bytes(content)
+        manifest["cases"][case_id] = hashlib.sha256(content).hexdigest()
     (store / "manifest.json").write_bytes(
         written(sealed(manifest) if isinstance(manifest, dict) else manifest)
     )

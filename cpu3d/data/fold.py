@@ -3,8 +3,7 @@
 import re
 from typing import Mapping, Sequence, Tuple
 
-from cpu3d.data.manifest import case_list
-from cpu3d.data.split import Split, dealing_order, split_problems
+from cpu3d.data.split import Split, dealing_order, division_problems
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 
@@ -40,8 +39,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
     if manifest.folds:
         return store.with_split(_given(store, folds))
     own = {*manifest.split["train"], *manifest.split["val"]} - set(manifest.unlabelled)
-    known = list(case_list(manifest.cases).known)
-    patients = {case.case_id: case.patient_id for case in known if case.case_id in own}
+    patients = {case.case_id: case.patient_id for case in manifest.cases if case.case_id in own}
     seed = manifest.split_seed
     held_out = {case_id for fold in folds for case_id in deal(patients, fold, seed=seed)}
     split = {
@@ -49,7 +47,7 @@ def with_folds(store: Store, folds: Sequence[str]) -> Store:
         "val": tuple(sorted(held_out)),
         "test": manifest.split["test"],
     }
-    raise_if_any(split_problems(split, known))
+    raise_if_any(division_problems(split, (), manifest.cases))
     return store.with_split(split)
 
 

@@ -1,57 +1,77 @@
 """The records of a store and its cases, and their JSON."""
 
-import errno
-import functools
 import json
-import os
-import tempfile
-import weakref
-import zlib
-from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import (
     Annotated,
     Any,
-    Container,
     Dict,
     Iterable,
-    Iterator,
-    List,
     Literal,
     Mapping,
     Optional,
     Sequence,
     Tuple,
     Union,
-    overload,
 )
 
 import msgspec
 from msgspec import Meta
 
-from cpu3d.data.normalise import Normalisation, Statistics, of_all
+from cpu3d.data.datasets.names import CONTROL
+from cpu3d.data.files.arrays import FORMATS
+from cpu3d.data.normalise import Kind, Normalisation, Statistics, of_all
 from cpu3d.data.region import Region, Shape3, xyz
-from cpu3d.data.split import FOLD_SPLITS, SPLITS, split_hash, split_problems
-from cpu3d.errors import InputError, raise_if_any
-from memory_estimator.common.files import read_regular
+from cpu3d.data.split import FOLD_SPLITS, SPLITS, division_problems, split_hash
+from cpu3d.errors import raise_if_any
+from memory_estimator.common.schema import check, option
+from models.strides import Spacing3
 
-SCHEMA = 1  # version of the store's layout and records; a store of another version is refused
+SCHEMA = 2  # version of the store's layout and records; a store of another version is refused
 
 Count = Annotated[int, Meta(ge=0)]
 Code = Annotated[int, Meta(ge=0, le=255)]
 Positive = Annotated[float, Meta(gt=0)]
-LEFT_OUT = (
-    "folds", "paint", "normalisation", "around", "units", "foreground", "peaks",
-    "target_spacing_mm", "resampled_from", "far_voxels",
-)  # fmt: skip
-"""Fields that are left out of the JSON where they are empty: it is then as it was before them."""
-
-BareName = Annotated[str, Meta(pattern=r"\A(?!\.{0,2}\Z)[^/\0]*\Z")]  # of a file, without a folder
+Name = Annotated[str, Meta(pattern=rf"\A[^{CONTROL}]*\Z")]
+BareName = Annotated[str, Meta(pattern=rf"\A(?!\.{{0,2}}\Z)[^/{CONTROL}]*\Z")]  # of a file
 AffineRow = Tuple[float, float, float, float]
 Format = Literal["npy", "b2nd"]  # as arrays.FORMATS
 Unit = Literal["unknown", "meter", "mm", "micron"]
 Voxel = Tuple[Count, Count, Count]
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """The settings by which cases become arrays. A store is continued with the same settings
+    only."""
+
+    format: str = option(
+        "npy",
+        "npy: int16, exact or in steps, read without unpacking; b2nd: the same"
+        " packed to a tenth, for slow disks and networks",
+        choices=FORMATS,
+    )
+    crop: bool = option(
+        False,
+        "store each case's content box only, outside of which nothing is there; whole grids of the"
+        " CT of a new store, whose boxes are known last",
+    )
+    zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
+    target_spacing_mm: Optional[Spacing3] = None  # along R, A, S; None: as they are
+    normalise: Tuple[str, ...] = option(
+        (),
+        "how channels are normalised, such as CT=zscore: "
+        + ", ".join(kind.value for kind in Kind)
+        + " (default: by name and voxels, docs/data.md)",
+        metavar="CHANNEL=KIND",
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+USUAL = StoreSettings()
 
 
 @dataclass(frozen=True)
@@ -98,7 +118,7 @@ class CaseRecord:
     Z."""
 
     case_id: BareName
-    patient_id: str
+    patient_id: Name
     shape: Shape3  # voxels of the whole grid, also if only a box of it is stored
     spacing_mm: Tuple[Positive, Positive, Positive]
     box: Region
@@ -139,7 +159,7 @@ class CaseRecord:
     is 0 in all channels."""
     resampled_from: Optional[SourceGrid] = None  # None if the case is on its source's grid
     far_voxels: Count = 0  # far from all others, and brought nearer; all channels together
-    # --- Empty if all channels are normalised over the foreground, and then not in the JSON ---
+    # --- Empty if all channels are normalised over the foreground ---
     around: Tuple[float, ...] = ()
     """Per channel, the stored value that stands for what surrounds the volume: the median of its
     border, of a CT its least value. 0 for a channel whose background is 0."""
@@ -191,19 +211,15 @@ class Manifest:
     """"train", "val", "test" -> case ids, sorted. Every case is in one of them, and stays there."""
     split_seed: int
     split_hash: str  # as `split.split_hash` gives it
-    largest_shape: Shape3  # of the cases' grids, axis by axis
-    largest_box: Shape3
-    unlabelled: Tuple[str, ...]
-    cases: Sequence[CaseRecord]
-    """Sorted by case id: a `CaseList`, whose records are read one at a time."""
+    cases: Tuple[CaseRecord, ...]  # sorted by case id
     versions: Dict[str, str]
     patient_rules: Dict[str, int] = field(default_factory=dict)
     """Rule that tells a case's patient -> number of cases."""
     folds: Tuple[Dict[str, Tuple[str, ...]], ...] = ()
     """Folds that were given and not drawn: "train" and "val" -> case ids, sorted. No fold has test
     cases."""
-    target_spacing_mm: Optional[Tuple[Positive, Positive, Positive]] = None
-    """Along R, A, S: what all cases are resampled to. None if they are stored as they are."""
+    shares: Tuple[float, ...] = ()  # by which the split was drawn; none of one that was given
+    settings: StoreSettings = USUAL
     paint: Tuple[Tuple[str, Code], ...] = ()
     """Regions and the codes that they are painted with, in the order of painting, as of
     `labels.PaintedRegions`; empty if that follows from `regions`."""
@@ -218,166 +234,25 @@ class Manifest:
         """The normalisation of each channel."""
         return of_all(self.normalisation, len(self.channels))
 
-
-# --- Many records, on disk ---
-
-
-class Known(msgspec.Struct, frozen=True, gc=False):
-    """The facts of a case that are kept in memory: those by which stores and splits are checked."""
-
-    case_id: str
-    patient_id: str
-    image_voxels_sha256: str
-    label_voxels_sha256: str
-    shape: Shape3
-    box_size: Shape3
-    has_label: bool
-
-
-class CaseList(Sequence[CaseRecord]):
-    """Records of cases, of which each is read from a file when it is asked for.
-
-    A record in memory takes 20 KB; its `Known` facts and its place in the file take 0.8 KB. A slice
-    is a list of the same kind. The file stays open: `store append` may replace it meanwhile.
-    """
-
-    def __init__(self, lines: "RecordLines", rows: Sequence[int]):
-        """The records of `lines` at `rows`, in that order."""
-        self._lines = lines
-        self._rows = rows
-
-    @classmethod
-    def collected(cls, records: Iterable[CaseRecord], folder: Optional[Path] = None) -> "CaseList":
-        """Records that come in any order, sorted by case id, in a temporary file in `folder` that
-        has no name."""
-        with tempfile.TemporaryFile(dir=folder) as file:
-            lines = RecordLines(os.dup(file.fileno()), "a temporary file")
-            for record in records:
-                line = record_line(record)
-                file.write(line)
-                lines.add(line, record)
-        rows = sorted(range(len(lines.known)), key=lambda row: lines.known[row].case_id)
-        return cls(lines, array("q", rows))
-
-    @overload
-    def __getitem__(self, index: int) -> CaseRecord: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "CaseList": ...
-
-    def __getitem__(self, index: Union[int, slice]) -> Union[CaseRecord, "CaseList"]:
-        if isinstance(index, slice):
-            return CaseList(self._lines, self._rows[index])
-        return self._lines.record(self._rows[index])
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sequence):
-            return NotImplemented
-        return len(self) == len(other) and all(own == record for own, record in zip(self, other))
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"CaseList({len(self)} cases)"
-
-    def __reduce__(self) -> Tuple[Any, ...]:
-        return CaseList.collected, (tuple(self),)
+    @property
+    def target_spacing_mm(self) -> Optional[Spacing3]:
+        """What all cases are resampled to; None if they are stored as they are."""
+        return self.settings.target_spacing_mm
 
     @property
-    def known(self) -> Iterator[Known]:
-        """The facts of the cases that are in memory, in the order of the records."""
-        return (self._lines.known[row] for row in self._rows)
+    def largest_shape(self) -> Shape3:
+        """The largest of the cases' grids, axis by axis."""
+        return xyz(map(max, *(case.shape for case in self.cases), (0, 0, 0)))
 
     @property
-    def lines(self) -> Iterator[bytes]:
-        """The records as lines of JSON."""
-        return map(self._lines.line, self._rows)
+    def largest_box(self) -> Shape3:
+        """The largest of the cases' content boxes, axis by axis."""
+        return xyz(map(max, *(case.box.size for case in self.cases), (0, 0, 0)))
 
-    def chosen(self, case_ids: Iterable[str]) -> "CaseList":
-        """The cases of these ids, in this order; KeyError for one that is not in the list."""
-        return CaseList(self._lines, array("q", [self._row_of[case_id] for case_id in case_ids]))
-
-    def without(self, case_ids: Container[str]) -> "CaseList":
-        """The cases of other ids than these."""
-        return self.chosen(case.case_id for case in self.known if case.case_id not in case_ids)
-
-    @functools.cached_property
-    def _row_of(self) -> Dict[str, int]:
-        return {self._lines.known[row].case_id: row for row in self._rows}
-
-
-class RecordLines:
-    """Records as lines of an open file, by the number of the line."""
-
-    def __init__(self, handle: int, path: Union[str, Path]):
-        """`handle` is closed with this object; `path` is the file's name in messages."""
-        self.known: List[Known] = []
-        self._handle = handle
-        self._path = path
-        self._starts = array("q", [0])
-        self._sums = array("L")
-        weakref.finalize(self, os.close, handle)
-
-    def add(self, line: bytes, record: CaseRecord) -> None:
-        """Note the next line of the file."""
-        self.known.append(_known(record))
-        self._starts.append(self._starts[-1] + len(line))
-        self._sums.append(zlib.crc32(line))
-
-    def line(self, row: int) -> bytes:
-        """The bytes of a line. Raises InputError unless they are those that were noted; OSError if
-        the disk fails."""
-        start = self._starts[row]
-        try:
-            line = os.pread(self._handle, self._starts[row + 1] - start, start)
-        except OSError as error:
-            error.filename = str(self._path)
-            raise
-        if zlib.crc32(line) != self._sums[row]:
-            rule = f"store file {self._path} must stay as it was when it was opened"
-            case_id = self.known[row].case_id
-            raise InputError(f"{rule}, got other bytes for case {case_id}; restore it")
-        return line
-
-    def record(self, row: int) -> CaseRecord:
-        """The record in a line, which was checked when it was noted."""
-        try:
-            return msgspec.json.decode(self.line(row), type=CaseRecord)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-        # Another host has appended to a store on a network: the case's own file has the record too.
-        path = record_path(Path(self._path).parent, self.known[row].case_id)
-        record = case_from_json(read_regular(path))
-        if _known(record) != self.known[row]:
-            rule = f"store file {path} must have the record that the store had when it was opened"
-            raise InputError(f"{rule}, got another; open the store again")
-        return record
-
-
-def _known(record: CaseRecord) -> Known:
-    return Known(
-        record.case_id,
-        record.patient_id,
-        record.image_voxels_sha256,
-        record.label_voxels_sha256,
-        record.shape,
-        record.box.size,
-        record.has_label,
-    )
-
-
-def case_list(cases: Iterable[CaseRecord]) -> CaseList:
-    """The cases as a list whose records are on disk."""
-    return cases if isinstance(cases, CaseList) else CaseList.collected(cases)
-
-
-def record_line(record: CaseRecord) -> bytes:
-    """The record as a line of the store's file of records."""
-    return json.dumps(to_json(record), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    @property
+    def unlabelled(self) -> Tuple[str, ...]:
+        """The cases without a label."""
+        return tuple(case.case_id for case in self.cases if not case.has_label)
 
 
 # --- What follows from the cases ---
@@ -392,31 +267,22 @@ def make_manifest(
     **fields: Any,
 ) -> Manifest:
     """The manifest of `cases`, at least one, `split` and `folds`. Raises InputError for the lines
-    of `split_problems`, of the split and of each fold."""
-    cases = case_list(cases)
-    cases = cases.chosen(sorted(case.case_id for case in cases.known))
-    known = list(cases.known)
-    problems = split_problems(split, known)
-    for number, fold in enumerate(folds, 1):
-        problems += [f"fold {number}: {problem}" for problem in split_problems(fold, known)]
-    raise_if_any(problems)
+    of `division_problems`."""
+    records = tuple(sorted(cases, key=lambda case: case.case_id))
+    raise_if_any(division_problems(split, folds, records))
     return Manifest(
         split={name: tuple(sorted(split[name])) for name in SPLITS},
-        split_hash=split_hash(split, known, folds, normalisation),
+        split_hash=split_hash(split, records, folds, normalisation),
         folds=tuple({name: tuple(sorted(fold[name])) for name in FOLD_SPLITS} for fold in folds),
-        largest_shape=xyz(map(max, *(case.shape for case in known), (0, 0, 0))),
-        largest_box=xyz(map(max, *(case.box_size for case in known), (0, 0, 0))),
-        unlabelled=tuple(case.case_id for case in known if not case.has_label),
-        cases=cases,
+        cases=records,
         normalisation=tuple(normalisation),
         **fields,
     )
 
 
 def remake(manifest: Manifest, **changes: Any) -> Manifest:
-    """The manifest with other cases or another split, and the fields that follow from them."""
-    follows = ("split_hash", "largest_shape", "largest_box", "unlabelled", "schema")
-    kept = {name: value for name, value in vars(manifest).items() if name not in follows}
+    """The manifest with other cases or another split, and the hash that follows from them."""
+    kept = {name: value for name, value in vars(manifest).items() if name != "split_hash"}
     return make_manifest(**{**kept, **changes})
 
 
@@ -426,22 +292,14 @@ def array_path(folder: Path, record: CaseRecord, kind: str) -> Path:
 
 
 def record_path(folder: Path, case_id: str) -> Path:
-    """The file of a case's own record, with which an unfinished store is continued."""
+    """The file of a case's record."""
     return Path(folder) / "cases" / f"{case_id}.json"
 
 
-def to_json(record: Union[Manifest, CaseRecord]) -> Dict[str, Any]:
-    """A record, or a manifest without its cases, as JSON content."""
-    left_out = {name for name in LEFT_OUT if not getattr(record, name, ())}
-    if isinstance(record, CaseRecord):
-        content: Dict[str, Any] = msgspec.to_builtins(record)
-    else:
-        content = dict(vars(record))
-        content["normalisation"] = [each.to_json() for each in record.normalisation]
-        left_out.add("cases")
-        if record.ignore is None:
-            left_out.add("ignore")
-    return {name: value for name, value in content.items() if name not in left_out}
+def record_bytes(record: CaseRecord) -> bytes:
+    """The content of a case's own file."""
+    text = json.dumps(msgspec.to_builtins(record), separators=(",", ":"), allow_nan=False)
+    return f"{text}\n".encode()
 
 
 def case_from_json(content: bytes) -> CaseRecord:

@@ -106,6 +106,8 @@ def channel_count(path: Path) -> int:
     try:
         image: Any = load(path)
         shape = _axes(image.shape)
+        if image.get_data_dtype().kind not in "iuf":
+            shape = ()
     # nibabel raises its own errors, zlib's, numpy's and OSError for bytes that are no image.
     except Exception:
         shape = ()

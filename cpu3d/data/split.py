@@ -15,13 +15,17 @@ FOLD_SPLITS = ("train", "val")  # a fold's training cases, and those that it hol
 
 
 class SplitCase(Protocol):
-    """What a split must know of a case: its record, or what of it is in memory."""
+    """What a split must know of a case."""
 
     @property
     def case_id(self) -> str: ...
 
     @property
     def patient_id(self) -> str: ...
+
+
+class ReadCase(SplitCase, Protocol):
+    """The same of one whose voxels are known."""
 
     @property
     def image_voxels_sha256(self) -> str: ...
@@ -32,7 +36,7 @@ class SplitCase(Protocol):
 
 def split_hash(
     split: Mapping[str, Sequence[str]],
-    cases: Iterable[SplitCase],
+    cases: Iterable[ReadCase],
     folds: Sequence[Mapping[str, Sequence[str]]] = (),
     normalisation: Sequence[Normalisation] = (),
 ) -> str:
@@ -61,39 +65,41 @@ def split_hash(
     return digest.hexdigest()[:12]
 
 
-def split_problems(
+def division_problems(
     split: Mapping[str, Sequence[str]],
-    cases: Iterable[SplitCase],
+    folds: Sequence[Mapping[str, Sequence[str]]],
+    cases: Sequence[SplitCase],
 ) -> List[str]:
-    """A line for each patient and each image in more than one split, which would be trained on and
-    scored. `split` may also be a fold, which has no test cases and need not have all others."""
-    split_of = {case_id: name for name in split for case_id in split[name]}
-    split_cases = [case for case in cases if case.case_id in split_of]
+    """A line for each patient, and each image of cases whose voxels are known, in more than one
+    part of the split or of a fold: it would be trained on and scored."""
+    problems = _straddling(split, cases)
+    for number, fold in enumerate(folds, 1):
+        problems += [f"fold {number}: {problem}" for problem in _straddling(fold, cases)]
+    return problems
 
-    def straddling(fact: str) -> Dict[str, Dict[str, Tuple[str, str]]]:
-        """Value of a fact that cases of several splits share -> split -> (its case, patient)."""
-        first: Dict[str, str] = {}
-        shared = set()
-        for case in split_cases:
-            name = split_of[case.case_id]
-            if first.setdefault(getattr(case, fact), name) != name:
-                shared.add(getattr(case, fact))
-        places: Dict[str, Dict[str, Tuple[str, str]]] = defaultdict(dict)
-        for case in split_cases if shared else ():
-            value = getattr(case, fact)
-            if value in shared:
-                places[value][split_of[case.case_id]] = (case.case_id, case.patient_id)
-        return dict(sorted(places.items()))
 
+def _straddling(split: Mapping[str, Sequence[str]], cases: Sequence[SplitCase]) -> List[str]:
+    part_of = {case_id: name for name in split for case_id in split[name]}
+    patients: Dict[str, Dict[str, SplitCase]] = defaultdict(dict)  # patient -> part -> a case
+    images: Dict[str, Dict[str, SplitCase]] = defaultdict(dict)  # voxels -> part -> a case
+    for case in cases:
+        part = part_of.get(case.case_id)
+        if part is None:
+            continue
+        patients[case.patient_id][part] = case
+        voxels = getattr(case, "image_voxels_sha256", "")
+        if voxels:
+            images[voxels][part] = case
     problems = []
-    for patient, places in straddling("patient_id").items():
-        got = " and ".join(places)
-        problems.append(
-            f"patient {patient} must be in one split, got {got}; keep its cases together"
-        )
-    for places in straddling("image_voxels_sha256").values():
-        if len({patient_id for _, patient_id in places.values()}) > 1:
-            names = " and ".join(f"{case_id} ({name})" for name, (case_id, _) in places.items())
+    for patient, parts in sorted(patients.items()):
+        if len(parts) > 1:
+            got = " and ".join(parts)
+            problems.append(
+                f"patient {patient} must be in one split, got {got}; keep its cases together"
+            )
+    for _, parts in sorted(images.items()):
+        if len({case.patient_id for case in parts.values()}) > 1:
+            names = " and ".join(f"{case.case_id} ({part})" for part, case in parts.items())
             rule = f"image of cases {names} must be in one split, got identical voxels"
             first = "leave all but one out"
             second = "`prepare` with --patients FILE that gives them one patient"

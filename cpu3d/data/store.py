@@ -1,64 +1,49 @@
 """The store: arrays beside their records.
 
-store/manifest.json         what the store is, with a SHA-256 of its own content; written last
-store/cases-<hash>.jsonl    the records of its cases, one a line
+store/manifest.json         what the store is: its split, and the SHA-256 of each case's record;
+                            with one of its own content. Written last
+store/source.json           the data set and the settings with which the store was begun
+store/cases/<id>.json       the case's record; written after its arrays, so they are whole if it is
+                            there
 store/cases/<id>.x.npy      image (X, Y, Z, C), int16, C order, little endian,
                             axes R A S (or .x.b2nd)
 store/cases/<id>.y.npy      label (X, Y, Z), uint8, in the data set's own codes (or .y.b2nd)
 store/cases/<id>.t.npy      label (X, Y, Z), uint8, on the source's grid turned to axes R A S, which
                             answers are scored on: of a case that was resampled (or .t.b2nd)
-store/cases/<id>.json       the case's record; written after its arrays, so they are whole if it is
-                            there
 store/quarantine.jsonl      cases left out, each with its reasons
 """
 
 import copy
 import dataclasses
 import hashlib
-import itertools
 import json
-import os
-import re
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
+
+import msgspec
 
 from cpu3d.data.datasets.names import check_printable
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
     SCHEMA,
-    CaseList,
+    BareName,
     CaseRecord,
     Manifest,
-    RecordLines,
     case_from_json,
-    case_list,
+    record_bytes,
     record_path,
-    to_json,
 )
 from cpu3d.data.region import Array, Multiple, Region, Shape3, centred, paste, round_up, whole
-from cpu3d.data.split import SPLITS, split_hash, split_problems
+from cpu3d.data.split import SPLITS, split_hash
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.atomic import PARTIAL, atomic_write, write_json
-from memory_estimator.common.files import (
-    NotRegularError,
-    open_regular,
-    read_record,
-    read_regular,
-    reason,
-    typed,
-)
+from cpu3d.util.atomic import write_bytes, write_json
+from memory_estimator.common.files import read_record, read_regular, reason, typed
 
 ADVICE = (
     "restore it, or delete manifest.json and run `prepare` again, then each `store append` in its"
     " order"
 )
-MADE_AGAIN = "run `prepare` again, or `store append`: it comes back from the records in cases/"
-
-_RECORDS = re.compile(r"cases-[0-9a-f]+\.jsonl")
-
-
-class RecordsLostError(InputError):
-    """The file of a store's records is lost or damaged; those in cases/ may still be there."""
+MADE_AGAIN = "run `prepare` again, or `store append` with the data set that has it"
 
 
 class Store:
@@ -68,15 +53,15 @@ class Store:
         self.folder = Path(folder)
         self.manifest = manifest
         self._reader = Reader(self.folder)
-        self._cases = case_list(manifest.cases)
+        self._cases = {case.case_id: case for case in manifest.cases}
 
     def case(self, case_id: str) -> CaseRecord:
         """The record of `case_id`; KeyError if the store has no such case."""
-        return self._cases.chosen([case_id])[0]
+        return self._cases[case_id]
 
-    def cases(self, split: str) -> CaseList:
+    def cases(self, split: str) -> List[CaseRecord]:
         """The records of "train", "val" or "test", sorted by case id."""
-        return self._cases.chosen(self.manifest.split[split])
+        return [self._cases[case_id] for case_id in self.manifest.split[split]]
 
     def image(self, case_id: str) -> Array:
         """The image `(X, Y, Z, C)` on the whole grid, read-only: a map if a .npy file holds the
@@ -119,52 +104,60 @@ class Store:
 
 
 def open_store(folder: Union[str, Path]) -> Store:
-    """Open the store in `folder` for reading. Raises InputError if there is no manifest, if
-    manifest or records are not as they were written, if the schema is another, or if a case is in
-    two splits."""
+    """Open the store in `folder` for reading. Raises InputError if there is no manifest, if it or a
+    record is not as it was written, or if the schema is another."""
     folder = Path(folder)
-    content = _read_manifest(folder)
-    try:
-        return _opened(folder, content)
-    except InputError:
-        if _read_manifest(folder) == content:
-            raise
-    return open_store(folder)  # `append` has replaced both files between the two reads
-
-
-def restore_records(folder: Path) -> Store:
-    """Write the lost or damaged file of a store's records again, from the records in cases/.
-
-    The caller holds the store's lock. Raises InputError if the manifest is damaged too, and if the
-    records are not those of its split.
-    """
-    content = _read_manifest(folder)
-    lost: List[str] = []
-
-    def own() -> Iterator[CaseRecord]:
-        for case_id in _case_ids(folder, content):
-            try:
-                yield case_from_json(read_regular(record_path(folder, case_id)))
-            except (FileNotFoundError, ValueError) as error:
-                rule = f"store file {record_path(folder, case_id)} must be the record of a case"
-                lost.append(f"{rule}, got {reason(error)}; {ADVICE}")
-
-    cases = CaseList.collected(own(), folder)
-    raise_if_any(lost)
-    manifest = _checked(folder, content, cases)
-    write_store(folder, manifest)
+    manifest, sums = read_manifest(folder)
+    records, problems = read_records(folder, sums)
+    raise_if_any(problem for _, problem in sorted(problems.items()))
+    manifest = dataclasses.replace(manifest, cases=tuple(records.values()))
+    got = split_hash(manifest.split, manifest.cases, manifest.folds, manifest.normalisation)
+    if got != manifest.split_hash:
+        rule = f"split of store {folder} must have hash {manifest.split_hash}"
+        raise InputError(f"{rule}, got {got}; {ADVICE}")
     return Store(folder, manifest)
 
 
-def _read_manifest(folder: Path) -> Dict[str, Any]:
-    def checked(content: Dict[str, Any]) -> Dict[str, Any]:
-        # A records file of another name could be outside of the store.
-        if content != sealed(content) or not _RECORDS.fullmatch(content["records"]["file"]):
+def read_records(
+    folder: Path, sums: Mapping[str, str]
+) -> Tuple[Dict[str, CaseRecord], Dict[str, str]]:
+    """The records of a store's cases by case id, whose SHA-256 are `sums`, and the problems of
+    those that are lost or damaged."""
+    records = {}
+    problems = {}
+    for case_id, sha256 in sorted(sums.items()):
+        path = record_path(folder, case_id)
+        try:
+            content = read_regular(path)
+            if hashlib.sha256(content).hexdigest() != sha256:
+                raise ValueError("other bytes than were written")
+            records[case_id] = case_from_json(content)
+        except (OSError, ValueError) as error:
+            rule = f"store file {path} must be the record of a case"
+            problems[case_id] = f"{rule}, got {reason(error)}; {MADE_AGAIN}"
+    return records, problems
+
+
+def read_manifest(folder: Path) -> Tuple[Manifest, Dict[str, str]]:
+    """A store's manifest without its cases, and the SHA-256 of the record of each, by case id.
+    Raises InputError as `open_store`."""
+
+    def checked(content: Dict[str, Any]) -> Tuple[Manifest, Dict[str, str]]:
+        if content != sealed(content):
             raise ValueError("an edited manifest")
-        return content
+        fields = {name: value for name, value in content.items() if name != "sha256"}
+        sums = typed(fields.pop("cases"), Dict[BareName, str], "cases")
+        manifest: Manifest = typed({**fields, "cases": []}, Manifest, "manifest")
+        if sorted(sums) != sorted(id_ for name in SPLITS for id_ in manifest.split[name]):
+            raise ValueError("a split of other cases")
+        return manifest, sums
 
     try:
-        return read_record(folder / "manifest.json", SCHEMA, checked, ADVICE, InputError)
+        read = read_record(folder / "manifest.json", SCHEMA, checked, ADVICE, InputError)
+        manifest = read[0]
+        names = (manifest.name, *manifest.channels, *manifest.labels.values(), *manifest.regions)
+        check_printable(folder / "manifest.json", (*names, *read[1]))
+        return read
     except (FileNotFoundError, NotADirectoryError):
         rule = f"store {folder} must hold a finished manifest.json"
         todo = "run `prepare`, again if it was interrupted"
@@ -188,33 +181,21 @@ def sealed(content: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def write_store(folder: Union[str, Path], manifest: Manifest) -> None:
-    """Write the manifest and its records, so that a reader sees the old store or the whole new one.
+    """Write the records of the cases, where they are others than those that are there, then the
+    manifest, so that a reader sees the old store or the whole new one.
 
-    The arrays must have been written. The records of an earlier manifest are removed.
-    """
+    The arrays must have been written."""
     folder = Path(folder)
-    digest = hashlib.sha256()
-    size_bytes = 0
-    unnamed = folder / f".cases{PARTIAL}"  # its name follows from its content
-    with atomic_write(unnamed) as file:
-        for line in case_list(manifest.cases).lines:
-            file.write(line)
-            digest.update(line)
-            size_bytes += len(line)
-    name = f"cases-{digest.hexdigest()[:12]}.jsonl"
-    unnamed.replace(folder / name)
-    records = {"file": name, "bytes": size_bytes, "sha256": digest.hexdigest()}
-    write_json(folder / "manifest.json", sealed({**to_json(manifest), "records": records}))
-    for path in folder.glob("cases-*.jsonl"):
-        if path.name != name and _RECORDS.fullmatch(path.name):
-            path.unlink()
-
-
-def with_names_of_now(content: Mapping[str, Any]) -> Dict[str, Any]:
-    """The fields of a manifest.json or a source.json: earlier stores have the target spacing under
-    the name that a case's own spacing has."""
-    names = {"spacing_mm": "target_spacing_mm"}
-    return {names.get(name, name): value for name, value in content.items()}
+    (folder / "cases").mkdir(exist_ok=True)
+    sums = {}
+    for record in manifest.cases:
+        content = record_bytes(record)
+        path = record_path(folder, record.case_id)
+        if not path.is_file() or path.read_bytes() != content:
+            write_bytes(path, content)
+        sums[record.case_id] = hashlib.sha256(content).hexdigest()
+    fields = msgspec.to_builtins(dataclasses.replace(manifest, cases=()))
+    write_json(folder / "manifest.json", sealed({**fields, "cases": sums}))
 
 
 def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
@@ -222,75 +203,6 @@ def check_names(kind: str, wanted: Sequence[str], names: Sequence[str]) -> None:
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(names):
         rule = f"{kind} must be among {', '.join(names)}, each once"
         raise InputError(f"{rule}, got {', '.join(wanted) or 'none'}; choose from these")
-
-
-def _opened(folder: Path, content: Mapping[str, Any]) -> Store:
-    records = content["records"]
-    ids = _case_ids(folder, content)
-    cases = _read_records(folder / records["file"], str(records.get("sha256")), ids)
-    return Store(folder, _checked(folder, content, cases))
-
-
-def _case_ids(folder: Path, content: Mapping[str, Any]) -> List[str]:
-    """The cases of a manifest's split, sorted. Raises InputError for a manifest without a split."""
-    try:
-        return sorted(case_id for name in SPLITS for case_id in content["split"][name])
-    except (KeyError, TypeError) as error:
-        rule = f"{folder / 'manifest.json'} must be complete"
-        raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
-
-
-def _checked(folder: Path, content: Mapping[str, Any], cases: CaseList) -> Manifest:
-    """The manifest with its cases. Raises InputError unless they are those of its split."""
-    fields = {name: value for name, value in content.items() if name not in ("records", "sha256")}
-    try:
-        fields = with_names_of_now(fields)
-        bare: Manifest = typed({**fields, "cases": []}, Manifest, "manifest")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        rule = f"{folder / 'manifest.json'} must be complete"
-        raise InputError(f"{rule}, got {reason(error)}; {ADVICE}") from None
-    names = (bare.name, *bare.channels, *bare.labels.values(), *bare.regions)
-    of_cases = (name for case in cases.known for name in (case.case_id, case.patient_id))
-    check_printable(folder / "manifest.json", (*names, *of_cases))
-    manifest = dataclasses.replace(bare, cases=cases)
-    raise_if_any(split_problems(manifest.split, cases.known))
-    got = split_hash(manifest.split, cases.known, manifest.folds, manifest.normalisation)
-    if got != manifest.split_hash:
-        rule = f"split of store {folder} must have hash {manifest.split_hash}"
-        raise InputError(f"{rule}, got {got}; {ADVICE}")
-    return manifest
-
-
-def _read_records(path: Path, sha256: str, case_ids: Sequence[str]) -> CaseList:
-    """The records in a file, each of which is checked here and forgotten again."""
-    try:
-        handle = open_regular(path)
-    except FileNotFoundError:
-        raise RecordsLostError(f"store file {path} must exist, got none; {MADE_AGAIN}") from None
-    except NotRegularError as error:
-        rule = f"store file {path} must be a file"
-        raise RecordsLostError(f"{rule}, got {error.strerror}; {MADE_AGAIN}") from None
-    lines = RecordLines(handle, path)
-    digest = hashlib.sha256()
-    problem = ""
-    with os.fdopen(os.dup(handle), "rb") as file:
-        for number, line in enumerate(file, 1):
-            digest.update(line)
-            try:
-                lines.add(line, case_from_json(line))
-            except ValueError as error:
-                problem = problem or f"{path}:{number} must be the record of a case, got {error}"
-    if digest.hexdigest() != sha256:
-        rule = f"store file {path} must be as it was written"
-        raise RecordsLostError(f"{rule}, got other bytes; {MADE_AGAIN}")
-    if problem:
-        raise InputError(f"{problem}; {ADVICE}")
-    for case, wanted in itertools.zip_longest(lines.known, case_ids):
-        got = case.case_id if case else "none"
-        if got != wanted:
-            rule = f"store file {path} must hold the {len(case_ids)} cases of the split"
-            raise InputError(f"{rule}, got {got} in place of {wanted or 'none'}; {ADVICE}")
-    return CaseList(lines, range(len(lines.known)))
 
 
 def grid_size(store: Store, *, extent: str, multiple: Multiple) -> Shape3:

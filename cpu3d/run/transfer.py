@@ -20,7 +20,7 @@ import numpy as np
 from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.datasets.names import channel_key
 from cpu3d.data.fold import with_fold
-from cpu3d.data.manifest import Known, case_list
+from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import of_all
 from cpu3d.data.region import Array
 from cpu3d.data.store import Store, open_store
@@ -350,7 +350,7 @@ def _other_inputs(new: RunConfig, old: RunConfig) -> Tuple[str, ...]:
 def _seen(store: Store, fold: str, run: Optional[Path]) -> Optional[Tuple[str, ...]]:
     """The held-out cases of a fold whose patients the weights of a run were trained on, or those
     that it had started from itself. None if no such case is known and not all is known."""
-    own = list(case_list(store.manifest.cases).known)
+    own = list(store.manifest.cases)
     split = with_fold(store, fold).manifest.split
     held_out = {*split["val"], *split["test"]}
     seen: Set[str] = set()
@@ -367,16 +367,16 @@ def _seen(store: Store, fold: str, run: Optional[Path]) -> Optional[Tuple[str, .
 class _Trained:
     """The cases that a run was trained on."""
 
-    cases: Sequence[Known]
-    store: Sequence[Known]  # all cases of its store
+    cases: Sequence[CaseRecord]
+    store: Sequence[CaseRecord]  # all cases of its store
 
-    def shares_images(self, own: Sequence[Known]) -> bool:
+    def shares_images(self, own: Sequence[CaseRecord]) -> bool:
         """Whether a store has an image of this run's store. Else its patients may be the same, but
         were prepared otherwise."""
         all_images = {case.image_voxels_sha256 for case in self.store}
         return any(case.image_voxels_sha256 in all_images for case in own)
 
-    def cases_of(self, own: Sequence[Known], wanted: Collection[str]) -> Set[str]:
+    def cases_of(self, own: Sequence[CaseRecord], wanted: Collection[str]) -> Set[str]:
         """The `wanted` cases of a store that are of these patients. Stores that share no image may
         call different patients the same."""
         images = {case.image_voxels_sha256 for case in self.cases}
@@ -422,7 +422,7 @@ def _trained(run: Path, config: RunConfig, store: Store) -> Optional[_Trained]:
             ids = _ids_of_log(run)
     except (InputError, OSError):
         return None
-    known = list(case_list(store.manifest.cases).known)
+    known = list(store.manifest.cases)
     cases = [case for case in known if case.case_id in ids]
     return _Trained(cases, known) if cases else None
 

@@ -19,6 +19,7 @@ from cpu3d.bench.step_costs import measure, request_for
 from cpu3d.checks import check_length, check_run
 from cpu3d.data.labels import label_from_regions
 from cpu3d.data.manifest import remake
+from cpu3d.data.region import Region
 from cpu3d.data.store import Store, grid_size
 from cpu3d.decisions import job_of
 from cpu3d.distributed.rendezvous import plan_of_chief
@@ -595,9 +596,15 @@ def test_an_estimate_of_a_store_is_of_the_run_that_train_plans(
         return json.loads(capsys.readouterr().out)
 
     thick = of_voxels(phantom_store, *THICK).manifest
-    larger = dataclasses.replace(
-        thick, largest_shape=(side, side, side), largest_box=(side, side, side)
+    first, *others = thick.cases
+    box = Region((0, 0, 0), (side, side, side))
+    first = dataclasses.replace(
+        first,
+        **dict.fromkeys(("box", "stored"), box),
+        shape=box.size,
+        geometry=dataclasses.replace(first.geometry, shape=box.size),
     )
+    larger = dataclasses.replace(thick, cases=(first, *others))
     store = stored(Store(phantom_store.folder, larger), tmp_path / "store")
     chosen = {"filters": 8}
     plan = make_plan(store, tmp_path / "run", host, chosen)

@@ -346,7 +346,7 @@ def _channels(
     """
     if array.ndim == 3:
         array = array[..., None]
-    places = _places(path, array.shape[3], [name for name, _ in wanted], present)
+    places = channel_places(path, array.shape[3], [name for name, _ in wanted], present)
     volumes = []
     problems = []
     far = 0
@@ -386,7 +386,9 @@ def _channels(
     return volumes, far
 
 
-def _places(path: Path, count: int, names: Sequence[str], present: Sequence[str]) -> Sequence[int]:
+def channel_places(
+    path: Path, count: int, names: Sequence[str], present: Sequence[str]
+) -> Sequence[int]:
     """The places of channels among the `count` of a file. Raises InputError for another number."""
     places: Sequence[int] = range(len(names))
     expected = names

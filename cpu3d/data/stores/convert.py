@@ -7,79 +7,45 @@ import contextlib
 import errno
 import functools
 import hashlib
-from dataclasses import dataclass, replace
+import itertools
+from dataclasses import replace
 from pathlib import Path
-from typing import Iterator, NamedTuple, Optional, Sequence, Tuple, Union, cast
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union, cast
 
 import numpy as np
 
-from cpu3d.data.cases.case import load_case
+from cpu3d.data import nifti
+from cpu3d.data.cases.case import channel_places, load_case
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
-from cpu3d.data.files.arrays import FORMATS, encode, file_sha256, give_back
+from cpu3d.data.files.arrays import encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
-    CaseList,
     CaseRecord,
     Format,
+    Geometry,
     SourceFile,
+    StoreSettings,
     array_path,
     case_from_json,
-    case_list,
+    record_bytes,
     record_path,
-    to_json,
 )
 from cpu3d.data.normalise import Kind, Normalisation
 from cpu3d.data.region import Array, bounding_box, crop, whole
 from cpu3d.errors import FULL, InputError, fault_of
-from cpu3d.util.atomic import atomic_write, remove_partials, write_json
+from cpu3d.util.atomic import atomic_write, remove_partials, write_bytes
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
 from cpu3d.util.records import count
 from memory_estimator.common.files import read_regular
-from memory_estimator.common.schema import check, option
-from models.strides import Spacing3
-
-
-@dataclass(frozen=True)
-class StoreSettings:
-    """The settings by which cases become arrays. A store is continued with the same settings
-    only."""
-
-    format: str = option(
-        "npy",
-        "npy: int16, exact or in steps, read without unpacking; b2nd: the same"
-        " packed to a tenth, for slow disks and networks",
-        choices=FORMATS,
-    )
-    crop: bool = option(
-        False,
-        "store each case's content box only, outside of which nothing is there; whole grids of the"
-        " CT of a new store, whose boxes are known last",
-    )
-    zero_nan: bool = option(False, "make NaN and infinite voxels background, and count them")
-    target_spacing_mm: Optional[Spacing3] = None  # that cases are resampled to; None: as they are
-    normalise: Tuple[str, ...] = option(
-        (),
-        "how channels are normalised, such as CT=zscore: "
-        + ", ".join(kind.value for kind in Kind)
-        + " (default: by name and voxels, docs/data.md)",
-        metavar="CHANNEL=KIND",
-    )
-
-    def __post_init__(self) -> None:
-        check(self)
-
-
-USUAL = StoreSettings()
 
 
 class Job(NamedTuple):
     """A case to convert."""
 
     files: CaseFiles
-    before: Optional[CaseRecord] = None
-    """Its record in a finished store, whose arrays are made again as they were; None for a case
-    that is new."""
+    before: Optional[CaseRecord] = None  # in a finished store: its arrays are made as they were
+    is_new: bool = True  # whether it stays as it is if its arrays are there and good
 
 
 def convert(
@@ -91,13 +57,27 @@ def convert(
     Returns the record, or the problems of the case; with problems nothing is written. Raises
     OSError.
     """
-    files, before = job
-    if before is None:
-        finished = _finished(store_dir, files, dataset.normalisation)
-        if finished:
-            return finished
-    if before and not same_sources(files, before):
-        return (other_files(store_dir, files),)
+    files = job.files
+    record = _kept(store_dir, files, dataset.normalisation) if job.is_new else None
+    if record is None:
+        made = _made(dataset, store_dir, settings, job)
+        if not isinstance(made, CaseRecord):
+            return made
+        record = made
+    elif record.patient_id == files.patient_id:
+        return record
+    else:
+        record = replace(record, patient_id=files.patient_id)
+    write_bytes(record_path(store_dir, record.case_id), record_bytes(record))
+    return record
+
+
+def _made(
+    dataset: Dataset, store_dir: Path, settings: StoreSettings, job: Job
+) -> Union[CaseRecord, Tuple[str, ...]]:
+    """The record of a case whose arrays are written now, or its problems."""
+    files = job.files
+    before = job.before
     rule = f"case {files.case_id} must"
     try:
         case = load_case(
@@ -122,7 +102,7 @@ def convert(
         return (f"{rule} get back the voxels that it had in store {store_dir}, {got}",)
     # A case may have been stored before its box was known.
     was_whole = before is not None and before.stored == whole(before.shape)
-    record = write_arrays(
+    return write_arrays(
         store_dir,
         before or case.record,
         case.image,
@@ -131,8 +111,30 @@ def convert(
         format_=settings.format,
         cropped=settings.crop and not was_whole,
     )
-    write_json(record_path(store_dir, record.case_id), to_json(record))
-    return record
+
+
+def header_problems(files: CaseFiles, channels: Sequence[str]) -> List[str]:
+    """What the headers of a case's files show to be wrong, so that it need not be read: other
+    channels than these, or grids of several places."""
+    wanted: List[Tuple[str, ...]] = [(channel,) for channel in channels]
+    if len(files.images) == 1:
+        wanted = [tuple(channels)]
+    problems: List[str] = []
+    first: Optional[Geometry] = None
+    for path, names in itertools.zip_longest(files.paths, wanted[: len(files.images)]):
+        try:
+            grid = nifti.read_grid(path)
+            volumes = nifti.channel_count(path)
+            if names:
+                channel_places(path, volumes, names, files.names)
+            elif volumes > 1:
+                got = f"got {volumes} volumes; give one label map"
+                problems.append(f"label {path} must be 3D, {got}")
+            first = first or grid
+            nifti.on_grid(np.broadcast_to(0, grid.shape), path, grid, files.images[0], first)
+        except InputError as error:
+            problems += error.problems
+    return problems
 
 
 def _voxels(record: CaseRecord) -> Tuple[str, ...]:
@@ -141,7 +143,7 @@ def _voxels(record: CaseRecord) -> Tuple[str, ...]:
     return record.image_voxels_sha256, record.label_voxels_sha256, of_source
 
 
-def _finished(
+def _kept(
     store_dir: Path, files: CaseFiles, normalisation: Sequence[Normalisation]
 ) -> Optional[CaseRecord]:
     """The record of a case whose arrays are as they were written, from the sources that it has now;
@@ -150,15 +152,12 @@ def _finished(
         record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
     except (FileNotFoundError, ValueError):
         return None
-    if record.patient_id != files.patient_id or not same_sources(files, record):
-        return None
     # Until the window of a CT is known, its box is not, and the record has peaks. One with a box
     # has it by the window of an earlier call, whose training cases may have been others; one with
     # peaks was left out of the store before its window was known.
     is_open = any(each.kind is Kind.CT and each.low is None for each in normalisation)
-    if bool(record.peaks) != is_open:
-        return None
-    if Reader(store_dir, "pread").problems(record, contents=True):
+    is_whole = same_sources(files, record) and bool(record.peaks) == is_open
+    if not is_whole or Reader(store_dir, "pread").problems(record, contents=True):
         return None
     return record
 
@@ -181,14 +180,6 @@ def same_files(paths: Sequence[Path], sources: Sequence[SourceFile]) -> bool:
         if status.st_mtime_ns != source.mtime_ns and file_sha256(path) != source.sha256:
             return False
     return True
-
-
-def other_files(store_dir: Path, files: CaseFiles) -> str:
-    """The line for a case whose id has other files than the case of the store was made from."""
-    rule = f"case {files.case_id} must be the one of store {store_dir}"
-    names = ", ".join(path.name for path in files.paths)
-    todo = "bring back those it was made from, give it another id, or prepare a new store"
-    return f"{rule}, got other files, {names}; {todo}"
 
 
 def write_arrays(
@@ -244,34 +235,38 @@ def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:
 
 
 def convert_all(
-    jobs: Sequence[Job], dataset: Dataset, store_dir: Path, settings: StoreSettings, workers: int
-) -> Tuple[CaseList, Problems]:
-    """The records of all good cases, finished ones included, and the problems of the bad ones, by
-    case id.
+    jobs: Sequence[Job],
+    dataset: Dataset,
+    store_dir: Path,
+    settings: StoreSettings,
+    workers: int,
+    check: Optional[Callable[[CaseRecord], None]] = None,
+) -> Tuple[Dict[str, CaseRecord], Problems]:
+    """The records of all good cases and the problems of the bad ones, by case id. `check` is called
+    with each record as it comes, and may raise InputError.
 
     Raises OSError, as on a full disk, and KeyboardInterrupt, both with the number of cases that are
     kept."""
-    if not jobs:
-        return case_list(()), {}
+    records: Dict[str, CaseRecord] = {}
     problems: Problems = {}
+    if not jobs:
+        return records, problems
     bare = replace(dataset, cases=(), problems={}, patient_rules={})
     results = run_jobs(functools.partial(convert, bare, store_dir, settings), jobs, workers)
-
-    def good() -> Iterator[CaseRecord]:
-        for job, outcome in results:
-            case_id = job.files.case_id
-            if isinstance(outcome, CaseRecord):
-                yield outcome
-            elif outcome is KILLED:
-                rule = f"case {case_id} must fit into memory, got a killed process"
-                problems[case_id] = [f"{rule}; use fewer --workers"]
-            else:
-                problems[case_id] = list(outcome)
-            advance()
-
     try:
         with contextlib.closing(results), bar("prepare", total=len(jobs)) as advance:
-            records = CaseList.collected(good(), store_dir)
+            for job, outcome in results:
+                case_id = job.files.case_id
+                if isinstance(outcome, CaseRecord):
+                    records[case_id] = outcome
+                    if check:
+                        check(outcome)
+                elif outcome is KILLED:
+                    rule = f"case {case_id} must fit into memory, got a killed process"
+                    problems[case_id] = [f"{rule}; use fewer --workers"]
+                else:
+                    problems[case_id] = list(outcome)
+                advance()
     except (OSError, KeyboardInterrupt) as error:
         finished = list((store_dir / "cases").glob("*.json"))
         kept = f"{count(finished, 'finished case')} kept in {store_dir}"
@@ -284,14 +279,3 @@ def convert_all(
     finally:
         remove_partials(store_dir, store_dir / "cases")
     return records, problems
-
-
-def refuse_bad_cases(problems: Problems, kept: str) -> None:
-    """Raise InputError with all problems of a data set's cases, if any; `kept` are words for the
-    cases that stay."""
-    if not problems:
-        return
-    lines = [problem for case_id in sorted(problems) for problem in problems[case_id]]
-    rule = f"the data set must be without bad cases, got {count(problems, 'bad case')}"
-    todo = "repair the bad cases and run again, or leave them out with --skip-bad"
-    raise InputError(*lines, f"{rule}; {kept}: {todo}")

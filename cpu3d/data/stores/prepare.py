@@ -40,29 +40,29 @@ from cpu3d.data.cases.resample import (
     target_spacing,
     voxels_of,
 )
-from cpu3d.data.datasets.dataset import Dataset, parse_regions
+from cpu3d.data.datasets.dataset import Dataset, parse_regions, regions_in_words
 from cpu3d.data.datasets.layouts import labels_in_use, read_dataset, regions_in
 from cpu3d.data.datasets.names import without_number
 from cpu3d.data.datasets.patients import UNKNOWN, alike, describe_patients
 from cpu3d.data.files.reader import choose_read_mode, file_system
-from cpu3d.data.labels import PaintedRegions, check_painting
-from cpu3d.data.manifest import CaseRecord, Manifest
-from cpu3d.data.split import Split
-from cpu3d.data.store import Store, open_store
-from cpu3d.data.stores.convert import USUAL, StoreSettings
-from cpu3d.data.stores.finished import differences, still_lost
+from cpu3d.data.labels import (
+    PaintedRegions,
+    check_painting,
+    paint_by_order,
+    painting_in_words,
+)
+from cpu3d.data.manifest import USUAL, CaseRecord, Manifest, StoreSettings
+from cpu3d.data.split import Split, division_problems
+from cpu3d.data.store import Store, open_store, read_manifest
 from cpu3d.data.stores.folder import (
     QUARANTINE,
     SOURCE,
+    check_same,
     claimed,
-    has_grown,
-    has_settings,
     identity,
     read_quarantine,
-    restore_source,
     settings_of,
 )
-from cpu3d.data.stores.repair import fitting, open_mended, repair
 from cpu3d.data.stores.splits import (
     Fractions,
     Splitting,
@@ -72,9 +72,10 @@ from cpu3d.data.stores.splits import (
     split_sizes,
 )
 from cpu3d.data.stores.store_decisions import decided_table
-from cpu3d.data.stores.unfinished import finish
+from cpu3d.data.stores.update import Update, still_lost, update, with_checked_headers
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import worker_count
+from cpu3d.util.lock import locked
 from cpu3d.util.progress import say
 from cpu3d.util.records import count
 from memory_estimator.common.schema import option
@@ -109,8 +110,6 @@ IGNORE_HELP = (
     ' (default: that of a label named as such, as "ignore" or "unlabelled")'
 )
 SKIP_BAD_HELP = "leave out bad cases and list them in quarantine.jsonl"
-
-FIRST_SHOWN = 5  # of the reasons why cases cannot be used
 
 
 @dataclass(frozen=True)
@@ -199,41 +198,33 @@ def prepare(
     regions_found = regions_in(dataset, dataset.labels)
     painted = PaintedRegions(regions_found, zip(regions_found, dataset.class_order))
     check_painting(painted, dataset.labels, f"data set {dataset.folder}")
-    finished = (store_dir / "manifest.json").exists()
+    is_finished = (store_dir / "manifest.json").exists()
     split: Split = {}
-    if not finished:  # fail early
-        split = _first_split(dataset, splitting)
+    if not is_finished:  # what names and headers tell is refused before anything is written
+        dataset = with_checked_headers(dataset, skip_bad=skip_bad)
+        patients_of = {case.case_id: case.patient_id for case in dataset.cases}
+        split = splitting.split(patients_of)
+        raise_if_any(division_problems(split, splitting.folds_of(patients_of), dataset.cases))
     _announce(dataset)
     settings = _with_spacing(settings, spacing, store_dir, dataset, split)
     if store_dir.resolve() == dataset.folder.resolve():
         rule = f"store {store_dir} must be another folder than the data set"
         raise InputError(f"{rule}, got the same; choose one")
-    content = identity(dataset, settings)
-    if finished and not has_settings(store_dir):
-        restore_source(store_dir, content, dataset)
-    claim = dict(content)
-    if finished and has_grown(store_dir):  # from data sets of other names and orders, perhaps
-        for name in ("name", "layout", "channels"):
-            del claim[name]
-    with claimed(store_dir, "store", SOURCE, claim):
-        if finished:
-            return _finished_before(store_dir, dataset, settings, workers, splitting)
-        manifest = finish(store_dir, dataset, settings, workers, splitting, skip_bad)
+    asked = Update(
+        store_dir=store_dir,
+        dataset=dataset,
+        settings=settings,
+        workers=workers,
+        skip_bad=skip_bad,
+        splitting=splitting,
+        patients=patients,
+    )
+    if is_finished:
+        return _finished_before(asked)
+    with claimed(store_dir, "store", SOURCE, identity(dataset, settings)):
+        manifest = update(asked).manifest
     print_summary(store_dir)
     return manifest
-
-
-def _first_split(dataset: Dataset, splitting: Splitting) -> Split:
-    """The split of the cases that have their files. Where these are too few for one, the error says
-    also why others cannot be used."""
-    try:
-        return splitting.split({case.case_id: case.patient_id for case in dataset.cases})
-    except InputError as error:
-        bad = [problem for problems in dataset.problems.values() for problem in problems]
-        shown = bad[:FIRST_SHOWN]
-        if len(bad) > FIRST_SHOWN:
-            shown.append(f"{len(bad) - FIRST_SHOWN:,} more files of cases are not as they must be")
-        raise InputError(*error.problems, *shown) from None
 
 
 def _folds_of(
@@ -263,16 +254,13 @@ def _with_spacing(
     """The settings with the spacing that cases are resampled to: the chosen one, or that of a store
     that was begun, or what the training cases of a new one tell, which is printed."""
     chosen = None if isinstance(spacing, Keep) else spacing
-    is_begun = has_settings(store_dir)
-    if is_begun or not split:
-        if is_begun:
-            begun = settings_of(store_dir).target_spacing_mm
-        else:
-            begun = open_store(store_dir).manifest.target_spacing_mm
-        if spacing is not Keep.AUTO and chosen != begun:
-            rule = f"--spacing must be {in_mm(begun)}, as store {store_dir} was begun"
-            raise InputError(f"{rule}, got {in_mm(chosen)}; leave it out, or choose another store")
-        return replace(settings, target_spacing_mm=begun)
+    begun = settings_of(store_dir)
+    if begun:
+        if spacing is not Keep.AUTO and chosen != begun.target_spacing_mm:
+            rule = f"--spacing must be {in_mm(begun.target_spacing_mm)}, as store {store_dir} was"
+            todo = "leave it out, or choose another store"
+            raise InputError(f"{rule} begun, got {in_mm(chosen)}; {todo}")
+        return replace(settings, target_spacing_mm=begun.target_spacing_mm)
     if spacing is not Keep.AUTO:
         if chosen:
             check_target(chosen, *voxels_of(dataset.cases))
@@ -287,30 +275,43 @@ def _with_spacing(
     return replace(settings, target_spacing_mm=target)
 
 
-def _finished_before(
-    store_dir: Path,
-    dataset: Dataset,
-    settings: StoreSettings,
-    workers: int,
-    splitting: Splitting,
-) -> Manifest:
-    """The manifest of a finished store, whose lost files are made again; all else stays."""
-    store = open_mended(store_dir)
-    mended = repair(store, fitting(dataset, store), settings, workers)
-    manifest = mended.store.manifest
-    problems = mended.lines()
-    if mended.case_ids:
-        say(f"Made again: {', '.join(mended.case_ids)}", stderr=False)
-    changes = differences(store_dir, manifest, dataset, splitting, but=mended.problems)
+def _finished_before(asked: Update) -> Manifest:
+    """The manifest of a finished store, whose lost files are made again; all else stays. Raises
+    InputError for what would change its content."""
+    store_dir = asked.store_dir
+    dataset = asked.dataset
+    before = read_manifest(store_dir)[0]
+    begun = identity(before, before.settings)
+    check_same(store_dir, "store", begun, identity(dataset, asked.settings))
+    with locked(store_dir, "store"):
+        done = update(replace(asked, grows=False))
+    rule = f"store {store_dir} is finished and must keep its content, but"
+    manifest = done.manifest
+    changes = []
+    regions = regions_in(dataset, manifest.labels)
+    if regions != manifest.regions:
+        got = f"{regions_in_words(regions)}, not {regions_in_words(manifest.regions)}"
+        changes.append(f"{rule} the regions are now {got}")
+    elif paint_by_order(regions, dataset.class_order) != manifest.paint:
+        kept = painting_in_words(manifest.regions, manifest.paint)
+        got = f"{list(dataset.class_order) or 'none'}, not one that paints {kept}"
+        changes.append(f"{rule} regions_class_order is now {got}")
+    if asked.splitting and asked.splitting.differs(
+        manifest, {files.case_id for files in dataset.cases}
+    ):
+        kept = f"{split_sizes(manifest)}, seed {manifest.split_seed}"
+        if manifest.folds:
+            kept = f"the {len(manifest.folds)} folds of its --splits"
+        changes.append(f"{rule} --splits, --split and --seed ask for another split than {kept}")
     if changes:
         todo = "give another --store for the new content, or add new cases with `store append`"
-        changes.append(f"{todo}; its content is untouched")
-    raise_if_any([*problems, *changes])
-    if mended.case_ids:
+        raise InputError(*changes, f"{todo}; its content is untouched")
+    if done.repaired:
+        say(f"Made again: {', '.join(done.repaired)}", stderr=False)
         print_summary(store_dir)
     else:
         say(f"Nothing to do: store {store_dir} is finished and unchanged.", stderr=False)
-    say(*still_lost(store_dir, dataset_dir=dataset.folder, case_ids=mended.elsewhere))
+    say(*still_lost(done, store_dir, dataset.folder))
     return manifest
 
 

@@ -9,7 +9,19 @@ import math
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Collection, Dict, Iterable, Iterator, List, Mapping, Sequence, Set, Tuple
+from typing import (
+    Any,
+    Collection,
+    Container,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 from cpu3d.data.datasets.names import stem_of
 from cpu3d.data.manifest import Manifest
@@ -118,6 +130,25 @@ class Splitting:
         named = _named_by(self.folds)
         sets = {"train": named - held_out, "val": held_out, "test": set(patients) - named}
         return {name: tuple(sorted(ids & set(patients))) for name, ids in sets.items()}
+
+    @property
+    def shares(self) -> Tuple[float, ...]:
+        """By which patients are dealt; none of a division that is given."""
+        return () if self.folds else tuple(map(float, self.fractions))
+
+    def differs(self, manifest: Manifest, case_ids: Container[str]) -> bool:
+        """Whether this is another division of these cases of a store than it has."""
+        patients = {}
+        for record in manifest.cases:
+            if record.case_id in case_ids:
+                patients[record.case_id] = record.patient_id
+        if not self.folds:
+            is_drawn = not manifest.folds
+            asked = (self.seed, self.shares)
+            return not is_drawn or asked != (manifest.split_seed, manifest.shares)
+        given = (self.split(patients), *self.folds_of(patients))
+        kept = (manifest.split, *manifest.folds)
+        return len(given) != len(kept) or any(map(_disagree, given, kept))
 
     def folds_of(self, patients: Mapping[str, str]) -> Tuple[Split, ...]:
         """The given folds without the cases that the store lacks; none of a fixed division. Raises
@@ -264,6 +295,14 @@ def _fold_problems(
             todo = "add it to the folds, or take it out of the data set"
             problems.append(f"{rule}, got {patients[case_id]}; {todo}")
     return problems
+
+
+def _disagree(first: Split, second: Split) -> bool:
+    """Whether two divisions have a case in different parts."""
+    part_of = {case_id: name for name, ids in first.items() for case_id in ids}
+    return any(
+        part_of.get(case_id, name) != name for name, ids in second.items() for case_id in ids
+    )
 
 
 def _named_by(folds: Iterable[Split]) -> Set[str]:

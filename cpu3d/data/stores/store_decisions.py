@@ -13,7 +13,7 @@ from typing import Iterator, List, NamedTuple, Optional, Tuple
 from cpu3d.data.cases.normalisation import FROM_SHARE
 from cpu3d.data.cases.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
 from cpu3d.data.datasets.layouts import regions_of
-from cpu3d.data.manifest import CaseList, CaseRecord, Manifest, case_list
+from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
 from cpu3d.data.region import Shape3, round_up, xyz
 from cpu3d.data.store import Store
@@ -114,11 +114,10 @@ def _deciding(store: Store) -> Iterator[CaseRecord]:
             yield record
 
 
-def _trained(manifest: Manifest) -> CaseList:
+def _trained(manifest: Manifest) -> List[CaseRecord]:
     """The training cases, or all if there are none."""
-    cases = case_list(manifest.cases)
-    ids = manifest.split["train"]
-    return cases.chosen(ids) if ids else cases
+    ids = set(manifest.split["train"])
+    return [record for record in manifest.cases if record.case_id in ids or not ids]
 
 
 def _normalised(manifest: Manifest) -> List[DecidedRow]:

@@ -9,41 +9,41 @@ files the store has lost. It can be interrupted: the same command continues.
 """
 
 import functools
-import itertools
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Container, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Tuple, Union
 
-from cpu3d.data.cases.notes import case_notes, mixed_orientation, note_lines, unit_notes
-from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems, regions_in_words
+from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
+from cpu3d.data.datasets.dataset import Dataset, regions_in_words
 from cpu3d.data.datasets.layouts import read_dataset
-from cpu3d.data.datasets.patients import TABLE, read_patients
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order, painting_in_words
-from cpu3d.data.manifest import CaseList, Manifest, case_list, remake
-from cpu3d.data.split import SPLITS
-from cpu3d.data.store import Store, open_store, write_store
-from cpu3d.data.stores.convert import Job, convert_all, other_files, refuse_bad_cases, same_sources
-from cpu3d.data.stores.finished import still_lost
-from cpu3d.data.stores.folder import note_growth, read_quarantine, settings_of, write_quarantine
+from cpu3d.data.manifest import Manifest
+from cpu3d.data.store import open_store, read_manifest
 from cpu3d.data.stores.prepare import (
     PATIENTS_HELP,
     SKIP_BAD_HELP,
     WORKERS_HELP,
     print_summary,
 )
-from cpu3d.data.stores.repair import Repaired, fitting, open_mended, repair
-from cpu3d.data.stores.splits import add_to_folds, deal_cases, split_sizes
+from cpu3d.data.stores.splits import split_sizes
 from cpu3d.data.stores.store_decisions import decisions_of
-from cpu3d.errors import InputError, raise_if_any
+from cpu3d.data.stores.update import (
+    Update,
+    Updated,
+    fitting,
+    still_lost,
+    update,
+    with_checked_headers,
+)
+from cpu3d.errors import raise_if_any
 from cpu3d.util.atomic import remove_partials, writable_folder
 from cpu3d.util.child import KILLED, run_jobs, worker_count
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import bar, say
-from cpu3d.util.records import count, versions
+from cpu3d.util.records import count
 from memory_estimator.common.schema import option
 
 
@@ -105,7 +105,7 @@ def run_append(options: Append) -> int:
         skip_bad=options.skip_bad,
         patients=options.patients,
     )
-    before = done.before
+    before = done.before or done.manifest
     after = done.manifest
     known = count(done.known, "case")
     lines = [f"Store {folder}: {count(done.new, 'new case')}, {known} it had already, skipped"]
@@ -123,16 +123,14 @@ def run_append(options: Append) -> int:
         if after.folds:
             way = "train on cases of new patients, and none holds them out"
             lines.append(f"  folds    all {len(after.folds)} {way}")
-    added = case_list(after.cases).chosen(done.new)
     notes = {}
     of_unit = unit_notes(after.cases, after.channels)
-    for record in added:
-        notes[record.case_id] = [
-            *case_notes(record, after.channels, after.ignore),
-            *of_unit.get(record.case_id, ()),
-        ]
+    for record in after.cases:
+        if record.case_id in done.new:
+            own = case_notes(record, after.channels, after.ignore)
+            notes[record.case_id] = [*own, *of_unit.get(record.case_id, ())]
     say(*lines, *note_lines(notes), stderr=False)
-    say(*still_lost(folder, options.dataset, done.elsewhere))
+    say(*still_lost(done, folder, options.dataset))
     return 0
 
 
@@ -167,18 +165,6 @@ def verify(store_dir: Union[str, Path], *, workers: Optional[int] = None) -> Tup
     return tuple(problems)
 
 
-class Appended(NamedTuple):
-    """The result of `append`: the store's manifest before and after, and ids of the data set."""
-
-    before: Manifest
-    manifest: Manifest
-    new: Tuple[str, ...]
-    known: Tuple[str, ...]  # in the store already, and whole
-    repaired: Tuple[str, ...]  # in the store already, with files that were lost and are there again
-    bad: Tuple[str, ...]  # left out
-    elsewhere: Tuple[str, ...]  # in the store, with files that are lost, and not in the data set
-
-
 def append(
     store_dir: Union[str, Path],
     dataset_dir: Union[str, Path],
@@ -186,151 +172,50 @@ def append(
     workers: Optional[int] = None,
     skip_bad: bool = False,
     patients: Optional[Path] = None,
-) -> Appended:
+) -> Updated:
     """Add the cases of a data set that a finished store does not have, and make those again whose
     files it has lost.
 
     They are made with the store's own settings, regions and code to be ignored. The split of the
     old cases stays, new ones are dealt by `deal_cases`, or in a store with given folds by
-    `add_to_folds`. The manifest is replaced at the end; the same call continues an interrupted one.
-    Raises InputError, and adds nothing, if channels or labels differ, a known id has other files, a
-    lost case cannot be made again, a patient or identical images would be in two splits, and for
-    bad cases unless `skip_bad`; OSError and KeyboardInterrupt as `prepare`.
+    `add_to_folds`. Raises InputError, and adds nothing, if channels or labels differ, and as
+    `update`.
     """
-    workers = worker_count(workers)
     store_dir = Path(store_dir)
-    settings = settings_of(store_dir)
+    workers = worker_count(workers)
+    manifest, sums = read_manifest(store_dir)
     writable_folder(store_dir, "store")
     with locked(store_dir, "store"):
         remove_partials(store_dir, store_dir / "cases")
-        store = open_mended(store_dir)
-        found = read_dataset(dataset_dir, patients, labels=store.manifest.labels)
-        say(*found.warnings)
-        say(*_note_on_regions(found, store))
-        dataset = fitting(found, store)
-        mended = repair(store, dataset, settings, workers)
-        store = mended.store
-        in_store = {case_id for name in SPLITS for case_id in store.manifest.split[name]}
-        known = [files for files in dataset.cases if files.case_id in in_store]
-        new = [files for files in dataset.cases if files.case_id not in in_store]
-        _refuse_clashes(mended, known, new, patients)
-        jobs = [Job(files) for files in new]
-        records, bad = convert_all(jobs, dataset, store_dir, settings, workers)
-        bad.update(item for item in dataset.problems.items() if item[0] not in in_store)
-        mixed = mixed_orientation(records, store.manifest.cases)
-        records = records.without(mixed)
-        bad.update(mixed)
-        if not skip_bad:
-            refuse_bad_cases(bad, "nothing was appended")
-        added = tuple(case.case_id for case in records.known)
-        manifest = store.manifest
-        if added:
-            note_growth(store_dir)
-            manifest = _grown(store, records, dataset)
-            write_store(store_dir, manifest)
-        _note_bad(store_dir, bad, known={*in_store, *added})
-    whole = [files.case_id for files in known if files.case_id not in mended.case_ids]
-    return Appended(
-        before=store.manifest,
-        manifest=manifest,
-        new=added,
-        known=tuple(sorted(whole)),
-        repaired=mended.case_ids,
-        bad=tuple(sorted(bad)),
-        elsewhere=mended.elsewhere,
-    )
+        dataset = read_dataset(dataset_dir, patients, labels=manifest.labels)
+        say(*dataset.warnings, *_note_on_regions(dataset, manifest, store_dir))
+        dataset = fitting(dataset, manifest, store_dir)
+        return update(
+            Update(
+                store_dir=store_dir,
+                dataset=with_checked_headers(dataset, skip_bad=skip_bad, but=sums),
+                settings=manifest.settings,
+                workers=workers,
+                skip_bad=skip_bad,
+                patients=patients,
+            )
+        )
 
 
-def _refuse_clashes(
-    mended: Repaired,
-    known: Sequence[CaseFiles],
-    new: Sequence[CaseFiles],
-    patients: Optional[Path],
-) -> None:
-    """Raise InputError for lost cases that could not be made again, for known ones with other files
-    than the store was made from, and for new ones whose table has other patients."""
-    problems = mended.lines()
-    problems += _clashes(mended.store, known, but=mended.problems)
-    if new:
-        problems += _patient_clashes(mended.store, patients)
-    if problems:
-        again = count(mended.case_ids, "lost case")
-        raise InputError(*problems, f"nothing was appended; {again} made again")
-
-
-def _note_bad(store_dir: Path, bad: Problems, known: Container[str]) -> None:
-    """Note the cases that are left out, those of earlier calls too, but for the `known` ones, which
-    are in the store by now."""
-    before = read_quarantine(store_dir)
-    still_out = {name: reasons for name, reasons in before.items() if name not in known}
-    write_quarantine(store_dir, {**still_out, **bad})
-
-
-def _note_on_regions(dataset: Dataset, store: Store) -> List[str]:
+def _note_on_regions(dataset: Dataset, manifest: Manifest, store_dir: Path) -> List[str]:
     """A note if the list of a data set names other regions than the store has, or paints them in
     another order; else none."""
-    regions = store.manifest.regions
-    paint = store.manifest.paint
+    regions = manifest.regions
+    paint = manifest.paint
     if dataset.regions is None:
         return []
     if dataset.regions != regions:
         own = regions_in_words(dataset.regions)
-        rule = f"regions are those of store {store.folder}, {regions_in_words(regions)}"
+        rule = f"regions are those of store {store_dir}, {regions_in_words(regions)}"
         return [f"note: {rule}, and not those of {dataset.folder}, {own}"]
     own_paint = paint_by_order(dataset.regions, dataset.class_order)
     if own_paint == paint:
         return []
     own = painting_in_words(dataset.regions, own_paint)
-    rule = f"regions are painted as in store {store.folder}, {painting_in_words(regions, paint)}"
+    rule = f"regions are painted as in store {store_dir}, {painting_in_words(regions, paint)}"
     return [f"note: {rule}, and not as in {dataset.folder}, {own}"]
-
-
-def _grown(store: Store, records: CaseList, dataset: Dataset) -> Manifest:
-    """The manifest with new cases dealt into its split."""
-    old = store.manifest
-    own = {case.case_id: case.patient_id for case in case_list(old.cases).known}
-    added = {case.case_id: case.patient_id for case in records.known}
-    rules = Counter(dataset.patient_rules[case_id] for case_id in added)
-    if old.folds:
-        split, folds = add_to_folds(old.split, old.folds, own, added)
-    else:
-        split = deal_cases(old.split, own, added, seed=old.split_seed)
-        folds = ()
-    return remake(
-        old,
-        cases=CaseList.collected(itertools.chain(old.cases, records), store.folder),
-        split=split,
-        folds=folds,
-        versions=versions(),
-        patient_rules=dict(Counter(old.patient_rules) + rules),
-    )
-
-
-def _clashes(store: Store, known: Sequence[CaseFiles], but: Container[str]) -> List[str]:
-    """A line for each known case that has other files than those it was made from; but for those of
-    `but`."""
-    return [
-        other_files(store.folder, files)
-        for files in known
-        if files.case_id not in but and not same_sources(files, store.case(files.case_id))
-    ]
-
-
-def _patient_clashes(store: Store, patients: Optional[Path]) -> List[str]:
-    """A line for each case whose patient in the table `patients` is another, or for a table that is
-    missing."""
-    old = store.manifest
-    if patients is None:
-        if TABLE not in old.patient_rules:
-            return []
-        rule = f"--patients must be given, as store {store.folder} has its patients from a table"
-        return [f"{rule}, got none; name one"]
-    table = read_patients(patients, ())
-    problems = []
-    for case in case_list(old.cases).known:
-        patient = table.get(case.case_id, case.patient_id)
-        if patient != case.patient_id:
-            rule = f"case {case.case_id} must be of the patient that store {store.folder} has"
-            todo = "prepare a new store with this table"
-            problems.append(f"{rule}, {case.patient_id}, got {patient}; {todo}")
-    return problems

@@ -159,7 +159,7 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
     store = store_of_run(config, store_folder)
     bare = set(store.manifest.unlabelled)
     ids = [case_id for case_id in store.manifest.split["val"] if case_id not in bare]
-    records = store.cases("val").chosen(ids)  # read one at a time
+    records = [store.case(case_id) for case_id in ids]
     regions = config.codes_by_region
     cases_with = {
         name: sum(not record.label_voxels.keys().isdisjoint(codes) for record in records)

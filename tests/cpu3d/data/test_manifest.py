@@ -3,14 +3,14 @@ import json
 
 import pytest
 
-from cpu3d.data.manifest import case_from_json, remake, to_json
+from cpu3d.data.manifest import case_from_json, record_bytes, remake
 from cpu3d.data.region import Region, whole
 from tests.cpu3d.data.made_datasets import make_record, manifest_of
 
 
 def read(record, **changes):
     """What a record is once it was written as JSON, with some fields changed there."""
-    return case_from_json(json.dumps({**to_json(record), **changes}).encode())
+    return case_from_json(json.dumps({**json.loads(record_bytes(record)), **changes}).encode())
 
 
 def on_grid_of(record, shape, **changes):

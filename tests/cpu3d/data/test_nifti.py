@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cpu3d.data import nifti
-from cpu3d.data.manifest import Geometry, case_from_json, to_json
+from cpu3d.data.manifest import Geometry, case_from_json, record_bytes
 from cpu3d.data.nifti import from_ras, ras_spacing_mm, read_volume, to_ras, write_label
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import make_record, write_nifti
@@ -158,7 +158,7 @@ def test_sform_and_qform_that_differ_are_both_written_back_to_the_bit_also_by_wa
     image.set_qform(turned, codes[1])
     nibabel.save(image, source)
     record = make_record(geometry=read_volume(source)[1])
-    geometry = case_from_json(json.dumps(to_json(record)).encode()).geometry
+    geometry = case_from_json(record_bytes(record)).geometry
     write_label(tmp_path / "label.nii", np.zeros(nifti.ras_shape(geometry), np.uint8), geometry)
     before = source.read_bytes()
     after = (tmp_path / "label.nii").read_bytes()
@@ -197,7 +197,7 @@ def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(
     if any(codes):
         assert np.array(geometry.affine)[:3, 3] == pytest.approx((-10, 20, 5), rel=1e-5)
     record = make_record(geometry=geometry)
-    geometry = case_from_json(json.dumps(to_json(record)).encode()).geometry
+    geometry = case_from_json(record_bytes(record)).geometry
     write_label(tmp_path / "label.nii", np.zeros((4, 4, 4), np.uint8), geometry)
     written = nibabel.load(tmp_path / "label.nii")
     assert int(written.header["xyzt_units"]) == (unit if unit < 4 else 0)
@@ -210,7 +210,7 @@ def test_a_grid_is_in_mm_whatever_the_unit_of_its_header_which_is_written_back(
 
 
 def test_a_record_without_a_unit_is_of_mm():
-    content = to_json(make_record())
+    content = json.loads(record_bytes(make_record()))
     del content["geometry"]["unit"]
     assert case_from_json(json.dumps(content).encode()) == make_record()
 

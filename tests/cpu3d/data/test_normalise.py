@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from cpu3d.data.manifest import case_from_json, record_line, to_json
+from cpu3d.data.manifest import case_from_json, record_bytes
 from cpu3d.data.normalise import Kind, Normalisation, Statistics, ct_of, levels_of, normalise
 from cpu3d.data.region import Region
 from cpu3d.data.split import split_hash
@@ -100,14 +100,6 @@ def test_a_ct_needs_values_that_differ(samples):
 # --- In a store ---
 
 
-def test_a_store_over_the_foreground_is_written_as_before_there_were_kinds(tmp_path):
-    record = make_record()
-    assert not {"around", "units", "foreground"} & set(to_json(record))
-    write_store(tmp_path, manifest_of([record]))
-    assert "normalisation" not in json.loads((tmp_path / "manifest.json").read_text())
-    assert open_store(tmp_path).manifest.normalisations == (Normalisation(),)
-
-
 @pytest.mark.parametrize("kind", OF_KINDS[1:], ids=lambda kind: kind.kind.value)
 def test_a_store_keeps_the_kinds_of_its_channels_and_its_hash_covers_them(tmp_path, kind):
     kind = dataclasses.replace(kind, why="by its name")
@@ -116,7 +108,7 @@ def test_a_store_keeps_the_kinds_of_its_channels_and_its_hash_covers_them(tmp_pa
     write_store(tmp_path, manifest)
     read = open_store(tmp_path).manifest
     assert (read.normalisation, read.normalisation[0].why) == ((kind,), "by its name")
-    assert read.cases[0] == record == case_from_json(record_line(record))
+    assert read.cases[0] == record == case_from_json(record_bytes(record))
     assert manifest.split_hash != manifest_of([record]).split_hash
 
 
@@ -141,7 +133,7 @@ def test_a_store_with_a_damaged_kind_is_refused(tmp_path, damage):
 
 def test_numbers_of_another_count_than_the_channels_are_refused():
     with pytest.raises(ValueError, match="around"):
-        case_from_json(record_line(make_record(around=(1.0, 2.0))))
+        case_from_json(record_bytes(make_record(around=(1.0, 2.0))))
 
 
 def test_the_hash_of_a_split_is_of_kinds_and_not_of_reasons():

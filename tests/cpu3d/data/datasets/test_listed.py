@@ -145,7 +145,6 @@ def test_a_store_keeps_the_order_of_painting_where_it_does_not_follow_from_the_r
     prepare(raw, tmp_path / "store", **ALL)
     manifest = open_store(tmp_path / "store").manifest
     assert manifest.paint == paint
-    assert ("paint" in json.loads((tmp_path / "store/manifest.json").read_text())) == bool(paint)
     assert manifest.regions == {
         name: tuple(sorted(codes if isinstance(codes, list) else [codes]))
         for name, codes in labels.items()

@@ -13,7 +13,8 @@ from cpu3d.data.datasets.names import channel_key
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.folder import settings_of
 from cpu3d.data.stores.prepare import StoreSettings, prepare
-from cpu3d.data.stores.upkeep import append, deal_cases, verify
+from cpu3d.data.stores.splits import deal_cases
+from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import (
     brats_case,
@@ -63,7 +64,6 @@ def test_new_cases_are_made_as_the_stores_own_and_no_old_case_moves(data, settin
     assert new.manifest.split_hash != old.manifest.split_hash
     assert (settings_of(store), verify(store, workers=1)) == (settings, ())
     assert list(old.manifest.cases) == list(new.manifest.cases)[:3]  # open since before, still good
-    assert len(list(store.glob("cases-*.jsonl"))) == 1
 
 
 def test_ids_that_stand_for_other_files_are_refused(data, store):
@@ -117,20 +117,6 @@ def test_channels_in_another_order_are_taken_by_name(data, store, names):
     append(store, others, workers=1)
     for case_id, image in expected.items():
         np.testing.assert_array_equal(open_store(store).image(case_id), image)
-
-
-def test_a_store_without_its_settings_takes_no_cases(data, store, capsys):
-    source = store / "source.json"
-    command = ["store", "append", str(store), "--dataset", str(data / "many")]
-    for change in (
-        lambda: source.write_text(source.read_text().replace("crop", "cut")),
-        source.unlink,
-    ):
-        change()
-        assert main(command) == 2
-    damaged, missing = capsys.readouterr().err.splitlines()
-    assert f"{source} must be complete JSON of schema 1, got no 'crop'" in damaged
-    assert f"store {store} must hold source.json" in missing
 
 
 def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out(

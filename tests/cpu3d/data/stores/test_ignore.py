@@ -1,7 +1,5 @@
 """A label code of voxels that are not to be learnt, from the files to the samples."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -72,13 +70,6 @@ def test_any_code_of_a_layout_can_be_ignored(tmp_path, code, regions):
     manifest = open_store(store).manifest
     assert (manifest.ignore, manifest.regions) == (code, regions)
     assert manifest.labels[code]
-
-
-def test_a_store_without_ignored_voxels_has_no_word_of_them(tmp_path):
-    decathlon(tmp_path / "data")
-    prepare(tmp_path / "data", tmp_path / "store", **ALL)
-    for name in ("manifest.json", "source.json"):
-        assert "ignore" not in json.loads((tmp_path / "store" / name).read_text())
 
 
 @pytest.mark.parametrize(

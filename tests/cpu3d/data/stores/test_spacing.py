@@ -10,7 +10,7 @@ from cpu3d.__main__ import main
 from cpu3d.data.cases.resample import Keep, resample_image
 from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.normalise import in_units
-from cpu3d.data.store import open_store, sealed
+from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import StoreSettings
 from cpu3d.data.stores.folder import read_quarantine, settings_of
 from cpu3d.data.stores.prepare import prepare
@@ -71,11 +71,7 @@ def test_without_resampling_a_store_has_the_files_that_it_always_had(tmp_path, a
     spacing = Keep.AUTO if alike else Keep.OFF
     manifest = prepare(data, tmp_path / "store", **ALL, spacing=spacing)
     assert manifest.target_spacing_mm is None
-    assert "target_spacing_mm" not in json.loads((tmp_path / "store/manifest.json").read_text())
-    assert "target_spacing_mm" not in json.loads((tmp_path / "store/source.json").read_text())
-    records = [json.loads(path.read_text()) for path in tmp_path.glob("store/cases/*.json")]
-    assert len(records) == len(spacings)
-    assert not any("resampled_from" in record for record in records)
+    assert not any(record.resampled_from for record in manifest.cases)
     for record in manifest.cases:
         assert record.spacing_mm == pytest.approx(spacings[record.case_id])
         image = to_ras(*read_volume(data / f"imagesTr/{record.case_id}.nii.gz"))
@@ -156,28 +152,6 @@ def test_a_store_stays_at_the_spacing_that_it_was_begun_with(data, tmp_path, fin
         prepare(data, plain, **ALL, spacing=ISO)
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_store_of_an_earlier_version_opens_grows_and_is_continued(data, tmp_path, finished):
-    """It has the target spacing under the name of a case's own."""
-    few = {case_id: SPACINGS[case_id] for case_id in "abd"}
-    spaced_set(tmp_path / "few", few)
-    store = tmp_path / "store"
-    before = prepare(tmp_path / "few", store, **ALL)
-    for name in ("source.json", "manifest.json"):
-        path = store / name
-        content = json.loads(path.read_text())
-        content["spacing_mm"] = content.pop("target_spacing_mm")
-        path.write_text(json.dumps(sealed(content) if name == "manifest.json" else content))
-    if finished:
-        assert open_store(store).manifest == before
-    else:
-        (store / "manifest.json").unlink()
-    assert prepare(tmp_path / "few", store, **ALL) == before
-    done = append(store, data, workers=1)
-    assert done.manifest.target_spacing_mm == before.target_spacing_mm
-    assert len(done.new) == 4
-
-
 def test_new_cases_are_resampled_as_the_stores_own(data, tmp_path):
     few = {case_id: SPACINGS[case_id] for case_id in "abd"}
     spaced_set(tmp_path / "few", few)
@@ -207,17 +181,6 @@ def test_lost_files_come_back_and_damage_is_named(data, tmp_path, kind):
     assert content_of(store) == before
     path.write_bytes(content[:-1])
     append(store, data, workers=1)
-    assert content_of(store) == before
-
-
-def test_a_lost_source_json_comes_back_with_the_spacing(data, tmp_path):
-    store = tmp_path / "store"
-    prepare(data, store, **ALL)
-    before = content_of(store)
-    (store / "source.json").unlink()
-    with pytest.raises(InputError, match="spacing must be 1 x 1 x 1 mm"):
-        prepare(data, store, **ALL, spacing=Keep.OFF)
-    prepare(data, store, **ALL)
     assert content_of(store) == before
 
 

@@ -189,9 +189,16 @@ def test_two_names_that_begin_alike_are_shown_where_names_do_not_tell_the_patien
     assert "as perhaps p1x1 and p1x2, name them with --patients" in capsys.readouterr().out
 
 
+def without_labels(manifest, case_ids):
+    cases = [
+        dataclasses.replace(case, label_voxels={}) if case.case_id in case_ids else case
+        for case in manifest.cases
+    ]
+    return dataclasses.replace(manifest, cases=tuple(cases))
+
+
 def test_cases_without_a_label_are_in_no_part_of_a_fold(tiny_store):
-    bare = dataclasses.replace(tiny_store.manifest, unlabelled=("b", "e"))
-    store = Store(tiny_store.folder, bare)
+    store = Store(tiny_store.folder, without_labels(tiny_store.manifest, "be"))
     views = [with_fold(store, fold).manifest.split for fold in ("1/3", "2/3", "3/3")]
     assert sorted(sum((view["val"] for view in views), ())) == ["a", "c", "d"]
     assert all("b" not in view["train"] for view in views)
@@ -235,6 +242,26 @@ def test_identical_images_in_two_splits_are_refused_until_they_have_one_patient(
     table.write_text("a,p\nb,p\nc,c\nd,d\n")
     manifest = prepare(data, store, **EACH_ONE, patients=table)
     assert {"a", "b"} in map(set, manifest.split.values())
+
+
+def test_identical_images_end_prepare_as_soon_as_both_are_read(tmp_path, dataset, folds):
+    data = dataset("a", "b", "c", "d")
+    (data / "imagesTr/b.nii.gz").write_bytes((data / "imagesTr/a.nii.gz").read_bytes())
+    division = folds({"train": ["a", "c"], "val": ["b", "d"]})
+    with pytest.raises(InputError, match=r"a \(train\) and b \(val\) .* identical voxels"):
+        prepare(data, tmp_path / "store", workers=1, splits=division)
+    assert sorted(path.stem for path in tmp_path.glob("store/cases/*.json")) == ["a", "b"]
+
+
+def test_a_patient_in_two_parts_of_a_split_is_refused_before_anything_is_written(
+    tmp_path, dataset, folds
+):
+    data = dataset("a", "b", "c", "d")
+    (tmp_path / "table").write_text("a,p\nb,q\nc,r\nd,q\n")
+    each = folds([{"train": ["a"], "val": ["b"]}, {"train": ["c"], "val": ["d"]}])
+    with pytest.raises(InputError, match="patient q must be in one split, got"):
+        prepare(data, tmp_path / "store", workers=1, splits=each, patients=tmp_path / "table")
+    assert not (tmp_path / "store").exists()
 
 
 def test_appended_cases_join_their_patients_by_the_table_that_the_store_has_them_from(
@@ -313,7 +340,7 @@ def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, 
     assert with_fold(opened, "1/2").manifest.split == own
     second = {"train": ("b", "c"), "val": ("a",), "test": ("d",)}
     assert with_fold(opened, "2/2").manifest.split == second
-    bare = Store(store, dataclasses.replace(opened.manifest, unlabelled=("b",)))
+    bare = Store(store, without_labels(opened.manifest, "b"))
     assert with_fold(bare, "2/2").manifest.split["train"] == ("c",)
     with pytest.raises(InputError, match=r"fold must be one of the 2 .*, got 1/3"):
         with_fold(opened, "1/3")
@@ -327,7 +354,6 @@ def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, 
 def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path, dataset, folds):
     data = dataset("a", "b", "c")
     drawn = prepare(data, tmp_path / "drawn", workers=1)
-    assert "folds" not in json.loads((tmp_path / "drawn/manifest.json").read_text())
     hashes = {drawn.split_hash}
     for number, content in enumerate((TWO, [TWO[0], {**TWO[1], "train": ["b"]}])):
         folder = tmp_path / f"given{number}"

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from cpu3d.data.cases.resample import Keep
-from cpu3d.data.manifest import CaseList
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.store_decisions import (
@@ -41,9 +40,7 @@ def with_boxes(store, boxes):
     for record, box in zip(store.manifest.cases, boxes):
         region = dataclasses.replace(record.box, size=box)
         records.append(dataclasses.replace(record, box=region, shape=box))
-    largest = tuple(map(max, *boxes))
-    cases = CaseList.collected(records)
-    manifest = dataclasses.replace(store.manifest, cases=cases, largest_box=largest)
+    manifest = dataclasses.replace(store.manifest, cases=tuple(records))
     return Store(store.folder, manifest)
 
 
