@@ -104,12 +104,12 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     store = store_of_run(configs[0], options.store)
     folds = [config.fold for config in configs]
     if not store.manifest.split[split]:
-        raise InputError(f"{_empty(store, split)}; {_instead(store, together)}")
+        raise InputError(_no_cases(store, split, together))
     held_out = _held_out(store, folds, split)
     decided = _decided(together, split, bool(held_out), raw=chosen.raw)
     path = scores_path(out, split)
     check_folder(path.parent, "evaluation")
-    _refuse_others(path, out, together)
+    _check_replaceable(path, out, together)
     predictors = trained_predictors(runs, together.weights, inference)
     folder = writable_folder(path.parent, "evaluation")
     about = origin(runs, configs, predictors)
@@ -143,15 +143,6 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
         _print_scores(scores, held_out)
     say(f"written: {path}")
     return 0
-
-
-def _refuse_others(path: Path, out: Path, together: RunSet) -> None:
-    """Raise InputError for a file that is none of scores, or that has those of other runs; in the
-    folders of the runs themselves they are their own."""
-    if out not in together.runs:
-        _refuse_foreign(path)
-    if out not in (*together.runs, together.folder):
-        _refuse_of_other_runs(path, together.runs)
 
 
 def _say_first(
@@ -362,59 +353,35 @@ def _held_out(store: Store, folds: Sequence[str], split: str) -> Dict[str, Seque
     return {fold: with_fold(store, fold).manifest.split["val"] for fold in folds}
 
 
-def _refuse_foreign(path: Path) -> None:
-    """Raise InputError if files would be replaced that no evaluation with its scores in `path`, of
-    this or another version, has written."""
-    present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
-    try:
-        ours = {"schema", "split_hash", "cases"} <= set(read_json(path))
-    except (OSError, ValueError, TypeError):
-        ours = path.with_name(OLD).is_dir()  # an evaluation was cut off while it replaced its own
-    if present and not ours:
-        rule = f"{present[0]} must not be replaced unless `evaluate` wrote it"
-        got = f"got no scores of `evaluate` in {path}"
-        raise InputError(f"{rule}, {got}; move it away, or choose another --out")
-
-
-def _refuse_of_other_runs(path: Path, runs: Sequence[Path]) -> None:
-    """Raise InputError if the scores of other runs would be replaced in `path`."""
-    if not path.is_file():
+def _check_replaceable(path: Path, out: Path, together: RunSet) -> None:
+    """Raise InputError for files that no `evaluate` of these runs has written; in the folders of
+    the runs themselves they are their own."""
+    if out in (*together.runs, together.folder):
         return
-    theirs = runs_of(read_json(path))
-    if theirs and theirs != sorted(map(str, runs)):
-        rule = f"{path} must be of the runs that are named, to be replaced"
-        todo = "choose another --out, or move it away"
-        raise InputError(f"{rule}, got scores of {listed(theirs)}; {todo}")
+    present = [path.with_name(name) for name in FILES if path.with_name(name).exists()]
+    is_cut_off = path.with_name(OLD).is_dir()  # while it replaced its own
+    try:
+        theirs = runs_of(read_json(path))
+    except (OSError, ValueError, TypeError, AttributeError):
+        theirs = []
+    if present and not is_cut_off and theirs != sorted(map(str, together.runs)):
+        rule = f"{present[0]} must be by `evaluate` of the runs that are named, to be replaced"
+        got = f"scores of {listed(theirs)}" if theirs else "no scores of `evaluate`"
+        raise InputError(f"{rule}, got {got}; choose another --out, or move it away")
 
 
-def _empty(store: Store, split: str) -> str:
-    """The rule that a split without cases breaks."""
-    return f'split "{split}" of store {store.folder} must hold cases, got none'
-
-
-def _filled(store: Store) -> str:
-    """The splits to choose instead of one without cases. Fractions are of no effect on given
-    folds."""
+def _no_cases(store: Store, split: str, together: Optional[RunSet] = None) -> str:
+    """What is wrong with a split without cases, and what to do: folds have scores of those that
+    they held out."""
     filled = [name for name in SPLITS if store.manifest.split[name]]
-    other = "" if store.manifest.folds else ", or `prepare` with other fractions"
-    return f"choose --split {' or '.join(filled)}{other}"
-
-
-def _instead(store: Store, together: RunSet) -> str:
-    """What to do about a split without cases: folds have scores of those that they held out."""
-    folder = together.folder
-    if folder:
-        scores = scores_path(folder, "val").parent
-        done = f"every case was scored out of its fold: see {folder / 'report.html'} and {scores}"
-        if scores.is_dir():
-            return done
-        return "repeat its `train --folds`, which scores every case out of its fold"
-    if not all(config.fold for config in together.configs):
-        return _filled(store)
-    if len(together.runs) > 1:
-        return "--split val scores each case by the fold that held it out"
-    words = f"--split val --weights {FOLD_WEIGHTS} --raw"
-    return f"{words} is the score of the cases that it held out, which then chose nothing"
+    todo = f"choose --split {' or '.join(filled)}"
+    if together and together.folder:
+        where = f"{together.folder / 'report.html'} and {scores_path(together.folder, 'val').parent}"
+        todo = f"every case is scored out of its fold by `train --folds`: see {where}"
+    elif together and all(config.fold for config in together.configs):
+        words = f"--split val --weights {FOLD_WEIGHTS} --raw"
+        todo = f"{words} scores each case by the fold that held it out"
+    return f'split "{split}" of store {store.folder} must hold cases, got none; {todo}'
 
 
 def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecord, ...]:
@@ -426,7 +393,7 @@ def _cases_to_score(predictor: Any, store: Store, split: str) -> Tuple[CaseRecor
         rule = f"store {store.folder} must have the run's channels and labels {own}, got {stored}"
         raise InputError(f"{rule}; name the run's own store")
     if not records:
-        raise InputError(f"{_empty(store, split)}; {_filled(store)}")
+        raise InputError(_no_cases(store, split))
     where = f"store {store.folder}"
     raise_if_any(
         f"case {record.case_id} must have a label to be scored, got none in {where}; "

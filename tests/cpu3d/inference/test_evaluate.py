@@ -211,7 +211,7 @@ def test_files_of_others_are_never_replaced(tiny_run, tmp_path, trained, name):
     mine = tmp_path / "out/evaluation" / name
     mine.parent.mkdir(parents=True)
     mine.write_text('{"schema": 3}')
-    with pytest.raises(InputError, match="must not be replaced"):
+    with pytest.raises(InputError, match="to be replaced, got no scores"):
         run_command(evaluate, "--run", tiny_run, "--out", tmp_path / "out")
     assert mine.read_text() == '{"schema": 3}'
     assert trained == []

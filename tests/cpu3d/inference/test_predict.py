@@ -198,19 +198,11 @@ def test_images_of_nnunets_regions_are_answered_in_their_codes_and_the_runs_orde
     np.testing.assert_array_equal(read_volume(tmp_path / "out/x.nii.gz")[0], expected)
 
 
-def test_nnunets_files_in_capitals_are_answered_as_their_case_in_lower_case(files, tmp_path, call):
-    first, second = split_channels(files.images[0], "p_0000.NII.GZ", "p_0001.Nii.gz")
-    assert call("--image", second, first, "--out", tmp_path / "out") == 0
-    truth = read_volume(files.label)[0]
-    np.testing.assert_array_equal(read_volume(tmp_path / "out/p.nii.gz")[0], truth)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["p.json", "p.nii.gz"]
-
-
 def test_ct_is_refused_for_a_run_on_other_channels(files, tmp_path, call):
     image = files.images[0]
     voxels = read_volume(image)[0][::-1, ::-1] - np.int16(1000)
     write_volume(image, voxels, LPS_2MM)
-    with pytest.raises(InputError, match=r"a\.nii\.gz must not be CT.*name another"):
+    with pytest.raises(InputError, match=r"a\.nii\.gz must not be CT"):
         call("--image", image, "--out", tmp_path / "out")
 
 
@@ -238,40 +230,6 @@ def test_probabilities_are_float32_on_the_sources_grid_one_file_a_region(
     predictor.regions = {"left / right": (1,), "left : right": (2,)}
     predict_case(predictor, files, tmp_path / "slashes", probabilities=True)
     assert len(list((tmp_path / "slashes").glob("*_probability.nii.gz"))) == 2
-
-
-def test_a_page_lies_beside_the_answer_and_replaces_its_own_alone(call, files, tmp_path):
-    words = ("--image", files.images[0], "--out", tmp_path / "out", "--page")
-    page = tmp_path / "out/a.html"
-    assert call(*words) == call(*words) == 0
-    (shown,) = shown_cases(page)
-    assert [modality["name"] for modality in shown["modalities"]] == list(CHANNELS)
-    (tmp_path / "out/a.json").unlink()
-    with pytest.raises(InputError, match=r"a\.html must not be overwritten"):
-        call(*words)
-
-
-def test_a_run_of_flair_alone_takes_the_stores_images_and_flair_alone(
-    predictor, files, call, tmp_path
-):
-    predictor.inputs = ("FLAIR",)
-    (tmp_path / "in/case").mkdir()
-    flair, t1gd = split_channels(files.images[0], "case/case_flair.nii.gz", "case/case_t1ce.nii.gz")
-    thick = tmp_path / "in/thick.nii.gz"
-    write_volume(thick, read_volume(flair)[0][::-1, ::-1, :, None], LPS_2MM)
-    truth = read_volume(files.label)[0]
-    for number, (images, name, sources) in enumerate(
-        (
-            (files.images, "a", 1),
-            ([thick], "thick", 1),
-            ([flair, t1gd], "case", 1),
-            ([flair.parent], "case", 2),
-        )
-    ):
-        out = tmp_path / f"out {number}"
-        assert call("--image", *images, "--out", out, "--codes", "store") == 0
-        np.testing.assert_array_equal(read_volume(out / f"{name}.nii.gz")[0], truth)
-        assert len(json.loads((out / f"{name}.json").read_text())["sources"]) == sources
 
 
 @pytest.mark.parametrize(
@@ -405,18 +363,6 @@ def test_answers_of_another_run_are_replaced_only_if_that_is_asked_for(
     assert json.loads((out / "a.json").read_text())["run"] == str(tiny_run)
 
 
-def test_answers_of_a_fold_are_replaced_by_those_of_all_folds(
-    call, predictor, files, fold_runs, tmp_path
-):
-    words = ("--image", files.images[0], "--out", tmp_path / "out")
-    first, second = fold_runs("1/2", "2/2")
-    assert call(*words, runs=(first,)) == 0
-    predictor.weights_sha256 = "others"
-    assert call(*words, runs=(first, second)) == 0
-    with pytest.raises(InputError, match=f"got a by {first} and {second}; choose"):
-        call(*words, runs=(second,))
-
-
 CORRECTED = b"an expert's week of work"
 
 
@@ -522,6 +468,8 @@ def test_pages_and_probabilities_of_the_answer_before_go(call, predictor, files,
     words = ("--image", files.images[0], "--out", out)
     assert call(*words, "--page", "--probabilities") == 0
     assert len(list(out.iterdir())) == 6  # label, sidecar, page, WT, TC, ET
+    (shown,) = shown_cases(out / "a.html")
+    assert [modality["name"] for modality in shown["modalities"]] == list(CHANNELS)
     assert call(*words) == 0  # kept: they are of this answer
     assert len(list(out.iterdir())) == 6
     predictor.weights_sha256 = "others"
@@ -638,41 +586,26 @@ def trained_on(run, **facts):
     save_config(dataclasses.replace(load_config(run), **facts), run)
 
 
+@pytest.mark.parametrize("lean", [0, 0.6])
 @pytest.mark.parametrize(("unit", "per_mm"), [(0, 1), (1, 1e-3), (2, 1), (3, 1e3)])
-def test_volumes_are_in_ml_whatever_the_headers_unit_which_the_answer_has_too(
-    call, files, tmp_path, unit, per_mm
+def test_volumes_are_in_ml_whatever_the_headers_unit_and_the_grids_shear(
+    call, files, tmp_path, unit, per_mm, lean
 ):
     image = nibabel.load(files.images[0])
-    affine = np.diag([per_mm, per_mm, per_mm, 1]) @ image.affine
-    path = with_header(files.images[0], tmp_path / "u/a.nii.gz", affine=affine, unit=unit)
+    sheared = np.array(
+        [[1, 0, 0, 0], [0, 1, lean, 0], [0, 0, (1 - lean**2) ** 0.5, 0], [0, 0, 0, 1.0]]
+    )
+    affine = np.diag([per_mm, per_mm, per_mm, 1]) @ sheared @ image.affine
+    where = {"affine": affine, "codes": (1, 0), "unit": unit}
+    path = with_header(files.images[0], tmp_path / "u/a.nii.gz", **where)
     assert call("--image", path, "--out", tmp_path / "out") == 0
     content = json.loads((tmp_path / "out/a.json").read_text())
-    assert content["volumes_ml"]["TC"] == pytest.approx(27 * 2e-3)
+    assert content["volumes_ml"]["TC"] == pytest.approx(27 * 2e-3 * (1 - lean**2) ** 0.5)
     assert content["spacing_mm"] == pytest.approx([1, 1, 2])
     answer = nibabel.load(tmp_path / "out/a.nii.gz")
     assert int(answer.header["xyzt_units"]) == unit
     assert answer.affine == pytest.approx(affine)
     np.testing.assert_array_equal(np.asarray(answer.dataobj), read_volume(files.label)[0])
-
-
-def test_volumes_of_a_sheared_grid_are_those_of_its_slanted_voxels(call, files, tmp_path):
-    affine = np.array([[1, 0, 0, 0], [0, 1, 2 * 0.6, 0], [0, 0, 2 * 0.8, 0], [0, 0, 0, 1.0]])
-    path = with_header(files.images[0], tmp_path / "s/a.nii.gz", affine=affine, codes=(1, 0))
-    assert call("--image", path, "--out", tmp_path / "out") == 0
-    content = json.loads((tmp_path / "out/a.json").read_text())
-    assert content["volumes_ml"]["TC"] == pytest.approx(27 * 2e-3 * 0.8)
-    assert nibabel.load(tmp_path / "out/a.nii.gz").affine == pytest.approx(affine)
-
-
-@pytest.mark.parametrize("shape", [(12, 10, 8, 1, 2), (12, 10, 8, 2, 1)])
-def test_channels_on_the_fifth_axis_are_channels(call, files, tmp_path, shape):
-    image = nibabel.load(files.images[0])
-    array = np.asarray(image.dataobj).reshape(shape)
-    nibabel.save(nibabel.Nifti1Image(array, image.affine, image.header), files.images[0])
-    assert call("--image", files.images[0], "--out", tmp_path / "out") == 0
-    np.testing.assert_array_equal(
-        read_volume(tmp_path / "out/a.nii.gz")[0], read_volume(files.label)[0]
-    )
 
 
 @pytest.mark.parametrize(
@@ -742,28 +675,3 @@ def test_another_background_is_named_and_residue_is_background(call, files, tmp_
     np.testing.assert_array_equal(
         read_volume(tmp_path / "out/residue.nii.gz")[0], read_volume(files.label)[0]
     )
-
-
-def test_several_runs_are_compared_each(call, files, fold_runs, tmp_path, capsys):
-    runs = fold_runs("1/2", "2/2")
-    trained_on(runs[1], spacing_mm=(1.0, 1.0, 5.0))
-    assert call("--image", files.images[0], "--out", tmp_path / "out", runs=runs) == 0
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
-    assert len(lines) == 1
-    assert "trained on 1 x 1 x 5 mm" in lines[0]
-
-
-def test_a_missing_channel_is_named_with_both_lists_before_anything_is_made(
-    call, files, tmp_path, capsys
-):
-    folder = tmp_path / "p"
-    folder.mkdir()
-    (path,) = split_channels(files.images[0], f"p_{CHANNELS[0]}.nii.gz")
-    path.rename(folder / path.name)
-    with pytest.raises(InputError) as refused:
-        call("--image", folder, "--out", tmp_path / "out")
-    (problem,) = refused.value.problems
-    assert f"must have {', '.join(CHANNELS)}" in problem
-    assert f"got {CHANNELS[0]};" in problem
-    assert not (tmp_path / "out").exists()
-    assert "predict" not in capsys.readouterr().err
