@@ -376,8 +376,9 @@ def _no_cases(store: Store, split: str, together: Optional[RunSet] = None) -> st
     filled = [name for name in SPLITS if store.manifest.split[name]]
     todo = f"choose --split {' or '.join(filled)}"
     if together and together.folder:
-        where = f"{together.folder / 'report.html'} and {scores_path(together.folder, 'val').parent}"
-        todo = f"every case is scored out of its fold by `train --folds`: see {where}"
+        scores = scores_path(together.folder, "val").parent
+        done = "every case is scored out of its fold by `train --folds`"
+        todo = f"{done}: see {together.folder / 'report.html'} and {scores}"
     elif together and all(config.fold for config in together.configs):
         words = f"--split val --weights {FOLD_WEIGHTS} --raw"
         todo = f"{words} scores each case by the fold that held it out"
