@@ -16,6 +16,6 @@ build.main()
 with contextlib.suppress(OSError, subprocess.CalledProcessError):  # without it NumPy makes samples
     build.build_library(Path(__file__).resolve().parent / "cpu3d/data/native", "samples")
 options = {}
-if build.door_library():
+if build.existing():
     options["bdist_wheel"] = {"plat_name": "linux_x86_64"}
 setup(options=options)

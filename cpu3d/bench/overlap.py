@@ -118,7 +118,7 @@ def measure(request: Dict[str, Any]) -> Result:
 
 def _built(switch: str, folder: Path) -> Path:
     try:
-        return build([f"-D{switch}"], folder)[0]
+        return build([f"-D{switch}"], folder).kernels
     except (OSError, subprocess.CalledProcessError) as error:
         rule = "own operations must be compiled here for their parts"
         raise InputError(f"{rule}, got {error}; install a C compiler") from None

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple, Union
+from typing import List, Optional, Tuple, Union
 
 from models.native import build
 from models.native.instruction_sets import INSTRUCTION_SETS
@@ -99,33 +99,30 @@ def _asked(chosen: str, folder: Path) -> OwnOperations:
         build.check_platform()
     except OSError as error:
         return OwnOperations(why=str(error))
-    library, refused = _loadable(folder)
-    why = next(iter(refused.values()), "")
-    if not why and build.are_left(folder):
-        why = "they are damaged"
-    if library is None and why:
+    pair, why = _loadable(folder)
+    if why:
         note = f"note: own operations do not load here ({why}); building them for this host"
         print(note, file=sys.stderr)
         try:
-            build.build(folder=folder, refused=tuple(refused))
-            library, refused = _loadable(folder)
+            build.build(folder=folder, again=True)
+            pair, _ = _loadable(folder)
         except (OSError, subprocess.CalledProcessError) as error:
             why = f"{why}, and they cannot be built here: {error}"
-    if library is None:
+    if pair is None:
         return OwnOperations(why=why or "they are not built; run python -m models.native.build")
-    return _answer(library, chosen)
+    return _answer(pair, chosen)
 
 
-def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], Dict[build.Libraries, str]]:
-    """The first pair that loads here, and those before it, with why they do not."""
-    refused: Dict[build.Libraries, str] = {}
+def _loadable(folder: Path) -> Tuple[Optional[build.Libraries], str]:
+    """The first pair that loads here; without one, why the first does not, "" if there is none."""
+    why = ""
     for pair in build.existing(folder):
         try:
             load(pair.kernels)
-            return pair, refused
+            return pair, ""
         except OSError as error:
-            refused[pair] = str(error)
-    return None, refused
+            why = why or str(error)
+    return None, why
 
 
 def _answer(pair: build.Libraries, chosen: str) -> OwnOperations:

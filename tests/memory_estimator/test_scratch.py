@@ -24,7 +24,7 @@ WIDTHS = (1, 3, 4, 16, 20, 33, 256, 2048)
 @pytest.fixture(scope="module")
 def path():
     try:
-        return LIBRARY or build()[0]
+        return LIBRARY or build().kernels
     except OSError as error:
         pytest.skip(str(error))
 

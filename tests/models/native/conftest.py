@@ -9,6 +9,6 @@ from tests.models.native.reference import LIBRARY, load
 @pytest.fixture(scope="session")
 def library():
     try:
-        return load(LIBRARY or build()[0])
+        return load(LIBRARY or build().kernels)
     except OSError as error:
         pytest.skip(str(error))

@@ -582,7 +582,7 @@ def test_no_sanitizer_finds_anything(tmp_path, sanitizers, runtime, tests):
         if subprocess.run([*command[:2], "true"], check=False).returncode:
             pytest.skip("needs a system that lets a process choose its addresses")
     try:
-        path = build(options, tmp_path)[0]
+        path = build(options, tmp_path).kernels
     except OSError as error:
         pytest.skip(str(error))
     library = subprocess.check_output(["cc", f"-print-file-name={runtime}"], text=True).strip()
