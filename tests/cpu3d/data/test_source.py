@@ -399,13 +399,6 @@ def test_stores_and_splits_that_cannot_be_read_so_are_refused(tmp_path, split, r
 
 
 @pytest.mark.parametrize("extent", ["brain", "full"])
-def test_the_least_grid_is_that_of_the_largest_case(phantom_store, extent):
-    least = grid_size(phantom_store, extent=extent, multiple=1)
-    image, _ = next(iter(volume_dataset(phantom_store, extent=extent, grid=least)))
-    assert image.shape[1:4] == least
-
-
-@pytest.mark.parametrize("extent", ["brain", "full"])
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -217,21 +217,6 @@ def test_a_box_is_normalised_and_placed_to_the_bit_as_by_hand():
     np.testing.assert_array_equal(target, np.pad(regions, [*around, (0, 0)])[::-1, :, ::-1])
 
 
-def test_at_half_resolution_a_voxel_is_the_mean_of_eight_and_inside_from_four_on():
-    label = np.zeros((4, 4, 4), np.uint8)
-    label[0, :2, :2] = 1  # 4 of 8
-    label[2:, 2:, 2:] = 3
-    label[0, 0, 2:] = 3  # 2 of 8
-    values = np.random.default_rng(0).integers(1, 99, (4, 4, 4, 4)).astype(np.int16)
-    image, target = make_sample(Stored(values, label, (0, 0, 0)), PLAIN, form(0.5, field=(4, 4, 4)))
-    eight = (values * SCALE + SHIFT).reshape(2, 2, 2, 2, 2, 2, 4)
-    np.testing.assert_allclose(image, eight.mean((1, 3, 5)), atol=1e-5)
-    expected = np.zeros((2, 2, 2, 3), np.uint8)
-    expected[0, 0, 0, 0] = 1
-    expected[1, 1, 1] = 1
-    np.testing.assert_array_equal(target, expected)
-
-
 @pytest.mark.parametrize("names", [("turn",), ("turn", "noise", "both", "contrast", "gamma")])
 @pytest.mark.parametrize("flips", [(True, False, False), (False, True, True), (True, True, True)])
 def test_a_mirrored_sample_is_the_mirror_image_of_the_other(names, flips):

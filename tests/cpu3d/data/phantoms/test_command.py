@@ -64,23 +64,6 @@ def test_it_is_a_decathlon_data_set_whatever_the_workers(tmp_path):
     assert np.array_equal(np.asarray(nibabel.load(dataset.cases[1].label).dataobj), label)
 
 
-def test_an_unfinished_or_smaller_set_is_continued(tmp_path, monkeypatch):
-    drawn = []
-    real = phantom_module.phantom_case
-    monkeypatch.setattr(
-        phantom_module, "phantom_case", lambda *case: drawn.append(case[2]) or real(*case)
-    )
-    out = write_phantom(tmp_path / "p", cases=2, shape=SMALL, workers=1)
-    (out / "dataset.json").unlink()
-    (out / "labelsTr/BRATS_001.nii.gz").unlink()
-    (out / "imagesTr/.BRATS_001.nii.gz.x.cpu3d.partial").write_bytes(b"")
-    drawn.clear()
-    write_phantom(out, cases=3, shape=SMALL, workers=1)
-    assert drawn == [0, 2]
-    assert len(read_dataset(out).cases) == 3
-    assert not list(out.rglob("*.partial"))
-
-
 @pytest.mark.parametrize("kind", ["mr", "ct"])
 def test_of_slices_that_are_annotated_now_and_then_the_others_are_to_be_ignored(tmp_path, kind):
     options = {"cases": 1, "shape": SMALL, "workers": 1, "kind": kind}
