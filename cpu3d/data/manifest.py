@@ -169,9 +169,6 @@ class CaseRecord:
     foreground: Tuple[Tuple[float, ...], ...] = ()
     """Per channel of a CT, values of the source at even ranks of the labelled voxels; none of
     other channels, and of a case without labelled voxels."""
-    peaks: Tuple[Tuple[Tuple[float, ...], ...], ...] = ()
-    """Per channel of a CT whose window is not known yet, the largest stored value of each plane of
-    X, of Y and of Z: with the window they tell the box. Empty in a finished store."""
 
     @property
     def statistics(self) -> Tuple[Statistics, ...]:
@@ -323,7 +320,7 @@ def case_from_json(content: bytes) -> CaseRecord:
         record.channel_voxels,
     )
     counts = {len(numbers) for numbers in statistics}
-    later = (record.around, record.units, record.foreground, record.peaks)
+    later = (record.around, record.units, record.foreground)
     are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
     has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
     if record.resampled_from:
@@ -332,7 +329,7 @@ def case_from_json(content: bytes) -> CaseRecord:
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
-        ("around, units, foreground and peaks must be none or of each channel", are_of_channels),
+        ("around, units and foreground must be none or of each channel", are_of_channels),
         ("image_bytes and label_bytes must fit image and label", not record.format or has_files),
         ("centres must be voxels of shape", _within(record.centres, shape)),
         ("geometry must be of shape, turned, or of resampled_from's", is_turned),

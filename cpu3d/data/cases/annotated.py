@@ -1,7 +1,5 @@
 """What is annotated of a label that has a code for voxels to be ignored."""
 
-from typing import Any, Mapping
-
 import numpy as np
 
 from cpu3d.data.region import Array, bounding_box, xyz
@@ -26,11 +24,3 @@ def ignored_in_box(label: Array, image: Array, ignore: int) -> Array:
     inside = np.zeros_like(label)
     inside[box] = label[box]
     return inside
-
-
-def check_box(label: Array, facts: Mapping[str, Any], ignore: int, name: str) -> None:
-    """Raise InputError for a label without annotated voxels in the box of a case's facts."""
-    if facts["peaks"]:  # the window of a CT is not known yet, so neither is the box: see `finish`
-        return
-    in_box = label[facts["box"].slices(xyz(label.shape))]
-    check_annotated(in_box, ignore, name, "all of the content box")

@@ -5,14 +5,12 @@ from pathlib import Path
 from typing import (
     Any,
     Dict,
-    Iterable,
     List,
     Mapping,
     NamedTuple,
     Optional,
     Sequence,
     Tuple,
-    TypeVar,
 )
 
 import numpy as np
@@ -24,14 +22,14 @@ from cpu3d.data.background import (
     without_far_values,
     without_residue,
 )
-from cpu3d.data.cases.annotated import check_annotated, check_box, ignored_in_box
+from cpu3d.data.cases.annotated import check_annotated, ignored_in_box
 from cpu3d.data.cases.channels import (
     AS_IT_IS,
     INT16,
     Unit,
+    content_box,
     facts_of_channel,
     image_in_steps,
-    is_shown,
 )
 from cpu3d.data.cases.normalisation import AIR_SHARE, looks_like_ct, refuses_ct
 from cpu3d.data.cases.resample import (
@@ -46,7 +44,7 @@ from cpu3d.data.datasets.names import places_of
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
 from cpu3d.data.normalise import Kind, Normalisation, if_any_differs, of_all
-from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
+from cpu3d.data.region import Array, Shape3, whole, xyz
 from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.units import counted
 from models.strides import Spacing3
@@ -63,7 +61,6 @@ WITHOUT_FILES: Dict[str, Any] = {
     "label_sha256": "",
 }
 
-T = TypeVar("T")
 Units = Tuple[Unit, ...]  # as in a record; none if the source's values are stored
 
 
@@ -117,7 +114,8 @@ def load_case(
             label = ignored_in_box(label, image, ignore)
     facts = facts_of(image, label, kinds, units, ignore)
     if label is not None and ignore is not None:
-        check_box(label, facts, ignore, label_name)
+        in_box = label[facts["box"].slices(xyz(label.shape))]
+        check_annotated(in_box, ignore, label_name, "all of the content box")
     record = CaseRecord(
         case_id=files.case_id,
         patient_id=files.patient_id,
@@ -266,39 +264,37 @@ def facts_of(
     on the whole grid, of which a code may be one to `ignore`."""
     kinds = of_all(normalisation, image.shape[-1])
     is_learnt = None
+    facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
     if label is not None:
         is_learnt = label > 0
         if ignore is not None:
             is_learnt &= label != ignore
-    mask = np.zeros(image.shape[:3], bool)
-    channels = []
-    for index, each in enumerate(kinds):
-        channel = image[..., index]
-        unit = units[index] if units else AS_IT_IS
-        channels.append(facts_of_channel(channel, each, unit, is_learnt))
-        mask |= is_shown(channel, each, unit, channels[-1].around)
-    facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
-    if label is not None and is_learnt is not None:
-        mask |= is_learnt
         facts = {
             "label_voxels": label_voxels_of(label),
             "centres": centres_of(label),
             "label_voxels_sha256": voxels_sha256(label),
         }
+    channels = []
+    for index, each in enumerate(kinds):
+        unit = units[index] if units else AS_IT_IS
+        channels.append(facts_of_channel(image[..., index], each, unit, is_learnt))
+    around: Tuple[float, ...] = ()
+    if if_any_differs(kinds):
+        around = tuple(channel.around for channel in channels)
+    foreground = tuple(channel.foreground for channel in channels)
     return {
         **facts,
         "shape": tuple(image.shape[:3]),
-        "box": bounding_box(mask),
+        "box": content_box(image, label, kinds, units, around, ignore),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(of.mean for of in channels),
-        "channel_std": tuple(of.std for of in channels),
-        "channel_min": tuple(of.low for of in channels),
-        "channel_max": tuple(of.high for of in channels),
-        "channel_voxels": tuple(of.voxels for of in channels),
+        "channel_mean": tuple(channel.mean for channel in channels),
+        "channel_std": tuple(channel.std for channel in channels),
+        "channel_min": tuple(channel.low for channel in channels),
+        "channel_max": tuple(channel.high for channel in channels),
+        "channel_voxels": tuple(channel.voxels for channel in channels),
         "image_voxels_sha256": voxels_sha256(image),
-        "around": tuple(of.around for of in channels) if if_any_differs(kinds) else (),
-        "foreground": _if_any(of.foreground for of in channels),
-        "peaks": _if_any(of.peaks for of in channels),
+        "around": around,
+        "foreground": foreground if any(foreground) else (),
     }
 
 
@@ -306,12 +302,6 @@ def label_voxels_of(label: Array) -> Dict[int, int]:
     """Code -> voxels, of those that occur in a label map (X, Y, Z)."""
     voxels = np.bincount(label.reshape(-1)).tolist()
     return {code: n for code, n in enumerate(voxels) if n}
-
-
-def _if_any(values: Iterable[Tuple[T, ...]]) -> Tuple[Tuple[T, ...], ...]:
-    """The values of all channels, none if they are empty."""
-    of_channels = tuple(values)
-    return of_channels if any(of_channels) else ()
 
 
 def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:

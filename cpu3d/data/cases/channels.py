@@ -8,7 +8,7 @@ import numpy as np
 
 from cpu3d.data.background import surroundings
 from cpu3d.data.normalise import Kind, Normalisation
-from cpu3d.data.region import Array
+from cpu3d.data.region import Array, Region, bounding_box, whole
 from cpu3d.errors import raise_if_any
 
 INT16 = np.iinfo(np.int16)
@@ -19,7 +19,7 @@ Unit = Tuple[float, float]  # (step, offset): the source's value is step * store
 
 
 class ChannelFacts(NamedTuple):
-    """The entries of a record for one channel; `around` and the fields below it as there."""
+    """The entries of a record for one channel; `around` and the field below it as there."""
 
     mean: float
     std: float
@@ -28,7 +28,6 @@ class ChannelFacts(NamedTuple):
     voxels: int  # that the others are over
     around: float = 0.0
     foreground: Tuple[float, ...] = ()
-    peaks: Tuple[Tuple[float, ...], ...] = ()
 
 
 def facts_of_channel(
@@ -43,22 +42,33 @@ def facts_of_channel(
         values = np.sort(channel[is_labelled])
         ranks = (2 * np.arange(FOREGROUND_VALUES) + 1) * values.size // (2 * FOREGROUND_VALUES)
         facts = facts._replace(foreground=tuple((values[ranks] * step + offset).tolist()))
-    if each.kind is Kind.CT and each.low is None:
-        axes = ((1, 2), (0, 2), (0, 1))
-        peaks = tuple(tuple(channel.max(axis=others).tolist()) for others in axes)
-        facts = facts._replace(peaks=peaks)
     return facts
 
 
-def is_shown(channel: Array, each: Normalisation, unit: Unit, around: float) -> Array:
-    """Where a channel is not what surrounds its volume, bool; nowhere if the window of a CT is not
-    known yet."""
-    if each.kind is not Kind.CT:
-        return channel != around
-    if each.low is None:
-        return np.zeros(channel.shape, bool)
-    step, offset = unit
-    return channel > (each.low - offset) / step
+def content_box(
+    image: Array,
+    label: Optional[Array],
+    kinds: Sequence[Normalisation],
+    units: Sequence[Unit],
+    around: Sequence[float],
+    ignore: Optional[int],
+) -> Region:
+    """The box around all that is labelled but `ignore`, or in any channel of a stored image (X, Y,
+    Z, C) not what is `around` its volume: of a CT above its window's lower end. The whole grid if
+    nothing is, or if a window is not known yet."""
+    mask = np.zeros(image.shape[:3], bool)
+    if label is not None:
+        mask = (label > 0) & (label != (0 if ignore is None else ignore))
+    for index, each in enumerate(kinds):
+        channel = image[..., index]
+        if each.kind is not Kind.CT:
+            mask |= channel != (around[index] if around else 0)
+        elif each.low is None:
+            return whole(channel.shape)
+        else:
+            step, offset = units[index] if units else AS_IT_IS
+            mask |= channel > (each.low - offset) / step
+    return bounding_box(mask)
 
 
 def _over_foreground(channel: Array) -> ChannelFacts:

@@ -13,7 +13,7 @@ from typing import Collection, Dict, Iterable, Iterator, List, Optional, Sequenc
 import numpy as np
 
 from cpu3d.data.background import background_share, without_residue
-from cpu3d.data.cases.channels import rounding_in_windows
+from cpu3d.data.cases.channels import content_box, rounding_in_windows
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset
 from cpu3d.data.datasets.names import channel_key, without_number
 from cpu3d.data.manifest import CaseRecord
@@ -23,9 +23,8 @@ from cpu3d.data.normalise import (
     Kind,
     Normalisation,
     ct_of,
-    levels_of,
 )
-from cpu3d.data.region import Array, Region, whole, xyz
+from cpu3d.data.region import Array
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.child import KILLED, run_jobs
 from cpu3d.util.progress import bar
@@ -132,32 +131,17 @@ def with_windows(
 
 
 def in_window(
-    record: CaseRecord, normalisation: Sequence[Normalisation], ignore: Optional[int] = None
+    record: CaseRecord,
+    image: Array,
+    label: Optional[Array],
+    normalisation: Sequence[Normalisation],
+    ignore: Optional[int] = None,
 ) -> CaseRecord:
-    """The record with the content box and the rounding error that the windows of its CT tell, if
-    they were not known before. `ignore` is the label code of voxels that are not annotated."""
-    if not record.peaks:
-        return record
-    start = list(record.box.start)
-    stop = list(record.box.stop)
-    is_labelled = any(code not in (0, ignore) for code in record.label_voxels)
-    if not is_labelled and all(each.kind is Kind.CT for each in normalisation):
-        # Nothing was known to be there, and so the box was the whole grid.
-        start = list(record.shape)
-        stop = [0, 0, 0]
-    levels = levels_of(record.statistics, normalisation)
-    lows = () if levels.window is None else levels.window[:, 0]
-    for low, planes in zip(lows, record.peaks):
-        for axis, largest in enumerate(planes):
-            above = np.flatnonzero(np.array(largest) > low)
-            if above.size:
-                start[axis] = min(start[axis], int(above[0]))
-                stop[axis] = max(stop[axis], int(above[-1]) + 1)
-    box = whole(record.shape)
-    if stop > [0, 0, 0]:  # else all of it is air
-        box = Region(xyz(start), xyz(b - a for a, b in zip(start, stop)))
+    """The record with the content box and the rounding error that the windows of its CT tell, by
+    its stored arrays on the whole grid."""
+    box = content_box(image, label, normalisation, record.units, record.around, ignore)
     error = max(record.max_abs_error, rounding_in_windows(record.units, normalisation))
-    return replace(record, box=box, peaks=(), max_abs_error=error)
+    return replace(record, box=box, max_abs_error=error)
 
 
 def _without_foreground(name: str, got: str) -> str:

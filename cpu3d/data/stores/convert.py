@@ -152,12 +152,13 @@ def _kept(
         record = case_from_json(read_regular(record_path(store_dir, files.case_id)))
     except (FileNotFoundError, ValueError):
         return None
-    # Until the window of a CT is known, its box is not, and the record has peaks. One with a box
-    # has it by the window of an earlier call, whose training cases may have been others; one with
-    # peaks was left out of the store before its window was known.
-    is_open = any(each.kind is Kind.CT and each.low is None for each in normalisation)
-    is_whole = same_sources(files, record) and bool(record.peaks) == is_open
-    if not is_whole or Reader(store_dir, "pread").problems(record, contents=True):
+    # Until the window of a CT is known, its whole grid is its box, and stored. A case of another
+    # kind was made before it was known, or by another window.
+    is_open = [each.low is None for each in normalisation if each.kind is Kind.CT]
+    is_whole = record.box == record.stored == whole(record.shape)
+    if not same_sources(files, record) or (is_open and is_open[0] != is_whole):
+        return None
+    if Reader(store_dir, "pread").problems(record, contents=True):
         return None
     return record
 
@@ -195,11 +196,11 @@ def write_arrays(
     """Write a case's arrays, which are on its whole grid, and return its record with the facts of
     the files.
 
-    `cropped` keeps only the content box, if it is known, and all that the label has; outside it is
+    `cropped` keeps only the content box and all that the label has; outside it is
     background. `source_label` is that of a case that was resampled, on its source's grid, and is
     kept whole. Files are read back and compared. Raises OSError."""
     stored = whole(record.shape)
-    if cropped and not record.peaks:
+    if cropped:
         stored = record.box
         if label is not None and label.any():  # what is ignored may be around the box
             stored = stored.union(bounding_box(label))

@@ -20,7 +20,6 @@ from cpu3d.data.files.reader import Reader
 from cpu3d.data.labels import paint_by_order
 from cpu3d.data.manifest import CaseRecord, Manifest, StoreSettings, make_manifest, remake
 from cpu3d.data.normalise import if_any_differs
-from cpu3d.data.region import xyz
 from cpu3d.data.split import Split, SplitCase, division_problems
 from cpu3d.data.store import read_manifest, read_records, write_store
 from cpu3d.data.stores.convert import Job, convert_all, header_problems, same_sources
@@ -348,14 +347,13 @@ def _first_manifest(asked: Update, dataset: Dataset, records: Records) -> Tuple[
         split, folds = _divided(asked, None, {}, records.values())
         training = [records[name] for name in split["train"] or records]
         windows = with_windows(dataset.normalisation, dataset.channels, training)
-        more = _unannotated(replace(dataset, normalisation=windows), records, asked.store_dir)
+        cases, more = _in_windows(replace(dataset, normalisation=windows), records, asked.store_dir)
         if not more:
             break
         unannotated.update(more)  # without them others may be in training
         records = {name: records[name] for name in records if name not in more}
     if not asked.skip_bad:
         refuse_bad_cases(unannotated, f"{count(records, 'good case')} kept in {asked.store_dir}")
-    cases = [in_window(record, windows, dataset.ignore) for record in records.values()]
     codes = set(dataset.named_codes)
     for record in cases:
         codes.update(record.label_voxels)
@@ -387,26 +385,28 @@ def _first_manifest(asked: Update, dataset: Dataset, records: Records) -> Tuple[
     return manifest, unannotated
 
 
-def _unannotated(dataset: Dataset, records: Records, store_dir: Path) -> Problems:
-    """The cases whose content box, by the windows of their CT, holds nothing but voxels to be
-    ignored."""
-    problems: Problems = {}
-    ignore = dataset.ignore
-    if ignore is None or all(each.low is None for each in dataset.normalisation):
-        return problems
+def _in_windows(
+    dataset: Dataset, records: Records, store_dir: Path
+) -> Tuple[List[CaseRecord], Problems]:
+    """Return the records with the boxes that the windows of CT tell, and the problems of cases with
+    nothing annotated in theirs."""
+    if all(each.low is None for each in dataset.normalisation):
+        return list(records.values()), {}
     label_of = {files.case_id: files.label for files in dataset.cases}
     reader = Reader(store_dir, "pread")
-    for record in records.values():
-        # What is labelled is in the box, and annotated.
-        if ignore not in record.label_voxels or not {*record.label_voxels} <= {0, ignore}:
+    cases = []
+    problems: Problems = {}
+    for case_id, record in records.items():
+        image = reader.array(record, "x")
+        label = reader.array(record, "y") if record.has_label else None
+        record = in_window(record, image, label, dataset.normalisation, dataset.ignore)
+        cases.append(record)
+        if label is None or dataset.ignore is None:
             continue
-        box = in_window(record, dataset.normalisation, ignore).box
-        ends = zip(box.start, box.stop, record.stored.start)
-        slices = xyz(slice(start - first, stop - first) for start, stop, first in ends)
-        label = reader.array(record, "y", slices)
         try:
-            name = f"label {label_of[record.case_id]}"
-            check_annotated(label, ignore, name, "all of the content box")
+            in_box = label[record.box.slices(record.shape)]
+            name = f"label {label_of[case_id]}"
+            check_annotated(in_box, dataset.ignore, name, "all of the content box")
         except InputError as error:
-            problems[record.case_id] = list(error.problems)
-    return problems
+            problems[case_id] = list(error.problems)
+    return cases, problems

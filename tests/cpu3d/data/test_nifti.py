@@ -1,6 +1,5 @@
 import gzip
 import itertools
-import json
 
 import nibabel
 import numpy as np
