@@ -105,8 +105,8 @@ class AugmentConfig:
             )
 
     def mirrored_axes(self, label_names: Iterable[str]) -> Tuple[int, ...]:
-        """The axes of X, Y, Z, as 0, 1, 2, that images with labels of these names are mirrored
-        along: not X if labels are left and right, none without flips."""
+        """List the axes of X, Y, Z, as 0, 1, 2, that images with labels of these names are
+        mirrored along: not X if labels are left and right, none without flips."""
         if not self.flip:
             return ()
         allowed = mirrored_axes(label_names)
@@ -114,7 +114,7 @@ class AugmentConfig:
 
     @property
     def needs_volume(self) -> bool:
-        """Whether a change of intensity needs all of a volume at a time, in float32."""
+        """Tell whether a change of intensity needs all of a volume at a time, in float32."""
         return any((self.contrast, self.gamma, self.blur, self.low_resolution))
 
 
@@ -159,7 +159,7 @@ class AugmentParams:
     limits: Optional[Array] = None  # (C, 2), lowest and highest after all changes
 
     def of_channels(self, picked: Sequence[int]) -> "AugmentParams":
-        """The numbers of some channels."""
+        """Return the numbers of some channels."""
         numbers = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in numbers.items():
             if isinstance(value, np.ndarray) and name != "matrix":
@@ -176,7 +176,7 @@ def draw(
     position: int,
     mirrored: Sequence[int] = (0, 1, 2),
 ) -> AugmentParams:
-    """The numbers for the sample at `position`, the same on every machine.
+    """Draw the numbers for the sample at `position`, the same on every machine.
 
     `levels` are those of the case's channels, `mirrored` is from `AugmentConfig.mirrored_axes`.
     """
@@ -230,17 +230,17 @@ class _Draws:
         self.channels = channels
 
     def within(self, limit: float, count: Optional[int] = None) -> Array:
-        """Numbers from -limit to limit, by default one of each channel."""
+        """Draw numbers from -limit to limit, by default one of each channel."""
         if count is None:
             count = self.channels
         return np.array([(2 * next(self.units) - 1) * limit for _ in range(count)])
 
     def happens(self, name: str) -> bool:
-        """Whether the sample changes in this way, if the option is on."""
+        """Draw whether the sample changes in this way; it does not if the option is off."""
         return next(self.units) < PROBABILITY[name] and getattr(self.config, name) > 0
 
     def in_some_channels(self, name: str, values: Array, otherwise: float) -> Optional[Array]:
-        """The values of those channels that change in this way; None if none does."""
+        """Draw the channels that change in this way and return their values; None if none does."""
         probability = CHANNEL_PROBABILITY[name]
         among = np.array([next(self.units) < probability for _ in range(self.channels)])
         if not self.happens(name) or not among.any():
@@ -249,8 +249,8 @@ class _Draws:
 
 
 def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:
-    """(voxels, voxels) float32: what a blur, and then a lower resolution, do along an axis. Rows
-    sum to 1.
+    """Return the matrix (voxels, voxels) float32 of a blur, and then of a lower resolution, along
+    an axis. Rows sum to 1.
 
     A lower resolution takes the nearest of the voxels, and interpolates between those that it has
     taken.
@@ -269,8 +269,8 @@ def smoothing(voxels: int, blur: float, low_resolution: float) -> Array:
 
 
 def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Array:
-    """(3, 3) float32, from made voxels to those they come from: undoes turns in mm about X, Y and
-    Z, and a zoom.
+    """Return the matrix (3, 3) float32 from made voxels to those they come from: it undoes turns
+    in mm about X, Y and Z, and a zoom.
 
     Ratios of sizes are taken to six digits: a header may give 0.9999999.
     """
@@ -288,7 +288,7 @@ def _inverse(angles_deg: Array, zoom: float, spacing_mm: Sequence[float]) -> Arr
 
 
 def _halves(words: Iterator[int], channels: int) -> Array:
-    """(channels, 2) uint32, the halves of a word for each channel."""
+    """Return (channels, 2) uint32, the halves of a word for each channel."""
     halves = []
     for _ in range(channels):
         word = next(words)

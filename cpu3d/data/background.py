@@ -37,9 +37,9 @@ FAR = 10
 
 
 def without_residue(volume: Array) -> Array:
-    """A finite volume `(X, Y, Z)` with exact 0 for what is almost 0, as splines leave it around a
-    head, and for what they let swing beside its edge: all below 1 % that hangs together with the
-    border, if it has both signs.
+    """Set to 0 what an interpolation leaves around a head in a finite volume `(X, Y, Z)`: values
+    that are almost 0, and what splines let swing beside the head's edge. That is all below 1 %
+    of the maximum that is connected to the border, if it is of mixed sign.
 
     Returned as it is if its voxels are whole numbers, if its background is exactly 0 already, or if
     neither most of its border nor most of what is below 1 % is almost 0, as the noise in the air of
@@ -71,9 +71,9 @@ def without_residue(volume: Array) -> Array:
 
 
 def border_value(volume: Array) -> float:
-    """What most of the outermost voxels of a finite volume `(X, Y, Z)` are if it should perhaps be
-    0: one value, or about so near to 0 as nothing in a head. 0 if it is 0, if they vary, or for the
-    noise of a scanner, which is of whole numbers."""
+    """Return the value of most of the outermost voxels of a finite volume `(X, Y, Z)` if it should
+    perhaps be 0: a constant, or values that are too near to 0 for a head. Return 0 if it is 0,
+    if they vary, or for the noise of a scanner, which is of whole numbers."""
     border = _border(volume)
     middle = float(np.median(border))
     if middle == 0:
@@ -89,9 +89,9 @@ def border_value(volume: Array) -> float:
 
 
 def surroundings(volume: Array, is_ct: bool) -> float:
-    """What surrounds a volume `(X, Y, Z)` whose background is no value of its own: the median of
-    its border, a value that occurs, over its finite voxels. Of a CT, and without such voxels, it is
-    the least value: a body may reach the border, and air has no other."""
+    """Return what surrounds a volume `(X, Y, Z)` whose background is no value of its own: the
+    median of its border's finite voxels, a value that occurs. Of a CT, and without such voxels,
+    it is the least value: a body may reach the border, and air has no other."""
     border = _border(volume)
     finite = border[np.isfinite(border)]
     if finite.size and not is_ct:
@@ -101,9 +101,9 @@ def surroundings(volume: Array, is_ct: bool) -> float:
 
 
 def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]:
-    """A volume `(X, Y, Z)` in which values beyond FAR times the range of its bulk have become the
-    median of their neighbours, or without such the least or the largest of the others, and how many
-    these are. NaN stays, and 0 where it is background."""
+    """Replace values of a volume `(X, Y, Z)` that are beyond FAR times the range of its bulk by
+    the median of their neighbours, or without such by the least or the largest of the others,
+    and count them. NaN stays, and 0 where it is background."""
     is_value = np.isfinite(volume)
     if has_background:
         is_value &= volume != 0
@@ -136,8 +136,8 @@ def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]
 
 
 def background_share(volume: Array) -> float:
-    """The share of a volume that is background as a whole: 0, as all six neighbours are. Noise that
-    happens to be 0 is not."""
+    """Return the share of a volume that is background as a whole: 0, as all six neighbours are.
+    Noise that happens to be 0 is not."""
     is_zero = np.pad(volume == 0, 1, constant_values=True)
     inner = is_zero[1:-1, 1:-1, 1:-1].copy()
     for axis in range(3):
@@ -153,7 +153,7 @@ def _tolerance(volume: Array) -> float:
 
 
 def _border(volume: Array) -> Array:
-    """The voxels of the six faces."""
+    """Return the voxels of the six faces."""
     faces = []
     for axis in range(3):
         slices = np.moveaxis(volume, axis, 0)

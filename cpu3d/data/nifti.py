@@ -93,7 +93,7 @@ def read_volume(path: Union[str, Path]) -> Tuple[Array, Geometry]:
 
 
 def read_grid(path: Path) -> Geometry:
-    """The grid of a file by its header. Raises InputError as `read_volume`."""
+    """Read the grid of a file from its header. Raises InputError as `read_volume`."""
     try:
         image: Any = load(path)
         return _geometry(path, image.header, xyz(_axes(image.shape)[:3]))
@@ -102,7 +102,7 @@ def read_grid(path: Path) -> Geometry:
 
 
 def channel_count(path: Path) -> int:
-    """Channels of a file by its header. Raises InputError as `read_volume`."""
+    """Count the channels of a file by its header. Raises InputError as `read_volume`."""
     try:
         image: Any = load(path)
         shape = _axes(image.shape)
@@ -123,8 +123,8 @@ def to_ras(array: Array, geometry: Geometry) -> Array:
 
 
 def from_ras(array: Array, geometry: Geometry) -> Array:
-    """The exact inverse of `to_ras`: `array` in axes R A S back on the grid of `geometry`. A
-    view."""
+    """Turn `array` from axes R A S back to the grid of `geometry`: the exact inverse of `to_ras`.
+    A view."""
     wanted = ras_shape(geometry)
     if tuple(array.shape[:3]) != wanted:
         rule = f"array must have shape {wanted} in axes R A S"
@@ -135,25 +135,24 @@ def from_ras(array: Array, geometry: Geometry) -> Array:
 
 
 def ras_to_file(geometry: Geometry) -> Array:
-    """The 4 x 4 matrix from a voxel in axes R A S to that of the file."""
+    """Return the 4 x 4 matrix from a voxel in axes R A S to that of the file."""
     return orientations.inv_ornt_aff(orientations.axcodes2ornt(geometry.axes), geometry.shape)
 
 
 def is_voxel_size(lengths_mm: Sequence[float]) -> bool:
-    """Whether voxels may be of this size, so that their unit is likely to be right."""
+    """Tell whether voxels may be of this size, so that their unit is likely to be right."""
     return min(lengths_mm) >= LEAST_MM * (1 - 1e-6) and max(lengths_mm) <= MOST_MM * (1 + 1e-6)
 
 
 def is_placed(geometry: Geometry) -> bool:
-    """Whether the file gives the patient's orientation. With sform and qform codes of 0 the axes
-    are those of the Analyze format, as nibabel and FSL read it: the first to the left, the second
-    to anterior, the third up."""
+    """Tell whether the file gives the patient's orientation. With sform and qform codes of 0 the
+    axes are those of the Analyze format, as nibabel and FSL read it: the first to the left, the
+    second to anterior, the third up."""
     return bool(geometry.sform_code or geometry.qform_code)
 
 
 def orientation_note(geometry: Geometry) -> str:
-    """What to say of a file that does not give the patient's orientation, or two that contradict
-    each other; empty for others."""
+    """Say that a file gives no orientation, or two that contradict each other; "" for others."""
     forms = placed_forms(geometry)
     if len(forms) == 2:
         taken, other = forms.values()
@@ -171,7 +170,8 @@ def orientation_note(geometry: Geometry) -> str:
 
 
 def placed_forms(geometry: Geometry) -> Dict[str, Array]:
-    """The affines, in mm, of the forms that a header gives, by their names; the first is taken."""
+    """Return the affines, in mm, of the forms that a header gives, by their names; the first is
+    taken."""
     header = _placed_header(geometry)
     forms = {}
     for name in ("sform", "qform"):
@@ -186,8 +186,8 @@ def placed_forms(geometry: Geometry) -> Dict[str, Array]:
 
 
 def displacement(affine: Array, other: Array, shape: Sequence[int]) -> float:
-    """The voxels between the two places that affines give a corner of a grid, at the corner where
-    they are most."""
+    """Return how many voxels apart two affines put a corner of a grid, at the corner where that is
+    most."""
     ends = [(-0.5, count - 0.5) for count in shape]
     corners = np.array(list(itertools.product(*ends, (1.0,)))).T
     apart = np.linalg.solve(np.asarray(other), np.asarray(affine) @ corners) - corners
@@ -195,9 +195,8 @@ def displacement(affine: Array, other: Array, shape: Sequence[int]) -> float:
 
 
 def on_grid(array: Array, path: Path, grid: Geometry, first: Path, wanted: Geometry) -> Array:
-    """An array from `path` along the axes of the grid `wanted`, which is that of `first`: a view,
-    turned by flips and transposes if it is of the same place in space in other axes. Raises
-    InputError for another place."""
+    """Turn an array from `path` to the axes of the grid `wanted`, which is that of `first`, by
+    flips and transposes: a view. Raises InputError if it is of another place in space."""
 
     def is_one(affine: Array, other: Array, shape: Sequence[int]) -> bool:
         return tuple(shape) == wanted.shape and displacement(affine, other, shape) <= MOST_APART

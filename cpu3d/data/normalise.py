@@ -72,14 +72,14 @@ class Normalisation:
 
     @property
     def words(self) -> str:
-        """The kind, and the numbers of a CT."""
+        """Name the kind, and the numbers of a CT."""
         if self.low is None:
             return self.kind.value
         window = f"window {self.low:.6g} to {self.high:.6g}"
         return f"{self.kind.value}, {window}, mean {self.mean:.4g}, deviation {self.std:.4g}"
 
     def to_json(self) -> Dict[str, Any]:
-        """The fields that say something."""
+        """Return the fields that say something."""
         content = {name: value for name, value in vars(self).items() if value not in (None, "")}
         if not self.is_chosen:
             del content["is_chosen"]
@@ -90,21 +90,20 @@ FOREGROUND = Normalisation()
 
 
 def of_all(normalisation: Sequence[Normalisation], channels: int) -> Tuple[Normalisation, ...]:
-    """The normalisation of each channel: none that is written is that over the foreground, in all
-    of them."""
+    """Return the normalisation of each channel: over the foreground in all, if it is empty."""
     return tuple(normalisation) or (FOREGROUND,) * channels
 
 
 def if_any_differs(normalisation: Sequence[Normalisation]) -> Tuple[Normalisation, ...]:
-    """The way back, as it is written."""
+    """Return what is written of normalisations: nothing if all are over the foreground."""
     if all(each.has_background for each in normalisation):
         return ()
     return tuple(normalisation)
 
 
 def ct_of(foregrounds: Sequence[Sequence[float]], why: str = "") -> Normalisation:
-    """The window of a CT from equally large samples of the labelled foreground of cases, each of
-    which counts alike. Raises ValueError if there is none, or of one value."""
+    """Make the window of a CT from equally large samples of the labelled foreground of cases, each
+    of which counts alike. Raises ValueError if there is none, or of one value."""
     pooled = np.sort(np.concatenate([np.empty(0), *foregrounds]))
     if not pooled.size:
         raise ValueError("none")
@@ -154,7 +153,7 @@ class Levels:
 
 
 def levels_of(statistics: Sequence[Statistics], normalisation: Sequence[Normalisation]) -> Levels:
-    """The levels of a case's channels, all over the foreground if `normalisation` is empty."""
+    """Return the levels of a case's channels. An empty `normalisation` is as in `of_all`."""
     kinds = of_all(normalisation, len(statistics))
     columns: Any = map(np.array, zip(*map(_level, statistics, kinds)))
     window, outside, limits, scale, shift = columns
@@ -165,7 +164,7 @@ def levels_of(statistics: Sequence[Statistics], normalisation: Sequence[Normalis
 
 
 def _level(own: Statistics, each: Normalisation) -> Tuple[Any, float, Any, float, float]:
-    """The window, outside, limits, scale and shift of a channel."""
+    """Return the window, outside, limits, scale and shift of a channel."""
     endless = (-math.inf, math.inf)
     if each.kind is Kind.FOREGROUND:
         scale = 1 / own.std
@@ -189,8 +188,8 @@ def _level(own: Statistics, each: Normalisation) -> Tuple[Any, float, Any, float
 
 
 def scaled(stored: Array, scale: Array, shift: Array, window: Optional[Array]) -> Array:
-    """Stored values (..., C) float32, read within their `window`, times `scale` plus `shift`; 0
-    stays 0."""
+    """Normalise stored values (..., C) float32: read within their `window`, times `scale` plus
+    `shift`; 0 stays 0."""
     if window is not None:
         low, high, origin = window.T
         stored = np.clip(stored, low, high) - origin
@@ -198,7 +197,7 @@ def scaled(stored: Array, scale: Array, shift: Array, window: Optional[Array]) -
 
 
 def in_units(image: Array, units: Sequence[Tuple[float, float]]) -> Array:
-    """An image (X, Y, Z, C) in the source's units, as a record has them; as it is without."""
+    """Return an image (X, Y, Z, C) in the source's units, those of a record; as it is without."""
     if not units:
         return image
     steps, offsets = (np.array(column, np.float32) for column in zip(*units))
@@ -211,7 +210,7 @@ def normalise(
     region: Region,
     normalisation: Sequence[Normalisation] = (),
 ) -> Array:
-    """A `region` of an image (X, Y, Z, C) as float32, normalised as a sample's; for prediction.
+    """Normalise a `region` of an image (X, Y, Z, C) as a sample is, float32; for prediction.
     `record` and `normalisation` are of the image's channels."""
     levels = levels_of(record.statistics, normalisation)
     shape = xyz(image.shape[:3])

@@ -46,8 +46,8 @@ class Patch(Sample):
 
 
 def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
-    """The sample at `position` of an endless stream over `cases` cases: every epoch holds each case
-    once."""
+    """Return the sample at `position` of an endless stream over `cases` cases: every epoch holds
+    each case once."""
     epoch, place = divmod(position, cases)
     if not shuffle:
         return Sample(epoch, place)
@@ -56,7 +56,7 @@ def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> 
 
 @lru_cache(maxsize=4)
 def permutation(count: int, *, seed: int, epoch: int) -> Tuple[int, ...]:
-    """0 .. count - 1 in the order of one epoch, by Fisher-Yates."""
+    """Shuffle 0 .. count - 1 to the order of one epoch, by Fisher-Yates."""
     order = list(range(count))
     words = random_words(seed, epoch, _ORDER)
     for last in range(count - 1, 0, -1):
@@ -66,7 +66,7 @@ def permutation(count: int, *, seed: int, epoch: int) -> Tuple[int, ...]:
 
 
 def random_words(*key: int) -> Iterator[int]:
-    """An endless stream of 64-bit words, a function of the integers of `key`."""
+    """Yield 64-bit words without end, a function of the integers of `key`."""
     state = 0
     for number in key:
         state = _mix((state ^ (int(number) & MASK)) + 0x9E3779B97F4A7C15 & MASK)
@@ -76,7 +76,7 @@ def random_words(*key: int) -> Iterator[int]:
 
 
 def random_units(*key: int) -> Iterator[float]:
-    """An endless stream of numbers in [0, 1), 53 bits each, keyed as `random_words`."""
+    """Yield numbers in [0, 1) without end, 53 bits each, keyed as `random_words`."""
     return ((word >> 11) / 2**53 for word in random_words(*key))
 
 
@@ -121,8 +121,8 @@ class PatchSampling:
 def patch_at(
     position: int, sampling: PatchSampling, records: Sequence[CaseRecord], attempt: int = 0
 ) -> Patch:
-    """The patch at `position` of an endless stream over `records`: an epoch takes one patch of
-    each.
+    """Return the patch at `position` of an endless stream over `records`: an epoch takes one patch
+    of each.
 
     With "foreground", any number of successive positions has its share of foreground patches, to
     the nearest one; a case without the regions gives a random patch. That is of the first
@@ -143,8 +143,8 @@ def patch_at(
 
 
 def _is_foreground(position: int, sampling: PatchSampling) -> bool:
-    """Whether the patch at a position is to be around a labelled voxel: such positions are evenly
-    spread, so that every batch has its share."""
+    """Tell whether the patch at a position is to be around a labelled voxel: such positions are
+    evenly spread, so that every batch has its share."""
     if sampling.sampling != "foreground":
         return False
     share = sampling.foreground
@@ -152,7 +152,7 @@ def _is_foreground(position: int, sampling: PatchSampling) -> bool:
 
 
 def _units(sampling: PatchSampling, position: int, key: int, attempt: int) -> Iterator[float]:
-    """The random numbers of a patch: the first attempt at it has no number of its own."""
+    """Yield the random numbers of a patch: the first attempt at it has no number of its own."""
     again = (attempt,) if attempt else ()
     return random_units(sampling.seed, position, key, *again)
 
@@ -160,7 +160,7 @@ def _units(sampling: PatchSampling, position: int, key: int, attempt: int) -> It
 def _random_start(
     position: int, sampling: PatchSampling, record: CaseRecord, attempt: int
 ) -> Shape3:
-    """The first voxel of a patch anywhere in the extent."""
+    """Draw the first voxel of a patch anywhere in the extent."""
     units = _units(sampling, position, _PLACE, attempt)
     return xyz(low + int(next(units) * (high - low + 1)) for low, high in _places(sampling, record))
 
@@ -168,8 +168,8 @@ def _random_start(
 def _start_around_label(
     position: int, sampling: PatchSampling, record: CaseRecord, attempt: int
 ) -> Shape3:
-    """The first voxel of a patch around a voxel of a region; of one anywhere in the extent if the
-    case has none of the regions."""
+    """Draw the first voxel of a patch around a voxel of a region; of one anywhere in the extent if
+    the case has none of the regions."""
     regions: List[List[int]] = []  # the label codes that the case has, of each region with some
     for codes in sampling.codes:
         occurring = [code for code in codes if record.centres.get(code)]
@@ -197,8 +197,8 @@ def _picked(choices: Sequence[T], unit: float) -> T:
 
 
 def _places(sampling: PatchSampling, record: CaseRecord) -> Tuple[Tuple[int, int], ...]:
-    """The first and the last place of a patch along each axis: within the extent, or the one place
-    around a shorter extent."""
+    """Return the first and the last start of a patch along each axis: within the extent, or the
+    one around a shorter extent."""
     extent = record.box if sampling.extent == "brain" else whole(record.shape)
     around = centred(extent, sampling.shape, record.shape)
     places = []

@@ -69,8 +69,8 @@ def volume_dataset(
     read_mode: Union[str, Reader, None] = None,
     threads: int = 1,
 ) -> tf.data.Dataset:
-    """Whole volumes of a split as batches `(image, target)`, in an order that is a pure function of
-    the seed.
+    """Stream the whole volumes of a split as batches `(image, target)`, in an order that is a pure
+    function of the seed.
 
         for image, target in volume_dataset(open_store("store"), seed=1, stop=100, batch=2):
             ...  # image (2, X, Y, Z, C) float32, target (2, X, Y, Z, R) uint8
@@ -157,8 +157,8 @@ def patch_dataset(
     read_mode: Union[str, Reader, None] = None,
     threads: int = 1,
 ) -> tf.data.Dataset:
-    """Patches of a split's cases as batches `(image, target)` of size `patch_shape`; only their own
-    bytes are read.
+    """Stream patches of a split's cases as batches `(image, target)` of size `patch_shape`; only
+    their own bytes are read.
 
         patches = patch_dataset(open_store("store"), (128, 128, 128), sampling="foreground")
         for image, target in patches:
@@ -216,8 +216,9 @@ def patch_sampling(
     seed: int = 0,
     shuffle: bool = True,
 ) -> PatchSampling:
-    """The rule by which `patch_dataset` draws patches, from its arguments. `patch_at` tells the
-    case and the place of each; `patch_drawn` does where the store has a label to be ignored."""
+    """Return the rule by which `patch_dataset` draws patches, from its arguments. `patch_at` tells
+    the case and the region of each; `patch_drawn` does where the store has a label to be
+    ignored."""
     return PatchSampling(
         cast(Shape3, tuple(patch_shape)),  # which is checked there
         sampling,
@@ -237,8 +238,8 @@ def patch_drawn(
     split: str = "train",
     augment: AugmentConfig = NO_AUGMENT,
 ) -> Patch:
-    """The case and the place of the sample at `position` of `patch_dataset` with this rule, split
-    and augmentation, once it was drawn again if nothing in it was annotated: labels are read."""
+    """Return the patch that the sample at `position` of `patch_dataset` shows, with this rule,
+    split and augmentation. Labels are read: one without annotated voxels was drawn again."""
     if store.manifest.ignore is None:
         return patch_at(position, sampling, store.cases(split))
     ignore = store.manifest.ignore
@@ -301,7 +302,7 @@ class _Stream:
 
 
 def _codes(store: Store, regions: Optional[Sequence[str]]) -> Tuple[Tuple[int, ...], ...]:
-    """Label codes of each wanted region."""
+    """Return the label codes of each wanted region."""
     codes = tuple(store.manifest.regions.values())
     return tuple(codes[index] for index in _pick("regions", regions, tuple(store.manifest.regions)))
 
@@ -313,7 +314,7 @@ def _dataset(
     grid: Shape3,
     resolution: Resolution3 = (1, 1, 1),
 ) -> tf.data.Dataset:
-    """The samples of a stream, averaged down to the network's `grid`."""
+    """Make the samples of a stream, averaged down to the network's `grid`."""
     records = labelled(store, stream.split)
     channels = _pick("channels", stream.channels, store.manifest.channels)
     codes = _codes(store, stream.regions)
@@ -341,7 +342,7 @@ def _loader(
     share: Share,
     resolution: Resolution3 = (1, 1, 1),
 ) -> Loader:
-    """The loader of a split's samples."""
+    """Make the loader of a split's samples."""
     names = all_names(store.manifest.labels, store.manifest.regions)
     return Loader(
         reader,
@@ -363,7 +364,7 @@ def _pipeline(
     batch: int,
     threads: int,
 ) -> tf.data.Dataset:
-    """What `load` makes of the indices, in their order, in batches."""
+    """Load the samples of the indices, in their order, in batches."""
     stored_as = tf.uint16 if spec.is_bfloat16 else tf.float32
 
     # nothing in it branches on a tensor, and it is traced sooner
@@ -400,8 +401,8 @@ def _volume_size(
     multiple: Multiple,
     resolution: Resolution3,
 ) -> Shape3:
-    """The size of every volume: `grid`, or the least for all cases. InputError for a grid that
-    would lose voxels."""
+    """Return the size of every volume: `grid`, or the least for all cases. Raises InputError for a
+    grid that would lose voxels."""
     largest = grid_size(store, extent=extent, multiple=1)
     fitting = network_grid(largest, resolution, by_axis(multiple))
     if grid is None:
@@ -418,7 +419,7 @@ def _volume_size(
 
 
 def _pick(kind: str, wanted: Optional[Sequence[str]], names: Sequence[str]) -> Tuple[int, ...]:
-    """Indices of the wanted names; all of them for None."""
+    """Return the indices of the wanted names; all of them for None."""
     if wanted is None:
         return tuple(range(len(names)))
     check_names(kind, wanted, names)
@@ -433,8 +434,8 @@ _failures: Deque[Tuple[str, BaseException]] = collections.deque(maxlen=64)
 
 
 def _keeping_errors(load: Callable[[int], ImageAndTarget]) -> Callable[[int], ImageAndTarget]:
-    """The loader, whose InputError and OSError `Batches` raises as they were: TensorFlow keeps
-    their text alone."""
+    """Wrap the loader so that `Batches` can raise its InputError and OSError as they were:
+    TensorFlow keeps their text alone."""
 
     @tf.autograph.experimental.do_not_convert
     def call(index: int) -> ImageAndTarget:

@@ -16,8 +16,8 @@ SIGMA_SHARE = 1 / 8  # deviation of a tile's weights in sizes of the window, as 
 def sliding_window(
     network: Callable[[Any], Any], image: Any, patch: Shape3, overlap: float = OVERLAP
 ) -> Array:
-    """Logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no smaller than
-    `patch` on any axis.
+    """Return the logits float32 (X, Y, Z, R) of `image` (1, X, Y, Z, C), an array or tensor no
+    smaller than `patch` on any axis.
 
     `network` takes a tile (1, *patch, C) and gives its logits (1, *patch, R). Tiles are the fewest
     evenly spread ones that overlap by at least `overlap`; the first and last end with the volume.
@@ -48,7 +48,7 @@ def sliding_window(
 
 
 def window_count(shape: Shape3, patch: Shape3, overlap: float = OVERLAP) -> int:
-    """The number of tiles of a volume of `shape`, padded to the patch where it is smaller."""
+    """Count the tiles of a volume of `shape`, padded to the patch where it is smaller."""
     return math.prod(
         len(_starts(max(n, wanted), wanted, overlap)) for n, wanted in zip(shape, patch)
     )

@@ -16,9 +16,8 @@ def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
 
 
 def ignored_in_box(label: Array, image: Array, ignore: int) -> Array:
-    """The label with `ignore` as background outside of the box around voxels that are annotated, or
-    not zero in some channel. A box around all ignored voxels would be the whole grid where slices
-    are annotated, and training would take the memory of that."""
+    """Make ignored voxels background outside of the box around annotated voxels and voxels that
+    are not zero in some channel."""
     mask = image.any(axis=-1) | ((label != ignore) & (label > 0))
     box = bounding_box(mask).slices(xyz(label.shape))
     inside = np.zeros_like(label)

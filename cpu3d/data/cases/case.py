@@ -89,12 +89,11 @@ def load_case(
     """Read and check a case, turn it to axes R A S, and resample it to `target_spacing_mm`, if
     given.
 
-    `labels` are
-    the codes that may occur; None leaves the label unread. `ignore` is the one of them that is not
-    to be learnt; where 0 is background, it becomes background outside of the box of all else, but
-    not in `source_label`. Sources are recorded relative to `dataset_folder`, by default that of the
-    first image. Holds about two volumes, of a resampled case four of the larger grid. Raises
-    InputError with every problem of the case."""
+    `labels` are the codes that may occur; None leaves the label unread. `ignore` is the one of them
+    that is not to be learnt; where 0 is background, it becomes background outside of the box of all
+    else, but not in `source_label`. Sources are recorded relative to `dataset_folder`, by default
+    that of the first image. Holds about two volumes, of a resampled case four of the larger grid.
+    Raises InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
     volumes, label, geometry, zeroed, far = _read(files, channels, labels, kinds, zero_nan)
     background = _backgrounds(volumes, kinds)
@@ -137,7 +136,8 @@ def load_case(
 
 
 def _backgrounds(volumes: Sequence[Array], kinds: Sequence[Normalisation]) -> Tuple[float, ...]:
-    """Per channel, what most of the border is if it should perhaps be 0; none if it is 0 in all."""
+    """Return per channel what most of its border is, if it should perhaps be 0; nothing if that is
+    0 in all."""
     values = []
     for volume, each in zip(volumes, kinds):
         values.append(border_value(volume) if each.has_background else 0.0)
@@ -161,7 +161,7 @@ def _resampled(
     kinds: Sequence[Normalisation],
     ignore: Optional[int],
 ) -> _Resampled:
-    """What is made of the label of a case at a spacing, and the volumes in their places."""
+    """Resample the volumes, in their places in the list, and return what becomes of the label."""
     own_shape = xyz(volumes[0].shape)
     shape = resampled_shape(case_id, own_shape, before.voxel_mm, target_spacing_mm)
     if shape == own_shape:
@@ -185,7 +185,8 @@ def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
 
 
 def _sources(files: CaseFiles, folder: Optional[Path], has_label: bool) -> Tuple[SourceFile, ...]:
-    """The files that a case was made from, relative to `folder`, by default the first image's."""
+    """Describe the files that a case was made from, relative to `folder`, by default that of the
+    first image."""
     paths = files.paths if has_label else files.images
     if folder is None:
         folder = paths[0].parent
@@ -193,7 +194,7 @@ def _sources(files: CaseFiles, folder: Optional[Path], has_label: bool) -> Tuple
 
 
 def _source_file(path: Path, folder: Path) -> SourceFile:
-    """A file that a case was made from; one outside of `folder` by its name alone."""
+    """Describe a file; one outside of `folder` by its name alone."""
     name = path.name
     if folder in path.parents:
         name = path.relative_to(folder).as_posix()
@@ -208,8 +209,8 @@ def _read(
     kinds: Sequence[Normalisation],
     zero_nan: bool,
 ) -> Tuple[List[Array], Optional[Array], Geometry, int, int]:
-    """(volume of each channel, label, grid of the files, voxels that were no numbers, voxels that
-    were far from all others), with axes R A S."""
+    """Return (volume of each channel, label, grid of the files, voxels that were no numbers,
+    voxels far from all others), with axes R A S."""
     if len(files.images) not in (1, len(channels)):
         names = ", ".join(channels)
         rule = f"case {files.case_id} must have a file for each of {names}, or one for all"
@@ -260,8 +261,8 @@ def facts_of(
     units: Units = (),
     ignore: Optional[int] = None,
 ) -> Dict[str, Any]:
-    """The fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its label
-    on the whole grid, of which a code may be one to `ignore`."""
+    """Return the fields of a record that follow from the voxels of an image `(X, Y, Z, C)` and its
+    label, both on the whole grid; code `ignore` is not learnt."""
     kinds = of_all(normalisation, image.shape[-1])
     is_learnt = None
     facts: Dict[str, Any] = {"label_voxels": {}, "centres": {}, "label_voxels_sha256": ""}
@@ -299,13 +300,13 @@ def facts_of(
 
 
 def label_voxels_of(label: Array) -> Dict[int, int]:
-    """Code -> voxels, of those that occur in a label map (X, Y, Z)."""
+    """Count the voxels of each code that occurs in a label map (X, Y, Z)."""
     voxels = np.bincount(label.reshape(-1)).tolist()
     return {code: n for code, n in enumerate(voxels) if n}
 
 
 def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
-    """Up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C
+    """Pick up to `CENTRES` voxels of each code but 0 of a label map (X, Y, Z), at even steps in C
     order."""
     flat = label.reshape(-1)
     centres = {}
@@ -327,8 +328,8 @@ def _channels(
     present: Sequence[str],
     zero_nan: bool,
 ) -> Tuple[List[Array], int]:
-    """The channels `wanted` of a file, by name and normalisation, in int16 if exact, and how many
-    voxels were far from all others; the file's own channels are `present` if that is known.
+    """Return the channels `wanted` of a file, by name and normalisation, in int16 if exact, and
+    how many voxels were far from all others. `present` are the file's own channels, if known.
 
     A background is exactly 0 if it was that but for what an interpolation left. Raises InputError
     for channels without contrast, for CT in the place of others, for NaN and infinity unless they
@@ -379,7 +380,8 @@ def _channels(
 def channel_places(
     path: Path, count: int, names: Sequence[str], present: Sequence[str]
 ) -> Sequence[int]:
-    """The places of channels among the `count` of a file. Raises InputError for another number."""
+    """Return the indices of channels among the `count` of a file. Raises InputError for another
+    number."""
     places: Sequence[int] = range(len(names))
     expected = names
     if present:
@@ -395,7 +397,7 @@ def channel_places(
 
 
 def _as_int16(volume: Array) -> Array:
-    """A volume as int16 if that is exact, else as it is."""
+    """Return a volume as int16 if that is exact, else as it is."""
     is_whole = volume.dtype.kind != "f" or np.array_equal(np.rint(volume), volume)
     if is_whole and INT16.min <= volume.min() and volume.max() <= INT16.max:
         return volume.astype(np.int16)
@@ -403,7 +405,7 @@ def _as_int16(volume: Array) -> Array:
 
 
 def _label(path: Path, label: Array, labels: Mapping[int, str]) -> Array:
-    """The label as uint8. Raises InputError for other codes than `labels`."""
+    """Return the label as uint8. Raises InputError for other codes than `labels`."""
     codes = label_codes(path, label)
     values, counts = np.unique(codes, return_counts=True)
     unknown = [f"{code} ({n} voxels)" for code, n in zip(values, counts) if code not in labels]
@@ -416,8 +418,8 @@ def _label(path: Path, label: Array, labels: Mapping[int, str]) -> Array:
 
 
 def label_codes(path: Path, label: Array) -> Array:
-    """A label map as it was read, as uint8 `(X, Y, Z)`; 0.9999999 is 1. Raises InputError for more
-    than three axes, and for other values than integers 0..255."""
+    """Return a label map as uint8 `(X, Y, Z)`; 0.9999999 is 1. Raises InputError for more than
+    three axes, and for other values than integers 0..255."""
     if label.ndim != 3:
         raise InputError(f"label {path} must be 3D, got shape {label.shape}; give one label map")
     if label.dtype == np.uint8:

@@ -33,7 +33,7 @@ class ChannelFacts(NamedTuple):
 def facts_of_channel(
     channel: Array, each: Normalisation, unit: Unit, is_labelled: Optional[Array]
 ) -> ChannelFacts:
-    """The facts of stored values (X, Y, Z), of which some voxels may be labelled."""
+    """Describe the stored values (X, Y, Z) of a channel, of which some voxels may be labelled."""
     if each.has_background:
         return _over_foreground(channel)
     facts = _over_all(channel)._replace(around=surroundings(channel, each.kind is Kind.CT))
@@ -53,9 +53,10 @@ def content_box(
     around: Sequence[float],
     ignore: Optional[int],
 ) -> Region:
-    """The box around all that is labelled but `ignore`, or in any channel of a stored image (X, Y,
-    Z, C) not what is `around` its volume: of a CT above its window's lower end. The whole grid if
-    nothing is, or if a window is not known yet."""
+    """Return the box around all that is there: labelled voxels but those to `ignore`, and voxels
+    that differ from what is `around` the volume in some channel of a stored image (X, Y, Z, C),
+    in a CT those above its window's lower end. It is the whole grid if nothing is there, or if
+    a window is not known yet."""
     mask = np.zeros(image.shape[:3], bool)
     if label is not None:
         mask = (label > 0) & (label != (0 if ignore is None else ignore))
@@ -106,8 +107,8 @@ def image_in_steps(
     names: Sequence[str],
     kinds: Sequence[Normalisation],
 ) -> Tuple[Array, float, Tuple[Unit, ...]]:
-    """Channels stacked last, int16, with the unit of each, by which the values come back: to half a
-    step, of which a channel's range has 65,534. No units if all are int16 already.
+    """Stack channels last as int16, and return the unit of each, by which values come back to half
+    a step, of which a channel's range has 65,534; no units if all are int16 already.
 
     Where 0 is background, the offset is 0 and only 0 becomes 0. Returned with the largest rounding
     error, in standard deviations; of CT in those of its window, 0 before that is known. Raises
@@ -143,8 +144,8 @@ def image_in_steps(
 
 
 def rounding_in_windows(units: Sequence[Unit], kinds: Sequence[Normalisation]) -> float:
-    """The largest rounding error of channels in steps that are CT, half a step, in deviations of
-    their windows. 0 for whole numbers, which steps of 1 hold, and before the windows are known."""
+    """Return the largest rounding error of CT channels in steps, half a step, in deviations of
+    their windows; 0 for whole numbers and for unknown windows."""
     errors = [0.0]
     for (step, _), each in zip(units, kinds):
         if each.std is not None and step != 1:
@@ -153,8 +154,8 @@ def rounding_in_windows(units: Sequence[Unit], kinds: Sequence[Normalisation]) -
 
 
 def _unit_of(values: Array, has_background: bool) -> Unit:
-    """The unit in which int16 holds a channel's values, exactly if they are whole numbers and their
-    range fits."""
+    """Choose the unit in which int16 holds a channel's values, exactly if they are whole numbers
+    and their range fits."""
     low = float(values.min())
     high = float(values.max())
     if has_background:

@@ -46,7 +46,7 @@ NAMED = {"nonorm": Kind.NONE, "none": Kind.NONE, "rescaleto01": Kind.RESCALE}
 
 
 def is_ct(name: str) -> bool:
-    """Whether a channel's name says CT, in words, in capitals or in one of its kinds."""
+    """Tell whether a channel's name says CT, in words, in capitals or in one of its kinds."""
     words = re.findall(r"[^\W_]+", name)
     for word in list(words):
         if word.isalpha():
@@ -56,13 +56,13 @@ def is_ct(name: str) -> bool:
 
 
 def looks_like_ct(volume: Array) -> bool:
-    """Whether a volume has a large part at the value of air in Hounsfield units."""
+    """Tell whether a large part of a volume has the value of air in Hounsfield units."""
     return _air_share(volume) >= AIR_SHARE
 
 
 def refuses_ct(name: str, each: Normalisation) -> bool:
-    """Whether a channel that looks like CT is refused: if its values become scores by a case's own
-    mean and deviation, unless its name or a user says so."""
+    """Tell whether a channel that looks like CT is refused: if its values become scores by a
+    case's own mean and deviation, and neither its name nor a user wants that."""
     if each.kind is Kind.ZSCORE and each.is_chosen:
         return False
     return each.is_of_case and not is_ct(name)
@@ -77,7 +77,7 @@ def decide(
     chosen: Sequence[str],
     workers: int,
 ) -> Tuple[Normalisation, ...]:
-    """The normalisation of each channel, without the windows of CT.
+    """Decide the normalisation of each channel, without the windows of CT.
 
     `chosen` are the user's, such as "CT=zscore". Of channels that they and names leave open, up to
     EXAMINED of the training cases are read. Raises InputError for other channels and kinds, and for
@@ -107,8 +107,8 @@ def with_windows(
     channels: Sequence[str],
     records: Iterable[CaseRecord],
 ) -> Tuple[Normalisation, ...]:
-    """The normalisation with the window of each CT, from the labelled voxels in the records of the
-    training cases. Raises InputError if there are none, or of one value."""
+    """Fill in the window of each CT, from the labelled voxels in the records of the training
+    cases. Raises InputError if there are none, or of one value."""
     if not any(each.kind is Kind.CT for each in normalisation):
         return tuple(normalisation)  # no record is read
     samples: List[List[Tuple[float, ...]]] = [[] for _ in channels]
@@ -137,8 +137,8 @@ def in_window(
     normalisation: Sequence[Normalisation],
     ignore: Optional[int] = None,
 ) -> CaseRecord:
-    """The record with the content box and the rounding error that the windows of its CT tell, by
-    its stored arrays on the whole grid."""
+    """Return the record with the content box and the rounding error that follow from the windows
+    of its CT, by its stored arrays on the whole grid."""
     box = content_box(image, label, normalisation, record.units, record.around, ignore)
     error = max(record.max_abs_error, rounding_in_windows(record.units, normalisation))
     return replace(record, box=box, max_abs_error=error)
@@ -150,8 +150,8 @@ def _without_foreground(name: str, got: str) -> str:
 
 
 def chosen_kinds(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, Normalisation]:
-    """Channel -> normalisation that a user chose, in words as of `decide`. Raises InputError for
-    other channels and kinds."""
+    """Parse what a user chose, in words as of `decide`: channel -> normalisation. Raises
+    InputError for other channels and kinds."""
     kinds = {kind.value: kind for kind in Kind}
     places = {channel_key(name): name for name in channels}
     decided: Dict[str, Normalisation] = {}
@@ -185,7 +185,7 @@ def _examined(
     channels: Sequence[str],
     workers: int,
 ) -> Dict[str, Normalisation]:
-    """Channel -> normalisation by the voxels of some cases: by the middle one of their shares."""
+    """Decide channels by the voxels of some cases: by the median of their shares."""
     count = min(EXAMINED, len(cases))
     jobs = [(cases[place * len(cases) // count], tuple(channels)) for place in range(count)]
     shares: Dict[str, List[_Shares]] = {name: [] for name in left}
@@ -209,8 +209,8 @@ def _shares_of(job: Tuple[CaseFiles, Sequence[str]]) -> Dict[str, _Shares]:
 
 
 def _by_shares(shares: Sequence[_Shares]) -> Normalisation:
-    """The normalisation of a channel that no name tells. Over the foreground if no case could be
-    read: what is wrong with them is named later."""
+    """Decide a channel that no name tells. It is over the foreground if no case could be read:
+    what is wrong with them is named later."""
     if not shares:
         return Normalisation()
     background = statistics.median(each.background for each in shares)
@@ -231,8 +231,8 @@ def _air_share(volume: Array) -> float:
 
 
 def _volumes(files: CaseFiles, channels: Sequence[str]) -> Iterator[Tuple[str, Array]]:
-    """The channels of a case by name, but for files that cannot be read or hold others, which are
-    named elsewhere."""
+    """Yield the channels of a case by name. Files that cannot be read or hold other channels are
+    left out: they are named elsewhere."""
     for path, name in zip(files.images, channels):
         try:
             array = read_volume(path)[0]

@@ -32,8 +32,8 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?")  # not the 1 of T1
 def case_notes(
     record: CaseRecord, channels: Sequence[str], ignore: Optional[int] = None
 ) -> List[str]:
-    """What to say of a case: of its file's orientation, of voxels that were filled, brought nearer
-    or rounded, of channels whose background is not 0, and of codes but the one to `ignore` that
+    """Say what is unusual about a case: its file's orientation, voxels that were filled, brought
+    nearer or rounded, channels whose background is not 0, and codes but `ignore` that
     resampling has lost."""
     notes = []
     orientation = nifti.orientation_note(record.geometry)
@@ -67,7 +67,7 @@ def case_notes(
 def absent_regions(
     records: Iterable[CaseRecord], regions: Mapping[str, Sequence[int]]
 ) -> Tuple[str, ...]:
-    """The regions, name -> label codes, that no case has a voxel of."""
+    """List the regions, name -> label codes, that no case has a voxel of."""
     absent = dict(regions)
     for record in records:  # each is read from disk
         for name, codes in list(absent.items()):
@@ -81,15 +81,14 @@ def absent_regions(
 def left_out_of_mean(
     records: Iterable[CaseRecord], regions: Mapping[str, Sequence[int]]
 ) -> Tuple[str, ...]:
-    """The regions whose Dice is not in the mean of a validation, as no held-out case has them; none
-    if no region is in any."""
+    """List the regions whose Dice is not in the mean of a validation, as no held-out case has
+    them; none if no region is in any."""
     absent = absent_regions(records, regions)
     return () if len(absent) == len(regions) else absent
 
 
 def absence_line(absent: Sequence[str], regions: Mapping[str, Sequence[int]], where: str) -> str:
-    """The warning that the training cases of `where` have none of some regions; "" if they have
-    all."""
+    """Warn that the training cases of `where` have none of some regions; "" if they have all."""
     if not absent:
         return ""
     if len(absent) == len(regions):
@@ -102,9 +101,9 @@ def absence_line(absent: Sequence[str], regions: Mapping[str, Sequence[int]], wh
 
 
 def note_lines(notes: Mapping[str, Iterable[str]]) -> List[str]:
-    """The notes of cases, by case id, as lines: one for each text, with the ids of the first cases.
-    More than a few that differ in numbers alone, as in each case's own spacing, are one line too,
-    with those of the first."""
+    """Print notes by case id as lines: one for each text, with the ids of the first cases. Texts
+    that differ in numbers alone, as in each case's own spacing, share a line with the first
+    one's numbers if they are more than a few."""
     alike: Dict[str, Dict[str, List[str]]] = {}  # text without its numbers -> text -> case ids
     for case_id, texts in notes.items():
         for text in texts:
@@ -127,9 +126,9 @@ def mixed_orientation(
     new: Iterable[CaseRecord],
     in_store: Iterable[CaseRecord] = (),
 ) -> Problems:
-    """The problems of cases that give an orientation where the others give none, or the other way
-    round: left and right may be exchanged between them. The others are those of the store, or else
-    the larger group; of two equal ones, those with an orientation."""
+    """Name the cases that give an orientation where the others give none, or the other way round:
+    left and right may be exchanged between them. The others are those of the store, else the
+    larger group; of two equal ones, those with an orientation."""
     placed = {record.case_id: nifti.is_placed(record.geometry) for record in new}
     others = Counter(nifti.is_placed(record.geometry) for record in in_store)
     if not others:
@@ -148,9 +147,8 @@ def mixed_orientation(
 
 
 def unit_notes(records: Iterable[CaseRecord], channels: Sequence[str]) -> Dict[str, List[str]]:
-    """Case id -> a note for each CT whose labelled values are not of the unit of most cases, as HU
-    + 1024 among HU; only of cases that have one. The window of a store tells nothing of its own
-    training cases, whose values are in it."""
+    """Note, by case id, each CT whose labelled values are in another unit than those of most
+    cases, as HU + 1024 among HU."""
     middles: Dict[str, Dict[str, float]] = {}  # channel -> case id -> median of labelled values
     for record in records:
         for name, values in zip(channels, record.foreground):
@@ -169,8 +167,8 @@ def unit_notes(records: Iterable[CaseRecord], channels: Sequence[str]) -> Dict[s
 
 
 def _is_other_unit(middle: float, usual: float) -> bool:
-    """Whether two medians of labelled values differ by the shift that some files have, or one alone
-    is no HU."""
+    """Tell whether two medians of labelled values differ by the shift that some files have, or one
+    alone is no HU."""
     least, most = HU_RANGE
     is_shifted = abs(abs(middle - usual) - SHIFT_HU) <= SHIFT_MARGIN_HU
     return is_shifted or (least <= middle <= most) != (least <= usual <= most)
@@ -182,10 +180,8 @@ def window_notes(
     channels: Sequence[str],
     normalisation: Sequence[Normalisation],
 ) -> List[str]:
-    """A note for each CT of a case whose values are not those that the window of its store is of,
-    as of HU + 1024 with a window in HU: nearly all are above the window's lower end, or nearly all
-    below, or most of what is not below the window is far above it. `image` (X, Y, Z, C) is as
-    stored."""
+    """Note each CT of a case whose values do not fit the window of the training, as HU + 1024 with
+    a window in HU."""
     notes = []
     units = record.units or (AS_IT_IS,) * len(channels)
     for index, (name, each) in enumerate(zip(channels, normalisation)):

@@ -58,7 +58,7 @@ class Keep(enum.Enum):
 
 
 def parse_spacing(words: Sequence[str]) -> Union[Keep, Spacing3]:
-    """The words of --spacing: auto, off, or three sizes in mm. Raises InputError for others."""
+    """Parse the words of --spacing: auto, off, or three sizes in mm; InputError for others."""
     if len(words) == 1 and words[0] in [keep.value for keep in Keep]:
         return Keep(words[0])
     try:
@@ -72,15 +72,15 @@ def parse_spacing(words: Sequence[str]) -> Union[Keep, Spacing3]:
 
 
 def in_mm(spacing_mm: Optional[Sequence[float]]) -> str:
-    """A spacing for people, as "1 x 1 x 2.5 mm"; "off" for None."""
+    """Print a spacing, as "1 x 1 x 2.5 mm"; "off" for None."""
     if spacing_mm is None:
         return "off"
     return f"{' x '.join(f'{length:.4g}' for length in spacing_mm)} mm"
 
 
 def ranges_in_mm(spacings_mm: Sequence[Spacing3]) -> str:
-    """The spacings of cases for people, as "0.8 to 1.2 along R, 1 along A, 5 along S mm", or "1 x 1
-    x 5 mm" if all are equal."""
+    """Print the spacings of cases, as "0.8 to 1.2 along R, 1 along A, 5 along S mm", or "1 x 1 x 5
+    mm" if all are equal."""
     if len(set(spacings_mm)) == 1:
         return in_mm(spacings_mm[0])
     ranges = []
@@ -96,8 +96,8 @@ def ranges_in_mm(spacings_mm: Sequence[Spacing3]) -> str:
 
 
 def voxels_of(cases: Iterable[CaseFiles]) -> Tuple[List[Spacing3], List[Shape3]]:
-    """The spacing and the voxels along R, A, S of each case, by the header of its first image. One
-    that cannot be read is left out: its problem is named when the case is loaded."""
+    """Read the spacing and the voxels along R, A, S of each case from the header of its first
+    image. One that cannot be read is left out: its problem is named when the case is loaded."""
     spacings = []
     shapes = []
     for files in cases:
@@ -109,8 +109,8 @@ def voxels_of(cases: Iterable[CaseFiles]) -> Tuple[List[Spacing3], List[Shape3]]
 
 
 def target_spacing(spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]) -> Optional[Spacing3]:
-    """The spacing to bring cases to that have these spacings and voxels; None if there are none, or
-    none of them is more than 10 % above another, along any axis.
+    """Choose the spacing that cases of these spacings and voxels are resampled to; None if there
+    are no cases, or none is more than 10 % above another along any axis.
 
     By nnU-Net's planner: the median along each axis. Where that is of thick slices, 3 times the
     other spacings or more, and of as few, the 10th percentile of the thick axis, yet at least the
@@ -131,13 +131,13 @@ def target_spacing(spacings_mm: Sequence[Spacing3], shapes: Sequence[Shape3]) ->
 
 
 def differs(spacing_mm: Sequence[float], usual_mm: Sequence[float]) -> bool:
-    """Whether a spacing is more than 10 % off the usual one along an axis; 1.1 mm are not of 1."""
+    """Tell whether a spacing is more than 10 % off the usual one along an axis; 1.1 mm are not."""
     shares = np.abs(np.divide(spacing_mm, usual_mm) - 1)
     return bool(shares.max() > DIFFERS + 1e-6)
 
 
 def thick_axis(spacing_mm: Sequence[float]) -> Optional[int]:
-    """The axis whose spacing is at least 3 times each of the others; None if there is none."""
+    """Find the axis whose spacing is at least 3 times each of the others; None if there is none."""
     axis = int(np.argmax(spacing_mm))
     if spacing_mm[axis] >= THICK_SLICES * np.delete(spacing_mm, axis).max():
         return axis
@@ -147,8 +147,8 @@ def thick_axis(spacing_mm: Sequence[float]) -> Optional[int]:
 def resampled_shape(
     case_id: str, shape: Shape3, spacing_mm: Sequence[float], target_mm: Sequence[float]
 ) -> Shape3:
-    """Voxels X, Y, Z of a case at a spacing, at least one along each axis. Raises InputError for
-    more than 2^31, and for more than 8 times as many as before."""
+    """Return the voxels X, Y, Z of a case at a spacing, at least one along each axis. Raises
+    InputError for more than 2^31, and for more than 8 times as many as before."""
     made = _shape_at(shape, spacing_mm, target_mm)
     most = _most_voxels(shape)
     if math.prod(made) > most:
@@ -196,8 +196,8 @@ def spacing_at(shape: Shape3, spacing_mm: Sequence[float], made: Shape3) -> Spac
 
 
 def grid_of(record: CaseRecord) -> Geometry:
-    """The grid that a case is stored on: its source's, or that with axes R A S and the voxels of
-    the store."""
+    """Return the grid that a case is stored on: its source's, or one with axes R A S and the
+    store's voxels."""
     geometry = record.geometry
     if record.resampled_from is None:
         return geometry
@@ -214,7 +214,8 @@ def grid_of(record: CaseRecord) -> Geometry:
 def resample_image(
     volume: Array, shape: Shape3, spacing_mm: Sequence[float], outside: Optional[float] = 0.0
 ) -> Array:
-    """A channel `(X, Y, Z)` of these spacings as float32 of another `shape`, within its own range.
+    """Resample a channel `(X, Y, Z)` of these spacings to another `shape`, float32, within its own
+    range.
 
     What is exactly `outside` is no intensity: a voxel that is mostly made of it becomes it. None
     for volumes where every value is one.
@@ -232,8 +233,8 @@ def resample_image(
 
 
 def resample_label(label: Array, shape: Shape3, ignore: Optional[int] = None) -> Array:
-    """A label map `(X, Y, Z)` uint8 with another `shape`: of each voxel the code that most of it
-    holds, the lowest of equal ones.
+    """Resample a label map `(X, Y, Z)` uint8 to another `shape`: each voxel gets the code that
+    most of it holds, the lowest of equal ones.
 
     As in a turned sample, a voxel is `ignore` if more than half of it is; else the other codes
     decide.
@@ -262,8 +263,8 @@ def resample_label(label: Array, shape: Shape3, ignore: Optional[int] = None) ->
 
 
 def to_source_grid(answers: Array, record: CaseRecord) -> Array:
-    """Probabilities `(X, Y, Z, R)` on a case's grid in the store as float32 on the grid of its
-    source, in axes R A S; as they are if both are the same."""
+    """Bring probabilities `(X, Y, Z, R)` back from a case's grid in the store to that of its
+    source, in axes R A S, float32; as they are if both are the same."""
     source = record.resampled_from
     if source is None:
         return answers
@@ -310,7 +311,7 @@ class Taps(NamedTuple):
         return self.places.shape[1] == 1
 
     def around(self, start: int, stop: int) -> "Part":
-        """The taps of the new voxels that old ones from `start` to `stop` have a part in."""
+        """Return the taps of the new voxels that old ones from `start` to `stop` have a part in."""
         takes = (self.places >= start) & (self.places < stop) & (self.weights != 0)
         rows = np.flatnonzero(takes.any(1))
         written = slice(int(rows[0]), int(rows[-1]) + 1)
@@ -349,7 +350,7 @@ def _taps(count: int, made: int, kernel: Kernel) -> Taps:
 
 
 def _resample(volume: Array, taps: Sequence[Taps]) -> Array:
-    """A volume `(X, Y, Z)` with the voxels of `taps` along its axes, float32."""
+    """Interpolate a volume `(X, Y, Z)` by the `taps` along its axes, float32."""
     # Most taps first, which make the volume smaller. The order is the same for a part of a volume.
     for axis in sorted(range(3), key=lambda axis: -taps[axis].places.shape[1]):
         if not taps[axis].is_identity:
@@ -358,7 +359,7 @@ def _resample(volume: Array, taps: Sequence[Taps]) -> Array:
 
 
 def _along(volume: Array, axis: int, taps: Taps) -> Array:
-    """A volume with the voxels of `taps` along one axis, float32."""
+    """Interpolate a volume by the `taps` along one axis, float32."""
     shape = list(volume.shape)
     shape[axis] = len(taps.places)
     made = np.zeros(shape, np.float32)

@@ -29,7 +29,7 @@ READ_AHEAD_BYTES = 1 << 20
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any) -> Array:
-    """An uninitialised C-ordered array whose data TensorFlow can take without a copy."""
+    """Make an uninitialised C-ordered array whose data TensorFlow can take without a copy."""
     dtype = np.dtype(dtype)
     size_bytes = math.prod(shape) * dtype.itemsize
     raw = np.empty(size_bytes + ALIGNMENT_BYTES, np.uint8)
@@ -38,7 +38,7 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> Array:
 
 
 def encode(array: Array, format_: str) -> List[Union[bytes, memoryview]]:
-    """The content of a C-ordered array's file, in pieces to be written one after another."""
+    """Return the content of a C-ordered array's file, in pieces to be written one after another."""
     if format_ == "npy":
         return [npy_header(array.dtype, array.shape), array.data.cast("B")]
     import blosc2
@@ -62,7 +62,7 @@ def decode_b2nd(
     slices: Optional[Sequence[slice]] = None,
     expected: Optional[Tuple[Tuple[int, ...], "np.dtype[Any]"]] = None,
 ) -> Array:
-    """The array in the bytes of a .b2nd file, or a box of it, aligned for TensorFlow.
+    """Unpack the array in the bytes of a .b2nd file, or a box of it, aligned for TensorFlow.
 
     Raises ValueError for damaged bytes, another shape or dtype than `expected`, and for an array
     that is not in `content`: a proxy or an expression names other files and addresses, which Blosc2
@@ -88,7 +88,7 @@ def decode_b2nd(
 
 @functools.lru_cache(256)
 def npy_header(dtype: "np.dtype[Any]", shape: Tuple[int, ...]) -> bytes:
-    """The header of a .npy file of a C-ordered array; its length is a multiple of 64 bytes."""
+    """Return the header of a .npy file of a C-ordered array, a multiple of 64 bytes long."""
     descr = np.lib.format.dtype_to_descr(np.dtype(dtype))
     facts = {"descr": descr, "fortran_order": False, "shape": shape}
     header = io.BytesIO()
@@ -97,14 +97,14 @@ def npy_header(dtype: "np.dtype[Any]", shape: Tuple[int, ...]) -> bytes:
 
 
 def voxels_sha256(array: Array) -> str:
-    """SHA-256 of an array's dtype, shape and voxels, which does not depend on its file."""
+    """Hash an array's dtype, shape and voxels; its file does not matter."""
     digest = hashlib.sha256(npy_header(array.dtype, array.shape))
     digest.update(np.ascontiguousarray(array).data.cast("B"))
     return digest.hexdigest()
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a regular file's content, read in pieces. Raises as `open_regular`."""
+    """Hash a regular file's content, read in pieces. Raises as `open_regular`."""
     digest = hashlib.sha256()
     with os.fdopen(open_regular(path), "rb") as file:
         for piece in iter(lambda: file.read(1 << 20), b""):

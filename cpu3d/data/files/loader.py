@@ -47,8 +47,8 @@ def open_reading(
 
 
 def labelled(store: Store, split: str) -> Sequence[CaseRecord]:
-    """The cases of a split. Raises InputError if there is no such split, it is empty, or a case has
-    no label."""
+    """Return the cases of a split. Raises InputError if there is no such split, it is empty, or a
+    case has no label."""
     splits = store.manifest.split
     if split not in splits:
         raise InputError(f"split must be one of {', '.join(splits)}, got {split!r}; pick one")
@@ -83,7 +83,7 @@ class Loader:
         return self._drawn(sample)[1]
 
     def patch(self, sample: int) -> Patch:
-        """The patch that a sample is of: the first attempt of `patch_at`, or a later one."""
+        """Return the patch that a sample is of: the first attempt of `patch_at`, or a later one."""
         return self._drawn(sample)[0]
 
     def _drawn(self, sample: int) -> Tuple[Patch, ImageAndTarget]:
@@ -116,8 +116,8 @@ class Loader:
 
 
 def _turned(region: Region, matrix: Array) -> Region:
-    """The voxels from which those of a region come that is turned about its centre by a `matrix` of
-    `draw`."""
+    """Return the region that a region's voxels come from if it is turned about its centre by a
+    `matrix` of `draw`."""
     half = (np.array(region.size) - 1) / 2
     centre = region.start + half
     reach = np.abs(matrix) @ half + 1
@@ -127,7 +127,7 @@ def _turned(region: Region, matrix: Array) -> Region:
 
 
 def _stored(reader: Reader, record: CaseRecord, region: Region, needed: Region) -> Stored:
-    """The stored voxels of a case in `needed`, with their place in `region`."""
+    """Read the stored voxels of a case in `needed`, with their start in `region`."""
     inside = needed.overlap(record.box)
     if inside is None:  # no voxel of it
         image = np.zeros((0, 0, 0, record.channels), np.int16)

@@ -37,15 +37,16 @@ NETWORK = (
 
 
 def choose_read_mode(file_system: str) -> str:
-    """The mode for a file system of this type: pread from a network, because a failing map ends the
-    process."""
+    """Choose the mode for a file system of this type: pread from a network, because a failing map
+    ends the process."""
     if file_system in NETWORK or file_system.startswith(("nfs", "smb", "fuse")):
         return "pread"
     return "mmap"
 
 
 def file_system(path: Union[str, Path]) -> str:
-    """The type of the file system of `path`, such as "ext4" or "nfs4"; "" if it is not known."""
+    """Return the type of the file system of `path`, such as "ext4" or "nfs4"; "" if it is not
+    known."""
     path = os.path.realpath(path)
     kind = ""
     longest = 0
@@ -72,8 +73,8 @@ class Reader:
         self.mode = mode
 
     def array(self, record: CaseRecord, kind: str, slices: Optional[Slices] = None) -> Array:
-        """The stored image `(X, Y, Z, C)`, `kind` "x", label `(X, Y, Z)` uint8, "y", or source's
-        label, "t", or a box; C order, aligned.
+        """Read the stored image `(X, Y, Z, C)`, `kind` "x", label `(X, Y, Z)` uint8, "y", or
+        source's label, "t", or a box; C order, aligned.
 
         A whole .npy file in mode "mmap" is the read-only map itself: its voxels are read when they
         are touched. For a box of one only the box's rows are read."""
@@ -88,8 +89,8 @@ class Reader:
             return file.map() if self.mode == "mmap" else file.read()
 
     def problems(self, record: CaseRecord, contents: bool = False) -> List[str]:
-        """A line for each of a case's files that is missing, changed or of another length or
-        header; with `contents` also of other bytes."""
+        """Name each of a case's files that is missing, changed or of another length or header;
+        with `contents` also of other bytes."""
         problems: List[str] = []
         for kind in kinds_of(record):
             try:
@@ -162,19 +163,18 @@ class _ArrayFile:
             raise self.damaged("another header")
 
     def map(self) -> Array:
-        """The array of a .npy file as a read-only map, which is closed with the last of its
-        views."""
+        """Map the array of a .npy file read-only; the map is closed with the last of its views."""
         pages = mmap.mmap(self.handle, self.size_bytes, access=mmap.ACCESS_READ)
         return np.frombuffer(pages, self.dtype, offset=len(self.header)).reshape(self.shape)
 
     def read(self) -> Array:
-        """The array of a .npy file, aligned."""
+        """Read the array of a .npy file, aligned."""
         array = aligned_empty(self.shape, self.dtype)
         self._fill(array, len(self.header))
         return array
 
     def read_box(self, slices: Sequence[slice]) -> Array:
-        """A box of a .npy file, aligned, read a plane of X at a time: a map would take longer, for
+        """Read a box of a .npy file, aligned, a plane of X at a time: a map would take longer, for
         its page faults."""
         x, y, z = slices[:3]
         out = aligned_empty([cut.stop - cut.start for cut in slices], self.dtype)
@@ -194,8 +194,8 @@ class _ArrayFile:
         return out
 
     def unpack(self, slices: Optional[Sequence[slice]] = None) -> Array:
-        """A .b2nd file's array, or a box of it, aligned. Its bytes are compared with their hash: a
-        flipped bit gives wrong voxels more often than an error."""
+        """Unpack a .b2nd file's array, or a box of it, aligned. Its bytes are compared with their
+        hash: a flipped bit gives wrong voxels more often than an error."""
         content = np.empty(self.size_bytes, np.uint8)
         self._fill(content, 0)
         if hashlib.sha256(content.data).hexdigest() != self.sha256:
@@ -226,8 +226,8 @@ class _ArrayFile:
 
 
 def kinds_of(record: CaseRecord) -> Tuple[str, ...]:
-    """The arrays that a case has: image, and label if there is one; the source's label, too, if the
-    case was resampled."""
+    """List the arrays that a case has: image, and label if there is one; the source's label, too,
+    if the case was resampled."""
     if not record.has_label:
         return ("x",)
     return ("x", "y", "t") if record.resampled_from else ("x", "y")

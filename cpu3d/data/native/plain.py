@@ -14,7 +14,7 @@ from models.native.shared import IGNORED
 
 
 def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> ImageAndTarget:
-    """As `samples.make_sample`, of the numbers of the picked channels."""
+    """Make the sample as `samples.make_sample` does, of the numbers of the picked channels."""
     picked = stored.image[..., list(spec.channels)].astype(np.float32)
     image = scaled(picked, drawn.scale, drawn.shift, drawn.window)
     target = spec.table[stored.label].astype(np.float32)
@@ -40,8 +40,8 @@ def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> Image
 
 
 def _without_ignored(target: Array) -> Array:
-    """Of means (X, Y, Z, R + 1), the last of ignored voxels, those over the others alone; 0 and 1
-    where there are no others."""
+    """Turn means (X, Y, Z, R + 1), the last of ignored voxels, into those over the other voxels
+    alone; 0 and 1 where there are no others."""
     ignored = target[..., -1:]
     is_ignored = ignored >= np.float32(1 - TIE)
     others = np.where(is_ignored, np.float32(1), 1 - ignored)
@@ -50,7 +50,7 @@ def _without_ignored(target: Array) -> Array:
 
 
 def _decided(target: Array, spec: SampleSpec) -> Array:
-    """The target of means (X, Y, Z, R), or with those of ignored voxels (X, Y, Z, R + 1)."""
+    """Decide the target of means (X, Y, Z, R), or with those of ignored voxels (X, Y, Z, R + 1)."""
     inside = np.float32(0.5 - TIE)
     if spec.ignore is None:
         return target >= inside
@@ -60,7 +60,7 @@ def _decided(target: Array, spec: SampleSpec) -> Array:
 
 
 def smoothings(drawn: AugmentParams, grid: Shape3) -> List[Optional[Tuple[Array, ...]]]:
-    """Of each channel the matrices by which it is smoothed along X, Y and Z; None if it is not."""
+    """Return the matrices by which each channel is smoothed along X, Y and Z; None if it is not."""
     of_channels: List[Optional[Tuple[Array, ...]]] = []
     for channel in range(len(drawn.scale)):
         blur = 0.0
@@ -77,7 +77,7 @@ def smoothings(drawn: AugmentParams, grid: Shape3) -> List[Optional[Tuple[Array,
 
 
 def _shrunk(volume: Array, start: Shape3, matrices: Sequence[Array]) -> Array:
-    """A box that begins at this voxel of the store's grid, averaged down: all of the network's
+    """Average a box that begins at this voxel of the store's grid down to all of the network's
     grid."""
     for axis, matrix in enumerate(matrices):
         weights = matrix[:, start[axis] : start[axis] + volume.shape[axis]]
@@ -86,13 +86,13 @@ def _shrunk(volume: Array, start: Shape3, matrices: Sequence[Array]) -> Array:
 
 
 def _along(volume: Array, matrix: Array, axis: int) -> Array:
-    """A volume with a matrix (to, from) applied along an axis."""
+    """Apply a matrix (to, from) to a volume along an axis."""
     return np.moveaxis(np.tensordot(matrix, volume, (1, axis)), 0, axis)
 
 
 def _placed(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3) -> Array:
-    """A box that begins at this voxel of the grid, with zeros around it, turned about the grid's
-    centre."""
+    """Put a box that begins at this voxel on the grid, with zeros around it, and turn it about the
+    grid's centre."""
     if matrix is None:
         return crop(volume, Region(xyz(-n for n in start), grid))
     if not volume.size:
@@ -113,7 +113,7 @@ def _placed(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3)
 
 
 def _changed(image: Array, drawn: AugmentParams) -> Array:
-    """The image with the changes of intensity in the voxels that are not background."""
+    """Change the intensities of the voxels that are not background."""
     image = image.copy()
     matrices = smoothings(drawn, xyz(image.shape[:3]))
     for channel in range(image.shape[3]):
@@ -139,7 +139,7 @@ def _changed(image: Array, drawn: AugmentParams) -> Array:
 
 
 def _with_gamma(values: Array, exponent: float, negative: bool) -> Array:
-    """Gamma over the range of values or of their negatives, which keeps mean and deviation."""
+    """Apply a gamma over the range of values or of their negatives, and keep mean and deviation."""
     low = values.min()
     high = values.max()
     if low == high:
@@ -155,8 +155,8 @@ def _with_gamma(values: Array, exponent: float, negative: bool) -> Array:
 
 
 def _noise(shape: Shape3, keys: Array) -> Array:
-    """Noise of mean 0 and deviation 1: the sum of eight bytes, which are a function of the keys and
-    of a voxel's number."""
+    """Make noise of mean 0 and deviation 1: the sum of eight bytes, which are a function of the
+    keys and of a voxel's number."""
     numbers = np.arange(np.prod(shape), dtype=np.uint64).astype(np.uint32).reshape(shape)
     first = _mixed(_mixed(numbers ^ keys[0]) + keys[1])
     words = np.stack([first, _mixed(first + np.uint32(0x9E3779B9))], -1)
@@ -176,7 +176,7 @@ def _flipped(volume: Array, flips: Sequence[bool]) -> Array:
 
 
 def _bfloat16_bits(image: Array) -> Array:
-    """The upper half of each float32, rounded to nearest, ties to even."""
+    """Return the upper half of each float32, rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(image).view(np.uint32)
     last = bits >> np.uint32(16) & np.uint32(1)
     rounded = (bits + np.uint32(0x7FFF) + last) >> np.uint32(16)

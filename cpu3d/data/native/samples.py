@@ -36,8 +36,8 @@ INT16, _, LABEL, WINDOWED = range(4)  # as in samples.h
 
 
 def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> ImageAndTarget:
-    """The sample of the numbers that were drawn for it. Threads may call it; while C computes,
-    others run.
+    """Make the sample of the numbers that were drawn for it. Threads may call it; while C
+    computes, others run.
 
     `drawn` are the numbers of all channels of the store. Raises MemoryError.
     """
@@ -202,8 +202,8 @@ class _Call:
 
 
 def _narrowed(matrix: Array) -> Tuple[Array, Array]:
-    """Of weights (to, from): where those of each row begin, int32 (to,), and from there on (taps,
-    to)."""
+    """Return where the non-zero weights (to, from) of each row begin, int32 (to,), and the weights
+    from there on (taps, to)."""
     used = matrix != 0
     first = used.argmax(1)
     stop = matrix.shape[1] - used[:, ::-1].argmax(1)
@@ -218,7 +218,8 @@ def _narrowed(matrix: Array) -> Tuple[Array, Array]:
 
 @functools.cache
 def function_in_c() -> Optional[Callable[[Any], int]]:
-    """`make_sample` of samples.c; None, after a note, if there is none and it cannot be built."""
+    """Return `make_sample` of samples.c; None, after a note, if there is none and it cannot be
+    built."""
     try:
         lacking = sorted(set(INSTRUCTION_SETS["avx2"].needs) - set(read_host().isa))
         if lacking:
