@@ -56,8 +56,8 @@ def shrinking(seen: int, field: int, resolution: float) -> Array:
 def growing(field: int, seen: int, resolution: float) -> Array:
     """(field, seen) float32: the weights of linear interpolation, or of the last centre, back to
     store voxels."""
-    place = np.clip((np.arange(field)[:, None] + 0.5) * resolution - 0.5, 0, seen - 1)
-    return np.maximum(1 - np.abs(place - np.arange(seen)[None, :]), 0).astype(np.float32)
+    position = np.clip((np.arange(field)[:, None] + 0.5) * resolution - 0.5, 0, seen - 1)
+    return np.maximum(1 - np.abs(position - np.arange(seen)[None, :]), 0).astype(np.float32)
 
 
 class Resizing:

@@ -48,10 +48,10 @@ class Patch(Sample):
 def sample_at(position: int, *, cases: int, seed: int, shuffle: bool = True) -> Sample:
     """Return the sample at `position` of an endless stream over `cases` cases: every epoch holds
     each case once."""
-    epoch, place = divmod(position, cases)
+    epoch, index = divmod(position, cases)
     if not shuffle:
-        return Sample(epoch, place)
-    return Sample(epoch, permutation(cases, seed=seed, epoch=epoch)[place])
+        return Sample(epoch, index)
+    return Sample(epoch, permutation(cases, seed=seed, epoch=epoch)[index])
 
 
 @lru_cache(maxsize=4)
@@ -162,7 +162,7 @@ def _random_start(
 ) -> Shape3:
     """Draw the first voxel of a patch anywhere in the extent."""
     units = _units(sampling, position, _PLACE, attempt)
-    return xyz(low + int(next(units) * (high - low + 1)) for low, high in _places(sampling, record))
+    return xyz(low + int(next(units) * (high - low + 1)) for low, high in _starts(sampling, record))
 
 
 def _start_around_label(
@@ -185,7 +185,7 @@ def _start_around_label(
     code = _picked(_picked(regions, of_region), of_code)
     centre = _picked(record.centres[code], of_centre)
     start = []
-    for voxel, size, (low, high) in zip(centre, sampling.shape, _places(sampling, record)):
+    for voxel, size, (low, high) in zip(centre, sampling.shape, _starts(sampling, record)):
         before = size // 4 + int(next(units) * max(size // 2, 1))
         start.append(min(max(voxel - before, low), high))
     return xyz(start)
@@ -196,20 +196,20 @@ def _picked(choices: Sequence[T], unit: float) -> T:
     return choices[int(unit * len(choices))]
 
 
-def _places(sampling: PatchSampling, record: CaseRecord) -> Tuple[Tuple[int, int], ...]:
+def _starts(sampling: PatchSampling, record: CaseRecord) -> Tuple[Tuple[int, int], ...]:
     """Return the first and the last start of a patch along each axis: within the extent, or the
     one around a shorter extent."""
     extent = record.box if sampling.extent == "brain" else whole(record.shape)
     around = centred(extent, sampling.shape, record.shape)
-    places = []
+    starts = []
     for axis, size in enumerate(sampling.shape):
         low = extent.start[axis]
         high = extent.stop[axis] - size
         if high <= low:
             low = around.start[axis]
             high = low
-        places.append((low, high))
-    return tuple(places)
+        starts.append((low, high))
+    return tuple(starts)
 
 
 # --- Shares of several workers ---
@@ -247,8 +247,8 @@ class Share:
 
     def position(self, index: int) -> int:
         """The position, in the order of all samples, of this worker's sample `index`."""
-        step, place = divmod(index, self.per_step)
-        return (step * self.workers + self.rank) * self.per_step + place
+        step, rest = divmod(index, self.per_step)
+        return (step * self.workers + self.rank) * self.per_step + rest
 
     def indices(self, start: int, stop: int) -> range:
         """The indices of this worker's samples at the positions `start` up to `stop`."""
@@ -260,8 +260,8 @@ class Share:
 
     def _count_before(self, position: int) -> int:
         """This worker's samples at the positions below this one."""
-        step, place = divmod(position, self.workers * self.per_step)
-        of_last_step = min(max(place - self.rank * self.per_step, 0), self.per_step)
+        step, rest = divmod(position, self.workers * self.per_step)
+        of_last_step = min(max(rest - self.rank * self.per_step, 0), self.per_step)
         return step * self.per_step + of_last_step
 
 

@@ -99,7 +99,7 @@ def load_case(
     background = _backgrounds(volumes, kinds)
     made = _Resampled(label, nifti.ras_spacing_mm(geometry))
     if target_spacing_mm:
-        # In the list's places, one after the other, so that each volume is forgotten at once.
+        # In the list's order, one after the other, so that each volume is forgotten at once.
         made = _resampled(files.case_id, volumes, made, target_spacing_mm, kinds, ignore)
     names = [f"channel {name} of {files.case_id}" for name in channels]
     image, error, units = image_in_steps(volumes, names, kinds)
@@ -161,7 +161,7 @@ def _resampled(
     kinds: Sequence[Normalisation],
     ignore: Optional[int],
 ) -> _Resampled:
-    """Resample the volumes, in their places in the list, and return what becomes of the label."""
+    """Resample the volumes, in place, and return what becomes of the label."""
     own_shape = xyz(volumes[0].shape)
     shape = resampled_shape(case_id, own_shape, before.voxel_mm, target_spacing_mm)
     if shape == own_shape:
@@ -316,8 +316,8 @@ def centres_of(label: Array) -> Dict[int, Tuple[Shape3, ...]]:
         voxels = inside[codes == code]
         steps = min(CENTRES, len(voxels))
         picked = voxels[(2 * np.arange(steps) + 1) * len(voxels) // (2 * steps)]
-        places = np.stack(np.unravel_index(picked, label.shape), -1)
-        centres[int(code)] = tuple(map(xyz, places.tolist()))
+        indices = np.stack(np.unravel_index(picked, label.shape), -1)
+        centres[int(code)] = tuple(map(xyz, indices.tolist()))
     return centres
 
 
@@ -337,12 +337,12 @@ def _channels(
     """
     if array.ndim == 3:
         array = array[..., None]
-    places = channel_places(path, array.shape[3], [name for name, _ in wanted], present)
+    indices = channel_indices(path, array.shape[3], [name for name, _ in wanted], present)
     volumes = []
     problems = []
     far = 0
-    for place, (name, each) in zip(places, wanted):
-        volume = array[..., place]
+    for index, (name, each) in zip(indices, wanted):
+        volume = array[..., index]
         rule = f"channel {name} of {path} must"
         advice = "fetch it again or leave the case out"
         is_finite = np.isfinite(volume)
@@ -377,15 +377,15 @@ def _channels(
     return volumes, far
 
 
-def channel_places(
+def channel_indices(
     path: Path, count: int, names: Sequence[str], present: Sequence[str]
 ) -> Sequence[int]:
     """Return the indices of channels among the `count` of a file. Raises InputError for another
     number."""
-    places: Sequence[int] = range(len(names))
+    indices: Sequence[int] = range(len(names))
     expected = names
     if present:
-        places = places_of(names, present, str(path))
+        indices = places_of(names, present, str(path))
         expected = present
     if count != len(expected):
         rule = f"{path} must hold {counted(len(expected), 'channel')}, {', '.join(expected)}"
@@ -393,7 +393,7 @@ def channel_places(
         if not present:
             advice += ", or give one 4D file or one 3D file for each channel"
         raise InputError(f"{rule}, got {count}; {advice}")
-    return places
+    return indices
 
 
 def _as_int16(volume: Array) -> Array:

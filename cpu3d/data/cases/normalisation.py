@@ -153,12 +153,12 @@ def chosen_kinds(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, No
     """Parse what a user chose, in words as of `decide`: channel -> normalisation. Raises
     InputError for other channels and kinds."""
     kinds = {kind.value: kind for kind in Kind}
-    places = {channel_key(name): name for name in channels}
+    by_key = {channel_key(name): name for name in channels}
     decided: Dict[str, Normalisation] = {}
     problems = []
     for word in chosen:
         name, _, kind = word.rpartition("=")
-        channel = places.get(channel_key(name))
+        channel = by_key.get(channel_key(name))
         if channel is None or channel in decided:
             rule = f"--normalise must name channels among {', '.join(channels)}, each once"
             problems.append(f"{rule}, got {word}; give CHANNEL=KIND")
@@ -187,7 +187,7 @@ def _examined(
 ) -> Dict[str, Normalisation]:
     """Decide channels by the voxels of some cases: by the median of their shares."""
     count = min(EXAMINED, len(cases))
-    jobs = [(cases[place * len(cases) // count], tuple(channels)) for place in range(count)]
+    jobs = [(cases[number * len(cases) // count], tuple(channels)) for number in range(count)]
     shares: Dict[str, List[_Shares]] = {name: [] for name in left}
     with bar("examine", total=count) as advance:
         for _, outcome in run_jobs(_shares_of, jobs, workers):

@@ -302,26 +302,26 @@ CUBIC = Kernel(2, _cubic)
 class Taps(NamedTuple):
     """What the voxels along an axis are made of: of each new one, T old ones and their weights."""
 
-    places: Array  # (N, T)
+    indices: Array  # (N, T)
     weights: Array  # (N, T) float32
 
     @property
     def is_identity(self) -> bool:
         """Whether each new voxel is the old one in its place."""
-        return self.places.shape[1] == 1
+        return self.indices.shape[1] == 1
 
     def around(self, start: int, stop: int) -> "Part":
         """Return the taps of the new voxels that old ones from `start` to `stop` have a part in."""
-        takes = (self.places >= start) & (self.places < stop) & (self.weights != 0)
+        takes = (self.indices >= start) & (self.indices < stop) & (self.weights != 0)
         rows = np.flatnonzero(takes.any(1))
         written = slice(int(rows[0]), int(rows[-1]) + 1)
-        places = self.places[written]
-        read = slice(int(places.min()), int(places.max()) + 1)
-        return Part(Taps(places - read.start, self.weights[written]), read, written)
+        indices = self.indices[written]
+        read = slice(int(indices.min()), int(indices.max()) + 1)
+        return Part(Taps(indices - read.start, self.weights[written]), read, written)
 
 
 class Part(NamedTuple):
-    """The taps of a part of the new voxels, with the places of what they read and write."""
+    """The taps of a part of the new voxels, with the slices that they read and write."""
 
     taps: Taps
     read: slice
@@ -343,16 +343,16 @@ def _taps(count: int, made: int, kernel: Kernel) -> Taps:
     widened = max(size, 1.0)
     reach = kernel.reach * widened
     first = np.floor(centres - reach).astype(int) + 1
-    places = first[:, None] + np.arange(math.ceil(2 * reach))
-    weights = kernel.weight(np.abs(places - centres[:, None]) / widened)
+    indices = first[:, None] + np.arange(math.ceil(2 * reach))
+    weights = kernel.weight(np.abs(indices - centres[:, None]) / widened)
     weights /= weights.sum(1, keepdims=True)
-    return Taps(places.clip(0, count - 1), weights.astype(np.float32))
+    return Taps(indices.clip(0, count - 1), weights.astype(np.float32))
 
 
 def _resample(volume: Array, taps: Sequence[Taps]) -> Array:
     """Interpolate a volume `(X, Y, Z)` by the `taps` along its axes, float32."""
     # Most taps first, which make the volume smaller. The order is the same for a part of a volume.
-    for axis in sorted(range(3), key=lambda axis: -taps[axis].places.shape[1]):
+    for axis in sorted(range(3), key=lambda axis: -taps[axis].indices.shape[1]):
         if not taps[axis].is_identity:
             volume = _along(volume, axis, taps[axis])
     return volume.astype(np.float32, copy=False)
@@ -361,7 +361,7 @@ def _resample(volume: Array, taps: Sequence[Taps]) -> Array:
 def _along(volume: Array, axis: int, taps: Taps) -> Array:
     """Interpolate a volume by the `taps` along one axis, float32."""
     shape = list(volume.shape)
-    shape[axis] = len(taps.places)
+    shape[axis] = len(taps.indices)
     made = np.zeros(shape, np.float32)
     across = 1 if axis == 0 else 0  # the axis that slabs are cut along
     step = max(SLAB_BYTES * shape[across] // made.nbytes, 1)
@@ -373,8 +373,8 @@ def _along(volume: Array, axis: int, taps: Taps) -> Array:
         slab[across] = slice(start, start + step)
         read = volume[tuple(slab)]
         into = made[tuple(slab)]
-        for places, weights in zip(taps.places.T, taps.weights.T):
-            part = read.take(places, axis).astype(np.float32, copy=False)
+        for indices, weights in zip(taps.indices.T, taps.weights.T):
+            part = read.take(indices, axis).astype(np.float32, copy=False)
             into += part * weights.reshape(along)
 
     with ThreadPoolExecutor(worker_count(None)) as pool:

@@ -25,8 +25,8 @@ def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> Image
         if spec.ignore is not None:
             target = _without_ignored(target)
         start = (0, 0, 0)
-    image = _placed(image, start, drawn.matrix, spec.grid)
-    target = _placed(target, start, drawn.matrix, spec.grid)
+    image = _moved(image, start, drawn.matrix, spec.grid)
+    target = _moved(target, start, drawn.matrix, spec.grid)
     if drawn.outside is not None:
         image = image + drawn.outside
     image = _changed(image, drawn)
@@ -90,7 +90,7 @@ def _along(volume: Array, matrix: Array, axis: int) -> Array:
     return np.moveaxis(np.tensordot(matrix, volume, (1, axis)), 0, axis)
 
 
-def _placed(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3) -> Array:
+def _moved(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3) -> Array:
     """Put a box that begins at this voxel on the grid, with zeros around it, and turn it about the
     grid's centre."""
     if matrix is None:
@@ -99,9 +99,9 @@ def _placed(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3)
         return np.zeros((*grid, volume.shape[3]), np.float32)
     centre = (np.array(grid) - 1) / 2
     made = np.moveaxis(np.indices(grid), 0, -1) - centre
-    places = made @ matrix.T.astype(np.float64) + (centre - start)  # (X, Y, Z, 3): in the box
-    first = np.floor(places).astype(int)
-    share = (places - first).astype(np.float32)
+    sources = made @ matrix.T.astype(np.float64) + (centre - start)  # (X, Y, Z, 3): in the box
+    first = np.floor(sources).astype(int)
+    share = (sources - first).astype(np.float32)
     turned = np.zeros((*grid, volume.shape[3]), np.float32)
     for corner in np.ndindex(2, 2, 2):
         voxel = first + corner

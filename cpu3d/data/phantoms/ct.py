@@ -72,8 +72,8 @@ def ct_case(shape: Shape3, seed: int, index: int) -> Tuple[Array, Array]:
     lesions = np.zeros(shape, np.float32)
     for _ in range(rng.integers(1, 4)):
         radius = max(rng.uniform(0.07, 0.14), 1.6 * space.voxel)
-        place = centre + radii * rng.uniform(-0.5, 0.5, 3)
-        lesion = within(ball(place, (radius,) * 3) + 0.1 * wobble, radius)
+        middle = centre + radii * rng.uniform(-0.5, 0.5, 3)
+        lesion = within(ball(middle, (radius,) * 3) + 0.1 * wobble, radius)
         lesions = np.maximum(lesions, lesion * liver)
 
     liver_hu, lesion_hu = rng.uniform((95, 45), (125, 65))

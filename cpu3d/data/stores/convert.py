@@ -15,7 +15,7 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, 
 import numpy as np
 
 from cpu3d.data import nifti
-from cpu3d.data.cases.case import channel_places, load_case
+from cpu3d.data.cases.case import channel_indices, load_case
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.files.arrays import encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
@@ -126,7 +126,7 @@ def header_problems(files: CaseFiles, channels: Sequence[str]) -> List[str]:
             grid = nifti.read_grid(path)
             volumes = nifti.channel_count(path)
             if names:
-                channel_places(path, volumes, names, files.names)
+                channel_indices(path, volumes, names, files.names)
             elif volumes > 1:
                 got = f"got {volumes} volumes; give one label map"
                 problems.append(f"label {path} must be 3D, {got}")
