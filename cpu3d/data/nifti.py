@@ -209,10 +209,8 @@ def on_grid(array: Array, path: Path, grid: Geometry, first: Path, wanted: Geome
     for name, affine in placed_forms(grid).items():
         for of_first, other in placed_forms(wanted).items():
             if is_one(affine, other, grid.shape):
-                got = f"the {name} of it and the {of_first} of {first.name} agree, others do not"
-                raise InputError(
-                    f"{rule}, got that {got}; make both forms of each file the right one"
-                )
+                got = f"that grid by its {name} and the other's {of_first} alone"
+                raise InputError(f"{rule}, got {got}; make both forms of each file the right one")
     if is_placed(grid) != is_placed(wanted):
         # That the same voxels are meant is likely, but a side that is guessed wrong is not seen
         # later.

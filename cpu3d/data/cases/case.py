@@ -162,44 +162,35 @@ def _resampled(
     ignore: Optional[int],
 ) -> _Resampled:
     """Resample the volumes, in place, and return what becomes of the label."""
-    own_shape = xyz(volumes[0].shape)
-    shape = resampled_shape(case_id, own_shape, before.voxel_mm, target_spacing_mm)
-    if shape == own_shape:
+    shape = xyz(volumes[0].shape)
+    made = resampled_shape(case_id, shape, before.voxel_mm, target_spacing_mm)
+    if made == shape:
         return before
     for index, each in enumerate(kinds):
         outside = 0.0 if each.has_background else None
-        volumes[index] = resample_image(volumes[index], shape, before.voxel_mm, outside)
+        volumes[index] = resample_image(volumes[index], made, before.voxel_mm, outside)
+    voxel_mm = spacing_at(shape, before.voxel_mm, made)
     label = before.label
-    return _Resampled(
-        label=None if label is None else resample_label(label, shape, ignore),
-        voxel_mm=spacing_at(own_shape, before.voxel_mm, shape),
-        source_label=label,
-        source=_source_grid(own_shape, label),
-    )
-
-
-def _source_grid(shape: Shape3, label: Optional[Array]) -> SourceGrid:
     if label is None:
-        return SourceGrid(shape, {}, "")
-    return SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))
+        return _Resampled(None, voxel_mm, None, SourceGrid(shape, {}, ""))
+    source = SourceGrid(shape, label_voxels_of(label), voxels_sha256(label))
+    return _Resampled(resample_label(label, made, ignore), voxel_mm, label, source)
 
 
 def _sources(files: CaseFiles, folder: Optional[Path], has_label: bool) -> Tuple[SourceFile, ...]:
     """Describe the files that a case was made from, relative to `folder`, by default that of the
-    first image."""
-    paths = files.paths if has_label else files.images
+    first image; those outside of it by their names alone."""
     if folder is None:
-        folder = paths[0].parent
-    return tuple(_source_file(path, folder) for path in paths)
-
-
-def _source_file(path: Path, folder: Path) -> SourceFile:
-    """Describe a file; one outside of `folder` by its name alone."""
-    name = path.name
-    if folder in path.parents:
-        name = path.relative_to(folder).as_posix()
-    status = path.stat()
-    return SourceFile(name, status.st_size, file_sha256(path), status.st_mtime_ns)
+        folder = files.images[0].parent
+    sources = []
+    for path in files.paths if has_label else files.images:
+        name = path.name
+        if folder in path.parents:
+            name = path.relative_to(folder).as_posix()
+        status = path.stat()
+        sha256 = file_sha256(path)
+        sources.append(SourceFile(name, status.st_size, sha256, status.st_mtime_ns))
+    return tuple(sources)
 
 
 def _read(
@@ -279,20 +270,19 @@ def facts_of(
     for index, each in enumerate(kinds):
         unit = units[index] if units else AS_IT_IS
         channels.append(facts_of_channel(image[..., index], each, unit, is_learnt))
-    around: Tuple[float, ...] = ()
-    if if_any_differs(kinds):
-        around = tuple(channel.around for channel in channels)
-    foreground = tuple(channel.foreground for channel in channels)
+    mean, std, low, high, voxels, around, foreground = zip(*channels)
+    if not if_any_differs(kinds):
+        around = ()
     return {
         **facts,
         "shape": tuple(image.shape[:3]),
         "box": content_box(image, label, kinds, units, around, ignore),
         "image_dtype": image.dtype.name,
-        "channel_mean": tuple(channel.mean for channel in channels),
-        "channel_std": tuple(channel.std for channel in channels),
-        "channel_min": tuple(channel.low for channel in channels),
-        "channel_max": tuple(channel.high for channel in channels),
-        "channel_voxels": tuple(channel.voxels for channel in channels),
+        "channel_mean": mean,
+        "channel_std": std,
+        "channel_min": low,
+        "channel_max": high,
+        "channel_voxels": voxels,
         "image_voxels_sha256": voxels_sha256(image),
         "around": around,
         "foreground": foreground if any(foreground) else (),
