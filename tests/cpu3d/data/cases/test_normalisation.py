@@ -302,26 +302,6 @@ def test_sparse_slices_do_not_make_the_box_of_a_ct_the_whole_grid(tmp_path):
         assert record.box == bounding_box(shown | (stored == 1)) != whole(SHAPE)
         assert (stored == 9).any()
         assert record.stored == whole(SHAPE)
-    more = data_set(tmp_path / "more", in_hounsfield_units, names=("CT",), cases=5)
-    (more / "dataset.json").write_text(
-        (more / "dataset.json").read_text().replace('"1": "tumour"', '"1": "tumour", "9": "ignore"')
-    )
-    for path in (more / "labelsTr").iterdir():
-        write_nifti(path, np.asarray(store.label("c_0")))
-    for number in range(4):
-        for kind in ("imagesTr", "labelsTr"):
-            name = f"{kind}/c_{number}.nii.gz"
-            (more / name).write_bytes((data / name).read_bytes())
-    settings = StoreSettings(crop=True)
-    few = json.loads((data / "dataset.json").read_text())
-    few["training"] = few["training"][:3]
-    (data / "dataset.json").write_text(json.dumps(few))
-    prepare(data, tmp_path / "cropped", fractions=(3, 0, 0), workers=1, settings=settings)
-    assert append(tmp_path / "cropped", more, workers=1).new == ("c_3", "c_4")
-    cropped = open_store(tmp_path / "cropped")
-    np.testing.assert_array_equal(cropped.label("c_3"), store.label("c_3"))
-    assert cropped.case("c_3").box != whole(SHAPE)
-    assert verify(tmp_path / "cropped", workers=1) == ()
 
 
 @pytest.mark.parametrize("place", ["c_0", "c_2"])
