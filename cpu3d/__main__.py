@@ -122,8 +122,8 @@ def _train(command: Any, options: Any, settings: Dict[str, Any]) -> int:
     of training, which cannot call them."""
     if options.folds is not None:
         return importlib.import_module("cpu3d.experiments.folds").run(options, settings)
-    decision = importlib.import_module("cpu3d.inference.postprocessing.decision")
-    return command.run(options, settings, then=decision.decide_after_training)
+    rules = importlib.import_module("cpu3d.inference.postprocessing.run_rules")
+    return command.run(options, settings, then=rules.choose_rules_after_training)
 
 
 def _explained(error: BaseException) -> List[str]:

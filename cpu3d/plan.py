@@ -25,9 +25,9 @@ from cpu3d.host.gpu import Gpu, why_no_card
 from cpu3d.host.thread_plan import thread_plan
 from cpu3d.run.checkpoint import checkpoints, progress_of, read_state, step_of
 from cpu3d.run.config_json import differences, load_config, rate_growth
-from cpu3d.run.decided import is_decided
 from cpu3d.run.folds import runs_beside
 from cpu3d.run.log import recent_events
+from cpu3d.run.rules import has_rules
 from cpu3d.run.summary import Pace, take_as_long
 from cpu3d.run.transfer import Transfer, open_transfer
 from cpu3d.settings import VALIDATIONS, RunConfig, Settings
@@ -330,7 +330,7 @@ def _done(run_folder: Path, plan: Plan) -> Done:
         progress = progress_of(read_state(checkpoints(run_folder)[0]))
         steps_s = progress.trained_s - progress.validated_s
         is_over = progress.is_over(plan.config, plan.steps)
-    has_decision = is_over and is_decided(run_folder, plan.config.split_hash)
+    has_decision = is_over and has_rules(run_folder, plan.config.split_hash)
     return Done(steps, steps_s, is_over, has_decision)
 
 

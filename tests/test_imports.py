@@ -50,7 +50,7 @@ def test_commands_and_the_estimator_need_no_tensorflow_and_importing_them_does_n
     names += [module for module, _ in COMMANDS.values()]
     names += [
         "cpu3d.experiments.folds",
-        "cpu3d.inference.postprocessing.decision",
+        "cpu3d.inference.postprocessing.run_rules",
     ]  # which `train` takes too
     done = subprocess.run(
         [sys.executable, "-c", PROBE, *names],

@@ -24,7 +24,7 @@ from cpu3d.experiments.runner import PlannedRun, RunFailedError, carry_out
 from cpu3d.host.gpu import HostGpus
 from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import read_out_of_fold, write_out_of_fold
-from cpu3d.inference.postprocessing.decision import decide_jointly
+from cpu3d.inference.postprocessing.run_rules import choose_rules_of_folds
 from cpu3d.plan import Plan, make_plan
 from cpu3d.plan_text import plan_lines
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
@@ -138,7 +138,7 @@ def publish_folds(folder: Path) -> None:
     answers = read_out_of_fold(folder)
     if answers:
         cases = [evidence for of_fold in answers.evidence.values() for evidence in of_fold.values()]
-        decide_jointly(folder, cases)
+        choose_rules_of_folds(folder, cases)
         write_out_of_fold(folder, answers)
     write_folds_report(folder)
 

@@ -20,14 +20,14 @@ from cpu3d.distributed.cluster import without_cluster
 from cpu3d.distributed.worker_processes import wait_for_earlier
 from cpu3d.errors import ENDINGS, DivergedError, InputError, Interrupted
 from cpu3d.inference.out_of_fold import EVALUATION, is_scored
-from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.run_rules import postprocessing_of
 from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores
 from cpu3d.run.checkpoint import is_trained
 from cpu3d.run.config_json import load_config
-from cpu3d.run.decided import is_decided
 from cpu3d.run.folds import CONFIG
 from cpu3d.run.log import last_event
+from cpu3d.run.rules import has_rules
 from cpu3d.training.pulse import Pulse
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT, forward_signals, how_ended, last_words, start
@@ -70,7 +70,7 @@ class PlannedRun:
     @property
     def has_rules(self) -> bool:
         """Whether its own post-processing is decided, with the weights that it has now."""
-        return is_decided(self.folder, load_config(self.folder).split_hash)
+        return has_rules(self.folder, load_config(self.folder).split_hash)
 
     @property
     def is_scored(self) -> bool:

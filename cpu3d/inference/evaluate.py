@@ -39,9 +39,9 @@ from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.memory import peak_rss_bytes
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing.decision import postprocessing_of, postprocessing_together
 from cpu3d.inference.postprocessing.evidence import gather
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
+from cpu3d.inference.postprocessing.run_rules import postprocessing_of, postprocessing_together
 from cpu3d.inference.runs import (
     Inference,
     RunOptions,

@@ -61,8 +61,8 @@ from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
 from cpu3d.inference.cases import STORE, Case, cases_to_predict, check_exist
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
-from cpu3d.inference.postprocessing.decision import postprocessing_together
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
+from cpu3d.inference.postprocessing.run_rules import postprocessing_together
 from cpu3d.inference.runs import Inference, RunOptions, open_runs, seen_notes, training_notes
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.sidecar import (

@@ -15,7 +15,7 @@ from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.runs import Inference, mirrored_axes_of
 from cpu3d.inference.scores import METRICS, metric_notes
 from cpu3d.run.config_json import load_config
-from cpu3d.run.decided import weights_hashes
+from cpu3d.run.rules import weights_hashes
 from cpu3d.util.records import count, plus_minus
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.table import Table

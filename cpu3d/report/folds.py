@@ -14,8 +14,8 @@ import numpy as np
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
 from cpu3d.inference.out_of_fold import SPLIT, OutOfFold, read_out_of_fold
-from cpu3d.inference.postprocessing.decision import Decision, cross_fitted, read_decision
 from cpu3d.inference.postprocessing.rules import PostProcessing
+from cpu3d.inference.postprocessing.run_rules import PostprocessingRules, cross_fitted, read_rules
 from cpu3d.inference.scores import METRICS, has_region, metric_notes
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
@@ -57,7 +57,7 @@ class FoldsFiles:
     runs: Dict[str, RunFiles]  # of the folds that have begun
     store: Optional[Store]  # None if it was moved or deleted
     answers: Optional[OutOfFold]  # of the folds that are scored
-    decision: Optional[Decision]  # the post-processing of all together
+    decision: Optional[PostprocessingRules]  # the post-processing of all together
 
     @property
     def held_out(self) -> Dict[str, List[str]]:
@@ -132,7 +132,7 @@ def gather_folds(folder: Path) -> FoldsFiles:
         runs=runs,
         store=store,
         answers=read_out_of_fold(folder),
-        decision=read_decision(folder, first.config) if first else None,
+        decision=read_rules(folder, first.config) if first else None,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 from cpu3d.data.fold import with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError
-from cpu3d.inference.postprocessing.decision import postprocessing_of, read_decision
+from cpu3d.inference.postprocessing.run_rules import postprocessing_of, read_rules
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import (
     PREDICTIONS,
@@ -203,7 +203,7 @@ def _postprocessing(run: RunFiles) -> Element:
     """What is removed of each region, and the scores of validation cases before and after; in words
     if nothing is."""
     chosen = postprocessing_of(run.folder, run.config)
-    decision = read_decision(run.folder, run.config)
+    decision = read_rules(run.folder, run.config)
     if chosen.off or decision is None:
         return f"Post-processing is {chosen.words}."
     rows = []

@@ -15,7 +15,7 @@ import numpy as np
 
 from cpu3d.data.store import open_store
 from cpu3d.errors import ENDINGS, DivergedError, InputError, ending_of
-from cpu3d.inference.postprocessing.decision import OPEN, why_undecided
+from cpu3d.inference.postprocessing.run_rules import OPEN, why_without_rules
 from cpu3d.plan import read_plan
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config_json import half_rates, load_config
@@ -46,7 +46,7 @@ FINE = ("stopping", "starting", "running", "finished")  # these need no attentio
 WORST_FIRST = (*TO_MEND, *LOST, *FINE)
 """States of a worker, a cause before its effects on other workers: those of `cpu3d.errors.ENDINGS`,
 and those of workers that have noted no end. The run's state is that of its worst worker."""
-DECIDES = "the run's `train`, or `decide(run)` from Python, decides it"
+DECIDES = "the run's `train`, or `choose_rules(run)` from Python, decides it"
 IDLE = (*LOST, "finished")  # of no effect on a finished run
 ALIVE = ("running", "starting")
 
@@ -118,7 +118,7 @@ def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False
     judged = _judged(history, workers, step, steps)
     undecided = ""
     if judged[0].state == "finished" and config and not of_folds:
-        undecided = why_undecided(run, config)
+        undecided = why_without_rules(run, config)
     if undecided == OPEN:
         judged = [WorkerStatus(0, UNDECIDED)]
     worst = judged[0]

@@ -41,7 +41,7 @@ from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import cases_to_predict, check_exist
 from cpu3d.inference.export.check import check_case_fits, verify
 from cpu3d.inference.export.contract import FILES, contract, exported_config, usage
-from cpu3d.inference.postprocessing.decision import postprocessing_of
+from cpu3d.inference.postprocessing.run_rules import postprocessing_of
 from cpu3d.inference.runs import WEIGHTS, Inference, store_of_run, training_notes
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config

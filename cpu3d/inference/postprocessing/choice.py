@@ -1,6 +1,6 @@
 """Which rules of post-processing the evidence of labelled cases chooses.
 
-    choice = decide_from(evidences, regions)
+    choice = best_rules(evidences, regions)
     choice.chosen.words, choice.before["ET"].lesion_dice, choice.after["ET"].lesion_dice
 
 As in nnU-Net (Isensee et al. 2021), something is removed only if that helps on cases that were not
@@ -65,7 +65,7 @@ class Choice:
     cases_with: Dict[str, int]  # region -> cases that have it
 
 
-def decide_from(evidences: Sequence[Evidence], regions: Regions, *, alone: bool = False) -> Choice:
+def best_rules(evidences: Sequence[Evidence], regions: Regions, *, alone: bool = False) -> Choice:
     """The post-processing that the rules at the top of this file choose on at least one case.
 
     `alone`: the network answers alone. The mean of several networks is less sure of what one of

@@ -27,8 +27,8 @@ sys.path.insert(0, os.getcwd())
 
 from cpu3d.chosen import SETTINGS, recipe_settings, with_settings
 from cpu3d.data.files.arrays import file_sha256
-from cpu3d.inference.postprocessing.decision import SCHEMA, Decision, postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
+from cpu3d.inference.postprocessing.run_rules import SCHEMA, PostprocessingRules, postprocessing_of
 from cpu3d.run.checkpoint import POSTPROCESSING, save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import append_event, read_events
@@ -123,7 +123,7 @@ def train(template: Path, args: argparse.Namespace) -> int:
     append_event(run, end)
     undecided = (around / "undecided").read_text() if (around / "undecided").exists() else ""
     if run.name != undecided:
-        decided = Decision(
+        decided = PostprocessingRules(
             weights_sha256=(file_sha256(weights_file(run, "best")),),
             split_hash=config.split_hash,
             cases=2,

@@ -24,7 +24,7 @@ from cpu3d.experiments import folds, runner
 from cpu3d.experiments.folds import train_folds
 from cpu3d.experiments.runner import RunFailedError
 from cpu3d.inference import evaluate
-from cpu3d.inference.postprocessing import decision
+from cpu3d.inference.postprocessing import run_rules
 from cpu3d.inference.runs import seen_notes
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
@@ -121,7 +121,7 @@ def carried_out_here(monkeypatch):
     monkeypatch.setattr(folds, "write_folds_report", page)
     monkeypatch.setattr(folds, "read_host", lambda: HOST)
     monkeypatch.setattr(evaluate, "trained_predictors", noted)
-    monkeypatch.setattr(decision, "trained_predictors", networks)
+    monkeypatch.setattr(run_rules, "trained_predictors", networks)
     return told
 
 
@@ -545,7 +545,7 @@ def test_a_fold_that_another_process_trains_is_named_and_the_others_go_on(
 def test_folds_that_were_trained_elsewhere_are_only_scored(commands, phantom_store, tmp_path):
     folder = tmp_path / "folds"
     train(phantom_store.folder, tmp_path / "1", settings={**SETTINGS, "fold": "1/2"})
-    decision.decide(tmp_path / "1")
+    run_rules.choose_rules(tmp_path / "1")
     folder.mkdir()
     (tmp_path / "1").rename(folder / "fold-1")
     commands.cut_at = 1
@@ -570,7 +570,7 @@ def test_folds_that_the_cases_stopped_which_they_are_scored_on_are_refused(
     with pytest.raises(InputError, match="--patience must be 0 with --folds, got 3"):
         train_folds(store, tmp_path / "new", 2, settings={**long, "patience": 3})
     train(store, run, settings={"patience": 0, "fold": "2/2"})
-    decision.decide(run)
+    run_rules.choose_rules(run)
     assert commands.seen() == []
     train_folds(store, folder, 2, settings=long)
     assert commands.seen() == ["train fold-1", "evaluate fold-1", "evaluate fold-2"]
@@ -602,13 +602,13 @@ def test_a_fold_that_was_killed_before_its_own_rules_were_decided_gets_them(
     commands, phantom_store, whole_folds, scored
 ):
     run = whole_folds / "fold-2"
-    kept = (run / decision.FILE).read_bytes()
-    (run / decision.FILE).unlink()
+    kept = (run / run_rules.FILE).read_bytes()
+    (run / run_rules.FILE).unlink()
     if not scored:
         shutil.rmtree(run / "evaluation")
     train_folds(phantom_store.folder, whole_folds, 2)
     assert commands.seen() == ["train fold-2", "evaluate fold-2"][: 1 if scored else 2]
-    assert (run / decision.FILE).read_bytes() == kept
+    assert (run / run_rules.FILE).read_bytes() == kept
     train_folds(phantom_store.folder, whole_folds, 2)
     assert commands.seen() == []
 
@@ -649,7 +649,7 @@ def test_a_fold_whose_own_post_processing_failed_is_scored_all_the_same(whole_fo
     (run / "heartbeats").mkdir(exist_ok=True)
     reason = "post-processing could not be decided, disk full"
     write_heartbeat(run, beat(step=0, exit_code=0, reason=reason))
-    (run / decision.FILE).unlink(missing_ok=True)
+    (run / run_rules.FILE).unlink(missing_ok=True)
     status = folds_status(whole_folds)
     assert [fold.state for fold in status.folds] == ["scored", "scored"]
     assert status.is_fine

@@ -28,8 +28,8 @@ from cpu3d.data.windows import sliding_window
 from cpu3d.inference.export import formats, segment
 from cpu3d.inference.export import image as images
 from cpu3d.inference.export.contract import contract
-from cpu3d.inference.postprocessing.decision import FILE, Decision, postprocessing_of
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
+from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules, postprocessing_of
 from cpu3d.inference.predictor import load_predictor, over_mirror_images
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
@@ -69,7 +69,7 @@ def make_run(store, folder, **settings):
     save_checkpoint(folder / "checkpoints/best.npz", named, {"step": 1, "coarse_steps": 0})
     digest = (file_sha256(folder / "checkpoints/best.npz"),)
     with_it = dict.fromkeys(config.regions, 3)
-    decision = Decision(digest, config.split_hash, 3, RULES, {}, {}, with_it)
+    decision = PostprocessingRules(digest, config.split_hash, 3, RULES, {}, {}, with_it)
     write_json(folder / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     return folder
 

@@ -22,8 +22,8 @@ from cpu3d.inference.export.check import verify
 from cpu3d.inference.export.command import ONE_PASS
 from cpu3d.inference.export.contract import exported_config
 from cpu3d.inference.export.formats import ExactPredictor
-from cpu3d.inference.postprocessing.decision import decide
 from cpu3d.inference.postprocessing.rules import PostProcessing
+from cpu3d.inference.postprocessing.run_rules import choose_rules
 from cpu3d.inference.predictor import load_predictor
 from cpu3d.inference.runs import Inference
 from cpu3d.plan import make_plan
@@ -204,7 +204,7 @@ def test_the_network_answers_on_the_source_s_grid(store, run):
     assert run_command(evaluate, "--run", run) == 0
     scores = json.loads((run / "evaluation/scores.json").read_text())
     assert [case["case_id"] for case in scores["cases"]] == ["f"]
-    assert decide(run).cases == 2  # on the sources' labels, too
+    assert choose_rules(run).cases == 2  # on the sources' labels, too
 
 
 def test_an_image_of_another_spacing_is_answered_on_its_own_grid(run, tmp_path, capsys):

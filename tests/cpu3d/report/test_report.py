@@ -11,9 +11,9 @@ import pytest
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import InputError
 from cpu3d.inference.evaluate import evaluate_split
-from cpu3d.inference.postprocessing.decision import FILE, Decision
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
+from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.report import pictures, report
@@ -122,7 +122,7 @@ def test_post_processing_is_shown_before_and_after_or_why_it_is_off(tiny_run, no
     hashes = (file_sha256(best),), load_config(tiny_run).split_hash
     chosen = PostProcessing({"WT": Rule(share=0.01)}, without={"TC": "none gains", "ET": "too few"})
     cases_with = {"WT": 3, "TC": 3, "ET": 1}
-    decision = Decision(*hashes, 3, chosen, before, after, cases_with)
+    decision = PostprocessingRules(*hashes, 3, chosen, before, after, cases_with)
     write_json(tiny_run / FILE, {"schema": 1, **dataclasses.asdict(decision)})
     text = read(write_report(tiny_run))[1]
     assert "3 validation cases" in text

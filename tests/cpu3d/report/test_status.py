@@ -14,17 +14,17 @@ from rich.console import Console
 from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.errors import ENDINGS
-from cpu3d.inference.postprocessing.decision import FILE, Decision
 from cpu3d.inference.postprocessing.rules import PostProcessing
+from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
 from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.report.run_status import WORST_FIRST, run_status, workers_of
 from cpu3d.report.status import describe, describe_folds, folds_status
 from cpu3d.run.checkpoint import weights_file, write_best
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.decided import SCHEMA
 from cpu3d.run.folds import Folds, fold_folder, save_folds
 from cpu3d.run.heartbeat import heartbeat_path, this_place, write_heartbeat
 from cpu3d.run.log import append_event
+from cpu3d.run.rules import SCHEMA
 from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_json
 from cpu3d.util.child import ROOT
@@ -63,7 +63,7 @@ def run(tmp_path):
     checkpoint.write_bytes(b"12345")
     os.utime(checkpoint, (time.time() - 240, time.time() - 240))
     write_best(folder, {}, {"best": 0.85})  # the log may be cut back to before it
-    decision = Decision(
+    decision = PostprocessingRules(
         weights_sha256=(file_sha256(weights_file(folder, "best")),),
         split_hash=RunConfig().split_hash,
         cases=0,
@@ -366,7 +366,7 @@ def test_a_run_whose_steps_are_done_has_not_finished_before_its_post_processing_
         write_best(done, {}, {"best": 0.9})  # others than it was decided with
     status = run_status(done)
     assert (status.state, status.is_fine) == ("undecided", False)
-    assert re.search(r"`train`.* `decide\(run\)`.* decides it", status.advice)
+    assert re.search(r"`train`.* `choose_rules\(run\)`.* decides it", status.advice)
     assert ("disk full" in printed(done)) == (stopped == FAILED)
     assert main(["status", "--run", str(done)]) == 1
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cpu3d.inference.postprocessing.choice import decide_from
+from cpu3d.inference.postprocessing.choice import best_rules
 from cpu3d.inference.postprocessing.evidence import Means
 from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from tests.cpu3d.conftest import REGIONS
@@ -25,7 +25,7 @@ CLEAN = ((BIG,), (BIG,))
 
 
 def choose(*pairs, alone=True, regions=REGIONS):
-    return decide_from(evidences_of(*pairs, regions=regions), regions, alone=alone)
+    return best_rules(evidences_of(*pairs, regions=regions), regions, alone=alone)
 
 
 def of_unsure(share):

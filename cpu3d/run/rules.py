@@ -1,6 +1,6 @@
 """Whether the post-processing that a run has is of the weights that it has now.
 
-is_decided(run, config.split_hash)
+has_rules(run, config.split_hash)
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def weights_hashes(runs: Sequence[Path], weights: str = "best") -> Tuple[str, ..
         return ()
 
 
-def is_decided(run: Path, split_hash: str) -> bool:
+def has_rules(run: Path, split_hash: str) -> bool:
     """Whether a run has rules of its best weights on this split, which `train` keeps."""
     try:
         content = read_json(Path(run) / POSTPROCESSING)

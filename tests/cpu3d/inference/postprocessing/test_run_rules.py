@@ -14,23 +14,23 @@ from cpu3d.data.store import open_store, write_store
 from cpu3d.errors import InputError
 from cpu3d.host.free_memory import Room, Sample
 from cpu3d.inference import evaluate, predict
-from cpu3d.inference.postprocessing import decision as postprocessing
-from cpu3d.inference.postprocessing.decision import (
+from cpu3d.inference.postprocessing import run_rules as postprocessing
+from cpu3d.inference.postprocessing.evidence import Means
+from cpu3d.inference.postprocessing.rules import Rule
+from cpu3d.inference.postprocessing.run_rules import (
     FILE,
     LACKS_STORE,
     OPEN,
-    decide,
-    decide_after_training,
+    choose_rules,
+    choose_rules_after_training,
     postprocessing_of,
-    read_decision,
-    why_undecided,
+    read_rules,
+    why_without_rules,
 )
-from cpu3d.inference.postprocessing.evidence import Means
-from cpu3d.inference.postprocessing.rules import Rule
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.decided import is_decided
 from cpu3d.run.heartbeat import read_heartbeats
+from cpu3d.run.rules import has_rules
 from cpu3d.training import pulse
 from cpu3d.training.pulse import Pulse
 from tests.cpu3d.conftest import LPS_2MM, make_store
@@ -81,12 +81,12 @@ def of(run, weights="best"):
 
 def after_training(run, store_folder):
     with Pulse(run, say=print) as open_pulse:
-        decide_after_training(run, store_folder, open_pulse)
+        choose_rules_after_training(run, store_folder, open_pulse)
 
 
 def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor):
     assert "not decided" in of(run).off
-    decision = decide(run)
+    decision = choose_rules(run)
     # A tumour of 125 voxels and an island of 2, which is 1.6 % of it.
     assert decision.chosen.rules == {"WT": Rule(share=0.03, stays_from=0.95)}
     assert set(decision.chosen.without) == {"TC", "ET"}
@@ -95,13 +95,13 @@ def test_a_run_decides_once_and_again_when_its_weights_are_others(run, predictor
     assert decision.before["WT"] == Means(0.5, 1, pytest.approx(250 / 252))
     assert decision.after["WT"] == Means(1, 0, 1)
     predictor.error = AssertionError("no network is asked again")
-    assert decide(run) == decision == read_decision(run, load_config(run))
+    assert choose_rules(run) == decision == read_rules(run, load_config(run))
     assert of(run) == decision.chosen
     assert "best weights" in of(run, "last").off
     (run / "checkpoints/best.npz").write_bytes(b"others")
     assert "other weights" in of(run).off
     predictor.error = None
-    again = decide(run)
+    again = choose_rules(run)
     assert again.weights_sha256 != decision.weights_sha256
     assert again.chosen == decision.chosen
 
@@ -110,12 +110,12 @@ def test_below_two_validation_cases_no_network_is_asked(tiny_run, predictor):
     (tiny_run / "checkpoints").mkdir()
     (tiny_run / "checkpoints/best.npz").write_bytes(b"weights")
     predictor.error = AssertionError("asked")
-    assert decide(tiny_run).cases == 1
+    assert choose_rules(tiny_run).cases == 1
     assert "1 validation case" in of(tiny_run).off
 
 
 def test_a_damaged_decision_is_refused_and_made_again(run):
-    decision = decide(run)
+    decision = choose_rules(run)
     for spoil, got in (
         (lambda content: content.update(schema=2), "schema 2"),
         (lambda content: content["cases_with"].update(NCR=3), "other regions"),
@@ -128,7 +128,7 @@ def test_a_damaged_decision_is_refused_and_made_again(run):
         (run / FILE).write_text(json.dumps(content))
         with pytest.raises(InputError, match=rf"{FILE} must be .* got .*{got}.*`train`"):
             of(run)
-        assert decide(run) == decision
+        assert choose_rules(run) == decision
 
 
 def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, capsys):
@@ -145,7 +145,7 @@ def test_where_no_region_is_in_two_cases_no_network_is_asked(run, predictor, cap
     predictor.error = AssertionError("asked")
     after_training(run, store.folder)
     assert "in 1 validation case" in capsys.readouterr().err
-    assert decide(run).cases_with == {"WT": 1, "TC": 1, "ET": 1}
+    assert choose_rules(run).cases_with == {"WT": 1, "TC": 1, "ET": 1}
     assert "WT" in of(run).off
 
 
@@ -182,15 +182,15 @@ def test_where_memory_is_low_the_decision_is_made_and_nothing_is_stopped(run, mo
 
 def test_a_run_is_decided_while_it_has_these_weights_and_else_if_its_store_is_there(run):
     config = load_config(run)
-    assert why_undecided(run, config) == OPEN
-    decide(run)
-    assert why_undecided(run, config) == ""
-    assert is_decided(run, config.split_hash)
+    assert why_without_rules(run, config) == OPEN
+    choose_rules(run)
+    assert why_without_rules(run, config) == ""
+    assert has_rules(run, config.split_hash)
     (run / "checkpoints/best.npz").write_bytes(b"others")
-    assert why_undecided(run, config) == OPEN
-    assert not is_decided(run, config.split_hash)
+    assert why_without_rules(run, config) == OPEN
+    assert not has_rules(run, config.split_hash)
     shutil.rmtree(config.store)
-    assert why_undecided(run, config) == LACKS_STORE
+    assert why_without_rules(run, config) == LACKS_STORE
 
 
 def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
@@ -199,7 +199,7 @@ def test_scores_are_of_what_is_left_and_raw_ones_of_the_answer(run):
         return json.loads(scores_path(run).read_text())
 
     assert scores()["summary"]["WT"]["false_positives"]["mean"] == 1  # nothing is decided yet
-    decide(run)
+    choose_rules(run)
     decided, raw = scores(), scores("--raw")
     assert (decided["summary"]["WT"]["false_positives"]["mean"], decided["mean_dice"]) == (0, 1)
     assert raw["summary"]["WT"]["lesion_dice"]["mean"] == 0.5
@@ -217,7 +217,7 @@ def test_predictions_lack_what_is_removed_and_probabilities_keep_it(run, tmp_pat
         )
         return json.loads((tmp_path / "out/e.json").read_text())
 
-    decide(run)
+    choose_rules(run)
     content, printed = predicted("--probabilities"), capsys.readouterr().out
     assert content["volumes_ml"]["WT"] == pytest.approx(0.25)
     assert of(run).words == content["postprocessing"]

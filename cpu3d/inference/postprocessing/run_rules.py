@@ -1,10 +1,10 @@
-"""The post-processing of a run, or of a folder of folds: decided on cases that were not trained on,
-and kept there.
+"""Chooses the post-processing of a run, or of a folder of folds, on cases that were not trained on,
+and keeps it there.
 
-decision = decide(run)                                  # writes run/postprocessing.json
-chosen = postprocessing_of(run, config)                 # as decided, or off and why
+rules = choose_rules(run)                       # writes run/postprocessing.json
+chosen = postprocessing_of(run, config)         # as chosen, or off and why
 label = chosen.paint(probabilities, regions, spacing_mm)
-decide_jointly(folder, evidences)                       # of folds, on the cases that they held out
+choose_rules_of_folds(folder, evidences)        # of folds, on the cases that they held out
 """
 
 import dataclasses
@@ -21,16 +21,16 @@ from cpu3d.data.nifti import ras_steps_mm
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, fault_of
 from cpu3d.inference.ensemble import trained_predictors
-from cpu3d.inference.postprocessing.choice import decide_from, too_few
+from cpu3d.inference.postprocessing.choice import best_rules, too_few
 from cpu3d.inference.postprocessing.evidence import Evidence, Means, Scores, gather
 from cpu3d.inference.postprocessing.rules import PostProcessing, Regions, common_rules, reasons
 from cpu3d.inference.runs import Inference, RunSet, store_of_run
 from cpu3d.run.checkpoint import POSTPROCESSING, weights_file
 from cpu3d.run.config_json import load_config
-from cpu3d.run.decided import SCHEMA, weights_hashes
 from cpu3d.run.folds import WEIGHTS, trained_folds
 from cpu3d.run.heartbeat import DECIDING
 from cpu3d.run.log import last_end
+from cpu3d.run.rules import SCHEMA, weights_hashes
 from cpu3d.settings import LEAST_CASES, RunConfig
 from cpu3d.training.pulse import Pulse
 from cpu3d.util.atomic import write_json
@@ -52,7 +52,7 @@ CaseScores = Dict[str, Dict[str, Scores]]  # case id -> region, the largest firs
 
 
 @dataclass(frozen=True)
-class Decision:
+class PostprocessingRules:
     """The content of postprocessing.json."""
 
     weights_sha256: Tuple[str, ...]  # of the run's best weights, or the last ones of each fold
@@ -64,21 +64,21 @@ class Decision:
     cases_with: Dict[str, int]  # region -> cases that have it
 
 
-def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
-    """The decision of a run or of a folder of folds, with its present weights or earlier ones; None
+def read_rules(run: Path, config: RunConfig) -> Optional[PostprocessingRules]:
+    """Read the rules of a run or of a folder of folds, of its present weights or earlier ones; None
     if it has none. Raises InputError for a postprocessing.json that is damaged, of another version
     or of other regions."""
     path = Path(run) / FILE
     if not path.exists():
         return None
 
-    def checked(content: Dict[str, Any]) -> Decision:
-        decision: Decision = typed(content, Decision)
-        chosen = decision.chosen
-        named = {*decision.before, *chosen.rules, *chosen.without, *decision.cases_with}
-        if set(decision.before) != set(decision.after) or not named <= set(config.regions):
+    def checked(content: Dict[str, Any]) -> PostprocessingRules:
+        rules: PostprocessingRules = typed(content, PostprocessingRules)
+        chosen = rules.chosen
+        named = {*rules.before, *chosen.rules, *chosen.without, *rules.cases_with}
+        if set(rules.before) != set(rules.after) or not named <= set(config.regions):
             raise ValueError(f"means or rules of other regions than {', '.join(config.regions)}")
-        return decision
+        return rules
 
     todo = "delete it and repeat the run's `train`, which decides again"
     return read_record(path, SCHEMA, checked, todo, InputError)
@@ -86,13 +86,13 @@ def read_decision(run: Path, config: RunConfig) -> Optional[Decision]:
 
 def postprocessing_of(run: Path, config: RunConfig, weights: str = "best") -> PostProcessing:
     """The post-processing of a run with its "best" or "last" weights. Raises InputError as
-    `read_decision`."""
+    `read_rules`."""
     return _applied(run, [run], config, weights, "best", "the run's `train`")
 
 
 def postprocessing_together(together: RunSet) -> PostProcessing:
     """The post-processing of what runs answer together: for a folder of folds as their cases
-    decided, for other runs what they have in common. Raises InputError as `read_decision`."""
+    decided, for other runs what they have in common. Raises InputError as `read_rules`."""
     weights = together.weights
     if together.folder:
         config = together.configs[0]
@@ -111,23 +111,23 @@ def _applied(
     command: str,
 ) -> PostProcessing:
     """The rules in a folder, of these runs with their `usual_weights`; or off, and why."""
-    decision = read_decision(folder, config)
-    if decision is None:
+    rules = read_rules(folder, config)
+    if rules is None:
         return PostProcessing(off=f"not decided; repeat {command}")
     if weights != usual_weights:
         off = f"decided with the {usual_weights} weights, these are the {weights}"
         return PostProcessing(off=off)
-    if not _is_of(decision, runs, usual_weights, config.split_hash):
+    if not _is_of(rules, runs, usual_weights, config.split_hash):
         return PostProcessing(off=f"decided with other weights or another split; repeat {command}")
-    return decision.chosen
+    return rules.chosen
 
 
-def _is_of(decision: Decision, runs: Sequence[Path], weights: str, split_hash: str) -> bool:
+def _is_of(rules: PostprocessingRules, runs: Sequence[Path], weights: str, split_hash: str) -> bool:
     hashes = weights_hashes(runs, weights)
-    return decision.split_hash == split_hash and decision.weights_sha256 == hashes
+    return rules.split_hash == split_hash and rules.weights_sha256 == hashes
 
 
-def why_undecided(run: Path, config: RunConfig) -> str:
+def why_without_rules(run: Path, config: RunConfig) -> str:
     """OPEN or LACKS_STORE for a trained run that has no rules of its present weights; "" for one
     that has."""
     if _kept(run, config):
@@ -139,17 +139,17 @@ def why_undecided(run: Path, config: RunConfig) -> str:
     return OPEN
 
 
-def decide(run: Path, store_folder: Optional[Path] = None) -> Decision:
+def choose_rules(run: Path, store_folder: Optional[Path] = None) -> PostprocessingRules:
     """Decide the post-processing of a trained run on its labelled validation cases, one in memory
-    at a time, and write it into the run. A decision with the present weights is returned as it is.
+    at a time, and write it into the run. Rules of the present weights are returned as they are.
     Raises InputError as `trained_predictors` and `store_of_run`, and if another process writes to
     the run."""
     with locked(Path(run), "run"):
-        return _decide(Path(run), store_folder)
+        return _choose_rules(Path(run), store_folder)
 
 
-def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
-    """As `decide`, in a folder that this process has locked."""
+def _choose_rules(run: Path, store_folder: Optional[Path]) -> PostprocessingRules:
+    """As `choose_rules`, in a folder that this process has locked."""
     config = load_config(run)
     weights_file(run, "best")
     kept = _kept(run, config)
@@ -174,11 +174,11 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
     else:
         (predictor,) = trained_predictors([run], "best", Inference(device=config.device))
         evidences = _gathered(predictor, store, records)
-        choice = decide_from(evidences, regions, alone=True)
+        choice = best_rules(evidences, regions, alone=True)
         chosen = choice.chosen
         before = choice.before
         after = choice.after
-    decision = Decision(
+    rules = PostprocessingRules(
         weights_sha256=hashes,
         split_hash=config.split_hash,
         cases=len(records),
@@ -187,22 +187,22 @@ def _decide(run: Path, store_folder: Optional[Path]) -> Decision:
         after=after,
         cases_with=cases_with,
     )
-    _write(decision, run)
-    return decision
+    _write(rules, run)
+    return rules
 
 
-def _kept(run: Path, config: RunConfig) -> Optional[Decision]:
-    """The run's decision, if it is with its present weights; None also for one that is damaged."""
+def _kept(run: Path, config: RunConfig) -> Optional[PostprocessingRules]:
+    """The run's rules, if they are of its present weights; None also for a damaged file."""
     try:
-        decision = read_decision(run, config)
+        rules = read_rules(run, config)
     except (InputError, OSError):
         return None
-    is_kept = decision is not None and _is_of(decision, [run], "best", config.split_hash)
-    return decision if is_kept else None
+    is_kept = rules is not None and _is_of(rules, [run], "best", config.split_hash)
+    return rules if is_kept else None
 
 
-def _write(decision: Decision, folder: Path) -> None:
-    write_json(Path(folder) / FILE, {"schema": SCHEMA, **dataclasses.asdict(decision)})
+def _write(rules: PostprocessingRules, folder: Path) -> None:
+    write_json(Path(folder) / FILE, {"schema": SCHEMA, **dataclasses.asdict(rules)})
 
 
 def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> List[Evidence]:
@@ -220,7 +220,7 @@ def _gathered(predictor: Any, store: Store, records: Sequence[CaseRecord]) -> Li
     return evidences
 
 
-def decide_after_training(run: Path, store_folder: Path, pulse: Pulse) -> None:
+def choose_rules_after_training(run: Path, store_folder: Path, pulse: Pulse) -> None:
     """Decide for a run whose last step is done, in the process that has locked its folder, and
     print the choice, or why there is none: the run is whole in any case. Raises KeyboardInterrupt
     with nothing decided."""
@@ -229,7 +229,7 @@ def decide_after_training(run: Path, store_folder: Path, pulse: Pulse) -> None:
     try:
         step = last_end(run).get("step", 0)
         pulse.phase(DECIDING, step=step, steps=step)  # an early stop has taken fewer
-        line = _in_words(_decide(run, store_folder))
+        line = _in_words(_choose_rules(run, store_folder))
     except Exception as error:  # also TensorFlow's own
         why = fault_of(error) if isinstance(error, OSError) else str(error)
         why = why or type(error).__name__
@@ -241,32 +241,32 @@ def decide_after_training(run: Path, store_folder: Path, pulse: Pulse) -> None:
     say(f"post-processing, {format_seconds(time.perf_counter() - begin)}: {line}")
 
 
-def _in_words(decision: Decision) -> str:
+def _in_words(rules: PostprocessingRules) -> str:
     """The choice, and what it changes."""
-    if decision.chosen.off:
-        return decision.chosen.words
-    pairs = zip(decision.before.items(), decision.after.values())
+    if rules.chosen.off:
+        return rules.chosen.words
+    pairs = zip(rules.before.items(), rules.after.values())
     changes = ", ".join(
         f"{name} {was.lesion_dice:.3f} -> {now.lesion_dice:.3f}" for (name, was), now in pairs
     )
-    cases = count(decision.cases, "validation case")
-    return f"{decision.chosen.words}; lesion-wise Dice {changes} on {cases}"
+    cases = count(rules.cases, "validation case")
+    return f"{rules.chosen.words}; lesion-wise Dice {changes} on {cases}"
 
 
-def decide_jointly(folder: Path, evidences: Sequence[Evidence]) -> Decision:
+def choose_rules_of_folds(folder: Path, evidences: Sequence[Evidence]) -> PostprocessingRules:
     """Decide the post-processing of a folder's trained folds together on the evidence of at least
     one case, and write it into the folder."""
     runs = list(trained_folds(folder).values())
     config = load_config(runs[0])
-    choice = decide_from(evidences, config.codes_by_region)
-    decision = Decision(
+    choice = best_rules(evidences, config.codes_by_region)
+    rules = PostprocessingRules(
         weights_sha256=weights_hashes(runs, WEIGHTS),
         split_hash=config.split_hash,
         cases=len(evidences),
         **vars(choice),
     )
-    _write(decision, folder)
-    return decision
+    _write(rules, folder)
+    return rules
 
 
 def cross_fitted(
@@ -282,7 +282,7 @@ def cross_fitted(
         for other, of_other in evidences.items():
             if other != fold:
                 others += of_other.values()
-        chosen = decide_from(others, regions).chosen
+        chosen = best_rules(others, regions).chosen
         for case_id, evidence in cases.items():
             before[case_id] = evidence.scores(PostProcessing(), regions)
             after[case_id] = evidence.scores(chosen, regions)
