@@ -5,7 +5,7 @@ import contextlib
 import faulthandler
 import importlib
 import sys
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, get_type_hints
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, NoRoomError, exit_code_of, fault_of
 from memory_estimator.common.schema import add_options, arguments
@@ -95,7 +95,6 @@ def parse(argv: Sequence[str]) -> Tuple[Any, argparse.Namespace]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     lines = {name: line for name, (_, line) in COMMANDS.items()}
-    argv = _with_store_named(argv)
     command = _choose(parser, lines, lambda name: importlib.import_module(COMMANDS[name][0]), argv)
     return command, parser.parse_args(argv)
 
@@ -147,45 +146,6 @@ def _explained(error: BaseException) -> List[str]:
         todo = how_to_install("" if package in ("tensorflow", "tf_keras") else "full")
         problems = [f"{package} must be installed for this command, got none; {todo}"]
     return [f"error: {problem}" for problem in problems]
-
-
-def _with_store_named(argv: Sequence[str]) -> Sequence[str]:
-    """A command line of `store` with --store before the folder, as all commands have it; earlier
-    versions took the folder without, as in `store info --json DIR`."""
-    if len(argv) < 3 or argv[0] != "store":
-        return argv
-    store = importlib.import_module(COMMANDS["store"][0])
-    if argv[1] not in store.actions():
-        return argv
-    words = list(argv[2:])
-    names = [word.partition("=")[0] for word in words]
-    if any(_abbreviates(name, "--store") for name in names):
-        return argv  # a folder without it is refused then
-    switches = _switches(store.action(argv[1]).OPTIONS)
-    is_value = False  # of the option before
-    for place, word in enumerate(words):
-        if is_value:
-            is_value = False
-        elif word.startswith("-"):
-            is_switch = any(_abbreviates(word, switch) for switch in switches)
-            is_value = not is_switch and "=" not in word
-        else:
-            words.insert(place, "--store")
-            break
-    return [*argv[:2], *words]
-
-
-def _switches(options: Sequence[type]) -> List[str]:
-    """The options of dataclasses that take no value."""
-    names = []
-    for each in options:
-        names += [name for name, hint in get_type_hints(each).items() if hint is bool]
-    return [f"--{name.replace('_', '-')}" for name in names]
-
-
-def _abbreviates(word: str, option: str) -> bool:
-    """Whether a word is an option, or a beginning of it, which is taken for the whole."""
-    return len(word) > len("--") and option.startswith(word)
 
 
 def _choose(

@@ -272,9 +272,9 @@ PREPARE = "prepare --workers 1 --dataset data --store"
 OF_DATA = (f"{PREPARE} new", f"{PREPARE} new --skip-bad --zero-nan", f"{PREPARE} store")
 OF_CASE = "prepare --workers 1 --dataset brats --store new --split 1 0 0 --skip-bad"
 OF_STORE = (
-    "store verify {top} --workers 1",
-    "store info {top}",
-    "store append {top} --dataset data --workers 1",
+    "store verify --store {top} --workers 1",
+    "store info --store {top}",
+    "store append --store {top} --dataset data --workers 1",
 )
 OF_STORE += ("evaluate --run run --store {top} --out out", PREPARE + " {top}")
 OF_RUN = (
@@ -449,9 +449,10 @@ def test_a_damaged_file_is_answered_and_nothing_else_is_changed(
     ):  # the other cases are what they were
         new = open_store(command.split()[6])
         old = open_store(root.with_name("whole") / "store")
-        assert "Nothing to do" in printed or call(f"store verify {new.folder} --workers 1") == 0, (
-            about
-        )
+        assert (
+            "Nothing to do" in printed
+            or call(f"store verify --store {new.folder} --workers 1") == 0
+        ), about
         for record in new.manifest.cases:
             same = record.image_voxels_sha256 == old.case(record.case_id).image_voxels_sha256
             assert same or path.name.startswith(record.case_id), about

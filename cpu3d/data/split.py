@@ -93,7 +93,7 @@ def _straddling(split: Mapping[str, Sequence[str]], cases: Sequence[SplitCase]) 
     problems = []
     for patient, parts in sorted(patients.items()):
         if len(parts) > 1:
-            got = " and ".join(parts)
+            got = " and ".join(f"{case.case_id} in {part}" for part, case in parts.items())
             problems.append(
                 f"patient {patient} must be in one split, got {got}; keep its cases together"
             )

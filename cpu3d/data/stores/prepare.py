@@ -66,7 +66,7 @@ from cpu3d.data.stores.folder import (
 from cpu3d.data.stores.splits import (
     Fractions,
     Splitting,
-    checked_folds,
+    check_folds,
     describe_folds,
     read_folds,
     split_sizes,
@@ -236,12 +236,19 @@ def _folds_of(
         return ()
     if splits is not None and seed:
         raise InputError(f"--seed must be left out with --splits, got {seed}; nothing is drawn")
-    patients_of = {case.case_id: case.patient_id for case in dataset.cases}
-    unlabelled = {case.case_id for case in dataset.cases if case.label is None}
-    known = {"unlabelled": unlabelled, "bad": dataset.problems}
+    folds = dataset.folds
+    name = f"data set {dataset.folder}"
     if splits is not None:
-        return read_folds(splits, patients_of, **known)
-    return checked_folds(f"data set {dataset.folder}", dataset.folds, patients_of, **known)
+        folds = read_folds(splits)
+        name = f"--splits {splits}"
+    check_folds(
+        name,
+        folds,
+        {case.case_id: case.patient_id for case in dataset.cases},
+        unlabelled=[case.case_id for case in dataset.cases if case.label is None],
+        bad=dataset.problems,
+    )
+    return folds
 
 
 def _with_spacing(

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import (
-    Any,
+    Annotated,
     Collection,
     Container,
     Dict,
@@ -18,17 +18,20 @@ from typing import (
     Iterator,
     List,
     Mapping,
+    Optional,
     Sequence,
     Set,
     Tuple,
 )
+
+import msgspec
 
 from cpu3d.data.datasets.names import stem_of
 from cpu3d.data.manifest import Manifest
 from cpu3d.data.split import FOLD_SPLITS, SPLITS, Split, dealing_order
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count, listed
-from memory_estimator.common.files import NotRegularError, read_json, reason
+from memory_estimator.common.files import read_json, reason
 
 Fractions = Tuple[float, float, float]
 
@@ -60,10 +63,8 @@ def split_cases(patients: Mapping[str, str], *, fractions: Fractions, seed: int)
         rule = f"--split {words} must have at least {len(shares)} patients with labels"
         todo = "add cases, name --patients, or train on all with --split 1 0 0"
         raise InputError(f"{rule}, got {len(order)}; {todo}")
-    sizes = dict.fromkeys(shares, 1)
-    while sum(sizes.values()) < len(order):
-        behind = {name: shares[name] * len(order) - sizes[name] for name in shares}
-        sizes[max(behind, key=behind.__getitem__)] += 1  # of equal ones the first
+    wanted = {name: share * len(order) for name, share in shares.items()}
+    sizes = _filled(dict.fromkeys(shares, 1), wanted, len(order))
     place = dict(zip(order, _names(sizes)))
     return {
         name: tuple(sorted(case for case in patients if place[patients[case]] == name))
@@ -87,18 +88,23 @@ def deal_cases(
     fresh = dealing_order(set(new.values()) - set(place), seed)
     names = [name for name in SPLITS if have[name]]
     total = len(place) + len(fresh)
-    sizes = dict.fromkeys(names, 0)  # of the fresh patients
-    for _ in fresh:
-        behind = {
-            name: have[name] * total / len(place) - (have[name] + sizes[name]) for name in names
-        }
-        sizes[max(behind, key=behind.__getitem__)] += 1  # of equal ones the first
-    place.update(zip(fresh, _names(sizes)))
+    wanted = {name: have[name] * total / len(place) for name in names}
+    sizes = _filled({name: have[name] for name in names}, wanted, total)
+    added_sizes = {name: sizes[name] - have[name] for name in names}
+    place.update(zip(fresh, _names(added_sizes)))
     dealt = {}
     for name in SPLITS:
         added = [case_id for case_id, patient in new.items() if place[patient] == name]
         dealt[name] = tuple(sorted([*split[name], *added]))
     return dealt
+
+
+def _filled(sizes: Dict[str, int], wanted: Mapping[str, float], total: int) -> Dict[str, int]:
+    """Sizes that grow to a total, each time the one that is furthest behind what is wanted."""
+    while sum(sizes.values()) < total:
+        behind = {name: wanted[name] - sizes[name] for name in sizes}
+        sizes[max(behind, key=behind.__getitem__)] += 1  # of equal ones the first
+    return sizes
 
 
 def _names(sizes: Mapping[str, int]) -> Iterator[str]:
@@ -167,134 +173,73 @@ class Splitting:
         return tuple(folds) if len(folds) > 1 else ()
 
 
-def read_folds(
-    path: Path,
-    patients: Mapping[str, str],
-    *,
-    unlabelled: Collection[str] = (),
-    bad: Collection[str] = (),
-) -> Tuple[Split, ...]:
+class _Division(msgspec.Struct):
+    """A fold as a file has it, or a fixed division."""
+
+    train: Annotated[List[str], msgspec.Meta(min_length=1)]
+    val: Annotated[List[str], msgspec.Meta(min_length=1)]
+    test: Optional[List[str]] = None
+
+
+def read_folds(path: Path) -> Tuple[Split, ...]:
     """The folds in a file as nnU-Net's splits_final.json: a list of {"train": [ids], "val": [ids]}.
     A single one, in a list or not, is a fixed division, and may name its "test" cases.
 
-    Ids may end in .nii.gz. `patients` maps the id of each good case of the data set to its patient;
-    `bad` are its other cases, which may be named too.
-
-    Raises InputError with all problems: a file of another kind, no fold, an empty side, ids that
-    are no labelled case of the data set, a case twice in a fold or held out by two folds, a patient
-    on both sides of a fold, or in a fold while another of its cases is in none.
-    """
-    name = f"--splits {path}"
+    Ids may end in .nii.gz. Raises InputError for other content."""
     try:
         content = read_json(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{name} must be a file, got none there; correct the path") from None
-    except NotRegularError as error:
-        raise InputError(f"{name} must be a file, got {error.strerror}; name the file") from None
-    except (OSError, ValueError) as error:
-        got = reason(error)
-        raise InputError(f"{name} must be JSON that can be read, got {got}; correct it") from None
-    if isinstance(content, dict):
-        content = [content]
-    if not isinstance(content, list) or not content:
-        rule = f'{name} must be a list of folds {{"train": [ids], "val": [ids]}}, or one division'
-        todo = "write one as nnU-Net's splits_final.json"
-        raise InputError(f"{rule}, got {content!r:.60}; {todo}")
-    named_test = len(content) == 1 and isinstance(content[0], dict) and "test" in content[0]
-    sides = SPLITS if named_test else FOLD_SPLITS
-    read = []
-    for number, fold in enumerate(content, 1):
-        read.append(_read_fold(f"fold {number} of {name}", fold, sides))
-    raise_if_any(problem for _, problems in read for problem in problems)
-    folds = tuple(fold for fold, _ in read)
-    if named_test:
-        lacking = sorted(set(patients) - {case_id for ids in folds[0].values() for case_id in ids})
-        raise_if_any(
-            f"case {case_id} must be in train, val or test of {name}, got none; add it to one"
-            for case_id in lacking
-        )
-    return checked_folds(name, folds, patients, unlabelled=unlabelled, bad=bad)
+        kind = Annotated[List[_Division], msgspec.Meta(min_length=1)]
+        divisions = msgspec.convert([content] if isinstance(content, dict) else content, kind)
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        rule = f'--splits {path} must be JSON of folds [{{"train": [ids], "val": [ids]}}, ...], or'
+        todo = "write it as nnU-Net's splits_final.json"
+        raise InputError(f"{rule} of one such division, got {reason(error)}; {todo}") from None
+    folds = []
+    for division in divisions:
+        fold = {}
+        for name in SPLITS:
+            ids = getattr(division, name)
+            if ids is not None:
+                fold[name] = tuple(sorted(stem_of(Path(case_id)) for case_id in ids))
+        folds.append(fold)
+    return tuple(folds)
 
 
-def checked_folds(
+def check_folds(
     name: str,
     folds: Sequence[Split],
     patients: Mapping[str, str],
     *,
     unlabelled: Collection[str] = (),
     bad: Collection[str] = (),
-) -> Tuple[Split, ...]:
-    """Folds that the source `name` gives. Raises InputError as `read_folds` for cases and
-    patients."""
-    raise_if_any(_fold_problems(name, folds, patients, unlabelled, bad))
-    return tuple(folds)
-
-
-def _read_fold(name: str, content: Any, sides: Sequence[str]) -> Tuple[Split, List[str]]:
-    """A fold of the file, and what is wrong with it alone."""
-    fold: Split = {}
+) -> None:
+    """Raise InputError with all problems of folds that the source `name` gives: ids that are no
+    labelled case of the data set, a case twice in a fold or held out by two folds, and where a
+    division names test cases, a case in no part. `patients` maps the id of each good case of the
+    data set to its patient; `bad` are its other cases, which may be named too."""
     problems = []
-    for side in sides:
-        ids = content.get(side) if isinstance(content, dict) else None
-        members = ids if isinstance(ids, list) else []
-        numbers = [case_id for case_id in members if type(case_id) in (int, float)]
-        if numbers:
-            rule = f"case ids in {side} of {name} must be text in quotation marks"
-            todo = f'write "{numbers[0]}", with any zeros in front that the files\' names have'
-            problems.append(f"{rule}, got {count(numbers, 'number')}: {numbers[0]}; {todo}")
-            continue
-        is_list = isinstance(ids, list) and (members or side == "test")
-        if not is_list or not all(isinstance(case_id, str) for case_id in members):
-            rule = f"{side} of {name} must be a list of at least one case id"
-            problems.append(f"{rule}, got {ids!r:.60}; correct it")
-            continue
-        fold[side] = tuple(sorted(stem_of(Path(case_id)) for case_id in members))
-    if not problems:
-        times = Counter(case_id for ids in fold.values() for case_id in ids)
-        for case_id in sorted(case_id for case_id in times if times[case_id] > 1):
-            places = listed(side for side in sides for own in fold[side] if own == case_id)
-            problems.append(f"case {case_id} must be in {name} once, got {places}; keep one")
-    return fold, problems
-
-
-def _fold_problems(
-    name: str,
-    folds: Sequence[Split],
-    patients: Mapping[str, str],
-    unlabelled: Collection[str],
-    bad: Collection[str],
-) -> List[str]:
-    """What is wrong with folds beside the data set and each other."""
     named = _named_by(folds)
-    problems = []
-    for case_id in sorted({case_id for fold in folds for ids in fold.values() for case_id in ids}):
+    everyone = Counter(case_id for fold in folds for ids in fold.values() for case_id in ids)
+    for case_id in sorted(everyone):
         own = f"case {case_id} of {name}"
         if case_id in unlabelled and case_id in named:
             problems.append(f"{own} must have a label, got none; take it out of the folds")
         elif case_id not in patients and case_id not in bad:
             problems.append(f"{own} must be in the data set, got no such case; correct the id")
-    holders: Dict[str, List[int]] = defaultdict(list)
     for number, fold in enumerate(folds, 1):
-        for case_id in fold["val"]:
-            holders[case_id].append(number)
-        trained = {patients[case_id]: case_id for case_id in fold["train"] if case_id in patients}
-        for case_id in fold["val"]:
-            patient = patients.get(case_id)
-            if patient in trained and trained[patient] != case_id:
-                rule = f"patient {patient} must be on one side of fold {number} of {name}"
-                both = f"{trained[patient]} in train and {case_id} in val"
-                problems.append(f"{rule}, got {both}; move one")
-    for case_id, numbers in sorted(holders.items()):
-        if len(numbers) > 1:
-            rule = f"case {case_id} must be held out by one fold of {name}"
-            problems.append(f"{rule}, got {listed(numbers)}; keep it in val of one")
-    of_folds = {patients[case_id] for case_id in named if case_id in patients}
-    for case_id in sorted(set(patients) - named):
-        if patients[case_id] in of_folds:
-            rule = f"case {case_id}, in no fold of {name}, must be of no patient who is in one"
-            todo = "add it to the folds, or take it out of the data set"
-            problems.append(f"{rule}, got {patients[case_id]}; {todo}")
-    return problems
+        times = Counter(case_id for ids in fold.values() for case_id in ids)
+        twice = [case_id for case_id in sorted(times) if times[case_id] > 1]
+        rule = f"must be in fold {number} of {name} once"
+        problems += [f"case {case_id} {rule}, got {times[case_id]}; keep one" for case_id in twice]
+    held_out = Counter(case_id for fold in folds for case_id in {*fold["val"]})
+    for case_id in sorted(case_id for case_id in held_out if held_out[case_id] > 1):
+        rule = f"case {case_id} must be held out by one fold of {name}"
+        problems.append(f"{rule}, got {held_out[case_id]}; keep it in val of one")
+    if len(folds) == 1 and "test" in folds[0]:
+        rule = f"must be in train, val or test of {name}"
+        absent = sorted(set(patients) - set(everyone))
+        problems += [f"case {case_id} {rule}, got none; add it to one" for case_id in absent]
+    raise_if_any(problems)
 
 
 def _disagree(first: Split, second: Split) -> bool:

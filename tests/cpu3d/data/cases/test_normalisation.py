@@ -461,7 +461,7 @@ def test_a_ct_in_another_unit_that_joins_a_store_is_named(tmp_path, capsys, adde
         path.rename(path.with_name(f"new_{path.name}"))
     about = (more / "dataset.json").read_text()
     (more / "dataset.json").write_text(about.replace("/c_", "/new_c_"))
-    assert main(["store", "append", str(store.folder), "--dataset", str(more)]) == 0
+    assert main(["store", "append", "--store", str(store.folder), "--dataset", str(more)]) == 0
     assert ("labelled values of CT about" in capsys.readouterr().out) == bool(added)
 
 

@@ -459,7 +459,7 @@ def test_a_list_of_the_decathlons_form_may_have_folds_too(tmp_path):
 def test_a_patient_on_both_sides_of_a_fold_of_a_list_is_refused(tmp_path):
     table = tmp_path / "patients.csv"
     table.write_text("".join(f"p{number},{number // 2}\n" for number in range(5)))
-    with pytest.raises(InputError, match="patient 0 must be on one side of fold 1"):
+    with pytest.raises(InputError, match="patient 0 must be in one split"):
         prepare(datalist(tmp_path / "data"), tmp_path / "store", workers=1, patients=table)
     assert not (tmp_path / "store").exists()
 

@@ -129,7 +129,16 @@ def test_bad_cases_are_named_and_nothing_is_appended_unless_they_may_be_left_out
         append(store, data / "many", workers=1)
     assert ["BRATS_003" in problem for problem in caught.value.problems] == [True, False, False]
     assert open_store(store).manifest == before
-    command = ["store", "append", str(store), "--workers", "1", "--skip-bad", "--dataset"]
+    command = [
+        "store",
+        "append",
+        "--store",
+        str(store),
+        "--workers",
+        "1",
+        "--skip-bad",
+        "--dataset",
+    ]
     assert main([*command, str(data / "many")]) == 0
     after = open_store(store).manifest
     printed = capsys.readouterr().out

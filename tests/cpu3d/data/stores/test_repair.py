@@ -82,7 +82,7 @@ def lose(store, way, number):
 
 WAYS = ("image", "label", "cut", "record", "all of it", "flipped, then deleted as `verify` says")
 PREPARE = ("prepare", "--store", "store", "--split", "1", "1", "1", "--workers", "1", "--dataset")
-APPEND = ("store", "append", "store", "--workers", "1", "--dataset")
+APPEND = ("store", "append", "--store", "store", "--workers", "1", "--dataset")
 
 
 @pytest.mark.parametrize("command", [PREPARE, APPEND])
@@ -135,7 +135,16 @@ def test_append_says_what_was_whole_what_was_lost_and_what_is_new(grown, tmp_pat
     capsys.readouterr()
     assert (
         main(
-            ["store", "append", str(store), "--dataset", str(tmp_path / "third"), "--workers", "1"]
+            [
+                "store",
+                "append",
+                "--store",
+                str(store),
+                "--dataset",
+                str(tmp_path / "third"),
+                "--workers",
+                "1",
+            ]
         )
         == 0
     )

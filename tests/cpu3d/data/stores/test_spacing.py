@@ -98,7 +98,7 @@ def test_a_chosen_spacing_holds_for_cases_that_agree(tmp_path, capsys):
     assert "by --spacing" in printed
     store = open_store(tmp_path / "store")
     assert {record.shape for record in store.manifest.cases} == {(24, 20, 16)}
-    assert main(["store", "info", str(tmp_path / "store")]) == 0
+    assert main(["store", "info", "--store", str(tmp_path / "store")]) == 0
     assert "2 x 2 x 2 mm" in capsys.readouterr().out
 
 

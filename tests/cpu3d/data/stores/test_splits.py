@@ -12,7 +12,7 @@ from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patien
 from cpu3d.data.fold import deal, parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.data.stores.splits import read_folds, split_cases
+from cpu3d.data.stores.splits import check_folds, split_cases
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import dataset_json, decathlon
@@ -346,7 +346,7 @@ def test_given_folds_are_kept_and_a_run_sees_exactly_its_own(tmp_path, dataset, 
         with_fold(opened, "1/3")
     assert main(command) == 0
     assert "finished and unchanged" in capsys.readouterr().out
-    assert main(["store", "info", str(store)]) == 0
+    assert main(["store", "info", "--store", str(store)]) == 0
     assert "2 given" in capsys.readouterr().out
     assert verify(store, workers=1) == ()
 
@@ -374,25 +374,18 @@ def test_without_given_folds_a_store_is_as_before_else_its_hash_differs(tmp_path
 @pytest.mark.parametrize(
     ("content", "problems"),
     [
-        ("text", [r"list of folds .*, got 'text'"]),
-        ([], [r"list of folds .*, got \[\]"]),
-        ({"a": [], "b": []}, ["train of fold 1 .* list", "val of fold 1 .* list"]),
+        ("text", ["must be JSON of folds .*, got .*array"]),
+        ([], ["must be JSON of folds .* length >= 1"]),
+        ({"a": [], "b": []}, ["must be JSON of folds .*`train`"]),
         ({"train": ["a"], "val": ["b"], "test": []}, ["case c .* train, val or test .*, got none"]),
         ({"train": ["a"], "val": ["b"], "test": ["c", "x"]}, ["case x .* no such"]),
-        ({**TWO[0], "test": ["c"]}, ["case c .*, got val and test"]),
-        ([TWO[0], ["a"]], [r"train of fold 2 .* list", "val of fold 2 .* list"]),
-        ([TWO[0], {"train": [], "val": ["a"]}], [r"train of fold 2 .*at least one .*, got \[\]"]),
-        (
-            [TWO[0], {"train": ["b", 3], "val": ["a"]}],
-            ["train of fold 2 .* quotation marks, got 1 number: 3"],
-        ),
-        (
-            [TWO[0], {"train": ["b", None], "val": ["a"]}],
-            [r"train of fold 2 .*, got \['b', None\]"],
-        ),
-        ([TWO[0], {"train": ["b", "b"], "val": ["b"]}], ["case b .*, got train, train and val"]),
+        ({**TWO[0], "test": ["c"]}, [r"case c .* fold 1 .* once, got 2"]),
+        ([TWO[0], ["a"]], ["must be JSON of folds .*, got .*array"]),
+        ([TWO[0], {"train": [], "val": ["a"]}], [r"must be JSON of folds .*\[1\].train"]),
+        ([TWO[0], {"train": ["b", 3], "val": ["a"]}], [r"got .*int.*\[1\].train\[1\]"]),
+        ([TWO[0], {"train": ["b", "b"], "val": ["b"]}], ["case b .* fold 2 .* once, got 3"]),
         ([TWO[0], {"train": ["b", "x"], "val": ["y"]}], ["case x .* no such", "case y .* no such"]),
-        ([TWO[0], {"train": ["a"], "val": ["c"]}], ["case c .* by one fold .*, got 1 and 2"]),
+        ([TWO[0], {"train": ["a"], "val": ["c"]}], ["case c .* by one fold .*, got 2"]),
     ],
 )
 def test_a_file_of_other_folds_is_refused_a_line_a_problem_and_nothing_is_written(
@@ -442,8 +435,8 @@ def test_ids_with_accents_are_one_in_either_unicode_form(tmp_path, dataset, fold
     ("name", "rule"),
     [
         ("text.json", "must be JSON"),
-        ("none.json", "must be a file, got none"),
-        ("", "must be a file, got a folder"),
+        ("none.json", "must be JSON .*, got No such file"),
+        ("", "must be JSON .*, got a folder"),
     ],
 )
 def test_folds_that_are_no_json_are_refused(tmp_path, dataset, capsys, name, rule):
@@ -476,12 +469,10 @@ def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, datas
     more = {"workers": 1, "splits": folds(TWO)}
     with pytest.raises(InputError) as caught:
         prepare(data, store, **more, patients=table)
-    first, second, other = caught.value.problems
-    assert "patient p must be on one side of fold 1" in first
-    assert "a in train and c in val" in first
-    assert "fold 2" in second
-    assert "case d, in no fold" in other
-    assert "got q" in other
+    of_split, of_test, *of_folds = caught.value.problems
+    assert "patient p must be in one split, got a in train and c in val" in of_split
+    assert "patient q must be in one split, got b in train and d in test" in of_test
+    assert [line[:6] for line in of_folds] == ["fold 1", "fold 2"]
     assert not store.exists()
     (data / "imagesTr/c.nii.gz").write_bytes((data / "imagesTr/b.nii.gz").read_bytes())
     with pytest.raises(InputError, match=r"fold 1: image of cases .* identical voxels"):
@@ -498,7 +489,7 @@ def test_bad_cases_leave_given_folds_and_unlabelled_ones_are_refused(tmp_path, d
     manifest = prepare(data, store, workers=1, splits=folds(content), skip_bad=True)
     assert manifest.folds == ({"train": ("b",), "val": ("c",)}, {"train": ("c",), "val": ("b",)})
     with pytest.raises(InputError, match=r"case b .*must have a label"):
-        read_folds(folds(content), {"a": "a", "b": "b", "c": "c"}, unlabelled=["b"])
+        check_folds("", content, {"a": "a", "b": "b", "c": "c"}, unlabelled=["b"])
 
 
 def test_all_given_folds_train_on_appended_cases_of_new_patients(tmp_path, dataset, folds):

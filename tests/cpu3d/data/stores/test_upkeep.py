@@ -50,59 +50,6 @@ def test_info_adds_up_what_the_records_say(store_in, printed):
     assert re.search(r"label 3 +enhancing tumour: 3 cases, 0.833% of the voxels", out)
 
 
-@pytest.mark.parametrize(
-    ("earlier", "now"),
-    [
-        ("info STORE", "info --store STORE"),
-        ("info --json STORE", "info --json --store STORE"),
-        ("info STORE --json", "info --store STORE --json"),
-        ("verify --workers 1 STORE", "verify --workers 1 --store STORE"),
-        ("verify --workers=1 STORE", "verify --workers=1 --store=STORE"),
-        ("append STORE --dataset DATA", "append --store STORE --dataset DATA"),
-        (
-            "append --skip-bad STORE --workers 1 --dataset DATA",
-            "append --skip-bad --sto STORE --workers 1 --dataset DATA",
-        ),
-        (
-            "append --dataset DATA --skip STORE --workers 1",
-            "append --dataset DATA --skip --store STORE --workers 1",
-        ),
-    ],
-)
-def test_a_store_is_named_as_for_all_commands_and_its_place_alone_is_taken_too(
-    store_in, printed, earlier, now
-):
-    store = store_in()
-    paths = {"STORE": str(store), "DATA": str(store.parent / "data")}
-
-    def answer(line):
-        words = []
-        for word in line.split():
-            name, equals, value = word.rpartition("=")
-            words.append(name + equals + paths.get(value, value))
-        return printed(*words).out
-
-    assert answer(earlier) == answer(now)
-
-
-@pytest.mark.parametrize("line", ["info other --store STORE", "info --store STORE other"])
-def test_two_stores_are_refused(store_in, printed, line, capsys):
-    store = store_in()
-    with pytest.raises(SystemExit):
-        printed(*line.replace("STORE", str(store)).split())
-    assert "unrecognized arguments: other" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("action", ["info", "verify", "append"])
-def test_help_shows_one_way_to_name_a_store(action, capsys):
-    with pytest.raises(SystemExit):
-        main(["store", action, "--help"])
-    usage, _, rest = capsys.readouterr().out.partition("options:")
-    assert usage.count("--store DIR") == 1
-    assert "positional" not in usage
-    assert rest
-
-
 def test_info_says_what_was_decided_for_the_data_set_and_why_also_as_json(store_in, printed):
     store = store_in()
     content = json.loads(printed("info", "--store", store, "--json").out)
