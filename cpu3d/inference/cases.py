@@ -5,7 +5,7 @@ found = cases_to_predict([Path("Task01/imagesTs")], predictor)    # its cases, p
 """
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -76,8 +76,13 @@ def cases_to_predict(
     problems = found.problems
     cases = []
     assumed: Dict[Tuple[str, ...], List[str]] = defaultdict(list)
+    times = Counter(files.case_id for files in found.cases)
     for files in found.cases:
         try:
+            if times[files.case_id] > 1:
+                got = f"{files.case_id} for {times[files.case_id]} cases"
+                todo = "predict them into separate folders"
+                raise InputError(f"case ids must differ, got {got}; {todo}")
             taken, channels = _with_channels(files, store, inputs)
             cases.append(Case(taken, channels, *codes_for(predictor, files, codes)))
         except InputError as error:

@@ -42,10 +42,9 @@ import dataclasses
 import hashlib
 import re
 import time
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
@@ -133,22 +132,18 @@ def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
     predictors = trained_predictors(together.runs, together.weights, inference)
     predictor = Ensemble(predictors)
     cases, problems, notes = cases_to_predict(options.image, predictor, options.codes, options.out)
-    cases, alike = _distinct(cases)
-    problems += alike
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}
     wrong = []
     if options.out.resolve() in (path.resolve() for path in options.image):
         rule = "--out must not be a folder that is predicted on"
         wrong.append(f"{rule}, got {options.out}; choose another")
-    if not options.overwrite:
-        wrong += _of_other_runs(cases, options, about)
     raise_if_any([*wrong, *problems] if wrong or not cases else ())
+    todo, lines, refused = _to_do(predictor, cases, options, about, postprocessing)
+    problems += refused
     writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
-    say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), stderr=False)
-    cases, lines, refused = _without_kept(predictor, cases, options, about, postprocessing)
-    problems += refused
-    say(*lines, stderr=False)
+    say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), *lines, stderr=False)
+    cases = todo
     if not cases and not problems:
         return 0
     begin = time.monotonic()
@@ -266,34 +261,7 @@ def _write_probabilities(outputs: Outputs, answers: np.ndarray, geometry: Geomet
         write_volume(path, probability, geometry, compression=1)
 
 
-def _distinct(cases: Sequence[Case]) -> Tuple[List[Case], List[str]]:
-    """The cases whose id no other has, and a problem for each id of several."""
-    times = Counter(case.files.case_id for case in cases)
-    distinct = [case for case in cases if times[case.files.case_id] == 1]
-    problems = []
-    for case_id, number in times.items():
-        if number > 1:
-            rule = f"case ids must differ, got {case_id} for {number} cases"
-            problems.append(f"{rule}; predict them into separate folders")
-    return distinct, problems
-
-
-def _of_other_runs(
-    cases: Sequence[Case], options: Options, about: Mapping[str, Any]
-) -> Iterator[str]:
-    """A problem for each run, or runs together, whose answers would be replaced by others'."""
-    theirs: Dict[str, List[str]] = {}  # runs -> cases
-    for case in cases:
-        before = read_sidecar(_outputs(case, options).sidecar)
-        if is_of_other_runs(before, about):
-            theirs.setdefault(listed(runs_of(before)), []).append(case.files.case_id)
-    for runs, ids in theirs.items():
-        rule = f"--out {options.out} must not hold these cases' answers by another run"
-        got = f"{listed(ids)} by {runs}"
-        yield f"{rule}, got {got}; choose another --out, or give --overwrite"
-
-
-def _without_kept(
+def _to_do(
     predictor: Any,
     cases: Sequence[Case],
     options: Options,
@@ -301,10 +269,12 @@ def _without_kept(
     postprocessing: PostProcessing,
 ) -> Tuple[List[Case], List[str], List[str]]:
     """The cases that are still to be predicted; lines on those that were, which are kept, or
-    predicted again with the reason; and what keeps others from being predicted again."""
+    predicted again with the reason; and what keeps others from being predicted again. Raises
+    InputError for answers of other runs, unless they are to be overwritten."""
     todo = []
     kept = []
     problems: List[str] = []
+    theirs: Dict[str, List[str]] = {}  # other runs -> cases
     again: Dict[str, List[str]] = {}  # reason -> cases
     for case in cases:
         case_id = case.files.case_id
@@ -312,12 +282,13 @@ def _without_kept(
         before = read_sidecar(outputs.sidecar)
         reasons = ["--overwrite is given"]
         if not options.overwrite:
+            if is_of_other_runs(before, about):
+                theirs.setdefault(listed(runs_of(before)), []).append(case_id)
             wanted = _made_from(predictor, case, options, about, postprocessing)
             reasons = changes(before, wanted, outputs, case.files.paths)
         if before and not reasons:
-            if is_changed(outputs, before):
-                case_id = f"{case_id} (its label as it was changed since)"
-            kept.append(case_id)
+            changed = " (its label as it was changed since)" if is_changed(outputs, before) else ""
+            kept.append(f"{case_id}{changed}")
             continue
         try:
             check_replaceable(outputs, before, case.files.paths, options.overwrite)
@@ -327,6 +298,11 @@ def _without_kept(
         todo.append(case)
         if before:
             again.setdefault(listed(reasons), []).append(case_id)
+    raise_if_any(
+        f"--out {options.out} must not hold these cases' answers by another run, got {listed(ids)} "
+        f"by {runs}; choose another --out, or give --overwrite"
+        for runs, ids in theirs.items()
+    )
     lines = []
     if kept:
         why = "predicted before with these weights and settings"
