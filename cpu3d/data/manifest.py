@@ -124,7 +124,6 @@ class CaseRecord:
     box: Region
     """The content box: the smallest around every voxel that is labelled, or in any channel not what
     surrounds the volume: of a CT all up to the lower end of its window."""
-    image_dtype: Literal["int16"]  # the source's values, exact, or as `units` say
     max_abs_error: Annotated[float, Meta(ge=0)]
     """Largest rounding error, in standard deviations; 0 if lossless."""
     channel_mean: Tuple[float, ...]

@@ -22,7 +22,6 @@ from cpu3d.data.background import (
     without_far_values,
     without_residue,
 )
-from cpu3d.data.cases.annotated import check_annotated, ignored_in_box
 from cpu3d.data.cases.channels import (
     AS_IT_IS,
     INT16,
@@ -44,7 +43,7 @@ from cpu3d.data.datasets.names import places_of
 from cpu3d.data.files.arrays import file_sha256, voxels_sha256
 from cpu3d.data.manifest import CaseRecord, Geometry, SourceFile, SourceGrid
 from cpu3d.data.normalise import Kind, Normalisation, if_any_differs, of_all
-from cpu3d.data.region import Array, Shape3, whole, xyz
+from cpu3d.data.region import Array, Shape3, bounding_box, whole, xyz
 from cpu3d.errors import InputError, raise_if_any
 from memory_estimator.common.units import counted
 from models.strides import Spacing3
@@ -277,7 +276,6 @@ def facts_of(
         **facts,
         "shape": tuple(image.shape[:3]),
         "box": content_box(image, label, kinds, units, around, ignore),
-        "image_dtype": image.dtype.name,
         "channel_mean": mean,
         "channel_std": std,
         "channel_min": low,
@@ -287,6 +285,25 @@ def facts_of(
         "around": around,
         "foreground": foreground if any(foreground) else (),
     }
+
+
+def check_annotated(label: Array, ignore: int, name: str, where: str) -> None:
+    """Raise InputError for a label, or a box of it, of which all is to be ignored; `where` are
+    words for the box."""
+    if (label == ignore).all():
+        rule = f"{name} must have annotated voxels"
+        todo = "annotate some there, leave the case out, or resample it less with --spacing"
+        raise InputError(f"{rule}, got {ignore}, to be ignored, in {where}; {todo}")
+
+
+def ignored_in_box(label: Array, image: Array, ignore: int) -> Array:
+    """Make ignored voxels background outside of the box around annotated voxels and voxels that
+    are not zero in some channel."""
+    mask = image.any(axis=-1) | ((label != ignore) & (label > 0))
+    box = bounding_box(mask).slices(xyz(label.shape))
+    inside = np.zeros_like(label)
+    inside[box] = label[box]
+    return inside
 
 
 def label_voxels_of(label: Array) -> Dict[int, int]:

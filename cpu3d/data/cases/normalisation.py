@@ -6,8 +6,7 @@ or by what its voxels are. Decided once, when a data set is prepared.
 """
 
 import re
-import statistics
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Collection, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
@@ -171,14 +170,6 @@ def chosen_kinds(channels: Sequence[str], chosen: Sequence[str]) -> Dict[str, No
     return decided
 
 
-@dataclass(frozen=True)
-class _Shares:
-    """The shares of a channel's voxels that tell its kind."""
-
-    background: float
-    air: float
-
-
 def _examined(
     left: Sequence[str],
     cases: Sequence[CaseFiles],
@@ -188,7 +179,7 @@ def _examined(
     """Decide channels by the voxels of some cases: by the median of their shares."""
     count = min(EXAMINED, len(cases))
     jobs = [(cases[number * len(cases) // count], tuple(channels)) for number in range(count)]
-    shares: Dict[str, List[_Shares]] = {name: [] for name in left}
+    shares: Dict[str, List[Tuple[float, float]]] = {name: [] for name in left}
     with bar("examine", total=count) as advance:
         for _, outcome in run_jobs(_shares_of, jobs, workers):
             for name in left:
@@ -198,30 +189,27 @@ def _examined(
     return {name: _by_shares(shares[name]) for name in left}
 
 
-def _shares_of(job: Tuple[CaseFiles, Sequence[str]]) -> Dict[str, _Shares]:
-    files, channels = job
+def _shares_of(job: Tuple[CaseFiles, Sequence[str]]) -> Dict[str, Tuple[float, float]]:
+    """Return the shares of background and of air in each channel of a case."""
     shares = {}
-    for name, volume in _volumes(files, channels):
+    for name, volume in _volumes(*job):
         if np.isfinite(volume).all():
-            cleaned = without_residue(volume)
-            shares[name] = _Shares(background_share(cleaned), _air_share(volume))
+            shares[name] = (background_share(without_residue(volume)), _air_share(volume))
     return shares
 
 
-def _by_shares(shares: Sequence[_Shares]) -> Normalisation:
-    """Decide a channel that no name tells. It is over the foreground if no case could be read:
-    what is wrong with them is named later."""
+def _by_shares(shares: Sequence[Tuple[float, float]]) -> Normalisation:
+    """Decide a channel that no name tells. It is over the foreground if no case could be read: what
+    is wrong with them is named later."""
     if not shares:
         return Normalisation()
-    background = statistics.median(each.background for each in shares)
-    air = statistics.median(each.air for each in shares)
+    background, air = np.median(shares, axis=0)
     if air >= AIR_SHARE:
         found = f"{air:.0%} of the voxels are about -1000, as air"
         return Normalisation(Kind.CT, why=f"{found}: CT from {AIR_SHARE:.0%} on")
     why = f"0 around {background:.0%} of the voxels, background {FROM_SHARE}"
-    if background >= BACKGROUND_SHARE:
-        return Normalisation(Kind.FOREGROUND, why=why)
-    return Normalisation(Kind.ZSCORE, why=why)
+    kind = Kind.FOREGROUND if background >= BACKGROUND_SHARE else Kind.ZSCORE
+    return Normalisation(kind, why=why)
 
 
 def _air_share(volume: Array) -> float:

@@ -140,7 +140,7 @@ class _ArrayFile:
         self.shape: Tuple[int, ...] = record.stored.size
         if kind == "x":
             self.shape += (record.channels,)
-            self.dtype: np.dtype[Any] = np.dtype(record.image_dtype).newbyteorder("<")
+            self.dtype: np.dtype[Any] = np.dtype("<i2")
             self.size_bytes = record.image_bytes
             self.sha256 = record.image_sha256
         elif kind == "t" and record.resampled_from:

@@ -58,6 +58,10 @@ def make_sample(stored: Stored, drawn: AugmentParams, spec: SampleSpec) -> Image
 # --- The call: structures as in samples.h ---
 
 
+def _pointers(*names: str) -> List[Tuple[str, Any]]:
+    return [(name, ctypes.c_void_p) for name in names]
+
+
 class _Box(ctypes.Structure):
     _fields_ = (
         ("values", ctypes.c_void_p),
@@ -66,11 +70,7 @@ class _Box(ctypes.Structure):
         ("size", ctypes.c_int * 3),
         ("start", ctypes.c_int * 3),
         ("channels", ctypes.c_int),
-        ("picked", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("shift", ctypes.c_void_p),
-        ("window", ctypes.c_void_p),
-        ("table", ctypes.c_void_p),
+        *_pointers("picked", "scale", "shift", "window", "table"),
     )
 
 
@@ -78,8 +78,7 @@ class _Band(ctypes.Structure):
     _fields_ = (
         ("taps", ctypes.c_int),
         ("size", ctypes.c_int),
-        ("first", ctypes.c_void_p),
-        ("weights", ctypes.c_void_p),
+        *_pointers("first", "weights"),
     )
 
 
@@ -88,22 +87,14 @@ class _Sample(ctypes.Structure):
         ("image", _Box),
         ("label", _Box),
         ("grid", ctypes.c_int * 3),
-        ("shrinking", ctypes.c_void_p),
-        ("matrix", ctypes.c_void_p),
+        *_pointers("shrinking", "matrix"),
         ("flips", ctypes.c_int * 3),
-        ("outside", ctypes.c_void_p),
-        ("background", ctypes.c_void_p),
-        ("limits", ctypes.c_void_p),
-        ("noise", ctypes.c_void_p),
-        ("noise_keys", ctypes.c_void_p),
-        ("smoothing", ctypes.c_void_p),
-        ("contrast", ctypes.c_void_p),
-        ("gamma", ctypes.c_void_p),
+        *_pointers("outside", "background", "limits", "noise", "noise_keys"),
+        *_pointers("smoothing", "contrast", "gamma"),
         ("is_negative", ctypes.c_int),
         ("is_bfloat16", ctypes.c_int),
         ("has_ignored", ctypes.c_int),
-        ("to_image", ctypes.c_void_p),
-        ("to_target", ctypes.c_void_p),
+        *_pointers("to_image", "to_target"),
     )
 
 
@@ -115,48 +106,39 @@ class _Call:
     ):
         self._kept: List[Any] = [stored, image, target]
         picked = np.array(spec.channels, np.int32)
-        table = spec.table
         kind = INT16
-        background: Optional[Array] = np.zeros(len(picked), np.float32)
-        if drawn.window is not None:
+        numbers = vars(drawn)
+        if drawn.window is None:
+            numbers = {**numbers, "background": np.zeros(len(picked), np.float32)}
+        else:
             kind = WINDOWED
-            background = drawn.background
-        shrinking = None
-        if spec.shrinking is not None:
-            shrinking = self._bands(spec.shrinking)
+        scaling = {name: self._pointer(numbers[name]) for name in ("scale", "shift", "window")}
+        changes = ("matrix", "outside", "background", "limits", "noise", "noise_keys")
+        pointers = {name: self._pointer(numbers[name]) for name in (*changes, "contrast", "gamma")}
         self.sample = _Sample(
             image=_Box(
                 kind=kind,
                 channels=len(picked),
                 picked=self._pointer(picked),
-                scale=self._pointer(drawn.scale),
-                shift=self._pointer(drawn.shift),
-                window=self._pointer(drawn.window),
-                **self._place(stored.image, stored.start),
+                **scaling,
+                **self._box(stored.image, stored.start),
             ),
             label=_Box(
                 kind=LABEL,
-                channels=table.shape[1],
-                table=self._pointer(table),
-                **self._place(stored.label, stored.start),
+                channels=spec.table.shape[1],
+                table=self._pointer(spec.table),
+                **self._box(stored.label, stored.start),
             ),
             grid=(ctypes.c_int * 3)(*spec.grid),
-            shrinking=shrinking,
-            matrix=self._pointer(drawn.matrix),
+            shrinking=self._bands(spec.shrinking or ()),
             flips=(ctypes.c_int * 3)(*drawn.flips),
-            outside=self._pointer(drawn.outside),
-            background=self._pointer(background),
-            limits=self._pointer(drawn.limits),
-            noise=self._pointer(drawn.noise),
-            noise_keys=self._pointer(drawn.noise_keys),
             smoothing=self._smoothing(drawn, spec),
-            contrast=self._pointer(drawn.contrast),
-            gamma=self._pointer(drawn.gamma),
             is_negative=drawn.negative,
             is_bfloat16=spec.is_bfloat16,
             has_ignored=spec.ignore is not None,
             to_image=image.ctypes.data,
             to_target=target.ctypes.data,
+            **pointers,
         )
 
     def _pointer(self, array: Optional[Array]) -> Optional[int]:
@@ -166,7 +148,7 @@ class _Call:
         self._kept.append(array)
         return array.ctypes.data
 
-    def _place(self, array: Array, start: Shape3) -> Dict[str, Any]:
+    def _box(self, array: Array, start: Shape3) -> Dict[str, Any]:
         strides = [step // array.itemsize for step in array.strides[:3]]
         return {
             "values": array.ctypes.data,
@@ -175,8 +157,10 @@ class _Call:
             "start": (ctypes.c_int * 3)(*start),
         }
 
-    def _bands(self, matrices: Sequence[Optional[Array]]) -> int:
-        """Bands of the matrices (to, from), of 0 taps for None."""
+    def _bands(self, matrices: Sequence[Optional[Array]]) -> Optional[int]:
+        """Store bands of the matrices (to, from), of 0 taps for None; nothing if all are None."""
+        if all(matrix is None for matrix in matrices):
+            return None
         bands = (_Band * len(matrices))()
         for band, matrix in zip(bands, matrices):
             if matrix is not None:
@@ -190,14 +174,11 @@ class _Call:
     def _smoothing(self, drawn: AugmentParams, spec: SampleSpec) -> Optional[int]:
         matrices: List[Optional[Array]] = []
         for of_channel in plain.smoothings(drawn, spec.grid):
-            if of_channel is None:
-                matrices += [None] * 3
-                continue
             # The volume is mirrored already.
-            for matrix, is_flipped in zip(of_channel, drawn.flips):
-                matrices.append(matrix[::-1, ::-1] if is_flipped else matrix)
-        if all(matrix is None for matrix in matrices):
-            return None
+            for matrix, is_flipped in zip(of_channel or (None,) * 3, drawn.flips):
+                if is_flipped and matrix is not None:
+                    matrix = matrix[::-1, ::-1]
+                matrices.append(matrix)
         return self._bands(matrices)
 
 

@@ -384,7 +384,7 @@ class _Sums:
         self.size_bytes += record.image_bytes + record.label_bytes
         if record.resampled_from:
             self.size_bytes += record.resampled_from.label_bytes
-        image = f"{record.image_dtype} .{record.format}"
+        image = f"int16 .{record.format}"
         if record.stored.size != record.shape:
             image += " cropped"
         self.images[image] += 1

@@ -144,7 +144,7 @@ def make_record(case_id: str = "a", **changes) -> CaseRecord:
     fields = {
         "case_id": case_id, "patient_id": case_id, "shape": (4, 4, 4),
         "spacing_mm": (1.0, 1.0, 1.0), "box": Region((1, 1, 1), (2, 2, 3)),
-        "image_dtype": "int16", "max_abs_error": 0.0, "channel_mean": (1.5,),
+        "max_abs_error": 0.0, "channel_mean": (1.5,),
         "channel_std": (0.5,), "channel_min": (1.0,), "channel_max": (2.0,), "channel_voxels": (8,),
         "zeroed_voxels": 0, "label_voxels": {0: 63, 1: 1}, "centres": centres_of(label),
         "geometry": Geometry((4, 4, 4), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
@@ -185,7 +185,6 @@ def stored_case(
         label_voxels={0: label.size},
         shape=image.shape[:3],
         stored=whole(image.shape[:3]),
-        image_dtype=str(image.dtype),
         format=kind,
         image_bytes=len(image_file),
         image_sha256=hashlib.sha256(image_file).hexdigest(),

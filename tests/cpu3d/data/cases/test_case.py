@@ -62,7 +62,7 @@ def test_an_integral_case_is_stored_exactly_in_ras_with_statistics_worked_out_by
     assert (case.image[2, 1, 0, 0], case.image[1, 1, 0, 0], case.image[1, 0, 0, 1]) == (2, 4, -5)
     assert case.label[1, 1, 0] == 3
     record = case.record
-    assert (record.image_dtype, record.max_abs_error) == ("int16", 0.0)
+    assert (record.units, record.max_abs_error) == ((), 0.0)
     assert record.channel_mean == (3.0, -1.0)
     assert record.channel_std == pytest.approx((1.0, np.sqrt(8)))
     assert (record.channel_min, record.channel_max) == ((2.0, -5.0), (4.0, 1.0))
