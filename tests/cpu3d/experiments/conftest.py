@@ -1,24 +1,134 @@
-"""Run folders as `train` and `evaluate` leave them, made by hand on the tiny store, and of phantoms
-for real ones."""
+"""Runs of experiments without a network, in this process; and run folders made by hand."""
 
 import dataclasses
 import json
 import math
 import os
-import sys
-import time
-from dataclasses import dataclass
+import signal
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from cpu3d.__main__ import main
 from cpu3d.data.files.arrays import file_sha256
-from cpu3d.experiments import runner
+from cpu3d.data.store import open_store
+from cpu3d.errors import DivergedError, Interrupted
+from cpu3d.experiments import folds, runner, variants
 from cpu3d.experiments.runner import RunFailedError
+from cpu3d.inference import evaluate
 from cpu3d.inference.evaluate import evaluate_split
+from cpu3d.inference.postprocessing import run_rules
+from cpu3d.report.folds import write_folds_report
 from cpu3d.run.checkpoint import save_checkpoint, weights_file
 from cpu3d.run.config_json import load_config, save_config
-from tests.cpu3d.experiments import stand_in
+from cpu3d.run.log import append_event
+from cpu3d.training import fit
+from tests.cpu3d.conftest import FakePredictor
+from tests.cpu3d.runs import HOST, SMALL, NumpyLearner
+
+SETTINGS = {**SMALL, "epochs": 2, "validations": 1, "save_minutes": 0.0}
+
+
+class Answers(FakePredictor):
+    """The truth, a voxel off for each fold after the first and for patches, and an island of WT in
+    a corner."""
+
+    def __init__(self, run, weights, inference):
+        config = load_config(run)
+        super().__init__(Path(config.store), config.codes_by_region, config.label_names)
+        self.channels = self.inputs = config.store_channels
+        self.inference = inference
+        if config.is_patch:
+            self.window = list(config.grid)
+        self.weights_sha256 = file_sha256(weights_file(run, weights))
+        self.shift = int(config.fold[0]) - 1 if config.fold else int(config.is_patch)
+
+    def probabilities(self, image, record, channels=()):
+        truth = np.asarray(open_store(self.store).label(record.case_id))
+        masks = np.stack([np.isin(truth, codes) for codes in self.regions.values()], axis=-1)
+        masks = np.roll(masks, self.shift, axis=0)
+        masks[:2, :2, :2, 0] = True
+        return masks.astype(np.float32) * self.sure
+
+
+@dataclass
+class Commands:
+    """The commands that were called for, carried out in this process."""
+
+    calls: list = field(default_factory=list)
+    cut_at: int = -1  # the number of the call in which Ctrl-C comes
+    diverges: str = ""  # the run whose training diverges
+    # (run, weights) of the networks that `evaluate` asked
+    loaded: list = field(default_factory=list)
+    pages: bool = False  # whether pages are written, which takes seconds
+
+    def seen(self):
+        calls = list(self.calls)
+        self.calls[:] = []
+        return calls
+
+
+def carried_out_here(monkeypatch):
+    """Have trainings without a network, and networks that answer as `Answers`."""
+    told = Commands()
+    step = NumpyLearner.step
+
+    def interrupted(self, *arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *arguments)
+
+    def call(command, log, label, *, run=None, steps=0):
+        folder = Path(command[command.index("--run") + 1])
+        told.calls.append(f"{command[0]} {folder.name}")
+        is_cut = len(told.calls) - 1 == told.cut_at
+        if folder.name == told.diverges and command[0] == "train":
+            if (folder / "config.json").is_file():
+                config = dataclasses.replace(load_config(folder), epochs=SETTINGS["epochs"])
+                save_config(config, folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            append_event(folder, {"event": "start", "step": 1})
+            append_event(
+                folder,
+                {"event": "diverged", "step": 1, "reason": "loss must be finite, got nan"},
+            )
+            raise RunFailedError("it must succeed", DivergedError.exit_code, "train diverged")
+        if is_cut and command[0] == "evaluate":
+            raise Interrupted("the same command continues")
+        with monkeypatch.context() as patch:
+            if is_cut:
+                patch.setattr(NumpyLearner, "step", interrupted)
+            code = main(command)
+        if code == 130:
+            raise Interrupted("the same command continues")
+        assert code == 0
+
+    def networks(runs, weights, inference):
+        return [Answers(run, weights, inference) for run in runs]
+
+    def noted(runs, weights, inference):
+        told.loaded += [(run.name, weights) for run in runs]
+        return networks(runs, weights, inference)
+
+    def page(folder):
+        if told.pages:
+            return write_folds_report(folder)
+        return folder / "report.html"
+
+    monkeypatch.setattr(fit, "Learner", lambda config, exchange: NumpyLearner(config))
+    monkeypatch.setattr(runner, "call", call)
+    monkeypatch.setattr(folds, "write_folds_report", page)
+    for module in (folds, variants):
+        monkeypatch.setattr(module, "read_host", lambda: HOST)
+    monkeypatch.setattr(evaluate, "trained_predictors", noted)
+    monkeypatch.setattr(run_rules, "trained_predictors", networks)
+    return told
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    return carried_out_here(monkeypatch)
 
 
 @pytest.fixture
@@ -86,53 +196,3 @@ def make_run(tmp_path, tiny_run, fake_predictor, tiny_store):
         return folder
 
     return make
-
-
-@dataclass
-class Stage:
-    """The folder that tells `stand_in.py` what to do, and shows what it has done."""
-
-    folder: Path
-
-    def calls(self):
-        """The calls since the last question, such as ["train whole-seed0"]."""
-        path = self.folder / "calls.txt"
-        calls = path.read_text().splitlines() if path.exists() else []
-        path.unlink(missing_ok=True)
-        return calls
-
-    def tell(self, name, text=""):
-        (self.folder / name).write_text(text)
-
-    def waited(self, name, most_s=20.0):
-        """The content of a file that the stand-in leaves, once it is there."""
-        end = time.monotonic() + most_s
-        while not (self.folder / name).exists():
-            assert time.monotonic() < end, f"no {name}"
-            time.sleep(0.01)
-        return (self.folder / name).read_text()
-
-
-@pytest.fixture
-def processes(make_run, monkeypatch) -> Stage:
-    """`stand_in.py` instead of the real program."""
-    template = make_run("template", shift=1)
-    program = (sys.executable, str(Path(__file__).with_name("stand_in.py")), str(template))
-    monkeypatch.setattr(runner, "PROGRAM", program)
-    monkeypatch.setattr(runner, "POLL_S", 0.05)
-    return Stage(template.parent)
-
-
-@pytest.fixture
-def stage(make_run, monkeypatch) -> Stage:
-    """`stand_in.main` called in this process, instead of the real program."""
-    template = make_run("template", shift=1)
-
-    def call(command, log, label, **more):
-        code = stand_in.main(template, *command)
-        if code:
-            why = f"{command[0]} {'diverged' if code == 4 else 'failed'}"
-            raise RunFailedError(f"{label} must succeed", code, why)
-
-    monkeypatch.setattr(runner, "call", call)
-    return Stage(template.parent)

@@ -15,9 +15,9 @@ from cpu3d.run.config_json import load_config
 from cpu3d.util.records import read_records
 from tests.cpu3d.runs import run_command, shown_cases
 
-SMALL = ["--filters", "2", "--depth", "3", "--dtype", "float32"]
+SMALL = ["--filters", 2, "--depth", 2, "--dtype", "float32", "--curriculum", "off"]
 WHOLE = ["--variant", "whole", "--mode whole"]
-VARIANTS = [*WHOLE, "--variant", "patch", "--mode patch --patch 8 8 8"]
+VARIANTS = [*WHOLE, "--variant", "patch", "--mode patch --patch 16 16 16"]
 PATCH = {"mode": "patch", "grid": (8, 8, 8), "patches_per_case": 8}
 
 
@@ -39,9 +39,9 @@ def out(tmp_path):
 
 
 @pytest.fixture
-def chosen(tiny_store, out):
-    """Options of a comparison of whole volumes and patches that `stand_in.py` carries out."""
-    return ["--store", tiny_store.folder, "--out", out, *SMALL, *VARIANTS]
+def chosen(phantom_store, out):
+    """Options of a comparison of whole volumes and patches."""
+    return ["--store", phantom_store.folder, "--out", out, *SMALL, *VARIANTS]
 
 
 @pytest.fixture
@@ -51,30 +51,24 @@ def no_page(monkeypatch):
 
 
 def test_a_comparison_is_carried_out_continued_and_recorded(
-    stage, chosen, out, tmp_path, capsys, monkeypatch
+    commands, chosen, out, tmp_path, capsys
 ):
     chosen = [*chosen, "--epochs", 2, "--seeds", 0, 1]
     record = tmp_path / "records" / "compare.jsonl"
-    call = runner.call
-
-    def interrupted(command, *more, **about):
-        if "patch-seed1" in command[command.index("--run") + 1]:
-            raise KeyboardInterrupt
-        call(command, *more, **about)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "call", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            compare(*chosen)
-    assert stage.calls() == done("whole-seed0", "patch-seed0", "whole-seed1")
+    commands.cut_at = 6
+    with pytest.raises(KeyboardInterrupt):
+        compare(*chosen)
+    cut = [*done("whole-seed0", "patch-seed0", "whole-seed1"), "train patch-seed1"]
+    assert commands.seen() == cut
+    commands.cut_at = -1
     assert not (out / "results.json").exists()
     assert compare(*chosen, "--record", record) == 0
-    assert stage.calls() == done("patch-seed1")
+    assert commands.seen() == done("patch-seed1")
     assert "Differences to whole" in capsys.readouterr().out
     assert (out / "report.html").is_file()
     assert compare(*chosen) == 0
-    assert stage.calls() == [], "all is done"
-    assert results(out)["differences"]["patch"]["mean"]["dice"]["mean"] == 0
+    assert commands.seen() == [], "all is done"
+    assert results(out)["differences"]["patch"]["mean"]["dice"]["worse"] == 1
     assert {load_config(run).validations for run in (out / "runs").iterdir()} == {4}
     (line,) = read_records(record, "compare")
     assert "2 epochs of whole" in line["budget"]
@@ -84,11 +78,11 @@ def test_a_comparison_is_carried_out_continued_and_recorded(
     assert page == comparisons_markdown([line]), "the newest of a title counts"
 
 
-def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, capsys):
-    stage.tell("fail", "patch-seed0 4 error: loss must be finite, got nan at step 1")
+def test_a_run_that_diverges_is_left_out_and_named(no_page, commands, chosen, out, capsys):
+    commands.diverges = "patch-seed0"
     chosen = [*chosen, "--epochs", 2, "--seeds", 0, 1]
     assert compare(*chosen) == 1
-    assert stage.calls() == [
+    assert commands.seen() == [
         *done("whole-seed0"),
         "train patch-seed0",
         *done("whole-seed1", "patch-seed1"),
@@ -98,23 +92,23 @@ def test_a_run_that_diverges_is_left_out_and_named(no_page, stage, chosen, out, 
     assert line in capsys.readouterr().err
     assert results(out)["variants"]["patch"]["seeds"] == [1]
     assert compare(*chosen) == 1
-    assert stage.calls() == [], "it would end so again"
+    assert commands.seen() == [], "it would end so again"
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(stage, tiny_store, out, capsys):
-    assert compare("--store", tiny_store.folder, "--out", out, *SMALL, "--dry-run") == 0
+def test_a_dry_run_prints_the_plan_and_writes_nothing(commands, phantom_store, out, capsys):
+    assert compare("--store", phantom_store.folder, "--out", out, *SMALL, "--dry-run") == 0
     assert "patch-half" in capsys.readouterr().out
     assert not out.exists()
-    assert stage.calls() == []
+    assert commands.seen() == []
 
 
 def test_a_damaged_file_of_a_case_to_score_is_named_before_anything_is_trained(
-    stage, chosen, tiny_store
+    commands, tiny_store, out
 ):
     os.truncate(next((tiny_store.folder / "cases").glob("e.x.*")), 100)
     with pytest.raises(InputError, match=r"e\.x\.npy must be \d+ bytes long, got 100"):
-        compare(*chosen, "--epochs", 2)
-    assert stage.calls() == []
+        compare("--store", tiny_store.folder, "--out", out)
+    assert commands.seen() == []
 
 
 @pytest.mark.parametrize(
@@ -126,7 +120,7 @@ def test_a_damaged_file_of_a_case_to_score_is_named_before_anything_is_trained(
     ],
 )
 def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
-    stage, chosen, out, make_run, name, kind
+    commands, chosen, out, make_run, name, kind
 ):
     out.mkdir()
     (out / name).write_text("{}")
@@ -137,10 +131,10 @@ def test_a_folder_of_something_else_is_refused_and_left_as_it_is(
     assert [path.name for path in out.iterdir()] == [name]
 
 
-def test_another_comparison_or_a_damaged_plan_is_refused(stage, chosen, no_page, out):
+def test_another_comparison_or_a_damaged_plan_is_refused(commands, chosen, no_page, out):
     chosen = [*chosen, "--seeds", 0]
     assert compare(*chosen, "--epochs", 2) == 0
-    stage.calls()
+    commands.seen()
     with pytest.raises(InputError, match=r"begun with these options, got another variants.*budget"):
         compare(*chosen, "--epochs", 3, "--norm", "batch")
     path = out / "compare.json"
@@ -150,10 +144,10 @@ def test_another_comparison_or_a_damaged_plan_is_refused(stage, chosen, no_page,
         path.write_text(json.dumps(whole))
         with pytest.raises(InputError, match=rf"plan\[0\].{part} must be"):
             compare(*chosen, "--epochs", 2)
-    assert stage.calls() == []
+    assert commands.seen() == []
 
 
-def test_scored_runs_are_compared_without_training_or_changing_them(stage, make_run, out):
+def test_scored_runs_are_compared_without_training_or_changing_them(commands, make_run, out):
     runs = [make_run("whole", seed, learning_rate=0.13) for seed in (0, 1)]
     runs += [
         make_run("patch", seed, shift=1 + seed, learning_rate=0.25, step_s=3.0, **PATCH)
@@ -184,7 +178,7 @@ def test_scored_runs_are_compared_without_training_or_changing_them(stage, make_
         names = [prediction["name"] for prediction in case["predictions"]]
         assert names == ["whole, seed 0", "patch, seed 1"]
         assert re.fullmatch(r"mean Dice: whole \d\.\d{3}, patch \d\.\d{3}", case["scores"])
-    assert stage.calls() == []
+    assert commands.seen() == []
 
 
 def test_runs_that_are_not_whole_or_the_same_twice_are_refused_together(make_run, out):
@@ -224,11 +218,11 @@ def test_options_that_are_out_of_range_or_do_not_suit_are_named(out, options, na
     assert [problem.split()[0] for problem in caught.value.problems] == names.split()
 
 
-def test_bad_variants_are_named_all_at_once(tiny_store, out):
+def test_bad_variants_are_named_all_at_once(phantom_store, out):
     variants = ["--variant", "a", "--mode patch --patch 99 99 99"]
-    variants += ["--variant", "b", "--mode patch --patch 10 8 8"]
+    variants += ["--variant", "b", "--mode patch --patch 15 8 8"]
     with pytest.raises(InputError) as caught:
-        compare("--store", tiny_store.folder, "--out", out, *SMALL, *variants)
+        compare("--store", phantom_store.folder, "--out", out, *SMALL, *variants)
     assert {problem.split(":")[0] for problem in caught.value.problems} == {
         "variant a",
         "variant b",
@@ -248,23 +242,23 @@ def here(monkeypatch):
     return calls
 
 
-NETWORK = ["--filters", 2, "--depth", 2, "--dtype", "float32", "--curriculum", "off"]
-
-
 def test_a_variant_is_really_trained_and_scored(phantom_store, out, here, no_page):
-    words = ["--store", phantom_store.folder, "--out", out, *NETWORK, "--policy", "speed"]
+    words = ["--store", phantom_store.folder, "--out", out, *SMALL, "--policy", "speed"]
     words += ["--minutes", 0.02, "--validations", 1, "--seeds", 3]
-    assert compare(*words, "--variant", "p", "--mode patch --patch 16 16 16") == 0
+    words += ["--variant", "p", "--mode patch --patch 16 16 16"]
+    assert compare(*words) == 0
+    assert here == ["train", "evaluate"]
+    assert compare(*words) == 0
+    assert here == ["train", "evaluate"], "all is done"
     (run,) = results(out)["runs"]
     config = load_config(out / "runs/p-seed3")
     assert (config.budget_minutes, config.validations) == (0.02, 1)
     assert config.epochs * 4 > run["steps"] >= 1, "the epochs must be no limit"
     assert run["train_peak_bytes"] > run["allocator_peak_bytes"] > 0
-    assert here == ["train", "evaluate"]
 
 
 def test_folds_score_each_case_once_by_the_fold_that_held_it_out(phantom_store, out, here, capsys):
-    words = ["--store", phantom_store.folder, "--out", out, *NETWORK, "--epochs", 1]
+    words = ["--store", phantom_store.folder, "--out", out, *SMALL, "--epochs", 1]
     words += ["--validations", 1, "--seeds", 0, "--folds", 2]
     variants = [*WHOLE, "--variant", "slow", "--learning-rate 1e-6"]
     assert compare(*words, *variants) == 0

@@ -1,77 +1,32 @@
 """Processes that train and score runs, and what counts as done."""
 
+import errno
 import os
 import signal
+import sys
 import threading
+import time
 
 import pytest
 
-from cpu3d.experiments.runner import PlannedRun, RunFailedError, carry_out
-from cpu3d.inference.scores_file import outdated_scores
+from cpu3d.experiments import runner
+from cpu3d.experiments.runner import PlannedRun, RunFailedError, call, carry_out
+from cpu3d.inference.scores_file import outdated_scores, scores_path
 from cpu3d.run.checkpoint import POSTPROCESSING, save_checkpoint
-from cpu3d.run.log import read_events
+from tests.cpu3d.experiments.conftest import SETTINGS
 
-OPTIONS = ("--steps", "4", "--seed", "0")
-
-
-def carried_out(out, *names, tolerance_mm=1.0):
-    """The words on runs that failed, by name."""
-    runs = [
-        PlannedRun(name, out / "runs" / name, OPTIONS, steps=4, tolerance_mm=tolerance_mm)
-        for name in names
-    ]
-    out.mkdir(exist_ok=True)
-    failed = carry_out(runs, out / "store", out)
-    return {name: error.why for name, error in failed.items()}
+# --- A process ---
 
 
-def test_a_run_that_was_killed_continues(processes, tmp_path, monkeypatch):
-    cluster = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 0}}'
-    monkeypatch.setenv("TF_CONFIG", cluster)
-    out = tmp_path / "out"
-    processes.tell("cut")
-    killer = threading.Thread(
-        target=lambda: os.kill(int(processes.waited("waits").split()[0]), signal.SIGKILL)
-    )
-    killer.start()
-    with pytest.raises(RunFailedError, match="got SIGKILL"):
-        carried_out(out, "a")
-    killer.join()
-    assert "TF_CONFIG" not in processes.waited("environ").split(), "it would wait for workers"
-    (processes.folder / "cut").unlink()
-    carried_out(out, "a")
-    events = read_events(out / "runs" / "a")
-    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2, 3, 4]
-    assert processes.calls() == ["train a", "train a", "evaluate a"]
+@pytest.fixture
+def program(monkeypatch):
+    """program("print(1)"): Python that is called instead of this project."""
 
+    def replace(code):
+        monkeypatch.setattr(runner, "PROGRAM", (sys.executable, "-c", code))
+        monkeypatch.setattr(runner, "POLL_S", 0.05)
 
-@pytest.mark.parametrize(
-    ("lost", "again"),
-    [
-        ("", []),
-        ("checkpoints/best.npz", ["train a"]),
-        (POSTPROCESSING, ["train a"]),
-        ("evaluation/scores.json", ["evaluate a"]),
-    ],
-)
-def test_what_is_whole_in_a_folder_is_not_done_again(stage, tmp_path, lost, again):
-    out = tmp_path / "out"
-    assert carried_out(out, "a", "b", tolerance_mm=1 / 3) == {}
-    assert stage.calls() == ["train a", "evaluate a", "train b", "evaluate b"]
-    if lost:
-        (out / "runs" / "a" / lost).unlink()
-    assert carried_out(out, "a", "b", tolerance_mm=1 / 3) == {}
-    assert stage.calls() == again, "a third is passed on with all of its digits"
-
-
-def test_a_run_is_not_scored_until_its_post_processing_is_decided(stage, tmp_path):
-    out = tmp_path / "out"
-    stage.tell("undecided", "a")
-    assert carried_out(out, "a", "b") == {"a": "post-processing was not decided"}
-    assert stage.calls() == ["train a", "train b", "evaluate b"]
-    (stage.folder / "undecided").unlink()
-    assert carried_out(out, "a", "b") == {}
-    assert stage.calls() == ["train a", "evaluate a"]
+    return replace
 
 
 @pytest.mark.parametrize(
@@ -79,41 +34,112 @@ def test_a_run_is_not_scored_until_its_post_processing_is_decided(stage, tmp_pat
     [
         (1, "No space left on device", "train ended with exit code 1"),
         (4, "loss must be finite, got nan", "train diverged"),
+        (-9, "SIGKILL", "train ended with SIGKILL"),
     ],
 )
-def test_where_all_runs_fail_the_last_words_say_why(processes, tmp_path, code, words, why):
-    processes.tell("fail", f"a {code} {words}")
+def test_the_last_words_of_a_process_that_fails_say_why(program, tmp_path, code, words, why):
+    end = f"sys.exit({code})" if code > 0 else "os.kill(os.getpid(), 9)"
+    program(f"import os, sys; print('epoch 1'); print({words!r}, file=sys.stderr); {end}")
+    log = tmp_path / "log.txt"
     with pytest.raises(RunFailedError, match=words) as caught:
-        carried_out(tmp_path, "a")
-    assert (caught.value.exit_code, caught.value.why) == (code, why)
-    assert str(tmp_path / "logs" / "runs-a-train.txt") in str(caught.value)
-    assert processes.calls() == ["train a"]
+        call(["train"], log, "a: train")
+    assert (caught.value.exit_code, caught.value.why) == (max(code, 1), why)
+    assert str(log) in str(caught.value)
 
 
-def test_runs_that_diverge_are_returned_and_not_trained_again(stage, tmp_path):
-    stage.tell("fail", "a 4 loss must be finite, got nan")
-    assert carried_out(tmp_path, "a", "b") == {"a": "train diverged"}
-    assert stage.calls() == ["train a", "train b", "evaluate b"]
-    with pytest.raises(RunFailedError, match="diverged before") as caught:
-        carried_out(tmp_path, "a")
-    assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
-    assert stage.calls() == [], "it would end so again"
+WAITS = """
+import os, signal, sys, time
+from pathlib import Path
+got = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: got.append(number))
+assert "TF_CONFIG" not in os.environ  # it would wait for workers
+Path("OUT/waits").write_text(str(os.getpgid(0)))
+end = time.monotonic() + 60
+while not got and time.monotonic() < end:
+    time.sleep(0.02)
+time.sleep(0.2)
+Path("OUT/signals").write_text(" ".join(str(int(number)) for number in got))
+"""
 
 
-def test_a_signal_is_passed_on_once_and_waited_for(processes, tmp_path):
-    processes.tell("cut")
+def test_a_signal_is_passed_on_once_and_waited_for(program, tmp_path, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{}")
+    program(WAITS.replace("OUT", str(tmp_path)))
 
     def interrupt():
-        processes.waited("waits")
+        end = time.monotonic() + 60
+        while not (tmp_path / "waits").exists() and time.monotonic() < end:
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
-        carried_out(tmp_path, "a")
-    assert processes.waited("signals") == str(int(signal.SIGINT))
-    assert int(processes.waited("waits").split()[1]) != os.getpgid(0), (
+        call(["train"], tmp_path / "log.txt", "a: train")
+    assert (tmp_path / "signals").read_text() == str(int(signal.SIGINT))
+    assert int((tmp_path / "waits").read_text()) != os.getpgid(0), (
         "else a terminal's Ctrl-C would reach it twice"
     )
+
+
+# --- Runs ---
+
+
+def carried_out(store, out, *names, steps=4):
+    """The words on runs that failed, by name."""
+    words = []
+    for name, value in SETTINGS.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    out.mkdir(exist_ok=True)
+    runs = [PlannedRun(name, out / name, tuple(words), steps, tolerance_mm=1 / 3) for name in names]
+    return {name: error.why for name, error in carry_out(runs, store.folder, out).items()}
+
+
+@pytest.mark.parametrize(
+    ("lost", "again"),
+    [
+        ("checkpoints/best.npz", ["train a", "evaluate a"]),
+        (POSTPROCESSING, ["train a"]),
+        ("evaluation/scores.json", ["evaluate a"]),
+    ],
+)
+def test_what_is_whole_in_a_folder_is_not_done_again(
+    commands, phantom_store, tmp_path, lost, again
+):
+    out = tmp_path / "out"
+    assert carried_out(phantom_store, out, "a", "b") == {}
+    assert commands.seen() == ["train a", "evaluate a", "train b", "evaluate b"]
+    assert carried_out(phantom_store, out, "a", "b") == {}
+    assert commands.seen() == [], "a third is passed on with all of its digits"
+    (out / "a" / lost).unlink()
+    assert carried_out(phantom_store, out, "a", "b") == {}
+    assert commands.seen() == again
+
+
+def test_a_run_is_not_scored_until_its_post_processing_is_decided(
+    commands, phantom_store, tmp_path, monkeypatch
+):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cpu3d.inference.postprocessing.run_rules.write_json", full)
+        with pytest.raises(RunFailedError, match="post-processing must be decided") as caught:
+            carried_out(phantom_store, tmp_path, "a")
+    assert caught.value.why == "post-processing was not decided"
+    assert commands.seen() == ["train a"]
+    assert carried_out(phantom_store, tmp_path, "a") == {}
+    assert commands.seen() == ["train a", "evaluate a"]
+
+
+def test_runs_that_diverge_are_returned_and_not_trained_again(commands, phantom_store, tmp_path):
+    commands.diverges = "a"
+    assert carried_out(phantom_store, tmp_path, "a", "b") == {"a": "train diverged"}
+    assert commands.seen() == ["train a", "train b", "evaluate b"]
+    with pytest.raises(RunFailedError, match="diverged before") as caught:
+        carried_out(phantom_store, tmp_path, "a")
+    assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
+    assert commands.seen() == [], "it would end so again"
 
 
 @pytest.mark.parametrize(
@@ -136,7 +162,7 @@ def test_scores_of_other_weights_of_another_kind_or_another_way_to_predict_do_no
     assert outdated_scores(folder, "test", 1.0) == ""
     assert outdated_scores(folder, "test", 2.0) == "tolerance_mm 1.0"
     assert outdated_scores(folder, "val", 1.0)
-    path = folder / "evaluation" / "scores.json"
+    path = scores_path(folder)
     scores = path.read_text()
     path.write_text(scores.replace('"flips": true', '"flips": false'))
     assert "'flips': False" in outdated_scores(folder, "test", 1.0)
