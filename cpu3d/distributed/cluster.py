@@ -3,11 +3,11 @@ TensorFlow."""
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import random
 import re
 import socket
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -185,8 +185,6 @@ def free_ports(count: int) -> Tuple[int, ...]:
 
 # --- Slurm: the variables that srun(1), OUTPUT ENVIRONMENT VARIABLES, sets for a task ---
 
-# By hand, as TensorFlow's SlurmClusterResolver needs TensorFlow imported and asks for NVIDIA cards.
-
 
 def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], int, int]]:
     """(hosts of the job step, index of this task's host, port of each host's first worker); None
@@ -194,18 +192,19 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
 
     A batch script is none: it runs once, on the first host. The port is by the job's number, so
     that jobs of one host seldom share it. Raises InputError if there is not one task a host,
-    numbered in order."""
+    numbered in order, and without Slurm's `scontrol`."""
     if not {"SLURM_STEP_NODELIST", "SLURM_PROCID"} <= set(environ):
         return None
     todo = "start by srun --ntasks-per-node=1 --distribution=block, or name --hosts"
+    command = ("scontrol", "show", "hostnames", environ["SLURM_STEP_NODELIST"])
     try:
         rank = int(environ["SLURM_PROCID"])
         job = int(environ.get("SLURM_JOB_ID", "0"))
-    except ValueError as error:
-        raise InputError(
-            f"SLURM_PROCID and SLURM_JOB_ID must be whole numbers, got {error}; {todo}"
-        ) from None
-    hosts = expand_hosts(environ["SLURM_STEP_NODELIST"])
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (ValueError, OSError, subprocess.CalledProcessError) as error:
+        rule = "a step of Slurm must have whole numbers, and hosts that scontrol lists"
+        raise InputError(f"{rule}, got {error}; {todo}") from None
+    hosts = tuple(done.stdout.split())
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     one_each = tasks in ("1", f"1(x{len(hosts)})") and 0 <= rank < len(hosts)
     if not one_each or environ.get("SLURM_NODEID", str(rank)) != str(rank):
@@ -213,26 +212,3 @@ def read_slurm(environ: Mapping[str, str]) -> Optional[Tuple[Tuple[str, ...], in
         rule = "Slurm's step must have one task on each of its hosts, in order"
         raise InputError(f"{rule}, got {got}; {todo}")
     return hosts, rank, 15000 + job % 1000 * 16  # below Linux's range for connections
-
-
-def expand_hosts(text: str) -> Tuple[str, ...]:
-    """The names of Slurm's short form: "node[01-03,7],login" is node01, node02, node03, node7,
-    login.
-
-    Several brackets in one name are all combined, the last varying fastest. Raises InputError for
-    anything else."""
-    span = r"\d+(?:-\d+)?"
-    hosts: List[str] = []
-    for name in re.split(r",(?![^\[]*\])", text.strip()):
-        if not re.fullmatch(rf"(?:[^\[\],\s]|\[{span}(?:,{span})*\])+", name):
-            raise InputError(
-                f"host list must be like node[01-03,7],login, got {text!r}; name --hosts"
-            )
-        choices: List[List[str]] = []
-        for words, spans in re.findall(r"([^\[\]]+)|\[([^\[\]]+)\]", name):
-            choices.append([words] if words else [])
-            for first, last in re.findall(r"(\d+)(?:-(\d+))?", spans):
-                numbers = range(int(first), int(last or first) + 1)
-                choices[-1] += [str(number).zfill(len(first)) for number in numbers]
-        hosts += map("".join, itertools.product(*choices))
-    return tuple(hosts)

@@ -7,14 +7,12 @@ The others of a run cannot continue without one: their sum fails within seconds,
 the code of WorkerLostError. So that code is never the cause if a worker ended in another way."""
 
 import contextlib
-import enum
 import shlex
 import signal
 import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -22,10 +20,8 @@ from typing import Any, Callable, List, Mapping, NamedTuple, Optional, Sequence,
 from cpu3d.errors import ENDINGS, InputError, Interrupted, WorkerLostError, ending_of
 from cpu3d.run.heartbeat import (
     HANGING_S,
-    SILENT_S,
     Heartbeat,
     is_here,
-    is_suspended,
     read_heartbeats,
 )
 from cpu3d.util.child import forward_signals, how_ended, last_words, start
@@ -36,18 +32,11 @@ LOST = WorkerLostError.exit_code
 STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM)
 
 
-@dataclass(frozen=True)
-class Patience:
-    """The longest that each wait may take, in seconds."""
-
-    poll_s: float = 0.2
-    # from the first failure until the others are asked to end: they notice it, the chief saves
-    settle_s: float = 8.0
-    # from there to SIGKILL: steps, validations and checkpoints may take long
-    grace_s: float = 3600.0
-    # without a beat, of a worker that a signal has stopped: it holds up all others
-    suspended_s: float = SILENT_S
-    silent_s: float = HANGING_S  # of any other worker
+POLL_S = 0.2
+# From the first failure until the others are asked to end: they notice it, and the chief saves.
+SETTLE_S = 8.0
+# From there to SIGKILL: steps, validations and checkpoints may take long.
+GRACE_S = 3600.0
 
 
 class WorkerFailedError(InputError):
@@ -74,7 +63,6 @@ def run_workers(
     *,
     show: Callable[[], None] = lambda: None,
     say: Callable[[str], None] = lambda line: None,
-    patience: Patience = Patience(),
 ) -> None:
     """Run the workers of a run until each has finished. Call it in the main thread; `show` is
     called often.
@@ -91,15 +79,15 @@ def run_workers(
                 children.append(workers[-1].child)
                 if signals:  # while it was being started
                     workers[-1].child.send_signal(_passed_on(signals[0]))
-            _watch(workers, signals, run, show, say, patience)
+            _watch(workers, signals, run, show, say)
         except BaseException:
             for worker in workers:
                 worker.ask_to_end()
-            _watch(workers, signals, run, show, say, patience)
+            _watch(workers, signals, run, show, say)
             raise
     failed = [worker for worker in workers if worker.failed(signals)]
     if failed:
-        first = min(failed, key=lambda worker: (worker.reason, worker.ended_s))
+        first = min(failed, key=lambda worker: worker.order)
         raise _failure(first, workers)
     if signals and any(worker.code for worker in workers):  # else it came when all was done
         message = "all workers have ended; the same command continues"
@@ -137,14 +125,6 @@ def _passed_on(number: int) -> int:
     return signal.SIGTERM if number == signal.SIGHUP else number
 
 
-class Reason(enum.IntEnum):
-    """Why a worker has failed. What causes the failure of others is before what follows from it."""
-
-    BY_ITSELF = enum.auto()
-    LOST_ANOTHER = enum.auto()
-    ENDED_BY_US = enum.auto()  # as another had failed
-
-
 class _Worker:
     """A worker that was started, and its state until it has ended."""
 
@@ -177,52 +157,35 @@ class _Worker:
         return self.child.returncode or 0
 
     def ask_to_end(self) -> None:
-        """Send SIGTERM once, if it has not ended; a process that is suspended would not get it."""
+        """Send SIGTERM once, if it has not ended; one that a signal has stopped goes on to get
+        it."""
         if self.asked_s is None and not self.has_ended():
             self.asked_s = time.monotonic()
-            if is_suspended(self.child.pid):
-                self.kill("suspended by a signal")
             self.child.terminate()
+            self.child.send_signal(signal.SIGCONT)
 
-    def kill(self, hangs: str = "") -> None:
-        """End it at once."""
-        if not self.hangs:
-            self.hangs = hangs
-        self.child.kill()
-
-    def kill_if_silent(self, beat: Heartbeat, run: Path, patience: Patience) -> None:
-        """End it if its heartbeat is old. Raises OSError on a full disk, as beats are lost
-        there."""
+    def kill_if_silent(self, beat: Heartbeat, run: Path) -> None:
+        """End it if its heartbeat is old, unless it waits for the chief. Raises OSError on a full
+        disk, as beats are lost there."""
         if beat.beat != self.last_beat:
             self.last_beat = beat.beat
             self.beat_s = time.monotonic()
         silent_s = time.monotonic() - self.beat_s
-        most_s = patience.silent_s
-        why = "though its process is alive"
-        waits_for_chief = beat.exit_code is not None
-        if is_suspended(self.child.pid):
-            most_s = patience.suspended_s
-            why = "as a signal has stopped it"
-            waits_for_chief = False
-        if silent_s > most_s and not waits_for_chief:
+        if silent_s > HANGING_S and beat.exit_code is None:
             with tempfile.TemporaryFile(dir=run) as file:
                 file.write(bytes(2**16))
-            self.kill(f"no heartbeat for {silent_s:.0f} s while {beat.phase}, {why}")
+            self.hangs = f"no heartbeat for {silent_s:.0f} s while {beat.phase}"
+            self.child.kill()
 
     def failed(self, signals: Sequence[int]) -> bool:
         """Whether it ended in a way that ends all."""
         return bool(self.hangs) or (self.code != 0 and not (signals and self.code in STOPPED))
 
     @property
-    def reason(self) -> Reason:
-        """Why it failed."""
-        if self.hangs:
-            return Reason.BY_ITSELF
-        if self.code == LOST:
-            return Reason.LOST_ANOTHER
-        if self.asked_s is not None and self.code in (*STOPPED, -signal.SIGKILL):
-            return Reason.ENDED_BY_US
-        return Reason.BY_ITSELF
+    def order(self) -> Tuple[bool, bool, float]:
+        """Sorts those that failed: who ended because we asked, and who lost another, come last."""
+        is_stopped = self.code in (*STOPPED, -signal.SIGKILL) and not self.hangs
+        return self.asked_s is not None and is_stopped, self.code == LOST, self.ended_s
 
     @property
     def ending(self) -> str:
@@ -242,7 +205,6 @@ def _watch(
     run: Path,
     show: Callable[[], None],
     say: Callable[[str], None],
-    patience: Patience,
 ) -> None:
     """Return when all have ended. If one has failed, the others are asked to end, and killed if
     they do not."""
@@ -261,13 +223,13 @@ def _watch(
             beats = {beat.pid: beat for beat in _beats_here(run)}
             for worker in left:
                 if worker.child.pid in beats:
-                    worker.kill_if_silent(beats[worker.child.pid], run, patience)
+                    worker.kill_if_silent(beats[worker.child.pid], run)
         for worker in left:
-            if any(now - other.ended_s >= patience.settle_s for other in failed):
+            if any(now - other.ended_s >= SETTLE_S for other in failed):
                 worker.ask_to_end()
-            if worker.asked_s is not None and now - worker.asked_s > patience.grace_s:
-                worker.kill()
-        time.sleep(patience.poll_s)
+            if worker.asked_s is not None and now - worker.asked_s > GRACE_S:
+                worker.child.kill()
+        time.sleep(POLL_S)
     with contextlib.suppress(OSError):
         show()
 
@@ -280,7 +242,7 @@ def _failure(failed: _Worker, workers: Sequence[_Worker]) -> WorkerFailedError:
             f"{worker.name} {worker.ending}" for worker in workers if worker is not failed
         )
         lines.append(f"others: {endings}")
-    if failed.reason is Reason.LOST_ANOTHER:
+    if failed.code == LOST and not failed.hangs:
         lines.append("all workers here lost another one; see the logs of the other hosts")
     rule = f"{failed.name} on {socket.gethostname()} (process {failed.child.pid}) must finish"
     after_s = failed.ended_s - failed.began_s

@@ -16,7 +16,7 @@ from typing import Any, Dict, Iterator, Optional, Tuple
 
 from cpu3d.errors import InputError
 from cpu3d.host.gpu import CPU, use_device
-from cpu3d.host.memory import memory_policy, set_memory_policy
+from cpu3d.host.memory import take_memory_from
 from cpu3d.host.thread_plan import THREADS, ThreadPlan, read_topology, thread_plans
 from cpu3d.util.records import versions
 from memory_estimator.host import Host
@@ -50,9 +50,8 @@ def apply(plan: ThreadPlan, engine: Optional[str] = None) -> None:
         for thread in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError):  # it has ended, or the kernel does not let us
                 os.sched_setaffinity(int(thread), plan.cpus)  # threads to come inherit it
-    policy = memory_policy()
-    if plan.memory_nodes and (policy is None or policy.mode == "default"):  # else it is numactl's
-        set_memory_policy(plan.memory_policy, plan.memory_nodes)
+    if plan.memory_nodes:
+        take_memory_from(plan.memory_nodes)
 
 
 def import_tensorflow(engine: Optional[str] = None) -> Any:

@@ -3,14 +3,12 @@ comes from."""
 
 import contextlib
 import ctypes
-import errno
-import os
 import platform
 import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Dict, Optional, Sequence, Union
 
 from memory_estimator.host import read_text, sizes
 from memory_estimator.job import Job
@@ -99,69 +97,31 @@ def allocator_peak_bytes(device: str = "CPU:0") -> Optional[int]:
     return peak_bytes if peak_bytes > 0 else None
 
 
-# --- NUMA nodes, by system call without libnuma; of the calling thread, and of threads that it
-# starts later ---
+# --- NUMA nodes, by the system calls of x86-64, without libnuma ---
 
-MODES = ("default", "preferred", "bound", "interleaved", "local", "preferred", "interleaved")
-"""By the kernel's number (linux/mempolicy.h): MPOL_DEFAULT, PREFERRED, BIND, INTERLEAVE, LOCAL,
-PREFERRED_MANY and WEIGHTED_INTERLEAVE."""
-
-
-class _Calls(NamedTuple):
-    """The numbers of system calls on a machine."""
-
-    set_mempolicy: int
-    get_mempolicy: int
-
-
-_CALLS = {"x86_64": _Calls(238, 239), "aarch64": _Calls(237, 236)}
+_SET_MEMPOLICY = 238
+_GET_MEMPOLICY = 239
+_PREFERRED = 1  # MPOL_PREFERRED and MPOL_INTERLEAVE of linux/mempolicy.h
+_INTERLEAVED = 3
 _MOST_NODES = 1024  # as many as the kernel can be built for
-_MODE_FLAGS = 0b111 << 13  # bits beside the mode: MPOL_F_STATIC_NODES and its like
-_WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
-_Mask = ctypes.c_ulong * (_MOST_NODES // _WORD)
 
 
-class MemoryPolicy(NamedTuple):
-    """The NUMA nodes that the kernel takes memory from, and how."""
-
-    mode: str
-    """One of MODES."""
-    nodes: Tuple[int, ...] = ()
-
-
-def memory_policy() -> Optional[MemoryPolicy]:
-    """The policy in force; None if the kernel does not show it, as in some containers and outside
-    Linux."""
-    number = ctypes.c_int()
-    mask = _Mask()
-    size = ctypes.c_ulong(_MOST_NODES)
-    if _call("get_mempolicy", ctypes.byref(number), mask, size, None, ctypes.c_ulong(0)):
-        return None
-    mode = number.value & ~_MODE_FLAGS
-    name = MODES[mode] if mode < len(MODES) else f"number {mode}"
-    nodes = tuple(node for node in range(_MOST_NODES) if mask[node // _WORD] >> node % _WORD & 1)
-    return MemoryPolicy(name, nodes)
-
-
-def set_memory_policy(mode: str, nodes: Sequence[int] = ()) -> str:
-    """Set "default", "preferred" (one node, others when it is full) or "interleaved" (page by page
-    in turns).
-
-    Returns "" when done, else why not, such as "Operation not permitted".
-    """
-    mask = _Mask()
+def take_memory_from(nodes: Sequence[int]) -> None:
+    """Have this thread, and those that it starts, take memory from one node as long as it has some,
+    or from several page by page in turns. A policy that numactl has set stays; so does the kernel's
+    own where it refuses, as in some containers."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return
+    system_call = ctypes.CDLL(None).syscall
+    nothing = ctypes.c_long(0)
+    mode = ctypes.c_int()
+    get = ctypes.c_long(_GET_MEMPOLICY)
+    is_refused = system_call(get, ctypes.byref(mode), nothing, nothing, nothing, nothing)
+    if is_refused or mode.value:
+        return
+    mask = (ctypes.c_uint64 * (_MOST_NODES // 64))()
     for node in nodes:
-        mask[node // _WORD] |= 1 << node % _WORD
+        mask[node // 64] |= 1 << node % 64
+    wanted = ctypes.c_long(_PREFERRED if len(nodes) == 1 else _INTERLEAVED)
     size = ctypes.c_ulong(_MOST_NODES + 1)  # the kernel looks at one bit less
-    number = ctypes.c_int(MODES.index(mode))
-    error = _call("set_mempolicy", number, mask if nodes else None, size)
-    return os.strerror(error) if error else ""
-
-
-def _call(name: str, *arguments: Any) -> int:
-    """The error number of one of _Calls, 0 for none."""
-    if sys.platform != "linux" or platform.machine() not in _CALLS:
-        return errno.ENOSYS
-    libc = ctypes.CDLL(None, use_errno=True)
-    number = ctypes.c_long(getattr(_CALLS[platform.machine()], name))
-    return ctypes.get_errno() if libc.syscall(number, *arguments) else 0
+    system_call(ctypes.c_long(_SET_MEMPOLICY), wanted, mask, size)

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
 
 from cpu3d.errors import InputError
-from cpu3d.host.memory import memory_policy
 from cpu3d.util.records import count
 from memory_estimator.common.units import format_bytes
 from memory_estimator.host import Cpu, Host, Node, cpu_places, meminfo, node_memory, read_host
@@ -238,16 +237,10 @@ def describe(host: Host, plan: ThreadPlan, engine: str) -> List[str]:
     tuning = {name: os.environ.get(name, value) for name, value in plan.tuning.items()}
     threads = ", ".join(f"{name}={value}" for name, value in tuning.items())
     lines = [*host_lines(host), f"engine: {engine}", f"threads: {threads}"]
-    places = []
     if hasattr(os, "sched_getaffinity"):
         cpus = os.sched_getaffinity(0)
         if len(cpus) < host.logical_cpus:
-            places.append(f"CPUs {cpu_ranges(cpus)}")
-    policy = memory_policy()
-    if policy and policy.mode != "default":
-        places.append(f"memory {policy.mode} on NUMA nodes {cpu_ranges(policy.nodes)}")
-    if places:
-        lines.append(f"places: {', '.join(places)}")
+            lines.append(f"CPUs: {cpu_ranges(cpus)}")
     for name in THREADS:
         if tuning.get(name) != plan.tuning.get(name):
             rule = f"{name} must be {plan.tuning[name]} to use this host as planned"
