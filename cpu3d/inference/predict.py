@@ -5,6 +5,7 @@ label codes.
     ./run.sh predict --run runs/first --image flair.nii.gz t1.nii.gz t1ce.nii.gz t2.nii.gz --out p
     ./run.sh predict --run runs/fold-1 runs/fold-2 --image data/BraTS-GLI-00001-000 --out p
     ./run.sh predict --run runs/folds --image data/BraTS-GLI-00001-000 --out predictions
+    ./run.sh predict --network exported --image data/BraTS-GLI-00001-000 --out predictions
     ./run.sh predict --run runs/flair --image a.nii.gz b.nii.gz --codes brats2023 --out predictions
 
 An image is a case folder, one 4D file, or one 3D file per channel; a folder may also hold several
@@ -44,7 +45,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -58,11 +59,20 @@ from cpu3d.data.manifest import CaseRecord, Geometry
 from cpu3d.data.nifti import label_content, ras_shape, ras_spacing_mm, ras_steps_mm, write_volume
 from cpu3d.data.normalise import Normalisation, in_units
 from cpu3d.errors import DoesNotFitError, InputError, raise_if_any
+from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import STORE, Case, cases_to_predict, check_exist
 from cpu3d.inference.ensemble import Ensemble, origin, trained_predictors
 from cpu3d.inference.postprocessing.rules import RAW, PostProcessing
 from cpu3d.inference.postprocessing.run_rules import postprocessing_together
-from cpu3d.inference.runs import Inference, RunOptions, open_runs, seen_notes, training_notes
+from cpu3d.inference.runs import (
+    RUN_HELP,
+    Inference,
+    RunOptions,
+    RunSet,
+    open_runs,
+    seen_notes,
+    training_notes,
+)
 from cpu3d.inference.scores import voxel_mm3
 from cpu3d.inference.sidecar import (
     FILES,
@@ -88,6 +98,8 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import by, format_seconds
+
+NO_NETWORK = "--run or --network must be given, got neither; name a run, or an export"
 
 
 @dataclass(frozen=True)
@@ -120,16 +132,38 @@ class Options:
     )
 
 
-OPTIONS = (RunOptions, Options, Inference)
+@dataclass(frozen=True)
+class Networks(RunOptions):
+    """Options of the networks that predict: of runs, or one that was exported."""
+
+    run: Tuple[Path, ...] = option((), RUN_HELP, metavar="DIR", one_of="network")
+    network: Optional[Path] = option(
+        None, "folder written by export, instead of a run", metavar="DIR", one_of="network"
+    )
 
 
-def run(chosen: RunOptions, options: Options, inference: Inference) -> int:
+OPTIONS = (Networks, Options, Inference)
+
+
+def run(chosen: Networks, options: Options, inference: Inference) -> int:
     check_exist("--image", options.image)
-    together = open_runs(chosen)
-    configs = together.configs
-    postprocessing = RAW if chosen.raw else postprocessing_together(together)
     check_folder(options.out, "--out")
-    predictors = trained_predictors(together.runs, together.weights, inference)
+    if chosen.network is not None:
+        set_up()
+        from cpu3d.inference.export.network import ExportedPredictor  # imports TensorFlow
+
+        exported = ExportedPredictor(chosen.network, inference)
+        together = RunSet([chosen.network], [exported.config], exported.weights_choice)
+        postprocessing = exported.postprocessing
+        predictors = [exported]
+    else:
+        raise_if_any([] if chosen.run else [NO_NETWORK])
+        together = open_runs(chosen)
+        postprocessing = postprocessing_together(together)
+        predictors = trained_predictors(together.runs, together.weights, inference)
+    if chosen.raw:
+        postprocessing = RAW
+    configs = together.configs
     predictor = Ensemble(predictors)
     cases, problems, notes = cases_to_predict(options.image, predictor, options.codes, options.out)
     about = {**origin(together.runs, configs, predictors), "weights": together.weights}

@@ -39,7 +39,6 @@ ADVICE = (
 class Predictor:
     """A run's weights, ready for any case with the same channels."""
 
-    batch_size: Optional[int] = 1  # that networks are compiled for
     weights_sha256 = ""  # of the file that the weights are from, if there is one
 
     def __init__(
@@ -56,9 +55,7 @@ class Predictor:
         self.target_spacing_mm = config.target_spacing_mm  # that images must have; None: any
         self.window = window_of(config, inference)  # voxels X, Y, Z that slide; None is one pass
         self.weights = weights  # in the order of Keras
-        compiled = functools.partial(
-            compiled_network, config.unet, weights, batch_size=self.batch_size
-        )
+        compiled = functools.partial(compiled_network, config.unet, weights)
         self._kept_network = functools.lru_cache(maxsize=NETWORKS)(compiled)
 
     @property
@@ -79,13 +76,8 @@ class Predictor:
         DoesNotFitError if memory runs out, DivergedError for answers that are not finite."""
         region = self.region(record)
         logits_of = functools.partial(self._logits, resizing=self._resizing(record))
-        present = tuple(channels or self.channels)
-        picked = [present.index(name) for name in self.inputs]
         with fits_memory(f"the prediction of case {record.case_id}", ADVICE):
-            kinds = self.config.normalisation_of(present)
-            scores = normalise(image, record, region, kinds)[None, ..., picked]
-            # (1, x, y, z, inputs)
-            seen = tf.cast(scores, self.config.unet.dtype)
+            seen = self._seen(image, record, region, tuple(channels or self.channels))
             logits = over_mirror_images(logits_of, seen, self.mirrored)
             answers = paste(tf.sigmoid(logits).numpy(), region, record.shape)
             answers = to_source_grid(answers, record)
@@ -94,6 +86,15 @@ class Predictor:
             todo = "the training has diverged, train again with a lower learning rate or in float32"
             raise DivergedError(f"{rule}; {todo}")
         return answers
+
+    def _seen(
+        self, image: np.ndarray, record: CaseRecord, region: Region, present: Sequence[str]
+    ) -> tf.Tensor:
+        """A region of an image with these channels as the network takes it, (1, x, y, z,
+        inputs)."""
+        picked = [present.index(name) for name in self.inputs]
+        scores = normalise(image, record, region, self.config.normalisation_of(present))
+        return tf.cast(scores[None, ..., picked], self.config.unet.dtype)
 
     def region(self, record: CaseRecord) -> Region:
         """The box of a case that is predicted, in the voxels of its image, padding included."""
@@ -137,17 +138,12 @@ class Predictor:
         return network(image).numpy()[0]
 
 
-def compiled_network(
-    unet: UNetConfig,
-    weights: Sequence[np.ndarray],
-    size: Shape3,
-    batch_size: Optional[int] = 1,
-) -> Callable:
+def compiled_network(unet: UNetConfig, weights: Sequence[np.ndarray], size: Shape3) -> Callable:
     """A compiled network for one grid: image (1, *size, C) -> logits float32 (1, *size, R).
     `weights` are in Keras' order."""
-    model = build_unet3d(unet, size, batch_size=batch_size)
+    model = build_unet3d(unet, size, batch_size=1)
     model.set_weights(weights)
-    taken = tf.TensorSpec((batch_size, *size, unet.channels), unet.dtype)
+    taken = tf.TensorSpec((1, *size, unet.channels), unet.dtype)
     # A partial, not a lambda: TensorFlow counts traces by the function's code, and took the first
     # traces of five networks for five traces of one.
     return tf.function(functools.partial(_finest_logits, model), [taken], autograph=False)

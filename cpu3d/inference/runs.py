@@ -34,7 +34,7 @@ COMMON = (
     "target_spacing_mm",
 )  # fmt: skip
 GROUP = "inference (default: as the run was trained)"
-_RUN = (
+RUN_HELP = (
     "run folder written by train; several, such as all folds, predict by their mean probabilities, "
     "and so does the folder of `train --folds`"
 )
@@ -54,7 +54,7 @@ _DEVICE = (
 class RunOptions:
     """Options of the runs that predict, and of their weights."""
 
-    run: Tuple[Path, ...] = option(help=_RUN, metavar="DIR")
+    run: Tuple[Path, ...] = option(help=RUN_HELP, metavar="DIR")
     some_folds: bool = option(False, help="allow some of the folds to be missing")
     weights: Optional[str] = option(None, help=_WEIGHTS, choices=("best", "last"))
     raw: bool = option(False, help="keep what post-processing would remove")

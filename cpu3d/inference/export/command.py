@@ -6,17 +6,14 @@ case.
 
 The network takes the image as it is in the file, cropped to a fixed size: normalisation is inside,
 and everything is float32. OUT/export.json describes it: channels, how to crop and pad, what the
-outputs mean and how to paint a label from them, weights, versions. OUT/USAGE.md is a short program
-that does all of it with nibabel. A run on patches is exported at its patch's size; the caller
-slides it over a volume and gives the volume's statistics.
+outputs mean and how to paint a label from them, post-processing, weights, versions. A run on
+patches is exported at its patch's size; who calls it slides it over a volume and gives the volume's
+statistics. `predict --network OUT` does all of it.
 
-Post-processing is that of `predict` with the weights that are exported: export.json holds the
-rules, and the program applies them.
-
-At the end the files are read back and run on a case: the store's first of test, val or train, or
---case. The result must be that of `predict`; else the exit code is 1 and no export.json is written.
-For a run at a spacing of its own the program's resampling is tried too, on finer voxels.
-Voxels whose label differs, such as from a run in bfloat16, are counted there.
+At the end the files are read back and run on a case, as `predict --network` does: the store's first
+of test, val or train, or --case, from its files to the label. The result must be that of `predict`;
+else the exit code is 1 and no export.json is written. Voxels whose label differs, such as from a
+run in bfloat16, are counted there.
 """
 
 import contextlib
@@ -30,23 +27,22 @@ from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.data.cases.case import facts_of, load_case
+from cpu3d.data.cases.case import load_case
 from cpu3d.data.cases.notes import case_notes, note_lines
-from cpu3d.data.cases.resample import grid_of
 from cpu3d.data.files.arrays import file_sha256
 from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.region import Shape3
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.apply import set_up
 from cpu3d.inference.cases import cases_to_predict, check_exist
-from cpu3d.inference.export.check import check_case_fits, verify
-from cpu3d.inference.export.contract import FILES, contract, exported_config, usage
+from cpu3d.inference.export.check import verify
+from cpu3d.inference.export.contract import FILE, FILES, check_size, contract, exported_config
 from cpu3d.inference.postprocessing.run_rules import postprocessing_of
 from cpu3d.inference.runs import WEIGHTS, Inference, store_of_run, training_notes
 from cpu3d.run.checkpoint import weights_file
 from cpu3d.run.config_json import load_config
 from cpu3d.settings import RunConfig
-from cpu3d.util.atomic import check_folder, writable_folder, write_bytes, write_json
+from cpu3d.util.atomic import check_folder, writable_folder, write_json
 from cpu3d.util.progress import say
 from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
@@ -87,42 +83,37 @@ def run(options: Options) -> int:
         require_onnx()
     set_up()
     from cpu3d.inference.export import formats  # imports TensorFlow, so not before
+    from cpu3d.inference.export.network import ExportedPredictor
     from cpu3d.inference.predictor import Predictor, load_weights
 
     # Once, as a run that continues replaces its last checkpoint.
     path = weights_file(options.run, options.weights)
     config, weights = load_weights(config, path)
-    origin = _origin(options, path)
     exported = exported_config(config, options.size)
     own = Predictor(dataclasses.replace(config, grid=exported.grid), weights, ONE_PASS)
-    exact = own  # as a SavedModel has predict's own operations
-    write = formats.write_saved_model
-    if options.format == "onnx":  # programs that read it compute norms by their definition
-        exact = formats.ExactPredictor(exported, weights, ONE_PASS)
-        write = formats.write_onnx
-    elif exported != own.config:
-        exact = Predictor(exported, weights, ONE_PASS)
-    record, image = _case_to_try(options, config, own)
-    check_case_fits(record, exact)
+    exact = own if exported == own.config else Predictor(exported, weights, ONE_PASS)
+    record, image, channels = _case_to_try(options, config, own)
+    if not exact.window:
+        check_size(exported, record, exact.region(record))
     postprocessing = postprocessing_of(options.run, config, options.weights)
     about = {
-        **contract(exported, config.unet.dtype, options.format),
-        "postprocessing": postprocessing.steps(exact.regions),
-        **origin,
+        **contract(exported, config.unet.dtype, options.format, postprocessing),
+        **_origin(options, path),
     }
     writable_folder(out, "--out")
+    write = {"onnx": formats.write_onnx, "savedmodel": formats.write_saved_model}[options.format]
     with _empty_after_an_error(out):
-        write(about, weights, out / about["file"])
-        write_bytes(out / "USAGE.md", usage(about).encode())
-        verification = verify(about, out, record, image, exact, own, postprocessing)
+        write(exported, weights, out / about["file"])
+        write_json(out / FILE, about)
+        answers = ExportedPredictor(out, ONE_PASS)
+        verification = verify(answers, exact, own, image, record, channels, postprocessing)
+        (out / FILE).unlink()
         if verification["passed"]:
-            about["files"] = sorted(path.name for path in out.iterdir())
-            about["verification"] = verification
-            write_json(out / "export.json", about)
+            write_json(out / FILE, {**about, "verification": verification})
     new_console().print(_table(verification))
     say(f"post-processing: {postprocessing.words}", stderr=False)
     if not verification["passed"]:
-        say(f"failed: {out} has no export.json; do not use the network", stderr=False)
+        say(f"failed: {out} has no {FILE}; do not use the network", stderr=False)
         return 1
     say(f"written: {out}", stderr=False)
     return 0
@@ -187,43 +178,31 @@ def require_onnx() -> None:
 
 def _case_to_try(
     options: Options, config: RunConfig, predictor: Any
-) -> Tuple[CaseRecord, np.ndarray]:
-    """The case of --case, else the first of the run's store that was not trained on, or its first.
-    Of its channels it has only those that the network takes. One that was resampled is on the
-    network's grid alone."""
-    if options.case:
-        check_exist("--case", options.case)
-        cases, problems, notes = cases_to_predict(options.case, predictor)
-        raise_if_any(problems)
-        say(*notes)
-        if len(cases) != 1:
-            raise InputError(
-                f"--case must be one case, got {len(cases)}; the network is tried on one alone"
-            )
-        files = cases[0].files
-        channels = cases[0].channels
-        loaded = load_case(
-            files,
-            channels=channels,
-            zero_nan=options.zero_nan,
-            target_spacing_mm=config.target_spacing_mm,
-            normalisation=config.normalisation_of(channels),
-        )
-        record = loaded.record
-        image = loaded.image
-        notes = [*case_notes(record, channels), *training_notes(record, [config])]
-        say(*note_lines({record.case_id: notes}))
-    else:
+) -> Tuple[CaseRecord, np.ndarray, Tuple[str, ...]]:
+    """The case of --case, read as by `predict`, else the first of the run's store that was not
+    trained on, or its first; with the channels of its image."""
+    if not options.case:
         store = store_of_run(config)
         splits = map(store.cases, ("test", "val", "train"))
         record = next(record for records in splits for record in records)
-        image = store.image(record.case_id)
-        channels = store.manifest.channels
-    places = [channels.index(name) for name in config.channels]
-    image = image[..., places]
-    units = ()
-    if record.units:
-        units = tuple(record.units[place] for place in places)
-    facts = facts_of(image, None, config.normalisation_of(config.channels), units)
-    on_grid = {"geometry": grid_of(record), "resampled_from": None}
-    return dataclasses.replace(record, units=units, **facts, **on_grid), image
+        return record, store.image(record.case_id), store.manifest.channels
+    check_exist("--case", options.case)
+    cases, problems, notes = cases_to_predict(options.case, predictor)
+    raise_if_any(problems)
+    say(*notes)
+    if len(cases) != 1:
+        raise InputError(
+            f"--case must be one case, got {len(cases)}; the network is tried on one alone"
+        )
+    channels = cases[0].channels
+    loaded = load_case(
+        cases[0].files,
+        channels=channels,
+        zero_nan=options.zero_nan,
+        target_spacing_mm=config.target_spacing_mm,
+        normalisation=config.normalisation_of(channels),
+    )
+    record = loaded.record
+    notes = [*case_notes(record, channels), *training_notes(record, [config])]
+    say(*note_lines({record.case_id: notes}))
+    return record, loaded.image, channels

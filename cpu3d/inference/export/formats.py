@@ -2,8 +2,7 @@
 from the layer plan.
 
 A SavedModel is readable by TensorFlow alone, without this project or Keras. The ONNX graph needs no
-converter: tf2onnx pins a protobuf older than TensorFlow's and does not know the fused batch norm in
-training mode, which is what instance norm is here. ONNX has channels first, so the image is
+converter: tf2onnx pins a protobuf older than TensorFlow's. ONNX has channels first, so the image is
 transposed on the way in and the answer on the way out."""
 
 import os
@@ -13,11 +12,11 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 import numpy as np
 import tensorflow as tf
 
-from cpu3d.data.normalise import Kind
 from cpu3d.errors import FULL, NoRoomError
-from cpu3d.inference.predictor import Predictor
+from cpu3d.inference.export.contract import OUTPUT, inputs_of
+from cpu3d.settings import RunConfig
 from cpu3d.util.atomic import write_bytes
-from models.config import EPSILON, UNetConfig
+from models.config import EPSILON
 from models.layer_plan import NORM_KINDS, LayerKind, LayerOp, layer_plan
 from models.unet3d import build_unet3d, finest
 from models.weights import network_weights
@@ -29,26 +28,23 @@ IR_VERSION = 8
 
 # As in models/unet3d.py: AutoGraph would write a file, and warn if it has no room.
 @tf.autograph.experimental.do_not_convert
-def write_saved_model(
-    about: Mapping[str, Any], weights: Sequence[np.ndarray], folder: Path
-) -> None:
-    """Write the network of the contract `about` with a run's weights, in Keras' order, to `folder`,
+def write_saved_model(config: RunConfig, weights: Sequence[np.ndarray], folder: Path) -> None:
+    """Write the network of an `exported_config` with a run's weights, in Keras' order, to `folder`,
     with the one signature "serving_default". Raises NoRoomError for a full disk."""
-    model = build_unet3d(UNetConfig(**about["network"]), tuple(about["size"]), batch_size=1)
+    model = build_unet3d(config.unet, config.grid, batch_size=1)
     model.set_weights(weights)
     network = tf.keras.Model(model.input, finest(model.output))  # of plain layers
-    (output,) = about["outputs"]
-    windows = _windows(about)
+    windows = _windows(config)
 
     def answer(image, mean=None, std=None):
         normalised = _normalised_tensor(image, mean, std, windows)
-        return {output: network(normalised[None], training=False)[0]}
+        return {OUTPUT: network(normalised[None], training=False)[0]}
 
     module = tf.Module()
     module.weights = network.weights  # not the Keras model, whose layers would be saved as well
     signature = [
         tf.TensorSpec(spec["shape"], spec["dtype"], name=name)
-        for name, spec in about["inputs"].items()
+        for name, spec in inputs_of(config).items()
     ]
     module.answer = tf.function(answer, signature, autograph=False)
     # Gradients would be saved as well, twice the graph, and nothing is trained any more.
@@ -63,55 +59,44 @@ def write_saved_model(
         raise  # of the memory
 
 
-class ExactPredictor(Predictor):
-    """A predictor whose instance norm is computed by its definition, as other programs do.
-
-    The fused operation adds up a whole map in float32, as onnxruntime's own does: with 144 x 176 x
-    128 voxels and ITEX some probabilities are off by 0.025, as much as in bfloat16. Slower, and it
-    takes more memory."""
-
-    batch_size = None  # not known: no fused operation takes it
-
-
-def write_onnx(about: Mapping[str, Any], weights: Sequence[np.ndarray], path: Path) -> None:
-    """Write the network of the contract `about` with a run's weights, in Keras' order, to `path`.
+def write_onnx(config: RunConfig, weights: Sequence[np.ndarray], path: Path) -> None:
+    """Write the network of an `exported_config` with a run's weights, in Keras' order, to `path`.
     Names, shapes and dtypes are checked to fit together."""
     import onnx
 
-    write_bytes(path, onnx_model(about, weights).SerializeToString())
+    write_bytes(path, onnx_model(config, weights).SerializeToString())
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def onnx_model(about: Mapping[str, Any], weights: Sequence[np.ndarray]) -> Any:
-    """The ModelProto of the contract `about` with weights in Keras' order."""
+def onnx_model(config: RunConfig, weights: Sequence[np.ndarray]) -> Any:
+    """The ModelProto of an `exported_config` with weights in Keras' order."""
     import onnx
 
     graph = _Graph(onnx)
-    (output,) = about["outputs"]
-    unet = UNetConfig(**about["network"])
+    unet = config.unet
     # {"encoder0_conv1": {"kernel": (3, 3, 3, in, out)}, ...}
     of_layers: Dict[str, Dict[str, np.ndarray]] = {}
     for weight, array in zip(network_weights(unet), weights):
         of_layers.setdefault(weight.layer, {})[weight.name] = array
-    channels_first = graph.add("Transpose", [_normalised(graph, about)], perm=[3, 0, 1, 2])
+    channels_first = graph.add("Transpose", [_normalised(graph, config)], perm=[3, 0, 1, 2])
     image = graph.add("Unsqueeze", [channels_first, graph.constant(np.int64([0]))])
     tensors = {}
-    for op in layer_plan(unet, tuple(about["size"])):
+    for op in layer_plan(unet, config.grid):
         if op.kind is LayerKind.INPUT:
             tensors[op.name] = image
         elif op.kind is not LayerKind.HEAD or op.level == 0:  # other heads are for the loss alone
             inputs = [tensors[name] for name in op.inputs]
             tensors[op.name] = _layer(graph, op, unet.norm, inputs, of_layers.get(op.name, {}))
     turned = graph.add("Transpose", [tensors["head"]], perm=[0, 2, 3, 4, 1])
-    graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], output)
+    graph.add("Squeeze", [turned, graph.constant(np.int64([0]))], OUTPUT)
     helper = onnx.helper
-    ends = []
-    for end in ("inputs", "outputs"):
-        infos = []
-        for name, spec in about[end].items():
-            infos.append(helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, spec["shape"]))
-        ends.append(infos)
-    whole = helper.make_graph(graph.nodes, "cpu3d", *ends, graph.constants)
+
+    def info(name: str, shape: Sequence[int]) -> Any:
+        return helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+
+    inputs = [info(name, spec["shape"]) for name, spec in inputs_of(config).items()]
+    outputs = [info(OUTPUT, [*config.grid, unet.outputs])]
+    whole = helper.make_graph(graph.nodes, "cpu3d", inputs, outputs, graph.constants)
     return helper.make_model(
         whole,
         producer_name="cpu3d",
@@ -128,15 +113,15 @@ class _Windows(NamedTuple):
     has_background: np.ndarray  # bool: whether 0 stays 0
 
 
-def _windows(about: Mapping[str, Any]) -> Optional[_Windows]:
-    """Those of the contract `about`; None if 0 is background in all channels."""
-    kinds = about.get("normalisation", ())
-    if not kinds:
+def _windows(config: RunConfig) -> Optional[_Windows]:
+    """Those of a run; None if 0 is background in all channels."""
+    if not config.normalisation:
         return None
+    kinds = config.normalisation_of(config.channels)
     most = float(np.finfo(np.float32).max)  # not infinity, which an operator need not take
-    low = [each.get("low", -most) for each in kinds]
-    high = [each.get("high", most) for each in kinds]
-    has_background = [each["kind"] == Kind.FOREGROUND.value for each in kinds]
+    low = [-most if each.low is None else each.low for each in kinds]
+    high = [most if each.high is None else each.high for each in kinds]
+    has_background = [each.has_background for each in kinds]
     return _Windows(np.float32(low), np.float32(high), np.array(has_background))
 
 
@@ -188,20 +173,20 @@ class _Graph:
         return self.add("Cast", [tensor], to=getattr(self._onnx.TensorProto, dtype))
 
 
-def _normalised(graph: _Graph, about: Mapping[str, Any]) -> str:
+def _normalised(graph: _Graph, config: RunConfig) -> str:
     """The image as by `_normalised_tensor`."""
     zero = graph.constant(np.float64(0))
     unit = graph.constant(np.float64(1))
     background = graph.constant(np.float32(0))
     present = graph.add("Not", [graph.add("Equal", ["image", background])])
     image = "image"
-    windows = _windows(about)
+    windows = _windows(config)
     if windows is not None:
         everywhere = graph.constant(~windows.has_background)
         present = graph.add("Or", [present, everywhere])
         image = graph.add("Max", [image, graph.constant(windows.low)])
         image = graph.add("Min", [image, graph.constant(windows.high)])
-    if "mean" in about["inputs"]:
+    if "mean" in inputs_of(config):
         mean = graph.cast("mean", "DOUBLE")
         std = graph.cast("std", "DOUBLE")
     else:

@@ -14,7 +14,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 from scipy import ndimage
@@ -103,24 +103,6 @@ class PostProcessing:
                 is_removed = np.concatenate([[False], removed])  # by number; 0 is background
                 label[box][is_removed[components]] = code_below
         return label
-
-    def steps(self, regions: Regions) -> Dict[str, Any]:
-        """The same changes for a program without this project, `cpu3d.inference.export.segment`, as
-        export.json has them: the rules in their order, which look at an output's probabilities."""
-        names = list(regions)
-        remove = []
-        for name, code_below in codes_below(regions).items():
-            if name in self.rules and not self.off:
-                remove.append(
-                    {
-                        "region": name,
-                        "output": names.index(name),
-                        "codes": list(regions[name]),
-                        "below": dataclasses.asdict(self.rules[name]),
-                        "becomes": code_below,
-                    }
-                )
-        return {"words": self.words, "remove": remove}
 
     @property
     def words(self) -> str:

@@ -11,10 +11,6 @@ from cpu3d.data.cases.case import load_case
 from cpu3d.data.labels import PaintedRegions
 from cpu3d.errors import InputError
 from cpu3d.inference.cases import cases_to_predict
-from cpu3d.inference.export import image as images
-from cpu3d.inference.export.contract import contract
-from cpu3d.settings import RunConfig
-from models.config import UNetConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 from tests.cpu3d.data.made_datasets import tiny_image, write_nifti
 
@@ -215,27 +211,6 @@ def test_no_training_case_of_a_list_is_looked_for(tmp_path, monkeypatch):
     assert len(cases_to_predict(paths, of_run()).cases) == 20
 
 
-def test_the_program_of_an_export_finds_channels_by_name(tmp_path):
-    """It needs no part of this project, so it finds them on its own."""
-    names = {"FLAIR": ["flair", "t2f", "0000"], "t1gd": ["t1gd", "t1ce", "t1c", "0002"]}
-    about = {"channels": ["FLAIR", "t1gd"], "channel_names": names}
-    image = np.arange(4.0).reshape(1, 1, 1, 4)
-    folder = listed(tmp_path / "d", ("t1w", "T1-CE", "t2", "FLAIR"))
-    cases = {
-        ("x_T1ce.nii.gz", "x_flair.NII"): [1, 0],
-        ("x_0002.nii.gz", "x_0000.nii.gz"): [1, 0],
-        ("one.nii.gz", "two.nii.gz"): [0, 1],
-        (str(folder / "a.nii.gz"),): [3, 1],
-        (str(folder / "a_0003.nii.gz"), str(folder / "a_0001.nii.gz")): [0, 1],
-    }
-    for paths, places in cases.items():
-        taken = image[..., : max(len(paths), 4 * (len(paths) == 1))]
-        assert images.in_order(taken, paths, about).ravel().tolist() == places, paths
-    for paths in (("x_t1ce.nii.gz", "y.nii.gz"), ("x_t1ce.nii.gz", "x_t1c.nii.gz"), ("a.nii.gz",)):
-        with pytest.raises(SystemExit, match="FLAIR, t1gd"):
-            images.in_order(image[..., :2] if len(paths) > 1 else image, paths, about)
-
-
 TWO = {"left": (1,), "right": (2,)}  # regions that nothing is common to
 NESTED = {"left": (1, 2), "right": (2,)}  # whose usual order is left, right
 BOTH_SIDES = {"background": 0, "Left": 9, "right": 8}
@@ -274,25 +249,6 @@ def taken_by_predict(paths, inputs):
     (case,) = result.cases
     image = load_case(case.files, channels=case.channels).image
     return [int(image[..., case.channels.index(name)].max()) // 100 for name in inputs]
-
-
-def taken_by_program(paths, inputs):
-    """The same in the program of an export."""
-    config = RunConfig(
-        label_names=LABELS,
-        region_codes=REGIONS,
-        regions=tuple(REGIONS),
-        channels=inputs,
-        store_channels=STORE,
-        grid=(8, 8, 8),
-        unet=UNetConfig(channels=len(inputs), outputs=len(REGIONS)),
-    )
-    about = json.loads(json.dumps(contract(config, "float32", "onnx")))
-    try:
-        image = images.cleaned(images.in_order(images.read_image(paths)[0], paths, about), about)
-    except SystemExit:
-        return None
-    return [int(channel.max()) // 100 for channel in np.moveaxis(image, -1, 0)]
 
 
 FILES = {  # name -> the channel whose voxels it holds
@@ -346,7 +302,6 @@ def test_the_program_of_an_export_takes_the_files_that_predict_takes(
 ):
     paths = [write_nifti(tmp_path / name, volume(FILES[name])) for name in names]
     assert taken_by_predict(paths, inputs) == expected
-    assert taken_by_program(paths, inputs) == expected
 
 
 @pytest.mark.parametrize("is_4d", [True, False])
@@ -367,7 +322,6 @@ def test_channels_of_one_name_are_taken_in_their_order(tmp_path, is_4d):
     (case,) = cases_to_predict(paths, predictor).cases
     image = load_case(case.files, channels=case.channels).image
     assert [image[..., n].max() for n in range(3)] == [each.max() for each in volumes]
-    assert images.listed_channels(paths[0]) == list(channels)
 
 
 @pytest.mark.parametrize("depth", ["", "site1"])
@@ -379,7 +333,6 @@ def test_a_list_above_imagests_is_found_from_a_folder_within_it_too(tmp_path, de
     for inputs in (STORE, BOTH, ("T1w",)):
         expected = [STORE.index(name) + 1 for name in inputs]
         assert taken_by_predict([path], inputs) == expected
-        assert taken_by_program([path], inputs) == expected
 
 
 @pytest.mark.parametrize(
@@ -405,4 +358,3 @@ def test_the_program_of_an_export_refuses_grids_and_ct_that_predict_refuses(tmp_
     paths = [first, write_nifti(tmp_path / "x_t1ce.nii.gz", image, second)]
     with pytest.raises(InputError):
         load_case(cases_to_predict(paths, of_run(*BOTH)).cases[0].files, channels=BOTH)
-    assert taken_by_program(paths, BOTH) is None

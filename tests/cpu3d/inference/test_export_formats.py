@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from cpu3d.errors import InputError
 from cpu3d.inference.export.command import require_onnx
-from cpu3d.inference.export.contract import contract
 from cpu3d.inference.export.formats import onnx_model, write_saved_model
 from cpu3d.settings import RunConfig
 from models.config import NETWORKS, NORMS, UPS, UNetConfig
@@ -97,7 +96,7 @@ def both(config, weights):
     one."""
     image = raw_image()
     expected = tf.sigmoid(answer_of_keras(config, weights, normalised(image))).numpy()
-    logits = run(onnx_model(contract(config, "float32", "onnx"), weights), image=image)
+    logits = run(onnx_model(config, weights), image=image)
     assert logits.dtype == np.float32
     return tf.sigmoid(logits).numpy(), expected
 
@@ -138,11 +137,9 @@ def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
     image, mean, std = raw_image(), np.float32([700, 3]), np.float32([300, 5])
     scores = np.where(image == 0, 0, (image - mean) / std)
     expected = answer_of_keras(config, weights, scores)
-    answer = run(
-        onnx_model(contract(config, "float32", "onnx"), weights), image=image, mean=mean, std=std
-    )
+    answer = run(onnx_model(config, weights), image=image, mean=mean, std=std)
     np.testing.assert_allclose(answer, expected, atol=1e-4)
-    write_saved_model(contract(config, "float32", "savedmodel"), weights, tmp_path / "saved")
+    write_saved_model(config, weights, tmp_path / "saved")
     loaded = tf.saved_model.load(str(tmp_path / "saved"))
     inputs = {"image": tf.constant(image), "mean": tf.constant(mean), "std": tf.constant(std)}
     np.testing.assert_allclose(
@@ -152,7 +149,7 @@ def test_windows_take_the_volumes_statistics_and_give_logits(tmp_path):
 
 def test_a_channel_that_is_empty_or_constant_counts_as_background_and_gives_no_nan():
     config, unet = settings_of()
-    model = onnx_model(contract(config, "float32", "onnx"), random_weights(unet))
+    model = onnx_model(config, random_weights(unet))
     image = raw_image()
     empty, constant = image.copy(), image.copy()
     empty[..., 1], constant[..., 1] = 0, 5
