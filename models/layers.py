@@ -37,9 +37,11 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     if op.kind is LayerKind.UP_CONV:
         own.update(strides=op.strides, use_bias=False)
         return tf.keras.layers.Conv3DTranspose(width, op.kernel, **own)
-    bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
-    own.update(use_bias=op.kind is LayerKind.HEAD, bias_initializer=bias, padding="same")
-    return tf.keras.layers.Conv3D(width, op.kernel, **own)
+    own.update(padding="same")
+    if op.kind is LayerKind.HEAD:
+        bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
+        return Head(width, op.kernel, bias_initializer=bias, **own)
+    return tf.keras.layers.Conv3D(width, op.kernel, use_bias=False, **own)
 
 
 def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
@@ -50,6 +52,8 @@ def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
     x = inputs[0]
     if op.kind is LayerKind.POOL:
         return tf.keras.layers.MaxPool3D(op.strides, **own)(x)
+    if op.kind is LayerKind.HEAD:
+        return tf.keras.layers.Conv3D(op.shape[3], op.kernel, **own)(x)
     if op.kind in NORM_KINDS:
         # Statistics are float32.
         exact: Dict[str, Any] = {"name": op.name, "dtype": "float32", "epsilon": EPSILON}
@@ -104,7 +108,7 @@ class NormActivation(tf.keras.layers.Layer):
     @tf.autograph.experimental.do_not_convert
     def call(self, x: tf.Tensor, training: Optional[bool] = None) -> tf.Tensor:
         if self.norm == "none":
-            y = x + tf.cast(self.bias, x.dtype)
+            y = _with_bias(x, self.bias)
         elif self.norm == "instance":
             y, _, _ = _normed(x, self.gamma, self.beta, axes=(3, 2, 1))
         elif training and self.trainable:
@@ -163,6 +167,20 @@ def _normed(
     return computed(x, tf.convert_to_tensor(gamma), tf.convert_to_tensor(beta))
 
 
+def _with_bias(x: tf.Tensor, bias: tf.Tensor) -> tf.Tensor:
+    """A map plus a number for each channel, whose gradient is added up as that of a norm."""
+
+    @tf.custom_gradient
+    def computed(x: tf.Tensor, bias: tf.Tensor) -> Tuple[tf.Tensor, Any]:
+        def gradient(at: tf.Tensor) -> Tuple[tf.Tensor, tf.Tensor]:
+            mean = _mean(tf.cast(at, tf.float32), (3, 2, 1, 0))
+            return at, mean[0, 0, 0, 0] * (_count(at) / _count(mean))
+
+        return x + tf.cast(bias, x.dtype), gradient
+
+    return computed(x, tf.convert_to_tensor(bias))
+
+
 def _count(map_: tf.Tensor) -> tf.Tensor:
     """Its values, float32."""
     return tf.cast(tf.size(map_, tf.int64), tf.float32)
@@ -213,6 +231,18 @@ def _at_first(x: tf.Tensor, largest: tf.Tensor, at: tf.Tensor, strides: Sequence
         groups = [parts[first : first + stride] for first in range(0, len(parts), stride)]
         parts = [tf.reshape(tf.stack(group, axis + 1), shape) for group in groups]
     return parts[0]
+
+
+class Head(tf.keras.layers.Conv3D):
+    """A convolution and a bias."""
+
+    @tf.autograph.experimental.do_not_convert
+    def call(self, inputs: tf.Tensor, training: Optional[bool] = None) -> tf.Tensor:
+        made = self.convolution_op(inputs, self.kernel)
+        return _with_bias(made, self.bias)
+
+
+Head.__name__ = "conv3d"
 
 
 class ShortcutSum(tf.keras.layers.Conv3D):

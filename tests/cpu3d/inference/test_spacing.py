@@ -264,6 +264,7 @@ def exported(run, predicted):
     """Tried on a whole image of other voxels, which are not surrounded by 0."""
     out = run.parent / "exported"
     words = ["--format", "onnx", "--out", str(out), "--case", str(predicted["thick"][0])]
+    words += ["--size", "48", "40", "32"]  # all of it
     assert main(["export", "--run", str(run), *words]) == 0
     about = json.loads((out / "export.json").read_text())
     assert about["target_spacing_mm"] == [1, 1, 1]
