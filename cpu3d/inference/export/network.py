@@ -57,12 +57,13 @@ class ExportedPredictor(Predictor):
         """Intensities of the source instead of scores: the network normalises."""
         levels = levels_of(record.statistics, self.config.normalisation_of(present))
         steps, offsets = np.array([each[-2:] for each in record.statistics]).T
-        around = np.float32(levels.origin * steps + offsets)
+        origin = 0.0 if levels.window is None else levels.window[:, 2]
+        around = np.float32(origin * steps + offsets)
         shape = xyz(image.shape[:3])
         values = in_units(image[region.slices(shape)], record.units).astype(np.float32) - around
         values = np.pad(values, [*region.padding(shape), (0, 0)]) + around
         # A score is (value - mean) / std, of any kind.
-        constant = levels.shift + levels.outside - levels.origin * levels.scale
+        constant = levels.shift + levels.outside - origin * levels.scale
         picked = [present.index(name) for name in self.inputs]
         statistics = {
             "mean": offsets - constant / levels.scale * steps,
