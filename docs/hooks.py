@@ -49,7 +49,7 @@ def on_files(files, config):
 
 
 def tables():
-    """Name -> content of the pages that `bench tables` makes from records/, in the project's own
+    """Name -> content of the pages that records.tables makes from records/, in the project's own
     environment."""
     with tempfile.TemporaryDirectory() as folder:
         pages = {"results.md": "--out", "validation.md": "--page"}
@@ -57,7 +57,9 @@ def tables():
             word for name, option in pages.items() for word in (option, str(Path(folder) / name))
         ]
         subprocess.run(
-            [ROOT / "run.sh", "bench", "tables", "--records", ROOT / "records", *words], check=True
+            [ROOT / ".venv/bin/python", "-m", "records.tables", "--records", "records", *words],
+            cwd=ROOT,
+            check=True,
         )
         return {name: (Path(folder) / name).read_text(encoding="utf-8") for name in pages}
 

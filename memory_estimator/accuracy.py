@@ -1,7 +1,7 @@
 """Errors of predictions by kind of measured step, and the margin of an upper bound that follows
 from them.
 
-accuracy.json holds them for the records in records/memory: `bench tables --accuracy` writes it,
+accuracy.json holds them for the records in records/memory: `records.tables --accuracy` writes it,
 from `measured`."""
 
 import dataclasses

@@ -18,7 +18,7 @@ from typing import Optional
 import psutil
 
 from cpu3d.bench.harness import in_fresh_process, valid
-from cpu3d.bench.step_costs import measure
+from cpu3d.bench.step_costs import job_of_record, measure, request_for
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.speed import QUIET_SHARE, computes_as_predicted, keep_calibration
@@ -29,7 +29,6 @@ from memory_estimator.common.schema import option
 from memory_estimator.host import read_host
 from memory_estimator.installed import ENGINES, installed_engine
 from memory_estimator.job import Job
-from memory_estimator.measured import job_of_record, request_for
 from models.config import DTYPES, UNetConfig
 from models.native.library import VARIABLE
 

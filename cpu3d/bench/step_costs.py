@@ -16,6 +16,7 @@ which TensorFlow's profiler records every request to the allocator; `bench table
 them."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import shlex
@@ -24,7 +25,7 @@ import tempfile
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -49,9 +50,8 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by
 from memory_estimator.estimate import estimate
-from memory_estimator.host import read_host
+from memory_estimator.host import instruction_set, read_host
 from memory_estimator.job import Job, JobOptions, job_from, padding_note
-from memory_estimator.measured import instructions_of, job_of_record, request_for
 from memory_estimator.sources import source_job
 from models.config import DTYPES, POLICIES, UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
@@ -123,6 +123,59 @@ def run(chosen: Dict[str, Any], options: StepOptions, output: Output) -> int:
     result = with_predictions(result, find_constants())
     output.publish("policies", result, step_table(result))
     return 0
+
+
+def request_for(job: Job, **more: Any) -> Dict[str, Any]:
+    """The request that `bench` makes of a job, which its record begins with, with `more` in it."""
+    return {
+        "shape": list(job.shape),
+        "batch": job.batch,
+        "micro_batch": job.micro,
+        "optimizer": job.optimizer,
+        "weight_decay": job.weight_decay,
+        "freeze": job.freeze,
+        "unet": job.unet.to_json(),
+        "engine": job.engine,
+        "threads": job.threads,
+        **more,
+    }
+
+
+def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
+    """A record's job, on the engine that really ran; None for TensorFlow without oneDNN, which has
+    no constants."""
+    name = record.get("engine_name", "")
+    if "no oneDNN" in name:
+        return None
+    engine = record["engine"]
+    if engine in (None, AUTO):
+        engine = "itex" if "ITEX" in name else "stock"
+    job = Job(
+        UNetConfig(**record["unet"]),
+        tuple(record["shape"]),
+        batch=record["batch"],
+        micro_batch=record["micro_batch"],
+        optimizer=record["optimizer"],
+        weight_decay=record.get("weight_decay", 0.0),
+        freeze=record.get("freeze", "none"),
+        engine=engine,
+        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
+    )
+    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
+    return by_rule if by_rule.micro == job.micro else job
+
+
+def instructions_of(record: Mapping[str, Any]) -> str:
+    """The instruction set of own operations in a record; "" if TensorFlow's layers computed.
+    Records before 2026-11-27, all of own operations, do not have it, nor all flags: a CPU with
+    AVX512_VNNI has these three."""
+    host = record["host"]
+    if "instructions" in host:
+        return host["instructions"]
+    flags = list(host["isa"])
+    if "avx512_vnni" in flags:
+        flags += ["avx512bw", "avx512dq", "avx512vl"]
+    return instruction_set(flags, host["cpu"]) or "avx2"
 
 
 def compare_policies(

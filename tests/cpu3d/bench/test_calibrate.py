@@ -7,14 +7,13 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.bench import calibrate
 from cpu3d.bench.harness import in_fresh_process
-from cpu3d.bench.step_costs import measure
+from cpu3d.bench.step_costs import measure, request_for
 from cpu3d.host.speed import keep_training
 from memory_estimator.__main__ import main as estimator
 from memory_estimator.calibration import find_constants, load_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import Job
-from memory_estimator.measured import request_for
 from models.config import UNetConfig
 
 HOST = read_host()

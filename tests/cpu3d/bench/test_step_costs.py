@@ -13,8 +13,10 @@ from cpu3d.bench.harness import ProcessFailedError
 from cpu3d.bench.step_costs import (
     compare_policies,
     draw_policies,
+    job_of_record,
     measure,
     most_in_each_span,
+    request_for,
     step_table,
 )
 from cpu3d.errors import InputError
@@ -23,7 +25,6 @@ from memory_estimator.calibration import shipped_constants
 from memory_estimator.estimate import estimate
 from memory_estimator.host import read_host
 from memory_estimator.job import RECIPES, Job
-from memory_estimator.measured import job_of_record, request_for
 from models.config import POLICIES, UNetConfig
 from tests.memory_estimator.test_job import write_plan
 

@@ -1,6 +1,6 @@
 """Efficiency on paper: how well own operations of a training step fill many cores, measured on few.
 
-    ./run.sh bench kernels --threads 28 56 --shape 240 240 160
+    python -m records.kernels --threads 28 56 --shape 240 240 160
 
 It is the CPU time of one thread over T times the time with T threads, each on a core of its own.
 The latter is the CPU time of what the caller alone does and of the busiest thread of each loop of

@@ -1,8 +1,8 @@
 """How far work in vectors is done beside products of tiles: the time of the operations that AMX
 computes, beside that of their products alone and of their vectors alone.
 
-    ./run.sh bench kernels --overlap
-    ./run.sh bench kernels --overlap --shape 240 240 160 --threads 1 --record records/overlap.jsonl
+    python -m records.kernels --overlap
+    python -m records.kernels --overlap --threads 1 --record records/overlap.jsonl
 
 For the two parts the library is compiled twice more, into a temporary folder: once with nothing
 formed and finished, once without tile instructions (models/native/amx.h). All three run in turn.
@@ -16,7 +16,6 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
-from cpu3d.bench.cores import call_of
 from cpu3d.bench.harness import Result, seconds_of
 from cpu3d.errors import InputError
 from cpu3d.util.records import versions
@@ -32,6 +31,7 @@ from models.native.build import build
 from models.native.calls import load
 from models.native.instruction_sets import DIRECT_PRODUCTS
 from models.native.library import own_operations
+from records.cores import call_of
 
 DTYPE = "bfloat16"
 WHOLE = "whole"

@@ -1,11 +1,10 @@
 """Time own operations (models/native), the 3x3x3 convolutions, and the engine's in turn.
 
-    ./run.sh bench kernels
-    ./run.sh bench kernels --dtype bfloat16 --record records/kernels.jsonl
-    ./run.sh bench kernels --threads 2 8 28 56      # how well that many cores are filled, on paper
-    ./run.sh bench kernels --exact                  # errors against float64, in place of times
-    ./run.sh bench kernels --overlap                # AMX: products, vectors, and both at once
-    ./run.sh bench tables --records records --roofline docs/pictures/roofline.png
+    python -m records.kernels
+    python -m records.kernels --dtype bfloat16 --record records/kernels.jsonl
+    python -m records.kernels --threads 2 8 28 56      # how well so many cores are filled
+    python -m records.kernels --overlap                # AMX: products, vectors, and both at once
+    python -m records.tables --records records --roofline docs/pictures/roofline.png
 
 GFLOP/s count the multiplications and additions of a plain convolution, however an operation
 computes it. All read plain maps; the own forward convolution also computes mean and variance of its
@@ -21,7 +20,6 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 
-from cpu3d.bench import cores, exactness, overlap
 from cpu3d.bench.harness import Output, Result, host_of, in_fresh_process, seconds_of, set_up_for
 from cpu3d.errors import InputError
 from cpu3d.report.pictures import Line, chart
@@ -33,6 +31,8 @@ from models.config import DTYPES
 from models.engine import check_layers
 from models.native.library import own_operations
 from models.native.shared import MOST_THREADS
+from records import cores, overlap
+from records.command import main
 
 CASES = ((128, 16, 16), (128, 32, 16), (128, 16, 32), (64, 32, 32), (128, 4, 16))
 """Edge of a cube, channels in and out: the finest levels of a U-Net with 16 filters."""
@@ -44,7 +44,7 @@ COPIED_BYTES = 2**28  # a thread; the C library writes as much past the caches
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `bench kernels`."""
+    """The options of `records.kernels`."""
 
     dtype: Optional[str] = option(
         None, "compute dtype (default: all that the host computes fast)", choices=DTYPES
@@ -62,9 +62,6 @@ class Options:
     )
     filters: int = option(16, "feature maps of its first convolution", "F", at_least=1)
     rounds: int = option(5, "runs of each operation; the fastest counts", at_least=1)
-    exact: bool = option(
-        False, "errors of every instruction set of this host against float64, in place of times"
-    )
     overlap: bool = option(
         False,
         "with AMX: own operations of a step beside their products of tiles alone, and the rest "
@@ -76,10 +73,6 @@ OPTIONS = (Options, Output)
 
 
 def run(options: Options, output: Output) -> int:
-    if options.exact and not options.overlap:
-        result = in_fresh_process(exactness.measure, {})
-        output.publish("exactness", result, exactness.exactness_table(result))
-        return 0
     host = read_host()
     request = dict(vars(options))
     threads = options.threads or ()
@@ -108,8 +101,6 @@ def run(options: Options, output: Output) -> int:
 
 def _check_overlap(options: Options, cores: int) -> None:
     """Raise InputError for options that `--overlap` has no use for on a host of so many cores."""
-    if options.exact:
-        raise InputError("--overlap must come without --exact, got both; leave one of them out")
     if options.dtype not in (None, overlap.DTYPE):
         rule = f"--dtype must be {overlap.DTYPE} with --overlap"
         raise InputError(f"{rule}, got {options.dtype}; leave it out")
@@ -269,3 +260,7 @@ def _operations(
             lambda: filter_gradient([Source(values)], Gradient(out)),
         ),
     }
+
+
+if __name__ == "__main__":
+    main("records.kernels")

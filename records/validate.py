@@ -1,15 +1,15 @@
 """Measure the configurations by which the estimator is judged, on this host, one fresh process
 each.
 
-    ./run.sh bench validate --record my-host.jsonl
-    ./run.sh bench validate --record my-host.jsonl --engine itex --first 12
+    python -m records.validate --record my-host.jsonl
+    python -m records.validate --record my-host.jsonl --engine itex --first 12
 
 Each fits a host with 24 GB of memory; all together take about half an hour on two quiet cores with
 AVX512_BF16. After an interruption it continues: a configuration in the record is not measured
 again, also if it failed (remove its line to repeat it). Use one record file per host.
 
-The published records are the files in records/memory. `bench tables` makes accuracy.json from them,
-which the estimator ships, and the validation page: every measured configuration with its
+The published records are the files in records/memory. `records.tables` makes accuracy.json from
+them, which the estimator ships, and the validation page: every measured configuration with its
 prediction."""
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
 from cpu3d.bench.harness import ProcessFailedError, Result, in_fresh_process
-from cpu3d.bench.step_costs import measure
+from cpu3d.bench.step_costs import measure, request_for
 from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.thread_plan import thread_plan
@@ -33,23 +33,23 @@ from memory_estimator.estimate import Estimate, estimate
 from memory_estimator.host import Host, read_host
 from memory_estimator.installed import ENGINES, how_to_install
 from memory_estimator.job import Job
-from memory_estimator.measured import (
+from records.command import main
+from records.measured import (
     Measured,
     Row,
     compare_steps,
     configurations,
     error_table,
     measured_from,
-    request_for,
 )
 
-VALIDATION = "memory"  # the folder of `bench validate` in the folder of records, a file a host
+VALIDATION = "memory"  # the folder of `records.validate` in the folder of records, a file a host
 STEPS = 3  # timed, after two more: enough for a median
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `bench validate`."""
+    """The options of `records.validate`."""
 
     record: Path = option(help=".jsonl file; an existing one is continued", metavar="FILE")
     engine: Optional[str] = option(
@@ -140,3 +140,7 @@ def validation(
         return estimate(step.job, shipped[step.instructions], accuracy)
 
     return measured, compare_steps(measured, predicted)
+
+
+if __name__ == "__main__":
+    main("records.validate")

@@ -13,13 +13,13 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
+from cpu3d.bench.step_costs import instructions_of, job_of_record
 from memory_estimator.accuracy import SCHEMA, Accuracy, Bound, Kind
 from memory_estimator.common.table import Table
 from memory_estimator.common.units import GIB
 from memory_estimator.estimate import Estimate
-from memory_estimator.host import instruction_set
 from memory_estimator.installed import ENGINES, engine_version
-from memory_estimator.job import AUTO, Job
+from memory_estimator.job import Job
 from models.config import DTYPES, POLICIES, UNetConfig
 
 # constants are fitted to volumes of at most this size; errors are those of larger ones alone
@@ -69,7 +69,7 @@ ON_EVERY_ENGINE = ((32, 32, 32), (128, 128, 128))  # voxels; the others on the f
 
 
 def configurations(threads: int, engines: Sequence[str] = ENGINES) -> Tuple[Job, ...]:
-    """Every job that `bench validate` measures on a host with so many threads, some
+    """Every job that `records.validate` measures on a host with so many threads, some
     ON_EVERY_ENGINE."""
     jobs = []
     for unet, shape, more in NETWORKS:
@@ -102,59 +102,6 @@ class Measured:
     def held_out(self) -> bool:
         """Whether it is larger than any step that constants may be fitted to."""
         return math.prod(self.job.shape) > FITTED_VOXELS
-
-
-def request_for(job: Job, **more: Any) -> Dict[str, Any]:
-    """The request that `bench` makes of a job, which its record begins with, with `more` in it."""
-    return {
-        "shape": list(job.shape),
-        "batch": job.batch,
-        "micro_batch": job.micro,
-        "optimizer": job.optimizer,
-        "weight_decay": job.weight_decay,
-        "freeze": job.freeze,
-        "unet": job.unet.to_json(),
-        "engine": job.engine,
-        "threads": job.threads,
-        **more,
-    }
-
-
-def job_of_record(record: Mapping[str, Any]) -> Optional[Job]:
-    """A record's job, on the engine that really ran; None for TensorFlow without oneDNN, which has
-    no constants."""
-    name = record.get("engine_name", "")
-    if "no oneDNN" in name:
-        return None
-    engine = record["engine"]
-    if engine in (None, AUTO):
-        engine = "itex" if "ITEX" in name else "stock"
-    job = Job(
-        UNetConfig(**record["unet"]),
-        tuple(record["shape"]),
-        batch=record["batch"],
-        micro_batch=record["micro_batch"],
-        optimizer=record["optimizer"],
-        weight_decay=record.get("weight_decay", 0.0),
-        freeze=record.get("freeze", "none"),
-        engine=engine,
-        threads=int(record["threads"]["TF_NUM_INTRAOP_THREADS"]),
-    )
-    by_rule = dataclasses.replace(job, micro_batch=0)  # so that equal jobs compare equal
-    return by_rule if by_rule.micro == job.micro else job
-
-
-def instructions_of(record: Mapping[str, Any]) -> str:
-    """The instruction set of own operations in a record; "" if TensorFlow's layers computed.
-    Records before 2026-11-27, all of own operations, do not have it, nor all flags: a CPU with
-    AVX512_VNNI has these three."""
-    host = record["host"]
-    if "instructions" in host:
-        return host["instructions"]
-    flags = list(host["isa"])
-    if "avx512_vnni" in flags:
-        flags += ["avx512bw", "avx512dq", "avx512vl"]
-    return instruction_set(flags, host["cpu"]) or "avx2"
 
 
 def measured_from(record: Mapping[str, Any]) -> Optional[Measured]:
@@ -336,7 +283,7 @@ def _shipped(bound: Optional[Bound]) -> Optional[Bound]:
 VALIDATION_HEAD = """\
 # The estimator against measured steps
 
-Made by `./run.sh bench tables --records records --page FILE` from records/memory (`bench
+Made by `python -m records.tables --records records --page FILE` from records/memory (`bench
 validate`) and the code as it stands. Errors are shares of the measured value: +2% is predicted
 too high. A group of runs shows the median size and the worst error, and how far the upper bound
 is above the process's peak, the mean and the least; it is "wide", of the largest margin, if a

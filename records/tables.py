@@ -1,10 +1,10 @@
 """Make the page of results from benchmark records: one section per kind, with the newest record of
 each job.
 
-    ./run.sh bench tables --records records                         # prints the page
-    ./run.sh bench tables --records records --page validation.md \\
+    python -m records.tables --records records                         # prints the page
+    python -m records.tables --records records --page validation.md \\
         --picture docs/pictures/policies.png
-    ./run.sh bench tables --records records --accuracy memory_estimator/hosts/accuracy.json
+    python -m records.tables --records records --accuracy memory_estimator/hosts/accuracy.json
 
 Predictions are made by the present estimator with its shipped constants. The upper bounds of the
 validation page follow from the errors of the predictions in accuracy.json: write that file after a
@@ -15,9 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
-from cpu3d.bench.estimator_errors import VALIDATION, validation
-from cpu3d.bench.exactness import exactness_table
-from cpu3d.bench.kernels import draw_roofline, kernels_table
 from cpu3d.bench.step_costs import draw_policies, step_table, with_predictions
 from cpu3d.experiments.results import comparisons_markdown
 from cpu3d.util.atomic import write_bytes
@@ -25,19 +22,22 @@ from cpu3d.util.records import newest, read_records
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
-from memory_estimator.measured import accuracy_json, digest, error_table, page
+from records.command import main
+from records.kernels import draw_roofline, kernels_table
+from records.measured import accuracy_json, digest, error_table, page
+from records.validate import VALIDATION, validation
 
 HEAD = [
     "# Results",
     "",
-    "Made from `records/` by `./run.sh bench tables --records records`. The help of each command "
-    "describes how it measures.",
+    "Made from `records/` by `python -m records.tables --records records`. The help of each script "
+    "says how it measures.",
 ]
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """The options of `bench tables`."""
+    """The options of `records.tables`."""
 
     records: Path = option(help="folder of .jsonl records", metavar="DIR")
     out: Optional[Path] = option(
@@ -51,7 +51,7 @@ class TableOptions:
         None, "draw the newest comparison of policies as PNG", metavar="FILE"
     )
     roofline: Optional[Path] = option(
-        None, "draw the newest record of `bench kernels` as PNG", metavar="FILE"
+        None, "draw the newest record of `records.kernels` as PNG", metavar="FILE"
     )
 
 
@@ -132,10 +132,6 @@ SECTIONS = {
         "Own operations beside the engine's",
         lambda path: _tables(path, KERNELS, kernels_table),
     ),
-    "exactness.jsonl": (
-        "How exact own operations are",
-        lambda path: _tables(path, ("grid", "channels"), exactness_table),
-    ),
 }
 
 # Option -> the content of its file, of a folder of records.
@@ -146,3 +142,7 @@ OF_RECORDS: Dict[str, Callable[[Path], bytes]] = {
     "accuracy": lambda folder: accuracy_json(digest(validation(folder, Accuracy(()))[1])),
     "page": lambda folder: "\n".join([*page(*validation(folder)), ""]).encode(),
 }
+
+
+if __name__ == "__main__":
+    main("records.tables")
