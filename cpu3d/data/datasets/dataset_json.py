@@ -7,29 +7,15 @@ about.channels, about.labels
 
 import contextlib
 import functools
-import json
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import (
-    Annotated,
-    Any,
-    Dict,
-    Iterator,
-    List,
-    Mapping,
-    NamedTuple,
-    Optional,
-    Tuple,
-    Union,
-)
+from typing import Annotated, Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
 import msgspec
 
 from cpu3d.data.datasets.names import check_printable, numbered_twins, read_names, same_channels
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.util.records import listed
-from memory_estimator.common.files import read_json, read_text
+from memory_estimator.common.files import read_json, reason, typed
 
 NAME = "dataset.json"
 LABELS_RULE = (
@@ -65,34 +51,29 @@ class ListedCase(msgspec.Struct):
     label: Optional[str] = None
 
 
-class Field(NamedTuple):
-    """What a field, or an element of one, must be."""
+class _About(msgspec.Struct):
+    """The fields of a dataset.json that tell of its images."""
 
-    kind: Any  # its type
-    rule: str  # the same in words
+    modality: Union[Numbered, str, None] = None  # MONAI's "MRI" names none
+    channel_names: Optional[Numbered] = None  # of nnU-Net 2
+    labels: Optional[Dict[str, Any]] = None  # code -> name, or in nnU-Net 2 name -> code or codes
+    name: Optional[str] = None
+    regions_class_order: Any = None  # of nnU-Net 2, as the next
+    file_ending: Any = None
+    training_cases: Any = msgspec.field(default=None, name="numTraining")
+    size: Any = msgspec.field(default=None, name="tensorImageSize")
 
 
-CHANNELS = 'an object of number -> channel, such as {"0": "FLAIR", "1": "T1w"}'
-FIELDS = {
-    "modality": Field(Union[Numbered, str, None], CHANNELS),  # MONAI's "MRI" names none
-    "channel_names": Field(Optional[Numbered], CHANNELS),  # of nnU-Net 2
-    "labels": Field(
-        Optional[Dict[str, Any]], "an object of code -> name, or in nnU-Net 2 of name -> code"
-    ),
-    "name": Field(Optional[str], "text"),
-    "training": Field(
-        Annotated[List[Any], msgspec.Meta(min_length=1)],
-        'a list of cases, such as {"image": "imagesTr/a.nii.gz", "label": "labelsTr/a.nii.gz"}',
-    ),
-    "dataset": Field(Optional[Dict[str, Any]], "an object of case -> its images and its label"),
-}
-"""The fields that must be of a type; the others of nnU-Net 2 are checked where they are used."""
+class _Training(msgspec.Struct):
+    """The field that lists the cases."""
 
-ENTRY = Field(
-    Entry, 'an object of "image", a file or a list of files, "label", a file, and any "fold" number'
-)
-LISTED_CASE = Field(ListedCase, 'an object of "images", a list of files, and "label", a file')
-MOST_SHOWN = 120  # characters of a value in an error
+    training: Annotated[List[Entry], msgspec.Meta(min_length=1)]
+
+
+class _Cases(msgspec.Struct):
+    """The field of nnU-Net 2 that may list the cases by id."""
+
+    dataset: Optional[Dict[str, ListedCase]] = None
 
 
 @dataclass(frozen=True)
@@ -122,19 +103,15 @@ class Description:
 def describe(path: Path) -> Description:
     """Read a dataset.json, entries aside. Raises InputError if it is damaged, if a channel's number
     is missing, if two names mean one channel, or if labels are no names of codes or of regions."""
-    content = _fields(path)
-    modality = _field(path, content, "modality")
-    channel_names = _field(path, content, "channel_names")
-    labels = _field(path, content, "labels")
-    name = _field(path, content, "name")
+    content: _About = _read(path, _About)
     # With a list of its cases, also if channels are named in both ways.
-    has_modality = isinstance(modality, dict)
-    numbered = channel_names
-    if not numbered and has_modality:
-        numbered = modality
-    problems = _doubled(path)
+    has_modality = isinstance(content.modality, dict)
+    numbered = content.channel_names
+    if not numbered and isinstance(content.modality, dict):
+        numbered = content.modality
+    problems = []
     # Other values are in use, as "3d" or a list, and nothing else is read of it.
-    if content.get("tensorImageSize") == "2D":
+    if content.size == "2D":
         rule = f'tensorImageSize of {path} must be "4D" or "3D", as 2D images are not read'
         problems.append(f'{rule}, got "2D"; convert them')
     if not numbered:
@@ -154,37 +131,32 @@ def describe(path: Path) -> Description:
         path=path,
         channels=channels,
         labels={},
-        is_nnunet2=channel_names is not None and not has_modality,
-        name=name or "",
-        file_ending=content.get("file_ending"),
-        training_cases=content.get("numTraining"),
+        is_nnunet2=content.channel_names is not None and not has_modality,
+        name=content.name or "",
+        file_ending=content.file_ending,
+        training_cases=content.training_cases,
     )
+    labels = content.labels or {}
     try:
-        about = _with_labels(about, labels or {}, content.get("regions_class_order"))
+        about = _with_labels(about, labels, content.regions_class_order)
     except InputError as error:
         problems += error.problems
     except ValueError:
-        problems.append(f"labels of {path} {LABELS_RULE}, got {_shown(labels)}; correct it")
+        problems.append(f"labels of {path} {LABELS_RULE}, got {labels}; correct it")
     raise_if_any(problems)
     return about
 
 
 def entries_of(path: Path) -> List[Entry]:
     """The training cases that a dataset.json lists. Raises InputError if it lists none."""
-    content = _fields(path)
-    entries = []
-    for number, entry in enumerate(_field(path, content, "training")):
-        entries.append(_converted(path, f"training[{number}]", entry, ENTRY))
-    return entries
+    listed: _Training = _read(path, _Training)
+    return listed.training
 
 
 def listing_of(path: Path) -> Dict[str, ListedCase]:
     """The cases that a dataset.json of nnU-Net 2 lists, by id; it may have none."""
-    content = _fields(path)
-    cases = {}
-    for case_id, case in (_field(path, content, "dataset") or {}).items():
-        cases[case_id] = _converted(path, f'dataset["{case_id}"]', case, LISTED_CASE)
-    return cases
+    listed: _Cases = _read(path, _Cases)
+    return listed.dataset or {}
 
 
 def describing(image: Path) -> Optional[Description]:
@@ -226,9 +198,10 @@ def _kept(path: Path, may_be_other: bool = False) -> Optional[Description]:
 @functools.lru_cache(maxsize=16)
 def _described(path: Path, may_be_other: bool, mtime_ns: int, size: int) -> Optional[Description]:
     if may_be_other:
-        content = _decoded(path)
-        if not isinstance(content, dict) or not {"modality", "channel_names"} & set(content):
-            return None
+        with contextlib.suppress(InputError):
+            about: _About = _read(path, _About)
+            if about.modality is None and about.channel_names is None:
+                return None
     return describe(path)
 
 
@@ -242,26 +215,6 @@ def _named_by_files(path: Path) -> Tuple[str, ...]:
             orders.add(tuple(name.channel or "" for name in names.values()))
     order = orders.pop() if len(orders) == 1 else ()
     return order if all(order) else ()
-
-
-def _doubled(path: Path) -> List[str]:
-    """A problem for each object of channels, labels or cases with a name twice, of which a reader
-    of JSON silently keeps the last."""
-
-    def noted(pairs: List[Tuple[str, Any]]) -> Any:
-        times = Counter(name for name, _ in pairs)
-        twice = [name for name, n in times.items() if n > 1]
-        return (twice, dict(pairs))
-
-    problems = []
-    with contextlib.suppress(ValueError, RecursionError):  # of fields that nobody reads
-        _, content = json.loads(read_text(path), object_pairs_hook=noted)
-        for name in ("modality", "channel_names", "labels", "dataset"):
-            value = content.get(name)
-            if isinstance(value, tuple) and value[0]:
-                rule = f"names in {name} of {path} must be there once"
-                problems.append(f"{rule}, got {listed(value[0])} twice; correct it")
-    return problems
 
 
 def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -> Description:
@@ -346,31 +299,20 @@ def _checked_order(path: Path, order: Any, regions: Regions) -> Tuple[int, ...]:
     return tuple(order)
 
 
-def _decoded(path: Path) -> Any:
-    """The content of a dataset.json. Raises InputError for a file that is no JSON."""
+def _read(path: Path, kind: Any) -> Any:
+    """The fields of a dataset.json that `kind` has. Raises InputError for a file that is no such
+    JSON, and for control characters in these fields."""
+    rule = f"{path} must be JSON, as the Decathlon, nnU-Net and MONAI write it"
     try:
-        return read_json(path)
-    except OSError as error:
-        raise InputError(f"{path} must be readable, got {error.strerror}; check the file") from None
+        read = read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{rule}, got {reason(error)}; correct it") from None
+    if isinstance(read, dict):  # before anything of it is printed
+        check_printable(path, _texts([read.get(name) for name in kind.__struct_encode_fields__]))
+    try:
+        return typed(read, kind, str(path))
     except ValueError as error:
-        rule = f"{path} must be JSON, as the Decathlon, nnU-Net and MONAI write it"
-        raise InputError(f"{rule}, got {error}; correct it") from None
-
-
-def _fields(path: Path) -> Dict[str, Any]:
-    """Name -> value of a dataset.json's fields. Raises InputError for content that is no object."""
-    content = _decoded(path)
-    if not isinstance(content, dict):
-        rule = f"{path} must be an object of JSON, as the Decathlon, nnU-Net and MONAI write it"
-        raise InputError(f"{rule}, got {_shown(content)}; correct it")
-    return content
-
-
-def _field(path: Path, content: Mapping[str, Any], name: str) -> Any:
-    """A field of a dataset.json. Raises InputError if it is not as FIELDS has it, and as
-    `check_printable`."""
-    check_printable(path, _texts(content.get(name)))
-    return _converted(path, name, content.get(name), FIELDS[name])
+        raise InputError(f"{error}; correct it") from None
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -380,19 +322,3 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, (dict, list, tuple)):
         for each in value.items() if isinstance(value, dict) else value:
             yield from _texts(each)
-
-
-def _converted(path: Path, name: str, value: Any, field: Field) -> Any:
-    try:
-        return msgspec.convert(value, field.kind, str_keys=True)
-    except msgspec.ValidationError:
-        rule = f"{name} of {path} must be {field.rule}"
-        raise InputError(f"{rule}, got {_shown(value)}; correct it") from None
-
-
-def _shown(value: Any) -> str:
-    """A value of a dataset.json for an error, cut where it is long."""
-    if value is None:
-        return "none"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} ..."

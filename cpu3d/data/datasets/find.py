@@ -10,7 +10,7 @@ file tells its own. Where nothing tells them a case has no `names`.
 import contextlib
 import re
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Dict, Hashable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -19,6 +19,7 @@ from cpu3d.data.datasets.dataset_json import describing
 from cpu3d.data.datasets.names import (
     FileName,
     channel_key,
+    ids_of_cases,
     name_of,
     read_name,
     read_names,
@@ -66,7 +67,13 @@ def find_cases(
             loose.append(path)
     if loose:
         search.add_files(loose)
-    return search.found
+    found = search.found
+    ids = ids_of_cases(
+        [case.case_id for case in found.cases], [case.images[0] for case in found.cases]
+    )
+    for place, case_id in enumerate(ids):
+        found.cases[place] = replace(found.cases[place], case_id=case_id, patient_id=case_id)
+    return found
 
 
 # --- Private helpers ---

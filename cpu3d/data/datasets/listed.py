@@ -24,6 +24,7 @@ from cpu3d.data.datasets.names import (
     channel_key,
     composed,
     file_named,
+    ids_of_cases,
     name_of,
     read_name,
     read_names,
@@ -310,19 +311,17 @@ def _volumes_of(folder: Path, ending: str) -> List[Path]:
 
 def _ids_of(path: Path, entries: Sequence[Entry]) -> List[str]:
     """The names of a list's cases: of their 4D files, or what their files' names have in common
-    without their channels. Where more cases differ in the name of a folder, as of files that have
-    the same name in each patient's, that of the nearest such."""
+    without their channels."""
     names = []
-    folders = []  # of each case, the nearest first
+    images = []
     for entry in entries:
-        images = [path.parent.resolve() / composed(name) for name in entry.images]
-        own = {stem_of(images[0])}
-        if len(images) > 1:
-            own = {name.case for name in read_names(images).values()}
+        paths = [path.parent / name for name in entry.images]
+        own = {stem_of(paths[0])}
+        if len(paths) > 1:
+            own = {name.case for name in read_names(paths).values()}
         names.append(own.pop() if len(own) == 1 else "")
-        folders.append(images[0].parent.parts[::-1])
-    ids = max((names, *zip(*folders)), key=lambda level: len({*level} - {""}))
-    return [name or nearest[0] for name, nearest in zip(ids, folders)]
+        images.append(paths[0])
+    return ids_of_cases(names, images)
 
 
 def _order_problems(about: Description, case_id: str, images: Sequence[str]) -> List[str]:

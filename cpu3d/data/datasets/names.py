@@ -104,6 +104,15 @@ def stem_of(path: Path) -> str:
     return composed(VOLUME_END.sub("", path.name))
 
 
+def ids_of_cases(names: Sequence[str], images: Sequence[Path]) -> List[str]:
+    """The ids of cases by the names of their files, given with an image of each; where more cases
+    differ in the name of a folder, as of files that have the same name in each patient's, that of
+    the nearest such."""
+    folders = [Path(composed(str(image.absolute()))).parent.parts[::-1] for image in images]
+    ids = max((names, *zip(*folders)), key=lambda level: len({*level} - {""}), default=())
+    return [name or nearest[0] for name, nearest in zip(ids, folders)]
+
+
 def channel_key(name: str) -> str:
     """A channel's name as names are compared: its name in stores if that is known, else without
     case, blanks, - and _.

@@ -80,6 +80,13 @@ def test_channels_of_a_4d_file_are_those_of_its_dataset_json(tmp_path, names, in
     assert (case.codes_of, case.labels[3]) == (str(tmp_path / "dataset.json"), "enhancing tumour")
 
 
+def test_cases_of_one_name_in_each_patients_folder_are_called_after_the_folders(tmp_path):
+    for name in ("p1", "p2"):
+        stacked = np.stack([volume(channel) for channel in STORE], -1)
+        write_nifti(tmp_path / f"new/{name}/image.nii.gz", stacked)
+    assert sorted(found_in([tmp_path / "new"], of_run())) == ["p1", "p2"]
+
+
 def test_channels_of_other_names_are_refused_with_both_lists(tmp_path):
     folder = listed(tmp_path, ("t1w", "ADC", "t2", "FLAIR"))
     write_nifti(folder / "a.nii.gz", np.stack([volume(name) for name in STORE], -1))

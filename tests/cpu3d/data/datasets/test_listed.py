@@ -189,18 +189,21 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
         ({"dataset": {"a": {"images": ["a.nii.gz"], "label": "../b.nii.gz"}}}, "inside its folder"),
         (
             {"dataset": {"a": {"label": "b.nii.gz"}}},
-            r'^error: dataset\["a"\] of .*"images", a list',
+            r"json\.dataset\.a must have its fields .*, got no images;",
         ),
-        ({"dataset": {"a": {"images": [""]}}}, r'dataset\["a"\] of .* got \{"images": \[""\]\};'),
-        ({"dataset": [1]}, r"^error: dataset of .* must be an object of case .*, got \[1\];"),
+        (
+            {"dataset": {"a": {"images": [""]}}},
+            r"a\.images\[0\] must be str of length >= 1",
+        ),
+        ({"dataset": [1]}, r"json\.dataset must be object .*, got \[1\];"),
         (
             {"channel_names": ["CT"]},
-            r'^error: channel_names of .* must be an object of number .*, got \["CT"\];',
+            r'json\.channel_names must be object .*, got \["CT"\];',
         ),
-        ({"channel_names": {"0": ""}}, r'^error: channel_names of .*, got \{"0": ""\};'),
-        ({"labels": [0, 1]}, r"^error: labels of .* must be an object of code .*, got \[0, 1\];"),
+        ({"channel_names": {"0": ""}}, r"json\.channel_names\.0 must be str of length >= 1"),
+        ({"labels": [0, 1]}, r"json\.labels must be object .*, got \[0, 1\];"),
         ({"labels": {"background": 0, "": 1}}, "distinct names"),
-        ({"name": 3}, r"^error: name of .* must be text, got 3;"),
+        ({"name": 3}, r"json\.name must be str .*, got 3;"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
@@ -254,18 +257,27 @@ CASE = {"image": "imagesTr/BRATS_000.nii.gz", "label": "labelsTr/BRATS_000.nii.g
     [
         (
             {"training": {"0": "a.nii.gz"}},
-            r'training of .* a list of cases.*, got \{"0": "a.nii.gz"\};',
+            r'.*json\.training must be array, got \{"0": "a.nii.gz"\};',
         ),
-        ({"training": []}, r"training of .* must be a list of cases.*, got \[\];"),
-        ({"training": None}, r"training of .* must be a list of cases.*, got none;"),
+        ({"training": []}, r".*json\.training must be array of length >= 1, got \[\];"),
+        ({"training": None}, r".*json\.training must be array.*, got null;"),
         (
             {"training": [CASE, "b"]},
-            r'training\[1\] of .* must be an object of "image".*, got "b";',
+            r".*json\.training\[1\] must be object, got b;",
         ),
-        ({"training": [{**CASE, "image": ""}]}, r'training\[0\] of .*, got \{"image": "",'),
-        ({"training": [{**CASE, "label": 3}]}, r"training\[0\] of .*, got .*\"label\": 3\};"),
-        ({"training": [{**CASE, "fold": "a"}]}, r"training\[0\] of .* got .*\"fold\": \"a\"\};"),
-        ({"modality": ["CT"]}, r'modality of .* must be an object of number .*, got \["CT"\];'),
+        (
+            {"training": [{**CASE, "image": ""}]},
+            r".*\.training\[0\]\.image must be str of",
+        ),
+        (
+            {"training": [{**CASE, "label": 3}]},
+            r".*\.training\[0\]\.label must be str .*, got 3;",
+        ),
+        (
+            {"training": [{**CASE, "fold": "a"}]},
+            r".*\.training\[0\]\.fold must be int .*, got a;",
+        ),
+        ({"modality": ["CT"]}, r'.*json\.modality must be str . object .*, got \["CT"\];'),
         ({"labels": {"0": "a", "1": ""}}, r"labels of .* must be distinct names"),
         ({"tensorImageSize": "2D"}, r'tensorImageSize of .* must be "4D" or "3D".*, got "2D";'),
     ],
@@ -314,7 +326,7 @@ def test_a_size_that_is_not_read_refuses_no_data_set_but_one_of_2d_images(tmp_pa
 def test_a_list_that_is_no_object_is_refused(tmp_path):
     data = decathlon(tmp_path / "data", 1)
     (data / "dataset.json").write_text("[1, 2]")
-    with pytest.raises(InputError, match=r"must be an object of JSON.*, got \[1, 2\];"):
+    with pytest.raises(InputError, match=r"json must be object, got \[1, 2\];"):
         read_dataset(data)
 
 
@@ -336,14 +348,6 @@ def test_channels_of_one_name_are_told_apart_by_their_order_and_it_is_said_once(
         assert record.image_voxels_sha256 == other.image_voxels_sha256
     more = nnunet(tmp_path / "more", 3, version, **{key: names})
     assert append(tmp_path / "store", more, workers=1).new == ("BRATS_002",)
-
-
-def test_a_name_that_is_there_twice_is_refused(tmp_path):
-    raw = nnunet(tmp_path / "raw", 1)
-    path = raw / "dataset.json"
-    path.write_text(path.read_text().replace('"edema": 1', '"edema": 1, "edema": 2'))
-    with pytest.raises(InputError, match=r"labels of .* got edema twice"):
-        read_dataset(raw)
 
 
 @pytest.mark.parametrize("version", [1, 2])
