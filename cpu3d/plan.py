@@ -3,45 +3,52 @@
     plan = make_plan(store, run_folder, host, chosen, gpus=gpus, workers=2)
     save_plan(plan, run_folder)      # run/plan.json
 
-`cpu3d.plan_text` has it for reading.
-
-Only here, with `cpu3d.decisions`, is a setting decided that was left open. This file decides what
-rests on the length of the run and on the estimate of a step: validations, coarse steps and the
-memory policy."""
+`cpu3d.plan_text` has it for reading. Only here, with `cpu3d.decisions`, is a setting decided that
+was left open. This file decides what rests on the length of the run and on the estimate of a step:
+validations, coarse steps and the memory policy; and what of a run that continues may change."""
 
 import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.chosen import Chosen, chosen_again, located, recipe_settings, with_settings
 from cpu3d.data.fold import with_fold
-from cpu3d.data.store import Store, open_store
-from cpu3d.decisions import Start, decide, job_of, joined, volume_shape
+from cpu3d.data.region import Shape3
+from cpu3d.data.store import Store, grid_size, open_store
+from cpu3d.data.windows import window_count
+from cpu3d.decisions import check_device, decide, job_of, micro_batch_of, volume_shape
 from cpu3d.errors import InputError, raise_if_any
-from cpu3d.forecast import course_of, smaller_grids
-from cpu3d.host.gpu import Gpu, why_no_card
+from cpu3d.host.gpu import Gpu, card_of
 from cpu3d.host.thread_plan import thread_plan
-from cpu3d.run.checkpoint import checkpoints, progress_of, read_state, step_of
-from cpu3d.run.config_json import differences, load_config, rate_growth
-from cpu3d.run.folds import runs_beside
-from cpu3d.run.log import recent_events
-from cpu3d.run.rules import has_rules
-from cpu3d.run.summary import Pace, take_as_long
-from cpu3d.run.transfer import Transfer, open_transfer
-from cpu3d.settings import VALIDATIONS, RunConfig, Settings
+from cpu3d.run.checkpoint import checkpoints, step_of
+from cpu3d.run.config_json import differences, load_config
+from cpu3d.run.log import read_events
+from cpu3d.run.summary import Pace
+from cpu3d.run.transfer import Transfer
+from cpu3d.settings import (
+    LEAST_CASES,
+    LENGTH,
+    VALIDATIONS,
+    Chosen,
+    RunConfig,
+    chosen_again,
+    located,
+    recipe_settings,
+    with_settings,
+)
 from cpu3d.util.atomic import write_json
 from memory_estimator import planner
 from memory_estimator.accuracy import load_accuracy
 from memory_estimator.calibration import find_constants
 from memory_estimator.common.files import read_json
-from memory_estimator.common.units import format_bytes
+from memory_estimator.common.units import by, format_bytes
 from memory_estimator.host import Host
 from memory_estimator.installed import installed_versions
 from memory_estimator.job import AUTO, Job, stored_bytes
 from memory_estimator.sources import PLAN_SCHEMA, JobSource
-from memory_estimator.training import NOTHING_DONE, Done, Forecast, RunCourse
+from memory_estimator.training import Beside, Forecast, RunCourse
 from models.engine import check_layers
 from models.strides import strides_line
 
@@ -54,15 +61,12 @@ class Plan:
 
     config: RunConfig
     store: Store  # as the run's fold sees it
-    saved: Optional[RunConfig] = None  # of the run that is continued; None for a new one
+    continues: bool = False  # whether the run has a checkpoint
     workers: int = 1
-    chosen: Optional[Chosen] = field(default_factory=dict)
-    """The settings that the user gave in all calls for this run; None if an earlier version began
-    it, which did not note them."""
-    done: Done = NOTHING_DONE
-    """How far a run that goes on has got, and its pace; of a fold the pace of another one until it
-    has its own."""
-    rate_growth: float = 1.0  # of the learning rates that are given to this run, with its workers
+    chosen: Chosen = field(default_factory=dict)
+    """The settings that the user gave in all calls for this run."""
+    done: int = 0  # steps of a run that continues
+    left_s: Optional[float] = None  # predicted seconds to the end; None if no step is predicted
     forecast: Optional[Forecast] = None  # of one worker; None on a card, and if `reasons` have why
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Name of a setting that was left open -> why it was decided so; under "memory" why there is no
@@ -88,12 +92,9 @@ class Plan:
 
     @property
     def least_steps(self) -> int:
-        """Steps that a budget of minutes keeps in any case: an epoch, or those of --validate-every.
-        A run for which a number of validations was chosen spreads them over any number of steps."""
-        if self.config.validate_every:
-            return self.config.validate_every * self.steps_per_epoch
-        has_chosen = self.chosen is None or "validations" in self.chosen
-        return 1 if has_chosen else self.steps_per_epoch
+        """Steps that a budget of minutes keeps in any case: an epoch; a chosen number of
+        validations is spread over any number of steps."""
+        return 1 if "validations" in self.chosen else self.steps_per_epoch
 
     @property
     def job(self) -> Job:
@@ -104,16 +105,9 @@ class Plan:
         return dataclasses.replace(job, case_bytes=case_bytes)
 
     @property
-    def validations(self) -> int:
-        """Validations of the whole run."""
-        if self.config.validations:
-            return self.config.validations
-        return self.steps // (self.steps_per_epoch * self.config.validate_every)
-
-    @property
     def course(self) -> RunCourse:
         """What the run does besides its full steps."""
-        return course_of(self.config, self.store, self.steps, self.validations)
+        return course_of(self.config, self.store, self.steps)
 
     @property
     def predicted(self) -> Dict[str, Any]:
@@ -124,36 +118,24 @@ class Plan:
         return self.forecast.to_json() if self.forecast else {}
 
     @property
-    def paced(self) -> Optional[Forecast]:
-        """The forecast at the pace of the steps that were measured, if any were."""
-        return self.forecast.at_pace_of(self.done) if self.forecast else None
-
-    @property
     def training_s(self) -> Optional[float]:
         """Predicted seconds of all steps, validations aside; None if no step is predicted."""
         return self.forecast.training_s if self.forecast else None
-
-    @property
-    def left_s(self) -> Optional[float]:
-        """Seconds from here to the end, post-processing included, at the pace of the run's own
-        steps where there are enough; None if no step is predicted."""
-        return self.forecast.left(self.done).all_s if self.forecast else None
 
     def to_json(self) -> Dict[str, Any]:
         """The content of plan.json."""
         return {
             "schema": PLAN_SCHEMA,
-            "continues": self.saved is not None,
+            "continues": self.continues,
             "workers": self.workers,
-            "chosen": self.chosen,
-            "rate_growth": self.rate_growth,
+            "chosen": dict(self.chosen),
             "engine": self.job.engine,
             "micro_batch": self.config.micro,
             "volume_shape": list(volume_shape(self.store, self.config)),
             "cases": {name: len(ids) for name, ids in self.store.manifest.split.items()},
             "steps_per_epoch": self.steps_per_epoch,
             "steps": self.steps,
-            "done": self.done.steps,
+            "done": self.done,
             "training_s": self.training_s,
             "left_s": self.left_s,
             "reasons": dict(self.reasons),
@@ -177,55 +159,32 @@ def make_plan(
     force: bool = False,
     forecasts: bool = True,
 ) -> Plan:
-    """The plan of a run: recipe or saved run, then the chosen settings, then the decisions by store
-    and host, of which this worker has its share. Device, dtype, policy and micro-batch of a saved
-    run only a setting changes, no recipe.
-
-    Before a run's first checkpoint nothing is trained that would have to be continued: the settings
-    that were chosen for it are kept, and all else is decided again.
+    """The plan of a run by the chosen settings, of which this worker has its share. A run with a
+    checkpoint continues: its settings stay, but for CHANGEABLE ones of `cpu3d.run.config_json`. Any
+    other is new: recipe, then the chosen settings, then the decisions by store and host.
 
     Without `forecasts` memory and time are left open, and with them the memory policy: those of
     another host are asked for.
 
-    Raises InputError for settings that do not suit the store or the saved run, and, unless `force`,
-    if the host's calibration cannot be read."""
-    in_all, start = _start(run_folder, located(chosen), workers)
-    saved = start.saved
+    Raises InputError for settings that do not suit the store or the run, and, unless `force`, if
+    the host's calibration cannot be read."""
+    chosen = located(chosen)
+    saved_steps = checkpoints(run_folder)
     try:
-        if saved and saved.mode != start.settings.mode:
-            raise InputError(*differences(saved, start.settings))
-        facts, settings, decided, reasons = decide(start, store, host, gpus, workers)
-        config = joined(facts, settings, decided)
+        if saved_steps:
+            done = step_of(saved_steps[0])
+            plan = _continued(store, run_folder, chosen, gpus, workers, done)
+        else:
+            plan = _new(store, host, chosen, gpus, workers)
     except ValueError as error:
         raise InputError(str(error)) from None
-    raise_if_any(differences(saved, config) if saved else ())
-    config, transfer = _with_first_weights(config, start, store)
-    if config.device == "cpu":
-        for line in why_no_card(start.wanted("device"), config.mode, gpus):
-            reasons["device"] = line
-    if saved and start.is_begun and "policy" not in start.chosen:
-        reasons["policy"] = f"policy {config.unet.policy}: as the run was begun"
-    growth = 1.0
-    if "batch_per_worker" in start.chosen:
-        growth = rate_growth(config, workers)
-    plan = Plan(
-        config=config,
-        store=with_fold(store, config.fold),
-        saved=saved,
-        workers=workers,
-        chosen=in_all,
-        done=Done(start.done),
-        rate_growth=growth,
-        reasons=reasons,
-        transfer=transfer,
-    )
-    _check_batch(plan, start.chosen)
-    plan = _with_coarse_steps(_with_validations(plan), start.is_begun)
     if not forecasts:
         return plan
-    plan = with_forecast(plan, host, pick=start.wanted("policy") is None, force=force)
-    done = _done(run_folder, plan) if start.done else plan.done
-    return dataclasses.replace(plan, done=_with_pace(done, run_folder, plan, host))
+    pick = not plan.continues and chosen.get("policy", AUTO) == AUTO
+    plan = with_forecast(plan, host, pick=pick, force=force)
+    if plan.done and plan.forecast:
+        plan = dataclasses.replace(plan, left_s=_left_s(run_folder, plan, host))
+    return plan
 
 
 def read_plan(run_folder: Path) -> Dict[str, Any]:
@@ -235,6 +194,13 @@ def read_plan(run_folder: Path) -> Dict[str, Any]:
         if isinstance(content, dict) and content.get("schema") == PLAN_SCHEMA:
             return content
     return {}
+
+
+def reasons_of(run_folder: Path) -> Tuple[str, ...]:
+    """Why a run's plan has decided so what was left open, such as the policy and the strides, a
+    line each."""
+    reasons = read_plan(run_folder).get("reasons")
+    return tuple(map(str, reasons.values())) if isinstance(reasons, dict) else ()
 
 
 def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
@@ -270,7 +236,10 @@ def with_forecast(plan: Plan, host: Host, *, pick: bool, force: bool) -> Plan:
         config = config.with_policy(policy)
         why = forecast.choice.reason(f"{format_bytes(host.free_bytes)} free")
         reasons["policy"] = f"policy {policy}: {why}"
-    return dataclasses.replace(plan, config=config, forecast=forecast, reasons=reasons)
+    left_s = None if plan.done else forecast.all_s
+    return dataclasses.replace(
+        plan, config=config, forecast=forecast, reasons=reasons, left_s=left_s
+    )
 
 
 def source_of_store(folder: Path, host: Host, chosen: Chosen) -> JobSource:
@@ -304,179 +273,188 @@ def save_plan(plan: Plan, run_folder: Path) -> None:
     write_json(Path(run_folder) / "plan.json", plan.to_json())
 
 
-# --- The start of the decisions ---
+# --- What the estimator is asked ---
 
 
-def _with_first_weights(
-    config: RunConfig, start: Start, store: Store
-) -> Tuple[RunConfig, Optional[Transfer]]:
-    """A configuration with the record of the weights that it starts from, and these, if they are
-    still to be taken."""
-    if start.saved and start.is_begun:
-        return dataclasses.replace(config, init_record=start.saved.init_record), None
-    if not config.init:
-        return config, None
-    transfer = open_transfer(config, store)
-    return dataclasses.replace(config, init_record=transfer.record), transfer
-
-
-def _done(run_folder: Path, plan: Plan) -> Done:
-    """How far a run that has a checkpoint has got."""
-    steps = plan.done.steps
-    steps_s = 0.0
-    is_over = not plan.config.has_open_length and steps >= plan.steps
-    # One that is damaged is named, and replaced by the one before, when it is read whole.
-    with contextlib.suppress(ValueError, IndexError):
-        progress = progress_of(read_state(checkpoints(run_folder)[0]))
-        steps_s = progress.trained_s - progress.validated_s
-        is_over = progress.is_over(plan.config, plan.steps)
-    has_decision = is_over and has_rules(run_folder, plan.config.split_hash)
-    return Done(steps, steps_s, is_over, has_decision)
-
-
-def _with_pace(done: Done, run_folder: Path, plan: Plan, host: Host) -> Done:
-    """The same with the steps that the run has taken as it would go on now; of a fold without any
-    with those of the first one beside it that has some."""
-    way = _way(plan, host)
-    whose = {run_folder: "its own"}
-    for fold, run in runs_beside(run_folder, plan.config.fold).items():
-        whose[run] = f"fold {fold}'s"
-    for run, words in whose.items():
-        pace = Pace(recent_events(run))
-        if not take_as_long(pace.start, way) or not _computes_as(run, plan.config):
-            continue
-        full = pace.own_steps(coarse=False)
-        coarse = pace.own_steps(coarse=True)
-        if full or coarse:
-            return dataclasses.replace(done, full=full, coarse=coarse, whose=words)
-    return done
-
-
-def _computes_as(run: Path, config: RunConfig) -> bool:
-    """Whether a step of the run in a folder is one of `config`: the same network, batch, and what
-    is done with them."""
-    try:
-        own = load_config(run)
-    except InputError:
-        return False
-    jobs = [job_of(each, each.grid, threads=1, cases=0) for each in (own, config)]
-    return jobs[0] == jobs[1] and (own.coarse_grid, own.freeze) == (
-        config.coarse_grid,
-        config.freeze,
+def course_of(config: RunConfig, store: Store, steps: int) -> RunCourse:
+    """What a run of so many steps does besides its full steps, on a store as its fold sees it."""
+    judged_shape: Optional[Shape3] = None  # the largest grid that validation cases are scored on
+    labelled = 0
+    cases_with = dict.fromkeys(config.regions, 0)
+    for record in store.cases("val"):  # each is read from disk
+        labelled += record.has_label
+        shape = record.scored_shape
+        if judged_shape is None or math.prod(shape) > math.prod(judged_shape):
+            judged_shape = shape
+        for name in cases_with:
+            cases_with[name] += not record.label_voxels.keys().isdisjoint(config.region_codes[name])
+    scored_voxels = math.prod(judged_shape or store.manifest.largest_shape)
+    if max(cases_with.values(), default=0) < LEAST_CASES:  # then no network need be asked
+        labelled = 0
+        judged_shape = None
+    course = RunCourse(
+        steps=steps,
+        beside=_beside(config, store, judged_shape),
+        budget_s=60 * config.budget_minutes if config.has_open_length else None,
+        validations=config.validations,
+        held_out=len(store.manifest.split["val"]),
+        windows=_windows(config, store),
+        decided=labelled,
+        flips=2 ** len(config.mirrored_axes),
+        scored_voxels=scored_voxels,
+    )
+    if not config.coarse_steps:
+        return course
+    first = config.at(0)
+    return dataclasses.replace(
+        course,
+        coarse_steps=config.coarse_steps,
+        coarse_shape=first.grid,
+        coarse_beside=_beside(first, store, judged_shape),
+        coarse_windows=_windows(first, store),
     )
 
 
-def _way(plan: Plan, host: Host) -> Dict[str, Any]:
-    """What the log of an attempt by this plan would have of how and where steps are computed."""
-    config = plan.config
-    return {
+def smaller_grids(config: RunConfig, store: Store) -> List[Tuple[str, Shape3]]:
+    """Smaller grids that a run could have, each with its option, the smallest first."""
+    if config.is_patch:
+        *smaller, _ = planner.patch_shapes(config.grid, config.unet.divisors)
+        return [(f"--patch {by(shape, ' ')}", shape) for shape in smaller]
+    if config.extent == "brain":
+        return []
+    brain = grid_size(store, extent="brain", multiple=config.unet.divisors)
+    return [("--extent brain", brain)]
+
+
+def _beside(config: RunConfig, store: Store, judged_shape: Optional[Shape3]) -> Beside:
+    """What a worker holds beside the last steps of a configuration: full ones, if it has coarse
+    ones before them."""
+    manifest = store.manifest
+    whole: Optional[Shape3] = None
+    if (config.is_patch or config.is_coarse) and manifest.split["val"]:
+        whole = volume_shape(store, config)  # a validation sees more than a step
+    return Beside(
+        volume_shape=whole,
+        resolution=config.resolution_by_axis,
+        copies=bool(config.coarse_steps) + config.has_open_length,  # of the variables
+        judged_shape=judged_shape,
+        cases=len(manifest.cases),
+        has_ignored=manifest.ignore is not None,
+    )
+
+
+def _windows(config: RunConfig, store: Store) -> int:
+    """The windows that cover a whole volume."""
+    if not config.is_patch:
+        return 1
+    return window_count(volume_shape(store, config), config.grid)
+
+
+def _left_s(run_folder: Path, plan: Plan, host: Host) -> Optional[float]:
+    """Seconds to the end of a run that continues, at the pace of its last attempt, if that was
+    computed as this one will be."""
+    pace = Pace(read_events(run_folder))
+    now = {
         "workers": plan.workers,
-        "device": config.device,
-        "precision": config.unet.dtype,
-        "policy": config.unet.policy,
-        "micro_batch": config.micro,
-        "grid": list(config.grid),
+        "policy": plan.config.unet.policy,
+        "device": plan.config.device,
         "host": host.summary(),
     }
+    if any(pace.start.get(name) != value for name, value in now.items()):
+        pace = Pace([{"event": "start", "step": 0, "coarse_steps": plan.config.coarse_steps}])
+    return pace.seconds_left(plan.done, plan.steps, plan.predicted)
 
 
-def _start(run_folder: Path, chosen: Chosen, workers: int) -> Tuple[Optional[Chosen], Start]:
-    """What was chosen in all calls for a run, None if that is not known, and the start of its
-    decisions."""
-    saved: Optional[RunConfig] = None
-    in_all: Optional[Chosen] = dict(chosen)
-    if (run_folder / "config.json").is_file():
-        saved = load_config(run_folder)
-        before = read_plan(run_folder).get("chosen")
-        in_all = chosen_again(before, chosen) if isinstance(before, dict) else None
-    is_begun = saved is not None and bool(checkpoints(run_folder))
-    done = step_of(checkpoints(run_folder)[0]) if is_begun else 0
-    if in_all is not None and not is_begun:  # nothing is trained that would have to be continued
-        chosen = in_all
-        saved = None
-    has_new_rates = saved is None or "recipe" in chosen
-    if saved is None or "recipe" in chosen:
-        settings = recipe_settings(chosen)
-    else:
-        settings = saved.settings
-    batch = chosen.get("batch", settings.batch)
-    if "batch_per_worker" in chosen:
-        batch = chosen["batch_per_worker"] * workers
-    kept = _kept(settings, saved, batch)
-    try:
-        settings = with_settings(settings, {**kept, **chosen, "batch": batch})
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    return in_all, Start(settings, chosen, kept, saved, done, is_begun, has_new_rates)
+# --- A new run ---
 
 
-def _kept(settings: Settings, saved: Optional[RunConfig], batch: int) -> Dict[str, Any]:
-    """A recipe's card, or the settings of a saved run that no recipe changes; `batch` is that of
-    the run as it continues."""
-    if saved is None:
-        return {} if settings.device == "cpu" else {"device": settings.device}
-    kept = {
-        "device": saved.device,
-        "dtype": saved.unet.dtype,
-        "policy": saved.unet.policy,
-        "micro_batch": saved.micro_batch if batch == saved.batch else 0,
-    }
-    if saved.is_patch:
-        kept["patch"] = saved.grid
-        kept["patches_per_case"] = saved.patches_per_case
-    return kept
-
-
-def _check_batch(plan: Plan, chosen: Chosen) -> None:
-    """Raise InputError if an epoch has fewer samples than a batch."""
-    if plan.steps_per_epoch:
-        return
-    kind = "patches of an epoch" if plan.config.is_patch else "training cases"
-    # --batch-per-worker gives the batch of all workers together.
-    name = "batch" if "batch_per_worker" in chosen else "--batch"
-    rule = f"{name} must be at most the {plan.samples_per_epoch} {kind}"
-    raise InputError(f"{rule}, got {plan.config.batch}; {_smaller_batch(chosen)}")
-
-
-def _smaller_batch(chosen: Chosen) -> str:
-    """What to do about a batch that is too large, of all workers together."""
-    if "batch_per_worker" not in chosen:
-        return "choose a smaller --batch"
-    if chosen["batch_per_worker"] == 1:
-        return "take fewer workers"
-    return "choose a smaller --batch-per-worker, or fewer workers"
-
-
-# --- The length ---
-
-
-def _with_validations(plan: Plan) -> Plan:
-    """The plan with a number of validations, unless a setting says how often there is one."""
-    config = plan.config
-    # None is of an earlier version: then those of the config count as chosen.
-    is_chosen = plan.chosen is None or "validations" in plan.chosen
-    if config.validate_every or (is_chosen and config.validations):
-        return plan
-    epochs = max(plan.steps // plan.steps_per_epoch, 1)
-    config = dataclasses.replace(config, validations=min(epochs, VALIDATIONS))
+def _new(store: Store, host: Host, chosen: Chosen, gpus: Sequence[Gpu], workers: int) -> Plan:
+    """The plan of a new run: all of it but its memory policy."""
+    config, reasons, transfer = decide(store, host, chosen, gpus, workers)
+    split = with_fold(store, config.fold)
+    plan = Plan(config, split, False, workers, chosen, reasons=reasons, transfer=transfer)
+    if not plan.steps_per_epoch:
+        kind = "patches of an epoch" if config.is_patch else "training cases"
+        rule = f"--batch must be at most the {plan.samples_per_epoch} {kind}"
+        raise InputError(f"{rule}, got {config.batch}; choose a smaller --batch")
+    config = _with_validations(config.with_coarse_share(plan.steps), plan, chosen)
     return dataclasses.replace(plan, config=config)
 
 
-def _with_coarse_steps(plan: Plan, is_begun: bool) -> Plan:
-    """The plan with the coarse steps of its length. A run that has begun keeps its own if it stays
-    as long, or is made longer: the steps that are added are in full."""
-    saved = plan.saved
-    config = plan.config.with_coarse_share(plan.steps)
-    reasons = dict(plan.reasons)
-    if saved and is_begun:
-        share = config.coarse_steps
-        is_as_long = (saved.steps, saved.epochs) == (config.steps, config.epochs)
-        if is_as_long or saved.coarse_steps < share:
-            config = dataclasses.replace(config, coarse_steps=saved.coarse_steps)
-        if not is_as_long and saved.coarse_steps < share:
-            kept = f"coarse steps: {saved.coarse_steps}, as the run was begun"
-            reasons["coarse steps"] = f"{kept}, and what is added in full"
-            if not config.has_open_length:  # else the length is not known yet
-                new = f"a new run of {plan.steps} steps would have {share}"
-                reasons["coarse steps"] += f"; {new}"
+# --- A run that continues ---
+
+
+def _continued(
+    store: Store,
+    run_folder: Path,
+    chosen: Chosen,
+    gpus: Sequence[Gpu],
+    workers: int,
+    done: int,
+) -> Plan:
+    """The plan of a run that has done so many steps: its own settings with the chosen ones that may
+    change."""
+    saved = load_config(run_folder)
+    kept_plan = read_plan(run_folder)
+    before = kept_plan.get("chosen", {})
+    config = _with_length(with_settings(saved, chosen), saved, chosen)
+    split = with_fold(store, saved.fold)
+    manifest = split.manifest
+    config = dataclasses.replace(
+        config,
+        store=str(store.folder.resolve()),
+        split_hash=manifest.split_hash,
+        micro_batch=micro_batch_of(config, workers),
+    )
+    if config.device != "cpu":
+        card_of(config.device, gpus)  # which must be there
+    check_device(config, workers)
+    problems = differences(saved, config)
+    for name, value in (("recipe", "that of its beginning"), ("patch", saved.grid)):
+        given = chosen.get(name)
+        if kept_plan and given not in (None, before.get(name), value):
+            rule = f"--{name} must stay as the run was begun, {before.get(name, value)}"
+            problems.append(f"{rule}, got {given}; leave it out, or train into another folder")
+    raise_if_any(problems)
+    in_all = chosen_again(before, chosen)
+    plan = Plan(config, split, True, workers, in_all, done)
+    steps = plan.steps
+    if not config.has_open_length and steps < done:
+        rule = f"steps must be at least {done}, which the run has"
+        raise InputError(f"{rule}, got {steps}; --steps {done} ends it there")
+    reasons = {"policy": f"policy {config.unet.policy}: as the run was begun"}
+    if "policy" in chosen:
+        del reasons["policy"]
+    old_steps = dataclasses.replace(plan, config=saved).steps
+    if steps == old_steps:
+        return dataclasses.replace(plan, reasons=reasons)
+    config = _with_validations(config, plan, in_all)
+    if steps < old_steps:
+        config = config.shortened(done, steps)
+        if not config.has_open_length and 0 < steps <= config.coarse_steps:
+            rule = f"steps must be above the {done} that the run has done at half resolution"
+            todo = "raise it, so that its last steps are at full resolution"
+            raise InputError(f"{rule}, got {steps}; {todo}")
+    elif saved.coarse_steps:
+        kept = f"coarse steps: {saved.coarse_steps}, as the run was begun"
+        reasons["coarse steps"] = f"{kept}, and what is added in full"
     return dataclasses.replace(plan, config=config, reasons=reasons)
+
+
+def _with_length(config: RunConfig, saved: RunConfig, chosen: Chosen) -> RunConfig:
+    """A run that continues with its chosen length, if there is one: a budget of minutes that stays
+    keeps the steps that it became."""
+    is_by_steps = "steps" in chosen or not any(name in chosen for name in LENGTH)
+    is_as_long = (config.epochs, config.budget_minutes) == (saved.epochs, saved.budget_minutes)
+    if is_by_steps or not is_as_long or not saved.budget_minutes:
+        return config
+    return dataclasses.replace(config, steps=saved.steps)
+
+
+def _with_validations(config: RunConfig, plan: Plan, chosen: Chosen) -> RunConfig:
+    """The run with a number of validations, the chosen one or one an epoch, at most VALIDATIONS."""
+    if "validations" in chosen:
+        return config
+    by_recipe = recipe_settings(chosen).validations
+    epochs = max(plan.steps // plan.steps_per_epoch, 1)
+    return dataclasses.replace(config, validations=by_recipe or min(epochs, VALIDATIONS))

@@ -1,19 +1,23 @@
-"""A plan for reading, as `train` prints it before anything is computed: what the network sees and
-how long, its steps in a table, memory, time, and why things were decided so.
+"""A plan for reading, as `train` prints it before anything is computed, and whether it may begin:
+whether it has something to learn, and fits the free memory, or which settings would.
 
-    print(*plan_lines(plan, host), sep="\\n")"""
+    print(*plan_lines(plan, host), sep="\\n")
+    check_run(plan, host, gpus)     # raises DoesNotFitError with the nearest settings that fit
+"""
 
-from typing import List
+from typing import List, Sequence, Tuple
 
-from cpu3d.data.cases.notes import left_out_of_mean
+from cpu3d.data.cases.notes import absence_line, absent_regions, left_out_of_mean
 from cpu3d.data.labels import all_names, mirror_pair
 from cpu3d.decisions import volume_shape
-from cpu3d.plan import Plan
+from cpu3d.errors import DoesNotFitError, InputError
+from cpu3d.host.gpu import Gpu, card_of, check_card
+from cpu3d.plan import Plan, smaller_grids
 from cpu3d.run.transfer import SEEN, freeze_words, init_rows
 from cpu3d.util.records import listed
 from memory_estimator import planner
 from memory_estimator.common.units import by, counted, format_bytes, format_seconds
-from memory_estimator.forecast_text import left_line, pace_line, steps_table, time_line, verdict
+from memory_estimator.forecast_text import steps_table, time_line, verdict
 from memory_estimator.host import Host
 from memory_estimator.job import statistics_note
 from memory_estimator.training import Forecast
@@ -31,6 +35,54 @@ def plan_lines(plan: Plan, host: Host) -> List[str]:
         needed = format_bytes(planner.gpu_bytes(plan.job))
         lines.append(_named("memory", f"a step takes about {needed} of the card"))
     return [*lines, *plan.reasons.values()]
+
+
+def learnable(plan: Plan) -> Tuple[str, bool]:
+    """The warning of regions that none of a run's training cases has, "" if they have all; and
+    whether they have any."""
+    config = plan.config
+    if not config.region_codes:  # of a run without a store
+        return "", True
+    regions = config.codes_by_region
+    absent = absent_regions(plan.store.cases("train"), regions)
+    line = absence_line(absent, regions, f"store {plan.store.folder}")
+    return line, len(absent) < len(regions)
+
+
+def check_run(plan: Plan, host: Host, gpus: Sequence[Gpu] = ()) -> None:
+    """Raise DoesNotFitError, with the nearest settings that fit, if the upper bound of a run is
+    more than is free. A run that continues may change its policy and, but for batch norm, its
+    micro-batch: else it is another run. Before that it raises InputError for a new run whose
+    training cases have nothing to learn."""
+    if not plan.continues:
+        warning, has_any = learnable(plan)
+        if not has_any:
+            problem = warning[len("warning: ") :]
+            raise InputError(f"{problem}, or train all the same with --force")
+    if plan.config.device != "cpu":
+        smaller = "fewer --filters, a smaller --patch or --micro-batch"
+        if plan.continues:
+            smaller = "another --device"
+        check_card(card_of(plan.config.device, gpus), plan.job, f"choose {smaller}, or --force")
+        return
+    free_bytes = host.free_bytes
+    forecast = plan.forecast
+    if forecast is None or forecast.upper_bound_bytes <= free_bytes:
+        return
+    full = forecast.full
+    price = forecast.course.price(full.constants, full.accuracy, workers=plan.workers)
+    options = []
+    fits = "what fits"
+    if plan.continues:
+        options = planner.nearest(full.job, price, free_bytes, same_training=True)
+        fits += "" if options else ", as a run in another folder"
+    if not options:
+        grids = smaller_grids(plan.config, plan.store)
+        options = planner.nearest(full.job, price, free_bytes, grids=grids)
+    smaller = f"{fits}: {'; '.join(map(str, options)) or 'no smaller setting'}"
+    rule = f"memory must hold this training, up to {format_bytes(forecast.upper_bound_bytes)}"
+    todo = "end other programs, use a host with more memory, or --force"
+    raise DoesNotFitError(f"{rule}, got {format_bytes(free_bytes)} free; {smaller}; {todo}")
 
 
 # --- Private helpers ---
@@ -53,7 +105,6 @@ def _input_lines(plan: Plan) -> List[str]:
     sees = f"{config.mode}, {by(config.grid, ' x ')} of {volume} ({config.extent})"
     if config.is_patch:
         sees += f", {config.patches_per_case} of a case an epoch"
-        sees += f", {config.foreground:.0%} around labels"
     names = f"{', '.join(config.channels)} -> {', '.join(config.regions)}"
     place = f"{plan.store.folder}, {counted(len(manifest.cases), 'case')}"
     return [_named("store", f"{place}, {split}: {cases}"), _named("input", f"{sees}, {names}")]
@@ -102,18 +153,16 @@ def _start_lines(plan: Plan) -> List[str]:
 
 def _forecast_lines(plan: Plan, forecast: Forecast, host: Host) -> List[str]:
     """Steps, memory and time."""
-    done = plan.done
     full = forecast.full
-    lines = ["", *steps_table(forecast, done).lines(), ""]
+    lines = ["", *steps_table(forecast).lines(), ""]
     fits = verdict(forecast.upper_bound_bytes, host.free_bytes, "free")
     lines.append(_named("memory", f"{fits} ({full.margin})"))
-    epoch_s = forecast.at_pace_of(done).full.epoch_s
-    epoch = f"an epoch of full steps {format_seconds(epoch_s)}"
-    lines.append(_named("time", f"{time_line(forecast, done)}; {epoch}"))
-    if done.steps:
-        lines.append(_named("left", left_line(forecast, done)))
-    basis = pace_line(forecast, done) or full.constants.basis(full.job, host)
-    lines.append(_named("seconds", basis))
+    epoch = f"an epoch of full steps {format_seconds(full.epoch_s)}"
+    lines.append(_named("time", f"{time_line(forecast)}; {epoch}"))
+    if plan.done:
+        left = f"about {format_seconds(plan.left_s)} after step {plan.done}"
+        lines.append(_named("left", left))
+    lines.append(_named("seconds", full.constants.basis(full.job, host)))
     return lines
 
 
@@ -133,7 +182,7 @@ def _notes(plan: Plan) -> List[str]:
         notes.append("no validation cases in this split: the last weights count as the best")
         return notes
     left_out = left_out_of_mean(plan.store.cases("val"), config.codes_by_region)
-    if left_out and not plan.done.steps:
+    if left_out and not plan.done:
         rule = f"no validation case has {listed(left_out)}"
         notes.append(f"{rule}, so the mean Dice that chooses the best weights is of the others")
     return notes

@@ -1,46 +1,46 @@
-"""A training run as data: its settings, facts of its store, and what was decided of it. A setting's
-one declaration makes its option, its check and its place in config.json.
+"""A training run as data: what a user chose, what its store is, and what the plan decided.
 
-What a user chose is `cpu3d.chosen.Chosen`, name -> value. `Settings` have a value for each setting,
-and some may be open, such as "auto"; `StoreFacts` are what the store is. `cpu3d.plan` replaces what
-is open in the settings, and decides what no setting gives, `Decided`. A `RunConfig` is these three
-with nothing left open, as a run folder's config.json holds it. How far a run has got is in none of
-them: `cpu3d.run.checkpoint.Progress` has that. No TensorFlow.
+    add_options(parser, SETTINGS)                                 # that a user may choose
+    chosen, = arguments([SETTINGS], parser.parse_args())          # those that were given
+    settings = with_settings(recipe_settings(chosen), chosen)     # in their places
+
+A setting's one declaration makes its option, its check and its place in config.json. `Chosen` is
+what a user gave, name -> value. `Settings` have a value for each setting, some still open, such as
+"auto"; `StoreFacts` are what the store is; `Decided` is what no setting gives. A `RunConfig` is
+these three with nothing left open, as `cpu3d.plan` makes it and config.json holds it. How far a run
+has got is in none of them: `cpu3d.run.checkpoint.Progress` has that. No TensorFlow.
 """
 
 import dataclasses
 import fractions
 import functools
 import math
+import os
 from dataclasses import dataclass, field
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
-from cpu3d.data.augment import AugmentConfig
-from cpu3d.data.files.reader import READ_MODES
+from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.labels import PaintedRegions, all_names
 from cpu3d.data.manifest import Code
 from cpu3d.data.normalise import Normalisation
 from cpu3d.data.region import EXTENTS
 from cpu3d.errors import InputError
-from memory_estimator.common.schema import check, option
+from memory_estimator.common.schema import check, option, to_command_line
 from memory_estimator.installed import ENGINES
 from memory_estimator.job import (
     AUTO,
+    DEFAULT_RECIPE,
+    RECIPES,
+    Architecture,
     check_micro_batch,
     micro_of,
 )
-from models.config import UNetConfig
+from models.config import DTYPES, POLICIES, UNetConfig
 from models.losses import DEFAULT_LOSS, LOSSES
 from models.optimizers import OPTIMIZERS
-from models.strides import EVERY_AXIS, Resolution3, lowered
+from models.strides import Resolution3, lowered
 from models.weights import FREEZE
-
-SCHEDULES: Dict[str, Callable[[float], float]] = {
-    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
-    "polynomial": lambda progress: (1 - progress) ** 0.9,  # nnU-Net's exponent
-    "constant": lambda progress: 1.0,
-}
-"""How the learning rate decays: progress after the warm-up, 0 to 1 -> share of the peak."""
 
 COARSE_SHARE = fractions.Fraction(5, 6)
 """The share of a run's steps that a curriculum takes at half resolution, with an eighth of a full
@@ -51,11 +51,33 @@ FULL_RATE_SHARE = 0.3
 steps' peak. By the whole of it the full steps would forget what the coarse ones have learnt
 (docs/log.md)."""
 
+WARMUP_STEPS = 10
+"""First steps, over which the learning rate rises linearly; of a short run a twentieth (of 72 steps
+3 were better than 5, docs/log.md)."""
+
 VALIDATIONS = 20
 """Validations of a run, evenly spread, unless it has fewer epochs or a setting says how often. An
 epoch of few cases is over in seconds, and the best of many scores of few cases is chance."""
 
 LEAST_CASES = 2  # that must have a region before post-processing removes anything of it
+
+NO_GRID = (0, 0, 0)  # the coarse grid of a run without coarse steps
+
+AUGMENTS = {
+    "off": NO_AUGMENT,
+    "light": AugmentConfig(),
+    "nnunet": AugmentConfig(
+        rotation_deg=30.0,
+        scaling=0.4,
+        contrast=0.25,
+        gamma=0.5,
+        noise=0.1,
+        blur=1.0,
+        low_resolution=0.5,
+    ),
+}
+"""--augment -> its strengths: flips, gain and offset alone, or with nnU-Net's (Isensee et al. 2021)
+too."""
 
 _data = functools.partial(option, group="data")
 _patches = functools.partial(option, group="patches")
@@ -76,14 +98,12 @@ class StoreFacts:
     paint: Tuple[Tuple[str, Code], ...] = ()  # as of the store's manifest
     split_hash: str = ""  # of the store the run was started on: a run never moves to another split
     spacing_mm: Optional[Tuple[float, float, float]] = None
-    """Along R, A, S: the median of the training cases on each axis. None in runs of earlier
-    versions."""
+    """Along R, A, S: the median of the training cases on each axis."""
     target_spacing_mm: Optional[Tuple[float, float, float]] = None
     """Along R, A, S: what the store's cases and images to predict on are resampled to; None if they
     are seen as they are."""
     oriented: Optional[bool] = None
-    """Whether the training cases' files gave the patient's orientation; None if only some did, or
-    as above."""
+    """Whether the training cases' files gave the patient's orientation; None if only some did."""
     normalisation: Tuple[Normalisation, ...] = ()
     """Of each channel of the store; empty if all are normalised over the foreground."""
 
@@ -112,32 +132,11 @@ class Settings:
         (), "image channels to use, such as FLAIR; default: all", "NAME"
     )
     regions: Tuple[str, ...] = _data((), "regions to learn, such as WT; default: all", "NAME")
-    read_mode: str = _data(
-        AUTO, "auto: pread if files are on a network, else mmap", choices=(AUTO, *READ_MODES)
-    )
     fold: str = _data("", "cross-validation: hold out the I-th of K parts, such as 2/5", "I/K")
     """The parts are of the training and validation cases; test cases are untouched. "" is the
     store's own split."""
-    resolution: float = _data(
-        1.0,
-        "the network's resolution along the axes that its first level halves, as a share of the "
-        "store's; scores are on the full grid",
-        "R",
-        above=0,
-        at_most=1,
-    )
-
     mode: str = _patches(
         "whole", "train on whole volumes, or on patches of them", choices=("whole", "patch")
-    )
-    foreground: float = _patches(
-        1 / 3, "share of patches around labels (default: 1/3)", "F", at_least=0, at_most=1
-    )
-    patches_per_case: int = _patches(
-        1,
-        "patches of a case in an epoch (default: as many as together have its number of voxels)",
-        "N",
-        at_least=1,
     )
     device: str = _patches(
         "cpu", "cpu, or gpu:0 (default: for patches a GPU if there is one, else cpu)", "D"
@@ -172,8 +171,7 @@ class Settings:
         "M",
         at_least=0,
     )
-    """By the time of the first steps; at least an epoch, the epochs of --validate-every, or a step
-    if --validations was chosen."""
+    """By the time of the first steps; at least an epoch, or a step if --validations was chosen."""
     curriculum: str = _training(
         AUTO,
         f"half: the first {COARSE_SHARE} of the steps at half resolution, or on patches of half "
@@ -181,9 +179,7 @@ class Settings:
         "resolution; auto: half if the grid of those first steps has 40^3 voxels or more, else off",
         choices=(AUTO, "off", "half"),
     )
-    batch: int = _training(
-        1, "volumes a step, of all workers together", "N", at_least=1, one_of="batch"
-    )
+    batch: int = _training(1, "volumes a step, of all workers together", "N", at_least=1)
     """An epoch is as many whole batches as the cases fill, so it may leave some to the next."""
     micro_batch: int = _training(
         0,
@@ -201,50 +197,25 @@ class Settings:
         "R",
         above=0,
     )
-    adam_rate: float = _training(
-        0.03,
-        "with muon: Adam's rate, for norms, biases and the 1x1x1 head",
-        "R",
-        above=0,
-    )
     weight_decay: float = _training(
         0.0,
         "share of a kernel that a step takes away, times the learning rate; such as 0.1",
         "W",
         at_least=0,
     )
-    schedule: str = _training("cosine", "decay of the learning rate", choices=tuple(SCHEDULES))
-    warmup_steps: int = _training(
-        10, "first steps, over which the learning rate rises linearly", "N", at_least=0
-    )
-    validate_every: int = _training(
-        0,
-        f"epochs between validations (default: one, or as many as make {VALIDATIONS} validations "
-        "in all)",
-        "N",
-        at_least=0,
-        typed_at_least=1,
-        one_of="often",
-    )
     validations: int = _training(
         0,
-        "validations in all, evenly spread, instead of --validate-every",
+        f"validations in all, evenly spread (default: one an epoch, at most {VALIDATIONS})",
         "N",
         at_least=0,
         typed_at_least=1,
-        one_of="often",
     )
     patience: int = _training(0, "stop after N validations without gain; 0: never", "N", at_least=0)
     save_minutes: float = _training(
         10.0, "longest time between checkpoints; 0: one after each step", "M", at_least=0
     )
     """There is one after every validation as well."""
-    keep: int = _training(3, "checkpoints to keep, besides the best weights", "K", at_least=1)
-    stall_minutes: float = _training(
-        15.0, "a step that takes longer counts as hanging; 0: no limit", "M", at_least=0
-    )
-    """And ten times longer than any before. A phase that is done for the first time may take four
-    times as long."""
+    keep: int = 3  # checkpoints, besides the best weights
     seed: int = _training(0, "seed of weights, order and augmentation", "S")
     """The split has the store's own."""
     engine: str = _training(
@@ -259,9 +230,6 @@ class Settings:
             check_micro_batch(self.batch, self.micro_batch)
         except ValueError as error:
             raise InputError(str(error)) from None
-        if self.is_patch and self.resolution != 1:
-            rule = "--resolution must be 1 with --mode patch"
-            raise InputError(f"{rule}, got {self.resolution}; see `train --help`")
         if self.freeze != "none" and not self.init:
             rule = f"--freeze {self.freeze} must come with --init"
             raise InputError(f"{rule}, got none: its weights would stay random; add --init")
@@ -307,8 +275,8 @@ class InitRecord:
     regions: Tuple[str, ...]  # of this run, whose heads were taken
     new_regions: Tuple[str, ...]
     are_named: bool  # whether the names are known; else channels and regions were taken in order
-    seen: Optional[Tuple[str, ...]]
-    """Held-out cases of this run whose patients those weights were trained on. None if that is not
+    seen: Optional[bool]
+    """Whether those weights were trained on patients that this run holds out; None if that is not
     known."""
     warnings: Tuple[str, ...] = ()
     """What of this run's images is not as those weights know it."""
@@ -318,15 +286,12 @@ class InitRecord:
 class Decided:
     """What a plan decides of a run that no setting gives."""
 
-    grid: Tuple[int, int, int] = (0, 0, 0)
+    grid: Tuple[int, int, int] = NO_GRID
     """Voxels X, Y, Z that the network sees: a patch, or all of the extent."""
-    coarse_grid: Tuple[int, int, int] = (0, 0, 0)
+    coarse_grid: Tuple[int, int, int] = NO_GRID
     """The same in the first `coarse_steps` steps: half resolution, or a patch of half the edge,
-    along the axes of `coarse_stride`."""
-    coarse_stride: Tuple[int, int, int] = EVERY_AXIS
-    """2 for the axes X, Y, Z that coarse steps halve, and that have `resolution`; 1 for those that
-    stay as they are. It is the stride of the network's first level; all axes in runs of earlier
-    versions, and without coarse steps at full resolution."""
+    along the axes that the network's first level halves."""
+    patches_per_case: int = 1  # in an epoch; 1 of whole volumes
     coarse_steps: int = 0  # steps that a curriculum takes first; 0 without one
     init_record: Optional[InitRecord] = None  # of a run that started from `init`
 
@@ -335,12 +300,6 @@ class Decided:
 class RunConfig(Decided, Settings, StoreFacts):
     """A training run, all of it: nothing is left open. Two runs of equal configs on equal hosts are
     equal."""
-
-    @property
-    def settings(self) -> Settings:
-        """Its settings alone."""
-        names = [setting.name for setting in dataclasses.fields(Settings)]
-        return Settings(**{name: getattr(self, name) for name in names})
 
     @property
     def codes_by_region(self) -> PaintedRegions:
@@ -358,33 +317,36 @@ class RunConfig(Decided, Settings, StoreFacts):
         """JSON content, of which the run can be made again."""
         content = {**dataclasses.asdict(self), "unet": self.unet.to_json()}
         content["normalisation"] = [each.to_json() for each in self.normalisation]
-        if not self.normalisation:  # as before there was another than over the foreground
-            del content["normalisation"]
-        if self.coarse_stride == EVERY_AXIS:  # as before there was another
-            del content["coarse_stride"]
         return content
+
+    @property
+    def resolution(self) -> float:
+        """The network's resolution along the axes that its first level halves, as a share of the
+        store's: less than 1 in coarse steps on whole volumes."""
+        return 0.5 if self.is_coarse and not self.is_patch else 1.0
 
     @property
     def resolution_by_axis(self) -> Resolution3:
         """The share of the store's voxels along X, Y, Z that volumes are averaged down to."""
-        return lowered(self.resolution, self.coarse_stride)
+        return lowered(self.resolution, self.unet.stride(0))
 
     def rate_at(self, step: int, steps: int) -> float:
-        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then the
-        decay, under a curriculum over the coarse steps and again, from FULL_RATE_SHARE of the peak,
-        over the full ones. A run that is made longer decays over its new length, so its rate rises
-        again at the join."""
+        """The learning rate of step `step` (0 is the first) of `steps`: linear warm-up, then half a
+        cosine, under a curriculum over the coarse steps and again, from FULL_RATE_SHARE of the
+        peak, over the full ones. A run that is made longer decays over its new length, so its rate
+        rises again at the join."""
         peak = self.peak_rate
-        begin = self.warmup_steps
+        warmup = min(WARMUP_STEPS, steps // 20)
+        begin = warmup
         end = steps
         if step < self.coarse_steps:
             end = self.coarse_steps
         elif self.coarse_steps:
             peak *= FULL_RATE_SHARE
             begin = max(begin, self.coarse_steps)
-        if step < self.warmup_steps:
-            return peak * (step + 1) / self.warmup_steps
-        return peak * SCHEDULES[self.schedule]((step - begin) / (end - begin))
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        return peak * 0.5 * (1 + math.cos(math.pi * (step - begin) / (end - begin)))
 
     def full_steps(self, steps: int) -> float:
         """The number of full steps with the voxels of the run's first `steps`: its cost on any
@@ -401,17 +363,12 @@ class RunConfig(Decided, Settings, StoreFacts):
         At half of it the policy is "speed"."""
         if step >= self.coarse_steps:
             return dataclasses.replace(self, coarse_steps=0)
-        resolution = self.resolution if self.is_patch else self.resolution / 2
-        return dataclasses.replace(
-            self.with_policy("speed"), grid=self.coarse_grid, resolution=resolution, coarse_steps=0
-        )
+        return dataclasses.replace(self.with_policy("speed"), grid=self.coarse_grid, coarse_steps=0)
 
-    def validates_after(self, step: int, steps: int, steps_per_epoch: int) -> bool:
+    def validates_after(self, step: int, steps: int) -> bool:
         """Whether a validation is due after `step` of so many steps, or would be if cases were held
-        out for it."""
-        if self.validations:  # the i-th of them as soon as that share of the steps is done
-            return step * self.validations // steps > (step - 1) * self.validations // steps
-        return step % (steps_per_epoch * self.validate_every) == 0
+        out for it: the i-th as soon as that share of the steps is done."""
+        return step * self.validations // steps > (step - 1) * self.validations // steps
 
     def after(self, step: int) -> "RunConfig":
         """The run as the last of its first `step` steps is computed: how the weights predict that
@@ -422,20 +379,184 @@ class RunConfig(Decided, Settings, StoreFacts):
     @property
     def is_coarse(self) -> bool:
         """Whether this is the run as coarse steps are computed."""
-        return self.grid == self.coarse_grid
+        return self.grid == self.coarse_grid != NO_GRID
 
     def with_coarse_share(self, steps: int) -> "RunConfig":
         """The same run with COARSE_SHARE of `steps` coarse, rounded down, if it has a
         curriculum."""
-        has_curriculum = self.curriculum == "half"
-        coarse_steps = int(COARSE_SHARE * steps) if has_curriculum else 0
+        coarse_steps = int(COARSE_SHARE * steps) if self.curriculum == "half" else 0
         return dataclasses.replace(self, coarse_steps=coarse_steps)
+
+    def shortened(self, step: int, steps: int) -> "RunConfig":
+        """The same run, of which `step` steps are done, with the coarse steps of `steps` in all; no
+        full step becomes coarse."""
+        coarse = min(self.with_coarse_share(steps).coarse_steps, self.coarse_steps)
+        return dataclasses.replace(self, coarse_steps=max(coarse, min(step, self.coarse_steps)))
 
     def with_policy(self, policy: str) -> "RunConfig":
         """The same run under another memory policy."""
         return dataclasses.replace(self, unet=dataclasses.replace(self.unet, policy=policy))
 
 
+# --- What a user chooses ---
+
+_network = functools.partial(option, group="network")
+
+_SUMMARIES = " ".join(f"{name}: {recipe.summary}" for name, recipe in RECIPES.items())
+
+
+@dataclass(frozen=True)
+class Network(Architecture):
+    """Fields of UNetConfig that a user may choose."""
+
+    dtype: str = _network(AUTO, "auto: bfloat16 if it is fast here", choices=(AUTO, *DTYPES))
+    policy: str = _network(
+        AUTO,
+        "memory policy; auto: the fastest that fits the free memory, or the policy of the run that "
+        "continues",
+        choices=(AUTO, *POLICIES),
+    )
+
+
+@dataclass(frozen=True)
+class Shorthand:
+    """Options that become other settings: the recipe's, the grid, the augmentation."""
+
+    recipe: Optional[str] = option(
+        None,
+        f"settings to start from (default: {DEFAULT_RECIPE}). {_SUMMARIES}",
+        choices=sorted(RECIPES),
+        group="data",
+    )
+    patch: Optional[Tuple[int, int, int]] = option(
+        None,
+        "voxels of a patch (default: the largest that fits the card; on a CPU 128 128 128, cut to "
+        "the volume)",
+        metavar=("X", "Y", "Z"),
+        group="patches",
+    )
+    augment: Optional[str] = option(
+        None,
+        "light: flips, brightness and offset; nnunet: rotation, scaling, contrast, gamma, noise, "
+        "blur and low resolution too, with nnU-Net's strengths (default: light)",
+        choices=tuple(AUGMENTS),
+        group="augmentation",
+    )
+
+
+SETTINGS = (Settings, Shorthand, Network, AugmentConfig)
+"""The declarations of all settings that a user may choose; others come from the recipe, or the
+continued run."""
+
+Chosen = Mapping[str, Any]
+"""What a user chose: field name of one of SETTINGS -> value."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of `train` besides the settings of a run."""
+
+    store: Path = option(help="store that `prepare` has written", metavar="DIR")
+    run: Path = option(help="folder for the run; continued if it exists", metavar="DIR")
+    folds: Optional[int] = option(
+        None,
+        "train all K folds in turn, into RUN/fold-1 to RUN/fold-K, and score each case by the fold "
+        "that held it out",
+        "K",
+        at_least=2,
+    )
+    dry_run: bool = option(
+        False, "print the plan, its memory and its hours, and end: nothing is written"
+    )
+    json: bool = option(False, "with --dry-run: print the plan as one JSON object")
+    force: bool = option(
+        False, "train even if the job may not fit the free memory, or no training case is labelled"
+    )
+    mlflow: str = option(
+        "", "also track the run here, such as sqlite:///mlflow.db or http://localhost:5000", "URI"
+    )
+    """No setting of the run: it may hold a password, which is never written to a file."""
+
+
+TRAIN_OPTIONS = (TrainOptions, SETTINGS)  # "OPTIONS" of `train`, which `launch` reads too
+
+LENGTH = ("epochs", "steps", "budget_minutes")  # of which a later call replaces all
+S = TypeVar("S", bound=Settings)
+
+
 def left_open(value: Optional[str]) -> Optional[str]:
     """`value`, or None if it is AUTO."""
     return None if value == AUTO else value
+
+
+def located(chosen: Chosen) -> Dict[str, Any]:
+    """The chosen settings with absolute paths: a process that starts in another folder reads them
+    too."""
+    if not chosen.get("init"):
+        return dict(chosen)
+    return {**chosen, "init": os.path.abspath(chosen["init"])}
+
+
+def as_options(chosen: Chosen) -> List[str]:
+    """The command line of these settings, the recipe first."""
+    recipe = {name: value for name, value in chosen.items() if name == "recipe"}
+    others = {name: value for name, value in chosen.items() if name != "recipe"}
+    words = []
+    for some in (recipe, others):
+        for cls in SETTINGS:
+            words += to_command_line(cls, some)
+    return words
+
+
+def recipe_settings(chosen: Chosen) -> Settings:
+    """The settings of the chosen "recipe", or of DEFAULT_RECIPE. dtype and grid follow from host
+    and store."""
+    recipe = RECIPES[chosen.get("recipe") or DEFAULT_RECIPE]
+    job = recipe.job
+    of_job = Settings(
+        unet=job.unet, batch=job.batch, micro_batch=job.micro_batch, optimizer=job.optimizer
+    )
+    return with_settings(of_job, recipe.settings)
+
+
+def chosen_again(before: Chosen, now: Chosen) -> Dict[str, Any]:
+    """The settings chosen in two calls: those of the later one, and of the earlier one those that
+    they do not replace."""
+    replaced = set(now)
+    if replaced.intersection(LENGTH):
+        replaced.update(LENGTH)
+    return {**{name: value for name, value in before.items() if name not in replaced}, **now}
+
+
+def with_settings(settings: S, chosen: Chosen) -> S:
+    """`settings` with the chosen ones in their places, but for values of "auto", the recipe and the
+    patch, which the plan decides. A chosen length replaces the one that `settings` have. Raises
+    ValueError or InputError for values out of range."""
+    if chosen.get("steps") and chosen.get("budget_minutes"):
+        rule = "--budget-minutes must come without --steps"
+        raise InputError(f"{rule}, got --steps {chosen['steps']}; leave one out")
+    chosen = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in chosen.items()
+        if value != AUTO
+    }
+    augment = settings.augment
+    if chosen.get("augment"):
+        augment = AUGMENTS[chosen["augment"]]
+    augment = dataclasses.replace(augment, **_fields_of(AugmentConfig, chosen))
+    of_network = _fields_of(Network, chosen)
+    if of_network.get("strides"):
+        of_network.setdefault("depth", len(of_network["strides"]) + 1)
+    if of_network.get("depth", settings.unet.depth) != settings.unet.depth:
+        of_network.setdefault("strides", ())  # those that there are are of another depth
+    unet = dataclasses.replace(settings.unet, **of_network)
+    own = _fields_of(Settings, chosen)
+    if any(name in own for name in LENGTH):
+        own = {"steps": 0, "budget_minutes": 0.0, **own}
+    return dataclasses.replace(settings, **{**own, "unet": unet, "augment": augment})
+
+
+def _fields_of(cls: type, chosen: Chosen) -> Dict[str, Any]:
+    """The chosen settings that are fields of `cls`."""
+    names = {each.name for each in dataclasses.fields(cls)} - {"unet", "augment"}
+    return {name: value for name, value in chosen.items() if name in names}

@@ -5,57 +5,47 @@ its memory and its time each in a line.
     time_line(forecast)          # "about 3.4 h in all: 3.1 h of steps, 12 min of validation"
 """
 
-from enum import Enum
 from typing import List, Optional, Sequence, Tuple
 
 from memory_estimator.accuracy import Bound
 from memory_estimator.common.table import Table
-from memory_estimator.common.units import by, counted, format_bytes, format_seconds
+from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.estimate import Estimate
-from memory_estimator.training import NOTHING_DONE, Done, Forecast, Times
+from memory_estimator.training import Forecast, Times
 
 
-class Basis(Enum):
-    """What the seconds of a forecast are."""
-
-    MEASURED = "measured"  # on steps of the training, or of another fold
-    PREDICTED = "predicted"  # as they were for steps like these, whose error is known
-    CALIBRATED = "calibrated"  # predicted, scaled to other steps on this host
-    UNCALIBRATED = "uncalibrated"  # predicted as for another host
-
-
-def basis_of(forecast: Forecast, done: Done = NOTHING_DONE) -> Basis:
-    """What the seconds are of a training of which so much is done."""
-    if forecast.at_pace_of(done) is not forecast:
-        return Basis.MEASURED
+def basis_of(forecast: Forecast) -> str:
+    """What the seconds of a forecast are: predicted as they were for steps like these, whose error
+    is known; scaled to other steps on this host; or as for another host."""
     if forecast.full.bound("step_s"):
-        return Basis.PREDICTED
-    if forecast.full.constants.scales:
-        return Basis.CALIBRATED
-    return Basis.UNCALIBRATED
+        return "predicted"
+    return "calibrated" if forecast.full.constants.scales else "uncalibrated"
 
 
-def steps_table(forecast: Forecast, done: Done = NOTHING_DONE, *, errors: bool = True) -> Table:
+def steps_table(forecast: Forecast, *, errors: bool = True) -> Table:
     """The steps of a training by their grid, with their seconds, and what these are, and memory;
     the memory of the whole run, with its validations; and how far such predictions have been off,
     unless `errors` stand elsewhere."""
-    basis = basis_of(forecast, done)
-    columns = ("", "steps", "grid", f"a step, {basis.value}", "allocator peak", "process peak")
+    columns = (
+        "",
+        "steps",
+        "grid",
+        f"a step, {basis_of(forecast)}",
+        "allocator peak",
+        "process peak",
+    )
     course = forecast.course
-    paced = forecast.at_pace_of(done)
     coarse_steps = min(course.coarse_steps, course.steps)
     rows: List[Sequence[str]] = []
-    if paced.coarse:
-        rows.append(_row("coarse steps", coarse_steps, paced.coarse))
-    name = "full steps" if paced.coarse else "steps"
-    rows.append(_row(name, course.steps - coarse_steps, paced.full))
+    if forecast.coarse:
+        rows.append(_row("coarse steps", coarse_steps, forecast.coarse))
+    name = "full steps" if forecast.coarse else "steps"
+    rows.append(_row(name, course.steps - coarse_steps, forecast.full))
     peaks = (forecast.allocator_peak_bytes, forecast.process_peak_bytes)
     rows.append(("the whole run", str(course.steps), "", "", *map(_peak, peaks)))
     if errors:
         full = forecast.full
         bounds = [full.bound("step_s"), full.bound("allocator_peak"), full.bound("process_peak")]
-        if basis is Basis.MEASURED:
-            bounds[0] = None
         rows += _error_rows(bounds)
     return Table(columns, rows)
 
@@ -72,51 +62,21 @@ def verdict(needed_bytes: int, memory_bytes: int, label: str) -> str:
     return f"fits: {needed}, {memory}, {difference} to spare"
 
 
-def time_line(forecast: Forecast, done: Done = NOTHING_DONE) -> str:
-    """The time of a training of which so much is done, such as "about 5.2 h in all: 4.8 h of steps,
-    20 min of validation, 4 min of post-processing"; if the error of its steps is known within which
-    hours, as "5.2 h in all (4.9 to 5.5 h): ..."."""
-    paced = forecast.at_pace_of(done)
-    times = paced.times
+def time_line(forecast: Forecast) -> str:
+    """The time of a training, such as "about 5.2 h in all: 4.8 h of steps, 20 min of validation, 4
+    min of post-processing"; if the error of its steps is known within which hours, as "5.2 h in all
+    (4.9 to 5.5 h): ..."."""
+    times = forecast.times
     whole = f"{format_seconds(times.all_s)} in all"
     bound = forecast.full.bound("step_s")
-    if bound and basis_of(forecast, done) is Basis.PREDICTED:
+    if bound:
         beside_s = times.all_s - times.steps_s
-        low_s = beside_s + paced.within_budget_s(paced.training_s * (1 - bound.worst))
-        high_s = beside_s + paced.within_budget_s(paced.training_s * (1 + bound.worst))
+        low_s = beside_s + forecast.within_budget_s(forecast.training_s * (1 - bound.worst))
+        high_s = beside_s + forecast.within_budget_s(forecast.training_s * (1 + bound.worst))
         if low_s < high_s:
             whole += f" ({format_seconds(low_s)} to {format_seconds(high_s)})"
             return f"{whole}{_parts(times)}"
     return f"about {whole}{_parts(times)}"
-
-
-def left_line(forecast: Forecast, done: Done) -> str:
-    """The same of what is left of it."""
-    times = forecast.left(done)
-    return f"about {format_seconds(times.all_s)} after step {done.steps}{_parts(times)}"
-
-
-def pace_line(forecast: Forecast, done: Done) -> str:
-    """What the seconds of a training follow from that has taken steps, such as "by its own last 50
-    coarse steps of 1.2 s, validations of 2 s a case; full steps as predicted, times 1.21 by these";
-    "" if it has taken none."""
-    coarse = done.coarse if forecast.coarse else None
-    own = []
-    for name, steps in (("coarse", coarse), ("full", done.full)):
-        if not steps:
-            continue
-        words = f"{counted(steps.count, f'{name} step')} of {format_seconds(steps.step_s)}"
-        if steps.case_s is not None:
-            words += f", validations of {format_seconds(steps.case_s)} a case"
-        own.append(words)
-    if not own:
-        return ""
-    line = f"by {done.whose} last {' and '.join(own)}"
-    paced = forecast.at_pace_of(done)
-    if done.full is None:
-        off = paced.full.step_s / forecast.full.step_s
-        line += f"; full steps as predicted, times {off:.2f} by these"
-    return line
 
 
 # --- Private helpers ---

@@ -210,7 +210,7 @@ RECIPES: Dict[str, Recipe] = {
     "demo": Recipe(
         "A run short enough to watch, on the demo's phantoms.",
         Job(UNetConfig(dtype="bfloat16"), BRAIN_BOX, cases=7),
-        {"epochs": 10, "validate_every": 5, "warmup_steps": 3, "gain": 0.05, "offset": 0.05},
+        {"epochs": 10, "validations": 2, "gain": 0.05, "offset": 0.05},
     ),
     # Predicted 2.8 GiB, 6.7 s a volume in bfloat16, 43 minutes an epoch, 18 h in all. The paper
     # (Ojika et al. 2020) reports Dice 0.82 to 0.83 after 25 epochs at batch 16 on the Decathlon's

@@ -202,35 +202,8 @@ def _price_by(steps_of: StepsOf) -> Price:
     return price
 
 
-@dataclass(frozen=True)
-class OwnSteps:
-    """Steps on one grid that a training has taken itself, as it will take those that are left."""
-
-    count: int
-    step_s: float  # median
-    case_s: Optional[float] = None
-    """Median, of a worker on a held-out case in the validations on that grid; None without any."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """How far a training has got."""
-
-    steps: int = 0
-    steps_s: float = 0.0  # seconds that they have taken, which a budget of time counts
-    is_over: bool = False  # whether it takes no more steps: after the last one, or an early stop
-    is_decided: bool = False  # whether its post-processing is decided, once it is over
-    # the latest of its steps; None for too few, and for those of another host
-    full: Optional[OwnSteps] = None
-    coarse: Optional[OwnSteps] = None
-    whose: str = "its own"  # these are, or such as "fold 1/5's"
-
-
-NOTHING_DONE = Done()
-
-
 class Times(NamedTuple):
-    """Seconds of a training, or of what is left of it."""
+    """Seconds of a training."""
 
     steps_s: float
     validation_s: float
@@ -239,35 +212,6 @@ class Times(NamedTuple):
     @property
     def all_s(self) -> float:
         return sum(self)
-
-
-class _OfGrids(NamedTuple):
-    """A figure of full steps, and of the coarse ones."""
-
-    full: float
-    coarse: float = 0.0  # without any
-
-
-def _measured(done: Done, name: str, predicted: _OfGrids) -> Optional[_OfGrids]:
-    """A figure of OwnSteps on both grids: on one of which there are none it is what is predicted,
-    times by how much the prediction of the others is off. None if there are none at all."""
-    full_off = _ratio(getattr(done.full, name, None), predicted.full)
-    coarse_off = _ratio(getattr(done.coarse, name, None), predicted.coarse)
-    if full_off is None:
-        full_off = coarse_off
-    if full_off is None:
-        return None
-    if coarse_off is None:
-        coarse_off = full_off
-    return _OfGrids(full_off * predicted.full, coarse_off * predicted.coarse)
-
-
-def _ratio(value: Optional[float], predicted: float) -> Optional[float]:
-    """By which factor a figure is above what is predicted; None if it is not known, or there is
-    none."""
-    if value is None or not predicted:
-        return None
-    return value / predicted
 
 
 @dataclass(frozen=True)
@@ -280,8 +224,6 @@ class Forecast:
     # of the memory policy, if it was picked
     choice: Optional[Choice] = field(default=None, compare=False)
     workers: int = 1  # which share the steps, and the cases of a validation
-    # measured, of a worker on a held-out case in a validation; None: as predicted
-    measured_case_s: Optional[_OfGrids] = None
 
     @property
     def steps(self) -> List[Estimate]:
@@ -340,19 +282,14 @@ class Forecast:
     @property
     def validation_s(self) -> float:
         """Seconds of all validations, in each of which a worker has its share of the cases."""
-        return self._validating_s(self.course.steps, self.course.coarse_steps)
-
-    def _validating_s(self, steps: int, coarse_steps: int) -> float:
-        """Seconds of the validations in so many steps, the coarse ones included."""
         course = self.course
         if not course.steps:
             return 0.0
-        case_s = self.measured_case_s
-        if case_s is None:
-            case_s = self._predicted_case_s
-        each_s = (steps - coarse_steps) * case_s.full + coarse_steps * case_s.coarse
+        case_s = (course.steps - course.coarse_steps) * self._pass_s(self.full, course.windows)
+        if self.coarse:
+            case_s += course.coarse_steps * self._pass_s(self.coarse, course.coarse_windows)
         cases = math.ceil(course.held_out / self.workers)  # of a worker
-        return course.validations * cases * each_s / course.steps
+        return course.validations * cases * case_s / course.steps
 
     @property
     def answered_s(self) -> float:
@@ -374,49 +311,6 @@ class Forecast:
     def all_s(self) -> float:
         """Seconds of the whole training."""
         return self.times.all_s
-
-    def at_pace_of(self, done: Done) -> "Forecast":
-        """The same by the seconds of the training's own steps and validations. Those on a grid of
-        which there are none take what is predicted, times by how much the prediction of the others
-        is off; validations, if there are none at all, a share of such steps."""
-        coarse = self.coarse
-        predicted = _OfGrids(self.full.step_s, coarse.step_s if coarse else 0.0)
-        step_s = _measured(done, "step_s", predicted)
-        if step_s is None:
-            return self
-        full = dataclasses.replace(self.full, step_s=step_s.full)
-        if coarse:
-            coarse = dataclasses.replace(coarse, step_s=step_s.coarse)
-        case_s = _measured(done, "case_s", self._predicted_case_s)
-        return dataclasses.replace(self, full=full, coarse=coarse, measured_case_s=case_s)
-
-    def left(self, done: Done) -> Times:
-        """What is left of the training, at the pace of its own steps: the validations in those that
-        are left, and all of the post-processing until it is decided. Of one that is over no more
-        than that."""
-        course = self.course
-        paced = self.at_pace_of(done)
-        postprocessing_s = 0.0 if done.is_decided else paced.postprocessing_s
-        if done.is_over:
-            return Times(0.0, 0.0, postprocessing_s)
-        if not done.steps:
-            return Times(paced.steps_s, paced.validation_s, postprocessing_s)
-        steps = min(done.steps, course.steps)  # a run that is made shorter has done more
-        coarse_steps = min(steps, course.coarse_steps)
-        steps_s = paced.training_s - paced.seconds(steps, coarse_steps)
-        if course.budget_s is not None:
-            steps_s = min(steps_s, max(course.budget_s - done.steps_s, 0.0))
-        validation_s = paced.validation_s - paced._validating_s(steps, coarse_steps)
-        return Times(steps_s, validation_s, postprocessing_s)
-
-    @property
-    def _predicted_case_s(self) -> _OfGrids:
-        """Seconds of a worker on a held-out case in a validation."""
-        course = self.course
-        full_s = self._pass_s(self.full, course.windows)
-        if self.coarse is None:
-            return _OfGrids(full_s)
-        return _OfGrids(full_s, self._pass_s(self.coarse, course.coarse_windows))
 
     def _pass_s(self, step: Estimate, windows: int) -> float:
         """Seconds of the network's pass over a whole case, which one worker computes."""

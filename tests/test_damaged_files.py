@@ -261,7 +261,7 @@ def damage(path, rng):
 
 
 NET = (
-    "--filters 2 --depth 2 --batch 1 --dtype float32 --policy speed --keep 2 --save-minutes 0"
+    "--filters 2 --depth 2 --batch 1 --dtype float32 --policy speed --save-minutes 0"
     " --validations 1"
 )
 TRAIN = f"train --store store --run run --steps 3 {NET}"

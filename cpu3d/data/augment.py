@@ -33,10 +33,6 @@ AXES = ("X", "Y", "Z")
 BLUR_REACH = 4  # standard deviations of a Gaussian, beyond which it is 0
 
 
-def _augmentation(default: float, words: str, metavar: str) -> float:
-    return option(default, words, metavar, group="augmentation")
-
-
 @dataclass(frozen=True)
 class AugmentConfig:
     """The settings of augmentation. All zero (and no flips) turns it off."""
@@ -52,44 +48,16 @@ class AugmentConfig:
         choices=AXES,
         group="augmentation",
     )
-    gain: float = _augmentation(
-        0.1, "brightness: each channel, normalised, times up to 1 +- G; below 1", "G"
-    )
-    offset: float = _augmentation(
-        0.1, "up to +- O standard deviations added to each channel; below 10", "O"
-    )
-    rotation_deg: float = _augmentation(
-        0.0, "turn about each of the three axes by up to +- A degrees; below 45; nnU-Net: 30", "A"
-    )
-    scaling: float = _augmentation(0.0, "zoom by 1 / (1 + S) to 1 + S; below 1; nnU-Net: 0.4", "S")
-    contrast: float = _augmentation(
-        0.0,
-        "in 15 of 100 samples deviations from a channel's mean times up to 1 +- C; below 1;"
-        " nnU-Net: 0.25",
-        "C",
-    )
-    gamma: float = _augmentation(
-        0.0,
-        "in 40 of 100 samples an exponent of 1 / (1 + G) to 1 + G; below 4; nnU-Net: 0.5",
-        "G",
-    )
-    noise: float = _augmentation(
-        0.0,
-        "in 10 of 100 samples noise of up to N standard deviations; below 10; nnU-Net: 0.1",
-        "N",
-    )
-    blur: float = _augmentation(
-        0.0,
-        "in 20 of 100 samples half of the channels blurred by B / 2 to B voxels; below 10;"
-        " nnU-Net: 1",
-        "B",
-    )
-    low_resolution: float = _augmentation(
-        0.0,
-        "in 25 of 100 samples half of the channels at 1 - L to 1 of their resolution; below 1;"
-        " nnU-Net: 0.5",
-        "L",
-    )
+    # --- Strengths; `cpu3d.settings.AUGMENTS` has them by name ---
+    gain: float = 0.1  # brightness: each channel, normalised, times up to 1 +- this
+    offset: float = 0.1  # up to +- this many standard deviations added to each channel
+    rotation_deg: float = 0.0  # about each of the three axes
+    scaling: float = 0.0  # zoom by 1 / (1 + this) to 1 + this
+    contrast: float = 0.0  # deviations from a channel's mean times up to 1 +- this
+    gamma: float = 0.0  # an exponent of 1 / (1 + this) to 1 + this
+    noise: float = 0.0  # of up to this many standard deviations
+    blur: float = 0.0  # by this / 2 to this many voxels
+    low_resolution: float = 0.0  # 1 - this to 1 of a channel's resolution
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():

@@ -1,6 +1,6 @@
 """Train with several workers: one per socket of this host, or on several hosts.
 
-    ./run.sh launch train --store store --run runs/first --batch-per-worker 1
+    ./run.sh launch train --store store --run runs/first --batch 2
     ./run.sh launch --workers 2 train --store store --run runs/first --batch 4
     ./run.sh launch --dry-run train --store store --run runs/first --batch 4
     ./run.sh launch --hosts node1,node2 train --store store --run runs/first --batch 8
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.chosen import TRAIN_OPTIONS
 from cpu3d.distributed.cluster import (
     ALONE,
     LOOPBACK,
@@ -40,6 +39,7 @@ from cpu3d.distributed.worker_processes import WorkerCommand, run_workers, wait_
 from cpu3d.errors import InputError
 from cpu3d.host.thread_plan import default_workers, plan_lines, read_topology, thread_plans
 from cpu3d.run.folds import refuse_folds
+from cpu3d.settings import TRAIN_OPTIONS
 from cpu3d.util.atomic import writable_folder
 from cpu3d.util.child import PROGRAM, ROOT
 from cpu3d.util.progress import say

@@ -107,10 +107,8 @@ def plan_of_chief(content: Mapping[str, Any], store: Store, host: Host, engine: 
         raise InputError(
             f"store {store.folder} must be the chief's, got {got}; copy that one to this host"
         )
-    saved = config if content["continues"] else None
-    split = with_fold(store, config.fold)
-    fields = {name: content[name] for name in ("workers", "chosen", "rate_growth")}
-    plan = Plan(config, split, saved, **fields)
+    fields = {name: content[name] for name in ("continues", "workers", "chosen", "done")}
+    plan = Plan(config, with_fold(store, config.fold), **fields)
     return with_forecast(plan, host, pick=False, force=True)
 
 

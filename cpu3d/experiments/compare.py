@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, Iterator, List, Optional, Tuple
 
-from cpu3d.chosen import SETTINGS, as_options, recipe_settings
 from cpu3d.data.split import SPLITS
 from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, raise_if_any
@@ -56,6 +55,7 @@ from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
 from cpu3d.run.checkpoint import is_over
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import COMPARISON, CONFIG, FILE, Folds, fold_folder, save_folds
+from cpu3d.settings import SETTINGS, as_options, recipe_settings
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.lock import locked
 from cpu3d.util.progress import say

@@ -15,8 +15,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-from cpu3d.checks import check_run, learnable
-from cpu3d.chosen import SETTINGS, Chosen, TrainOptions, as_options, chosen_again, located
 from cpu3d.data.store import open_store
 from cpu3d.distributed.cluster import read_cluster
 from cpu3d.errors import InputError, raise_if_any
@@ -26,7 +24,7 @@ from cpu3d.host.thread_plan import host_share
 from cpu3d.inference.out_of_fold import read_out_of_fold, write_out_of_fold
 from cpu3d.inference.postprocessing.run_rules import choose_rules_of_folds
 from cpu3d.plan import Plan, make_plan
-from cpu3d.plan_text import plan_lines
+from cpu3d.plan_text import check_run, learnable, plan_lines
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.run.checkpoint import checkpoints, step_of
 from cpu3d.run.config_json import differences, load_config
@@ -41,7 +39,15 @@ from cpu3d.run.folds import (
 )
 from cpu3d.run.log import last_end
 from cpu3d.run.transfer import leak
-from cpu3d.settings import RunConfig
+from cpu3d.settings import (
+    SETTINGS,
+    Chosen,
+    RunConfig,
+    TrainOptions,
+    as_options,
+    chosen_again,
+    located,
+)
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.train import refuse_foreign
 from cpu3d.util.atomic import check_folder, writable_folder
@@ -149,27 +155,28 @@ def folds_of(plan: Plan, parts: int, chosen: Chosen) -> Folds:
         count=parts,
         store=str(plan.store.folder.resolve()),
         chosen=dict(chosen),
-        training_s=plan.paced.training_s if plan.paced else None,
+        training_s=plan.training_s,
         beside_s=beside_s(plan),
-        validation_s=plan.paced.validation_s if plan.paced else None,
-        scoring_s=scoring_s(plan),
     )
 
 
 def scoring_s(plan: Plan) -> Optional[float]:
     """Predicted seconds of a fold beside its training: scoring, and the starts of its processes;
     None if no step is predicted."""
-    if plan.paced is None:
+    if plan.forecast is None:
         return None
-    return START_S + plan.paced.course.held_out * plan.paced.answered_s
+    return START_S + plan.forecast.course.held_out * plan.forecast.answered_s
 
 
 def beside_s(plan: Plan) -> Optional[float]:
     """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
     `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
-    if plan.paced is None:
+    if plan.forecast is None:
         return None
-    return scoring_s(plan) + plan.paced.validation_s + plan.paced.postprocessing_s
+    return scoring_s(plan) + plan.forecast.validation_s + plan.forecast.postprocessing_s
+
+
+OF_FOLD = ("fold", "spacing_mm", "oriented", "init_record")  # in which folds differ
 
 
 # --- Private helpers ---
@@ -224,8 +231,6 @@ def _chosen_in_all(folder: Path, parts: int, settings: Chosen) -> Dict[str, Any]
     for place in (folder, *(fold_folder(folder, f"{i}/{parts}") for i in range(1, parts + 1))):
         refuse_foreign(place)
     before = dict(kept.chosen) if kept else {}
-    if "steps" in settings:  # which a command line takes instead
-        before.pop("epochs", None)
     return chosen_again(before, settings)
 
 
@@ -268,8 +273,10 @@ def _plan(
     raise_if_any(problem for fold in planned for problem in _problems_of_fold(fold))
     first = planned[0].plan.config
     for other in planned[1:]:
-        alike = replace(first, fold=other.fold)
-        problems = differences(alike, other.plan.config) + _other_start(first, other.plan.config)
+        own = {name: getattr(other.plan.config, name) for name in OF_FOLD}
+        problems = differences(replace(first, **own), other.plan.config) + _other_start(
+            first, other.plan.config
+        )
         raise_if_any(f"fold {other.fold} beside fold 1: {problem}" for problem in problems)
     for fold in planned:
         if not (force or fold.is_trained):

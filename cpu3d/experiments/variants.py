@@ -14,25 +14,22 @@ import shlex
 from dataclasses import dataclass
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-from cpu3d.chosen import OF_PATCHES, SETTINGS, located, recipe_settings
 from cpu3d.data.store import Store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import HostGpus
 from cpu3d.plan import NO_RUN, Plan, make_plan
 from cpu3d.run.transfer import leak
-from cpu3d.settings import RunConfig
+from cpu3d.settings import SETTINGS, RunConfig, located, recipe_settings
 from memory_estimator.common.schema import add_options, arguments
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 
 Json = Dict[str, Any]
 
-DECIDED = ("seed", "fold", "steps", "budget_minutes", "validate_every", "patience")
+DECIDED = ("seed", "fold", "steps", "budget_minutes", "patience")
 """Settings that `compare` decides for every run."""
 FOR_ALL = (*DECIDED, "epochs", "validations", "regions")
 NETWORK = ("recipe", "init", "depth", "strides")  # a variant with one has a network of its own
-# The warm-up is at most a tenth of a run: one of large batches or patches may have few steps.
-WARMUP_SHARE = 10
 # No step is faster: a budget of minutes has the epochs that such steps would fill.
 LEAST_STEP_S = 1e-3
 # Steps, of which a curriculum's share is a whole number: their voxels are in proportion to those of
@@ -87,7 +84,7 @@ def parse_variant(name: str, options: str, common: Json) -> Json:
     refuse_settings(f"variant {name}", own, FOR_ALL)
     together = {**common, **own}
     if together.get("mode", recipe_settings(together).mode) == "whole":
-        return {**without(common, OF_PATCHES), **own}
+        return {**without(common, ("patch",)), **own}
     return together
 
 
@@ -100,7 +97,7 @@ def usual_variants(
     if "mode" in common:
         rule = f"--mode must be left to the variants, got {common['mode']}"
         raise InputError(f"{rule}; leave it out to train both modes")
-    whole = {**without(common, OF_PATCHES), "mode": "whole"}
+    whole = {**without(common, ("patch",)), "mode": "whole"}
     patch = {**common, "mode": "patch"}
     if "patch" in common:
         return {"whole": whole, "patch": patch}
@@ -153,7 +150,7 @@ def planned_variants(
         if not config.init:  # whose network it is
             settings.update(depth=config.unet.depth, strides=config.unet.every_stride)
         if config.is_patch:
-            settings.update(patch=config.grid, patches_per_case=config.patches_per_case)
+            settings.update(patch=config.grid)
         if not resolved:
             network = {name: settings[name] for name in NETWORK if name in settings}
         resolved[name] = (settings, plan)
@@ -169,7 +166,6 @@ def planned_variants(
             settings["budget_minutes"] = budget.amount
         else:
             settings["steps"] = own_steps
-            settings["warmup_steps"] = min(plan.config.warmup_steps, own_steps // WARMUP_SHARE)
         courses.append(_course(name, settings, plan, own_steps))
     return courses
 

@@ -17,7 +17,7 @@ from cpu3d.report import pictures
 from cpu3d.report.pictures import Figures, Line
 from cpu3d.report.sections import Element, Folded, Section, write_page
 from cpu3d.run.config_json import load_config
-from cpu3d.run.log import iter_events
+from cpu3d.run.log import read_events
 from cpu3d.run.summary import History
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import listed
@@ -97,7 +97,7 @@ class Page:
 
 def read_run(folder: Path, kind: str = "") -> RunFiles:
     """Read a run's settings and log. Raises InputError if its config.json is missing or damaged."""
-    return RunFiles(folder, load_config(folder), History(iter_events(folder)), kind)
+    return RunFiles(folder, load_config(folder), History(read_events(folder)), kind)
 
 
 def of_each_kind(runs: Mapping[str, RunFiles]) -> Dict[str, RunFiles]:
@@ -272,16 +272,13 @@ def _seen(config: RunConfig) -> str:
         shares = config.resolution_by_axis
         seen_mm = [length / share for length, share in zip(spacing_mm, shares)]
         words += f" of {in_mm(seen_mm)}"
-    if config.resolution < 1:
-        axes = axes_text(config.coarse_stride)
-        words += f", at resolution {config.resolution:g} along {axes}"
     return words
 
 
 def _coarse(config: RunConfig) -> str:
     if not config.coarse_steps:
         return "none"
-    axes = axes_text(config.coarse_stride)
+    axes = axes_text(config.unet.stride(0))
     return f"the first {config.coarse_steps:,}, on {by(config.coarse_grid, ' x ')}: {axes} halved"
 
 
@@ -295,6 +292,4 @@ def _batch(config: RunConfig, start: Mapping[str, Any]) -> str:
 
 
 def _optimizer(config: RunConfig) -> str:
-    if config.schedule == "constant":
-        return f"{config.optimizer}, constant rate {config.peak_rate:g}"
-    return f"{config.optimizer}, rate {config.peak_rate:g} at its peak, {config.schedule} decay"
+    return f"{config.optimizer}, rate {config.peak_rate:g} at its peak, cosine decay"

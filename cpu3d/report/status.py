@@ -6,45 +6,64 @@
     ./run.sh status --run runs/folds
 
 The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a
-worker sends no heartbeat, hangs, or has ended before the run was done or its post-processing
-decided; 2 for a folder that is no run. It reads heartbeats, config.json, log.jsonl, checkpoints and
+worker sends no heartbeat, or has ended before the run was done or its post-processing decided; 2
+for a folder that is no run. It reads heartbeats, config.json, plan.json, log.jsonl, checkpoints and
 the decision, on any host that sees the folder, and changes nothing. A worker of this host is alive
-while its process is there, one of another host while its heartbeat is younger than a minute: then
-the heartbeat's age is printed. Any file may be missing or half-written; its values are then
-unknown. Of the folder of `train --folds` it prints every fold, and the time left in all."""
+while its process is there, one of another host while its heartbeat is younger than a minute. Any
+file may be missing or half-written; its values are then unknown. Of the folder of `train --folds`
+it prints every fold, and the time left in all."""
 
+import contextlib
 import dataclasses
 import json
+import statistics
 import time
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+import numpy as np
 from rich.console import Group
 from rich.text import Text
 
-from cpu3d.errors import InputError
+from cpu3d.data.store import open_store
+from cpu3d.errors import ENDINGS, DivergedError, InputError, WorkerLostError, ending_of
 from cpu3d.inference.out_of_fold import SPLIT, is_scored
+from cpu3d.inference.postprocessing.run_rules import OPEN, why_without_rules
 from cpu3d.inference.scores_file import read_scores, scores_path
-from cpu3d.report.run_status import (
-    ALIVE,
-    FINE,
-    IDLE,
-    RunStatus,
-    WorkerStatus,
-    has_test_cases,
-    run_status,
-    workers_of,
+from cpu3d.plan import reasons_of
+from cpu3d.run.checkpoint import best_score, checkpoints, step_of
+from cpu3d.run.config_json import half_rates, load_config
+from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
+from cpu3d.run.folds import fold_folder, read_folds
+from cpu3d.run.heartbeat import (
+    BEAT_S,
+    DECIDING,
+    SILENT_S,
+    Heartbeat,
+    Life,
+    beat_age_s,
+    heartbeat_path,
+    is_of_this_place,
+    life_of,
+    read_heartbeats,
 )
-from cpu3d.run.folds import START_S, Folds, fold_folder, read_folds
-from cpu3d.run.heartbeat import DECIDING, is_of_this_place, read_heartbeats
-from cpu3d.run.log import FINISHED, last_end
-from cpu3d.run.summary import median
+from cpu3d.run.log import FINISHED, last_end, read_events
+from cpu3d.run.summary import RECENT, History, known, median
+from cpu3d.run.transfer import start_words
+from cpu3d.settings import RunConfig
 from cpu3d.util.records import listed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import format_bytes, format_seconds
+
+ALIVE = ("running", "starting", "stopping")
+FINE = (*ALIVE, "finished")  # states that need no attention
+GONE = ("killed", "silent")  # of a worker that has noted no end
+UNDECIDED = "undecided"  # a run whose steps are done and whose post-processing is not decided
+DECIDES = "the run's `train`, or `choose_rules(run)` from Python, decides it"
+IDLE = (*GONE, "broken off", "unknown", "interrupted", "finished")  # of no effect on a finished run
 
 
 @dataclass(frozen=True)
@@ -59,6 +78,7 @@ OPTIONS = (Options,)
 
 
 def run(options: Options) -> int:
+    status: Any
     if read_folds(options.run):
         status = folds_status(options.run)
         shown = describe_folds(status)
@@ -72,13 +92,137 @@ def run(options: Options) -> int:
     return 0 if status.is_fine else 1
 
 
+# --- A run ---
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """The state of a worker."""
+
+    rank: int
+    state: str  # one of ALIVE or GONE, a state of `cpu3d.errors.ENDINGS`, or "unknown"
+    detail: str = ""  # more on the state, and what to look at
+    heartbeat: Optional[Heartbeat] = None
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """The present state of a run."""
+
+    folder: str
+    state: str  # that of its worst worker; "finished" and UNDECIDED are of the run itself
+    details: Tuple[str, ...]  # on states that need attention, a sentence each
+    advice: str  # what to do next; "" for nothing
+    is_fine: bool  # whether it runs or has finished
+    workers: Tuple[WorkerStatus, ...]
+    step: int
+    steps: Optional[int]
+    step_s: Optional[float]  # median of the recent ones
+    # From `step`, or from the checkpoint if the run has to be continued; None if not known.
+    steps_left: Optional[int]
+    seconds_left: Optional[float]  # of these, validations and saves included
+    loss: Optional[float]  # mean of the recent steps, as the Dice of each region
+    dice: Dict[str, float]
+    validation: Optional[Dict[str, Any]]  # the last one: step, mean_dice, dice, best
+    best: Optional[float]  # the mean Dice of the best weights; None without validation
+    init: str  # the weights that it has started from, and what of them stays; "" for its own
+    reasons: Tuple[str, ...]  # why the plan decided so what was left open, a line each
+    checkpoint: Optional[Dict[str, Any]]  # the last one: step, age_s, size_bytes
+
+
+def run_status(run: Path, now: Optional[float] = None, *, of_folds: bool = False) -> RunStatus:
+    """Look at a run; one `of_folds` needs no decision of its own, as the folds decide together.
+    Raises InputError for a folder without config.json and heartbeat, or with a damaged config."""
+    run = Path(run)
+    if now is None:
+        now = time.time()
+    heartbeats = read_heartbeats(run)
+    config = None
+    if not heartbeats or (run / "config.json").is_file():
+        config = load_config(run)
+    history = History(read_events(run))
+    workers = _workers(run, heartbeats, now)
+    checkpoint = _checkpoint(run, now)
+    step, steps = _length(history, workers, config, checkpoint)
+    worst = _worst(history, workers, step, steps)
+    undecided = ""
+    if worst.state == "finished" and config and not of_folds:
+        undecided = why_without_rules(run, config)
+        state = UNDECIDED if undecided == OPEN else "finished"
+        worst = WorkerStatus(0, state, undecided, worst.heartbeat)
+    begin = step
+    if worst.state not in FINE:
+        begin = checkpoint["step"] if checkpoint else 0
+    steps_left = None
+    if steps and worst.state not in ("finished", UNDECIDED):
+        steps_left = max(steps - begin, 0)
+        if worst.heartbeat and worst.heartbeat.phase == DECIDING:
+            steps_left = 0  # also of one that has stopped early
+    details = [worst.detail] if worst.detail else []
+    beat = worst.heartbeat
+    if undecided and beat and beat.reason not in ("", *FINISHED):
+        details.append(beat.reason)  # why the chief, at a good end, could not decide
+    recent = history.steps.events[-RECENT:]
+    # The time of a step is that of the steps on the last one's grid, but for those that compile.
+    on_grid = [event for event in recent if event.get("voxels") == recent[-1].get("voxels")]
+    timed = [event for event in on_grid if "step_s" in event and not event["compiles"]]
+    losses = [event["loss"] for event in recent if "loss" in event]
+    dice = {region: known(each[-RECENT:]) for region, each in history.steps.dice.items()}
+    return RunStatus(
+        folder=str(run),
+        state=worst.state,
+        details=tuple(details),
+        advice=_advice(run, config, worst, checkpoint),
+        is_fine=worst.state in FINE,
+        workers=tuple(workers),
+        step=step,
+        steps=steps,
+        step_s=median([event["step_s"] for event in timed]),
+        steps_left=steps_left,
+        seconds_left=history.pace.seconds_left(begin, steps) if steps_left else None,
+        loss=statistics.fmean(losses) if losses else None,
+        dice={region: float(np.mean(each)) for region, each in dice.items() if len(each)},
+        validation=dict(history.last_validation) or None,
+        best=best_score(run),
+        init=start_words(config) if config else "",
+        reasons=reasons_of(run),
+        checkpoint=checkpoint,
+    )
+
+
+def describe(status: RunStatus) -> Group:
+    """The text to print: the run in a line, its workers in a table, then progress and what to
+    do."""
+    lines = _progress(status)
+    lines += [("plan", reason) for reason in status.reasons]
+    lines += [("note" if status.is_fine else "why", detail) for detail in status.details]
+    if status.steps_left and not status.is_fine:
+        begin = status.steps - status.steps_left
+        text = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
+        if status.seconds_left is not None:
+            text += f", about {format_seconds(round(status.seconds_left))}"
+        lines.append(("left", text))
+    if status.advice:
+        lines.append(("next", status.advice))
+    shown: List[Any] = [_heading("run", status.folder, status.state)]
+    if status.workers:
+        columns = ("worker", "state", "phase", "memory", "peak", "plan", "free")
+        rows = [_cells(worker) for worker in status.workers]
+        caption = "phase, and how long it lasts; M is MiB, G is GiB"
+        shown.append(Table(columns, rows, caption=caption, names=3))
+    return Group(*shown, *map(_named_line, lines))
+
+
+# --- Folds ---
+
+
 @dataclass(frozen=True)
 class FoldStatus:
     """The present state of a fold."""
 
     fold: str  # as "2/5"
     run: str  # its folder
-    state: str  # "waiting", one of WORST_FIRST, or "scored"
+    state: str  # "waiting", that of its run, or "scored"
     step: int
     steps: Optional[int]
     mean_dice: Optional[float]  # of the cases that it held out
@@ -90,13 +234,11 @@ class FoldsStatus:
     """The present state of a folder of folds."""
 
     folder: str
-    state: str  # of the process that trains them, see WORST_FIRST; "unknown" without a heartbeat
+    state: str  # of the process that trains them
     detail: str  # more on a state that needs attention
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished
     phase: str  # what it does, such as "training fold 2/5"
-    phase_s: Optional[float]
-    heard: str  # how old its heartbeat is, if it lives on another host; else ""
     folds: Tuple[FoldStatus, ...]
     seconds_left: Optional[float]  # in all; None if it has finished, or that is not known
 
@@ -111,42 +253,40 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         rule = f"folder {folder} must be one of `train --folds`, got another"
         raise InputError(f"{rule}; name a run or such a folder")
     runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-    ends = [last_end(run) for run in runs.values()]
-    taken_s = [end.get("seconds") for end in ends if end.get("reason") in FINISHED]
-    taken_s = [seconds for seconds in taken_s if seconds]
-    begun = {}
-    for fold, run in runs.items():
-        if (run / "config.json").is_file() or read_heartbeats(run):
-            begun[fold] = run_status(run, now, of_folds=True)
-    usual = _Usual.of(folds, taken_s, list(begun.values()))
-    trains = _worker_of(folder, now)
-    each = [_fold_status(fold, run, begun.get(fold), usual, trains) for fold, run in runs.items()]
+    taken_s = [end["seconds"] for end in map(last_end, runs.values()) if _is_end(end)]
+    usual_s = median(taken_s)  # of a fold that has not begun
+    if usual_s is None and folds.training_s is not None:
+        usual_s = folds.training_s + (folds.beside_s or 0.0)
+    each = [_fold_status(fold, run, usual_s, now) for fold, run in runs.items()]
     lacking = [fold.fold for fold in each if fold.state != "scored"]
-    worker = _judged(trains, lacking)
-    is_alive = worker.state in ALIVE
-    left_s = [fold.seconds_left for fold in each]
-    failed = [status for status in begun.values() if not status.is_fine]
+    workers = _workers(folder, read_heartbeats(folder), now)
+    worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
+    if not lacking and worker.state in IDLE:
+        worker = replace(worker, state="finished", detail="")
+    elif lacking and worker.state in ("finished", "interrupted"):
+        state = "unknown" if worker.state == "finished" else worker.state
+        detail = f"folds have no current scores: {listed(lacking)}"
+        worker = replace(worker, state=state, detail=detail)
+    advice = ""
     if worker.state == "finished":
-        advice = _advice_on_scored_folds(folder, folds.store)
-    elif worker.state in FINE:
-        advice = ""
-    elif failed and worker.state not in ("silent", "stalled"):
-        advice = failed[0].advice
-    else:
+        advice = f"`predict --run {folder}` takes the folds together, {folder / 'report.html'}"
+        advice += " has the scores of every case"
+        if has_test_cases(folds.store):
+            advice = f"`predict --run {folder}` and `evaluate --run {folder}` take them together"
+    elif worker.state not in FINE:
         advice = "the same command continues"
-        if worker.state in ("silent", "stalled"):
+        if worker.state == "silent":
             advice = f"when its process has ended, {advice}"
+    left_s = [fold.seconds_left for fold in each if fold.seconds_left is not None]
     return FoldsStatus(
         folder=str(folder),
         state=worker.state,
         detail=worker.detail,
         advice=advice,
         is_fine=worker.state in FINE,
-        phase=worker.heartbeat.phase if worker.heartbeat and is_alive else "",
-        phase_s=worker.phase_s if is_alive else None,
-        heard=_heard_from([worker]),
+        phase=worker.heartbeat.phase if worker.heartbeat and worker.state in ALIVE else "",
         folds=tuple(each),
-        seconds_left=sum(left_s) if lacking and None not in left_s else None,
+        seconds_left=sum(left_s) if lacking and len(left_s) == len(each) else None,
     )
 
 
@@ -156,19 +296,13 @@ def describe_folds(status: FoldsStatus) -> Group:
     for fold in status.folds:
         of = f" of {fold.steps:,}" if fold.steps else ""
         dice = "-" if fold.mean_dice is None else f"{fold.mean_dice:.3f}"
-        if fold.seconds_left is None:
-            left = "-"
-        else:
-            left = format_seconds(round(fold.seconds_left))
+        left = "-" if fold.seconds_left is None else format_seconds(round(fold.seconds_left))
         rows.append((fold.fold, fold.state, f"{fold.step:,}{of}", left, dice))
     columns = ("fold", "state", "step", "left", "mean Dice")
     caption = "mean Dice: of the cases that the fold held out"
-    table = Table(columns, rows, caption=caption, names=2)
     lines = []
     if status.phase:
-        lines.append(("phase", f"{status.phase}, {format_seconds(round(status.phase_s))}"))
-    if status.heard:
-        lines.append(("heartbeat", status.heard))
+        lines.append(("phase", status.phase))
     if status.seconds_left is not None:
         until = _until(status.seconds_left) if status.phase else ""
         lines.append(("left", f"about {format_seconds(round(status.seconds_left))}{until}"))
@@ -176,169 +310,187 @@ def describe_folds(status: FoldsStatus) -> Group:
         lines.append(("why", status.detail))
     if status.advice:
         lines.append(("next", status.advice))
+    table = Table(columns, rows, caption=caption, names=2)
     first = _heading("folds", status.folder, status.state)
     return Group(first, table, *map(_named_line, lines))
 
 
-def describe(status: RunStatus) -> Group:
-    """The text to print: the run in a line, its workers in a table, then progress and what to
-    do."""
-    lines = _progress(status)
-    name = "note" if status.is_fine else "why"
-    lines += [(name, detail) for detail in status.details]
-    if status.steps_left and not status.is_fine:
-        begin = status.steps - status.steps_left
-        text = f"{status.steps_left:,} of {status.steps:,} steps, from step {begin:,}"
-        if status.seconds_left is not None:
-            text += f", about {format_seconds(round(status.seconds_left))}"
-        lines.append(("left", text))
-    if status.advice:
-        lines.append(("next", status.advice))
-    shown = [_heading("run", status.folder, status.state)]
-    if status.workers:
-        columns = ("worker", "state", "phase", "memory", "peak", "plan", "free")
-        rows = [_cells(worker) for worker in status.workers]
-        caption = "phase, and how long it lasts; M is MiB, G is GiB"
-        shown.append(Table(columns, rows, caption=caption, names=3))
-    return Group(*shown, *map(_named_line, lines))
+def has_test_cases(store: str) -> bool:
+    """Whether a store has untouched cases to evaluate; also if it cannot be read, as it may have
+    been moved."""
+    try:
+        return bool(open_store(store).manifest.split["test"])
+    except (InputError, OSError):
+        return True
 
 
 # --- Private helpers: the state ---
 
 
-def _worker_of(folder: Path, now: float) -> WorkerStatus:
-    """The process that trains folds, by its heartbeat."""
-    workers = workers_of(folder, read_heartbeats(folder), now)
-    return workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
+def _worker_status(run: Path, beat: Heartbeat, now: float) -> WorkerStatus:
+    """The state of a worker by its heartbeat: its noted end, else whether it is alive, else the
+    beat's content."""
+    life = life_of(run, beat, now)
+    if life is Life.ENDED and beat.exit_code is None:
+        # It may have noted its end since the heartbeat was read.
+        latest = read_heartbeats(run).get(beat.rank)
+        beat = latest if isinstance(latest, Heartbeat) else beat
+    state = "starting" if beat.phase == "starting" else "running"
+    detail = ""
+    if beat.exit_code is not None:
+        state = ending_of(beat.exit_code).state
+        detail = "" if state == "finished" else beat.reason
+    elif life is Life.ENDED:
+        state = "killed"
+        ended = f"process {beat.pid} of this host has ended and could note no reason"
+        detail = f"{ended}; look in `dmesg` whether it was killed for its memory"
+    elif life is Life.SILENT:
+        state = "silent"
+        age = format_seconds(beat_age_s(run, beat, now))
+        silence = f"no heartbeat for {age}; one is due every {BEAT_S:g} s"
+        process = f"on {beat.host_name} for process {beat.pid}"
+        detail = f"{silence}; look {process}, and in `dmesg` whether it was killed"
+    elif beat.stop:
+        state = "stopping"
+        detail = beat.stop
+    elif not is_of_this_place(beat):
+        age = format_seconds(round(beat_age_s(run, beat, now)))
+        detail = f"heard {age} ago from {beat.host_name}"
+    if detail:
+        detail = f"worker {beat.rank}: {detail}"
+    return WorkerStatus(beat.rank, state, detail, beat)
 
 
-def _judged(worker: WorkerStatus, lacking: Sequence[str]) -> WorkerStatus:
-    """The state of the process that trains folds, of which some have no current scores yet."""
-    if not lacking and worker.state in IDLE:
-        return replace(worker, state="finished", detail="")
-    if lacking and worker.state == "finished":
-        detail = f"folds have no current scores: {listed(lacking)}"
-        return replace(worker, state="unknown", detail=detail)
-    if worker.state == "interrupted":  # the reason that it noted is the advice
-        detail = f"it was stopped before these folds were scored: {listed(lacking)}"
-        return replace(worker, detail=detail)
-    return worker
+def _workers(run: Path, heartbeats: Dict[int, Any], now: float) -> List[WorkerStatus]:
+    """The workers of the latest attempt: one with fewer workers leaves files of the others
+    behind."""
+    readable = [beat for beat in heartbeats.values() if isinstance(beat, Heartbeat)]
+    latest = max(readable, key=lambda beat: beat.started, default=None)
+    workers = []
+    for rank in range(latest.workers) if latest else sorted(heartbeats):
+        beat = heartbeats.get(rank)
+        if isinstance(beat, Heartbeat):
+            workers.append(_worker_status(run, beat, now))
+        elif beat is not None:  # the problem of its file
+            workers.append(WorkerStatus(rank, "unknown", beat))
+        elif latest and now - latest.started < SILENT_S:
+            workers.append(WorkerStatus(rank, "starting"))
+        else:
+            detail = f"{heartbeat_path(run, rank)} was never written"
+            workers.append(WorkerStatus(rank, "unknown", detail))
+    return workers
 
 
-def _advice_on_scored_folds(folder: Path, store: str) -> str:
-    if has_test_cases(store):
-        return f"`predict --run {folder}` and `evaluate --run {folder}` take the folds together"
-    page = folder / "report.html"
-    return f"`predict --run {folder}` takes the folds together, {page} has the scores of every case"
+def _length(
+    history: History,
+    workers: Sequence[WorkerStatus],
+    config: Optional[RunConfig],
+    checkpoint: Optional[Dict[str, Any]],
+) -> Tuple[int, Optional[int]]:
+    """Steps that are done, by the newest that tells, and those of the run, None if not known."""
+    beats = [worker.heartbeat for worker in workers if worker.heartbeat]
+    done = [history.last.get("step", 0), *(beat.step for beat in beats)]
+    if checkpoint:
+        done.append(checkpoint["step"])
+    lengths = [beat.steps for beat in beats]
+    if config:
+        lengths.append(config.steps)
+    lengths += [start.get("steps", 0) for start in reversed(history.starts)]
+    return max(done), next(filter(None, lengths), None)
 
 
-@dataclass(frozen=True)
-class _Usual:
-    """Seconds of a fold that has not begun."""
+def _worst(
+    history: History, workers: Sequence[WorkerStatus], step: int, steps: Optional[int]
+) -> WorkerStatus:
+    """The worker that tells the state of the run: a cause comes before its effects on others. One
+    that stands for all of them where the log tells more."""
+    last = history.last
+    are_idle = all(worker.state in IDLE for worker in workers)
+    if are_idle and last.get("event") == "end" and last["reason"] in FINISHED:
+        # Also of a run that was begun again with nothing to do, however that attempt ended; not of
+        # one that was made longer.
+        is_longer = last["reason"] == "finished" and bool(steps) and last["step"] < steps
+        if last["step"] >= step and not is_longer:
+            beat = workers[0].heartbeat if workers else None
+            return WorkerStatus(0, "finished", heartbeat=beat)
+    if are_idle and last.get("event") == "diverged":
+        return WorkerStatus(0, "diverged", last["reason"])
+    if not workers:
+        return WorkerStatus(0, "unknown", "there is no heartbeat")
+    lost_another = ending_of(WorkerLostError.exit_code).state
 
-    training_s: Optional[float]  # None if that is not known
-    validation_s: float  # 0 where `training_s` was measured, as it is with them
-    deciding_s: float  # its post-processing
-    scoring_s: Optional[float]  # with START_S; None if that is not known
+    def rank(worker: WorkerStatus) -> int:
+        if worker.state in FINE:
+            return 3
+        if worker.state == lost_another:
+            return 2
+        return 1 if worker.state == "interrupted" else 0
 
-    @classmethod
-    def of(cls, folds: Folds, taken_s: Sequence[float], begun: Sequence[RunStatus]) -> "_Usual":
-        """By the folds that are trained, which took `taken_s`, else at the pace of one that has
-        begun, else as it was predicted."""
-        validation_s = folds.validation_s or 0.0
-        scoring_s = folds.scoring_s
-        deciding_s = 0.0
-        if scoring_s is None:  # a file of an earlier version has their sum alone
-            scoring_s = folds.beside_s
-        elif folds.beside_s is not None:
-            deciding_s = folds.beside_s - validation_s - scoring_s
-        if taken_s:
-            return cls(median(taken_s), 0.0, deciding_s, scoring_s)
-        for status in begun:
-            if status.all_s is not None:
-                if status.validation:  # their seconds are in its pace
-                    validation_s = 0.0
-                return cls(status.all_s, validation_s, deciding_s, scoring_s)
-        return cls(folds.training_s, validation_s, deciding_s, scoring_s)
-
-
-def _seconds_in(worker: WorkerStatus, phase: str) -> float:
-    """For how many seconds a worker has been in a phase; 0 if it is in another, or not alive."""
-    beat = worker.heartbeat
-    if beat is None or beat.phase != phase or worker.state not in ALIVE:
-        return 0.0
-    return worker.phase_s + worker.beat_age_s
+    return min(workers, key=rank)
 
 
-def _fold_status(
-    fold: str,
+def _is_end(end: Any) -> bool:
+    return end.get("reason") in FINISHED and bool(end.get("seconds"))
+
+
+def _fold_status(fold: str, run: Path, usual_s: Optional[float], now: float) -> FoldStatus:
+    """The state of a fold; of one whose pace is not known `usual_s` seconds are left."""
+    if not ((run / "config.json").is_file() or read_heartbeats(run)):
+        return FoldStatus(fold, str(run), "waiting", 0, None, None, usual_s)
+    status = run_status(run, now, of_folds=True)
+    if status.state != "finished":
+        left_s = usual_s if status.seconds_left is None else status.seconds_left
+        return FoldStatus(fold, str(run), status.state, status.step, status.steps, None, left_s)
+    if not (last_end(run).get("reason") in FINISHED and is_scored(run)):
+        return FoldStatus(fold, str(run), "finished", status.step, status.steps, None, 0.0)
+    mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]
+    return FoldStatus(fold, str(run), "scored", status.step, status.steps, mean_dice, 0.0)
+
+
+def _advice(
     run: Path,
-    status: Optional[RunStatus],
-    usual: _Usual,
-    trains: WorkerStatus,
-) -> FoldStatus:
-    """The state of a fold, by that of its run if it has begun, and of the process that trains
-    folds."""
-    state = status.state if status else "waiting"
-    mean_dice = None
-    left_s: Optional[float]
-    if state == "finished" and last_end(run).get("reason") in FINISHED and is_scored(run):
-        state = "scored"
-        left_s = 0.0
-        mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]
-    elif state == "finished":
-        left_s = usual.scoring_s
-    else:
-        left_s = _training_left_s(status, usual)
-        if left_s is not None:
-            left_s += usual.scoring_s or 0.0
-    if left_s is not None:
-        # What no step counts: the starts of both processes, and scoring.
-        spent_s = min(_seconds_in(trains, f"training fold {fold}"), START_S / 2)
-        scoring_s = _seconds_in(trains, f"scoring fold {fold}")
-        if scoring_s:
-            spent_s = START_S / 2 + scoring_s
-        left_s = max(left_s - spent_s, 0.0)
-    step = status.step if status else 0
-    steps = status.steps if status else None
-    return FoldStatus(fold, str(run), state, step, steps, mean_dice, left_s)
+    config: Optional[RunConfig],
+    worst: WorkerStatus,
+    checkpoint: Optional[Dict[str, Any]],
+) -> str:
+    """What to do next about the worker that decides the run's state, a line; "" for nothing."""
+    state = worst.state
+    if state in ALIVE:
+        return ""
+    if state == "finished":
+        words = f"evaluate --run {run}"
+        if config and not has_test_cases(config.store):
+            words += " --split val"
+            if config.fold:
+                words += f" --weights {FOLD_WEIGHTS} --raw"
+        return f"`{words}` scores it, `report --run {run}` shows it; {ENDINGS[0].advice}"
+    if state == UNDECIDED:
+        return DECIDES
+    again = "the same command starts from step 0, as there is no checkpoint yet"
+    if checkpoint:
+        again = f"the same command continues from step {checkpoint['step']}"
+    advice = again
+    beat = worst.heartbeat
+    if state == "silent":
+        advice = f"when its process has ended, {again}"
+    elif state == "diverged" or (beat and beat.exit_code is not None):
+        code = DivergedError.exit_code if state == "diverged" else beat.exit_code
+        rates = f" with {half_rates(config)}" if config else ""
+        advice = ending_of(code).advice.format(again=again, rates=rates)
+    log = run / "logs" / f"worker-{worst.rank}.log"
+    return f"{advice}; its last lines are in {log}" if log.is_file() else advice
 
 
-def _training_left_s(status: Optional[RunStatus], usual: _Usual) -> Optional[float]:
-    """Seconds until a fold is trained and its post-processing decided, START_S aside; None if that
-    is not known."""
-    done_share = 0.0
-    if status and status.steps and status.steps_left is not None:
-        done_share = 1 - status.steps_left / status.steps
-    validations_s = usual.validation_s * (1 - done_share)
-    if status and status.seconds_left is not None:
-        steps_s = status.seconds_left
-        if status.validation:  # their seconds are in its pace
-            validations_s = 0.0
-    elif usual.training_s is not None:
-        steps_s = usual.training_s * (1 - done_share)
-    else:
-        return None
-    deciding_s = usual.deciding_s
-    if status and status.workers:
-        deciding_s = max(deciding_s - _seconds_in(status.workers[0], DECIDING), 0.0)
-    return steps_s + validations_s + deciding_s
+def _checkpoint(run: Path, now: float) -> Optional[Dict[str, Any]]:
+    for path in checkpoints(run):
+        with contextlib.suppress(OSError):  # it may be removed for a newer one at the same time
+            stat = path.stat()
+            age_s = max(0.0, now - stat.st_mtime)
+            return {"step": step_of(path), "age_s": age_s, "size_bytes": stat.st_size}
+    return None
 
 
 # --- Private helpers: the text ---
-
-
-def _heard_from(workers: Sequence[WorkerStatus]) -> str:
-    """How old the oldest heartbeat is of the workers that live on other hosts, as only that tells
-    whether they live; "" if all are of this one."""
-    elsewhere = [
-        worker for worker in workers if worker.lives and not is_of_this_place(worker.heartbeat)
-    ]
-    if not elsewhere:
-        return ""
-    oldest = max(elsewhere, key=lambda worker: worker.beat_age_s)
-    age = format_seconds(round(oldest.beat_age_s))
-    return f"{age} ago, of worker {oldest.rank} on {oldest.heartbeat.host_name}"
 
 
 def _styled(state: str) -> str:
@@ -365,16 +517,14 @@ def _cells(worker: WorkerStatus) -> Tuple[str, ...]:
     state = _styled(worker.state)
     if beat is None:
         return (str(worker.rank), state, *["-"] * 5)
-    if beat.exit_code is None:
-        phase = f"{beat.phase}, {format_seconds(round(worker.phase_s))}"
-    else:
+    phase = f"{beat.phase}, {format_seconds(round(max(0.0, beat.beat - beat.phase_since)))}"
+    now_bytes = beat.own_bytes
+    free_bytes = beat.free_bytes
+    if beat.exit_code is not None:
         phase = f"ended, code {beat.exit_code}"
-    now_bytes = None
-    free_bytes = None
-    if worker.lives:
-        free_bytes = beat.free_bytes
-        if beat.anonymous_bytes is not None:
-            now_bytes = beat.anonymous_bytes + (beat.file_bytes or 0)
+    if worker.state not in ALIVE:  # it holds no memory, as far as is known
+        now_bytes = None
+        free_bytes = None
     sizes = (now_bytes, beat.peak_bytes, beat.bound_bytes, free_bytes)
     return (str(worker.rank), state, phase, *map(_short, sizes))
 
@@ -397,19 +547,18 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         text += f", about {left} left{_until(status.seconds_left)}"
     lines = [("step", text)]
     if status.loss is not None:
-        text = f"loss {status.loss:.3f}, Dice {_dice(status.dice)}"
-        lines.append((f"mean of {status.recent_steps} steps", text))
-    if status.validation:
-        mean = status.validation.get("mean_dice")
-        text = f"Dice {_dice(status.validation.get('dice') or {})}"
-        left_out = status.validation.get("left_out_of_mean")
+        lines.append((f"mean of {RECENT} steps", f"loss {status.loss:.3f}, {_dice(status.dice)}"))
+    validation = status.validation
+    if validation:
+        text = _dice(validation.get("dice") or {})
+        left_out = validation.get("left_out_of_mean")
         if left_out:
             text += f" (no case has {listed(left_out)})"
-        if mean is not None:
-            text += f", mean {mean:.3f}"
+        if validation.get("mean_dice") is not None:
+            text += f", mean {validation['mean_dice']:.3f}"
         if status.best is not None:
             text += f", best {status.best:.3f}"
-        lines.append((f"validation after step {status.validation.get('step')}", text))
+        lines.append((f"validation after step {validation.get('step')}", text))
     if status.init:
         lines.append(("init", status.init))
     saved = status.checkpoint
@@ -418,17 +567,6 @@ def _progress(status: RunStatus) -> List[Tuple[str, str]]:
         age = format_seconds(round(saved["age_s"]))
         text = f"step {saved['step']:,}, {age} ago, {format_bytes(saved['size_bytes'])}"
     lines.append(("checkpoint", text))
-    heard = _heard_from(status.workers)
-    if heard:
-        lines.append(("heartbeat", heard))
-    beats = [worker.heartbeat for worker in status.workers if worker.lives]
-    beats = [beat for beat in beats if beat.free_bytes is not None]
-    if beats:  # the least, whose limit the table does not name
-        beat = min(beats, key=lambda beat: beat.free_bytes)
-        text = f"{format_bytes(beat.free_bytes)} free of {beat.free_of}"
-        if beat.limit_bytes:
-            text += f", {format_bytes(beat.limit_bytes)}"
-        lines.append(("memory", text))
     return lines
 
 
@@ -439,5 +577,5 @@ def _short(size_bytes: Optional[int]) -> str:
     return format_bytes(size_bytes).replace(" ", "").replace("iB", "")
 
 
-def _dice(dice: Mapping[str, float]) -> str:
-    return "  ".join(f"{name} {value:.3f}" for name, value in dice.items()) or "-"
+def _dice(dice: Dict[str, float]) -> str:
+    return "Dice " + ("  ".join(f"{name} {value:.3f}" for name, value in dice.items()) or "-")

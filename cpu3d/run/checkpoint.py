@@ -176,11 +176,7 @@ class Progress:
     trained_s: float
     """Wall time of all attempts, up to the last checkpoint."""
     validated_s: float = 0.0
-    """Of it, in validations, those that were broken off included. Earlier versions did not count
-    it."""
-    counts_absent: bool = True
-    """Whether regions that no held-out case has are in the mean Dice, by which the best weights are
-    chosen. They were in earlier versions, whose runs go on so."""
+    """Of it, in validations, those that were broken off included."""
 
     def is_over(self, config: RunConfig, steps: int) -> bool:
         """Whether the last of a run's steps is done or patience has run out: no step is left."""
@@ -201,7 +197,6 @@ def at_the_start() -> Progress:
         stale_validations=0,
         owes_validation=False,
         trained_s=0.0,
-        counts_absent=False,
     )
 
 
@@ -314,9 +309,12 @@ def writing(run: Path, problem: str) -> Iterator[None]:
         yield
     except OSError as error:
         saved = checkpoints(run)
-        kept = f"{saved[0]} is whole" if saved else "there is no checkpoint yet"
-        todo = "free disk space, then the same command continues"
-        raise OSError(f"{problem}: {fault_of(error)}; {kept}; {todo}") from error
+        todo = "free disk space, then the same command starts again: there is no checkpoint yet"
+        if saved:
+            step = step_of(saved[0])
+            todo = "free disk space, then the same command continues from the last whole checkpoint"
+            todo += f", that of step {step}"
+        raise OSError(f"{problem}: {fault_of(error)}; {todo}") from error
 
 
 def step_of(path: Path) -> int:

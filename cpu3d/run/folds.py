@@ -34,9 +34,6 @@ class Folds:
     training_s: Optional[float] = None  # predicted, of the steps of a fold
     # Predicted, of its validations, of its post-processing and of scoring it.
     beside_s: Optional[float] = None
-    # Predicted parts of that, the latter with START_S; None in a file of an earlier version.
-    validation_s: Optional[float] = None
-    scoring_s: Optional[float] = None
 
     @property
     def names(self) -> List[str]:

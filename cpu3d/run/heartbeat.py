@@ -58,18 +58,10 @@ class Heartbeat:
     step: int  # steps done
     steps: int  # of the run; 0 if that is not known
     longest_step_s: Optional[float] = None  # of this attempt; the first compiles the step
-    # The process's own data; None if the system does not show it.
-    anonymous_bytes: Optional[int] = None
-    file_bytes: Optional[int] = None  # mapped files
-    swapped_bytes: Optional[int] = None
-    peak_bytes: Optional[int] = None  # the most that was in memory, files included
+    own_bytes: Optional[int] = None  # in the process's memory; None if the system does not show it
+    peak_bytes: Optional[int] = None  # the most that was there, files included
     bound_bytes: Optional[int] = None  # the plan's upper bound
-    free_bytes: Optional[int] = None  # left by the tightest limit, `free_of`
-    free_of: str = ""
-    limit_bytes: Optional[int] = None  # its size
-    checkpoint_step: Optional[int] = None  # of the last checkpoint of this attempt
-    checkpoint_time: Optional[float] = None
-    stalled: str = ""  # why the worker counts as hanging, in a sentence
+    free_bytes: Optional[int] = None  # left by the tightest limit
     stop: str = ""  # why the run is to stop after this step
     reason: str = ""  # how it ended, in a sentence or a word; "" while it runs
     exit_code: Optional[int] = None  # of the process; None while it runs
@@ -100,11 +92,6 @@ def read_heartbeats(run: Path) -> Dict[int, Any]:
     return heartbeats
 
 
-def read_heartbeat(run: Path, rank: int) -> Any:
-    """A worker's Heartbeat, or a str, the problem of its file."""
-    return _read(heartbeat_path(run, rank))
-
-
 class Life(enum.Enum):
     """What is known of a worker that has noted no end."""
 
@@ -115,7 +102,7 @@ class Life(enum.Enum):
 
 def life_of(run: Path, beat: Heartbeat, now: float) -> Life:
     """Whether the worker of a heartbeat is alive."""
-    if _has_ended(beat):
+    if is_of_this_place(beat) and beat.process_start and not is_here(beat):
         return Life.ENDED
     if beat_age_s(run, beat, now) > SILENT_S:
         return Life.SILENT
@@ -174,28 +161,6 @@ def is_suspended(pid: int) -> bool:
 
 
 # --- Private helpers ---
-
-
-def _has_ended(beat: Heartbeat) -> bool:
-    """Whether the heartbeat's process is known to have ended: it ran at this place, where there is
-    none of that pid and start."""
-    if not is_of_this_place(beat) or not beat.process_start:
-        return False
-    start = process_start(beat.pid)
-    if start is None:
-        return not _is_of_another_user(beat.pid)
-    return start != beat.process_start
-
-
-def _is_of_another_user(pid: int) -> bool:
-    """Whether there is a process of another user: /proc may hide it (its option hidepid)."""
-    try:
-        os.kill(pid, 0)
-    except PermissionError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 def _read(path: Path) -> Any:

@@ -5,21 +5,18 @@ with a warning, so that every event that is read holds these types."""
 
 import codecs
 import contextlib
-import io
 import json
 import os
 from pathlib import Path
 from typing import (
     Annotated,
     Any,
-    BinaryIO,
     Callable,
     Dict,
     Iterator,
     List,
     Mapping,
     Optional,
-    Tuple,
 )
 
 import msgspec
@@ -27,11 +24,11 @@ from msgspec import Meta
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from cpu3d.run.summary import COURSE, RECENT, Event, Pace
+from cpu3d.run.summary import COURSE, Event, Pace
 from cpu3d.util.atomic import atomic_write, sync, sync_folder
 from cpu3d.util.progress import columns, say
 from cpu3d.util.records import count
-from memory_estimator.common.files import open_regular
+from memory_estimator.common.files import read_regular
 from memory_estimator.common.units import counted, format_bytes, format_seconds
 
 # The reasons in the last line of a run that is over; others were stopped.
@@ -92,9 +89,6 @@ KINDS: Dict[str, Dict[str, Any]] = {
 NEEDED = ("event", "step", "mean_dice", "reason")
 """The fields that an event must have, if its kind has them. All else may be missing."""
 
-STEP_LINE = b'{"event": "step"'  # the begin of a step's line, as `append_event` writes it
-BLOCK_BYTES = 2**16  # read at a time from the end of a log
-
 # --- The file ---
 
 
@@ -113,75 +107,61 @@ def flush_log(run: Path) -> None:
     sync_folder(run)
 
 
-def iter_events(run: Path, steps: Optional[int] = None) -> Iterator[Event]:
-    """The events of a run, in order, one at a time, so that a log of any length takes the memory of
-    an event. Of those of steps only the last `steps`, if that is given: quick on a long log.
-
-    A line that is no event is left out, with one warning for all at the end; a last line that was
-    cut off without one. What is logged meanwhile is not read.
-    """
-    for _, _, event in _checked(_path(run), steps):
-        yield event
-
-
-def read_events(run: Path, steps: Optional[int] = None) -> List[Event]:
-    """All that `iter_events` gives, for a log that is known to be short."""
-    return list(iter_events(run, steps))
-
-
-def recent_events(run: Path) -> Iterator[Event]:
-    """All events but those of steps, and of these the last RECENT."""
-    return iter_events(run, steps=RECENT)
+def read_events(run: Path) -> List[Event]:
+    """The events of a run, in order. A line that is no event is left out, with one warning for all
+    of them; a last line that was cut off without one."""
+    lines = _read(run).splitlines(keepends=True)
+    events = []
+    wrong = []
+    for number, line in enumerate(lines, 1):
+        try:
+            events.append(_event(line))
+        except NO_EVENT as error:
+            if line.endswith(b"\n"):
+                wrong.append(f"line {number}: {error}")
+    if wrong:
+        got = f"{count(wrong, 'line')} with none, such as {wrong[0]}"
+        say(f"warning: log {_path(run)} must hold events alone, got {got}; left out")
+    return events
 
 
 def last_event(run: Path, *kinds: str) -> Event:
-    """The last event of a run, or the last of these kinds; {} if there is none. It is looked for
-    from the end of the file, so it is quick however long the log is."""
-    with _opened(_path(run)) as (file, size):
-        for _, line in _lines_from_end(file, size):
-            if kinds and "step" not in kinds and line.startswith(STEP_LINE):
-                continue
-            with contextlib.suppress(*NO_EVENT):
-                event = _event(line)
-                if not kinds or event["event"] in kinds:
-                    return event
+    """The last event of a run, or the last of these kinds; {} if there is none."""
+    for line in reversed(_read(run).splitlines()):
+        with contextlib.suppress(*NO_EVENT):
+            event = _event(line)
+            if not kinds or event["event"] in kinds:
+                return event
     return {}
 
 
 def last_end(run: Path) -> Event:
     """The event that ended the last attempt; {} if it has not ended, or was killed."""
     last = last_event(run, *COURSE)
-    if last.get("event") != "end":
-        return {}
-    return last
+    return last if last.get("event") == "end" else {}
 
 
 def forget_after(run: Path, step: int, *, owes_validation: bool = False) -> None:
     """Drop what a run logged after `step`, the checkpoint that it continues from, and torn lines;
     the validation of `step` too if the checkpoint is from before it."""
-    path = _path(run)
-
-    def is_kept(event: Event) -> bool:
+    content = _read(run)
+    lines = []
+    for line in content.splitlines():
+        try:
+            event = _event(line)
+        except NO_EVENT:
+            continue
         kind = event["event"]
-        if kind == "diverged" or event["step"] > step:
-            return False
-        return not (owes_validation and kind == "validation" and event["step"] == step)
-
-    end = 0  # of the lines that are kept
-    for begin, line, event in _checked(path):
-        if is_kept(event):
-            if begin > end or not line.endswith(b"\n"):
-                break  # something before it is dropped, or its end is missing
-            end += len(line)
-    else:
-        # As a rule all that goes is at the end. Then no second file of that size is written.
-        if path.exists() and end < path.stat().st_size:
-            os.truncate(path, end)
+        is_repeated = owes_validation and kind == "validation" and event["step"] == step
+        if kind != "diverged" and event["step"] <= step and not is_repeated:
+            lines.append(line + b"\n")
+    kept = b"".join(lines)
+    if content.startswith(kept):  # as a rule: then no second file of that size is written
+        if kept != content:
+            os.truncate(_path(run), len(kept))
         return
-    with atomic_write(path) as file:
-        for _, line, event in _checked(path):
-            if is_kept(event):
-                file.write(line.rstrip(b"\n") + b"\n")
+    with atomic_write(_path(run)) as file:
+        file.write(kept)
 
 
 # --- What a person watches ---
@@ -193,7 +173,7 @@ def shown(
 ) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     """Yields a function that shows an event of the log on stderr, as a bar on a terminal."""
     console = Console(stderr=True)
-    pace = Pace(recent_events(run))
+    pace = Pace(read_events(run))
     state_column = TextColumn("{task.fields[state]}", markup=False)
     shows = columns(state_column, left=TextColumn("{task.fields[left]}"))
     bar = Progress(*shows, console=console, disable=not console.is_terminal)
@@ -278,73 +258,7 @@ def _path(run: Path) -> Path:
     return Path(run) / "log.jsonl"
 
 
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Tuple[BinaryIO, int]]:
-    """Yields a log and the size that it has now; an empty one if there is none."""
-    if not path.exists():
-        yield io.BytesIO(), 0
-        return
-    with os.fdopen(open_regular(path), "rb") as file:
-        yield file, os.fstat(file.fileno()).st_size
-
-
-def _checked(path: Path, steps: Optional[int] = None) -> Iterator[Tuple[int, bytes, Event]]:
-    """The events of a log, each with where its line begins and the line; else as `iter_events`."""
-    wrong = 0  # lines
-    example = ""
-    with _opened(path) as (file, size):
-        steps_from = 0 if steps is None else _begin_of_last_steps(file, size, steps)
-        file.seek(0)
-        end = 0
-        for number, line in enumerate(file, 1):
-            begin = end
-            end += len(line)
-            if begin >= size:
-                break
-            if begin < steps_from and line.startswith(STEP_LINE):
-                continue
-            try:
-                event = _event(line)
-            except NO_EVENT as error:
-                if line.endswith(b"\n"):
-                    wrong += 1
-                    example = example or f"line {number}: {error}"
-                continue
-            yield begin, line, event
-    if wrong:
-        got = f"{count(wrong, 'line')} with none, such as {example}"
-        say(f"warning: log {path} must hold events alone, got {got}; left out")
-
-
-def _begin_of_last_steps(file: BinaryIO, size: int, steps: int) -> int:
-    """Where the first of the last `steps` lines of steps begins; `size` for no steps."""
-    first = size
-    for begin, line in _lines_from_end(file, size):
-        if steps == 0:
-            break
-        if line.startswith(STEP_LINE):
-            first = begin
-            steps -= 1
-    return first
-
-
-def _lines_from_end(file: BinaryIO, size: int) -> Iterator[Tuple[int, bytes]]:
-    """The lines of the first `size` bytes of a file, the last one first, each with where it begins.
-    What follows the last line break is the first of them, empty or not."""
-    block = BLOCK_BYTES
-    rest = b""  # of a line whose begin is not read yet
-    begin = size
-    while begin > 0:
-        length = min(block, begin)
-        begin -= length
-        file.seek(begin)
-        rest = file.read(length) + rest
-        if begin > 0 and b"\n" not in rest:
-            block *= 2  # so that a line of any length is joined a few times, not thousands
-            continue
-        rest, *lines = rest.split(b"\n")
-        start = begin + len(rest) + 1 + sum(len(line) + 1 for line in lines)
-        for line in reversed(lines):
-            start -= len(line) + 1
-            yield start, line
-    yield 0, rest
+def _read(run: Path) -> bytes:
+    """The content of a log; empty if there is none."""
+    path = _path(run)
+    return read_regular(path) if path.exists() else b""

@@ -1,6 +1,6 @@
 """The start of a run from the weights of another, `train --init`.
 
-    transfer = open_transfer(config, store)     # checked; nothing is computed
+    transfer = open_transfer(config)            # checked; nothing is computed
     for row in init_rows(transfer.record): ...  # what is taken, for people
     array = transfer.first("model/000", fresh)  # a first weight of the new run
 
@@ -9,25 +9,20 @@ head its columns to regions: they are matched by these names. A new channel is z
 that the network answers as it did before; a new region is fresh. Of a first convolution that shares
 no channel all is fresh. No TensorFlow."""
 
-import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Collection, Dict, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.cases.resample import in_mm
 from cpu3d.data.datasets.names import channel_key
-from cpu3d.data.fold import with_fold
-from cpu3d.data.manifest import CaseRecord
 from cpu3d.data.normalise import of_all
 from cpu3d.data.region import Array
-from cpu3d.data.store import Store, open_store
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.checkpoint import BEST, DamagedCheckpointError, weights_file
 from cpu3d.run.config_json import load_config
-from cpu3d.run.log import iter_events
 from cpu3d.run.trained_weights import RunWeights, run_weights
 from cpu3d.settings import InitRecord, RunConfig
 from cpu3d.util.records import count, listed
@@ -43,7 +38,6 @@ OF_RUN = ("channels", "outputs", "seed", "dtype", "policy", "deep_supervision")
 the first convolution and the heads."""
 DIGITS = 12  # of a SHA-256 that are shown
 SEEN = "held-out cases"  # the name of the row on what weights have seen
-MOST_NAMED = 5  # cases of a list that are shown
 
 
 @dataclass(frozen=True)
@@ -63,9 +57,9 @@ class Transfer:
         return piece.placed(self._weights.arrays[piece.array], fresh)
 
 
-def open_transfer(config: RunConfig, store: Store) -> Transfer:
-    """The weights that the run of `config` on `store` starts from. Their file stays open: it may be
-    replaced meanwhile.
+def open_transfer(config: RunConfig) -> Transfer:
+    """The weights that the run of `config` starts from. Their file stays open: it may be replaced
+    meanwhile.
 
     Raises InputError if they are missing or damaged, and for another network, naming what differs.
     """
@@ -96,7 +90,7 @@ def open_transfer(config: RunConfig, store: Store) -> Transfer:
         regions=tuple(name for name in config.regions if name not in new_regions),
         new_regions=new_regions,
         are_named=source.config is not None,
-        seen=_seen(store, config.fold, source.run),
+        seen=_has_seen(config, source.config, weights.state["split_hash"]),
         warnings=_other_inputs(config, old),
     )
     return Transfer(record, weights, pieces)
@@ -159,17 +153,16 @@ def leak(record: Optional[InitRecord]) -> str:
         return ""
     rule = "--init must hold weights that were not trained on the held-out patients"
     todo = "start from a run of the same fold, or from weights of other patients"
-    return f"{rule}, got {record.file}, trained on {_some(record.seen)}; {todo}"
+    return f"{rule}, got {record.file}, of another fold of the same split; {todo}"
 
 
 def seen_words(record: InitRecord) -> str:
     """Whether a run's first weights have seen its held-out patients."""
     if record.seen is None:
         return "not known whether these weights were trained on their patients"
-    if not record.seen:
-        return "these weights were trained on none of their patients"
-    effect = "their scores will be too good"
-    return f"these weights were trained on the patients of {_some(record.seen)}: {effect}"
+    if record.seen:
+        return "these weights were trained on some of their patients: their scores are too good"
+    return "these weights are of the same split: they were trained on none of their patients"
 
 
 # --- Private helpers: the source ---
@@ -249,6 +242,16 @@ def _differences(old: UNetConfig, new: UNetConfig, init: str) -> List[str]:
         return []
     rule = f"the network must be that of --init {init}"
     return [f"{rule}, got {listed(differing)}; give the same settings, or leave --init out"]
+
+
+def _has_seen(new: RunConfig, old: Optional[RunConfig], split_hash: str) -> Optional[bool]:
+    """Whether weights of a run `old`, None for a file alone, were trained on cases that `new` holds
+    out. Known only of runs of the same split, with the weights that they started from."""
+    if old is None or split_hash != new.split_hash:
+        return None
+    if old.fold != new.fold:
+        return True
+    return False if old.init_record is None else old.init_record.seen
 
 
 # --- Private helpers: what is taken ---
@@ -344,98 +347,6 @@ def _other_inputs(new: RunConfig, old: RunConfig) -> Tuple[str, ...]:
     return tuple(lines)
 
 
-# --- Private helpers: what the weights have seen ---
-
-
-def _seen(store: Store, fold: str, run: Optional[Path]) -> Optional[Tuple[str, ...]]:
-    """The held-out cases of a fold whose patients the weights of a run were trained on, or those
-    that it had started from itself. None if no such case is known and not all is known."""
-    own = list(store.manifest.cases)
-    split = with_fold(store, fold).manifest.split
-    held_out = {*split["val"], *split["test"]}
-    seen: Set[str] = set()
-    is_known = True
-    for trained in _lineage(run, store):
-        if trained is None or not trained.shares_images(own):
-            is_known = False
-        if trained is not None:
-            seen |= trained.cases_of(own, held_out)
-    return tuple(sorted(seen)) if seen or is_known else None
-
-
-@dataclass(frozen=True)
-class _Trained:
-    """The cases that a run was trained on."""
-
-    cases: Sequence[CaseRecord]
-    store: Sequence[CaseRecord]  # all cases of its store
-
-    def shares_images(self, own: Sequence[CaseRecord]) -> bool:
-        """Whether a store has an image of this run's store. Else its patients may be the same, but
-        were prepared otherwise."""
-        all_images = {case.image_voxels_sha256 for case in self.store}
-        return any(case.image_voxels_sha256 in all_images for case in own)
-
-    def cases_of(self, own: Sequence[CaseRecord], wanted: Collection[str]) -> Set[str]:
-        """The `wanted` cases of a store that are of these patients. Stores that share no image may
-        call different patients the same."""
-        images = {case.image_voxels_sha256 for case in self.cases}
-        patients: Set[str] = set()
-        if self.shares_images(own):
-            patients = {case.patient_id for case in self.cases}
-        return {
-            case.case_id
-            for case in own
-            if case.case_id in wanted
-            and (case.image_voxels_sha256 in images or case.patient_id in patients)
-        }
-
-
-def _lineage(run: Optional[Path], store: Store) -> Iterator[Optional[_Trained]]:
-    """What a run was trained on, then the run whose weights it started from, and so on; None for
-    one of which it is not known."""
-    visited: Set[Path] = set()
-    while True:
-        config = None
-        if run is not None and run not in visited:
-            with contextlib.suppress(InputError, OSError):
-                config = load_config(run)
-        if run is None or config is None:
-            yield None
-            return
-        visited.add(run)
-        yield _trained(run, config, store)
-        if config.init_record is None:
-            return
-        run = _run_of(Path(config.init_record.file))
-
-
-def _trained(run: Path, config: RunConfig, store: Store) -> Optional[_Trained]:
-    """The training cases of a run: those of its store's split, or if the store has got new cases
-    since, those in its log."""
-    try:
-        if store.manifest.split_hash != config.split_hash:
-            store = open_store(config.store)
-        if store.manifest.split_hash == config.split_hash:
-            ids = set(with_fold(store, config.fold).manifest.split["train"])
-        else:
-            ids = _ids_of_log(run)
-    except (InputError, OSError):
-        return None
-    known = list(store.manifest.cases)
-    cases = [case for case in known if case.case_id in ids]
-    return _Trained(cases, known) if cases else None
-
-
-def _ids_of_log(run: Path) -> Set[str]:
-    """The cases of the steps in a run's log."""
-    ids: Set[str] = set()
-    for event in iter_events(run):
-        names = event.get("case_id", "")
-        ids.update((names, *names.split(" ")))
-    return ids
-
-
 # --- Private helpers: words ---
 
 
@@ -446,11 +357,3 @@ def _kept_and_new(kept: Sequence[str], new: Sequence[str], first: str) -> str:
     if new:
         parts.append(f"{', '.join(new)} new, {first}")
     return "; ".join(parts)
-
-
-def _some(case_ids: Sequence[str]) -> str:
-    """A number of cases, the first of them by name."""
-    named = ", ".join(case_ids[:MOST_NAMED])
-    if len(case_ids) > MOST_NAMED:
-        named += ", ..."
-    return f"{count(case_ids, 'held-out case')} ({named})"

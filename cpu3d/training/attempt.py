@@ -8,7 +8,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
 
-from cpu3d.checks import learnable
 from cpu3d.distributed.all_reduce import Exchange
 from cpu3d.distributed.cluster import Cluster
 from cpu3d.host.apply import in_force
@@ -16,6 +15,7 @@ from cpu3d.host.memory import reserve
 from cpu3d.host.speed import Observer, computes_as_predicted
 from cpu3d.host.thread_plan import ThreadPlan, describe
 from cpu3d.plan import Plan, save_plan, with_forecast
+from cpu3d.plan_text import learnable
 from cpu3d.run.config_json import save_config
 from cpu3d.run.log import flush_log, last_event
 from cpu3d.settings import RunConfig
@@ -71,7 +71,6 @@ class Attempt:
             bound_bytes=forecast.upper_bound_bytes if forecast else None,
             save_bytes=fit.learner.largest_bytes,
             here=len(self.cluster.local_ranks),
-            stall_minutes=fit.config.stall_minutes,
         )
         if fit.config.has_open_length:
             self._fit_budget(fit)

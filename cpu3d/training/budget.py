@@ -12,9 +12,7 @@ from cpu3d.settings import RunConfig
 
 def cut(config: RunConfig, *, step: int, steps: int) -> RunConfig:
     """A run that has done `step` steps, with `steps` in all; no full step becomes coarse."""
-    config = dataclasses.replace(config, steps=steps)
-    coarse = min(config.with_coarse_share(steps).coarse_steps, config.coarse_steps)
-    return dataclasses.replace(config, coarse_steps=max(coarse, min(step, config.coarse_steps)))
+    return dataclasses.replace(config.shortened(step, steps), steps=steps)
 
 
 def steps_within(

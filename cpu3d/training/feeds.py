@@ -12,7 +12,7 @@ from cpu3d.data.sampling import ALL, Share, sample_at
 from cpu3d.data.source import Batches, open_reading, patch_dataset, volume_dataset
 from cpu3d.data.store import Store, case_region
 from cpu3d.decisions import volume_shape
-from cpu3d.settings import RunConfig, left_open
+from cpu3d.settings import RunConfig
 
 # Patches prepared at a time if a card computes and the CPU is free for them.
 PREPARING_FOR_A_CARD = 4
@@ -38,7 +38,6 @@ class Feeds:
         self.reader = reader or open_reading(
             store,
             [split for split in ("train", "val") if store.manifest.split[split]],
-            read_mode=left_open(config.read_mode),
             share=share,
         )
         self.volume_shape = volume_shape(store, config)  # voxels X, Y, Z of a whole volume
@@ -75,7 +74,6 @@ class Feeds:
                 self._store,
                 config.grid,
                 sampling="foreground",
-                foreground=config.foreground,
                 threads=1 if config.device == "cpu" else PREPARING_FOR_A_CARD,
                 **options,
             )

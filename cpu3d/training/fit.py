@@ -14,7 +14,7 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import numpy as np
 import psutil
@@ -71,7 +71,6 @@ class Fit:
         self.config = plan.config
         self.steps_per_epoch = plan.steps_per_epoch
         self.steps = plan.steps
-        self._rate_growth = plan.rate_growth
         self._least_steps = plan.least_steps
         self._transfer = plan.transfer
         self._exchange = exchange
@@ -337,7 +336,7 @@ class Fit:
         return outcome, time.perf_counter() - begin
 
     def _is_validation_step(self, step: int) -> bool:
-        return self.config.validates_after(step, self.steps, self.steps_per_epoch)
+        return self.config.validates_after(step, self.steps)
 
     def _validate(self, wish: Wish) -> Stop:
         """Score the held-out volumes, and keep the weights of the best mean Dice so far; returns as
@@ -351,9 +350,7 @@ class Fit:
             return stop
         progress = self.progress
         dice = dict(zip(self.config.regions, map(float, scores.dice)))
-        left_out: Sequence[str] = ()
-        if not progress.counts_absent:
-            left_out = left_out_of_mean(self.store.cases("val"), self.config.codes_by_region)
+        left_out = left_out_of_mean(self.store.cases("val"), self.config.codes_by_region)
         mean_dice = float(np.mean([dice[name] for name in dice if name not in left_out]))
         is_coarse = self.learner.config.is_coarse
         is_first_in_full = progress.best_is_coarse and not is_coarse
@@ -414,8 +411,7 @@ class Fit:
         has diverged is not saved."""
         with contextlib.suppress(OSError):  # the error has the same message
             self.log("diverged", reason=reason)
-        rates = half_rates(self.config, growth=self._rate_growth)
-        return diverged_error(reason, self.folder, rates, first)
+        return diverged_error(reason, self.folder, half_rates(self.config), first)
 
     def _save_best(self) -> None:
         if self._exchange.is_chief:
@@ -469,12 +465,9 @@ class Fit:
         has_cases = bool(self.store.cases("val"))
         restart = find_restart(
             self.folder,
-            self.config,
-            steps=self.steps,
             has_cases=has_cases,
             exchange=self._exchange,
         )
-        self.config = restart.config
         self.progress = restart.progress
         self._owes_first_save = bool(self.config.init) and restart.is_new
         self._saved_step = self.step

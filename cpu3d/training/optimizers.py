@@ -17,6 +17,7 @@ from models.optimizers import BETA_1, BETA_2, EPSILON, OPTIMIZERS, Weight, decay
 # five times.
 ITERATION = (3.4445, -4.7750, 2.0315)
 TIMES = 5
+ADAM_SCALE = 1.5  # Adam's rate, of norms, biases and the head, as a share of Muon's
 
 
 @tf.keras.utils.register_keras_serializable("cpu3d")
@@ -185,7 +186,7 @@ class Muon(RuleOptimizer):
     def __init__(
         self,
         learning_rate: float = 0.02,
-        adam_scale: float = 1.5,
+        adam_scale: float = ADAM_SCALE,
         *,
         name: str = "Muon",
         **options: Any,
@@ -204,7 +205,7 @@ def optimizer_of(config: RunConfig) -> tf.keras.optimizers.Optimizer:
     """A new optimizer with the settings of a run."""
     rate = config.peak_rate
     optimizer = OPTIMIZERS[config.optimizer]
-    scale = config.adam_rate / rate if optimizer.has_two_rates else 1.0
+    scale = ADAM_SCALE if optimizer.has_two_rates else 1.0
     return RuleOptimizer(config.optimizer, rate, scale, kernel_decay=config.weight_decay)
 
 

@@ -155,14 +155,8 @@ class Pulse:
             sample = take_sample()
         except Exception:  # the watch over a training says so
             return
-        now = self.now
-        now.free_of = sample.tightest
-        least = sample.rooms[now.free_of]
-        now.free_bytes = least.free_bytes
-        now.limit_bytes = least.total_bytes
-        now.anonymous_bytes = sample.own_bytes - sample.swapped_bytes
-        now.swapped_bytes = sample.swapped_bytes
-        now.file_bytes = sample.file_bytes
+        self.now.free_bytes = min(room.free_bytes for room in sample.rooms.values())
+        self.now.own_bytes = sample.own_bytes - sample.swapped_bytes + sample.file_bytes
 
 
 def how_it_ended(error: BaseException) -> Tuple[str, int]:

@@ -9,26 +9,20 @@ from typing import Optional
 from cpu3d.distributed.all_reduce import Exchange, text_from_chief
 from cpu3d.errors import InputError
 from cpu3d.run.checkpoint import Checkpoint, Progress, at_the_start, lost_best, newest, progress_of
-from cpu3d.run.config_json import continued
-from cpu3d.settings import RunConfig
-from memory_estimator.common.files import typed
 
 
 @dataclass(frozen=True)
 class Restart:
     """Where a run goes on."""
 
-    config: RunConfig  # with the coarse steps that it was saved with, as far as they are done
     progress: Progress
     is_new: bool  # no checkpoint was found
     checkpoint: Optional[Checkpoint] = None  # the chief's alone
     lost: str = ""  # what is wrong with the best weights, if they are lost
 
 
-def find_restart(
-    run: Path, config: RunConfig, *, steps: int, has_cases: bool, exchange: Exchange
-) -> Restart:
-    """Where a run of `steps` steps goes on; `has_cases` is whether cases are held out for its
+def find_restart(run: Path, *, has_cases: bool, exchange: Exchange) -> Restart:
+    """Where a run goes on; `has_cases` is whether cases are held out for its
     validations. Best weights that are lost are forgotten: those of the checkpoint are validated
     and take their place. Raises InputError for a checkpoint without a run's state."""
     checkpoint = newest(run) if exchange.is_chief else None
@@ -41,15 +35,12 @@ def find_restart(
         checkpoint.state.update(best=None, best_is_coarse=False, owes_validation=True)
     text = text_from_chief(exchange, json.dumps(checkpoint.state) if checkpoint else "")
     if not text:
-        return Restart(config, at_the_start(), is_new=True)
+        return Restart(at_the_start(), is_new=True)
     try:
-        state = json.loads(text)
-        progress = progress_of(state)
-        coarse_steps = typed(state.get("coarse_steps"), int, "state.coarse_steps")
+        progress = progress_of(json.loads(text))
     except ValueError as error:
         name = str(checkpoint.path) if checkpoint else "of the chief"
         raise InputError(
             f"checkpoint {name} must hold a run's state, got {error}; delete it"
         ) from None
-    config = continued(config, step=progress.step, steps=steps, saved_coarse_steps=coarse_steps)
-    return Restart(config, progress, is_new=False, checkpoint=checkpoint, lost=lost)
+    return Restart(progress, is_new=False, checkpoint=checkpoint, lost=lost)

@@ -27,9 +27,6 @@ import os
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, Optional
 
-from cpu3d.checks import check_length, check_run, learnable
-from cpu3d.chosen import SETTINGS, TRAIN_OPTIONS
-from cpu3d.chosen import TrainOptions as Options
 from cpu3d.data.datasets.dataset_json import NAME as DATASET_JSON
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.folder import SOURCE
@@ -41,11 +38,12 @@ from cpu3d.host.apply import engine_name, set_up
 from cpu3d.host.gpu import HostGpus, fits_memory
 from cpu3d.host.thread_plan import host_share
 from cpu3d.plan import Plan, make_plan
-from cpu3d.plan_text import plan_lines
+from cpu3d.plan_text import check_run, learnable, plan_lines
 from cpu3d.run.checkpoint import BEST, checkpoints, is_trained
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import RunConfig, left_open
+from cpu3d.settings import SETTINGS, TRAIN_OPTIONS, RunConfig, left_open
+from cpu3d.settings import TrainOptions as Options
 from cpu3d.training.pulse import Pulse
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
@@ -127,7 +125,7 @@ def show_plan(options: Options, settings: Dict[str, Any]) -> None:
     else:
         say(*plan_lines(plan, call.host), stderr=False)
         warning, _ = learnable(plan)
-        if warning and plan.saved is None:
+        if warning and not plan.continues:
             say(warning, stderr=False)
     steps = 0 if plan.config.has_open_length else plan.steps
     if not is_trained(options.run, steps):  # one that is takes no memory
@@ -230,7 +228,6 @@ class _Call:
             workers=self.cluster.workers,
             force=self.force,
         )
-        check_length(self._plan, self.settings)
         return self._plan
 
     def decide(self) -> None:
@@ -241,7 +238,7 @@ class _Call:
             say(*plan_lines(self.plan, self.host))
             self.engine = left_open(self.plan.config.engine)
             self.device = self.plan.config.device
-            if self.plan.saved is None:
+            if not self.plan.continues:
                 self.refuse_what_does_not_fit()
         elif "engine" not in self.settings and (self.folder / "config.json").is_file():
             self.engine = left_open(load_config(self.folder).engine)
@@ -269,7 +266,7 @@ def _smaller(plan: Plan) -> str:
     """What takes less memory than a plan."""
     if not plan.config.is_patch:
         return "a leaner --policy, or fewer --filters in another folder"
-    place = " in another folder" if plan.saved else ""
+    place = " in another folder" if plan.continues else ""
     return f"a smaller --patch{place}"
 
 

@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 from cpu3d.errors import MemoryRunsOutError, WorkerLostError
@@ -96,10 +95,11 @@ class MemoryFloor:
 SAMPLE_EVERY_S = 0.5
 SAMPLE_SOON_S = 0.05
 
-# A process hangs when no progress is noted for longer than `stall_minutes` and than so many times
-# the longest silence so far.
+STALL_S = 900.0
+# A process hangs when no progress is noted for longer than STALL_S and than so many times the
+# longest silence so far.
 LONGER_THAN_BEFORE = 10
-# A phase that is new, such as the step that compiles, may take so many times the minutes.
+# A phase that is new, such as the step that compiles, may take so many times as long.
 FIRST_TIME = 4
 # A wait for other workers may take so many times as long as any of their phases: the worker that
 # hangs is found first, and the chief can save.
@@ -110,11 +110,19 @@ class Guard:
     """A context manager around a training, within that of its pulse. Outside of its block it
     watches nothing."""
 
-    def __init__(self, pulse: Pulse, *, end: Callable[[int], Any] = os._exit):
+    def __init__(
+        self,
+        pulse: Pulse,
+        *,
+        end: Callable[[int], Any] = os._exit,
+        stall_s: float = STALL_S,
+    ):
         """`end(exit_code)` ends the process."""
         self._pulse = pulse
         self.now = pulse.now
         self._end = end
+        self._stall_s = stall_s
+        self._saved_step: Optional[int] = None  # of the last checkpoint of this attempt
         # How long the watch has watched, now and at the last progress: without the time of a
         # suspended process.
         self._awake_s = 0.0
@@ -155,17 +163,14 @@ class Guard:
         *,
         step: int = 0,
         steps: int = 0,
-        stall_minutes: float = 15.0,
         bound_bytes: Optional[int] = None,
         save_bytes: int = 0,
         here: int = 1,
     ) -> None:
-        """Set the facts of the run; with 0 `stall_minutes` nothing counts as hanging. The last
-        three are MemoryFloor's."""
+        """Set the facts of the run; the last three are MemoryFloor's."""
         self.now.step = step
         self.now.steps = steps
         self.now.bound_bytes = bound_bytes
-        self._stall_s = 60 * stall_minutes
         self._floor = MemoryFloor(bound_bytes, save_bytes, here)
         self._pulse.write_soon()
 
@@ -182,8 +187,7 @@ class Guard:
 
     def saved(self, step: int) -> None:
         """Note a checkpoint that is on the disk."""
-        self.now.checkpoint_step = step
-        self.now.checkpoint_time = time.time()
+        self._saved_step = step
 
     def note_end(self, reason: str) -> None:
         """Note why a run is over: from now on nothing stops or ends it."""
@@ -217,7 +221,7 @@ class Guard:
             self._pulse.say_once("stop", f"warning: {why}; saving after this step, then ending")
             self._pulse.write_soon()
         silent_s = self._awake_s - self._called_at_s
-        if self._stall_s and silent_s > self.allowed_s(now.phase):
+        if silent_s > self.allowed_s(now.phase):
             self._stall(silent_s)
 
     def _watch(self) -> None:
@@ -234,7 +238,7 @@ class Guard:
         if now.workers > 1:
             name = f"worker {now.rank} of {now.workers}"
         within = format_seconds(self.allowed_s(now.phase))
-        now.stalled = (
+        why = (
             f"{name} must make progress within {within}, got none for {format_seconds(silent_s)}, "
             f"{now.phase}; look at the stacks in its log, and whether file systems and other "
             "workers answer. The same command continues from the last checkpoint"
@@ -242,11 +246,11 @@ class Guard:
         of_no_file = (OSError, ValueError, AttributeError)  # errors of a stderr that is none
         with contextlib.suppress(*of_no_file):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        self._end_at_once(now.stalled, WorkerLostError.exit_code)
+        self._end_at_once(why, WorkerLostError.exit_code)
 
     def _end_at_once(self, why: str, exit_code: int) -> None:
         """Print and note why, and end the process, even if the console or the file hangs."""
-        step = self.now.checkpoint_step
+        step = self._saved_step
         good = "" if step is None else f"; the checkpoint of step {step} is good"
         self._pulse.last_words(f"error: {why}{good}; ending at once", why, exit_code)
         self._end(exit_code)

@@ -40,7 +40,6 @@ SMALL = {
     "depth": 2,
     "dtype": "float32",
     "epochs": 3,
-    "warmup_steps": 2,
     "learning_rate": 0.01,
     "curriculum": "off",
 }
@@ -124,7 +123,7 @@ def shared_learner(config):
 
 
 OF_NETWORK = ("unet", "grid", "batch", "micro_batch", "device", "freeze", "loss")
-OF_NETWORK += ("optimizer", "peak_rate", "adam_rate", "weight_decay")
+OF_NETWORK += ("optimizer", "peak_rate", "weight_decay")
 """What a learner is compiled from."""
 _LEARNERS = {}
 

@@ -6,9 +6,9 @@ import pytest
 
 from memory_estimator.accuracy import Bound, load_accuracy
 from memory_estimator.calibration import Scale, load_constants
-from memory_estimator.forecast_text import left_line, pace_line, steps_table, time_line, verdict
+from memory_estimator.forecast_text import steps_table, time_line, verdict
 from memory_estimator.job import Job
-from memory_estimator.training import Done, OwnSteps, RunCourse
+from memory_estimator.training import RunCourse
 from models.config import UNetConfig
 
 GIB = 2**30
@@ -42,22 +42,12 @@ def test_a_table_has_steps_grids_seconds_and_peaks(forecast):
         assert cell in cells
 
 
-def test_own_steps_are_in_the_table_and_their_errors_are_not(forecast):
-    done = Done(12, coarse=OwnSteps(11, 3.0))
-    cells = words(steps_table(forecast, done))
-    assert "3 s" in cells
-    assert "15 s" in cells  # in full as predicted, times 1.5
-    assert "2 s" not in cells
-
-
 def test_what_predictions_have_been_off_by_is_in_the_table():
     course = RunCourse(steps=4)
     known = course.forecast(MEASURED, load_constants("avx512_bf16"), load_accuracy(versions=None))
     bound = known.full.bound("step_s")
     assert f"± {bound.median:.1%}" in words(steps_table(known))
     assert f"{bound.worst:.1%}" in words(steps_table(known))
-    own = words(steps_table(known, Done(2, full=OwnSteps(3, 1.0))))
-    assert f"{bound.worst:.1%}" not in own
 
 
 def test_a_peak_that_the_allocator_does_not_count_is_not_printed(forecast):
@@ -67,32 +57,21 @@ def test_a_peak_that_the_allocator_does_not_count_is_not_printed(forecast):
     assert "0 KiB" not in words(steps_table(alone))
 
 
-def test_lines_have_the_time_in_all_and_what_is_left(forecast):
-    assert "80 s in all" in time_line(forecast)
-    assert "56 s after step 12" in left_line(forecast, Done(12))  # 3 of 2 s, 5 of 10 s
-    own = Done(12, coarse=OwnSteps(11, 3.0))
-    assert "2 min in all" in time_line(forecast, own)
-    assert "84 s after step 12" in left_line(forecast, own)
-
-
 @pytest.mark.parametrize(
-    ("scales", "done", "name", "time"),
+    ("scales", "name", "time"),
     [
-        ({}, Done(), "a step, predicted", "40 s in all (36 s to 44 s): "),
-        ({"bfloat16": SCALE}, Done(), "a step, calibrated", "about 40 s in all: "),
-        ({}, Done(2, full=OwnSteps(3, 20.0)), "a step, measured", "about 80 s in all: "),
+        ({}, "a step, predicted", "40 s in all (36 s to 44 s): "),
+        ({"bfloat16": SCALE}, "a step, calibrated", "about 40 s in all: "),
     ],
 )
-def test_it_is_said_whether_seconds_are_measured_and_how_far_they_may_be_off(
-    scales, done, name, time
-):
+def test_it_is_said_whether_seconds_are_measured_and_how_far_they_may_be_off(scales, name, time):
     constants = dataclasses.replace(load_constants("avx512_bf16"), scales=scales)
     made = RunCourse(steps=4).forecast(MEASURED, constants, load_accuracy(versions=None))
     kind = dataclasses.replace(made.full.kind, step_s=Bound(0.02, 0.1))
     full = dataclasses.replace(made.full, step_s=10.0, kind=kind)
     forecast = dataclasses.replace(made, full=full)
-    assert name in steps_table(forecast, done).columns
-    assert time_line(forecast, done).startswith(time)
+    assert name in steps_table(forecast).columns
+    assert time_line(forecast).startswith(time)
 
 
 @pytest.mark.parametrize(
@@ -117,25 +96,6 @@ def test_a_budget_bounds_the_range_of_seconds(budget_s, time):
 def test_seconds_as_of_another_host_are_said_to_be_uncalibrated(forecast):
     assert "a step, uncalibrated" in steps_table(forecast).columns
     assert time_line(forecast).startswith("about 80 s in all")
-
-
-@pytest.mark.parametrize(
-    ("done", "figures"),
-    [
-        (Done(12), []),
-        (Done(12, coarse=OwnSteps(11, 3.0)), ["11 coarse steps", "3 s", "1.50"]),
-        (Done(19, full=OwnSteps(3, 9.0)), ["its own last 3 full steps", "9 s"]),
-        (
-            Done(0, full=OwnSteps(3, 9.0, 4.0), whose="fold 1/5's"),
-            ["fold 1/5's last", "4 s a case"],
-        ),
-    ],
-)
-def test_what_the_seconds_follow_from_is_said(forecast, done, figures):
-    line = pace_line(forecast, done)
-    assert bool(line) == bool(figures)
-    for figure in figures:
-        assert figure in line
 
 
 @pytest.mark.parametrize(

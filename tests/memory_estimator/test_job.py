@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cpu3d.chosen import recipe_settings
+from cpu3d.settings import recipe_settings
 from memory_estimator.common.schema import add_options
 from memory_estimator.job import (
     RECIPES,
@@ -128,7 +128,7 @@ COURSE = RunCourse(steps=9, coarse_steps=6, coarse_shape=(32, 48, 48), beside=Be
 
 def write_plan(folder, job=JOB, workers=2, settings=(), course=COURSE, **changes):
     """The folder of a run with that plan; without a course that of an earlier version."""
-    config = {"device": "cpu", "read_mode": "auto", **dict(settings)}
+    config = {"device": "cpu", **dict(settings)}
     job = dataclasses.asdict(job) if isinstance(job, Job) else job
     plan = {"schema": 1, "workers": workers, "job": job, "config": config}
     if course:

@@ -23,8 +23,7 @@ from cpu3d.inference.runs import seen_notes
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
-from cpu3d.report.run_status import run_status
-from cpu3d.report.status import folds_status
+from cpu3d.report.status import folds_status, run_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import write_heartbeat

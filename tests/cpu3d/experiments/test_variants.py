@@ -84,7 +84,7 @@ def test_all_variants_see_as_much_and_every_run_is_what_train_makes_of_its_setti
             course.grid,
             course.policy,
         )
-        assert (config.validations, config.warmup_steps) == (3, min(10, course.steps // 10))
+        assert config.validations == 3
     few = courses(
         phantom_store,
         {"whole": SMALL, "small": variants["small"]},

@@ -186,25 +186,19 @@ def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
         )
         if part not in text
     ] == []
-    assert "of 2 x 2 x 4 mm, at resolution 0.5 along X, Y and Z" in relog(
-        tiny_run, resolution=0.5, spacing_mm=(1.0, 1.0, 2.0)
-    )
-    assert "optimizer muon, constant rate 0.02 " in relog(tiny_run, schedule="constant")
-    text = relog(tiny_run, coarse_steps=5, coarse_grid=(8, 8, 16), coarse_stride=(2, 2, 1))
-    assert "coarse steps the first 5, on 8 x 8 x 16: X and Y halved" in text
+    assert "voxels of 1 x 1 x 2 mm" in relog(tiny_run, spacing_mm=(1.0, 1.0, 2.0))
+    text = relog(tiny_run, coarse_steps=5, coarse_grid=(8, 8, 8))
+    assert "coarse steps the first 5, on 8 x 8 x 8: X, Y and Z halved" in text
     patch = {
         "mode": "patch",
-        "resolution": 1.0,
         "grid": (8, 8, 16),
         "patches_per_case": 4,
-        "foreground": 0.25,
     }
     end = {**END, "allocator_peak_bytes": 2**32}
     text = relog(tiny_run, end, start={"device": "gpu:1"}, **patch, fold="1/2", device="gpu:1")
     for part in (
         "a patch of 8 x 8 x 16 voxels",
         "patches a step 1, 1 at a time",
-        "foreground 0.25",
         "fold 1/2",
         "allocator on gpu:1 4.00 GiB",
     ):

@@ -93,11 +93,3 @@ def test_a_worker_of_this_host_lives_by_its_process_and_any_other_by_its_beats_a
     own = beat(beat=now, **changes)
     assert life_of(tmp_path, own, now + 59) is young
     assert life_of(tmp_path, own, now + 61) is old
-
-
-def test_a_process_of_another_user_that_proc_hides_is_not_taken_for_ended(tmp_path, monkeypatch):
-    def refused(pid, number):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", refused)
-    assert life_of(tmp_path, beat(pid=2**22 + 1), time.time()) is Life.ALIVE

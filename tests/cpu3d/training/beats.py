@@ -26,14 +26,9 @@ def beat(**changes):
         "phase_since": now - 3,
         "step": 120,
     }
-    steps = {"steps": 4000, "longest_step_s": 31.0, "checkpoint_step": 110}
-    own = {"anonymous_bytes": 6 * GIB, "file_bytes": GIB, "swapped_bytes": 0, "peak_bytes": 8 * GIB}
-    free = {
-        "bound_bytes": 9 * GIB,
-        "free_bytes": 14 * GIB,
-        "free_of": "this machine",
-        "limit_bytes": 24 * GIB,
-    }
+    steps = {"steps": 4000, "longest_step_s": 31.0}
+    own = {"own_bytes": 7 * GIB, "peak_bytes": 8 * GIB}
+    free = {"bound_bytes": 9 * GIB, "free_bytes": 14 * GIB}
     content = {
         **identity,
         **times,
@@ -41,6 +36,5 @@ def beat(**changes):
         **own,
         **free,
         "host_name": "node-17",
-        "checkpoint_time": now - 100,
     }
     return Heartbeat(**{**content, **changes})

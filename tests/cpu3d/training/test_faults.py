@@ -27,7 +27,7 @@ from tests.cpu3d.runs import NumpyLearner, assert_same_run
 
 NO_LIMIT = resource.RLIM_INFINITY
 KEEP = 3
-OPTIONS = f"--steps 8 --validations 1 --save-minutes 0 --keep {KEEP} --warmup-steps 2"
+OPTIONS = "--steps 8 --validations 1 --save-minutes 0"
 OPTIONS = f"{OPTIONS} --batch 2 --filters 4 --depth 2 --dtype float32 --policy speed".split()
 
 
@@ -64,7 +64,7 @@ FAULTS = {
         lambda patch: limit_files(100_000),
         5,
         "0",
-        ["step-00000005.npz", "step-00000004.npz is whole"],
+        ["step-00000005.npz", "continues from the last whole checkpoint, that of step 4"],
         4,
         "",
     ),

@@ -1,10 +1,8 @@
 """The numbers that TensorBoard and MLflow get of a run: read back by their own programs."""
 
-import collections
 import sys
 import threading
 import types
-import weakref
 
 import pytest
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
@@ -12,8 +10,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from cpu3d.errors import InputError
 from cpu3d.run.checkpoint import checkpoints
-from cpu3d.run.config_json import load_config
-from cpu3d.run.log import append_event, read_events
+from cpu3d.run.log import read_events
 from cpu3d.training import tracking
 from cpu3d.training.tracking import require_mlflow
 from tests.cpu3d.runs import start_without_network
@@ -145,60 +142,6 @@ class SlowServer:
             self.begun.set()
             assert self.answers.wait(60)
         self.points += metrics
-
-
-def test_a_slow_server_gets_every_point_once_and_few_events_wait_for_it(
-    tiny_run, monkeypatch, capsys
-):
-    server = SlowServer("")
-    modules = {
-        "mlflow": types.ModuleType("mlflow"),
-        "mlflow.tracking": types.SimpleNamespace(MlflowClient=lambda uri: server),
-        "mlflow.exceptions": types.SimpleNamespace(MlflowException=ConnectionError),
-        "mlflow.entities": types.SimpleNamespace(
-            Metric=collections.namedtuple("Metric", "name value timestamp step"),
-            Param=lambda *_: None,
-        ),
-    }
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(tracking, "WAITING", 20, raising=False)
-    (tiny_run / "log.jsonl").write_text("")
-    kept = []
-
-    def log(track, step):
-        events = [
-            {"event": "step", "step": step, "loss": 1 / step, "learning_rate": 0.5, "dice": {}}
-        ]
-        if step % 100 == 0:
-            events.append(
-                {
-                    "event": "validation",
-                    "step": step,
-                    "loss": 2 / step,
-                    "mean_dice": 0.5,
-                    "dice": {},
-                }
-            )
-        for event in map(Event, events):
-            append_event(tiny_run, event)
-            kept.append(weakref.ref(event))
-            track(event)
-
-    with tracking.tracked(tiny_run, load_config(tiny_run), mlflow="http://localhost:5000") as track:
-        log(track, 1)
-        assert server.begun.wait(60)
-        for step in range(2, 301):
-            log(track, step)
-        assert sum(event() is not None for event in kept) <= 30
-        server.answers.set()
-    assert "MLflow" not in capsys.readouterr().err
-    sent = {
-        name: [point.step for point in server.points if point.name == name]
-        for name in tracking.SENT_BY
-    }
-    assert sorted(sent["step/loss"]) == sorted(sent["step/learning_rate"]) == list(range(1, 301))
-    assert sorted(sent["validation/loss"]) == [100, 200, 300]
 
 
 def test_mlflow_that_is_not_installed_is_bad_input(monkeypatch):

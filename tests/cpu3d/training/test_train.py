@@ -37,7 +37,6 @@ from memory_estimator.installed import how_to_install
 from tests.cpu3d.runs import (
     HOST,
     SMALL,
-    NumpyLearner,
     assert_cut_and_continued_is_uninterrupted,
     assert_same_weights,
     of_voxels,
@@ -157,21 +156,15 @@ WAYS = {
         "validations": 1,
     },
     "patches": {
-        "batch": 2, "micro_batch": 1, "patches_per_case": 1, "rotation_deg": 10.0, "scaling": 0.1,
-        "optimizer": "sgd",
-        "contrast": 0.25, "gamma": 0.5, "noise": 0.1, "blur": 1.0, "low_resolution": 0.5,
+        "batch": 2, "micro_batch": 1, "augment": "nnunet", "optimizer": "sgd",
         "network": "cicek2016", "channels": ["T2w", "FLAIR"], "validations": 1, **PATCH,
     },
-    "half the resolution": {
-        "resolution": 0.5, "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full",
-        "norm": "batch", "dtype": "bfloat16", "optimizer": "adam", "rotation_deg": 20.0,
-        "noise": 0.1,
+    "batch norm": {
+        "validations": 1, "batch": 4, "micro_batch": 2, "extent": "full", "norm": "batch",
+        "dtype": "bfloat16", "optimizer": "adam", "augment": "nnunet",
     },
     "strides": {
         "strides": ((2, 2, 1), (1, 2, 2)), "depth": 3, "deep_supervision": True, "validations": 1,
-    },
-    "a resolution of strides": {
-        "strides": ((1, 2, 2),), "resolution": 0.5, "extent": "full", "validations": 1,
     },
 }  # fmt: skip
 
@@ -184,7 +177,7 @@ def test_a_run_that_is_cut_ends_with_the_same_weights(
     assert_cut_and_continued_is_uninterrupted(
         phantom_store, tmp_path, monkeypatch, steps=3, done=2, **settings
     )
-    if not {"resolution", "strides"} & set(settings):
+    if "strides" not in settings:
         return
     image = phantom_store.folder.parent / "raw" / "imagesTr" / "BRATS_001.nii.gz"
     words = ["--run", tmp_path / "cut", "--image", image, "--out", tmp_path / "out", "--no-flips"]
@@ -199,7 +192,7 @@ def test_thick_slices_are_seen_at_their_thickness_first_and_in_full_then(
 ):
     """A run that is cut within its coarse steps, or after the last of them."""
     store = of_voxels(phantom_store, 1.0, 1.0, 4.0)
-    turned = {"rotation_deg": 20.0, "scaling": 0.2, "validations": 2}
+    turned = {"augment": "nnunet", "validations": 2}
     assert_cut_and_continued_is_uninterrupted(
         store, tmp_path, monkeypatch, steps=3, done=done, curriculum="half", **turned
     )
@@ -231,7 +224,6 @@ def test_a_fold_trains_on_its_cases_and_validates_on_its_own(phantom_store, tmp_
         **PATCH,
         "steps": 1,
         "batch": len(split["train"]),
-        "patches_per_case": 1,
         "fold": fold,
     }
     config = train(phantom_store.folder, tmp_path, settings=settings)
@@ -311,27 +303,6 @@ def test_a_finished_run_is_left_alone_extended_or_gets_its_lost_last_line(
     assert "nothing to do after step 4: finished" in go()[1]
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert (plan["continues"], plan["steps"]) == (True, 4)
-
-
-@pytest.mark.usefixtures("without_network")
-def test_a_run_that_was_cut_before_its_first_checkpoint_gets_the_curriculum_of_its_new_length(
-    phantom_store, tmp_path, monkeypatch
-):
-    command = {**SMALL, "curriculum": "half"}
-    del command["epochs"]
-
-    def cut(*arguments):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(NumpyLearner, "step", cut)
-        with pytest.raises(MemoryError):
-            train(phantom_store.folder, tmp_path, settings={**command, "steps": 6})
-    assert load_config(tmp_path).coarse_steps == 5
-    config = train(phantom_store.folder, tmp_path, settings={"steps": 24})
-    assert (config.steps, config.coarse_steps, config.unet.filters) == (24, 20, SMALL["filters"])
-    coarse = math.prod(config.coarse_grid)
-    assert [step["voxels"] == coarse for step in steps_of(tmp_path)] == 20 * [True] + 4 * [False]
 
 
 @pytest.mark.usefixtures("without_network")
@@ -610,7 +581,7 @@ def dice_of(run):
 @pytest.mark.slow
 def test_one_real_case_is_learnt_in_120_steps(real_cases, tmp_path):
     prepare(real_cases / "brats-gli-real", tmp_path / "store", fractions=(1, 0, 0), workers=1)
-    train(tmp_path / "store", tmp_path / "run", settings={"epochs": 120, "no_augment": True})
+    train(tmp_path / "store", tmp_path / "run", settings={"epochs": 120, "augment": "off"})
     dice = dice_of(tmp_path / "run")
     assert dice["WT"] >= 0.95
     assert dice["TC"] >= 0.90
@@ -626,8 +597,7 @@ def test_a_real_case_named_as_in_2018_without_enhancing_tumour_goes_through_ever
     prepare(case.parent, tmp_path / "store", fractions=(1, 0, 0), workers=1)
     settings = {
         "epochs": 30,
-        "no_augment": True,
-        "resolution": 0.5,
+        "augment": "off",
         "learning_rate": 0.02,
         "dtype": "float32",
     }

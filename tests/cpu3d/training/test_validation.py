@@ -88,7 +88,7 @@ def test_a_validation_of_a_run_has_the_dice_that_evaluate_has_of_its_weights(
 ):
     """Also where zeros are added around a volume, whose voxels count in neither, and after the last
     coarse step."""
-    rates = {"learning_rate": 1e-6, "adam_rate": 1e-6}
+    rates = {"learning_rate": 1e-6}
     fit = start(phantom_store, tmp_path, **{"steps": 1, "validations": 2, **rates, **settings})
     fit.steps = 1
     rng = np.random.default_rng(0)

@@ -63,8 +63,6 @@ class Stage:
         self.free = 8 * GIB
         self.printed = []
         self.ended = []
-        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(watchdog.time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(
             watchdog, "take_sample", lambda: Sample({MACHINE: Room(self.free, 16 * GIB)}, self.own)
         )
@@ -88,8 +86,9 @@ def stage(monkeypatch):
 @pytest.fixture
 def guard(stage, tmp_path):
     """A guard that is not entered: without threads, so that the test itself looks."""
-    guard = Guard(Pulse(tmp_path, say=stage.printed.append), end=stage.ended.append)
-    guard.plan(bound_bytes=2 * GIB, stall_minutes=1)
+    pulse = Pulse(tmp_path, say=stage.printed.append)
+    guard = Guard(pulse, end=stage.ended.append, stall_s=60.0)
+    guard.plan(bound_bytes=2 * GIB)
     return guard
 
 
@@ -140,12 +139,10 @@ def test_a_stall_ends_the_process_with_the_stacks_and_the_phase(guard, stage, ca
     assert stage.ended == [6]
     assert "test_watchdog.py" in capfd.readouterr().err, "the stacks"
     beat = read_heartbeats(tmp_path)[0]
-    assert "got none for 60.5 s, waiting for data" in beat.stalled == beat.reason
+    assert "got none for 60.5 s, waiting for data" in beat.reason
 
 
-def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no_stall(
-    guard, stage
-):
+def test_a_long_first_step_a_suspended_process_and_signs_of_life_are_no_stall(guard, stage):
     stage.step(guard, 0, 200)
     for seconds in (3600, 3600, 10**6):
         stage.now += seconds
@@ -155,9 +152,6 @@ def test_a_long_first_step_a_suspended_process_signs_of_life_and_no_limit_are_no
     for _ in range(20):
         guard.phase("validating", step=1)
         stage.live(guard, 50)
-    guard.plan(stall_minutes=0)
-    stage.step(guard, 1, 10_000)
-    assert stage.ended == []
 
 
 @pytest.mark.parametrize(
