@@ -227,6 +227,7 @@ class FoldStatus:
     steps: Optional[int]
     mean_dice: Optional[float]  # of the cases that it held out
     seconds_left: Optional[float]  # until it is scored; None if that is not known
+    advice: str = ""  # what to do about one that has failed
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,7 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
     if usual_s is None and folds.training_s is not None:
         usual_s = folds.training_s + (folds.beside_s or 0.0)
     each = [_fold_status(fold, run, usual_s, now) for fold, run in runs.items()]
+    failed = [fold.advice for fold in each if fold.advice]
     lacking = [fold.fold for fold in each if fold.state != "scored"]
     workers = _workers(folder, read_heartbeats(folder), now)
     worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
@@ -273,10 +275,10 @@ def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
         advice += " has the scores of every case"
         if has_test_cases(folds.store):
             advice = f"`predict --run {folder}` and `evaluate --run {folder}` take them together"
+    elif worker.state == "silent":
+        advice = "when its process has ended, the same command continues"
     elif worker.state not in FINE:
-        advice = "the same command continues"
-        if worker.state == "silent":
-            advice = f"when its process has ended, {advice}"
+        advice = failed[0] if failed else "the same command continues"
     left_s = [fold.seconds_left for fold in each if fold.seconds_left is not None]
     return FoldsStatus(
         folder=str(folder),
@@ -440,7 +442,8 @@ def _fold_status(fold: str, run: Path, usual_s: Optional[float], now: float) -> 
     status = run_status(run, now, of_folds=True)
     if status.state != "finished":
         left_s = usual_s if status.seconds_left is None else status.seconds_left
-        return FoldStatus(fold, str(run), status.state, status.step, status.steps, None, left_s)
+        place = (fold, str(run), status.state, status.step, status.steps)
+        return FoldStatus(*place, None, left_s, "" if status.is_fine else status.advice)
     if not (last_end(run).get("reason") in FINISHED and is_scored(run)):
         return FoldStatus(fold, str(run), "finished", status.step, status.steps, None, 0.0)
     mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]

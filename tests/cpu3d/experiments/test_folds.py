@@ -176,7 +176,7 @@ def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"filters": 8}, r"fold 1/2: --filters must stay 4, got 8"),
+        ({"filters": 8}, r"fold 1/2: .* got --filters 8 for 4"),
         ({"fold": "1/2"}, "without --fold, got 1/2"),
         ({"patience": 3}, "--patience must be 0"),
     ],
@@ -231,7 +231,7 @@ def test_folds_are_not_made_shorter_than_they_were_begun(
     got,
 ):
     kept = (whole_folds / "folds.json").read_bytes()
-    with pytest.raises(InputError, match=rf"steps must be at least 4, as \S+fold-1 .*got {got};"):
+    with pytest.raises(InputError, match=rf"fold 1/2: steps must be at least 4, .*got {got};"):
         train_folds(phantom_store.folder, whole_folds, 2, settings=settings)
     assert commands.seen() == []
     assert (whole_folds / "folds.json").read_bytes() == kept
@@ -541,7 +541,7 @@ def test_folds_of_other_settings_are_not_taken_together(commands, phantom_store,
     for part, seed in ((1, 0), (2, 1)):
         settings = {**SETTINGS, "fold": f"{part}/2", "seed": seed}
         train(phantom_store.folder, tmp_path / f"fold-{part}", settings=settings)
-    with pytest.raises(InputError, match="fold 2/2 beside fold 1: --seed must stay 0, got 1"):
+    with pytest.raises(InputError, match=r"fold 2/2 beside fold 1: .* got --seed 1 for 0;"):
         train_folds(phantom_store.folder, tmp_path, 2)
 
 
