@@ -300,12 +300,6 @@ def memory_limit(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
     return _tightest(root, machine_bytes, (VERSION_2, VERSION_1))
 
 
-def memory_high(root: Path, machine_bytes: int) -> Tuple[Optional[int], int]:
-    """The same for version 2's memory.high: beyond it no process is killed, but allocations
-    wait."""
-    return _tightest(root, machine_bytes, (VERSION_2._replace(limit="memory.high"),))
-
-
 def cpu_quota(root: Path) -> Optional[float]:
     """The smallest quota / period on the way up, of either cgroup version."""
     quotas = []

@@ -11,10 +11,8 @@ import dataclasses
 import json
 import os
 import resource
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Dict, List, Optional, Sequence
+from typing import List, Optional, Sequence
 
 from rich.console import Console
 
@@ -22,7 +20,6 @@ from cpu3d.errors import InputError
 from cpu3d.host.apply import installed
 from cpu3d.host.self_test import Check, self_test
 from cpu3d.host.thread_plan import (
-    LOPSIDED,
     ThreadPlan,
     Topology,
     default_workers,
@@ -36,7 +33,7 @@ from cpu3d.util.records import versions
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Bad, Good, Poor, Table, new_console
 from memory_estimator.common.units import GIB, format_bytes
-from memory_estimator.host import Host, instruction_set, memory_high
+from memory_estimator.host import Host, instruction_set
 from memory_estimator.installed import ENGINES, as_typed, how_to_install
 from models.native.library import VARIABLE
 
@@ -74,7 +71,7 @@ def run(options: Options) -> int:
     plans = thread_plans(topology, workers)
     if not options.json:
         say(*host_lines(topology.host), *plan_lines(plans), "", stderr=False)
-    checks = [*host_checks(topology, plans), *process_checks(topology, plans)]
+    checks = [*host_checks(topology, plans), *process_checks(plans)]
     if options.self_test and all(check.state != "fail" for check in checks):
         with Console(stderr=True).status("self-test of TensorFlow"):
             checks += self_test(options.engine)
@@ -104,80 +101,52 @@ def run(options: Options) -> int:
 # --- The checks ---
 
 
+def _checked(name: str, problem: str, todo: str, *, well: str) -> Check:
+    """A warning with what to do about a problem, else the result `well`."""
+    return Check(name, "warn", problem, todo) if problem else Check(name, "ok", well)
+
+
 def host_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
     """Checks of the host and of the plans of its workers."""
     host = topology.host
-    return [
-        *instruction_checks(host),
-        _cpu_quota(host),
-        _cpu_mask(topology),
-        _threads_of_workers(plans),
-        _free_memory(host, len(plans)),
-        _memory_limit(host),
-        _memory_of_nodes(topology),
-        _swap(topology),
-    ]
+    checks = instruction_checks(host)
 
-
-def _cpu_quota(host: Host) -> Check:
     problem = ""
     if host.cpu_quota:
-        threads = f"{host.usable_cores} threads, not bound"
-        problem = f"{host.cpu_quota:g} CPUs' worth of time: {threads}"
-    return _checked("CPU quota", problem, well="none")
+        problem = f"{host.cpu_quota:g} CPUs' worth of time: {host.usable_cores} threads, not bound"
+    todo = "ask for whole CPUs (a cpuset) instead: threads then keep their caches"
+    checks.append(_checked("CPU quota", problem, todo, well="none"))
 
-
-def _cpu_mask(topology: Topology) -> Check:
-    sockets = Counter(cpu.socket for cpu in topology.cpus).values()
-    mask = f"{topology.host.logical_cpus} CPUs"
-    problem = ""
-    if max(sockets) > LOPSIDED * min(sockets):
-        problem = f"{mask}, {' and '.join(map(str, sockets))} of them on a socket"
-    return _checked("CPU mask", problem, well=mask)
-
-
-def _threads_of_workers(plans: Sequence[ThreadPlan]) -> Check:
     fewest = min(plan.intra_op for plan in plans)
     most = max(plan.intra_op for plan in plans)
     problem = ""
     if fewest < most:
         problem = f"{fewest} to {most} threads: all wait for the slowest"
-    return _checked("workers", problem, well=f"{fewest} threads each")
+    todo = "choose a number that divides the cores of a socket"
+    checks.append(_checked("workers", problem, todo, well=f"{fewest} threads each"))
 
+    free = format_bytes(host.free_bytes // len(plans))
+    if len(plans) > 1:
+        free += f" for each of {len(plans)} workers"
+    problem = free if host.free_bytes < FEW_BYTES * len(plans) else ""
+    todo = "end other programs, take fewer workers, or see what fits: "
+    todo += as_typed("./run.sh estimate --plan")
+    checks.append(_checked("free memory", problem, todo, well=free))
 
-def _free_memory(host: Host, workers: int) -> Check:
-    free = format_bytes(host.free_bytes // workers)
-    if workers > 1:
-        free += f" for each of {workers} workers"
-    is_little = host.free_bytes < FEW_BYTES * workers
-    return _checked("free memory", free if is_little else "", well=free)
-
-
-def _memory_limit(host: Host) -> Check:
     problem = ""
     if host.cgroup_limit_bytes:
         limit = format_bytes(host.cgroup_limit_bytes)
         problem = f"{limit} of {format_bytes(host.memory_bytes)} (cgroup)"
-    return _checked("memory limit", problem, well="none")
+    todo = "raise it if the machine is yours: above it a run is killed"
+    checks.append(_checked("memory limit", problem, todo, well="none"))
 
-
-def _memory_of_nodes(topology: Topology) -> Check:
-    memory = {node.number: node.memory_bytes for node in topology.nodes}
-    near = [memory.get(node, 0) for node in {cpu.node for cpu in topology.cpus}]
-    least = format_bytes(min(near))
-    problem = ""
-    if max(near) > 2 * min(near):
-        uses = "CPUs of a node without memory use that of another"
-        problem = f"{least} to {format_bytes(max(near))} a node: {uses}"
-    return _checked("memory of nodes", problem, well=f"{least} on each of {len(near)}")
-
-
-def _swap(topology: Topology) -> Check:
     problem = ""
     if topology.swap_bytes:
         swap = format_bytes(topology.swap_bytes)
         problem = f"{swap}: a step that needs it takes many times as long"
-    return _checked("swap", problem, well="none")
+    todo = "`swapoff -a`, or go by the memory plan, which does not count on it"
+    checks.append(_checked("swap", problem, todo, well="none"))
+    return checks
 
 
 def instruction_checks(host: Host) -> List[Check]:
@@ -207,62 +176,28 @@ def instruction_checks(host: Host) -> List[Check]:
     return [Check(name, "warn", result, todo), dtype]
 
 
-def process_checks(topology: Topology, plans: Sequence[ThreadPlan]) -> List[Check]:
-    """Checks of this process and this installation: limits beside the host's own, versions, the
-    user's variables."""
-    checks = []
-
+def process_checks(plans: Sequence[ThreadPlan]) -> List[Check]:
+    """Checks of this process and this installation: its limits, the user's variables, versions."""
     addresses, _hard_limit = resource.getrlimit(resource.RLIMIT_AS)
     problem = ""
     if addresses != resource.RLIM_INFINITY:
         problem = f"{format_bytes(addresses)} of addresses, mapped stores among them"
-    checks.append(_checked("ulimit -v", problem, well="unlimited"))
-
-    host = topology.host
-    high, _used = memory_high(Path("/"), host.memory_bytes)
-    problem = ""
-    if high is not None and high < (host.cgroup_limit_bytes or host.memory_bytes):
-        problem = f"{format_bytes(high)} (cgroup): above it the kernel slows a run down"
-    checks.append(_checked("memory.high", problem, well="none"))
+    todo = "`ulimit -v unlimited`: at the limit TensorFlow ends the process"
+    checks = [_checked("ulimit -v", problem, todo, well="unlimited")]
 
     own = [
         f"{name}={os.environ[name]}"
         for name, value in plans[0].environment.items()
         if os.environ.get(name, value) != value
     ]
+    todo = "unset them to have the plan's own"
     well = "no variable differs from the plan"
-    checks.append(_checked("environment", ", ".join(own), well=well))
+    checks.append(_checked("environment", ", ".join(own), todo, well=well))
 
     tensorflow = versions().get("tensorflow")
     if tensorflow is None:
         return [*checks, Check("TensorFlow", "fail", "not installed", how_to_install())]
     itex = versions().get("intel-extension-for-tensorflow", "")
-    checks.append(_checked("ITEX", "" if itex else "not installed", well=itex))
+    todo = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64"
+    checks.append(_checked("ITEX", "" if itex else "not installed", todo, well=itex))
     return [*checks, Check("TensorFlow", "ok", tensorflow)]
-
-
-def _advice() -> Dict[str, str]:
-    """Name of a check -> what to do about its problem."""
-    estimate = as_typed("./run.sh estimate")
-    itex = f"{how_to_install('itex')} with Python 3.9 to 3.11 on Linux x86-64"
-    return {
-        "CPU quota": "ask for whole CPUs (a cpuset) instead: threads then keep their caches",
-        "CPU mask": "ask for the same number on every socket, or for one socket",
-        "workers": "choose a number that divides the cores of a socket",
-        "free memory": "end other programs, take fewer workers, or see what fits: "
-        f"{estimate} --plan",
-        "memory limit": "raise it if the machine is yours: above it a run is killed",
-        "memory of nodes": "put the same memory on every socket, or lift the memory mask",
-        "swap": "`swapoff -a`, or go by the memory plan, which does not count on it",
-        "ulimit -v": "`ulimit -v unlimited`: at the limit TensorFlow ends the process",
-        "memory.high": "raise it to the memory limit, or keep the memory plan below it",
-        "environment": "unset them to have the plan's own",
-        "ITEX": f"{itex}: steps are faster with it",
-    }
-
-
-def _checked(name: str, problem: str, *, well: str) -> Check:
-    """A warning with its advice for a problem, else the result `well`."""
-    if problem:
-        return Check(name, "warn", problem, _advice()[name])
-    return Check(name, "ok", well)

@@ -21,7 +21,7 @@ from cpu3d.host.thread_plan import (
     thread_plan,
     thread_plans,
 )
-from memory_estimator.host import Host, Node
+from memory_estimator.host import Host
 from models.native.library import OwnOperations
 from tests.cpu3d.host.hosts import AMX, GIB, PAPER, QUOTA, SMALL, SNC4, XEON, masked
 from tests.cpu3d.runs import run_command
@@ -68,7 +68,7 @@ def test_json_has_the_host_its_plans_and_the_checks(capsys, tried):
     code, here = printed_json(capsys)
     assert code == 0
     assert len(here["topology"]["cpus"]) == read_topology().host.logical_cpus
-    assert {"ulimit -v", "memory.high"} <= {check["name"] for check in here["checks"]}
+    assert {"ulimit -v", "swap"} <= {check["name"] for check in here["checks"]}
     assert here["checks"][-1] == {
         "name": "engine",
         "state": "ok",
@@ -111,13 +111,10 @@ def test_limits_and_settings_of_this_process_are_warned_of(capsys, monkeypatch, 
     for name in THREADS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "333")
-    monkeypatch.setattr(doctor, "memory_high", lambda *_: (2**20, 0))
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda _: (64 * GIB, 64 * GIB))
     checks = {check["name"]: check for check in printed_json(capsys, "--no-self-test")[1]["checks"]}
     assert "OMP_NUM_THREADS=333" in checks["environment"]["result"]
-    assert {
-        checks[name]["state"] for name in ("ulimit -v", "memory.high", "ITEX", "environment")
-    } == {"warn"}
+    assert {checks[name]["state"] for name in ("ulimit -v", "ITEX", "environment")} == {"warn"}
 
 
 # --- What is warned of ---
@@ -193,22 +190,6 @@ def test_memory_and_threads_are_those_of_each_worker():
     assert (check.state, "6.00 GiB" in check.result) == ("warn", True)
     check = checks_of(masked(XEON, *range(7)), workers=2)["workers"]
     assert (check.state, "3 to 4" in check.result) == ("warn", True)
-
-
-@pytest.mark.parametrize(
-    ("gib", "state", "result"),
-    [(100, "warn", "100.00 GiB to 768.00 GiB"), (768, "ok", "768.00 GiB on each")],
-)
-def test_uneven_memory_is_warned_of(gib, state, result):
-    nodes = (XEON.nodes[0], Node(1, gib * GIB, gib * GIB))
-    check = checks_of(dataclasses.replace(XEON, nodes=nodes))["memory of nodes"]
-    assert check.state == state
-    assert check.result.startswith(result)
-
-
-def test_uneven_sockets_are_warned_of():
-    check = checks_of(masked(XEON, 0, 28, 29, 30))["CPU mask"]
-    assert (check.state, "4 CPUs, 1 and 3 " in check.result) == ("warn", True)
 
 
 # --- The lines about a process that is set up; its places, by the kernel, are tested with `apply`
