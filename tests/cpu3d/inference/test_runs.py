@@ -15,10 +15,9 @@ from cpu3d.host import gpu
 from cpu3d.host.gpu import Gpu
 from cpu3d.inference import ensemble, predictor
 from cpu3d.inference.ensemble import Ensemble, trained_predictors
-from cpu3d.inference.runs import Inference, check_inference, load_configs, store_of_run
+from cpu3d.inference.runs import Inference, load_configs, store_of_run
 from cpu3d.run.checkpoint import save_checkpoint
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.settings import RunConfig
 from tests.cpu3d.conftest import LABELS, REGIONS, FakePredictor
 
 CARD = Gpu(0, "made up", 2**34, 2**34, (8, 0))
@@ -221,10 +220,3 @@ def test_runs_that_are_the_same_or_of_other_stores_splits_or_regions_are_refused
         load_configs([tmp_path / "run-1", second])
     names = [[name, "of", "run", str(second)] for name in other]
     assert [problem.split()[:4] for problem in caught.value.problems] == names
-
-
-def test_a_window_goes_with_a_run_at_full_resolution_alone():
-    with pytest.raises(
-        InputError, match=r"--window must come with a run at full resolution, got 0\.5"
-    ):
-        check_inference(RunConfig(resolution=0.5), Inference(window=(16, 16, 16)))
