@@ -225,10 +225,10 @@ def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -
     if not any(isinstance(value, (int, list)) for value in labels.values()):
         return replace(about, labels=_names_by_code(labels))
     codes_of = {name: _region_codes(value) for name, value in labels.items()}
-    ignore = None
-    if IGNORE in codes_of:
-        ignore = _highest(about.path, labels[IGNORE], codes_of)
-        del codes_of[IGNORE]
+    ignored = codes_of.pop(IGNORE, ())
+    if len(ignored) > 1 or any({*ignored} & {*codes} for codes in codes_of.values()):
+        raise ValueError("several codes to be ignored, or one of another name")
+    ignore = ignored[0] if ignored else None
     regions = {name: codes for name, codes in codes_of.items() if codes != (0,)}
     background = [name for name in codes_of if name not in regions]
     if not regions or len(background) > 1 or any(0 in codes for codes in regions.values()):
@@ -271,18 +271,6 @@ def _region_codes(value: Any) -> Tuple[int, ...]:
     if not codes or not are_numbers or len(set(codes)) < len(codes):
         raise ValueError("codes")
     return tuple(sorted(codes))
-
-
-def _highest(path: Path, ignore: Any, codes_of: Regions) -> int:
-    """The code of the label to be ignored. Raises InputError if it is not one, above all others."""
-    others = [code for name, codes in codes_of.items() if name != IGNORE for code in codes]
-    highest = max(others, default=0)
-    if type(ignore) is not int or ignore <= highest:
-        rule = (
-            f"label {IGNORE} of {path} must be one code above all others, the highest of which is"
-        )
-        raise InputError(f"{rule} {highest}, got {ignore}; change it here and in the label files")
-    return ignore
 
 
 def _checked_order(path: Path, order: Any, regions: Regions) -> Tuple[int, ...]:

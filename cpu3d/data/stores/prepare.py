@@ -19,9 +19,9 @@ are on the images' own grids all the same.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.cases.normalisation import chosen_kinds
 from cpu3d.data.cases.notes import (
@@ -51,7 +51,7 @@ from cpu3d.data.labels import (
     paint_by_order,
     painting_in_words,
 )
-from cpu3d.data.manifest import USUAL, CaseRecord, Manifest, StoreSettings
+from cpu3d.data.manifest import USUAL, Manifest, StoreSettings
 from cpu3d.data.split import Split, division_problems
 from cpu3d.data.store import Store, open_store, read_manifest
 from cpu3d.data.stores.folder import (
@@ -362,73 +362,52 @@ def _regions_with(code: int, regions: Mapping[str, Sequence[int]], ignore: Optio
 # --- The summary of a store ---
 
 
-@dataclass
-class _Sums:
-    """Sums over the records of a store's cases."""
-
-    patients: Set[str] = field(default_factory=set)
-    notes: Dict[str, List[str]] = field(default_factory=dict)  # case -> what is said of it
-    size_bytes: int = 0
-    rounding: float = 0.0  # the largest, in deviations
-    zeroed: int = 0  # voxels
-    images: Counter[str] = field(default_factory=Counter)  # kind of image -> cases
-    shapes: Counter[str] = field(default_factory=Counter)
-    cases: Counter[int] = field(default_factory=Counter)  # label code -> cases
-    voxels: Counter[int] = field(default_factory=Counter)  # label code -> voxels
-
-    def add(self, record: CaseRecord, manifest: Manifest) -> None:
-        self.patients.add(record.patient_id)
-        notes = case_notes(record, manifest.channels, manifest.ignore)
-        if notes:
-            self.notes[record.case_id] = notes
-        self.size_bytes += record.image_bytes + record.label_bytes
-        if record.resampled_from:
-            self.size_bytes += record.resampled_from.label_bytes
-        image = f"int16 .{record.format}"
-        if record.stored.size != record.shape:
-            image += " cropped"
-        self.images[image] += 1
-        self.shapes[by(record.shape)] += 1
-        self.cases.update(list(record.label_voxels))
-        self.voxels.update(record.label_voxels)
-        self.rounding = max(self.rounding, record.max_abs_error)
-        self.zeroed += record.zeroed_voxels
-
-
 def summary_lines(store: Store) -> List[str]:
     """A summary of a store's records, as lines: what it holds, beside what was decided for it."""
     manifest = store.manifest
-    sums = _Sums()
-    for record in manifest.cases:
-        sums.add(record, manifest)
-    for case_id, notes in unit_notes(manifest.cases, manifest.channels).items():
-        sums.notes.setdefault(case_id, []).extend(notes)
+    cases = manifest.cases
+    notes = {case.case_id: case_notes(case, manifest.channels, manifest.ignore) for case in cases}
+    for case_id, more in unit_notes(cases, manifest.channels).items():
+        notes[case_id] = [*notes[case_id], *more]
+    size_bytes = 0
+    images: Counter[str] = Counter()
+    voxels: Counter[int] = Counter()  # of each label code
+    for case in cases:
+        size_bytes += case.image_bytes + case.label_bytes
+        if case.resampled_from:
+            size_bytes += case.resampled_from.label_bytes
+        cropped = " cropped" if case.stored.size != case.shape else ""
+        images[f"int16 .{case.format}{cropped}"] += 1
+        voxels.update(case.label_voxels)
     drawn = "" if manifest.folds else f", seed {manifest.split_seed}"
-    exact = "exact"
-    if sums.rounding:
-        exact = f"rounded by up to {sums.rounding:.1g} std"
-    kinds = ", ".join(f"{n} {image}" for image, n in sums.images.most_common())
+    rounding = max(case.max_abs_error for case in cases)
+    exact = f"rounded by up to {rounding:.1g} std" if rounding else "exact"
+    kinds = ", ".join(f"{n} {image}" for image, n in images.most_common())
+    patients = len({case.patient_id for case in cases})
+    shapes = Counter(by(case.shape) for case in cases).most_common(6)
     bare = f"{len(manifest.unlabelled)} unlabelled"
     file_system_type = file_system(store.folder)
     lines = {
-        "cases": f"{len(manifest.cases)} of {count(sums.patients, 'patient')}, {bare}",
+        "cases": f"{len(cases)} of {count(range(patients), 'patient')}, {bare}",
         "patients": "; ".join(describe_patients(manifest.patient_rules)),
         "split": f"{split_sizes(manifest)}{drawn}, hash {manifest.split_hash}",
         "folds": "; ".join(describe_folds(manifest.folds, manifest.split)),
         "images": f"{kinds}; {exact}",
-        "size": f"{format_bytes(sums.size_bytes)} on disk",
-        "shapes": ", ".join(f"{shape} ({n})" for shape, n in sums.shapes.most_common(6)),
+        "size": f"{format_bytes(size_bytes)} on disk",
+        "shapes": ", ".join(f"{shape} ({n})" for shape, n in shapes),
     }
-    if sums.zeroed:
-        lines["zeroed"] = f"{count(sums.zeroed, 'NaN or infinite voxel')} made background"
+    zeroed = sum(case.zeroed_voxels for case in cases)
+    if zeroed:
+        lines["zeroed"] = f"{count(zeroed, 'NaN or infinite voxel')} made background"
     mode = choose_read_mode(file_system_type)
     lines["read"] = f"with {mode}, from {file_system_type or 'an unknown file system'}"
     for code, name in sorted(manifest.labels.items()):
-        share = f"{sums.voxels[code] / max(sum(sums.voxels.values()), 1):.3%} of the voxels"
-        lines[f"label {code}"] = f"{name}: {count(sums.cases[code], 'case')}, {share}"
+        share = f"{voxels[code] / max(sum(voxels.values()), 1):.3%} of the voxels"
+        with_code = sum(code in case.label_voxels for case in cases)
+        lines[f"label {code}"] = f"{name}: {count(with_code, 'case')}, {share}"
     head = f"Store {store.folder}: {manifest.name}, layout {manifest.layout}"
     shown = [f"  {name:<8} {line}" for name, line in lines.items() if line]
-    return [head, *shown, *note_lines(sums.notes)]
+    return [head, *shown, *note_lines(notes)]
 
 
 def print_summary(store_dir: Path) -> None:

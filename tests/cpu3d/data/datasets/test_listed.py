@@ -18,7 +18,6 @@ from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import (
-    SUFFIXES,
     brats_case,
     content_of,
     dataset_json,
@@ -70,25 +69,6 @@ def test_nnunets_raw_data_prepares_to_the_arrays_and_the_split_of_its_4d_files(t
         *(f"imagesTr/BRATS_000_{channel:04d}.nii.gz" for channel in range(4)),
         "labelsTr/BRATS_000.nii.gz",
     ]
-
-
-def test_a_twin_of_brats_folders_prepares_to_their_arrays_and_their_patients_split(tmp_path):
-    names = [f"BraTS-GLI-{patient:05d}-00{time}" for patient in (1, 2, 3) for time in (0, 1)]
-    raw = nnunet(tmp_path / "raw", 0, numTraining=len(names))
-    changed(raw, labels={"background": 0, "core": 1, "oedema": 2, "enhancing": 3})
-    for name in names:
-        files = brats_case(tmp_path / "brats" / name)
-        sources = [files[suffix[1:]] for suffix in SUFFIXES["brats2023"]]
-        targets = [f"imagesTr/{name}_{channel:04d}.nii.gz" for channel in range(4)]
-        for source, target in zip(sources, [*targets, f"labelsTr/{name}.nii.gz"]):
-            (raw / target).parent.mkdir(exist_ok=True)
-            shutil.copy(source, raw / target)
-    thirds = {"fractions": (1, 1, 1), "workers": 1}
-    expected = prepare(tmp_path / "brats", tmp_path / "expected", **thirds)
-    manifest = prepare(raw, tmp_path / "store", **thirds)
-    assert arrays_of(tmp_path / "store") == arrays_of(tmp_path / "expected")
-    assert (manifest.split_hash, manifest.regions) == (expected.split_hash, expected.regions)
-    assert {case.patient_id for case in manifest.cases} == {name[:-4] for name in names}
 
 
 @pytest.mark.parametrize("ending", [".nii", ".NII.GZ"])
@@ -167,7 +147,6 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
         ({"channel_names": {"0": "FLAIR", "1": "T1w"}}, "BRATS_000_0002.* and 3 more"),
         ({"channel_names": {"0": "FLAIR", "2": "T1w"}}, "without gaps"),
         ({"channel_names": {**NAMES, "3": "T1"}}, "different names"),
-        ({"channel_names": {**NAMES, "3": "flair"}}, "different names"),
         ({"numTraining": 3}, "numTraining .* 2, got 3"),
         ({"labels": {"background": 0, "a": 1, "b": 1}}, "distinct names"),
         ({"labels": {"background": 0, "other": 0, "a": 1}}, "distinct names"),
@@ -176,11 +155,10 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
         ({"labels": {"background": 0, "a": "1", "b": 2}}, "distinct names"),
         ({"labels": {"background": 0}}, "at least one"),
         ({"labels": None}, "got none"),
-        ({"labels": {"background": 0, "a": 1, "b": 3, "ignore": 2}}, "highest .* 3, got 2"),
-        ({"labels": {"background": 0, "a": 1, "ignore": [2, 3]}}, "ignore .* one code"),
+        ({"labels": {"background": 0, "a": 1, "ignore": [2, 3]}}, "distinct names"),
+        ({"labels": {"background": 0, "a": 1, "ignore": 1}}, "distinct names"),
         ({"labels": TUMOUR, "regions_class_order": [1, 2]}, r"regions_class_order .*\[1, 2\]"),
         ({"labels": TUMOUR, "regions_class_order": [3, 2, 1]}, "a code of each region"),
-        ({"labels": TUMOUR, "regions_class_order": "123"}, "regions_class_order"),
         ({"dataset": {"../a": {"images": ["a.nii.gz"], "label": "b.nii.gz"}}}, "names of files"),
         (
             {"dataset": {"a": {"images": ["/etc/a.nii.gz"], "label": "b.nii.gz"}}},
@@ -191,19 +169,7 @@ NAMES = {"0": "FLAIR", "1": "T1w", "2": "t1gd", "3": "T2w"}
             {"dataset": {"a": {"label": "b.nii.gz"}}},
             r"json\.dataset\.a must have its fields .*, got no images;",
         ),
-        (
-            {"dataset": {"a": {"images": [""]}}},
-            r"a\.images\[0\] must be str of length >= 1",
-        ),
-        ({"dataset": [1]}, r"json\.dataset must be object .*, got \[1\];"),
-        (
-            {"channel_names": ["CT"]},
-            r'json\.channel_names must be object .*, got \["CT"\];',
-        ),
-        ({"channel_names": {"0": ""}}, r"json\.channel_names\.0 must be str of length >= 1"),
         ({"labels": [0, 1]}, r"json\.labels must be object .*, got \[0, 1\];"),
-        ({"labels": {"background": 0, "": 1}}, "distinct names"),
-        ({"name": 3}, r"json\.name must be str .*, got 3;"),
     ],
 )
 def test_a_list_that_cannot_be_is_refused_in_one_line_and_nothing_is_written(
@@ -255,30 +221,11 @@ CASE = {"image": "imagesTr/BRATS_000.nii.gz", "label": "labelsTr/BRATS_000.nii.g
 @pytest.mark.parametrize(
     ("changes", "rule"),
     [
-        (
-            {"training": {"0": "a.nii.gz"}},
-            r'.*json\.training must be array, got \{"0": "a.nii.gz"\};',
-        ),
         ({"training": []}, r".*json\.training must be array of length >= 1, got \[\];"),
-        ({"training": None}, r".*json\.training must be array.*, got null;"),
-        (
-            {"training": [CASE, "b"]},
-            r".*json\.training\[1\] must be object, got b;",
-        ),
-        (
-            {"training": [{**CASE, "image": ""}]},
-            r".*\.training\[0\]\.image must be str of",
-        ),
-        (
-            {"training": [{**CASE, "label": 3}]},
-            r".*\.training\[0\]\.label must be str .*, got 3;",
-        ),
         (
             {"training": [{**CASE, "fold": "a"}]},
             r".*\.training\[0\]\.fold must be int .*, got a;",
         ),
-        ({"modality": ["CT"]}, r'.*json\.modality must be str . object .*, got \["CT"\];'),
-        ({"labels": {"0": "a", "1": ""}}, r"labels of .* must be distinct names"),
         ({"tensorImageSize": "2D"}, r'tensorImageSize of .* must be "4D" or "3D".*, got "2D";'),
     ],
 )
@@ -289,7 +236,7 @@ def test_a_field_of_a_decathlons_list_that_cannot_be_is_refused_by_its_name_and_
         read_dataset(decathlon(tmp_path / "data", 1, **changes))
 
 
-@pytest.mark.parametrize(("said", "warns"), [(2, False), (3, True), ("2", True), (None, False)])
+@pytest.mark.parametrize(("said", "warns"), [(2, False), (3, True)])
 @pytest.mark.parametrize("make", [decathlon, functools.partial(nnunet, version=1)])
 def test_a_list_of_another_number_of_cases_than_it_names_is_a_warning(
     tmp_path, capsys, make, said, warns
@@ -314,19 +261,6 @@ def test_a_list_that_is_no_json_is_refused_with_the_place_of_the_fault(tmp_path,
     data = decathlon(tmp_path / "data", 1)
     (data / "dataset.json").write_text(text)
     with pytest.raises(InputError, match=rf"dataset\.json must be JSON.*, got .*{fault}"):
-        read_dataset(data)
-
-
-@pytest.mark.parametrize("size", ["4D", "3D", "3d", "", [240, 240, 155], 4, None])
-def test_a_size_that_is_not_read_refuses_no_data_set_but_one_of_2d_images(tmp_path, size):
-    data = decathlon(tmp_path / "data", 1, tensorImageSize=size)
-    assert read_dataset(data).channels == read_dataset(decathlon(tmp_path / "other", 1)).channels
-
-
-def test_a_list_that_is_no_object_is_refused(tmp_path):
-    data = decathlon(tmp_path / "data", 1)
-    (data / "dataset.json").write_text("[1, 2]")
-    with pytest.raises(InputError, match=r"json must be object, got \[1, 2\];"):
         read_dataset(data)
 
 
@@ -528,21 +462,6 @@ def test_a_store_grows_with_its_own_regions_whatever_the_list_says(
     assert (done.new, done.repaired) == (("BRATS_002",), ("BRATS_001",))
     assert (done.manifest.regions, done.manifest.paint) == (before.regions, before.paint)
     assert ("note: regions are" in capsys.readouterr().err) == is_noted
-
-
-def test_a_store_of_a_list_without_labels_grows_by_such_a_list(tmp_path):
-    regions = {"WT": (1, 2, 3), "ET": (3,)}
-    first = datalist(tmp_path / "first", labels=None, modality="MRI")
-    before = prepare(first, tmp_path / "store", **ALL, regions=regions)
-    more = datalist(tmp_path / "more", labels=None, modality="MRI")
-    for path in sorted(more.parent.glob("p?/*")):  # cases of other names
-        new = more.parent / re.sub(r"p(\d/)p", r"q\1q", f"{path.parent.name}/{path.name}")
-        new.parent.mkdir(exist_ok=True)
-        path.rename(new)
-    more.write_text(re.sub(r"p(\d/)p", r"q\1q", more.read_text()))
-    done = append(tmp_path / "store", more, workers=1)
-    assert done.new == ("q0", "q1", "q2", "q3", "q4")
-    assert (done.manifest.regions, done.manifest.labels) == (before.regions, before.labels)
 
 
 @pytest.mark.parametrize(("begun", "then"), [(None, [1, 3, 2]), ([1, 3, 2], [3, 1, 2])])

@@ -211,21 +211,6 @@ def test_a_case_with_a_resection_cavity_does_not_join_a_store_without_that_regio
     assert append(tmp_path / "rc", tmp_path / "few", workers=1).manifest.regions["RC"] == (4,)
 
 
-def test_a_case_without_orientation_does_not_join_cases_that_have_one(data, store):
-    path = data / "many/imagesTr/BRATS_004.nii.gz"
-    label = data / "many/labelsTr/BRATS_004.nii.gz"
-    for file in (path, label):
-        write_nifti(file, np.asarray(nibabel.load(file).dataobj), codes=(0, 0))
-    before = content_of(store)
-    with pytest.raises(
-        InputError, match=r"case BRATS_004 must give the patient's orientation, as 3 other cases"
-    ):
-        append(store, data / "many", workers=1)
-    assert before["manifest.json"] == content_of(store)["manifest.json"]
-    done = append(store, data / "many", workers=1, skip_bad=True)
-    assert (done.new, done.bad) == (("BRATS_003", "BRATS_005"), ("BRATS_004",))
-
-
 def test_the_store_and_not_the_number_of_new_cases_says_whether_orientation_is_given(data):
     for path in sorted((data / "few").rglob("*.nii.gz")):
         write_nifti(path, np.asarray(nibabel.load(path).dataobj), codes=(0, 0))

@@ -91,15 +91,6 @@ def test_a_code_that_cannot_be_ignored_is_refused_in_one_line(tmp_path, labels, 
     assert not (tmp_path / "store").exists()
 
 
-@pytest.mark.parametrize("code", ["0", "256", "x"])
-def test_an_option_that_is_no_code_is_refused(tmp_path, code):
-    data = one_channel(tmp_path / "data")
-    words = ("--dataset", data, "--store", tmp_path / "store", "--ignore", code)
-    with pytest.raises((InputError, SystemExit)):
-        run_command(command, *words)
-    assert not (tmp_path / "store").exists()
-
-
 def test_a_case_without_an_annotated_voxel_where_its_image_is_is_refused(tmp_path):
     label = sparse_label(annotated=slice(0, 1))  # a slice of air
     label[label == 1] = 0

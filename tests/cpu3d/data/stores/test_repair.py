@@ -104,8 +104,6 @@ def test_a_grown_store_gets_the_lost_files_of_each_of_its_data_sets_back(
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
-        ({"format": "b2nd"}, ["--format", "b2nd"]),
-        ({"crop": True}, ["--crop"]),
         ({"format": "b2nd", "crop": True}, ["--format", "b2nd", "--crop"]),
     ],
 )
@@ -119,39 +117,6 @@ def test_packed_and_cropped_files_come_back_to_the_byte(
         lose(store, "all of it", number)
         assert main(command) == 0
         assert content_of(store) == before
-
-
-def test_append_says_what_was_whole_what_was_lost_and_what_is_new(grown, tmp_path, capsys):
-    store = grown()
-    decathlon(tmp_path / "third", 7)
-    for number in range(6):  # the cases of both sets and a seventh
-        of = "first" if number < 3 else "second"
-        for kind in ("imagesTr", "labelsTr"):
-            name = f"{kind}/BRATS_00{number}.nii.gz"
-            shutil.copyfile(tmp_path / of / name, tmp_path / "third" / name)
-    shutil.rmtree(store / "cases")
-    with pytest.raises(InputError, match=r"BRATS_000.json must .*\n.*\n.*\n.* 3 lost cases made"):
-        append(store, tmp_path / "second", workers=1)
-    capsys.readouterr()
-    assert (
-        main(
-            [
-                "store",
-                "append",
-                "--store",
-                str(store),
-                "--dataset",
-                str(tmp_path / "third"),
-                "--workers",
-                "1",
-            ]
-        )
-        == 0
-    )
-    printed = capsys.readouterr().out
-    assert "1 new case, 3 cases it had already, skipped" in printed
-    assert "3 cases whose files were lost or damaged: BRATS_000, BRATS_001, BRATS_002" in printed
-    assert verify(store, workers=1) == ()
 
 
 def test_an_edited_record_is_refused_and_made_again(grown, tmp_path):

@@ -8,7 +8,6 @@ from cpu3d.data.cases.resample import Keep
 from cpu3d.data.store import Store, open_store
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.store_decisions import (
-    decided_table,
     decisions_of,
     depth_of_store,
     strides_of_store,
@@ -69,28 +68,6 @@ def test_levels_end_where_no_axis_of_the_median_case_keeps_four_voxels(
     assert f"{what} has {seen} voxels" in why
 
 
-@pytest.mark.parametrize(
-    ("spacings", "how", "value", "why"),
-    [
-        ([THIN] * 4, {}, "1 x 1 x 1 mm, as the files have them", "1 x 1 x 1 mm"),
-        ([(2.0, 2.0, 2.0), THIN, THIN, THIN], {"spacing": THIN}, "1 case resampled", "1 to 2"),
-        ([THIN] * 4, {"spacing": (2.0, 2.0, 2.0)}, "2 x 2 x 2 mm, 4 cases", "as the store was"),
-        # 48, 40 and 32 mm in 32, 27 and 21 voxels
-        (
-            [THIN] * 4,
-            {"spacing": (1.5, 1.5, 1.5)},
-            "1.5 x 1.5 x 1.5 mm asked for, 1.5 x 1.481 x 1.524 mm made, 4 cases",
-            "a whole number of voxels",
-        ),
-        ([(2.0, 2.0, 2.0), THIN, THIN, THIN], {"spacing": Keep.OFF}, "as the files", "kept"),
-    ],
-)
-def test_the_spacing_is_named_with_what_the_files_have(tmp_path, spacings, how, value, why):
-    decided = by_name(prepared(tmp_path, spacings, **how))["spacing"]
-    assert value in decided.value
-    assert why in decided.why
-
-
 def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     store = prepared(tmp_path, [(1.0, 1.0, 4.0)] * 3 + [THIN], spacing=Keep.OFF)
     assert (store.manifest.largest_shape, store.manifest.largest_box[2]) == ((48, 40, 32), 30)
@@ -110,24 +87,6 @@ def test_strides_are_by_the_voxels_of_training_and_validation(tmp_path):
     assert decided["padded grid"].value == " x ".join(map(str, padded))
 
 
-@pytest.mark.parametrize(
-    ("spacing_mm", "box", "value", "why"),
-    [
-        (THIN, (138, 177, 144), "on 80 x 96 x 80", "X, Y and Z halved"),
-        ((1.0, 1.0, 5.0), (145, 182, 29), "on 80 x 96 x 32", "X and Y halved"),
-        (THIN, (64, 64, 64), "none", "32 x 32 x 32 has fewer than 40^3 voxels"),
-        ((1.0, 1.0, 5.0), (80, 80, 16), "none", "48 x 48 x 16"),
-    ],
-)
-def test_coarse_steps_have_their_grid_or_the_reason_why_there_are_none(
-    tmp_path, spacing_mm, box, value, why
-):
-    store = with_boxes(prepared(tmp_path, [spacing_mm] * 4, spacing=Keep.OFF), [box] * 4)
-    line = by_name(store)["coarse steps"]
-    assert line.value == value
-    assert why in line.why
-
-
 @pytest.mark.parametrize(("ignore", "value"), [(None, "none"), (2, "2 core")])
 def test_regions_have_their_labels_and_the_ignored_one_is_named(tmp_path, ignore, value):
     store = prepared(tmp_path, [THIN] * 4)
@@ -135,25 +94,3 @@ def test_regions_have_their_labels_and_the_ignored_one_is_named(tmp_path, ignore
     decided = by_name(Store(store.folder, manifest))
     assert decided["region edema"].value == "1 edema"
     assert decided["ignored label"].value == value
-
-
-@pytest.mark.parametrize(
-    ("regions", "why"),
-    [
-        ({"edema": (1,), "core": (2,)}, "label"),
-        ({"all": (1, 2)}, "--regions"),
-    ],
-)
-def test_the_reason_for_regions_is_what_they_are(tmp_path, regions, why):
-    store = prepared(tmp_path, [THIN] * 4)
-    manifest = dataclasses.replace(store.manifest, regions=regions)
-    decided = by_name(Store(store.folder, manifest))
-    assert all(why in decided[f"region {name}"].why for name in regions)
-
-
-def test_every_decision_is_a_line_of_the_table(tmp_path):
-    store = prepared(tmp_path, [THIN] * 4)
-    assert list(map(tuple, decided_table(store).rows)) == list(map(tuple, decisions_of(store)))
-    names = list(by_name(store))
-    for name in ("channel FLAIR", "channel T1gd", "spacing", "grid", "content box"):
-        assert name in names
