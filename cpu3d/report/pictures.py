@@ -1,10 +1,8 @@
-"""The pictures of a report, training curves and score plots, and how a chart is drawn, as PNG
-bytes.
+"""How charts and plots of scores are drawn, as PNG bytes.
 
 Nothing here touches pyplot or any other state of the process: every function makes a figure, draws
 and encodes it."""
 
-import itertools
 from dataclasses import dataclass
 from typing import Any, List, Mapping, Optional, Sequence, Tuple
 
@@ -12,9 +10,7 @@ import numpy as np
 from scipy.ndimage import median_filter
 
 from cpu3d.inference.scores import METRICS
-from cpu3d.run.summary import History, known
 from memory_estimator.common.table import PALETTE, new_figure, plain, png
-from memory_estimator.common.units import GIB
 
 Figures = List[Tuple[str, bytes]]  # (title, PNG) each
 # (bottom, top) of an axis; a top of None leaves room above the data.
@@ -131,50 +127,6 @@ def strips(
     plain(axes, title)
     figure.tight_layout(pad=0.6)
     return png(figure)
-
-
-def curves(history: History, coarse_steps: int) -> Figures:
-    """A chart of every curve that has points, with a dashed line where full steps begin."""
-    steps = history.steps
-    validations = history.validations
-    charts: Figures = []
-
-    def of_steps(name: str, values: np.ndarray, colour: str) -> Line:
-        """A curve of steps; with a name it is noisy."""
-        return Line(name, steps["step"], values, colour, is_dense=bool(name), marks="-")
-
-    def of_validations(name: str, values: np.ndarray, colour: str) -> Line:
-        return Line(name, validations["step"], values, colour)
-
-    def add(title: str, lines: Sequence[Line], **axis: Any) -> None:
-        lines = [line for line in lines if len(known(line.y))]
-        if lines:
-            charts.append((title, chart(lines, title=title, switch=coarse_steps, **axis)))
-
-    loss = [
-        of_steps("training", steps["loss"], PALETTE[0]),
-        of_validations("validation", validations["loss"], PALETTE[1]),
-    ]
-    add("Loss", loss, y_label="loss")
-    regions = dict.fromkeys((*validations.dice, *steps.dice))
-    colours = dict(zip(regions, itertools.cycle(PALETTE)))
-    for title, line_of, columns in (
-        ("Dice, validation, whole volumes", of_validations, validations),
-        ("Dice, training steps", of_steps, steps),
-    ):
-        lines = [line_of(name, dice, colours[name]) for name, dice in columns.dice.items()]
-        add(title, lines, y_label="Dice", y_range=(0, 1))
-    from_zero = {"y_range": (0, None)}
-    times = [
-        of_steps("step", steps["step_s"], PALETTE[0]),
-        of_steps("waiting for data", steps["wait_s"], PALETTE[1]),
-    ]
-    add("Time of a step", times, y_label="s", **from_zero)
-    rate = of_steps("", steps["learning_rate"], PALETTE[2])
-    add("Learning rate", [rate], y_label="learning rate", **from_zero)
-    memory = of_steps("", steps["rss_bytes"] / GIB, PALETTE[2])
-    add("Memory of the process", [memory], y_label="GiB", **from_zero)
-    return charts
 
 
 def score_pictures(scores: Mapping[str, Any]) -> Figures:

@@ -7,14 +7,13 @@ rows = facts(runs)      # ("a step sees", "a whole volume ..."), ...
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.cases.resample import in_mm
 from cpu3d.pages.page import flat
-from cpu3d.report import pictures
-from cpu3d.report.pictures import Figures, Line
+from cpu3d.report.pictures import Figures, Line, chart
 from cpu3d.report.sections import Element, Folded, Section, write_page
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
@@ -22,7 +21,7 @@ from cpu3d.run.summary import History
 from cpu3d.settings import RunConfig
 from cpu3d.util.records import listed
 from memory_estimator.common.table import PALETTE, Table
-from memory_estimator.common.units import by, format_bytes, format_seconds
+from memory_estimator.common.units import GIB, by, format_bytes, format_seconds
 from models.strides import axes_text, strides_text
 
 NOT_KNOWN = "-"
@@ -171,63 +170,75 @@ def settings(runs: Mapping[str, RunFiles]) -> List[Element]:
 
 
 def hosts(runs: Mapping[str, RunFiles]) -> List[Element]:
-    """The hosts of all attempts, each once with the attempts that ran there, and their software."""
-    attempts: Dict[Tuple[Tuple[str, str], ...], List[str]] = {}
-    software: Dict[Tuple[Tuple[str, str], ...], Table] = {}
+    """Where each attempt was computed, and the software of the last one."""
+    rows = []
+    about: List[Tuple[str, str]] = []
     for name, run in runs.items():
         for start in run.history.starts:
-            host = tuple(flat(start.get("host", {})))
-            words = f"{name} from step {start['step']}, {start.get('time', '')}".strip(" ,")
-            attempts.setdefault(host, []).append(words)
-            about = {group: start[group] for group in ("versions", "threads") if group in start}
-            software[host] = Table(("", ""), flat(about), names=2)
-    elements: List[Element] = []
-    for host, words in attempts.items():
-        elements.append(Table(("", ""), list(host), title=listed(words), names=2))
-        elements.append(Folded("Versions and switches", software[host]))
-    return elements
+            host = start.get("host", {})
+            words = [str(host.get(key, NOT_KNOWN)) for key in ("cpu", "cores", "instructions")]
+            memory = format_bytes(host.get("memory_bytes"))
+            rows.append((name, f"{start['step']:,}", start.get("time", ""), *words, memory))
+            about = flat({group: start.get(group, {}) for group in ("versions", "threads")})
+    columns = ("run", "from step", "at", "CPU", "cores", "instruction set", "memory")
+    software = Table(("", ""), about, names=2)
+    return [Table(columns, rows, names=4), Folded("Versions and switches", software)]
+
+
+CURVES = (
+    ("Loss of the steps", "steps", "loss", 1),
+    ("Loss of the validations", "validations", "loss", 1),
+    ("Mean Dice of the held-out cases", "validations", "mean_dice", 1),
+    ("Time of a step, s", "steps", "step_s", 1),
+    ("Waiting for data, s", "steps", "wait_s", 1),
+    ("Learning rate", "steps", "learning_rate", 1),
+    ("Memory of the process, GiB", "steps", "rss_bytes", GIB),
+)
+"""Title of a chart over the steps -> events of the log, their number, and its unit."""
 
 
 def curves(runs: Mapping[str, RunFiles]) -> Figures:
-    """How the runs have learnt: all curves of a single run, else a line a run."""
-    if len(runs) == 1:
-        (run,) = runs.values()
-        return pictures.curves(run.history, run.config.coarse_steps)
+    """How the runs have learnt, a chart for each number and a line for each run."""
     colours = dict(zip(of_each_kind(runs), itertools.cycle(PALETTE)))
-    named = set()
-    over_voxels: List[Line] = []
-    over_seconds: List[Line] = []
-    losses: List[Line] = []
+    charts: Dict[Tuple[str, str], List[Line]] = {}
     for name, run in runs.items():
         kind = run.kind or name
-        shown = "" if kind in named else kind  # in the legend once
-        named.add(kind)
-        steps = run.history.steps
-        validations = run.history.validations
-        done = np.searchsorted(np.sort(steps["step"]), validations["step"], side="right")
-        order = np.argsort(steps["step"], kind="stable")
-        for lines, column, unit in ((over_voxels, "voxels", 1e6), (over_seconds, "step_s", 1)):
-            sums = np.cumsum(np.nan_to_num(steps[column][order])) / unit
-            x = np.concatenate([[0], sums])[done]
-            lines.append(Line(shown, x, validations["mean_dice"], colours[kind]))
-        losses.append(Line(shown, steps["step"], steps["loss"], colours[kind], is_dense=True))
+        for title, x_label, x, y, is_dense in _curves_of(run.history):
+            if np.isfinite(y).any():
+                lines = charts.setdefault((title, x_label), [])
+                is_named = any(line.name == kind for line in lines)  # in the legend
+                lines.append(Line("" if is_named else kind, x, y, colours[kind], is_dense))
     figures: Figures = []
-    of_dice = "Mean Dice of the held-out cases over"
-    for title, lines, x_label, y_label, y_range in (
-        (f"{of_dice} voxels", over_voxels, "voxels seen, millions", "Dice", (0, 1)),
-        (f"{of_dice} seconds", over_seconds, "seconds of steps", "Dice", (0, 1)),
-        ("Loss of the steps", losses, "step", "loss", (0, None)),
-    ):
-        lines = [line for line in lines if len(line.x)]
-        if lines:
-            picture = pictures.chart(
-                lines, title=title, x_label=x_label, y_label=y_label, y_range=y_range
-            )
-            figures.append((title, picture))
+    for (title, x_label), lines in charts.items():
+        y_range = (0, 1) if "Dice" in title else (0, None)
+        switch = None
+        if x_label == "step":
+            switch = next(iter(runs.values())).config.coarse_steps
+        axes = {"y_label": "", "x_label": x_label, "y_range": y_range, "switch": switch}
+        figures.append((f"{title} over {x_label}", chart(lines, title=title, **axes)))
     return figures
 
 
 # --- Private helpers ---
+
+
+def _curves_of(history: History) -> Iterator[Tuple[str, str, Any, Any, bool]]:
+    """Title, name of the x axis, both axes of each curve of a run, and whether it is dense."""
+    for title, kind, number, unit in CURVES:
+        events = getattr(history, kind)
+        yield title, "step", events["step"], events[number] / unit, kind == "steps"
+    validations = history.validations
+    for region, dice in validations.dice.items():
+        yield f"Dice of {region}", "step", validations["step"], dice, False
+    steps = history.steps
+    done = np.searchsorted(steps["step"], validations["step"], side="right")
+    for x_label, number, unit in (
+        ("voxels seen, millions", "voxels", 1e6),
+        ("seconds of steps", "step_s", 1),
+    ):
+        sums = np.concatenate([[0], np.cumsum(np.nan_to_num(steps[number])) / unit])
+        dice = validations["mean_dice"]
+        yield "Mean Dice of the held-out cases", x_label, sums[done], dice, False
 
 
 def _described(config: RunConfig, start: Mapping[str, Any]) -> List[Tuple[str, str]]:

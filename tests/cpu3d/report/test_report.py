@@ -222,7 +222,6 @@ def test_a_run_that_was_restarted_has_not_ended_yet_and_shows_each_start(tiny_ru
         "not ended yet",
         "5.00 GiB",
         "made up",
-        "from step 40",
         "another",
         "memory policy lean",
         "volumes a step 1, 2 at a time",
