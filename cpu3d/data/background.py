@@ -115,13 +115,12 @@ def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]
     low = float(values[ends])
     high = float(values[-1 - ends])
     reach = FAR * (high - low)
-    is_far = is_value & ((volume < low - reach) | (volume > high + reach))
-    count = int(np.count_nonzero(is_far))
-    if not reach or not count:
+    is_all_near = low - reach <= values[:ends].min() and values[-ends:].max() <= high + reach
+    if is_all_near or not reach:
         return volume, 0
-    least = volume[is_value & ~is_far].min()
-    most = volume[is_value & ~is_far].max()
-    made = np.where(is_far, np.clip(volume, least, most), volume)
+    is_far = is_value & ((volume < low - reach) | (volume > high + reach))
+    near = volume[is_value & ~is_far]
+    made = np.where(is_far, np.clip(volume, near.min(), near.max()), volume)
     is_near = np.isfinite(volume) & ~is_far
     for x, y, z in np.argwhere(is_far):
         cube = (
@@ -132,7 +131,7 @@ def without_far_values(volume: Array, has_background: bool) -> Tuple[Array, int]
         neighbours = np.sort(volume[cube][is_near[cube]])
         if neighbours.size:  # else it is amid others, as of metal
             made[x, y, z] = neighbours[(neighbours.size - 1) // 2]
-    return made, count
+    return made, int(np.count_nonzero(is_far))
 
 
 def background_share(volume: Array) -> float:
