@@ -97,19 +97,14 @@ def _moved(volume: Array, start: Shape3, matrix: Optional[Array], grid: Shape3) 
         return crop(volume, Region(xyz(-n for n in start), grid))
     if not volume.size:
         return np.zeros((*grid, volume.shape[3]), np.float32)
+    from scipy.ndimage import affine_transform  # on use: not where C makes samples
+
     centre = (np.array(grid) - 1) / 2
-    made = np.moveaxis(np.indices(grid), 0, -1) - centre
-    sources = made @ matrix.T.astype(np.float64) + (centre - start)  # (X, Y, Z, 3): in the box
-    first = np.floor(sources).astype(int)
-    share = (sources - first).astype(np.float32)
-    turned = np.zeros((*grid, volume.shape[3]), np.float32)
-    for corner in np.ndindex(2, 2, 2):
-        voxel = first + corner
-        weight = np.where(corner, share, 1 - share).prod(-1)
-        is_inside = ((voxel >= 0) & (voxel < volume.shape[:3])).all(-1)
-        x, y, z = np.moveaxis(np.where(is_inside[..., None], voxel, 0), -1, 0)
-        turned += np.where(is_inside, weight, 0)[..., None] * volume[x, y, z]
-    return turned
+    turn = matrix.astype(np.float64)
+    offset = centre - start - turn @ centre
+    how = {"output_shape": grid, "order": 1, "mode": "grid-constant"}
+    channels = np.moveaxis(volume, 3, 0)
+    return np.stack([affine_transform(each, turn, offset, **how) for each in channels], -1)
 
 
 def _changed(image: Array, drawn: AugmentParams) -> Array:
