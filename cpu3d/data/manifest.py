@@ -13,7 +13,6 @@ from typing import (
     Optional,
     Sequence,
     Tuple,
-    Union,
 )
 
 import msgspec
@@ -108,8 +107,14 @@ class SourceGrid:
     shape: Shape3
     label_voxels: Dict[Code, Annotated[int, Meta(gt=0)]]  # as those of the case
     label_voxels_sha256: str
-    label_bytes: Count = 0  # of its file; 0 as for a case that is in no store
-    label_sha256: str = ""
+
+
+@dataclass(frozen=True)
+class ArrayFile:
+    """The file of an array, as it was written."""
+
+    size_bytes: Annotated[int, Meta(gt=0)]
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -141,18 +146,14 @@ class CaseRecord:
     patches are drawn."""
     geometry: Geometry
     sources: Tuple[SourceFile, ...]
-    stem: BareName  # name of the arrays' files up to the first dot
-    format: Union[Literal[""], Format]  # of the arrays' files; "" for a case that is in no store
     stored: Region
     """The box of the grid that the arrays hold. Outside it, label and image are 0, or the image is
     what is `around`."""
-    image_bytes: Count
-    image_sha256: str
     # of dtype, shape and voxels of the whole grid: the same in every format, cropped or not
     image_voxels_sha256: str
-    label_bytes: Count
-    label_sha256: str
     label_voxels_sha256: str
+    format: Format = "npy"  # of the arrays' files
+    files: Dict[str, ArrayFile] = field(default_factory=dict)  # none of a case in no store
     background: Tuple[float, ...] = ()
     """Per channel, what most of the border of its source's grid is, 0 where it varies. Empty if it
     is 0 in all channels."""
@@ -168,6 +169,14 @@ class CaseRecord:
     foreground: Tuple[Tuple[float, ...], ...] = ()
     """Per channel of a CT, values of the source at even ranks of the labelled voxels; none of
     other channels, and of a case without labelled voxels."""
+
+    @property
+    def kinds(self) -> Tuple[str, ...]:
+        """The arrays that the case has: its image, "x", its label, "y", and of a case that was
+        resampled the source's label, "t"."""
+        if not self.has_label:
+            return ("x",)
+        return ("x", "y", "t") if self.resampled_from else ("x", "y")
 
     @property
     def statistics(self) -> Tuple[Statistics, ...]:
@@ -284,7 +293,7 @@ def remake(manifest: Manifest, **changes: Any) -> Manifest:
 
 def array_path(folder: Path, record: CaseRecord, kind: str) -> Path:
     """The file of a case's image, `kind` "x", its label, "y", or its source's label, "t"."""
-    return Path(folder) / "cases" / f"{record.stem}.{kind}.{record.format}"
+    return Path(folder) / "cases" / f"{record.case_id}.{kind}.{record.format}"
 
 
 def record_path(folder: Path, case_id: str) -> Path:
@@ -321,15 +330,12 @@ def case_from_json(content: bytes) -> CaseRecord:
     counts = {len(numbers) for numbers in statistics}
     later = (record.around, record.units, record.foreground)
     are_of_channels = all(len(numbers) in (0, record.channels) for numbers in later)
-    has_files = record.image_bytes > 0 and bool(record.label_bytes) == record.has_label
-    if record.resampled_from:
-        has_files &= bool(record.resampled_from.label_bytes) == record.has_label
     is_turned = sorted(geometry.shape) == sorted(record.scored_shape)
     rules = (
         ("box must be in stored, and stored in shape", are_nested),
         ("statistics must be as many for each channel", len(counts) == 1 and counts != {0}),
         ("around, units and foreground must be none or of each channel", are_of_channels),
-        ("image_bytes and label_bytes must fit image and label", not record.format or has_files),
+        ("files must be of image and labels", set(record.files) in (set(), {*record.kinds})),
         ("centres must be voxels of shape", _within(record.centres, shape)),
         ("geometry must be of shape, turned, or of resampled_from's", is_turned),
         ("forms must be none or 22 numbers", len(geometry.forms) in (0, 22)),

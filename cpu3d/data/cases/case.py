@@ -51,15 +51,6 @@ from models.strides import Spacing3
 CODE_TOLERANCE = 1e-3  # how far a label's voxel may be from its code: a scaled header rounds it
 CENTRES = 32  # most voxels of each label code in a record; patches are shifted around them
 
-# Of a record: the files of a case that is in no store.
-WITHOUT_FILES: Dict[str, Any] = {
-    "format": "",
-    "image_bytes": 0,
-    "image_sha256": "",
-    "label_bytes": 0,
-    "label_sha256": "",
-}
-
 Units = Tuple[Unit, ...]  # as in a record; none if the source's values are stored
 
 
@@ -125,9 +116,7 @@ def load_case(
         far_voxels=far,
         geometry=geometry,
         sources=_sources(files, dataset_folder, has_label=labels is not None),
-        stem=files.case_id,
         stored=whole(image.shape[:3]),
-        **WITHOUT_FILES,
         background=background,
         resampled_from=made.source,
     )

@@ -92,7 +92,7 @@ class Reader:
         """Name each of a case's files that is missing, changed or of another length or header;
         with `contents` also of other bytes."""
         problems: List[str] = []
-        for kind in kinds_of(record):
+        for kind in record.kinds:
             try:
                 with self._open(record, kind) as file:
                     if contents and file_sha256(file.path) != file.sha256:
@@ -138,20 +138,15 @@ class _ArrayFile:
         self.path = path
         self.handle = handle
         self.shape: Tuple[int, ...] = record.stored.size
+        self.dtype: np.dtype[Any] = np.dtype("u1")
         if kind == "x":
             self.shape += (record.channels,)
-            self.dtype: np.dtype[Any] = np.dtype("<i2")
-            self.size_bytes = record.image_bytes
-            self.sha256 = record.image_sha256
+            self.dtype = np.dtype("<i2")
         elif kind == "t" and record.resampled_from:
             self.shape = record.resampled_from.shape
-            self.dtype = np.dtype("u1")
-            self.size_bytes = record.resampled_from.label_bytes
-            self.sha256 = record.resampled_from.label_sha256
-        else:
-            self.dtype = np.dtype("u1")
-            self.size_bytes = record.label_bytes
-            self.sha256 = record.label_sha256
+        written = record.files[kind]
+        self.size_bytes = written.size_bytes
+        self.sha256 = written.sha256
         self.header = npy_header(self.dtype, self.shape) if record.format == "npy" else b""
 
     def check_header(self) -> None:
@@ -223,11 +218,3 @@ class _ArrayFile:
         rule = f"a {self.path.suffix} array of {self.dtype} {self.shape}"
         todo = "delete it and run `prepare` again"
         return InputError(f"store file {self.path} must be {rule}, got {got}; {todo}")
-
-
-def kinds_of(record: CaseRecord) -> Tuple[str, ...]:
-    """List the arrays that a case has: image, and label if there is one; the source's label, too,
-    if the case was resampled."""
-    if not record.has_label:
-        return ("x",)
-    return ("x", "y", "t") if record.resampled_from else ("x", "y")

@@ -20,6 +20,7 @@ from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.files.arrays import encode, file_sha256, give_back
 from cpu3d.data.files.reader import Reader
 from cpu3d.data.manifest import (
+    ArrayFile,
     CaseRecord,
     Format,
     Geometry,
@@ -205,21 +206,19 @@ def write_arrays(
         if label is not None and label.any():  # what is ignored may be around the box
             stored = stored.union(bounding_box(label))
     record = replace(record, format=cast(Format, format_), stored=stored)
-    size_bytes, sha256 = _write_array(array_path(store, record, "x"), crop(image, stored), format_)
-    record = replace(record, image_bytes=size_bytes, image_sha256=sha256)
-    if label is None:
-        return record
-    size_bytes, sha256 = _write_array(array_path(store, record, "y"), crop(label, stored), format_)
-    record = replace(record, label_bytes=size_bytes, label_sha256=sha256)
-    if source_label is None or record.resampled_from is None:
-        return record
-    size_bytes, sha256 = _write_array(array_path(store, record, "t"), source_label, format_)
-    source = replace(record.resampled_from, label_bytes=size_bytes, label_sha256=sha256)
-    return replace(record, resampled_from=source)
+    arrays: Dict[str, Array] = {"x": crop(image, stored)}
+    if label is not None:
+        arrays["y"] = crop(label, stored)
+    if source_label is not None:
+        arrays["t"] = source_label
+    files = {}
+    for kind, array in arrays.items():
+        files[kind] = _write_array(array_path(store, record, kind), array, format_)
+    return replace(record, files=files)
 
 
-def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:
-    """Write an array's file, read it back, and return its length in bytes and its SHA-256."""
+def _write_array(path: Path, array: Array, format_: str) -> ArrayFile:
+    """Write an array's file, and read it back."""
     pieces = encode(np.ascontiguousarray(array), format_)
     digest = hashlib.sha256()
     with atomic_write(path, size_bytes=sum(map(len, pieces))) as file:
@@ -232,7 +231,7 @@ def _write_array(path: Path, array: Array, format_: str) -> Tuple[int, str]:
         path.unlink()
         problem = "what was read back is not what was written, the disk may be failing"
         raise OSError(errno.EIO, problem, str(path))
-    return sum(map(len, pieces)), digest.hexdigest()
+    return ArrayFile(sum(map(len, pieces)), digest.hexdigest())
 
 
 def convert_all(

@@ -373,9 +373,7 @@ def summary_lines(store: Store) -> List[str]:
     images: Counter[str] = Counter()
     voxels: Counter[int] = Counter()  # of each label code
     for case in cases:
-        size_bytes += case.image_bytes + case.label_bytes
-        if case.resampled_from:
-            size_bytes += case.resampled_from.label_bytes
+        size_bytes += sum(file.size_bytes for file in case.files.values())
         cropped = " cropped" if case.stored.size != case.shape else ""
         images[f"int16 .{case.format}{cropped}"] += 1
         voxels.update(case.label_voxels)

@@ -1,6 +1,7 @@
 """Data sets a few voxels large, written with nibabel itself and not with what is under test."""
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import zlib
@@ -13,6 +14,7 @@ import numpy as np
 from cpu3d.data.cases.case import centres_of
 from cpu3d.data.files.arrays import encode
 from cpu3d.data.manifest import (
+    ArrayFile,
     CaseRecord,
     Geometry,
     Manifest,
@@ -148,12 +150,15 @@ def make_record(case_id: str = "a", **changes) -> CaseRecord:
         "channel_std": (0.5,), "channel_min": (1.0,), "channel_max": (2.0,), "channel_voxels": (8,),
         "zeroed_voxels": 0, "label_voxels": {0: 63, 1: 1}, "centres": centres_of(label),
         "geometry": Geometry((4, 4, 4), tuple(map(tuple, np.eye(4).tolist())), "RAS", 1, 1),
-        "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest, 0),), "stem": case_id,
+        "sources": (SourceFile(f"{case_id}.nii.gz", 99, digest, 0),),
         "format": "npy", "stored": Region((0, 0, 0), (4, 4, 4)),
-        "image_bytes": 256, "image_sha256": digest, "image_voxels_sha256": digest,
-        "label_bytes": 192, "label_sha256": digest, "label_voxels_sha256": digest,
+        "image_voxels_sha256": digest, "label_voxels_sha256": digest,
     }  # fmt: skip
-    return CaseRecord(**{**fields, **changes})
+    record = CaseRecord(**{**fields, **changes})
+    if "files" in changes:
+        return record
+    files = {kind: ArrayFile(256 if kind == "x" else 192, digest) for kind in record.kinds}
+    return dataclasses.replace(record, files=files)
 
 
 def manifest_of(records, split=None, **changes) -> Manifest:
@@ -186,10 +191,10 @@ def stored_case(
         shape=image.shape[:3],
         stored=whole(image.shape[:3]),
         format=kind,
-        image_bytes=len(image_file),
-        image_sha256=hashlib.sha256(image_file).hexdigest(),
-        label_bytes=len(label_file),
-        label_sha256=hashlib.sha256(label_file).hexdigest(),
+        files={
+            kind: ArrayFile(len(content), hashlib.sha256(content).hexdigest())
+            for kind, content in (("x", image_file), ("y", label_file))
+        },
     )
     (folder / "cases").mkdir(parents=True, exist_ok=True)
     array_path(folder, record, "x").write_bytes(image_file)

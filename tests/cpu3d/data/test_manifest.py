@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from cpu3d.data.manifest import case_from_json, record_bytes, remake
+from cpu3d.data.manifest import ArrayFile, case_from_json, record_bytes, remake
 from cpu3d.data.region import Region, whole
 from tests.cpu3d.data.made_datasets import make_record, manifest_of
 
@@ -23,12 +23,12 @@ def on_grid_of(record, shape, **changes):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stem": "../a"},
+        {"case_id": "../a"},
         {"format": "zip"},
         {"box": {"start": [0, 0, 0], "size": [9, 1, 1]}},
         {"channel_std": [0.0]},
         {"channel_mean": [1.0, 2.0]},
-        {"label_bytes": 0},
+        {"label_voxels": {}},
         {"centres": {"1": [[1, 2, 4]]}},
         {"shape": [4, 4, 9]},
         {"patient_id": None},
@@ -41,9 +41,7 @@ def test_a_record_whose_files_would_be_elsewhere_or_that_contradicts_itself_is_n
 
 def test_a_manifest_works_out_what_follows_from_its_cases():
     small = on_grid_of(make_record("b"), (9, 4, 4), box=Region((0, 0, 0), (9, 1, 1)))
-    bare = make_record(
-        "a", label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256=""
-    )
+    bare = make_record("a", label_voxels={}, centres={}, label_voxels_sha256="")
     large = on_grid_of(bare, (4, 8, 5), box=Region((0, 3, 0), (2, 5, 5)))
     manifest = manifest_of([small, large])
     assert [case.case_id for case in manifest.cases] == ["a", "b"]
@@ -58,9 +56,7 @@ def test_the_split_hash_tells_moved_cases_and_other_voxels_and_nothing_else():
     assert (
         manifest_of(cases[::-1], {"val": ["b"], "train": ["a"]}).split_hash == manifest.split_hash
     )
-    repacked = make_record(
-        "a", format="b2nd", image_sha256="0", label_sha256="0", stored=cases[0].box, image_bytes=9
-    )
+    repacked = make_record("a", format="b2nd", files={"x": ArrayFile(9, "0")}, stored=cases[0].box)
     assert remake(manifest, cases=[repacked, cases[1]]).split_hash == manifest.split_hash
     assert (
         remake(manifest, split={"train": ["b"], "val": ["a"], "test": []}).split_hash

@@ -390,9 +390,7 @@ def test_arguments_out_of_range_are_refused_by_name(phantom_store, wrong, messag
     ],
 )
 def test_stores_and_splits_that_cannot_be_read_so_are_refused(tmp_path, split, rule):
-    bare = make_record(
-        label_voxels={}, centres={}, label_bytes=0, label_sha256="", label_voxels_sha256=""
-    )
+    bare = make_record(label_voxels={}, centres={}, label_voxels_sha256="")
     write_store(tmp_path, manifest_of([bare]))
     with pytest.raises(InputError, match=rule):
         volume_dataset(open_store(tmp_path), split=split)

@@ -47,7 +47,7 @@ def test_a_check_names_every_damaged_file_at_once_and_reads_no_voxel(small_store
     open_store(folder).check(manifest.cases)
     (folder / "cases/a.x.npy").unlink()
     (folder / "cases/a.y.npy").write_bytes(b"")
-    (folder / "cases/b.x.npy").write_bytes(b"0" * manifest.cases[1].image_bytes)
+    (folder / "cases/b.x.npy").write_bytes(b"0" * manifest.cases[1].files["x"].size_bytes)
     with pytest.raises(InputError) as caught:
         open_store(folder).check(manifest.cases)
     for name, problem in zip(("a.x.npy", "a.y.npy", "b.x.npy"), caught.value.problems):

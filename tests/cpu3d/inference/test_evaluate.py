@@ -226,10 +226,11 @@ def test_a_store_that_cannot_be_scored_is_refused_with_every_reason(
             evaluate_split(fake_predictor, open_store(tiny_store.folder), "test", tiny_run)
         return caught.value.problems
 
-    bare = {"label_bytes": 0, "label_sha256": "", "label_voxels": {}}
-    unlabelled = problems(
-        cases=[dataclasses.replace(case, **bare) for case in tiny_store.manifest.cases]
-    )
+    bare = []
+    for case in tiny_store.manifest.cases:
+        files = {"x": case.files["x"]}
+        bare.append(dataclasses.replace(case, label_voxels={}, files=files))
+    unlabelled = problems(cases=bare)
     assert [problem[:27] for problem in unlabelled] == [
         "case e must have a label to",
         "case f must have a label to",

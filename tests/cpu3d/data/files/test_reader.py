@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cpu3d.data.files.arrays import FORMATS, decode_b2nd
 from cpu3d.data.files.reader import Reader, choose_read_mode, file_system
-from cpu3d.data.manifest import array_path
+from cpu3d.data.manifest import ArrayFile, array_path
 from cpu3d.data.region import Region
 from cpu3d.errors import InputError
 from tests.cpu3d.data.made_datasets import stored_case
@@ -112,13 +112,13 @@ def test_a_file_of_another_length_is_refused_before_it_is_mapped(
     image, label = voxels()
     record = stored_case(tmp_path, image, label, kind=kind)
     path = array_path(tmp_path, record, "x")
-    os.truncate(path, length % record.image_bytes)
+    os.truncate(path, length % record.files["x"].size_bytes)
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: pytest.fail("mapped"))
     refuses(
         tmp_path,
         record,
         slice(0, 1),
-        f"{path} must be {record.image_bytes} .* got {path.stat().st_size}",
+        f"{path} must be {record.files['x'].size_bytes} .* got {path.stat().st_size}",
         mode,
     )
     monkeypatch.undo()
@@ -133,7 +133,7 @@ def test_a_file_of_another_array_is_refused(case, mode, shape, dtype):
     folder, record, _, _ = case
     path = array_path(folder, record, "x")
     np.save(path, np.zeros(shape, dtype))
-    assert path.stat().st_size == record.image_bytes
+    assert path.stat().st_size == record.files["x"].size_bytes
     rule = f"{path} must be .* int16 .7, 6, 5, 2., got another header"
     refuses(folder, record, slice(0, 1), rule, mode)
 
@@ -177,7 +177,7 @@ def test_a_packed_file_that_leads_to_another_is_refused_and_not_followed(
     content = blosc2.asarray(image, meta=meta).to_cframe()
     array_path(tmp_path, record, "x").write_bytes(content)
     record = dataclasses.replace(
-        record, image_bytes=len(content), image_sha256=hashlib.sha256(content).hexdigest()
+        record, files={"x": ArrayFile(len(content), hashlib.sha256(content).hexdigest())}
     )
     monkeypatch.setattr(blosc2, "open", lambda *_, **__: pytest.fail("opened"))
     refuses(
@@ -191,13 +191,12 @@ def test_a_file_cut_while_it_is_read_is_an_error_with_pread(case, monkeypatch):
     preadv = os.preadv
 
     def cut_then_read(handle, buffers, offset):
-        os.truncate(path, 200 if offset else record.image_bytes)
+        os.truncate(path, 200 if offset else record.files["x"].size_bytes)
         return preadv(handle, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", cut_then_read)
-    message = (
-        f"{path} must be {record.image_bytes} bytes long, got its end at byte 200 while it was read"
-    )
+    size = record.files["x"].size_bytes
+    message = f"{path} must be {size} bytes long, got its end at byte 200 while it was read"
     with pytest.raises(InputError, match=re.escape(message)):
         Reader(folder, "pread").array(record, "x")
 
