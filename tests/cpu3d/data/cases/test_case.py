@@ -90,12 +90,13 @@ def test_what_int16_cannot_hold_is_stored_in_steps_with_its_error(files, value):
     np.testing.assert_array_equal(case.image[..., 1] == 0, other == 0)
 
 
-def test_a_voxel_of_exactly_the_mean_does_not_become_background(files):
-    volume = np.zeros((2, 2, 2), np.float32)
-    volume[0, :, 0] = (3.5, 5.5)
-    volume[1, 0, 0] = 4.5
+@pytest.mark.parametrize("least", [1e-3, -1e-3])
+def test_a_voxel_that_is_much_less_than_a_step_does_not_become_background(files, least):
+    volume = np.zeros((10, 10, 10), np.float32)
+    volume[2:8, 2:8, 2:8] = np.random.default_rng(0).uniform(200, 900, (6, 6, 6))
+    volume[5, 5, 5] = least
     case = load_case(files(volume), channels=("a",))
-    assert np.array_equal(case.image[..., 0] != 0, volume != 0)
+    np.testing.assert_array_equal(np.sign(case.image[..., 0]), np.sign(volume))
 
 
 def test_a_label_map_may_have_a_fourth_axis_of_length_1(files):
