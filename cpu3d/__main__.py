@@ -5,7 +5,7 @@ import contextlib
 import faulthandler
 import importlib
 import sys
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Mapping, Optional, Sequence, Tuple
 
 from cpu3d.errors import ENDINGS, InputError, NoRoomError, exit_code_of, fault_of
 from memory_estimator.common.schema import add_options, arguments
@@ -22,7 +22,7 @@ COMMANDS = {
     "prepare": ("cpu3d.data.stores.prepare", "read a data set into a store"),
     "store": ("cpu3d.data.stores.upkeep", "print the content of a store, check it, add cases"),
     "train": (
-        "cpu3d.training.train",
+        "cpu3d.experiments.train",
         "train a 3D U-Net on whole volumes or on patches, or continue",
     ),
     "launch": (
@@ -106,23 +106,12 @@ def _run(argv: Sequence[str]) -> int:
     try:
         command, args = parse(argv)
         options = arguments(command.OPTIONS, args, InputError)
-        if argv[0] == "train":
-            return _train(command, *options)
         return command.run(*options)
     except BrokenPipeError:
         raise
     except (*EXPLAINED, ModuleNotFoundError, KeyboardInterrupt, OSError, MemoryError) as error:
         print(*_explained(error), sep="\n", file=sys.stderr)
         return exit_code_of(error)
-
-
-def _train(command: Any, options: Any, settings: Dict[str, Any]) -> int:
-    """Train all folds, or one run and then decide its post-processing: both are in rooms above that
-    of training, which cannot call them."""
-    if options.folds is not None:
-        return importlib.import_module("cpu3d.experiments.folds").run(options, settings)
-    rules = importlib.import_module("cpu3d.inference.postprocessing.run_rules")
-    return command.run(options, settings, then=rules.choose_rules_after_training)
 
 
 def _explained(error: BaseException) -> List[str]:

@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 from cpu3d.bench.step_costs import draw_policies, step_table, with_predictions
-from cpu3d.experiments.results import comparisons_markdown
+from cpu3d.experiments.results import results_tables
 from cpu3d.util.atomic import write_bytes
-from cpu3d.util.records import newest, read_records
+from cpu3d.util.records import listed, newest, read_records
 from memory_estimator.accuracy import Accuracy
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table
+from memory_estimator.common.units import by
 from records.command import main
 from records.kernels import draw_roofline, kernels_table
 from records.measured import accuracy_json, digest, error_table, page
@@ -112,6 +113,28 @@ def _estimator(path: Path) -> List[str]:
         "",
         "Every configuration is in [validation.md](validation.md).",
     ]
+
+
+def comparisons_markdown(records: Sequence[Dict[str, Any]]) -> List[str]:
+    """Lines for the page of results: the tables of the newest record of each title."""
+    lines: List[str] = []
+    for record in newest(records, lambda record: record["title"]):
+        host = record["host"]
+        data = record["data"]
+        split = ", ".join(f"{size} {name}" for name, size in data["split"].items())
+        facts = [
+            f"{record['date']}, {host['cores']} cores of {host['cpu']}",
+            f"{data['name']}, {by(data['shape'], ' x ')}: {split}",
+            record["budget"],
+            f"seeds {listed(record['seeds'])}",
+            f'scored on {record["cases"]} cases of "{record["evaluation"]["split"]}".',
+        ]
+        lines += [f"### {record['title']}", "", "; ".join(facts), ""]
+        lines += [f"- `{name}`: `{options}`" for name, options in record["options"].items()]
+        lines.append("")
+        for table in results_tables(record):
+            lines += [*table.markdown(), ""]
+    return lines
 
 
 STEP = ("shape", "batch", "micro_batch", "unet", "optimizer", "engine_name")

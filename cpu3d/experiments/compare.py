@@ -3,7 +3,7 @@
     ./run.sh compare --store store --out comparison
     ./run.sh compare --store store --out comparison --epochs 30 --filters 8 --dry-run
     ./run.sh compare --store store --out sizes --epochs 20 --variant whole "--mode whole" \\
-        --variant patch-64 "--mode patch --patch 64 64 64" --variant half "--resolution 0.5"
+        --variant patch-64 "--mode patch --patch 64 64 64" --variant wide "--filters 32"
     ./run.sh compare --store store --out crossed --folds 5 --variant plain "" \\
         --variant rotated "--rotation-deg 15"
     ./run.sh compare --runs runs/a-seed0 runs/a-seed1 runs/b-seed0 runs/b-seed1 --out seen

@@ -60,32 +60,6 @@ from memory_estimator.common.units import format_bytes, format_seconds
 from memory_estimator.host import Host, read_host
 
 
-def run(options: TrainOptions, settings: Dict[str, Any]) -> int:
-    """Carry out `train --folds`."""
-    if options.json and not options.dry_run:
-        raise InputError("--json must come with --dry-run, got it alone; add --dry-run")
-    if not options.dry_run:
-        train_folds(
-            options.store,
-            options.run,
-            options.folds,
-            settings=settings,
-            force=options.force,
-            mlflow=options.mlflow,
-        )
-        return 0
-    if options.mlflow:
-        require_mlflow()
-    check_folder(options.run, "folder of --run")
-    chosen = _chosen_in_all(options.run, options.folds, settings)
-    planned = _plan(options.store, options.run, options.folds, chosen, force=options.force)
-    if options.json:
-        print(json.dumps([fold.plan.to_json() for fold in planned]))
-    else:
-        _show(planned, stderr=False)
-    return 0
-
-
 def train_folds(
     store_folder: Path,
     folder: Path,
@@ -137,6 +111,20 @@ def train_folds(
         raise RunFailedError(
             f"{rule}; the same command tries them again", worst.exit_code, worst.why
         )
+
+
+def show_folds(options: TrainOptions, settings: Dict[str, Any]) -> None:
+    """Print what `train --folds` would do with these options, and write nothing. Raises as
+    `train_folds` before it writes."""
+    if options.mlflow:
+        require_mlflow()
+    check_folder(options.run, "folder of --run")
+    chosen = _chosen_in_all(options.run, options.folds, settings)
+    planned = _plan(options.store, options.run, options.folds, chosen, force=options.force)
+    if options.json:
+        print(json.dumps([fold.plan.to_json() for fold in planned]))
+    else:
+        _show(planned, stderr=False)
 
 
 def publish_folds(folder: Path) -> None:

@@ -28,9 +28,9 @@ from cpu3d.run.folds import fold_folder, read_folds
 from cpu3d.run.summary import median, numbers
 from cpu3d.util.atomic import write_json
 from cpu3d.util.progress import say
-from cpu3d.util.records import append_record, count, listed, newest, plus_minus, versions
+from cpu3d.util.records import append_record, count, plus_minus, versions
 from memory_estimator.common.table import Bold, Table, new_console
-from memory_estimator.common.units import by, format_bytes, format_seconds
+from memory_estimator.common.units import format_bytes, format_seconds
 
 Json = Dict[str, Any]
 
@@ -325,28 +325,6 @@ def results_tables(record: Json) -> List[Table]:
     if record["differences"]:
         tables.append(_differences_table(record))
     return [*tables, _costs_table(record)]
-
-
-def comparisons_markdown(records: Sequence[Json]) -> List[str]:
-    """Lines for the page of results: the tables of the newest record of each title."""
-    lines: List[str] = []
-    for record in newest(records, lambda record: record["title"]):
-        host = record["host"]
-        data = record["data"]
-        split = ", ".join(f"{size} {name}" for name, size in data["split"].items())
-        facts = [
-            f"{record['date']}, {host['cores']} cores of {host['cpu']}",
-            f"{data['name']}, {by(data['shape'], ' x ')}: {split}",
-            record["budget"],
-            f"seeds {listed(record['seeds'])}",
-            f'scored on {record["cases"]} cases of "{record["evaluation"]["split"]}".',
-        ]
-        lines += [f"### {record['title']}", "", "; ".join(facts), ""]
-        lines += [f"- `{name}`: `{options}`" for name, options in record["options"].items()]
-        lines.append("")
-        for table in results_tables(record):
-            lines += [*table.markdown(), ""]
-    return lines
 
 
 def _scores_table(record: Json) -> Table:

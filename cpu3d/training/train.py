@@ -1,24 +1,7 @@
-"""Train a 3D U-Net on the whole volumes of a store, or on patches of them.
+"""Train a run, or continue it, on the whole volumes of a store or on patches of them.
 
-    ./run.sh train --store store --run runs/first
-    ./run.sh train --store store --run runs/first --dry-run
-    ./run.sh train --store store --run runs/flair --recipe paper-flair --epochs 25
-    ./run.sh train --store store --run runs/patches --mode patch --patch 96 96 96
-    ./run.sh train --store store --run runs/fold-2 --fold 2/5
-    ./run.sh train --store store --run runs/folds --folds 5
-    ./run.sh train --store store --run runs/second --init runs/first --freeze encoder
-
-The same command continues an interrupted run; more --epochs, --steps or --budget-minutes extend a
-finished one. `launch` starts several processes that train one run together. If TF_CONFIG is set, as
-by Kubernetes, this process is one of them.
-
---init starts from the weights of another run of the same network; image channels and regions are
-matched by name, and what is new is fresh (docs/annotate.md).
-
---folds trains all folds one after the other, each by a process of its own; scores every case once,
-by the fold that has not seen it; decides post-processing on all of them; and writes
-RUN/report.html. `predict --run RUN` and `evaluate --run RUN` then take the folds together. It uses
-the last weights of each fold, as the best ones are chosen by the cases that are to be scored."""
+train("store", "runs/first", settings={"epochs": 25})
+"""
 
 import contextlib
 import gc
@@ -42,8 +25,7 @@ from cpu3d.plan_text import check_run, learnable, plan_lines
 from cpu3d.run.checkpoint import BEST, checkpoints, is_trained
 from cpu3d.run.config_json import load_config
 from cpu3d.run.folds import refuse_folds
-from cpu3d.settings import SETTINGS, TRAIN_OPTIONS, RunConfig, left_open
-from cpu3d.settings import TrainOptions as Options
+from cpu3d.settings import SETTINGS, RunConfig, TrainOptions, left_open
 from cpu3d.training.pulse import Pulse
 from cpu3d.training.tracking import require_mlflow
 from cpu3d.training.watchdog import Guard
@@ -53,30 +35,6 @@ from cpu3d.util.progress import say
 from memory_estimator.common.schema import check_given
 from memory_estimator.host import read_host
 
-OPTIONS = TRAIN_OPTIONS
-
-
-After = Callable[[Path, Path, Pulse], None]
-"""What follows the last step, of the run's folder, the store's, and the heartbeat."""
-
-
-def run(options: Options, settings: Dict[str, Any], then: Optional[After] = None) -> int:
-    """`then` as `train` has it."""
-    if options.dry_run:
-        show_plan(options, settings)
-        return 0
-    if options.json:
-        raise InputError("--json must come with --dry-run, got it alone; add --dry-run")
-    train(
-        options.store,
-        options.run,
-        settings=settings,
-        force=options.force,
-        mlflow=options.mlflow,
-        then=then,
-    )
-    return 0
-
 
 def train(
     store_folder: Path,
@@ -85,12 +43,12 @@ def train(
     settings: Optional[Dict[str, Any]] = None,
     force: bool = False,
     mlflow: str = "",
-    then: Optional[After] = None,
+    on_finished: Optional[Callable[[Path, Path, Pulse], None]] = None,
 ) -> RunConfig:
     """Train, or continue, the run in `run_folder` on the store in `store_folder`; returns the run's
     configuration. If the environment names other workers (`cluster.read_cluster`) this is one of
-    them; all need the same arguments. `then` follows the last step, while the chief still holds the
-    run's lock and its heartbeat goes on.
+    them; all need the same arguments. `on_finished` is called after the last step, with the folders
+    of run and store and the heartbeat, while the chief still holds the run's lock.
 
     Before anything is written it raises InputError and, unless `force`, DoesNotFitError; then, each
     once the good steps are saved, Interrupted after SIGINT and SIGTERM, DivergedError,
@@ -106,13 +64,13 @@ def train(
     pulse = Pulse(call.folder, say=say, rank=cluster.rank, workers=cluster.workers)
     with _lock_of_chief(cluster, call.folder), pulse:
         config = _carry_out(call, pulse, mlflow)
-        if then is not None and cluster.is_chief:
+        if on_finished is not None and cluster.is_chief:
             gc.collect()  # frees the network that was trained
-            then(call.folder, call.store.folder, pulse)
+            on_finished(call.folder, call.store.folder, pulse)
     return config
 
 
-def show_plan(options: Options, settings: Dict[str, Any]) -> None:
+def show_plan(options: TrainOptions, settings: Dict[str, Any]) -> None:
     """Print what `train` would do with these options, and write nothing. Raises InputError and,
     unless forced, DoesNotFitError, as `train` does before it writes."""
     if options.mlflow:

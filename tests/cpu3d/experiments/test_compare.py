@@ -10,9 +10,10 @@ from cpu3d.__main__ import main
 from cpu3d.errors import InputError
 from cpu3d.experiments import compare as command
 from cpu3d.experiments import runner
-from cpu3d.experiments.results import Page, comparisons_markdown
+from cpu3d.experiments.results import Page
 from cpu3d.run.config_json import load_config
 from cpu3d.util.records import read_records
+from records.tables import comparisons_markdown
 from tests.cpu3d.runs import run_command, shown_cases
 
 SMALL = ["--filters", 2, "--depth", 2, "--dtype", "float32", "--curriculum", "off"]

@@ -270,7 +270,7 @@ def test_what_follows_a_training_has_its_lock_and_heartbeat_and_both_end_after_i
     settings = {**SMALL, "steps": 1}
     del settings["epochs"]
     for then in (follow, None):  # from Python it may end here
-        train(phantom_store.folder, tmp_path, settings=settings, then=then)
+        train(phantom_store.folder, tmp_path, settings=settings, on_finished=then)
         beat = read_heartbeats(tmp_path)[0]
         assert (beat.phase, beat.exit_code, beat.reason) == ("ended", 0, "finished")
     assert followed == [(tmp_path, phantom_store.folder, None)]
