@@ -66,11 +66,6 @@ class Normalisation:
         return self.kind is Kind.FOREGROUND
 
     @property
-    def is_of_case(self) -> bool:
-        """Whether values become scores by a case's own mean and deviation."""
-        return self.kind in (Kind.FOREGROUND, Kind.ZSCORE)
-
-    @property
     def words(self) -> str:
         """Name the kind, and the numbers of a CT."""
         if self.low is None:

@@ -86,7 +86,9 @@ def load_case(
     Raises InputError with every problem of the case."""
     kinds = of_all(normalisation, len(channels))
     volumes, label, geometry, zeroed, far = _read(files, channels, labels, kinds, zero_nan)
-    background = _backgrounds(volumes, kinds)
+    borders = [
+        border_value(volume) if each.has_background else 0.0 for volume, each in zip(volumes, kinds)
+    ]
     made = _Resampled(label, nifti.ras_spacing_mm(geometry))
     if target_spacing_mm:
         # In the list's order, one after the other, so that each volume is forgotten at once.
@@ -117,19 +119,10 @@ def load_case(
         geometry=geometry,
         sources=_sources(files, dataset_folder, has_label=labels is not None),
         stored=whole(image.shape[:3]),
-        background=background,
+        background=tuple(borders) if any(borders) else (),
         resampled_from=made.source,
     )
     return LoadedCase(image, label, made.source_label, record)
-
-
-def _backgrounds(volumes: Sequence[Array], kinds: Sequence[Normalisation]) -> Tuple[float, ...]:
-    """Return per channel what most of its border is, if it should perhaps be 0; nothing if that is
-    0 in all."""
-    values = []
-    for volume, each in zip(volumes, kinds):
-        values.append(border_value(volume) if each.has_background else 0.0)
-    return tuple(values) if any(values) else ()
 
 
 class _Resampled(NamedTuple):

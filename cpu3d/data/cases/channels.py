@@ -35,7 +35,10 @@ def facts_of_channel(
 ) -> ChannelFacts:
     """Describe the stored values (X, Y, Z) of a channel, of which some voxels may be labelled."""
     if each.has_background:
-        return _over_foreground(channel)
+        values = channel[channel != 0].astype(np.float64)
+        low = float(values.min())
+        high = float(values.max())
+        return ChannelFacts(float(values.mean()), float(values.std()), low, high, values.size)
     facts = _over_all(channel)._replace(around=surroundings(channel, each.kind is Kind.CT))
     if each.kind is Kind.CT and is_labelled is not None and is_labelled.any():
         step, offset = unit
@@ -70,18 +73,6 @@ def content_box(
             step, offset = units[index] if units else AS_IT_IS
             mask |= channel > (each.low - offset) / step
     return bounding_box(mask)
-
-
-def _over_foreground(channel: Array) -> ChannelFacts:
-    """Statistics of the voxels that are not 0."""
-    values = channel[channel != 0].astype(np.float64)
-    return ChannelFacts(
-        float(values.mean()),
-        float(values.std()),
-        float(values.min()),
-        float(values.max()),
-        values.size,
-    )
 
 
 def _over_all(channel: Array) -> ChannelFacts:

@@ -62,9 +62,9 @@ def looks_like_ct(volume: Array) -> bool:
 def refuses_ct(name: str, each: Normalisation) -> bool:
     """Tell whether a channel that looks like CT is refused: if its values become scores by a
     case's own mean and deviation, and neither its name nor a user wants that."""
-    if each.kind is Kind.ZSCORE and each.is_chosen:
-        return False
-    return each.is_of_case and not is_ct(name)
+    is_wanted = each.kind is Kind.ZSCORE and each.is_chosen
+    is_of_case = each.kind in (Kind.FOREGROUND, Kind.ZSCORE)
+    return is_of_case and not is_wanted and not is_ct(name)
 
 
 # --- The decision ---

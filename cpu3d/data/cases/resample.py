@@ -305,11 +305,6 @@ class Taps(NamedTuple):
     indices: Array  # (N, T)
     weights: Array  # (N, T) float32
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether each new voxel is the old one in its place."""
-        return self.indices.shape[1] == 1
-
     def around(self, start: int, stop: int) -> "Part":
         """Return the taps of the new voxels that old ones from `start` to `stop` have a part in."""
         takes = (self.indices >= start) & (self.indices < stop) & (self.weights != 0)
@@ -353,7 +348,7 @@ def _resample(volume: Array, taps: Sequence[Taps]) -> Array:
     """Interpolate a volume `(X, Y, Z)` by the `taps` along its axes, float32."""
     # Most taps first, which make the volume smaller. The order is the same for a part of a volume.
     for axis in sorted(range(3), key=lambda axis: -taps[axis].indices.shape[1]):
-        if not taps[axis].is_identity:
+        if taps[axis].indices.shape[1] > 1:  # else each new voxel is the old one
             volume = _along(volume, axis, taps[axis])
     return volume.astype(np.float32, copy=False)
 
