@@ -5,10 +5,11 @@ dataset = read_listed(Path("Dataset001_Tumour/dataset.json"))
 """
 
 import contextlib
-from collections import Counter, defaultdict
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.datasets.dataset_json import (
@@ -21,6 +22,7 @@ from cpu3d.data.datasets.dataset_json import (
 )
 from cpu3d.data.datasets.names import (
     VOLUME_END,
+    FileName,
     channel_key,
     composed,
     file_named,
@@ -36,7 +38,6 @@ from cpu3d.data.split import Split
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.util.records import count
 
-Numbered = Dict[str, Dict[int, List[Path]]]  # case -> number of a channel -> its files
 _AGAIN = "fetch it again, or leave the case out"
 
 
@@ -61,32 +62,30 @@ def read_listed(path: Path, labels: Optional[Mapping[int, str]] = None) -> Datas
     if not about.labels:
         problems.append(f"labels of {path} {LABELS_RULE}, got none; add them, or --regions")
     entries: List[Entry] = []
-    named: List[_Named] = []
+    warnings: Tuple[str, ...] = ()
+    layout = "nnunet"
     if about.is_nnunet2:
+        named = []
         for case_id, case in listing_of(path).items():
             named.append(_Named(composed(case_id), case.images, case.label))
     else:
         entries = entries_of(path)
-        for case_id, entry in zip(_ids_of(path, entries), entries):
-            named.append(_Named(case_id, entry.images, entry.label))
+        named = _named_by(path, entries)
+        # It is refused where cases need not be listed, as they are in nnU-Net 2.
+        warnings = tuple(f"warning: {problem}" for problem in _other_number(about, len(entries)))
     raise_if_any([*problems, *_outside(path, named)])
-    layout = "nnunet"
-    warnings: Tuple[str, ...] = ()
     if about.is_nnunet2:
         ending = _ending_of(about)
         if named:
             raise_if_any(_other_number(about, len(named)))
-            cases, bad = _of_files(about, named)
         else:
-            cases, bad = _in_folders(about, ending)
+            named = _in_folders(about, ending)
     elif _is_nnunet1(about, entries):
-        cases, bad = _of_nnunet1(about, entries)
+        named = _of_nnunet1(about, named)
     else:
         has_lists = any(isinstance(entry.image, list) for entry in entries)
         layout = "datalist" if has_lists else "decathlon"
-        cases, bad = _of_files(about, named)
-    if not about.is_nnunet2:  # which has refused another number: its cases need not be listed
-        warnings = tuple(f"warning: {problem}" for problem in _other_number(about, len(entries)))
+    cases, bad = _of_files(about, named)
     return Dataset(
         folder=path.parent,
         name=about.name or name_of(path.parent),
@@ -153,25 +152,36 @@ def _ending_of(about: Description) -> str:
     return ending
 
 
-def _in_folders(about: Description, ending: str) -> Tuple[List[CaseFiles], Problems]:
+def _in_folders(about: Description, ending: str) -> List[_Named]:
     """The cases of nnU-Net 2 in imagesTr and labelsTr. Raises InputError for files of other names
     or of another number than those that dataset.json tells of."""
     folder = about.path.parent
     images = folder / "imagesTr"
-    files: Numbered = {}
-    if images.is_dir():
-        files = _numbered_files(images, ending)
-    if not files:
-        rule = f"{images} must hold files CASE_0000{ending}"
-        raise InputError(f"{rule}, found none; check the path and file_ending in {about.path}")
-    raise_if_any(_other_number(about, len(files)))
-    labels = {}
-    if (folder / "labelsTr").is_dir():
-        labels = {stem_of(path): path for path in _volumes_of(folder / "labelsTr", ending)}
-    label_of = {}
-    for case_id in (*files, *labels):
-        label_of[case_id] = labels.get(case_id, folder / "labelsTr" / f"{case_id}{ending}")
-    return _of_channels(about, files, label_of)
+    names = {path: read_name(path) for path in _volumes_of(images, ending)}
+    rule = f"images in {images} must be named CASE_0000{ending}, by case and channel"
+    unnamed = [path.name for path, name in names.items() if name.number is None]
+    if unnamed or not names:
+        got = _and_more(unnamed) if unnamed else "found none"
+        raise InputError(f"{rule}, got {got}; correct them, or file_ending in {about.path}")
+    _check_channels(about, names.values())
+    file_of = {(name.case, name.number): f"imagesTr/{path.name}" for path, name in names.items()}
+    label_of = {
+        stem_of(path): f"labelsTr/{path.name}" for path in _volumes_of(folder / "labelsTr", ending)
+    }
+    if len(file_of) < len(names):
+        times = Counter((name.case, name.number) for name in names.values())
+        (case, number), _ = times.most_common(1)[0]
+        raise InputError(f"{rule}, got two files {case}_{number:04d}; remove one")
+    with_images = {name.case for name in names.values()}
+    raise_if_any(_other_number(about, len(with_images)))
+    named = []
+    for case in sorted(with_images | set(label_of)):
+        files = []
+        for number in range(len(about.channels)):
+            usual = f"imagesTr/{case}_{number:04d}{ending}"
+            files.append(file_of.get((case, number), usual))
+        named.append(_Named(case, files, label_of.get(case, f"labelsTr/{case}{ending}")))
+    return named
 
 
 def _is_nnunet1(about: Description, entries: Sequence[Entry]) -> bool:
@@ -189,80 +199,43 @@ def _is_nnunet1(about: Description, entries: Sequence[Entry]) -> bool:
     return False
 
 
-def _of_nnunet1(about: Description, entries: Sequence[Entry]) -> Tuple[List[CaseFiles], Problems]:
-    """The cases of nnU-Net 1, whose list names imagesTr/CASE.nii.gz for imagesTr/CASE_0000.nii.gz
-    and so on."""
+def _of_nnunet1(about: Description, named: Iterable[_Named]) -> List[_Named]:
+    """The cases of nnU-Net 1, whose list names imagesTr/CASE.nii.gz, or its first channel, for
+    imagesTr/CASE_0000.nii.gz and so on."""
     folder = about.path.parent
-    in_folder: Dict[Path, Numbered] = {}
-    files: Numbered = {}
-    label_of: Dict[str, Optional[Path]] = {}
-    times: Counter[str] = Counter()
-    for entry in entries:
-        image = folder / entry.images[0]
-        if image.parent not in in_folder and image.parent.is_dir():
-            in_folder[image.parent] = _numbered_files(image.parent)
-        name = read_name(image)
-        case_id = stem_of(image)
-        if name.number is not None and image.is_file():
-            case_id = name.case
-        times[case_id] += 1
-        files[case_id] = in_folder.get(image.parent, {}).get(case_id, {})
-        label_of[case_id] = file_named(folder, entry.label) if entry.label else None
-    raise_if_any(
-        f"case id {case_id} in {about.path} must be used once, got {n} entries; keep one"
-        for case_id, n in times.items()
-        if n > 1
-    )
-    return _of_channels(about, files, label_of)
-
-
-def _of_channels(
-    about: Description, files: Numbered, label_of: Mapping[str, Optional[Path]]
-) -> Tuple[List[CaseFiles], Problems]:
-    """The cases of nnU-Net's files, by case and number, and their labels. Raises InputError as
-    `_check_channels`."""
-    _check_channels(about, files)
     cases = []
-    bad: Problems = {}
-    for case_id, label in label_of.items():
-        by_number = files.get(case_id, {})
-        problems = []
-        images = []
-        own = f"of case {case_id} in {about.path.parent} must be"
-        for number, channel in enumerate(about.channels):
-            paths = by_number.get(number, [])
-            images += paths[:1]
-            if by_number and len(paths) != 1:
-                got = ", ".join(path.name for path in paths) or "none"
-                rule = f"channel {channel} {own} one file {case_id}_{number:04d}"
-                problems.append(f"{rule}, got {got}; {_AGAIN}")
-        if not by_number:
-            rule = f"images {own} files {case_id}_0000 and so on"
-            problems.append(f"{rule}, got none; {_AGAIN}")
-        if label is None or not label.is_file():
-            problems.append(_no_file(about, "label", case_id, label))
-        cases.append(CaseFiles(case_id, case_id, tuple(images), label))
-        if problems:
-            bad[case_id] = problems
-    return cases, bad
+    places = set()
+    for case in named:
+        image = Path(case.images[0])
+        places.add(folder / image.parent)
+        case_id = case.case_id
+        if read_name(image).number is not None and (folder / image).is_file():
+            case_id = read_name(image).case
+            image = image.with_name(re.sub(r"_\d{4}(?=\.)", "", image.name))
+        files = []
+        for number in range(len(about.channels)):
+            name = VOLUME_END.sub(rf"_{number:04d}\g<0>", image.name)
+            files.append(str(image.with_name(name)))
+        cases.append(_Named(case_id, files, case.label))
+    _check_channels(about, [read_name(path) for each in places for path in _volumes_of(each, "")])
+    return cases
 
 
-def _check_channels(about: Description, files: Numbered) -> None:
+def _check_channels(about: Description, names: Iterable[FileName]) -> None:
     """Raise InputError for a channel that no case has, and for files of more channels than there
     are."""
+    numbers: Dict[int, FileName] = {}
+    for name in names:
+        if name.number is not None:
+            numbers.setdefault(name.number, name)
     order = [f"{number:04d} {channel}" for number, channel in enumerate(about.channels)]
-    numbers: Set[int] = set()
-    beyond: List[str] = []
-    for by_number in files.values():
-        numbers.update(by_number)
-        for number, paths in by_number.items():
-            if number >= len(order):
-                beyond += [path.name for path in paths]
     problems = []
+    beyond = [name for number, name in sorted(numbers.items()) if number >= len(order)]
     if beyond:
         rule = f"files of {about.path.parent} must be of the channels that {about.path.name} names"
         todo = f'name the others in its "{about.channels_field}", or remove their files'
-        problems.append(f"{rule}, {', '.join(order)}, got {_and_more(beyond)}; {todo}")
+        got = f"{beyond[0].case}_{beyond[0].number:04d}"
+        problems.append(f"{rule}, {', '.join(order)}, got {got}; {todo}")
     absent = [words for number, words in enumerate(order) if number not in numbers]
     if absent:
         rule = f"channels of {about.path} must have files CASE_0000 and so on"
@@ -280,23 +253,6 @@ def _other_number(about: Description, number: int) -> List[str]:
     return [f"{rule}, got {said!r}; fetch the missing cases, or correct it"]
 
 
-def _numbered_files(folder: Path, ending: str = "") -> Numbered:
-    """nnU-Net's files in a folder, CASE_0000 and so on. Raises InputError for other names, if the
-    ending of all files is known."""
-    files: Numbered = defaultdict(lambda: defaultdict(list))
-    unnamed = []
-    for path in _volumes_of(folder, ending):
-        name = read_name(path)
-        if name.number is None:
-            unnamed.append(path.name)
-        else:
-            files[name.case][name.number].append(path)
-    if ending and unnamed:
-        rule = f"images in {folder} must be named CASE_0000{ending}, by case and channel"
-        raise InputError(f"{rule}, got {_and_more(unnamed)}; rename or remove them")
-    return files
-
-
 def _and_more(names: Sequence[str]) -> str:
     """The first name, and how many follow."""
     if len(names) == 1:
@@ -305,12 +261,14 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def _volumes_of(folder: Path, ending: str) -> List[Path]:
-    """The volumes in a folder with an ending, in letters of any case; with "" of any ending."""
-    return [path for path in volumes_in(folder) if path.name.lower().endswith(ending.lower())]
+    """The volumes in a folder, if there is one, with an ending in letters of any case; with "" of
+    any ending."""
+    paths = volumes_in(folder) if folder.is_dir() else []
+    return [path for path in paths if path.name.lower().endswith(ending.lower())]
 
 
-def _ids_of(path: Path, entries: Sequence[Entry]) -> List[str]:
-    """The names of a list's cases: of their 4D files, or what their files' names have in common
+def _named_by(path: Path, entries: Sequence[Entry]) -> List[_Named]:
+    """The cases of a list, called by their 4D files, or by what their files' names have in common
     without their channels."""
     names = []
     images = []
@@ -321,7 +279,8 @@ def _ids_of(path: Path, entries: Sequence[Entry]) -> List[str]:
             own = {name.case for name in read_names(paths).values()}
         names.append(own.pop() if len(own) == 1 else "")
         images.append(paths[0])
-    return ids_of_cases(names, images)
+    ids = ids_of_cases(names, images)
+    return [_Named(name, entry.images, entry.label) for name, entry in zip(ids, entries)]
 
 
 def _order_problems(about: Description, case_id: str, images: Sequence[str]) -> List[str]:

@@ -8,14 +8,14 @@ default network, its regions.
 
 import math
 import statistics
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 from cpu3d.data.cases.normalisation import FROM_SHARE
-from cpu3d.data.cases.resample import DIFFERS, in_mm, ranges_in_mm, target_spacing
+from cpu3d.data.cases.resample import in_mm, ranges_in_mm, target_spacing
 from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseRecord, Manifest
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm
-from cpu3d.data.region import Shape3, round_up, xyz
+from cpu3d.data.region import Shape3, round_up
 from cpu3d.data.store import Store
 from cpu3d.util.records import count
 from memory_estimator.common.table import Table
@@ -35,6 +35,9 @@ from models.strides import (
     strides_reason,
     strides_text,
 )
+
+# The cases that decide the network: together, so that the networks of all folds are alike.
+DECIDING = ("train", "val")
 
 
 class DecidedRow(NamedTuple):
@@ -76,7 +79,9 @@ def decided_table(store: Store) -> Table:
 def strides_of_store(store: Store, shape: Shape3, depth: int) -> Tuple[Strides, str]:
     """The strides of a network of `depth` levels that sees `shape` voxels of a store's cases, and
     why: by the size of voxels."""
-    spacing_mm = common_spacing(record.spacing_mm for record in _deciding(store))
+    spacing_mm = common_spacing(
+        record.spacing_mm for record in _of_splits(store.manifest, *DECIDING)
+    )
     strides = strides_for(spacing_mm, shape, depth)
     return strides, strides_reason(spacing_mm, shape, depth)
 
@@ -88,7 +93,7 @@ def depth_of_store(
     them, or patches of them, and why: by their median shape, as in nnU-Net."""
     spacings_mm = []
     shapes = []
-    for record in _deciding(store):
+    for record in _of_splits(store.manifest, *DECIDING):
         spacings_mm.append(record.spacing_mm)
         shapes.append(record.box.size if extent == "brain" else record.shape)
     shape = shape3(round(statistics.median(sides)) for sides in zip(*shapes))
@@ -104,19 +109,9 @@ def depth_of_store(
 # --- Private helpers ---
 
 
-def _deciding(store: Store) -> Iterator[CaseRecord]:
-    """The cases that decide the network: those of training and validation together, so that the
-    networks of all folds are alike; all cases if there are none."""
-    split = store.manifest.split
-    ids = {*split["train"], *split["val"]}
-    for record in store.manifest.cases:  # each is read from disk
-        if not ids or record.case_id in ids:
-            yield record
-
-
-def _trained(manifest: Manifest) -> List[CaseRecord]:
-    """The training cases, or all if there are none."""
-    ids = set(manifest.split["train"])
+def _of_splits(manifest: Manifest, *names: str) -> List[CaseRecord]:
+    """The cases of these splits, or all if there are none."""
+    ids = {case_id for name in names for case_id in manifest.split[name]}
     return [record for record in manifest.cases if record.case_id in ids or not ids]
 
 
@@ -138,7 +133,7 @@ def _spacing(store: Store) -> DecidedRow:
     """The size of voxels, and whether cases were resampled to it."""
     spacings = []
     shapes = []
-    for record in _trained(store.manifest):  # as their files have them
+    for record in _of_splits(store.manifest, "train"):  # as their files have them
         spacings.append(ras_spacing_mm(record.geometry))
         shapes.append(ras_shape(record.geometry))
     found = f"voxels of training cases have {ranges_in_mm(spacings)}"
@@ -148,21 +143,12 @@ def _spacing(store: Store) -> DecidedRow:
         value = f"{in_mm(common_spacing(spacings))}, as the files have them"
         if by_itself is not None:
             found += "; kept by --spacing off, or as the store was begun"
-        elif len(set(spacings)) > 1:
-            found += f", at most {DIFFERS:.0%} apart"
         return DecidedRow("spacing", value, found)
     resampled = sum(record.resampled_from is not None for record in store.manifest.cases)
-    asked = in_mm(target_mm)
-    # Rounded as they are shown: 60 voxels of 0.8 mm are not 48 mm to the last bit.
-    lengths_mm = [record.spacing_mm for record in _trained(store.manifest)]
-    made = ranges_in_mm([xyz(float(f"{mm:.4g}") for mm in lengths) for lengths in lengths_mm])
     if by_itself != target_mm:
         found += "; by --spacing, or as the store was begun"
-    value = asked
-    if made != asked:
-        value = f"{asked} asked for, {made} made"
-        found += "; a case keeps its field of view, which is cut into a whole number of voxels"
-    value += f", {count(resampled, 'case')} resampled"
+    found += "; a case keeps its field of view, which is cut into a whole number of voxels"
+    value = f"{in_mm(target_mm)}, {count(resampled, 'case')} resampled"
     return DecidedRow("spacing", value, found)
 
 
@@ -180,28 +166,18 @@ def _coarse_steps(box: Shape3, unet: UNetConfig) -> DecidedRow:
 
 def _regions(manifest: Manifest) -> List[DecidedRow]:
     """The regions that are learnt, and the label that is not."""
+    names = {code: f"{code} {name}" for code, name in manifest.labels.items()}
     why = "as the data set or --regions names them"
-    if all(_is_label(manifest, name) for name in manifest.regions):
+    if manifest.regions == {manifest.labels[code]: (code,) for code in names if code}:
         why = "a label is a region"
     elif manifest.regions == regions_of(manifest.labels, manifest.ignore):
-        why = "one label is named as oedema, one as enhancing, of three of a tumour"
+        why = "by the labels' names"
     lines = []
     for region, codes in manifest.regions.items():
-        labels = ", ".join(_label(manifest, code) for code in codes)
+        labels = ", ".join(names.get(code, str(code)) for code in codes)
         lines.append(DecidedRow(f"region {region}", labels, why))
     ignored = DecidedRow("ignored label", "none", "no label is named so, and none was chosen")
     if manifest.ignore is not None:
-        label = _label(manifest, manifest.ignore)
+        label = names[manifest.ignore]
         ignored = DecidedRow("ignored label", label, "not annotated: neither learnt nor scored")
     return [*lines, ignored]
-
-
-def _is_label(manifest: Manifest, region: str) -> bool:
-    """Whether a region is a single label of its name."""
-    codes = manifest.regions[region]
-    return len(codes) == 1 and manifest.labels.get(codes[0]) == region
-
-
-def _label(manifest: Manifest, code: int) -> str:
-    """A label for people, such as "2 oedema"."""
-    return f"{code} {manifest.labels.get(code, '')}".strip()
