@@ -16,7 +16,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Container, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Container, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset
 from cpu3d.data.datasets.dataset_json import NAME, describing, names_of_codes
@@ -25,7 +25,6 @@ from cpu3d.data.datasets.names import (
     check_printable,
     is_ignored,
     name_of,
-    read_name,
     stem_of,
     volumes_in,
 )
@@ -43,6 +42,11 @@ class FolderLayout:
     optional: Tuple[int, ...] = ()  # codes that a store has only if they occur in its cases
     patients: Dict[str, str] = field(default_factory=dict)
     """As PATIENT_NAMES, for this layout alone."""
+
+    def channel_of(self, path: Path) -> Optional[str]:
+        """The channel, or "seg", that a file's name ends in; else None."""
+        _, separator, suffix = stem_of(path).rpartition(self.separator)
+        return self.suffixes.get(suffix.lower()) if separator else None
 
 
 _GLIOMA = {0: "background", 1: "necrotic and non-enhancing tumour core", 2: "oedema"}
@@ -297,31 +301,45 @@ def label_codes_of(files: CaseFiles) -> Optional[LabelCodes]:
         if regions is None:
             regions = regions_of(about.labels, about.ignore)
         return LabelCodes(str(about.path), about.labels, regions)
-    if _other_codes(files.images[0].parent, [files.case_id]):
+    if _is_paediatric(files.case_id):
         return None
-    for layout in FOLDER_LAYOUTS:
-        if all(modality_of(path, layout) for path in files.images):
-            return LabelCodes.of_layout(layout)
+    for name, layout in FOLDER_LAYOUTS.items():
+        if all(map(layout.channel_of, files.images)):
+            return LabelCodes.of_layout(name)
     return None
 
 
 def _read_folders(folder: Path) -> Dataset:
     """The data set of a folder of case folders, each case a patient of its own."""
     folders = _case_folders(folder)
-    layouts = sorted({layout for layout in folders.values() if layout})
+    layouts = sorted({layout for layout in map(_layout_of, folders) if layout})
     if len(layouts) != 1:
         known = ", ".join(FOLDER_LAYOUTS)
         rule = f"data set {folder} must hold a dataset.json or case folders of one layout ({known})"
         names = " and ".join(layouts) or "neither"
         raise InputError(f"{rule}, found {names}; name the folder of one data set")
     layout = FOLDER_LAYOUTS[layouts[0]]
-    raise_if_any(_other_codes(folder, [name_of(case) for case in folders]))
-    channels = tuple(name for name in layout.suffixes.values() if name != "seg")
+    others = [name_of(case) for case in folders if _is_paediatric(name_of(case))]
+    if others:
+        rule = f"cases of {folder} must have the label codes of BraTS gliomas"
+        todo = "bring them into the Decathlon layout with a dataset.json that names their codes"
+        got = ", ".join(others)
+        raise InputError(f"{rule}, got BraTS-PED: {got}; {todo}, or leave them out")
+    channels = [name for name in layout.suffixes.values() if name != "seg"]
     cases = []
     problems = {}
     for case in folders:
         case_id = name_of(case)
-        files, wrong = one_each(volumes_in(case), (*channels, "seg"), case, layouts[0])
+        files = {}
+        wrong = []
+        for channel in (*channels, "seg"):
+            own = [path for path in volumes_in(case) if layout.channel_of(path) == channel]
+            if len(own) == 1:
+                files[channel] = own[0]
+            else:
+                rule = f"{channel} of {case} must have one file named after it"
+                got = ", ".join(path.name for path in own) or "none"
+                wrong.append(f"{rule}, got {got}; repair the case or leave it out")
         if wrong:
             problems[case_id] = wrong
         images = tuple(files[channel] for channel in channels if channel in files)
@@ -330,7 +348,7 @@ def _read_folders(folder: Path) -> Dataset:
         folder=folder,
         name=name_of(folder),
         layout=layouts[0],
-        channels=channels,
+        channels=tuple(channels),
         labels=layout.labels,
         cases=tuple(cases),
         problems=problems,
@@ -338,80 +356,33 @@ def _read_folders(folder: Path) -> Dataset:
     )
 
 
-def _case_folders(folder: Path) -> Dict[Path, Optional[str]]:
-    """Case folder -> its layout: `folder` itself, its subfolders, or theirs. The layout of a bad
-    case is None."""
-
-    def layout_of(case: Path) -> Optional[str]:
-        paths = volumes_in(case)
-        best = None
-        most = 0
-        for name in FOLDER_LAYOUTS:
-            files = sum(modality_of(path, name) is not None for path in paths)
-            if files > most:
-                best = name
-                most = files
-        return best
-
-    def subfolders(parent: Path) -> Dict[Path, Optional[str]]:
-        paths = [path for path in sorted(parent.iterdir()) if not path.name.startswith(".")]
-        return {path: layout_of(path) for path in paths if path.is_dir()}
-
-    own = layout_of(folder)
-    if own:
-        return {folder: own}
-    cases = {}
-    for child, layout in subfolders(folder).items():
-        below = {} if layout else subfolders(child)
-        if any(below.values()):
-            cases.update(below)
-        else:
-            cases[child] = layout
-
-    def is_case(path: Path) -> bool:
-        # A bad case is a folder that is empty, or that holds volumes but none with a known name.
-        return bool(cases[path] or volumes_in(path)) or not any(path.iterdir())
-
-    return {path: layout for path, layout in cases.items() if is_case(path)}
+def _case_folders(folder: Path) -> List[Path]:
+    """The folders of cases: `folder` itself, its subfolders, or theirs."""
+    if _layout_of(folder):
+        return [folder]
+    cases: List[Path] = []
+    for child in _subfolders(folder):
+        below = [] if _layout_of(child) else _subfolders(child)
+        cases += below if any(map(_layout_of, below)) else [child]
+    # A bad case is a folder that is empty, or that holds volumes but none with a known name.
+    return [case for case in cases if volumes_in(case) or not any(case.iterdir())]
 
 
-def _other_codes(folder: Path, ids: Sequence[str]) -> List[str]:
-    """The problems of cases of BraTS-PED, which has the layout of BraTS 2023 and other label
-    codes, and what to do."""
-    rule = "must have the label codes of BraTS gliomas, got those of BraTS-PED"
-    others = [case_id for case_id in ids if case_id.upper().startswith("BRATS-PED-")]
-    if not others:
-        return []
-    problems = [f"case {case_id} of {folder} {rule}" for case_id in others]
-    way = "bring them into the Decathlon layout with a dataset.json that names their codes"
-    return [*problems, f"{way}, or leave them out"]
+def _subfolders(folder: Path) -> List[Path]:
+    paths = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".")]
+    return [path for path in paths if path.is_dir()]
 
 
-def modality_of(path: Path, layout: Optional[str] = None) -> Optional[str]:
-    """The channel, or "seg", that a file's name ends in, as `layout` names files or in any way;
-    else None."""
-    if layout is None:
-        return read_name(path).channel
-    names = FOLDER_LAYOUTS[layout]
-    _, separator, suffix = stem_of(path).rpartition(names.separator)
-    if not separator:
-        return None
-    return names.suffixes.get(suffix.lower())
-
-
-def one_each(
-    paths: Sequence[Path], channels: Iterable[str], folder: Path, layout: Optional[str] = None
-) -> Tuple[Dict[str, Path], List[str]]:
-    """The file of each channel, or "seg", by their names, and a problem for each channel of no or
-    several files."""
+def _layout_of(case: Path) -> Optional[str]:
+    """The layout that most files of a folder are named in; None if no file is."""
+    paths = volumes_in(case)
     files = {}
-    problems = []
-    for channel in channels:
-        own = [path for path in paths if modality_of(path, layout) == channel]
-        if len(own) == 1:
-            files[channel] = own[0]
-        else:
-            rule = f"{channel} of {folder} must have one file named after it"
-            got = ", ".join(path.name for path in own) or "none"
-            problems.append(f"{rule}, got {got}; repair the case or leave it out")
-    return files, problems
+    for name, layout in FOLDER_LAYOUTS.items():
+        files[name] = sum(layout.channel_of(path) is not None for path in paths)
+    best = max(files, key=files.__getitem__)
+    return best if files[best] else None
+
+
+def _is_paediatric(case_id: str) -> bool:
+    """Whether a case is of BraTS-PED, which has the layout of BraTS 2023 and other label codes."""
+    return case_id.upper().startswith("BRATS-PED-")

@@ -73,8 +73,7 @@ def test_paediatric_cases_are_all_named_and_never_read_with_the_codes_of_gliomas
         InputError, match=r"Decathlon layout with a dataset\.json that names their codes"
     ) as error:
         read_dataset(tmp_path)
-    cases = [problem.split()[1] for problem in error.value.problems[:-1]]
-    assert cases == ["BraTS-PED-00001-000", "BraTS-PED-00002-000"]
+    assert "got BraTS-PED: BraTS-PED-00001-000, BraTS-PED-00002-000;" in str(error.value)
 
 
 def test_every_missing_or_double_file_of_every_case_is_named_and_good_cases_stay(tmp_path):
@@ -136,13 +135,6 @@ def test_endings_in_letters_of_any_case_are_volumes(tmp_path):
     brats_case(tmp_path / "BraTS-GLI-00001-000", end=".NII.GZ")
     (case,) = read_dataset(tmp_path).cases
     assert (case.case_id, len(case.paths)) == ("BraTS-GLI-00001-000", 5)
-    folder = decathlon(tmp_path / "d", 1)
-    image = folder / "imagesTr/BRATS_000.nii.gz"
-    image.rename(image.with_name("BRATS_000.Nii.gz"))
-    text = (folder / "dataset.json").read_text()
-    text = text.replace("imagesTr/BRATS_000.nii", "imagesTr/BRATS_000.Nii")
-    (folder / "dataset.json").write_text(text)
-    assert [case.case_id for case in read_dataset(folder).cases] == ["BRATS_000"]
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
