@@ -5,7 +5,7 @@
     ./run.sh compare --store store --out sizes --epochs 20 --variant whole "--mode whole" \\
         --variant patch-64 "--mode patch --patch 64 64 64" --variant wide "--filters 32"
     ./run.sh compare --store store --out crossed --folds 5 --variant plain "" \\
-        --variant rotated "--rotation-deg 15"
+        --variant turned "--augment nnunet"
     ./run.sh compare --runs runs/a-seed0 runs/a-seed1 runs/b-seed0 runs/b-seed1 --out seen
 
 Every run is trained and scored in a process of its own, and validated 4 times (--validations N: N
@@ -38,6 +38,7 @@ from cpu3d.experiments.folds import publish_folds
 from cpu3d.experiments.results import RESULTS, Answer, Comparison, publish, read_answer
 from cpu3d.experiments.runner import PlannedRun, carry_out
 from cpu3d.experiments.variants import (
+    COLUMNS,
     DECIDED,
     Budget,
     Course,
@@ -63,7 +64,7 @@ from cpu3d.util.records import count, listed
 from memory_estimator.common.files import read_record, typed
 from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
-from memory_estimator.common.units import by, format_bytes, format_seconds
+from memory_estimator.common.units import format_seconds
 
 SCHEMA = 1  # of compare.json
 VALIDATIONS = 4  # of every run, unless a number is chosen
@@ -315,36 +316,18 @@ def _publish(
 
 def _plan_table(plan: List[Course], options: Options, budget: str) -> Table:
     """The planned runs, a row a variant."""
-    rows = []
-    all_run_s: List[Optional[float]] = []
-    for course in plan:
-        run_s = course.steps * course.step_s if course.steps and course.step_s else None
-        all_run_s.append(run_s)
-        sees = by(course.grid)
-        if course.batch > 1:
-            sees += f" x {course.batch}"
-        row = (
-            course.name,
-            sees,
-            f"{course.steps:,}" if course.steps else "by time",
-            f"{course.voxels / 1e6:,.1f} M" if course.voxels else "by time",
-            course.policy,
-            format_seconds(course.step_s),
-            format_seconds(run_s),
-            format_bytes(course.peak_bytes),
-        )
-        rows.append(row)
+    seconds = [course.run_s for course in plan]
     total = "unknown"
-    if None not in all_run_s:
+    if None not in seconds:
         runs = len(options.seeds) * len(options.names_of_folds)
-        total = format_seconds(sum(all_run_s) * runs)
-    runs = f"{count(plan, 'variant')} x {count(options.seeds, 'seed')}"
+        total = format_seconds(sum(seconds) * runs)
+    each = f"{count(plan, 'variant')} x {count(options.seeds, 'seed')}"
     if options.folds:
-        runs += f" x {options.folds} folds"
+        each += f" x {options.folds} folds"
     return Table(
-        ("variant", "sees", "steps", "voxels", "policy", "a step", "a run", "memory"),
-        rows,
-        title=f"{runs}, each for {budget}",
+        COLUMNS,
+        [tuple(course.row) for course in plan],
+        title=f"{each}, each for {budget}",
         caption=f"predicted: {total} of steps, without validation and scoring",
     )
 

@@ -21,6 +21,7 @@ from cpu3d.plan import NO_RUN, Plan, make_plan
 from cpu3d.run.transfer import leak
 from cpu3d.settings import SETTINGS, RunConfig, located, recipe_settings
 from memory_estimator.common.schema import add_options, arguments
+from memory_estimator.common.units import by, format_bytes, format_seconds
 from memory_estimator.host import read_host
 from memory_estimator.planner import BOTTOM
 
@@ -51,19 +52,18 @@ class Budget:
         return f"{self.amount:,g} minutes of steps"
 
 
+COLUMNS = ("variant", "sees", "batch", "steps", "voxels", "policy", "a step", "a run", "memory")
+
+
 @dataclass(frozen=True)
 class Course:
     """The training of every run of a variant."""
 
     name: str
     settings: Json  # of `train`, all but seed and fold
-    grid: Tuple[int, int, int]
-    batch: int
-    policy: str
-    step_s: Optional[float] = None  # predicted, as the next is; None if the engine is unknown
-    peak_bytes: Optional[int] = None
-    steps: Optional[int] = None  # None under a budget of minutes: each run takes those that fit
-    voxels: Optional[int] = None
+    steps: Optional[int]  # None under a budget of minutes: each run takes those that fit
+    run_s: Optional[float]  # predicted, of its steps; None if that is not known
+    row: List[str]  # of the table of the plan, by COLUMNS
 
 
 def parse_variant(name: str, options: str, common: Json) -> Json:
@@ -229,17 +229,15 @@ def _course(name: str, settings: Json, plan: Plan, steps: Optional[int]) -> Cour
     if plan.forecast:
         step_s = plan.training_s / plan.steps
         peak_bytes = plan.forecast.process_peak_bytes
-    return Course(
-        name=name,
-        settings=settings,
-        grid=config.grid,
-        batch=config.batch,
-        policy=config.unet.policy,
-        step_s=step_s,
-        peak_bytes=peak_bytes,
-        steps=steps,
-        voxels=_voxels(config, steps) if steps else None,
-    )
+    length = ["by time", "by time"]
+    run_s = None
+    if steps:
+        length = [f"{steps:,}", f"{_voxels(config, steps) / 1e6:,.1f} M"]
+        run_s = steps * step_s if step_s else None
+    sees = [by(config.grid), str(config.batch)]
+    costs = [format_seconds(step_s), format_seconds(run_s), format_bytes(peak_bytes)]
+    row = [name, *sees, *length, config.unet.policy, *costs]
+    return Course(name, settings, steps, run_s, row)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -140,7 +140,7 @@ def test_another_comparison_or_a_damaged_plan_is_refused(commands, chosen, no_pa
         compare(*chosen, "--epochs", 3, "--norm", "batch")
     path = out / "compare.json"
     whole = json.loads(path.read_text())
-    for part, value in (("steps", "4"), ("grid", [8, 8])):
+    for part, value in (("steps", "4"), ("settings", [8, 8])):
         whole["plan"][0][part] = value
         path.write_text(json.dumps(whole))
         with pytest.raises(InputError, match=rf"plan\[0\].{part} must be"):
