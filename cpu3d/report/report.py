@@ -41,7 +41,7 @@ from cpu3d.report.sections import (
     changed_by_rules,
 )
 from cpu3d.run.folds import read_folds
-from cpu3d.run.summary import Costs, median, numbers
+from cpu3d.run.summary import median, numbers
 from cpu3d.run.transfer import freeze_words, init_rows, seen_words
 from cpu3d.settings import RunConfig
 from cpu3d.util.progress import say
@@ -62,6 +62,10 @@ class Options:
 
 
 OPTIONS = (Options,)
+
+PROCESS = "run_process_peak_bytes"
+ALLOCATOR = "run_allocator_peak_bytes"
+"""Predictions in the log, by their names there."""
 
 
 def run(options: Options) -> int:
@@ -216,83 +220,59 @@ def _postprocessing(run: RunFiles) -> Element:
 
 
 def _costs(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> Table:
-    """Memory and time, measured and predicted."""
-    costs = run.history.costs(run.config.coarse_steps)
-    rows = _predicted_rows(run, costs)
-    beside_s = costs.validation_s + costs.checkpoint_s
-    all_s = costs.steps_s + beside_s
-    wait_share = costs.wait_s / costs.steps_s if costs.steps_s else None
-    beside_share = beside_s / all_s if all_s else None
-    whole_s = costs.train_s or all_s or None
-    measured = [
-        ("waiting for data", percent(wait_share), "of the time of the steps"),
-        ("validation and checkpoints", percent(beside_share), "of the whole time"),
-        ("whole training", format_seconds(whole_s), "wall clock, all attempts"),
-    ]
-    if scores:
-        cases = scores["cases"]
-        measured.append(("prediction", *_predicted_volume(numbers(cases, "predict_s"))))
-        scoring_s = format_seconds(median(numbers(cases, "score_s")))
-        measured.append(("scoring", scoring_s, "a volume on its full grid, median"))
-    rows += [(*row, "", "") for row in measured]
-    cells = []
-    for name, value, how, guess, off in rows:
-        if value != "-" or guess:
-            cells.append((name, Bold(value), how, guess, off))
-    return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)
-
-
-def _predicted_volume(seconds: Sequence[float]) -> Tuple[str, str]:
-    """The seconds of a volume, and what they are, of those of cases in their order. The first one
-    also starts what computes, so it does not count where there are others."""
-    if len(seconds) == 1:
-        return format_seconds(seconds[0]), "of the only volume, the start included"
-    usual = format_seconds(median(seconds[1:]))
-    return usual, "a volume on its full grid, median without the first"
-
-
-def _predicted_rows(run: RunFiles, costs: Costs) -> List[Tuple[str, ...]]:
-    """Name, measured value, what kind of value, the largest prediction of all attempts, by how much
-    that is off. Time is predicted of a step alone, so waiting for data is not in it."""
+    """Memory and time, measured and as the largest prediction of all attempts. Time is predicted of
+    a step alone, so waiting for data is not in it."""
     coarse_steps = run.config.coarse_steps
+    costs = run.history.costs(coarse_steps)
     device = run.config.device
-    coarse_s = run.history.median_step_s(coarse_steps, coarse=True, waiting=False)
-    full_s = run.history.median_step_s(coarse_steps, waiting=False)
+    predictions = []
+    for start in run.history.starts:
+        predicted = start.get("predicted", {})
+        coarse_step_s = predicted.get("coarse", {}).get("step_s")
+        predictions.append({**predicted, "coarse_step_s": coarse_step_s})
+
+    def most(name: str) -> Optional[float]:
+        return max(numbers(predictions, name), default=None)
+
+    peak = costs.peak_rss_bytes
+    bound = most("upper_bound_bytes")
     scratch = "with cuDNN's workspaces, without CUDA's context"
     if device == "cpu":
         scratch = "without own operations' scratch"
+    coarse_s = run.history.median_step_s(coarse_steps, coarse=True, waiting=False)
+    full_s = run.history.median_step_s(coarse_steps, waiting=False)
     of_step = "median, without waiting"
-    predictions = []
-    for start in run.history.starts:
-        predicted = dict(start.get("predicted", {}))
-        predicted["coarse_step_s"] = predicted.get("coarse", {}).get("step_s")
-        predictions.append(predicted)
-    peak = costs.peak_rss_bytes
-    on_device = costs.allocator_peak_bytes
-    rows = []
-    for name, value, key, show, how in (
-        (
-            "peak memory of the process",
-            peak,
-            "run_process_peak_bytes",
-            format_bytes,
-            "with mapped files",
-        ),
-        (
-            "upper bound of the plan",
-            peak,
-            "upper_bound_bytes",
-            format_bytes,
-            "of the process",
-        ),
-        (f"allocator on {device}", on_device, "run_allocator_peak_bytes", format_bytes, scratch),
-        ("time per coarse step", coarse_s, "coarse_step_s", format_seconds, of_step),
-        ("time per step", full_s, "step_s", format_seconds, of_step),
-    ):
-        guess = max(numbers(predictions, key), default=None)
-        if guess:
-            off = f"{guess / value - 1:+.1%}" if value else ""
-            rows.append((name, show(value), how, show(guess), off))
-        elif key != "upper_bound_bytes":
-            rows.append((name, show(value), how, "", ""))
-    return rows
+    beside_s = costs.validation_s + costs.checkpoint_s
+    all_s = costs.steps_s + beside_s
+    cases = scores["cases"] if scores else []
+    predict_s = numbers(cases, "predict_s")
+    volume = "a volume on its full grid, median without the first"
+    if len(predict_s) == 1:
+        volume = "of the only volume, the start included"
+    else:
+        predict_s = predict_s[1:]  # the first one also starts what computes
+    in_bytes = format_bytes
+    in_s = format_seconds
+    rows: Sequence[Tuple[str, Any, Any, str, Optional[float]]] = (
+        ("peak memory of the process", peak, in_bytes, "with mapped files", most(PROCESS)),
+        ("upper bound of the plan", peak if bound else None, in_bytes, "of the process", bound),
+        (f"allocator on {device}", costs.allocator_peak_bytes, in_bytes, scratch, most(ALLOCATOR)),
+        ("time per coarse step", coarse_s, in_s, of_step, most("coarse_step_s")),
+        ("time per step", full_s, in_s, of_step, most("step_s")),
+        ("waiting for data", _share(costs.wait_s, costs.steps_s), percent, "of all steps", None),
+        ("validation and checkpoints", _share(beside_s, all_s), percent, "of the whole time", None),
+        ("whole training", costs.train_s or all_s or None, in_s, "wall clock, all attempts", None),
+        ("prediction", median(predict_s), in_s, volume, None),
+        ("scoring", median(numbers(cases, "score_s")), in_s, "a volume, median", None),
+    )
+    cells = []
+    for name, value, show, how, guess in rows:
+        if value is not None or guess is not None:
+            predicted = show(guess) if guess else ""
+            off = f"{guess / value - 1:+.1%}" if guess and value else ""
+            cells.append((name, Bold(show(value)), how, predicted, off))
+    return Table(("", "measured", "", "predicted", "predicted is off by"), cells, names=3)
+
+
+def _share(part: float, whole: float) -> Optional[float]:
+    return part / whole if whole else None
