@@ -29,19 +29,8 @@ from cpu3d.errors import raise_if_any
 
 THRESHOLD = 0.5  # a voxel belongs to a region from this probability on
 
-SIDES = (
-    ("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh"),
-    ("sinister", "dexter"), ("sin", "dex"), ("sin", "dx"), ("sx", "dx"),
-    ("links", "rechts"), ("linke", "rechte"), ("linker", "rechter"), ("linkes", "rechtes"),
-    ("li", "re"), ("izq", "der"), ("esq", "dir"),
-    ("gauche", "droit"), ("gauche", "droite"),
-    ("izquierdo", "derecho"), ("izquierda", "derecha"),
-    ("esquerdo", "direito"), ("esquerda", "direita"),
-    ("sinistro", "destro"), ("sinistra", "destra"),
-    ("левый", "правый"), ("левая", "правая"), ("левое", "правое"),
-    ("左", "右"),
-)  # fmt: skip
-"""Words for left and right in the names of labels."""
+SIDES = (("left", "right"), ("l", "r"), ("lt", "rt"), ("lft", "rgt"), ("lh", "rh"))
+"""English words for left and right in the names of labels; for others --no-flip is there."""
 
 
 class PaintedRegions(Dict[str, Tuple[int, ...]]):
@@ -218,7 +207,7 @@ def _without_side(name: str, side: str) -> Optional[str]:
     """The words of a name without `side`, in lower case and sorted; None if it is not there."""
     words = _BETWEEN_WORDS.sub(" ", name).lower().split()
     text = " ".join(words)
-    is_long = len(side) > 3 or not side.isascii()
+    is_long = len(side) > 3
     if side in words:
         words = [word for word in words if word != side]
     elif is_long and side in text:

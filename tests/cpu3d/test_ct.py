@@ -255,7 +255,7 @@ def test_a_run_is_not_continued_on_a_store_of_another_normalisation(stores, runs
     data = stores["hu"].folder.parent / "data"
     chosen = StoreSettings(normalise=("CT=zscore",))
     prepare(data, tmp_path / "store", fractions=(2, 1, 1), workers=1, settings=chosen)
-    with pytest.raises(InputError, match="take the store that the run was begun on"):
+    with pytest.raises(InputError, match="must keep its settings, got split_hash"):
         make_plan(open_store(tmp_path / "store"), runs["hu"], HOST, {})
 
 

@@ -30,9 +30,9 @@ from cpu3d.util.progress import bar
 
 CT_NAMES = {
     *("ct", "cta", "ctp", "cbct", "cect", "ncct", "nect", "ldct", "hrct", "mdct", "msct"),
-    *("dect", "ctac", "petct", "ctscan", "hu", "hounsfield", "кт"),
+    *("dect", "ctac", "petct", "ctscan", "hu", "hounsfield"),
 }
-CT_WORDS = re.compile(r"comput\w*[\s_-]*((assisted|axial)[\s_-]*)?tomogra|tomodensitom")
+CT_WORDS = re.compile(r"comput\w*[\s_-]*((assisted|axial)[\s_-]*)?tomogra")
 AIR_HU = (-1100, -900)  # air, with noise, and the -1024 that scanners put around their field
 AIR_SHARE = 0.05  # of the voxels, from which on a volume looks like CT
 BACKGROUND_SHARE = 0.25
