@@ -58,7 +58,7 @@ class _About(msgspec.Struct):
     channel_names: Optional[Numbered] = None  # of nnU-Net 2
     labels: Optional[Dict[str, Any]] = None  # code -> name, or in nnU-Net 2 name -> code or codes
     name: Optional[str] = None
-    regions_class_order: Any = None  # of nnU-Net 2, as the next
+    regions_class_order: Optional[List[int]] = None  # of nnU-Net 2, as the next
     file_ending: Any = None
     training_cases: Any = msgspec.field(default=None, name="numTraining")
     size: Any = msgspec.field(default=None, name="tensorImageSize")
@@ -245,8 +245,10 @@ def _with_labels(about: Description, labels: Dict[str, Any], class_order: Any) -
     about = replace(about, labels=by_code, ignore=ignore)
     if not has_regions:
         return about
-    order = _checked_order(about.path, class_order, regions)
-    return replace(about, regions=regions, class_order=order)
+    if class_order and len(class_order) != len(regions):
+        rule = f"regions_class_order of {about.path} must have a code of each region, in the order"
+        raise InputError(f"{rule} of {', '.join(regions)}, got {class_order}; correct it")
+    return replace(about, regions=regions, class_order=tuple(class_order or ()))
 
 
 def _names_by_code(labels: Dict[str, Any]) -> Dict[int, str]:
@@ -271,20 +273,6 @@ def _region_codes(value: Any) -> Tuple[int, ...]:
     if not codes or not are_numbers or len(set(codes)) < len(codes):
         raise ValueError("codes")
     return tuple(sorted(codes))
-
-
-def _checked_order(path: Path, order: Any, regions: Regions) -> Tuple[int, ...]:
-    """The codes to paint for regions, in their order; () if the list does not tell. Raises
-    InputError if they are not one code of each region."""
-    if order is None:
-        return ()
-    words = ", ".join(f"{name} {list(codes)}" for name, codes in regions.items())
-    are_codes = isinstance(order, list) and all(type(code) is int for code in order)
-    is_whole = are_codes and len(order) == len(regions)
-    if not is_whole or any(code not in codes for code, codes in zip(order, regions.values())):
-        rule = f"regions_class_order of {path} must have a code of each region, in the order of"
-        raise InputError(f"{rule} {words}, got {order}; correct it")
-    return tuple(order)
 
 
 def _read(path: Path, kind: Any) -> Any:

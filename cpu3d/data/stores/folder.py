@@ -70,10 +70,9 @@ def check_same(
 ) -> None:
     """Raise InputError for each field of `content` that is another than a folder was begun with."""
     problems = []
-    for field, value in _as_read(content).items():
-        kept = _as_read(begun).get(field)
-        if kept != value:
-            rule = f"{field} of {kind} {folder} must be {kept!r}"
+    for field, value in content.items():
+        if begun.get(field) != value:
+            rule = f"{field} of {kind} {folder} must be {begun.get(field)!r}"
             problems.append(f"{rule}, as it was begun, got {value!r}")
     if problems:
         raise InputError(*problems, f"choose another {kind}; nothing was touched")
@@ -82,15 +81,17 @@ def check_same(
 def identity(about: Union[Dataset, Manifest], settings: StoreSettings) -> Dict[str, Any]:
     """The content of source.json: the data set, or that of a finished store, and the settings."""
     labels = labels_in_use(about.layout, about.labels, ())
-    return {
+    content = {
         "schema": SCHEMA,
         "name": about.name,
         "layout": about.layout,
-        "channels": list(about.channels),
-        "labels": {str(code): name for code, name in labels.items()},
+        "channels": about.channels,
+        "labels": labels,
         "ignore": about.ignore,
         **msgspec.to_builtins(settings),
     }
+    read: Dict[str, Any] = json.loads(json.dumps(content))  # as source.json gives it back
+    return read
 
 
 def settings_of(store_dir: Path) -> Optional[StoreSettings]:
@@ -161,9 +162,3 @@ def _begun(path: Path) -> Dict[str, Any]:
         if isinstance(content, dict):
             return content
     raise InputError(f"{path} must be as it was written, got no JSON object; choose another folder")
-
-
-def _as_read(content: Mapping[str, Any]) -> Dict[str, Any]:
-    """Content as JSON gives it back, with lists for tuples."""
-    read: Dict[str, Any] = json.loads(json.dumps(content))
-    return read

@@ -263,10 +263,6 @@ def describe_folds(folds: Sequence[Split], split: Split) -> List[str]:
     sizes = ", ".join(f"{len(fold['train'])} + {len(fold['val'])}" for fold in folds)
     lines = [f"{n} given (train + held out): {sizes}; choose one with --fold I/{n}"]
     lines.append("without --fold a run holds out what fold 1 does")
-    held_out = {case_id for fold in folds for case_id in fold["val"]}
-    never = len({*split["train"], *split["val"]} - held_out)
-    if never:
-        lines.append(f"{count(never, 'case')} held out by no fold")
     if split["test"]:
         lines.append(f"{count(split['test'], 'case')} in no fold: the split test")
     return lines

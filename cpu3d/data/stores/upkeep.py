@@ -19,7 +19,6 @@ from cpu3d.data.cases.notes import case_notes, note_lines, unit_notes
 from cpu3d.data.datasets.dataset import Dataset, regions_in_words
 from cpu3d.data.datasets.layouts import read_dataset
 from cpu3d.data.files.reader import Reader
-from cpu3d.data.labels import paint_by_order, painting_in_words
 from cpu3d.data.manifest import Manifest
 from cpu3d.data.store import open_store, read_manifest
 from cpu3d.data.stores.prepare import (
@@ -203,19 +202,9 @@ def append(
 
 
 def _note_on_regions(dataset: Dataset, manifest: Manifest, store_dir: Path) -> List[str]:
-    """A note if the list of a data set names other regions than the store has, or paints them in
-    another order; else none."""
-    regions = manifest.regions
-    paint = manifest.paint
-    if dataset.regions is None:
+    """A note if the list of a data set names other regions than the store has; else none."""
+    if dataset.regions is None or dataset.regions == manifest.regions:
         return []
-    if dataset.regions != regions:
-        own = regions_in_words(dataset.regions)
-        rule = f"regions are those of store {store_dir}, {regions_in_words(regions)}"
-        return [f"note: {rule}, and not those of {dataset.folder}, {own}"]
-    own_paint = paint_by_order(dataset.regions, dataset.class_order)
-    if own_paint == paint:
-        return []
-    own = painting_in_words(dataset.regions, own_paint)
-    rule = f"regions are painted as in store {store_dir}, {painting_in_words(regions, paint)}"
-    return [f"note: {rule}, and not as in {dataset.folder}, {own}"]
+    own = regions_in_words(dataset.regions)
+    rule = f"regions are those of store {store_dir}, {regions_in_words(manifest.regions)}"
+    return [f"note: {rule}, and not those of {dataset.folder}, {own}"]
