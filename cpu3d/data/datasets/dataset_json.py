@@ -198,9 +198,9 @@ def _kept(path: Path, may_be_other: bool = False) -> Optional[Description]:
 @functools.lru_cache(maxsize=16)
 def _described(path: Path, may_be_other: bool, mtime_ns: int, size: int) -> Optional[Description]:
     if may_be_other:
-        with contextlib.suppress(InputError):
-            about: _About = _read(path, _About)
-            if about.modality is None and about.channel_names is None:
+        with contextlib.suppress(OSError, ValueError):  # refused by `describe`
+            content = read_json(path)
+            if not isinstance(content, dict) or not {"modality", "channel_names"} & set(content):
                 return None
     return describe(path)
 

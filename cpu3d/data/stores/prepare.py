@@ -303,9 +303,7 @@ def _finished_before(asked: Update) -> Manifest:
         kept = painting_in_words(manifest.regions, manifest.paint)
         got = f"{list(dataset.class_order) or 'none'}, not one that paints {kept}"
         changes.append(f"{rule} regions_class_order is now {got}")
-    if asked.splitting and asked.splitting.differs(
-        manifest, {files.case_id for files in dataset.cases}
-    ):
+    if asked.splitting.differs(manifest, {files.case_id for files in dataset.cases}):
         kept = f"{split_sizes(manifest)}, seed {manifest.split_seed}"
         if manifest.folds:
             kept = f"the {len(manifest.folds)} folds of its --splits"

@@ -37,6 +37,9 @@ Records = Dict[str, CaseRecord]  # by case id
 Division = Tuple[Split, Tuple[Split, ...]]  # the split, and folds that were given
 
 
+UNSPLIT = Splitting((1.0, 0.0, 0.0), seed=0)
+
+
 @dataclass(frozen=True)
 class Update:
     """A data set for a store: what is asked for."""
@@ -46,7 +49,7 @@ class Update:
     settings: StoreSettings
     workers: int
     skip_bad: bool = False
-    splitting: Optional[Splitting] = None  # a finished store has its own
+    splitting: Splitting = UNSPLIT  # of a new store; a finished one has its own
     patients: Optional[Path] = None  # the table that the patients of the data set are from
     grows: bool = True  # whether a finished store takes new cases
 
@@ -285,7 +288,6 @@ def _divided(
     """The division of the cases of a store and of new ones."""
     added = {case.case_id: case.patient_id for case in new}
     if old is None:
-        assert asked.splitting is not None
         return asked.splitting.split(added), asked.splitting.folds_of(added)
     own = {case_id: record.patient_id for case_id, record in records.items()}
     if old.folds:
@@ -363,7 +365,6 @@ def _first_manifest(asked: Update, dataset: Dataset, records: Records) -> Tuple[
         codes.add(dataset.ignore)  # it keeps its name, also if no label holds it
     labels = labels_in_use(dataset.layout, dataset.labels, codes)
     regions = regions_in(dataset, labels)
-    assert asked.splitting is not None
     manifest = make_manifest(
         name=dataset.name,
         layout=dataset.layout,
