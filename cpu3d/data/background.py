@@ -1,5 +1,5 @@
-"""The background of a channel: exactly 0, and what stands around a head in its place; or of a
-channel that has none, what surrounds its volume.
+"""Finds what is no measurement in a channel: a background of exactly 0 and what stands in its stead,
+what surrounds the volume of a channel without one, and values far out of range.
 
 Where a channel is normalised over its foreground, everything else takes 0 as background.
 """

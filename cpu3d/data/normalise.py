@@ -1,5 +1,5 @@
-"""How a channel's voxels are normalised, and what surrounds a volume: for samples, predictions and
-exports alike.
+"""Holds the formula by which each kind of channel is normalised, for samples, predictions and exports
+alike. Which kind a channel is, `cases/kinds.py` decides.
 
     levels = levels_of(record.statistics, manifest.normalisations)
     scores = normalise(image, record, region, manifest.normalisations)

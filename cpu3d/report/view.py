@@ -22,7 +22,7 @@ import numpy as np
 
 from cpu3d.data.background import without_residue
 from cpu3d.data.cases.case import label_codes
-from cpu3d.data.cases.normalisation import is_ct, looks_like_ct
+from cpu3d.data.cases.kinds import is_ct, looks_like_ct
 from cpu3d.data.cases.notes import note_lines
 from cpu3d.data.datasets.dataset import CaseFiles
 from cpu3d.data.datasets.find import find_cases

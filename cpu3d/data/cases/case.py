@@ -30,7 +30,7 @@ from cpu3d.data.cases.channels import (
     facts_of_channel,
     image_in_steps,
 )
-from cpu3d.data.cases.normalisation import AIR_SHARE, looks_like_ct, refuses_ct
+from cpu3d.data.cases.kinds import AIR_SHARE, looks_like_ct, refuses_ct
 from cpu3d.data.cases.resample import (
     in_mm,
     resample_image,

@@ -1,5 +1,5 @@
-"""What a record says of the channels of a case, by their normalisation; and how int16 holds
-channels: as they are, or in steps."""
+"""Describes the channels of a case for its record, and stores them in int16: as they are, or in
+steps."""
 
 import math
 from typing import List, NamedTuple, Optional, Sequence, Tuple

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
-from cpu3d.data.cases.normalisation import chosen_kinds
+from cpu3d.data.cases.kinds import chosen_kinds
 from cpu3d.data.cases.notes import (
     absence_line,
     absent_regions,

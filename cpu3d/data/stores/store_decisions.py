@@ -10,7 +10,7 @@ import math
 import statistics
 from typing import List, NamedTuple, Optional, Tuple
 
-from cpu3d.data.cases.normalisation import FROM_SHARE
+from cpu3d.data.cases.kinds import FROM_SHARE
 from cpu3d.data.cases.resample import in_mm, ranges_in_mm, target_spacing
 from cpu3d.data.datasets.layouts import regions_of
 from cpu3d.data.manifest import CaseRecord, Manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Container, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from cpu3d.data.cases.case import check_annotated
-from cpu3d.data.cases.normalisation import decide, in_window, with_windows
+from cpu3d.data.cases.kinds import decide, in_window, with_windows
 from cpu3d.data.cases.notes import mixed_orientation
 from cpu3d.data.datasets.dataset import CaseFiles, Dataset, Problems
 from cpu3d.data.datasets.layouts import ignoring, labels_in_use, regions_in

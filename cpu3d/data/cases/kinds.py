@@ -1,5 +1,5 @@
-"""How the channels of a new store are normalised: by the user, by a channel's name as in nnU-Net,
-or by what its voxels are. Decided once, when a data set is prepared.
+"""Decides how the channels of a new store are normalised, once, when a data set is prepared: by the
+user, by a channel's name as in nnU-Net, or by what its voxels are.
 
     kinds = decide(dataset, train_ids, ["CT=zscore"], workers)  # before cases are converted
     normalisation = with_windows(kinds, channels, records)      # windows of CT, by their records

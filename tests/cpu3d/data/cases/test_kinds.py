@@ -8,7 +8,7 @@ import pytest
 from cpu3d.__main__ import main
 from cpu3d.data.augment import NO_AUGMENT, AugmentConfig
 from cpu3d.data.cases.case import load_case
-from cpu3d.data.cases.normalisation import is_ct
+from cpu3d.data.cases.kinds import is_ct
 from cpu3d.data.cases.notes import case_notes
 from cpu3d.data.datasets.layouts import CaseFiles
 from cpu3d.data.files.loader import Loader, labelled, open_reading
