@@ -1,4 +1,4 @@
-"""Finds what is no measurement in a channel: a background of exactly 0 and what stands in its stead,
+"""Finds what is no measurement in a channel: a background of 0, or what stands in its stead,
 what surrounds the volume of a channel without one, and values far out of range.
 
 Where a channel is normalised over its foreground, everything else takes 0 as background.

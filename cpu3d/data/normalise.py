@@ -1,5 +1,5 @@
-"""Holds the formula by which each kind of channel is normalised, for samples, predictions and exports
-alike. Which kind a channel is, `cases/kinds.py` decides.
+"""Holds the formula by which each kind of channel is normalised, for samples, predictions and
+exports alike. Which kind a channel is, `cases/kinds.py` decides.
 
     levels = levels_of(record.statistics, manifest.normalisations)
     scores = normalise(image, record, region, manifest.normalisations)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from cpu3d.data.windows import sliding_window
+from cpu3d.data.windows import sliding_window, window_count
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,12 @@ def test_where_two_tiles_disagree_the_nearer_middle_counts_more():
     weight = np.exp(-0.5 * (np.arange(8) - 3.5) ** 2)
     np.testing.assert_allclose(along[4:8], weight[:4] / (weight[:4] + weight[4:]), rtol=1e-5)
     assert np.all(np.diff(along) >= 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "overlap", "count"),
+    [((8, 6, 4), 0.5, 1), ((12, 6, 4), 0.5, 2), ((13, 6, 4), 0.5, 3), ((24, 12, 4), 0.0, 6),
+     ((10, 6, 4), 0.75, 2), ((11, 6, 4), 0.75, 3), ((5, 5, 5), 0.5, 2)],
+)  # fmt: skip
+def test_tiles_are_the_fewest_that_overlap_enough(shape, overlap, count):
+    assert window_count(shape, (8, 6, 4), overlap) == count
