@@ -14,7 +14,7 @@ from models.strides import Resolution3
 T = TypeVar("T")
 Shape3 = Tuple[int, int, int]
 Multiple = Union[int, Shape3]  # of all sides, or of X, Y and Z each
-Resolution = Union[float, Resolution3]  # share of the voxels along all axes, or X, Y and Z each
+Resolution = Union[float, Resolution3]  # 1 or 1/2 along all axes, or X, Y and Z each
 Array = NDArray[Any]  # docstrings say its shape and dtype
 
 # What of a case the network gets: its content box, "brain", or its whole grid.

@@ -1,8 +1,7 @@
-"""Training at a share of the store's resolution: averaging a volume, and interpolating predictions
-back.
+"""Trains at half the store's resolution: averages a volume down, and interpolates predictions back.
 
-Network voxel j of an axis is centred at store voxel (j + 1/2) / resolution - 1/2: n of them cover n
-/ resolution store voxels. Axes may have resolutions of their own; one of 1 keeps its voxels."""
+Network voxel j of an axis is centred at store voxel 2 j + 1/2: n of them cover 2 n store voxels. An
+axis of resolution 1 keeps its voxels."""
 
 import math
 from typing import Any, Optional, Sequence
@@ -10,17 +9,16 @@ from typing import Any, Optional, Sequence
 import numpy as np
 
 from cpu3d.data.region import Array, Multiple, Resolution, Shape3, by_axis, xyz
-from models.strides import ROUNDING, Resolution3, Spacing3, network_grid
+from models.strides import Resolution3, Spacing3, network_grid
 
 TIE = 1e-4  # rounding error of a mask's mean: a mean of 1/2 counts as inside
 
 
 def field_of(seen: Shape3, resolution: Resolution, at_least: Shape3 = (1, 1, 1)) -> Shape3:
-    """Store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover wholly or
-    partly."""
+    """Return the store voxels X, Y, Z, at least `at_least`, that `seen` network voxels cover."""
     sides = []
     for side, share, least in zip(seen, by_axis(resolution), at_least):
-        sides.append(max(math.ceil(side / share - ROUNDING), least))
+        sides.append(max(int(side / share), least))
     return xyz(sides)
 
 
@@ -33,24 +31,12 @@ def turning_spacing(spacing_mm: Spacing3, resolution: Resolution3) -> Spacing3:
 
 
 def shrinking(seen: int, field: int, resolution: float) -> Array:
-    """(seen, field) float32: the weights with which one axis of store voxels becomes network
-    voxels; rows sum to 1.
-
-    A network voxel is the mean, over 1 / resolution - 1 voxels around its centre, of the linear
-    interpolation between store voxels: at 1/2 the mean of two, at 1/3 of three by 1/4, 1/2, 1/4, at
-    1 the store voxel itself. Ramps stay ramps."""
+    """Return the weights (seen, field) float32 by which one axis of store voxels becomes network
+    voxels: at 1/2 each is the mean of two, at 1 a store voxel itself."""
     if resolution == 1:
         return np.eye(seen, field, dtype=np.float32)
-
-    def integral(stop: Array) -> Array:  # of max(1 - |x|, 0) from -infinity to `stop`
-        stop = np.clip(stop, -1, 1)
-        return 0.5 + stop - 0.5 * stop * np.abs(stop)
-
-    length = 1 / resolution - 1
-    voxel = np.arange(field)[None, :]
-    centre = (np.arange(seen)[:, None] + 0.5) / resolution - 0.5
-    weights = integral(centre + length / 2 - voxel) - integral(centre - length / 2 - voxel)
-    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+    pairs = np.arange(field) // 2 == np.arange(seen)[:, None]
+    return pairs.astype(np.float32) / 2
 
 
 def growing(field: int, seen: int, resolution: float) -> Array:
@@ -61,8 +47,8 @@ def growing(field: int, seen: int, resolution: float) -> Array:
 
 
 class Resizing:
-    """Between the store voxels of a field and the network's fewer voxels, for a resolution below
-    1 along some axis.
+    """Between the store voxels of a field and the network's fewer voxels, for a resolution of 1/2
+    along some axis.
 
     `seen` are the voxels X, Y, Z of the network's grid, `field` those that are to be read from the
     store."""

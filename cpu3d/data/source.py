@@ -97,9 +97,8 @@ def volume_dataset(
             largest case; None for the least that are a multiple of `multiple`.
         multiple: of voxels along each axis, or along X, Y and Z, for a network that halves them
             several times.
-        resolution: share of the store's voxels along each axis, or along X, Y and Z, above 0 and
-            at most 1, to which volumes are averaged down, before they are padded. A region stays
-            where it fills half of a voxel.
+        resolution: 1, or 1/2 to average volumes down before they are padded, along each axis, or
+            along X, Y and Z. A region stays where it fills half of a voxel.
         channels: names, in the order of the image; None for all of the store's.
         regions: names, in the order of the target; None for all of the store's.
         augment: how samples are changed by chance; not at all by default.
@@ -113,8 +112,8 @@ def volume_dataset(
     labels, and damaged files. Those that are damaged later end the dataset with an error of
     TensorFlow, from which `Batches` makes an InputError again."""
     shares = by_axis(resolution)
-    is_resolution = len(shares) == 3 and all(0 < share <= 1 for share in shares)
-    require(("resolution", "above 0 and at most 1", resolution, is_resolution))
+    is_resolution = len(shares) == 3 and {*shares} <= {0.5, 1}
+    require(("resolution", "1 or 1/2 along each axis", resolution, is_resolution))
     stream = _Stream(
         split=split,
         start=start,

@@ -120,7 +120,7 @@ CHOICES = {
         *((name,) for name in DRAWS),
         ("noise", "both", "contrast", "negative gamma"),
     ],
-    "resolution": [1, 0.5, 0.75, (0.5, 0.5, 1), (1, 0.5, 0.5)],
+    "resolution": [1, 0.5, (0.5, 0.5, 1), (1, 0.5, 0.5)],
     "channels": [(0, 1, 2, 3), (2,), (3, 1), (1, 3, 0, 2), (0, 1, 2)],
     "of_kinds": [False, True],
     "codes": [CODES, ((2, 3), (3,)), ((2, 3),)],
@@ -558,7 +558,8 @@ library = ctypes.CDLL(sys.argv[1])
 samples.function_in_c = lambda: library.make_sample
 from tests.cpu3d.data.native.test_samples import DRAWS, drawn, form, of_kinds, stored
 draws = (("plain",), ("flips",), ("turn",), tuple(DRAWS))
-kinds = itertools.product((drawn, of_kinds), (1, 0.5, 0.75), ("float32", "bfloat16"), draws)
+shares = (1, 0.5, (0.5, 0.5, 1))
+kinds = itertools.product((drawn, of_kinds), shares, ("float32", "bfloat16"), draws)
 # Channels and ignored codes take turns: each pair of settings is there.
 for number, (numbers, resolution, dtype, names) in enumerate(kinds):
     channels = ((0, 1, 2, 3), (2,), (3, 1))[number % 3]
