@@ -55,7 +55,7 @@ from cpu3d.inference.scores import TOLERANCE_MM
 from cpu3d.inference.scores_file import UNTOUCHED, outdated_scores, warning
 from cpu3d.run.checkpoint import is_over
 from cpu3d.run.config_json import load_config
-from cpu3d.run.folds import COMPARISON, CONFIG, FILE, Folds, fold_folder, save_folds
+from cpu3d.run.folds import COMPARISON, CONFIG, FILE, SCHEMA, Folds, fold_folder, save_folds
 from cpu3d.settings import SETTINGS, as_options, recipe_settings
 from cpu3d.util.atomic import is_untouched, writable_folder, write_json
 from cpu3d.util.lock import locked
@@ -66,7 +66,6 @@ from memory_estimator.common.schema import option
 from memory_estimator.common.table import Table, new_console
 from memory_estimator.common.units import format_seconds
 
-SCHEMA = 1  # of compare.json
 VALIDATIONS = 4  # of every run, unless a number is chosen
 
 
@@ -126,6 +125,9 @@ class Kept:
 
     asked: Json  # a later call must ask for the same
     plan: List[Course]  # one a variant
+    store: str
+    split: str  # the cases that are scored
+    runs: Dict[str, str]  # of the last call: their folders in this one, by their names
 
 
 def run(options: Options, settings: Json) -> int:
@@ -143,16 +145,18 @@ def run(options: Options, settings: Json) -> int:
         return 0
     out = writable_folder(options.out, "folder of --out").resolve()
     with locked(out, "comparison"):
-        write_json(out / COMPARISON, {"schema": SCHEMA, **dataclasses.asdict(kept)})
         runs: Dict[str, List[PlannedRun]] = {}  # of what answers, by its name
         # Seed by seed, so that the runs of a long comparison that is cut off can be compared.
         for seed in options.seeds:
             for course in kept.plan:
                 runs[f"{course.name}-seed{seed}"] = _planned_runs(course, seed, out, options)
         folder = store.folder.resolve()
+        every_run = [run for each in runs.values() for run in each]
+        places = {run.name: str(run.folder.relative_to(out)) for run in every_run}
+        kept = dataclasses.replace(kept, store=str(folder), runs=places)
+        write_json(out / COMPARISON, {"schema": SCHEMA, **dataclasses.asdict(kept)})
         if options.folds:
             _save_folds(runs, folder, kept.plan, options)
-        every_run = [run for each in runs.values() for run in each]
         failed = carry_out(every_run, folder, out)
         left_out = {run.name: failed[run.name].why for run in every_run if run.name in failed}
         answers = []
@@ -238,7 +242,8 @@ def _kept(options: Options, settings: Json, store: Store) -> Tuple[Kept, str]:
         rule = f"--out {options.out} must be empty or hold a {COMPARISON}"
         raise InputError(f"{rule}, got {got}; choose another")
     plan = planned_variants(variants, store, folds, budget, validations, force=options.force)
-    return Kept(asked, plan), budget.words(baseline)
+    split = SPLIT if options.folds else options.split
+    return Kept(asked, plan, "", split, {}), budget.words(baseline)
 
 
 def _planned_runs(course: Course, seed: int, out: Path, options: Options) -> List[PlannedRun]:

@@ -143,8 +143,7 @@ def folds_of(plan: Plan, parts: int, chosen: Chosen) -> Folds:
         count=parts,
         store=str(plan.store.folder.resolve()),
         chosen=dict(chosen),
-        training_s=plan.training_s,
-        beside_s=beside_s(plan),
+        fold_s=fold_s(plan),
     )
 
 
@@ -156,12 +155,14 @@ def scoring_s(plan: Plan) -> Optional[float]:
     return START_S + plan.forecast.course.held_out * plan.forecast.answered_s
 
 
-def beside_s(plan: Plan) -> Optional[float]:
-    """Predicted seconds of a fold beside its steps: validations, its own post-processing, which
-    `train` decides, scoring, and the starts of its processes; None if no step is predicted."""
+def fold_s(plan: Plan) -> Optional[float]:
+    """Predicted seconds of a fold: steps, validations, its own post-processing, which `train`
+    decides, and scoring, with the starts of its processes; None if no step is predicted."""
     if plan.forecast is None:
         return None
-    return scoring_s(plan) + plan.forecast.validation_s + plan.forecast.postprocessing_s
+    forecast = plan.forecast
+    trained_s = forecast.training_s + forecast.validation_s + forecast.postprocessing_s
+    return trained_s + scoring_s(plan)
 
 
 OF_FOLD = ("fold", "spacing_mm", "oriented", "init_record")  # in which folds differ

@@ -4,6 +4,7 @@
     watch ./run.sh status --run runs/first
     ./run.sh status --run runs/first --json
     ./run.sh status --run runs/folds
+    ./run.sh status --run comparison
 
 The exit code is 0 while a run trains and once it has finished, 1 for a run that needs attention: a
 worker sends no heartbeat, or has ended before the run was done or its post-processing decided; 2
@@ -11,7 +12,7 @@ for a folder that is no run. It reads heartbeats, config.json, plan.json, log.js
 the decision, on any host that sees the folder, and changes nothing. A worker of this host is alive
 while its process is there, one of another host while its heartbeat is younger than a minute. Any
 file may be missing or half-written; its values are then unknown. Of the folder of `train --folds`
-it prints every fold, and the time left in all."""
+or `compare` it prints every run, and the time left in all."""
 
 import contextlib
 import dataclasses
@@ -29,14 +30,14 @@ from rich.text import Text
 
 from cpu3d.data.store import open_store
 from cpu3d.errors import ENDINGS, DivergedError, InputError, WorkerLostError, ending_of
-from cpu3d.inference.out_of_fold import SPLIT, is_scored
+from cpu3d.inference.out_of_fold import is_scored
 from cpu3d.inference.postprocessing.run_rules import OPEN, why_without_rules
-from cpu3d.inference.scores_file import read_scores, scores_path
+from cpu3d.inference.scores_file import are_of_weights, read_scores, scores_path
 from cpu3d.plan import reasons_of
 from cpu3d.run.checkpoint import best_score, checkpoints, step_of
 from cpu3d.run.config_json import half_rates, load_config
 from cpu3d.run.folds import WEIGHTS as FOLD_WEIGHTS
-from cpu3d.run.folds import fold_folder, read_folds
+from cpu3d.run.folds import RunSet, read_run_set
 from cpu3d.run.heartbeat import (
     BEAT_S,
     DECIDING,
@@ -79,9 +80,9 @@ OPTIONS = (Options,)
 
 def run(options: Options) -> int:
     status: Any
-    if read_folds(options.run):
-        status = folds_status(options.run)
-        shown = describe_folds(status)
+    if read_run_set(options.run):
+        status = set_status(options.run)
+        shown = describe_set(status)
     else:
         status = run_status(options.run)
         shown = describe(status)
@@ -213,95 +214,99 @@ def describe(status: RunStatus) -> Group:
     return Group(*shown, *map(_named_line, lines))
 
 
-# --- Folds ---
+# --- Several runs ---
 
 
 @dataclass(frozen=True)
-class FoldStatus:
-    """The present state of a fold."""
+class PartStatus:
+    """The present state of a run of several."""
 
-    fold: str  # as "2/5"
+    name: str  # as "2/5" of a fold
     run: str  # its folder
     state: str  # "waiting", that of its run, or "scored"
     step: int
     steps: Optional[int]
-    mean_dice: Optional[float]  # of the cases that it held out
+    mean_dice: Optional[float]  # of the cases that it is scored on
     seconds_left: Optional[float]  # until it is scored; None if that is not known
     advice: str = ""  # what to do about one that has failed
 
 
 @dataclass(frozen=True)
-class FoldsStatus:
-    """The present state of a folder of folds."""
+class SetStatus:
+    """The present state of folds, or of the runs of a comparison."""
 
     folder: str
+    kind: str  # "folds" or "comparison"
     state: str  # of the process that trains them
     detail: str  # more on a state that needs attention
     advice: str  # what to do next; "" for nothing
     is_fine: bool  # whether it runs or has finished
     phase: str  # what it does, such as "training fold 2/5"
-    folds: Tuple[FoldStatus, ...]
+    runs: Tuple[PartStatus, ...]
     seconds_left: Optional[float]  # in all; None if it has finished, or that is not known
 
 
-def folds_status(folder: Path, now: Optional[float] = None) -> FoldsStatus:
-    """Look at a folder of folds. Raises InputError for one that is none, or is damaged."""
+def set_status(folder: Path, now: Optional[float] = None) -> SetStatus:
+    """Look at a folder of folds, or of a comparison. Raises InputError for one that is none, or is
+    damaged."""
     folder = Path(folder)
     if now is None:
         now = time.time()
-    folds = read_folds(folder)
-    if folds is None:
-        rule = f"folder {folder} must be one of `train --folds`, got another"
+    several = read_run_set(folder)
+    if several is None:
+        rule = f"folder {folder} must be one of `train --folds` or `compare`, got another"
         raise InputError(f"{rule}; name a run or such a folder")
-    runs = {fold: fold_folder(folder, fold) for fold in folds.names}
-    taken_s = [end["seconds"] for end in map(last_end, runs.values()) if _is_end(end)]
-    usual_s = median(taken_s)  # of a fold that has not begun
-    if usual_s is None and folds.training_s is not None:
-        usual_s = folds.training_s + (folds.beside_s or 0.0)
-    each = [_fold_status(fold, run, usual_s, now) for fold, run in runs.items()]
-    failed = [fold.advice for fold in each if fold.advice]
-    lacking = [fold.fold for fold in each if fold.state != "scored"]
+    ends = map(last_end, several.runs.values())
+    usual_s = median([end["seconds"] for end in ends if _is_end(end)])
+    if usual_s is None:
+        usual_s = several.run_s
+    each = [_part_status(name, several, usual_s, now) for name in several.runs]
+    failed = [part.advice for part in each if part.advice]
+    lacking = [part.name for part in each if part.state != "scored"]
     workers = _workers(folder, read_heartbeats(folder), now)
     worker = workers[0] if workers else WorkerStatus(0, "unknown", "there is no heartbeat")
     if not lacking and worker.state in IDLE:
         worker = replace(worker, state="finished", detail="")
     elif lacking and worker.state in ("finished", "interrupted"):
         state = "unknown" if worker.state == "finished" else worker.state
-        detail = f"folds have no current scores: {listed(lacking)}"
+        detail = f"no current scores: {listed(lacking)}"
         worker = replace(worker, state=state, detail=detail)
     advice = ""
-    if worker.state == "finished":
+    if worker.state == "finished" and several.kind == "comparison":
+        advice = f"{folder / 'report.html'} has all results"
+    elif worker.state == "finished":
         advice = f"`predict --run {folder}` takes the folds together, {folder / 'report.html'}"
         advice += " has the scores of every case"
-        if has_test_cases(folds.store):
+        if has_test_cases(several.store):
             advice = f"`predict --run {folder}` and `evaluate --run {folder}` take them together"
     elif worker.state == "silent":
         advice = "when its process has ended, the same command continues"
     elif worker.state not in FINE:
         advice = failed[0] if failed else "the same command continues"
-    left_s = [fold.seconds_left for fold in each if fold.seconds_left is not None]
-    return FoldsStatus(
+    left_s = [part.seconds_left for part in each if part.seconds_left is not None]
+    return SetStatus(
         folder=str(folder),
+        kind=several.kind,
         state=worker.state,
         detail=worker.detail,
         advice=advice,
         is_fine=worker.state in FINE,
         phase=worker.heartbeat.phase if worker.heartbeat and worker.state in ALIVE else "",
-        folds=tuple(each),
+        runs=tuple(each),
         seconds_left=sum(left_s) if lacking and len(left_s) == len(each) else None,
     )
 
 
-def describe_folds(status: FoldsStatus) -> Group:
-    """The text to print: the folder in a line, its folds in a table, progress and what to do."""
+def describe_set(status: SetStatus) -> Group:
+    """The text to print: the folder in a line, its runs in a table, progress and what to do."""
     rows = []
-    for fold in status.folds:
-        of = f" of {fold.steps:,}" if fold.steps else ""
-        dice = "-" if fold.mean_dice is None else f"{fold.mean_dice:.3f}"
-        left = "-" if fold.seconds_left is None else format_seconds(round(fold.seconds_left))
-        rows.append((fold.fold, fold.state, f"{fold.step:,}{of}", left, dice))
-    columns = ("fold", "state", "step", "left", "mean Dice")
-    caption = "mean Dice: of the cases that the fold held out"
+    for part in status.runs:
+        of = f" of {part.steps:,}" if part.steps else ""
+        dice = "-" if part.mean_dice is None else f"{part.mean_dice:.3f}"
+        left = "-" if part.seconds_left is None else format_seconds(round(part.seconds_left))
+        rows.append((part.name, part.state, f"{part.step:,}{of}", left, dice))
+    columns = ("run", "state", "step", "left", "mean Dice")
+    caption = "mean Dice: of the cases that the run is scored on"
     lines = []
     if status.phase:
         lines.append(("phase", status.phase))
@@ -313,7 +318,7 @@ def describe_folds(status: FoldsStatus) -> Group:
     if status.advice:
         lines.append(("next", status.advice))
     table = Table(columns, rows, caption=caption, names=2)
-    first = _heading("folds", status.folder, status.state)
+    first = _heading(status.kind, status.folder, status.state)
     return Group(first, table, *map(_named_line, lines))
 
 
@@ -435,19 +440,32 @@ def _is_end(end: Any) -> bool:
     return end.get("reason") in FINISHED and bool(end.get("seconds"))
 
 
-def _fold_status(fold: str, run: Path, usual_s: Optional[float], now: float) -> FoldStatus:
-    """The state of a fold; of one whose pace is not known `usual_s` seconds are left."""
+def _part_status(name: str, several: RunSet, usual_s: Optional[float], now: float) -> PartStatus:
+    """The state of a run of several; of one whose pace is not known `usual_s` seconds are left."""
+    run = several.runs[name]
     if not ((run / "config.json").is_file() or read_heartbeats(run)):
-        return FoldStatus(fold, str(run), "waiting", 0, None, None, usual_s)
-    status = run_status(run, now, of_folds=True)
+        return PartStatus(name, str(run), "waiting", 0, None, None, usual_s)
+    status = run_status(run, now, of_folds=several.is_out_of_fold)
+    steps = (status.step, status.steps)
     if status.state != "finished":
         left_s = usual_s if status.seconds_left is None else status.seconds_left
-        place = (fold, str(run), status.state, status.step, status.steps)
-        return FoldStatus(*place, None, left_s, "" if status.is_fine else status.advice)
-    if not (last_end(run).get("reason") in FINISHED and is_scored(run)):
-        return FoldStatus(fold, str(run), "finished", status.step, status.steps, None, 0.0)
-    mean_dice = read_scores(scores_path(run, SPLIT))["mean_dice"]
-    return FoldStatus(fold, str(run), "scored", status.step, status.steps, mean_dice, 0.0)
+        advice = "" if status.is_fine else status.advice
+        return PartStatus(name, str(run), status.state, *steps, None, left_s, advice)
+    is_over = last_end(run).get("reason") in FINISHED
+    mean_dice = _mean_dice(run, several) if is_over else None
+    state = "finished" if mean_dice is None else "scored"
+    return PartStatus(name, str(run), state, *steps, mean_dice, 0.0)
+
+
+def _mean_dice(run: Path, several: RunSet) -> Optional[float]:
+    """The mean Dice of a run's current scores; None if there are none."""
+    if several.is_out_of_fold and not is_scored(run):
+        return None
+    try:
+        scores = read_scores(scores_path(run, several.split))
+    except InputError:
+        return None
+    return scores["mean_dice"] if are_of_weights(scores, [run]) else None
 
 
 def _advice(

@@ -1,8 +1,9 @@
-"""A folder of folds, as `train --folds K` makes it: a run for each fold, and what is common.
+"""Folders of several runs: of folds, as `train --folds K` makes them, and of a comparison.
 
 folds = read_folds(folder)                  # None for any other folder
 runs = trained_folds(folder)                # {"1/5": folder/fold-1, ...}, those that are done
 path = fold_folder(folder, "2/5")           # folder/fold-2
+several = read_run_set(folder)              # of folds or of a comparison
 """
 
 from dataclasses import asdict, dataclass
@@ -31,9 +32,7 @@ class Folds:
     count: int
     store: str
     chosen: Dict[str, Any]  # the settings that were given in all calls, by name
-    training_s: Optional[float] = None  # predicted, of the steps of a fold
-    # Predicted, of its validations, of its post-processing and of scoring it.
-    beside_s: Optional[float] = None
+    fold_s: Optional[float] = None  # predicted, until a fold is trained and scored
 
     @property
     def names(self) -> List[str]:
@@ -68,17 +67,6 @@ def fold_folder(folder: Path, fold: str) -> Path:
     return Path(folder) / f"fold-{fold.partition('/')[0]}"
 
 
-def runs_beside(run: Path, fold: str) -> Dict[str, Path]:
-    """Fold -> its run, of the other folds in the folder of a fold's run; {} if it is not there, or
-    is no fold's."""
-    run = Path(run)
-    if not fold or run != fold_folder(run.parent, fold):
-        return {}
-    count = int(fold.partition("/")[2])
-    names = [f"{number}/{count}" for number in range(1, count + 1)]
-    return {name: fold_folder(run.parent, name) for name in names if name != fold}
-
-
 def trained_folds(folder: Path) -> Dict[str, Path]:
     """Fold -> its run, of those that are trained to their end. Raises InputError for a folder that
     is none of folds."""
@@ -90,23 +78,54 @@ def trained_folds(folder: Path) -> Dict[str, Path]:
     return {fold: run for fold, run in runs.items() if is_over(run)}
 
 
+@dataclass(frozen=True)
+class RunSet:
+    """The runs that one command trains: the folds of a store, or those of a comparison."""
+
+    kind: str  # "folds" or "comparison"
+    runs: Dict[str, Path]  # by their names
+    store: str
+    split: str  # the cases that they are scored on
+    is_out_of_fold: bool  # whether these are those that a fold holds out
+    run_s: Optional[float] = None  # predicted, until one is trained and scored
+
+
+def read_run_set(folder: Path) -> Optional[RunSet]:
+    """The runs in the folder of folds, or of a comparison; None for any other folder. Raises
+    InputError for a damaged one."""
+    folds = read_folds(folder)
+    if folds is not None:
+        runs = {fold: fold_folder(folder, fold) for fold in folds.names}
+        return RunSet("folds", runs, folds.store, "val", True, folds.fold_s)
+    path = Path(folder) / COMPARISON
+    if not path.is_file():
+        return None
+
+    def checked(content: Dict[str, Any]) -> RunSet:
+        places = typed(content["runs"], Dict[str, str])
+        if not places:
+            raise ValueError("no runs")
+        runs = {name: Path(folder) / place for name, place in places.items()}
+        about = typed({name: content[name] for name in ("store", "split")}, Dict[str, str])
+        return RunSet("comparison", runs, **about, is_out_of_fold=bool(content["asked"]["folds"]))
+
+    return read_record(path, SCHEMA, checked, "choose another --out", InputError)
+
+
 def refuse_folds(folder: Path) -> None:
     """Raise InputError for a folder of several runs, of folds or of a comparison, where one run
     must be named."""
-    folds = read_folds(folder)
-    if folds is not None:
-        got = f"a folder of {folds.count} folds"
-        together = (
-            "`train --folds`, `status`, `evaluate`, `predict` and `report` take them together"
-        )
-        runs = [fold_folder(folder, fold) for fold in folds.names]
-    elif (Path(folder) / COMPARISON).is_file() and not (Path(folder) / CONFIG).is_file():
-        got = "the folder of a comparison"
-        together = "`compare --out` takes them together"
-        runs = [path.parent for path in sorted(Path(folder).glob(f"runs/*/{CONFIG}"))]
-    else:
+    several = None
+    if not (Path(folder) / CONFIG).is_file():
+        several = read_run_set(folder)
+    if several is None:
         return
-    todo = "it has none yet: repeat its `compare`"
-    if runs:
-        todo = f"name one of them, {runs[0]} to {runs[-1]}"
+    *_, last = several.runs.values()
+    first = next(iter(several.runs.values()))
+    got = f"a folder of {len(several.runs)} folds"
+    together = "`train --folds`, `status`, `evaluate`, `predict` and `report` take them together"
+    if several.kind == "comparison":
+        got = "the folder of a comparison"
+        together = "`compare --out` and `status` take them together"
+    todo = f"name one of them, {first} to {last}"
     raise InputError(f"run {folder} must be one run, got {got}; {todo}; {together}")

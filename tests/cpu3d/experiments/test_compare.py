@@ -11,6 +11,7 @@ from cpu3d.errors import InputError
 from cpu3d.experiments import compare as command
 from cpu3d.experiments import runner
 from cpu3d.experiments.results import Page
+from cpu3d.report.status import set_status
 from cpu3d.run.config_json import load_config
 from cpu3d.util.records import read_records
 from records.tables import comparisons_markdown
@@ -62,9 +63,13 @@ def test_a_comparison_is_carried_out_continued_and_recorded(
     cut = [*done("whole-seed0", "patch-seed0", "whole-seed1"), "train patch-seed1"]
     assert commands.seen() == cut
     commands.cut_at = -1
+    states = [part.state for part in set_status(out).runs]
+    assert states == ["scored", "scored", "scored", "interrupted"]
+    assert main(["status", "--run", str(out)]) == 1
     assert not (out / "results.json").exists()
     assert compare(*chosen, "--record", record) == 0
     assert commands.seen() == done("patch-seed1")
+    assert main(["status", "--run", str(out)]) == 0
     assert "Differences to whole" in capsys.readouterr().out
     assert (out / "report.html").is_file()
     assert compare(*chosen) == 0
@@ -273,6 +278,7 @@ def test_folds_score_each_case_once_by_the_fold_that_held_it_out(phantom_store, 
     here.clear()
     assert compare(*words, *variants) == 0
     assert here == []
+    assert [part.state for part in set_status(out).runs] == ["scored"] * 4
     folds = str(out / "runs" / "whole-seed0")
     assert main(["status", "--run", folds]) == 0
     assert main(["report", "--run", folds]) == 0

@@ -23,7 +23,7 @@ from cpu3d.inference.runs import seen_notes
 from cpu3d.inference.scores_file import read_scores, scores_path
 from cpu3d.plan import make_plan
 from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
-from cpu3d.report.status import folds_status, run_status
+from cpu3d.report.status import run_status, set_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.heartbeat import write_heartbeat
@@ -154,7 +154,7 @@ def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits
         train_folds(phantom_store.folder, folder, 2, settings=SETTINGS)
     assert caught.value.exit_code == 130
     assert commands.seen() == ALL[: cut_at + 1]
-    status = folds_status(folder)
+    status = set_status(folder)
     assert (status.state, status.is_fine) == ("interrupted", False)
     assert "continues" in status.advice
     assert "continues" not in status.detail
@@ -167,9 +167,9 @@ def test_the_same_command_continues_where_it_was_cut_and_ends_with_the_same_bits
         assert_same_run(folder / name, uncut / name, keep=3)
     first, second = (read_scores(scores_path(each, "val"))["summary"] for each in (folder, uncut))
     assert first == second
-    done = folds_status(folder)
+    done = set_status(folder)
     assert (done.state, done.is_fine) == ("finished", True)
-    assert [fold.state for fold in done.folds] == ["scored", "scored"]
+    assert [fold.state for fold in done.runs] == ["scored", "scored"]
     assert main(["status", "--run", str(folder)]) == 0
 
 
@@ -342,8 +342,8 @@ def test_a_fold_that_diverges_is_named_and_the_others_go_on(
     assert "Fold 1/2 is missing" in page
     assert "loss must be finite" in page
     commands.pages = False
-    status = folds_status(folder)
-    assert (status.state, [fold.state for fold in status.folds]) == (
+    status = set_status(folder)
+    assert (status.state, [fold.state for fold in status.runs]) == (
         "diverged",
         ["diverged", "scored"],
     )
@@ -471,9 +471,9 @@ def test_a_file_of_a_fold_that_is_lost_keeps_no_status_and_no_page_of_the_others
     damage,
 ):
     damage(whole_folds / "fold-1")
-    status = folds_status(whole_folds)
-    assert [fold.state for fold in status.folds] == ["finished", "scored"]
-    assert status.detail == "folds have no current scores: 1/2"
+    status = set_status(whole_folds)
+    assert [fold.state for fold in status.runs] == ["finished", "scored"]
+    assert status.detail == "no current scores: 1/2"
     write_folds_report(whole_folds)
     page = (whole_folds / "report.html").read_text(encoding="utf-8")
     assert "Fold 1/2 is missing" in page
@@ -485,8 +485,8 @@ def test_a_fold_whose_own_post_processing_failed_is_scored_all_the_same(whole_fo
     reason = "post-processing could not be decided, disk full"
     write_heartbeat(run, beat(step=0, exit_code=0, reason=reason))
     (run / run_rules.FILE).unlink(missing_ok=True)
-    status = folds_status(whole_folds)
-    assert [fold.state for fold in status.folds] == ["scored", "scored"]
+    status = set_status(whole_folds)
+    assert [fold.state for fold in status.runs] == ["scored", "scored"]
     assert status.is_fine
 
 
@@ -503,17 +503,17 @@ def test_a_fold_whose_scores_are_not_whole_is_scored_again(
 ):
     summary = read_scores(scores_path(whole_folds, "val"))["summary"]
     damage(whole_folds / "fold-1")
-    status = folds_status(whole_folds)
-    assert [fold.state for fold in status.folds] == ["finished", "scored"]
+    status = set_status(whole_folds)
+    assert [fold.state for fold in status.runs] == ["finished", "scored"]
     assert (status.state, status.is_fine) == ("unknown", False)
-    assert status.detail == "folds have no current scores: 1/2"
+    assert status.detail == "no current scores: 1/2"
     assert "the same command continues" in status.advice
     assert main(["report", "--run", str(whole_folds)]) == 0
     assert "Fold 1/2 is missing" in (whole_folds / "report.html").read_text(encoding="utf-8")
     train_folds(phantom_store.folder, whole_folds, 2)
     assert commands.seen() == ["evaluate fold-1"]
     assert read_scores(scores_path(whole_folds, "val"))["summary"] == summary
-    assert folds_status(whole_folds).is_fine
+    assert set_status(whole_folds).is_fine
 
 
 def test_scores_of_test_cases_that_are_damaged_or_old_are_named_and_keep_nothing_from_going_on(
@@ -586,7 +586,7 @@ def test_folds_of_all_patients_are_not_evaluated_but_their_scores_are_named(
     assert main(["evaluate", "--run", str(folder / "fold-1")]) == 2
     assert "--split val --weights last --raw" in capsys.readouterr().err
     assert commands.loaded == [], "no network was asked"
-    assert "evaluate" not in folds_status(folder).advice
+    assert "evaluate" not in set_status(folder).advice
     assert "--split val --weights last --raw" in run_status(folder / "fold-1").advice
 
 

@@ -14,7 +14,7 @@ from cpu3d.data.fold import with_fold
 from cpu3d.data.nifti import ras_shape, ras_spacing_mm, read_volume, to_ras, write_volume
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.prepare import prepare
-from cpu3d.experiments.folds import beside_s
+from cpu3d.experiments.folds import fold_s
 from cpu3d.inference import evaluate, predict
 from cpu3d.inference.evaluate import evaluate_split
 from cpu3d.inference.postprocessing.run_rules import choose_rules
@@ -91,7 +91,7 @@ def test_the_hours_of_folds_count_scores_on_the_sources_grids(tmp_path):
     forecast = dataclasses.replace(plan.forecast, course=as_stored)
     of_store = dataclasses.replace(plan, forecast=forecast)
     more = 60 * 50 * 40 - 48 * 40 * 32
-    assert beside_s(plan) - beside_s(of_store) == pytest.approx(SCORE_S * more / 1e6)
+    assert fold_s(plan) - fold_s(of_store) == pytest.approx(SCORE_S * more / 1e6)
 
 
 def test_the_bound_counts_the_answers_that_post_processing_is_decided_on(tmp_path):

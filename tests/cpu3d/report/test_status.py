@@ -17,7 +17,7 @@ from cpu3d.errors import ENDINGS
 from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
 from cpu3d.plan import PLAN_SCHEMA
-from cpu3d.report.status import describe, describe_folds, folds_status, run_status
+from cpu3d.report.status import describe, describe_set, run_status, set_status
 from cpu3d.run.checkpoint import weights_file, write_best
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.folds import Folds, fold_folder, save_folds
@@ -401,7 +401,7 @@ def two_folds(tmp_path):
     folder = tmp_path / "folds"
     run = fold_folder(folder, "1/2")
     run.mkdir(parents=True)
-    save_folds(folder, Folds(2, "store", {}, training_s=1000.0, beside_s=155.0))
+    save_folds(folder, Folds(2, "store", {}, fold_s=1155.0))
     save_config(RunConfig(steps=1000, fold="1/2"), run)
     append_event(run, {"event": "start", "step": 0})
     for step in range(1, 251):
@@ -421,15 +421,15 @@ def two_folds(tmp_path):
 def test_what_is_left_of_folds_is_that_of_each_until_it_is_scored(two_folds, changes, left_s):
     write_heartbeat(two_folds, beat(phase="training fold 1/2"))
     write_heartbeat(fold_folder(two_folds, "1/2"), beat(**changes))
-    status = folds_status(two_folds)
-    assert [fold.seconds_left for fold in status.folds] == [left_s, 1155]
-    assert [fold.state for fold in status.folds][1] == "waiting"
+    status = set_status(two_folds)
+    assert [fold.seconds_left for fold in status.runs] == [left_s, 1155]
+    assert [fold.state for fold in status.runs][1] == "waiting"
     console = Console(width=200, file=io.StringIO())
-    console.print(describe_folds(status))
+    console.print(describe_set(status))
     assert "phase: training fold 1/2" in console.file.getvalue()
     assert main(["status", "--run", str(two_folds)]) == 0
     write_heartbeat(two_folds, beat(process_start=1))
-    assert folds_status(two_folds).state == "killed"
+    assert set_status(two_folds).state == "killed"
     assert main(["status", "--run", str(two_folds)]) == 1
 
 
