@@ -135,15 +135,3 @@ def test_endings_in_letters_of_any_case_are_volumes(tmp_path):
     brats_case(tmp_path / "BraTS-GLI-00001-000", end=".NII.GZ")
     (case,) = read_dataset(tmp_path).cases
     assert (case.case_id, len(case.paths)) == ("BraTS-GLI-00001-000", 5)
-
-
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
-def test_a_list_saved_on_windows_is_read_or_refused_by_its_encoding(tmp_path, encoding):
-    folder = decathlon(tmp_path, 2)
-    text = (folder / "dataset.json").read_text().replace(",", ",\r\n")
-    (folder / "dataset.json").write_bytes(text.encode(encoding))
-    if encoding == "utf-8-sig":
-        assert len(read_dataset(folder).cases) == 2
-        return
-    with pytest.raises(InputError, match=r"dataset\.json .*UTF-16.*UTF-8"):
-        read_dataset(folder)

@@ -248,21 +248,6 @@ def test_a_list_of_another_number_of_cases_than_it_names_is_a_warning(
     assert printed.count("numTraining") == warns
 
 
-@pytest.mark.parametrize(
-    ("text", "fault"),
-    [
-        ("", "nothing, it is empty"),
-        ('{"name": "a",\n "labels": {', r"line 2, column \d+, where a name in double quotes"),
-        ('{"name": "a"\n "labels": {}}', "line 2, column 2, where a comma"),
-    ],
-)
-def test_a_list_that_is_no_json_is_refused_with_the_place_of_the_fault(tmp_path, text, fault):
-    data = decathlon(tmp_path / "data", 1)
-    (data / "dataset.json").write_text(text)
-    with pytest.raises(InputError, match=rf"dataset\.json must be JSON.*, got .*{fault}"):
-        read_dataset(data)
-
-
 @pytest.mark.parametrize("version", [1, 2])
 def test_channels_of_one_name_are_told_apart_by_their_order_and_it_is_said_once(
     tmp_path, capsys, version

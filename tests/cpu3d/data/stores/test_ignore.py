@@ -7,21 +7,17 @@ from cpu3d.data.cases.resample import Keep
 from cpu3d.data.datasets.names import is_ignored
 from cpu3d.data.source import patch_at, patch_dataset, patch_drawn, patch_sampling, volume_dataset
 from cpu3d.data.store import open_store
-from cpu3d.data.stores import prepare as command
 from cpu3d.data.stores.prepare import StoreSettings, prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
 from models.native.shared import IGNORED
 from tests.cpu3d.data.made_datasets import (
     SHAPE,
-    brats_case,
     decathlon,
-    nnunet,
     tiny_image,
     tiny_label,
     write_nifti,
 )
-from tests.cpu3d.runs import run_command
 
 ALL = {"fractions": (1, 0, 0), "workers": 1}
 LABELS = {"0": "background", "1": "tumour", "200": "ignore"}
@@ -52,24 +48,6 @@ def test_a_label_whose_name_says_so_is_in_no_region_and_keeps_its_name(tmp_path,
     assert manifest.regions == {"tumour": (1,)}
     assert open_store(tmp_path / "store").manifest == manifest
     assert "200 ignore -> not annotated" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("code", "regions"),
-    [
-        (3, {"necrotic and non-enhancing tumour core": (1,), "oedema": (2,)}),
-        (4, {"WT": (1, 2, 3), "TC": (1, 3), "ET": (3,)}),  # a code that no case has
-    ],
-)
-def test_any_code_of_a_layout_can_be_ignored(tmp_path, code, regions):
-    for name in ("BraTS-GLI-00001-000", "BraTS-GLI-00002-000"):
-        brats_case(tmp_path / "data" / name)
-    store = tmp_path / "store"
-    words = ("--dataset", tmp_path / "data", "--store", store, "--ignore", code)
-    run_command(command, *words, "--split", 1, 0, 0, "--workers", 1)
-    manifest = open_store(store).manifest
-    assert (manifest.ignore, manifest.regions) == (code, regions)
-    assert manifest.labels[code]
 
 
 @pytest.mark.parametrize(
@@ -156,18 +134,6 @@ def test_more_cases_and_lost_files_come_with_the_same_code_ignored(tmp_path):
     other = one_channel(tmp_path / "other", {**labels, "200": "ignore"}, names=("e_0",))
     with pytest.raises(InputError, match="labels"):
         append(store, other, workers=1)
-
-
-def test_a_list_whose_regions_have_the_ignored_code_joins_with_those_of_the_store(tmp_path):
-    labels = {"background": 0, "a": 1, "b": 2, "c": 3}
-    store = tmp_path / "store"
-    before = prepare(nnunet(tmp_path / "data", 2, labels=labels), store, **ALL, ignore=3)
-    named = {**labels, "whole": [1, 2, 3]}
-    order = [1, 2, 3, 1]
-    more = nnunet(tmp_path / "more", 3, labels=named, regions_class_order=order)
-    done = append(store, more, workers=1)
-    assert done.new == ("BRATS_002",)
-    assert (done.manifest.regions, done.manifest.ignore) == (before.regions, 3)
 
 
 @pytest.mark.parametrize("finished", [False, True])

@@ -166,15 +166,6 @@ def test_a_lost_case_whose_source_has_changed_or_gone_is_named_and_the_others_co
     assert back["manifest.json"] == before["manifest.json"]
 
 
-def test_bad_cases_that_may_be_left_out_are_no_lost_cases_of_the_store(grown, tmp_path):
-    store = grown()
-    lose(store, "all of it", 4)
-    (tmp_path / "second/imagesTr/BRATS_004.nii.gz").unlink()
-    with pytest.raises(InputError, match="case BRATS_004 of store"):
-        append(store, tmp_path / "second", workers=1, skip_bad=True)
-    assert not (store / "quarantine.jsonl").exists()
-
-
 def test_a_repair_that_was_killed_is_continued(grown, tmp_path, monkeypatch):
     store = grown()
     before = content_of(store)

@@ -12,7 +12,7 @@ from cpu3d.data.nifti import read_volume, to_ras, write_volume
 from cpu3d.data.normalise import in_units
 from cpu3d.data.store import open_store
 from cpu3d.data.stores.convert import StoreSettings
-from cpu3d.data.stores.folder import read_quarantine, settings_of
+from cpu3d.data.stores.folder import settings_of
 from cpu3d.data.stores.prepare import prepare
 from cpu3d.data.stores.upkeep import append, verify
 from cpu3d.errors import InputError
@@ -102,16 +102,6 @@ def test_a_bad_spacing_is_one_line_and_nothing_is_written(data, tmp_path, capsys
     assert len(errors) == 1
     assert "--spacing must be" in errors[0]
     assert not (tmp_path / "store").exists()
-
-
-def test_a_case_that_would_become_too_large_is_a_bad_case(tmp_path):
-    spacings = {"a": ISO, "b": ISO, "c": (4.0, 4.0, 4.0), "d": (1.0, 1.0, 2.0), "e": ISO}
-    data = spaced_set(tmp_path / "data", spacings)
-    with pytest.raises(InputError, match="case c must have at most 7680 voxels at 1 x 1 x 1 mm"):
-        prepare(data, tmp_path / "store", **ALL)
-    manifest = prepare(data, tmp_path / "store", **ALL, skip_bad=True)
-    assert manifest.split["train"] == ("a", "b", "d", "e")
-    assert list(read_quarantine(tmp_path / "store")) == ["c"]
 
 
 @pytest.mark.parametrize("finished", [True, False])

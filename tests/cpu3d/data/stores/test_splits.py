@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpu3d.__main__ import main
 from cpu3d.data.datasets.patients import TABLE, UNKNOWN, patient_of, read_patients
 from cpu3d.data.fold import deal, parse_fold, with_fold
 from cpu3d.data.store import Store, open_store
@@ -224,22 +223,6 @@ def test_a_table_that_does_not_give_each_case_one_patient_is_refused(tmp_path, c
         read_patients(tmp_path, ["a", "b"])
 
 
-def test_identical_images_in_two_splits_are_refused_until_they_have_one_patient(tmp_path, dataset):
-    data = dataset("a", "b", "c", "d")
-    store = tmp_path / "store"
-    table = tmp_path / "table"
-    copy = data / "imagesTr/b.nii.gz"
-    copy.write_bytes((data / "imagesTr/a.nii.gz").read_bytes())
-    with pytest.raises(
-        InputError,
-        match=r"(a|b) \(\w+\) and (a|b) \(\w+\) must be in one split, got identical voxels",
-    ):
-        prepare(data, store, fractions=(1, 1, 2), workers=1, seed=1)
-    table.write_text("a,p\nb,p\nc,c\nd,d\n")
-    manifest = prepare(data, store, **EACH_ONE, patients=table)
-    assert {"a", "b"} in map(set, manifest.split.values())
-
-
 def test_identical_images_end_prepare_as_soon_as_both_are_read(tmp_path, dataset, folds):
     data = dataset("a", "b", "c", "d")
     (data / "imagesTr/b.nii.gz").write_bytes((data / "imagesTr/a.nii.gz").read_bytes())
@@ -396,18 +379,6 @@ def test_ids_with_accents_are_one_in_either_unicode_form(tmp_path, dataset, fold
     (tmp_path / "table").write_text("".join(f"{name},p{name}\n" for name in composed))
     manifest = prepare(data, tmp_path / "store", workers=1, splits=one, patients=tmp_path / "table")
     assert manifest.split == {"train": (first, second), "val": (third,), "test": ()}
-
-
-def test_options_of_a_drawn_split_are_refused_beside_folds(tmp_path, dataset, folds, capsys):
-    data = dataset("a", "b", "c")
-    store = tmp_path / "store"
-    with pytest.raises(InputError, match="--seed must be left out with --splits, got 3"):
-        prepare(data, store, workers=1, splits=folds(TWO), seed=3)
-    command = ["prepare", "--dataset", str(data), "--store", str(store)]
-    with pytest.raises(SystemExit):
-        main([*command, "--splits", str(folds(TWO)), "--split", "1", "1", "1"])
-    assert "--split" in capsys.readouterr().err
-    assert not store.exists()
 
 
 def test_a_patient_and_an_image_stay_in_one_part_of_a_given_fold(tmp_path, dataset, folds):
