@@ -1,15 +1,15 @@
-"""The losses, each as a formula of four sums over the voxels of a region. TensorFlow is imported
-where one is computed.
+"""The losses, each as one expression of four sums over the voxels of a region. TensorFlow is
+imported where one is computed.
 
 With p the sigmoid of the logits and t the target, the sums are those of the cross-entropy, of p *
-t, of p, and of t; models/supervision.py has what makes the sums of logits, and the logits' gradient
-of the formula's derivatives. A new loss is a formula and its line in LOSSES.
+t, of p, and of t; models/supervision.py makes the sums of logits, and differentiates the expression
+by them. A new loss is an expression and its line in LOSSES.
 
-Voxels whose target is IGNORED (`models.native.shared`) are in none of the sums, so that no formula
+Voxels whose target is IGNORED (`models.native.shared`) are in none of the sums, so that no loss
 knows of them.
 """
 
-from typing import Any, Callable, Dict, NamedTuple, Tuple
+from typing import Any, Callable, Dict, NamedTuple
 
 # Voxels added to both sides of the Dice ratio: an absent region scores 1, and less with every voxel
 # that is predicted.
@@ -26,19 +26,16 @@ class Sums(NamedTuple):
     true: Any  # of t
 
 
-class OfRegion(NamedTuple):
-    """A loss of each sample and region, (N, R); the loss of a batch is the mean."""
-
-    loss: Any
-    score: Any  # what is logged of it
-    derivatives: Tuple[Any, Any, Any]  # of the loss, by the first three sums
+Formula = Callable[[Sums], Any]  # the loss of each sample and region, (N, R)
 
 
-Formula = Callable[[Sums], OfRegion]
+def soft_dice(sums: Sums) -> Any:
+    """The score that is logged of every loss."""
+    return (2 * sums.overlap + SMOOTH) / (sums.predicted + sums.true + SMOOTH)
 
 
-def dice_cross_entropy(sums: Sums) -> OfRegion:
-    """1 - soft Dice + HARD times a cross-entropy of hard voxels; the score is the soft Dice.
+def dice_cross_entropy(sums: Sums) -> Any:
+    """1 - soft Dice + HARD times a cross-entropy of hard voxels.
 
     Dice has no slope where probabilities are close to 0 or 1, so it neither finds a small region
     that is predicted nowhere nor takes away an island that is predicted with certainty; and a mean
@@ -51,15 +48,11 @@ def dice_cross_entropy(sums: Sums) -> OfRegion:
     map of its own."""
     import tensorflow as tf
 
-    size = sums.predicted + sums.true + SMOOTH
-    errors = tf.maximum(sums.predicted + sums.true - 2 * sums.overlap, 0.0)
-    dice = (2 * sums.overlap + SMOOTH) / size
-    weight = HARD / (errors + SMOOTH)
-    # d errors is d predicted - 2 d overlap.
-    derivatives = (weight, 2 * weight - 2 / size, dice / size - weight)
-    return OfRegion(1 - dice + weight * (sums.cross_entropy - errors), dice, derivatives)
+    errors = sums.predicted + sums.true - 2 * sums.overlap
+    divisor = tf.stop_gradient(tf.maximum(errors, 0.0) + SMOOTH)
+    return 1 - soft_dice(sums) + HARD * (sums.cross_entropy - errors) / divisor
 
 
 DEFAULT_LOSS = "dice-cross-entropy"
 LOSSES: Dict[str, Formula] = {DEFAULT_LOSS: dice_cross_entropy}
-"""Name, as on the command line -> formula."""
+"""Name, as on the command line -> expression."""

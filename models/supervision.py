@@ -1,7 +1,7 @@
 """A network's loss over one head or several: a formula of models/losses.py, of sums over the voxels
 of each region.
 
-The sums, and the logits' gradient from the formula's derivatives, are the two operations of
+The sums, and the logits' gradient from the derivatives by them, are the two operations of
 `models.program.loss_program`: of models/native, or of TensorFlow where those do not run."""
 
 import operator
@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
-from models.losses import Formula, Sums
+from models.losses import Formula, Sums, soft_dice
 from models.native import operations
 from models.native.shared import IGNORED
 from models.program import Form, Kind, Value, loss_program
@@ -74,13 +74,12 @@ def of_batch(formula: Formula, sums: tf.Tensor, by_sample: bool = False) -> OfBa
     """The mean of a formula over the regions and samples of sums (N, 4, R), or (N, 1) over the
     regions of each sample. All is taken per sample and region and then averaged, so an accumulated
     batch equals a full one."""
-    of_region = formula(Sums(*tf.unstack(sums, axis=1)))
-    counted = of_region.loss[0] if by_sample else of_region.loss
-    count = tf.cast(tf.size(counted), tf.float32)
-    derivatives = tf.stack(of_region.derivatives, 1) / count
     axis = 1 if by_sample else None
-    loss = tf.reduce_mean(of_region.loss, axis, keepdims=by_sample)
-    return OfBatch(loss, of_region.score, derivatives)
+    with tf.GradientTape() as tape:
+        tape.watch(sums)
+        by_name = Sums(*tf.unstack(sums, axis=1))
+        loss = tf.reduce_mean(formula(by_name), axis, keepdims=by_sample)
+    return OfBatch(loss, soft_dice(by_name), tape.gradient(loss, sums)[:, :3])
 
 
 def head_weights(heads: Sequence[tf.Tensor]) -> List[float]:

@@ -8,7 +8,7 @@ from cpu3d.training.losses import DiceCrossEntropy, RegionDice, hard_dice_counts
 from models.losses import DEFAULT_LOSS, HARD, LOSSES, SMOOTH
 from models.native import operations
 from models.native.shared import IGNORED
-from models.supervision import of_batch, supervise
+from models.supervision import supervise
 
 
 @pytest.fixture(params=["own operations", "TensorFlow's"])
@@ -227,28 +227,6 @@ def test_loss_and_gradient_are_those_of_the_definition(samples, size_x, dtype, c
         assert tf.norm(gradient - expected) <= (1e-5 if dtype == "float32" else 3e-3) * tf.norm(
             expected
         )
-
-
-def test_the_factors_are_derivatives_by_the_sums():
-    rng = np.random.default_rng(0)
-    overlap = rng.uniform(1, 50, (2, 3))
-    predicted, true = overlap + rng.uniform(0, 9, (2, 3)), overlap + rng.uniform(0, 9, (2, 3))
-    sums = np.stack([rng.uniform(1, 90, (2, 3)), overlap, predicted, true], 1)
-    sums[0, :, 2] = [3, 0, 2, 0]  # an empty region
-    sums = tf.constant(sums, tf.float32)
-    with tf.GradientTape() as tape:
-        tape.watch(sums)
-        cross_entropy, overlap, predicted, true = tf.unstack(sums, axis=1)
-        errors = predicted + true - 2 * overlap
-        dice = (2 * overlap + SMOOTH) / (predicted + true + SMOOTH)
-        hard = (cross_entropy - errors) / tf.stop_gradient(errors + SMOOTH)
-        value = 1 - tf.reduce_mean(dice) + HARD * tf.reduce_mean(hard)
-    result = of_batch(LOSSES[DEFAULT_LOSS], sums)
-    np.testing.assert_allclose(result.loss, value, rtol=1e-6)
-    np.testing.assert_allclose(result.score, dice, rtol=1e-6)
-    np.testing.assert_allclose(
-        result.derivatives, tape.gradient(value, sums)[:, :3], rtol=1e-5, atol=1e-8
-    )
 
 
 def test_a_floating_target_may_lie_between_0_and_1():
