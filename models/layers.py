@@ -21,7 +21,7 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     own: Dict[str, Any] = {"name": op.name, "dtype": DTYPES[config.dtype].keras_policy}
     if op.kind in NORM_KINDS:
         has_relu = op.kind is LayerKind.NORM_ACT
-        return NORM_CLASSES[config.norm](config.norm, has_relu, **own)
+        return NormActivation(config.norm, has_relu, **own)
     plain: Dict[LayerKind, Callable[[], Any]] = {
         LayerKind.POOL: lambda: FirstMaxPool(op.strides, **own),
         LayerKind.UPSAMPLE: lambda: tf.keras.layers.UpSampling3D(op.strides, **own),
@@ -33,7 +33,7 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
     width = op.shape[3]
     own["kernel_initializer"] = initial_kernel(config.seed, op.name)
     if op.kind is LayerKind.SHORTCUT:
-        return Shortcut(width, **own)
+        return ShortcutSum(width, **own)
     if op.kind is LayerKind.UP_CONV:
         own.update(strides=op.strides, use_bias=False)
         return tf.keras.layers.Conv3DTranspose(width, op.kernel, **own)
@@ -42,32 +42,6 @@ def plain_layer(config: UNetConfig, op: LayerOp) -> tf.keras.layers.Layer:
         bias = tf.keras.initializers.Constant(PRIOR_LOGIT)
         return Head(width, op.kernel, bias_initializer=bias, **own)
     return tf.keras.layers.Conv3D(width, op.kernel, use_bias=False, **own)
-
-
-def keras_layers(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
-    """The output of a layer of the plan by layers that Keras has itself, which any program with
-    Keras can load. Their weights have the same order and shapes. Not for a network without norms:
-    Keras has no layer that only adds a bias."""
-    own: Dict[str, Any] = {"name": op.name, "dtype": DTYPES[config.dtype].keras_policy}
-    x = inputs[0]
-    if op.kind is LayerKind.POOL:
-        return tf.keras.layers.MaxPool3D(op.strides, **own)(x)
-    if op.kind is LayerKind.HEAD:
-        return tf.keras.layers.Conv3D(op.shape[3], op.kernel, **own)(x)
-    if op.kind in NORM_KINDS:
-        # Statistics are float32.
-        exact: Dict[str, Any] = {"name": op.name, "dtype": "float32", "epsilon": EPSILON}
-        if config.norm == "instance":
-            y = tf.keras.layers.GroupNormalization(-1, **exact)(x)
-        else:
-            y = tf.keras.layers.BatchNormalization(momentum=MOMENTUM, **exact)(x)
-        if op.kind is LayerKind.NORM:
-            return y
-        return tf.keras.layers.ReLU(name=f"{op.name}_relu", dtype=own["dtype"])(y)
-    if op.kind is LayerKind.SHORTCUT:
-        projected = tf.keras.layers.Conv3D(op.shape[3], 1, use_bias=False, **own)(inputs[1])
-        return tf.keras.layers.Add(name=f"{op.name}_sum", dtype=own["dtype"])([x, projected])
-    return plain_layer(config, op)(one_or_all(inputs))
 
 
 def one_or_all(tensors: List[Any]) -> Any:
@@ -199,10 +173,10 @@ class FirstMaxPool(tf.keras.layers.MaxPool3D):
 
     def __init__(self, strides: Sequence[int], **kwargs: Any):
         super().__init__(strides, **kwargs)
-        self.pool_function = _max_pool
+        self.pool_function = first_max_pool
 
 
-def _max_pool(x: tf.Tensor, ksize: Any, strides: Sequence[int], padding: str) -> tf.Tensor:
+def first_max_pool(x: tf.Tensor, ksize: Any, strides: Sequence[int], padding: str) -> tf.Tensor:
     """As `tf.nn.max_pool3d`, with its arguments; windows do not overlap."""
 
     @tf.custom_gradient
@@ -242,9 +216,6 @@ class Head(tf.keras.layers.Conv3D):
         return _with_bias(made, self.bias)
 
 
-Head.__name__ = "conv3d"
-
-
 class ShortcutSum(tf.keras.layers.Conv3D):
     """A residual block's sum: its last maps (N, X, Y, Z, filters) plus a 1x1x1 convolution of its
     input, without bias. Takes [maps, entry]."""
@@ -260,30 +231,6 @@ class ShortcutSum(tf.keras.layers.Conv3D):
     def call(self, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
         maps, entry = inputs
         return maps + super().call(entry)
-
-
-@tf.keras.utils.register_keras_serializable("cpu3d")
-class InstanceNorm(NormActivation):
-    """Instance norm, and ReLU."""
-
-
-@tf.keras.utils.register_keras_serializable("cpu3d")
-class BatchNorm(NormActivation):
-    """Batch norm, and ReLU."""
-
-
-@tf.keras.utils.register_keras_serializable("cpu3d")
-class Shortcut(ShortcutSum):
-    """The shortcut of a residual block, and its sum."""
-
-
-NORM_CLASSES = {"instance": InstanceNorm, "batch": BatchNorm, "none": NormActivation}
-
-# A file of Keras finds a layer's weights by its class's name in small letters and its number among
-# those of the class. So these have the names of the layers that stand for them in `keras_layers`.
-InstanceNorm.__name__ = "group_normalization"
-BatchNorm.__name__ = "batch_normalization"
-Shortcut.__name__ = "conv3d"
 
 
 def initial_kernel(seed: int, name: str) -> tf.keras.initializers.Initializer:

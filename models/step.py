@@ -12,7 +12,7 @@ import tensorflow as tf
 from models.config import EPSILON
 from models.layers import NormActivation
 from models.native import operations
-from models.native.operations import AtValues, Gradient, Norm, Source
+from models.native.operations import Gradient, Made, Norm, Source
 from models.network import network_program
 from models.program import Form, Kind, Op, Value, needed
 
@@ -21,8 +21,8 @@ class Pass:
     """One pass over the weights of a model of `build_unet3d`, in training or not. `values` replace
     its variables, by their names.
 
-    Of the program's values a map is a `Source`, the gradient of a map's values an `AtValues`, and
-    that of a raw sum, formed or not, a `Gradient`; the others are tensors.
+    Of the program's values a map is a `Source`, the gradient of a map's values a `Made` with its
+    sums, and that of a raw sum, formed or not, a `Gradient`; the others are tensors.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Pass:
         return self[needed(op.kernel)]
 
     def gradient(self, op: Op) -> Any:
-        """What it computes with, an `AtValues` or `Gradient`."""
+        """What it computes with, a `Made` or `Gradient`."""
         return self[needed(op.gradient)]
 
     def add(self, op: Op) -> Optional[tf.Tensor]:
@@ -91,10 +91,10 @@ class Pass:
         made = self[op.add]
         return made.raw if isinstance(made, Source) else made.map
 
-    def in_turn(self, operation: Callable[..., Any], *arguments: Any) -> Any:
+    def in_turn(self, operation: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         """The outputs of an operation, computed after the one before it."""
         with tf.control_dependencies(self._last):
-            outputs = operation(*arguments)
+            outputs = operation(*arguments, **more)
         self._last = tf.nest.flatten(outputs)[:1]
         return outputs
 
@@ -115,13 +115,13 @@ class Pass:
 
 def _convolve(run: Pass, op: Op) -> Source:
     terms = (run.kernel(op), run.add(op))
-    raw, mean, variance = run.in_turn(operations.convolve, run.maps(op), *terms)
+    made = run.in_turn(operations.convolve, run.maps(op), *terms)
     if not op.norm:
-        return Source(raw)
-    return Source(raw, _norm(run, run.layer(op.norm), raw, mean, variance, op.again))
+        return Source(made.map)
+    return Source(made.map, _norm(run, run.layer(op.norm), made, op.again))
 
 
-def _input_gradient(run: Pass, op: Op) -> AtValues:
+def _input_gradient(run: Pass, op: Op) -> Made:
     return run.in_turn(operations.input_gradient, run.gradient(op), run.kernel(op), *run.maps(op))
 
 
@@ -130,34 +130,28 @@ def _filter_gradient(run: Pass, op: Op) -> tf.Tensor:
     return run.keep_kernel_gradient(op, gradient)
 
 
-# --- Between the grids of two levels ---
+# --- Between the grids of two levels, and voxel by voxel ---
 
 
-def _max_pool(run: Pass, op: Op) -> Source:
-    return Source(run.in_turn(operations.max_pool, *run.maps(op), op.strides))
+def _operate(run: Pass, op: Op, **more: Any) -> Made:
+    """What is made of one map, the gradient or the map that is added, and a kernel."""
+    source, *maps = run.maps(op)
+    others = [each.raw for each in maps]
+    if op.gradient is not None:
+        others.append(run.gradient(op).map)
+    if op.add is not None:
+        others.append(run.add(op))
+    kernel = None if op.kernel is None else run.kernel(op)
+    more["strides"] = op.strides
+    return run.in_turn(operations.operate, op.kind.value, source, others, kernel, **more)
 
 
-def _max_pool_gradient(run: Pass, op: Op) -> AtValues:
-    (source,) = run.maps(op)
-    at = run.gradient(op).map
-    return run.in_turn(operations.max_pool_gradient, source, at, run.add(op), op.strides)
-
-
-def _up_convolve(run: Pass, op: Op) -> Source:
-    return Source(run.in_turn(operations.up_convolve, *run.maps(op), run.kernel(op)))
-
-
-def _up_input_gradient(run: Pass, op: Op) -> AtValues:
-    at = run.gradient(op).map
-    return run.in_turn(operations.up_input_gradient, at, run.kernel(op), *run.maps(op))
+def _map(run: Pass, op: Op) -> Source:
+    return Source(_operate(run, op).map)
 
 
 def _up_filter_gradient(run: Pass, op: Op) -> tf.Tensor:
-    at = run.gradient(op).map
-    return run.in_turn(operations.up_filter_gradient, *run.maps(op), at, op.strides)
-
-
-# --- Voxel by voxel ---
+    return _operate(run, op).of_filters
 
 
 def _project(run: Pass, op: Op) -> Source:
@@ -165,17 +159,13 @@ def _project(run: Pass, op: Op) -> Source:
     bias = tf.zeros(layer.filters)
     if layer.bias is not None:
         bias = run.value(layer.bias)
-    (source,) = run.maps(op)
-    return Source(run.in_turn(operations.project, source, run.kernel(op), bias, run.add(op)))
+    return Source(_operate(run, op, bias=bias).map)
 
 
-def _project_gradient(run: Pass, op: Op) -> AtValues:
+def _project_gradient(run: Pass, op: Op) -> Made:
     layer = run.layer(op.layer)
-    (source,) = run.maps(op)
-    slope = run.gradient(op).map
-    at, of_rows, of_bias = run.in_turn(
-        operations.project_gradient, source, slope, run.kernel(op), run.add(op)
-    )
+    made = _operate(run, op)
+    of_rows = made.of_filters
     first, past = op.span
     rows = layer.kernel.shape[3]
     if past - first < rows:
@@ -186,41 +176,28 @@ def _project_gradient(run: Pass, op: Op) -> AtValues:
         of_rows = run.in_turn(tf.add, known, of_rows)
     run.keep_kernel_gradient(op, of_rows)
     if layer.bias is not None:
-        run.gradients[layer.bias.name] = of_bias
-    return at
+        run.gradients[layer.bias.name] = made.of_bias
+    return made
 
 
-def _project_sums(run: Pass, op: Op) -> AtValues:
+def _project_sums(run: Pass, op: Op) -> Made:
     layer = run.layer(op.layer)
-    (source,) = run.maps(op)
-    slope = run.gradient(op).map
-    sum1, sum2, of_kernel, of_bias = run.in_turn(
-        operations.project_sums, source, slope, run.kernel(op)
-    )
-    run.keep_kernel_gradient(op, of_kernel)
-    run.gradients[layer.bias.name] = of_bias
-    return AtValues(slope, sum1, sum2)
+    made = _operate(run, op)
+    run.keep_kernel_gradient(op, made.of_filters)
+    run.gradients[layer.bias.name] = made.of_bias
+    return made._replace(map=run.gradient(op).map)
 
 
 def _to_raw(run: Pass, op: Op) -> Gradient:
-    if op.kernel is None:
-        return run.in_turn(operations.to_raw, run.gradient(op))
-    return run.in_turn(operations.to_raw, run.gradient(op), run.kernel(op))
+    kernel = None if op.kernel is None else run.kernel(op)
+    return run.in_turn(operations.to_raw, run.gradient(op), kernel)
 
 
-def _residual_sum(run: Pass, op: Op) -> Source:
-    return Source(run.in_turn(operations.residual_sum, *run.maps(op), run.add(op)))
-
-
-def _residual_gradient(run: Pass, op: Op) -> AtValues:
-    last, output = run.maps(op)
-    at = run.gradient(op).map
-    return run.in_turn(operations.residual_gradient, last, output.raw, at)
-
-
-def _add(run: Pass, op: Op) -> AtValues:
-    pairs = zip(run.gradient(op), run[needed(op.add)])
-    return AtValues(*(run.in_turn(tf.add, *pair) for pair in pairs))
+def _add(run: Pass, op: Op) -> Made:
+    """Of gradients, with their sums."""
+    first = run.gradient(op)
+    pairs = zip(first[:3], run[needed(op.add)][:3])
+    return Made(*(run.in_turn(tf.add, *pair) for pair in pairs), *first[3:])
 
 
 # --- Norms ---
@@ -229,13 +206,12 @@ def _add(run: Pass, op: Op) -> AtValues:
 def _norm(
     run: Pass,
     layer: NormActivation,
-    raw: tf.Tensor,
-    mean: tf.Tensor,
-    variance: tf.Tensor,
+    made: Made,
     again: bool,
 ) -> Norm:
-    """The norm of a raw sum with these statistics of each sample, (N, C); `again` moves no moving
-    statistics."""
+    """The norm of a raw sum that is made with its mean and variance of each sample, (N, C); `again`
+    moves no moving statistics."""
+    raw, mean, variance, *_ = made
     ones = tf.ones_like(mean)
     floor = (0.0 if layer.activate else -float("inf")) * ones
     if layer.norm == "none":
@@ -263,7 +239,7 @@ def _norm_gradient(run: Pass, op: Op) -> Gradient:
     """The gradient of a raw sum, to be formed on reading, from that of the norm's values (Ioffe and
     Szegedy 2015)."""
     (source,) = run.maps(op)
-    at: AtValues = run.gradient(op)
+    at: Made = run.gradient(op)
     layer = run.layer(op.layer)
     norm = source.norm
     if norm is None:
@@ -333,17 +309,17 @@ COMPUTE: Dict[Kind, Callable[[Pass, Op], Any]] = {
     Kind.CONVOLVE: _convolve,
     Kind.INPUT_GRADIENT: _input_gradient,
     Kind.FILTER_GRADIENT: _filter_gradient,
-    Kind.MAX_POOL: _max_pool,
-    Kind.MAX_POOL_GRADIENT: _max_pool_gradient,
-    Kind.UP_CONVOLVE: _up_convolve,
-    Kind.UP_INPUT_GRADIENT: _up_input_gradient,
+    Kind.MAX_POOL: _map,
+    Kind.MAX_POOL_GRADIENT: _operate,
+    Kind.UP_CONVOLVE: _map,
+    Kind.UP_INPUT_GRADIENT: _operate,
     Kind.UP_FILTER_GRADIENT: _up_filter_gradient,
     Kind.PROJECT: _project,
     Kind.PROJECT_GRADIENT: _project_gradient,
     Kind.PROJECT_SUMS: _project_sums,
     Kind.PROJECT_TO_RAW: _to_raw,
-    Kind.RESIDUAL_SUM: _residual_sum,
-    Kind.RESIDUAL_GRADIENT: _residual_gradient,
+    Kind.RESIDUAL_SUM: _map,
+    Kind.RESIDUAL_GRADIENT: _operate,
     Kind.NORM_GRADIENT: _norm_gradient,
     Kind.TO_RAW: _to_raw,
     Kind.ADD: _add,

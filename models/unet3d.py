@@ -1,17 +1,15 @@
 """The 3D U-Net as a Keras model: plain layers, and own operations in their place if they run."""
 
-import copy
-import functools
 import sys
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import tensorflow as tf
 from tensorflow.python.saved_model.save_context import in_save_context
 
 from models.config import UNetConfig
 from models.engine import check_layers
-from models.layer_plan import LayerKind, LayerOp, layer_plan
-from models.layers import NormActivation, ShortcutSum, keras_layers, one_or_all, plain_layer
+from models.layer_plan import LayerKind, layer_plan
+from models.layers import one_or_all, plain_layer
 from models.losses import LOSSES, Formula
 from models.native import operations
 from models.step import Pass
@@ -25,8 +23,7 @@ class UNet3D(tf.keras.Model):
     """The model of `build_unet3d`.
 
     Its file holds that function's arguments, from which it is built on loading, its weights,
-    `trainable` of each layer and its compile arguments. It also holds a network of Keras' own
-    layers with the same weights: a program without this project loads that.
+    `trainable` of each layer and its compile arguments.
     """
 
     def __init__(self, unet: UNetConfig, image: Any, logits: Any):
@@ -35,25 +32,13 @@ class UNet3D(tf.keras.Model):
 
     def get_config(self) -> Dict[str, Any]:
         batch_size, *shape, _ = self.input_shape
-        own = {
+        return {
+            **super().get_config(),  # in a SavedModel the layers themselves
             "unet": self.unet.to_json(),
             "shape": shape,
             "batch_size": batch_size,
             "frozen": [layer.name for layer in self.layers if not layer.trainable],
         }
-        keras = super().get_config()
-        if "layers" in keras:  # for a SavedModel, which holds the layers themselves, as graphs
-            return {**keras, **own}
-        if not self._has_names_of_keras():
-            return own
-        of_keras = _config_of_keras(
-            self.unet, tuple(shape), batch_size, self.name, tuple(own["frozen"])
-        )
-        return {**copy.deepcopy(of_keras), **own}
-
-    def _has_names_of_keras(self) -> bool:
-        """Whether the weights of Keras' own layers lie in the same places of a file."""
-        return not any(type(layer) in (NormActivation, ShortcutSum) for layer in self.layers)
 
     def call(self, inputs: Any, training: Optional[bool] = None, mask: Any = None) -> Any:
         """The logits as Keras asks for them: by own operations if they run, else layer by layer.
@@ -67,10 +52,8 @@ class UNet3D(tf.keras.Model):
             return super().call(inputs, training, mask)
         (image,) = tf.nest.flatten(inputs)
         image = tf.cast(image, self.unet.dtype)
-        if training:
-            logits = self._in_training(image)
-        else:
-            logits = Pass(self, False).forward(image)
+        # TensorFlow keeps what has a gradient of its own for good, and its graph with it.
+        logits = self._in_training(image) if training else Pass(self, False).forward(image)
         return one_or_all(logits)
 
     # Nothing in it branches on a tensor, and to convert it takes seconds.
@@ -128,23 +111,7 @@ class UNet3D(tf.keras.Model):
         )
         for name in config["frozen"]:
             model.get_layer(name).trainable = False
-        if "layers" not in config:  # a file from before these were named as Keras' own
-            model.__class__ = UNet3D
-            for layer in model.layers:
-                for old in (NormActivation, ShortcutSum):
-                    if isinstance(layer, old):
-                        layer.__class__ = old
         return model
-
-
-@tf.keras.utils.register_keras_serializable("cpu3d")
-class FunctionalUNet3D(UNet3D):
-    """A `UNet3D` that a file names as Keras names a network of its own layers: a program without
-    this project makes of a file what the file says that it holds."""
-
-
-FunctionalUNet3D.__name__ = "Functional"
-FunctionalUNet3D.__module__ = tf.keras.Model.__module__.replace("training", "functional")
 
 
 def build_unet3d(config: UNetConfig, shape: Shape3, batch_size: Optional[int] = None) -> UNet3D:
@@ -160,8 +127,7 @@ def build_unet3d(config: UNetConfig, shape: Shape3, batch_size: Optional[int] = 
     _check_keras()
     if not operations.available() and not tf.config.list_logical_devices("GPU"):
         check_layers(config.dtype)
-    image, logits = _built(config, shape, batch_size, _plain)
-    return FunctionalUNet3D(config, image, logits)
+    return _built(config, shape, batch_size)
 
 
 def finest(logits: Any) -> tf.Tensor:
@@ -180,42 +146,16 @@ def weight_names(weights: Sequence[tf.Variable]) -> List[str]:
 # Nothing in a layer's call branches on a tensor. AutoGraph would write each to a file before it
 # converts it, and warn if a full disk has no room for that.
 @tf.autograph.experimental.do_not_convert
-def _built(
-    config: UNetConfig,
-    shape: Shape3,
-    batch_size: Optional[int],
-    make: Callable[[UNetConfig, LayerOp, List[Any]], Any],
-) -> Tuple[Any, Any]:
-    """Image and logits of a Keras model whose layers are those of `make`."""
+def _built(config: UNetConfig, shape: Shape3, batch_size: Optional[int]) -> UNet3D:
+    """The model, layer by layer."""
     plan = layer_plan(config, shape)
     size = (*shape, config.channels)
     image = tf.keras.Input(size, batch_size, dtype=config.dtype, name="image")
     maps = {"image": image}
     for op in plan[1:]:
-        maps[op.name] = make(config, op, [maps[name] for name in op.inputs])
+        maps[op.name] = plain_layer(config, op)(one_or_all([maps[name] for name in op.inputs]))
     logits = [maps[op.name] for op in plan if op.kind is LayerKind.HEAD]
-    return image, logits if config.deep_supervision else logits[0]
-
-
-@functools.lru_cache(maxsize=8)  # Keras asks for it several times on the way to one file
-def _config_of_keras(
-    config: UNetConfig,
-    shape: Shape3,
-    batch_size: Optional[int],
-    name: str,
-    frozen: Tuple[str, ...],
-) -> Dict[str, Any]:
-    """The configuration of the same network of Keras' own layers."""
-    with tf.init_scope():
-        image, logits = _built(config, shape, batch_size, keras_layers)
-        network = tf.keras.Model(image, logits, name=name)
-    for layer in frozen:
-        network.get_layer(layer).trainable = False
-    return network.get_config()
-
-
-def _plain(config: UNetConfig, op: LayerOp, inputs: List[Any]) -> Any:
-    return plain_layer(config, op)(one_or_all(inputs))
+    return UNet3D(config, image, logits if config.deep_supervision else logits[0])
 
 
 def _check_keras() -> None:

@@ -7,6 +7,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence
 
 import tensorflow as tf
 
+from models.layers import first_max_pool
 from models.native.shared import KIND_OF_CODE, WITH_SUMS
 
 
@@ -80,7 +81,8 @@ def _plain_convolve(read: _Read) -> tf.Tensor:
 
 
 def _plain_max_pool(read: _Read) -> tf.Tensor:
-    return tf.nn.max_pool3d(read.values, read.strides, read.strides, "VALID")
+    strides = [1, *read.strides, 1]
+    return first_max_pool(read.values, strides, strides, "VALID")
 
 
 def _plain_up(read: _Read) -> tf.Tensor:

@@ -16,7 +16,7 @@ import functools
 import sys
 import types
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence
 
 import tensorflow as tf
 from tensorflow.python.framework import ops
@@ -26,8 +26,7 @@ import models.native.gradients  # noqa: F401, for tapes that record the operatio
 from models.native.library import does_not_load, own_operations
 from models.native.shared import KIND_CODES, WITH_SUMS
 
-Strides = Tuple[int, int, int]
-HALVED: Strides = (2, 2, 2)  # voxels of the finer grid along X, Y, Z for one of the coarser
+HALVED = (2, 2, 2)  # voxels of the finer grid along X, Y, Z for one of the coarser
 
 
 class Norm(NamedTuple):
@@ -60,13 +59,18 @@ class Gradient(NamedTuple):
     c: Optional[tf.Tensor] = None
 
 
-class AtValues(NamedTuple):
-    """The gradient g of the values of a map, and two sums of it, (N, C): of g where scale * raw +
-    shift > floor, and of that times (raw - mean) * rstd. Without a norm both are meaningless."""
+class Made(NamedTuple):
+    """What an operation makes; what its kind does not make is empty.
+
+    Of the gradient g of a map's values it makes two sums, (N, C): of g where scale * raw + shift >
+    floor, and of that times (raw - mean) * rstd. Without a norm both are meaningless. Of a raw sum
+    they are its mean and variance."""
 
     map: tf.Tensor
     sum1: tf.Tensor
     sum2: tf.Tensor
+    of_filters: tf.Tensor  # the gradient
+    of_bias: tf.Tensor
 
 
 def available() -> bool:
@@ -87,114 +91,71 @@ def in_use() -> bool:
 
 def convolve(
     sources: Sequence[Source], filters: tf.Tensor, add: Optional[tf.Tensor] = None
-) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The raw sum (batch, x, y, z, out), plus `add`, and its mean and variance over the grid, each
-    (N, out). Two sources count as concatenated."""
+) -> Made:
+    """The raw sum (batch, x, y, z, out), plus `add`. Two sources count as concatenated."""
     maps = [source.raw for source in sources]
     made = (*maps[0].shape[:4], filters.shape[4])
-    floats = (filters, None, _norms(sources))
-    at, _, _ = _run("convolve", maps, _given(add), *floats, made=made)
-    return tuple(at)
+    return _run("convolve", maps, _given(add), filters, None, _norms(sources), made=made)
 
 
-def input_gradient(
-    gradient: Gradient, filters: tf.Tensor, below: Optional[Source] = None
-) -> AtValues:
+def input_gradient(gradient: Gradient, filters: tf.Tensor, below: Optional[Source] = None) -> Made:
     """The gradient of the convolved map, (batch, x, y, z, in), whose norm is that of `below`. For
     concatenated maps call it with each map's part of the filters."""
-    extras = [source.raw for source in _given(below, gradient.source) if source.norm]
+    others = [source.raw for source in _given(below, gradient.source) if source.norm]
     made = (*gradient.map.shape[:4], filters.shape[3])
     floats = (filters, None, _through(gradient), _norms(_given(below)))
-    at, _, _ = _run("input_gradient", [gradient.map], extras, *floats, made=made)
-    return at
+    return _run("input_gradient", [gradient.map], others, *floats, made=made)
 
 
 def filter_gradient(sources: Sequence[Source], gradient: Gradient) -> tf.Tensor:
     """The gradient of the filters, (3, 3, 3, in, out)."""
     maps = [source.raw for source in sources]
-    extras = [gradient.map]
+    others = [gradient.map]
     if gradient.source:
-        extras.append(gradient.source.raw)
-    _, result, _ = _run(
-        "filter_gradient", maps, extras, None, None, _norms(sources), _through(gradient)
-    )
+        others.append(gradient.source.raw)
+    floats = (None, None, _norms(sources), _through(gradient))
+    result = _run("filter_gradient", maps, others, *floats).of_filters
     result.set_shape((3, 3, 3, sum(map_.shape[-1] for map_ in maps), gradient.map.shape[-1]))
     return result
 
 
-# --- Between two grids ---
+# --- Others ---
 
 
-def max_pool(source: Source, strides: Strides = HALVED) -> tf.Tensor:
-    """The largest value of every 2 x 2 x 2 voxels, or of fewer as `strides` say."""
-    size = [_times(side, 1, stride) for side, stride in zip(source.raw.shape[1:4], strides)]
-    return _pass("max_pool", source, strides=strides, size=size)[0].map
+def operate(
+    kind: str,
+    source: Source,
+    others: Sequence[tf.Tensor] = (),
+    filters: Any = None,
+    bias: Optional[tf.Tensor] = None,
+    strides: Sequence[int] = HALVED,
+) -> Made:
+    """An operation on one map, of a kind of models/program.py:
 
-
-def max_pool_gradient(
-    source: Source, pooled_gradient: tf.Tensor, add: tf.Tensor, strides: Strides = HALVED
-) -> AtValues:
-    """The gradient of the pooled map at the first of the largest, plus `add`, of the source's
-    shape."""
-    return _pass("max_pool_gradient", source, [pooled_gradient, add], strides=strides)[0]
-
-
-def up_convolve(source: Source, filters: tf.Tensor) -> tf.Tensor:
-    """The transposed convolution whose stride is its kernel's shape, such as (batch, 2x, 2y, 2z,
-    out) for filters (2, 2, 2, out, in)."""
-    *strides, channels, _ = filters.shape
-    size = [_times(side, stride, 1) for side, stride in zip(source.raw.shape[1:4], strides)]
-    more = {"strides": strides, "size": size, "channels": channels}
-    return _pass("up_convolve", source, (), filters, **more)[0].map
-
-
-def up_input_gradient(gradient: tf.Tensor, filters: tf.Tensor, below: Source) -> AtValues:
-    """The gradient of `below`, which was convolved."""
-    strides = filters.shape[:3]
-    return _pass("up_input_gradient", below, [gradient], filters, strides=strides)[0]
-
-
-def up_filter_gradient(source: Source, gradient: tf.Tensor, strides: Strides = HALVED) -> tf.Tensor:
-    """The gradient of the filters, (*strides, out, in)."""
-    _, of_filters, _ = _pass("up_filter_gradient", source, [gradient], strides=strides)
-    of_filters.set_shape((*strides, gradient.shape[-1], source.raw.shape[-1]))
-    return of_filters
-
-
-# --- Voxel by voxel ---
-
-
-def project(
-    source: Source, filters: tf.Tensor, bias: tf.Tensor, add: Optional[tf.Tensor] = None
-) -> tf.Tensor:
-    """A 1 x 1 x 1 convolution with a bias, plus `add`; filters are (1, 1, 1, in, out)."""
-    channels = filters.shape[4]
-    return _pass("project", source, _given(add), filters, bias, channels=channels)[0].map
-
-
-def project_gradient(
-    source: Source, gradient: tf.Tensor, filters: tf.Tensor, add: Optional[tf.Tensor] = None
-) -> Tuple[AtValues, tf.Tensor, tf.Tensor]:
-    """The gradient of the source's values, plus `add`; and those of the filters and the bias."""
-    return _pass("project_gradient", source, _given(gradient, add), filters)
-
-
-def project_sums(
-    source: Source, gradient: tf.Tensor, filters: tf.Tensor
-) -> Tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
-    """The results of `project_gradient` but the gradient of the source's values."""
-    at, *of_weights = _pass("project_sums", source, [gradient], filters)
-    return (at.sum1, at.sum2, *of_weights)
-
-
-def residual_sum(source: Source, term: tf.Tensor) -> tf.Tensor:
-    """max(value + term, 0)."""
-    return _pass("residual_sum", source, [term])[0].map
-
-
-def residual_gradient(source: Source, output: tf.Tensor, gradient: tf.Tensor) -> AtValues:
-    """The gradient of both terms: that of the sum, `output`, where it is positive."""
-    return _pass("residual_gradient", source, [output, gradient])[0]
+    max_pool            the largest value of every 2 x 2 x 2 voxels, or of fewer as `strides` say
+    max_pool_gradient   of others (gradient, add): at the first of the largest, plus `add`
+    up_convolve         a transposed convolution of filters (*strides, out, in)
+    up_input_gradient, up_filter_gradient    of others (gradient,)
+    project             a 1 x 1 x 1 convolution with a bias, plus others (add,) if there
+    project_gradient    of others (gradient,), or plus the second; and of the filters and the bias
+    project_sums        the same without the map
+    residual_sum        max(value + term, 0) of others (term,)
+    residual_gradient   of others (sum, gradient): where the sum is positive
+    """
+    batch, *grid, channels = source.raw.shape
+    if kind == "max_pool":
+        grid = [side and side // stride for side, stride in zip(grid, strides)]
+    elif kind == "up_convolve":
+        grid = [side and side * stride for side, stride in zip(grid, strides)]
+        channels = filters.shape[3]
+    elif kind == "project":
+        channels = filters.shape[4]
+    floats = (filters, bias, _norms([source]))
+    made_shape = (batch, *grid, channels)
+    made = _run(kind, [source.raw], others, *floats, made=made_shape, strides=strides)
+    if kind == "up_filter_gradient":
+        made.of_filters.set_shape((*strides, others[0].shape[-1], channels))
+    return made
 
 
 def to_raw(at: Gradient, filters: Optional[tf.Tensor] = None) -> Gradient:
@@ -205,7 +166,8 @@ def to_raw(at: Gradient, filters: Optional[tf.Tensor] = None) -> Gradient:
             "a gradient must have a source to be formed of, got none; leave it as it is"
         )
     kind = "to_raw" if filters is None else "project_to_raw"
-    return Gradient(_pass(kind, at.source, [at.map], filters, coefficients=_through(at))[0].map)
+    raw = at.source.raw
+    return Gradient(_run(kind, [raw], [at.map], filters, None, _through(at), made=raw.shape).map)
 
 
 # --- The loss: logits (batch, x, y, z, R) against a target uint8 that is 0, not 0, or IGNORED ---
@@ -253,66 +215,34 @@ REGISTERED = ("CpuOperation", "CpuLossSums", "CpuLossSlope", "CpuOrthogonal")  #
 def _run(
     kind: str,
     maps: Sequence[tf.Tensor],
-    extras: Sequence[tf.Tensor],
+    others: Sequence[tf.Tensor],
     *floats: Optional[tf.Tensor],
     made: Sequence[Optional[int]] = (),
     strides: Sequence[int] = HALVED,
-) -> Tuple[AtValues, tf.Tensor, tf.Tensor]:
-    """Map with its two sums, gradients of filters and bias; results that the kind does not make are
-    empty. `floats` are filters, bias, coefficients and other coefficients, if any; `made` is the
-    shape of the map, or of the map that has the sums. `strides` are between two grids."""
-    module = _module()
+) -> Made:
+    """`floats` are filters, bias, coefficients and other coefficients, if any; `made` is the shape
+    of the map, or of the map that has the sums. `strides` are between two grids."""
     absent = tf.zeros((0,))
     inputs = [absent if array is None else array for array in floats]
     inputs += [absent] * (4 - len(inputs))
-    made_map, sums, of_filters, of_bias = module.cpu_operation(
-        *inputs, list(maps), list(extras), kind=KIND_CODES[kind], strides=list(strides)
+    map_, sums, of_filters, of_bias = _module().cpu_operation(
+        *inputs, list(maps), list(others), kind=KIND_CODES[kind], strides=list(strides)
     )
-    if made and kind in WITH_SUMS:
-        sums.set_shape((made[0], 2, made[4]))
     if made and kind not in ("project_sums", "up_filter_gradient"):
-        made_map.set_shape(made)
+        map_.set_shape(made)
     if kind in ("project_gradient", "project_sums"):
         of_filters.set_shape(inputs[0].shape)
         of_bias.set_shape(inputs[0].shape[4:])
     if kind not in WITH_SUMS:
-        return AtValues(made_map, sums, sums), of_filters, of_bias
-    return AtValues(made_map, *tf.unstack(sums, 2, 1)), of_filters, of_bias
-
-
-def _pass(
-    kind: str,
-    source: Source,
-    extras: Sequence[tf.Tensor] = (),
-    filters: Optional[tf.Tensor] = None,
-    bias: Optional[tf.Tensor] = None,
-    coefficients: Optional[tf.Tensor] = None,
-    strides: Sequence[int] = HALVED,
-    size: Optional[Sequence[Optional[int]]] = None,
-    channels: Optional[int] = None,
-) -> Tuple[AtValues, tf.Tensor, tf.Tensor]:
-    """`_run` on one map; the new map has as many voxels and channels unless `size` and `channels`
-    say others."""
-    batch, *own_size, width = source.raw.shape
-    if size is None:
-        size = own_size
-    if channels is None:
-        channels = width
-    made = (batch, *size, channels)
-    if coefficients is None:
-        coefficients = _norms([source])
-    floats = (filters, bias, coefficients)
-    return _run(kind, [source.raw], extras, *floats, made=made, strides=strides)
+        return Made(map_, sums, sums, of_filters, of_bias)
+    sums.set_shape((made[0], 2, made[4]))
+    sum1, sum2 = tf.unstack(sums, 2, 1)
+    return Made(map_, sum1, sum2, of_filters, of_bias)
 
 
 def _given(*values: Any) -> List[Any]:
     """Those of some values that are there."""
     return [value for value in values if value is not None]
-
-
-def _times(side: Optional[int], times: int, over: int) -> Optional[int]:
-    """A side of a coarser or finer grid; None stays unknown."""
-    return None if side is None else side * times // over
 
 
 def _module() -> Any:

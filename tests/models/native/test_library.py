@@ -141,7 +141,8 @@ from models.native.library import own_operations
 ctypes.CDLL(str(own_operations().door))
 from models.native import operations
 from models.native.operations import Source
-print(operations.available(), float(operations.max_pool(Source(tf.ones((1, 2, 2, 2, 1))))))
+pooled = operations.operate('max_pool', Source(tf.ones((1, 2, 2, 2, 1)))).map
+print(operations.available(), float(pooled))
 """
 
 
