@@ -90,7 +90,7 @@ from cpu3d.inference.sidecar import (
     remove_stale,
     runs_of,
 )
-from cpu3d.pages.viewer import SCORES, ViewedCase, write_case_page
+from cpu3d.pages.viewer import ViewedCase, write_case_page
 from cpu3d.settings import AUTO, RunConfig
 from cpu3d.util.atomic import check_folder, writable_folder, write_bytes, write_json
 from cpu3d.util.progress import bar, say
@@ -148,21 +148,7 @@ OPTIONS = (Networks, Options, Inference)
 def run(chosen: Networks, options: Options, inference: Inference) -> int:
     check_exist("--image", options.image)
     check_folder(options.out, "--out")
-    if chosen.network is not None:
-        set_up()
-        from cpu3d.inference.export.network import ExportedPredictor  # imports TensorFlow
-
-        exported = ExportedPredictor(chosen.network, inference)
-        together = RunSet([chosen.network], [exported.config], exported.weights_choice)
-        postprocessing = exported.postprocessing
-        predictors = [exported]
-    else:
-        raise_if_any([] if chosen.run else [NO_NETWORK])
-        together = open_runs(chosen)
-        postprocessing = postprocessing_together(together)
-        predictors = trained_predictors(together.runs, together.weights, inference)
-    if chosen.raw:
-        postprocessing = RAW
+    together, predictors, postprocessing = _networks(chosen, inference)
     configs = together.configs
     predictor = Ensemble(predictors)
     cases, problems, notes = cases_to_predict(options.image, predictor, options.codes, options.out)
@@ -177,14 +163,13 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
     writable_folder(options.out, "--out")
     notes += seen_notes([case.files.case_id for case in cases], configs)
     say(*notes, f"post-processing: {postprocessing.words}", *_mapping(cases), *lines, stderr=False)
-    cases = todo
-    if not cases and not problems:
+    if not todo and not problems:
         return 0
     begin = time.monotonic()
     sidecars = []
     failures: List[InputError] = []
-    with bar("predict", total=len(cases)) as advance:
-        for case in cases:
+    with bar("predict", total=len(todo)) as advance:
+        for case in todo:
             try:
                 sidecar = predict_case(predictor, case, options, about, postprocessing, configs)
                 sidecars.append(sidecar)
@@ -197,16 +182,26 @@ def run(chosen: Networks, options: Options, inference: Inference) -> int:
         seconds = format_seconds(time.monotonic() - begin)
         done = f"{count(sidecars, 'case')} predicted in {seconds} into {options.out}"
         say(f"{done}, on the grids of their images", stderr=False)
-    _raise_together(problems, failures)
+    problems += [problem for error in failures for problem in error.problems]
+    if any(isinstance(error, DoesNotFitError) for error in failures):
+        raise DoesNotFitError(*problems)
+    raise_if_any(problems)
     return 0
 
 
-def _raise_together(problems: Sequence[str], failures: Sequence[InputError]) -> None:
-    """Raise one error for all cases that were not predicted: DoesNotFitError if one did not fit."""
-    everything = [*problems, *(problem for error in failures for problem in error.problems)]
-    if any(isinstance(error, DoesNotFitError) for error in failures):
-        raise DoesNotFitError(*everything)
-    raise_if_any(everything)
+def _networks(chosen: Networks, inference: Inference) -> Tuple[RunSet, List[Any], PostProcessing]:
+    """Open the runs, or the export, that predict: their predictors and rules."""
+    if chosen.network is None:
+        raise_if_any([] if chosen.run else [NO_NETWORK])
+        together = open_runs(chosen)
+        rules = RAW if chosen.raw else postprocessing_together(together)
+        return together, trained_predictors(together.runs, together.weights, inference), rules
+    set_up()
+    from cpu3d.inference.export.network import ExportedPredictor  # imports TensorFlow
+
+    exported = ExportedPredictor(chosen.network, inference)
+    together = RunSet([chosen.network], [exported.config], exported.weights_choice)
+    return together, [exported], RAW if chosen.raw else exported.postprocessing
 
 
 def _volumes_table(sidecars: Sequence[Mapping[str, Any]]) -> Table:
@@ -258,7 +253,7 @@ def predict_case(
         *keep_corrected(outputs, before),
     ]
     label_file = label_content(outputs.label, label, geometry)
-    content = {
+    content: Dict[str, Any] = {
         "schema": SCHEMA,
         "written_by": WRITER,
         "complete": False,
@@ -273,12 +268,7 @@ def predict_case(
         "notes": notes,
     }
     remove_stale(outputs, before, case.files.paths)
-    replaced = file_sha256(outputs.label) if outputs.label.is_file() else None
-    # First, so that a label is known as ours from the moment that it is there, and can be redone
-    # after a crash; one that is corrected by hand meanwhile is told from it.
-    write_json(outputs.sidecar, {**content, REPLACED_HASH: replaced})
-    _write_probabilities(outputs, answers, geometry)
-    write_bytes(outputs.label, label_file)
+    _write(outputs, content, label_file, answers, geometry)
     if outputs.page:
         write_case_page(outputs.page, _viewed(case, loaded, label, kinds), "predict")
     content.update(complete=True, seconds=round(time.monotonic() - begin, 3))
@@ -286,13 +276,41 @@ def predict_case(
     return content
 
 
-def _write_probabilities(outputs: Outputs, answers: np.ndarray, geometry: Geometry) -> None:
-    """Those that are asked for, of each region."""
+def _write(
+    outputs: Outputs,
+    content: Mapping[str, Any],
+    label_file: bytes,
+    answers: np.ndarray,
+    geometry: Geometry,
+) -> None:
+    """Write the files of an answer, its sidecar first, so that a label is known as ours from the
+    moment that it is there, and can be redone after a crash; one that is corrected by hand
+    meanwhile is told from it."""
+    replaced = file_sha256(outputs.label) if outputs.label.is_file() else None
+    write_json(outputs.sidecar, {**content, REPLACED_HASH: replaced})
     for position, path in enumerate(outputs.probabilities.values()):
         probability = answers[..., position].astype(np.float32)
         # Level 1: probabilities are noise in their last bits, and level 6 takes three times as long
         # for little.
         write_volume(path, probability, geometry, compression=1)
+    write_bytes(outputs.label, label_file)
+
+
+def _viewed(
+    case: Case, loaded: LoadedCase, label: np.ndarray, kinds: Sequence[Normalisation]
+) -> ViewedCase:
+    """A case with its prediction, to scroll through on the grid that the network has seen."""
+    record = loaded.record
+    return ViewedCase(
+        name=case.files.case_id,
+        image=in_units(loaded.image, record.units),
+        channels=case.channels,
+        geometry=grid_of(record),
+        regions=case.regions,
+        labels=case.labels,
+        predictions={"prediction": resample_label(label, record.shape)},
+        normalisation=kinds,
+    )
 
 
 def _to_do(
@@ -359,24 +377,6 @@ def _outputs(case: Case, options: Options) -> Outputs:
         label=out / f"{case_id}.nii.gz",
         page=out / f"{case_id}.html" if options.page else None,
         probabilities=probabilities,
-    )
-
-
-def _viewed(
-    case: Case, loaded: LoadedCase, label: np.ndarray, kinds: Sequence[Normalisation]
-) -> ViewedCase:
-    """A case with its prediction, to scroll through on the grid that the network has seen."""
-    record = loaded.record
-    return ViewedCase(
-        name=case.files.case_id,
-        image=in_units(loaded.image, loaded.record.units),
-        channels=case.channels,
-        geometry=grid_of(record),
-        regions=case.regions,
-        labels=case.labels,
-        predictions={"prediction": resample_label(label, record.shape)},
-        unit=SCORES if loaded.image.dtype.kind == "f" else "",
-        normalisation=kinds,
     )
 
 

@@ -41,7 +41,6 @@ HU_WINDOWS = {
     "lung": (-1350, 150),
 }
 AIR_BELOW = -500  # HU
-SCORES = "standard deviations"  # the unit of images that are stored after normalisation
 
 # Oedema green, core red, enhancing yellow, as the field draws them, in the tones of Okabe and Ito,
 # which colour-blind readers can tell apart; then those of other regions.
@@ -64,7 +63,6 @@ class ViewedCase:
     predictions: Mapping[str, np.ndarray] = field(default_factory=dict)
     note: str = ""  # such as "best"
     scores: str = ""
-    unit: str = ""  # of the intensities, such as SCORES; scanners give none
     normalisation: Sequence[Normalisation] = ()
     """Of the channels, which tells whether 0 is background; it is without."""
 
@@ -149,7 +147,7 @@ def _case(case: ViewedCase, name: str) -> Tuple[Dict[str, Any], Dict[str, bytes]
     for number, (channel, each) in enumerate(zip(case.channels, kinds)):
         key = f"{name}-image-{number}"
         about, packed[key] = _modality(case.image[(*inside, number)], own, each)
-        modalities.append({"name": channel, "id": key, "unit": case.unit, **about})
+        modalities.append({"name": channel, "id": key, "unit": "", **about})
     to_voxel = ras_to_file(case.geometry)
     to_voxel[:3, 3] += to_voxel[:3, :3] @ box.start
     to_mm = np.asarray(case.geometry.affine) @ to_voxel

@@ -17,7 +17,7 @@ from cpu3d.inference.postprocessing.rules import PostProcessing
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import ranked
 from cpu3d.pages.page import render_page
-from cpu3d.pages.viewer import SCORES, ViewedCase, viewer
+from cpu3d.pages.viewer import ViewedCase, viewer
 from cpu3d.report.pictures import Figures
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.table import Table
@@ -105,7 +105,6 @@ def shown_cases(
                 predictions=answers,
                 note=" and ".join(of_case) if len(ids) > 1 else "",
                 scores=scores[case_id],
-                unit=SCORES if image.dtype.kind == "f" else "",
                 normalisation=store.manifest.normalisation,
             )
 
