@@ -325,7 +325,7 @@ def test_other_weights_a_smaller_resolution_and_a_folder_with_files_are_refused(
     run, config = shutil.copytree(tiny, tmp_path / "run"), load_config(tiny)
     save_config(dataclasses.replace(config, unet=dataclasses.replace(config.unet, filters=8)), run)
     assert "config.json, got model/000 (3, 3, 3, 2, 4) for (3, 3, 3, 2, 8)" in call(run=run)[1]
-    save_config(dataclasses.replace(config, resolution=0.5), run)
+    save_config(dataclasses.replace(config, coarse_grid=config.grid), run)  # as in coarse steps
     assert "export needs a run at full resolution, got 0.5" in call(run=run)[1]
     (tmp_path / "out").mkdir()
     (tmp_path / "out/thesis.tex").write_text("a year of work")

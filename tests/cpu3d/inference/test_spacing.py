@@ -116,11 +116,6 @@ def test_a_run_knows_the_spacing_of_its_store(store, run):
     config = load_config(run)
     assert config.target_spacing_mm == store.manifest.target_spacing_mm == (1.0, 1.0, 1.0)
     assert config.spacing_mm == pytest.approx((1.0, 1.0, 1.0))
-    content = json.loads((run / "config.json").read_text())
-    del content["target_spacing_mm"]  # as runs of earlier versions have none
-    (run.parent / "old").mkdir()
-    (run.parent / "old/config.json").write_text(json.dumps(content))
-    assert load_config(run.parent / "old").target_spacing_mm is None
 
 
 @pytest.mark.parametrize(("split", "least"), [("test", 0.98), ("val", 0.95), ("train", 0.97)])
