@@ -259,7 +259,6 @@ def publish(
     write_json(out / RESULTS, {"schema": SCHEMA, **content})
     split = comparison.first.split
     facts = [
-        ("data", content["data"]["name"]),
         ("scored", f'{count(content["cases"], "case")} of "{split}", full original grids'),
         ("budget", content["budget"]),
         *(("left out", line) for line in content["failed"]),
@@ -270,6 +269,7 @@ def publish(
         title=content["title"],
         command="./run.sh compare",
         runs=runs,
+        store=store,
         about=facts,
         table=[runs_table(runs, runs, {})],
         scores=[*tables[:-1], _strips(comparison)],

@@ -37,10 +37,8 @@ from cpu3d.report.sections import (
 )
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.folds import CONFIG, FILE, fold_folder, read_folds
-from cpu3d.run.transfer import start_words
 from cpu3d.util.records import count, plus_minus
 from memory_estimator.common.table import Table
-from memory_estimator.common.units import format_bytes, format_seconds
 
 WEIGHTS_NOTE = (
     "The folds answer with their last weights, as the best ones are chosen by the cases that are "
@@ -96,7 +94,8 @@ def write_folds_report(folder: Path, out: Optional[Path] = None) -> Path:
         title=f"Report of {files.folder.name}: {len(files.names)} folds",
         command="./run.sh report",
         runs=files.runs,
-        about=_about(files),
+        store=files.store,
+        about=[("folder", str(files.folder))],
         table=[folds_table(files)],
         scores=scores,
         test=[scores_table(test)] if test else (),
@@ -166,28 +165,6 @@ def _test_scores(files: FoldsFiles) -> Tuple[Optional[Dict[str, Any]], str]:
     if not are_of_weights(scores, trained):
         return None, "are of earlier weights"
     return scores, ""
-
-
-def _about(files: FoldsFiles) -> List[Tuple[str, str]]:
-    """Name and value of what the folds were, beside their settings."""
-    rows = [("folder", str(files.folder))]
-    if files.store:
-        manifest = files.store.manifest
-        cases = count(manifest.cases, "case")
-        rows.append(("data", f"{manifest.name} ({manifest.layout}), {cases}"))
-    if files.answers:
-        cases = count(files.answers.scores["cases"], "case")
-        rows.append(("scored", f"{cases}, each once, full original grids"))
-    first = next(iter(files.runs.values()), None)
-    if first and first.config.init:
-        rows.append(("init", start_words(first.config)))
-    costs = [run.history.costs() for run in files.runs.values()]
-    known_s = [each.train_s for each in costs if each.train_s]
-    if known_s:
-        rows.append(("training of all folds", format_seconds(sum(known_s))))
-        peak = max(each.peak_rss_bytes or 0 for each in costs)
-        rows.append(("peak memory", format_bytes(peak or None)))
-    return rows
 
 
 def _missing(files: FoldsFiles, without_test: str) -> List[str]:

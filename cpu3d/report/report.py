@@ -29,6 +29,7 @@ from cpu3d.inference.scores_file import (
     warning,
 )
 from cpu3d.pages.page import page_file, percent
+from cpu3d.plan import read_plan
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.pictures import score_pictures
 from cpu3d.report.runs import Page, RunFiles, read_run
@@ -42,7 +43,7 @@ from cpu3d.report.sections import (
 )
 from cpu3d.run.folds import read_folds
 from cpu3d.run.summary import median, numbers
-from cpu3d.run.transfer import freeze_words, init_rows, seen_words
+from cpu3d.run.transfer import seen_words
 from cpu3d.settings import RunConfig
 from cpu3d.util.progress import say
 from cpu3d.util.records import count
@@ -93,10 +94,6 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
         alerts.append(warning(scores["split"]))
     if record and record.seen:
         alerts.append(f"Held-out cases are NOT untouched: {seen_words(record)}.")
-    first_weights: List[Element] = []
-    if record:
-        rows = [*init_rows(record), ("frozen", freeze_words(run.config))]
-        first_weights.append(Table(("", ""), rows, names=2))
     cases: List[Element] = []
     if scores and store:
         folder = scores_path(run.folder, scores["split"]).parent / PREDICTIONS
@@ -107,8 +104,8 @@ def write_report(run_dir: Path, out: Optional[Path] = None) -> Path:
         title=f"Report of {run.folder.name}",
         command="./run.sh report",
         runs={"": run},
-        about=_about(run, scores, store),
-        first_weights=first_weights,
+        store=store,
+        about=_about(run, scores),
         scores=_scores_section(scores) if scores else (),
         postprocessing=[_postprocessing(run)],
         cases=cases,
@@ -148,18 +145,11 @@ def _store(scores: Optional[Mapping[str, Any]], config: RunConfig) -> Optional[S
     return None
 
 
-def _about(
-    run: RunFiles, scores: Optional[Mapping[str, Any]], store: Optional[Store]
-) -> List[Tuple[str, str]]:
+def _about(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> List[Tuple[str, str]]:
     """Name and value of what the run was, beside its settings."""
-    data = "-"
-    if store:
-        manifest = store.manifest
-        data = f"{manifest.name} ({manifest.layout}), {len(manifest.cases)} cases"
-        if manifest.ignore is not None:
-            name = manifest.labels[manifest.ignore]
-            data += f"; voxels of label {manifest.ignore} {name} count nowhere"
-    rows = [("folder", str(run.folder)), ("data", data), ("training", run.state)]
+    rows = [("folder", str(run.folder)), ("training", run.state)]
+    reasons = read_plan(run.folder).get("reasons", {})
+    rows += [("plan", str(reason)) for reason in reasons.values()]
     if run.config.fold:
         rows.append(("fold", f"{run.config.fold}, which it holds out"))
     if scores:

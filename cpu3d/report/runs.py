@@ -7,19 +7,21 @@ rows = facts(runs)      # ("a step sees", "a whole volume ..."), ...
 import itertools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from cpu3d.data.cases.resample import in_mm
+from cpu3d.data.store import Store
 from cpu3d.pages.page import flat
 from cpu3d.report.pictures import Figures, Line, chart
 from cpu3d.report.sections import Element, Folded, Section, write_page
 from cpu3d.run.config_json import load_config
 from cpu3d.run.log import read_events
 from cpu3d.run.summary import History
+from cpu3d.run.transfer import freeze_words, init_rows
 from cpu3d.settings import RunConfig
-from cpu3d.util.records import listed
+from cpu3d.util.records import count, listed
 from memory_estimator.common.table import PALETTE, Table
 from memory_estimator.common.units import GIB, by, format_bytes, format_seconds
 from models.strides import axes_text, strides_text
@@ -60,9 +62,9 @@ class Page:
     title: str
     command: str  # that makes it
     runs: Mapping[str, RunFiles]
+    store: Optional[Store]  # None if it was moved or deleted
     about: Sequence[Tuple[str, str]]  # name and value of more than the settings tell
     table: Sequence[Element] = ()  # of the runs, if there are several
-    first_weights: Sequence[Element] = ()
     scores: Sequence[Element] = ()
     test: Sequence[Element] = ()  # scores of untouched cases, beside those of held-out ones
     postprocessing: Sequence[Element] = ()
@@ -74,14 +76,14 @@ class Page:
 
     def write(self, out: Path) -> None:
         """Write the page, atomically. An element of all pages is added here."""
-        rows = [*self.about, *facts(self.runs)]
+        rows = [*_data(self.store), *self.about, *facts(self.runs)]
         differing, every = settings(self.runs)
         sections: List[Section] = [
             (
                 "The runs" if self.table else "The run",
                 [Table(("", ""), rows, names=2), *self.table, differing],
             ),
-            ("First weights", self.first_weights),
+            ("First weights", _first_weights(self.runs)),
             ("Scores", self.scores),
             ("Untouched cases, by the folds together", self.test),
             ("Post-processing", self.postprocessing),
@@ -220,6 +222,27 @@ def curves(runs: Mapping[str, RunFiles]) -> Figures:
 
 
 # --- Private helpers ---
+
+
+def _data(store: Optional[Store]) -> Iterator[Tuple[str, str]]:
+    if store is None:
+        return
+    manifest = store.manifest
+    words = f"{manifest.name} ({manifest.layout}), {count(manifest.cases, 'case')}"
+    if manifest.ignore is not None:
+        name = manifest.labels[manifest.ignore]
+        words += f"; voxels of label {manifest.ignore} {name} count nowhere"
+    yield "data", words
+
+
+def _first_weights(runs: Mapping[str, RunFiles]) -> List[Element]:
+    """What the runs have taken from other weights, and what of it stays; [] for their own."""
+    for run in runs.values():
+        record = run.config.init_record
+        if record:
+            rows = [*init_rows(record), ("frozen", freeze_words(run.config))]
+            return [Table(("", ""), rows, names=2)]
+    return []
 
 
 def _curves_of(history: History) -> Iterator[Tuple[str, str, Any, Any, bool]]:

@@ -16,6 +16,7 @@ from cpu3d.inference.postprocessing.rules import PostProcessing, Rule
 from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import scores_path
+from cpu3d.plan import PLAN_SCHEMA
 from cpu3d.report import pictures, report
 from cpu3d.report.report import write_report
 from cpu3d.run.config_json import load_config, save_config
@@ -171,12 +172,15 @@ def test_the_first_volume_which_starts_what_computes_is_no_volume_as_any_other(
     assert shown in read(write_report(tiny_run))[1]
 
 
-def test_the_page_says_what_steps_saw_and_where(tiny_run, no_pictures):
+def test_the_page_says_what_steps_saw_and_where_and_why(tiny_run, no_pictures):
+    reasons = {"policy": "policy lean: speed does not fit"}
+    write_json(tiny_run / "plan.json", {"schema": PLAN_SCHEMA, "reasons": reasons})
     _, text = read(write_report(tiny_run))  # its log is from before there were patches and cards
     assert [
         part
         for part in (
             "memory policy - ",
+            "plan policy lean: speed does not fit",
             "engine ITEX 2.15.0.0",
             "device cpu",
             "a step sees a whole volume of 16 x 16 x 16 voxels",
