@@ -18,7 +18,7 @@ from cpu3d.data.fold import with_fold
 from cpu3d.data.region import Shape3
 from cpu3d.data.store import Store, grid_size, open_store
 from cpu3d.data.windows import window_count
-from cpu3d.decisions import check_device, decide, job_of, micro_batch_of, volume_shape
+from cpu3d.decisions import check_device, decide, job_of, micro_batch_of, store_facts, volume_shape
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.host.gpu import Gpu, card_of
 from cpu3d.host.thread_plan import thread_plan
@@ -399,13 +399,8 @@ def _continued(
     before = kept_plan.get("chosen", {})
     config = _with_length(with_settings(saved, chosen), saved, chosen)
     split = with_fold(store, saved.fold)
-    manifest = split.manifest
-    config = dataclasses.replace(
-        config,
-        store=str(store.folder.resolve()),
-        split_hash=manifest.split_hash,
-        micro_batch=micro_batch_of(config, workers),
-    )
+    facts = vars(store_facts(split))
+    config = dataclasses.replace(config, **facts, micro_batch=micro_batch_of(config, workers))
     if config.device != "cpu":
         card_of(config.device, gpus)  # which must be there
     check_device(config, workers)

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping
 
 from cpu3d.errors import InputError, raise_if_any
 from cpu3d.run.folds import CONFIG, refuse_folds
-from cpu3d.settings import SETTINGS, RunConfig
+from cpu3d.settings import SETTINGS, RunConfig, StoreFacts
 from cpu3d.util.atomic import write_json
 from cpu3d.util.records import listed
 from memory_estimator.common.files import read_json, typed
@@ -21,6 +21,7 @@ from memory_estimator.common.schema import option_typed
 RESTORE = "restore it from a copy of the run, or begin another run"
 SCHEMA = 2  # of the run folder's layout; a run of another one is refused, never guessed at
 NESTED = ("unet", "augment")  # the settings that hold settings
+OF_STORE = [field.name for field in dataclasses.fields(StoreFacts)]
 
 CHANGEABLE = (
     "store", "epochs", "steps", "budget_minutes", "coarse_steps", "validations", "patience",
@@ -109,16 +110,18 @@ def differences(old: RunConfig, new: RunConfig) -> List[str]:
     if old.unet.norm == "batch":
         before["micro"] = old.micro
         now["micro"] = new.micro
+    todo = "leave them as they were, or train into another folder"
     values = []
     for name, value in now.items():
         if name not in CHANGEABLE and value != before[name]:
+            if name in OF_STORE:
+                todo = "take the store that the run was begun on, or train into another folder"
             typed_so = option_typed(SETTINGS, name.rpartition(".")[2], value)
             option, got = typed_so or (name, str(value))
             values.append(f"{option} {got} for {before[name]}")
     if not values:
         return []
     rule = "a run that continues must keep its settings"
-    todo = "leave them as they were, or train into another folder"
     return [f"{rule}, got {listed(list(dict.fromkeys(values)))}; {todo}"]
 
 
