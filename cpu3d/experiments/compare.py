@@ -185,9 +185,10 @@ def _problems(options: Options, settings: Json) -> Iterator[str]:
     for name, values in (("seeds", options.seeds), ("variant", names)):
         if len(set(values)) < len(values):
             yield f"--{name} must differ, got {listed(values)}; leave one out"
-    if options.folds and options.split != UNTOUCHED:
-        todo = "the held-out cases are scored; leave it out"
-        yield f"--folds must come without --split, got {options.split}; {todo}"
+    if options.folds and (options.split, options.tolerance) != (UNTOUCHED, TOLERANCE_MM):
+        got = f"--split {options.split} --tolerance {options.tolerance:g}"
+        todo = f"held-out cases are scored, at {TOLERANCE_MM:g} mm; leave them out"
+        yield f"--folds must come without --split and --tolerance, got {got}; {todo}"
     given = (settings, options.minutes, options.variant, options.dry_run, options.folds)
     if options.runs and any(given):
         yield "--runs must be without options of training, got some; leave them out"

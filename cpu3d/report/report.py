@@ -29,7 +29,7 @@ from cpu3d.inference.scores_file import (
     warning,
 )
 from cpu3d.pages.page import page_file, percent
-from cpu3d.plan import read_plan
+from cpu3d.plan import reasons_of
 from cpu3d.report.folds import write_folds_report
 from cpu3d.report.pictures import score_pictures
 from cpu3d.report.runs import Page, RunFiles, read_run
@@ -148,8 +148,7 @@ def _store(scores: Optional[Mapping[str, Any]], config: RunConfig) -> Optional[S
 def _about(run: RunFiles, scores: Optional[Mapping[str, Any]]) -> List[Tuple[str, str]]:
     """Name and value of what the run was, beside its settings."""
     rows = [("folder", str(run.folder)), ("training", run.state)]
-    reasons = read_plan(run.folder).get("reasons", {})
-    rows += [("plan", str(reason)) for reason in reasons.values()]
+    rows += [("plan", reason) for reason in reasons_of(run.folder)]
     if run.config.fold:
         rows.append(("fold", f"{run.config.fold}, which it holds out"))
     if scores:

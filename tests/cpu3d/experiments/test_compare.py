@@ -215,6 +215,7 @@ STORE = ["--store", "s"]
         ([*STORE, "--tolerance", "nan"], "--tolerance"),
         ([*STORE, "--epochs", "3", "--minutes", "10"], "--epochs"),
         ([*STORE, "--folds", "2", "--split", "val"], "--folds"),
+        ([*STORE, "--folds", "2", "--tolerance", "2"], "--folds"),
         (["--runs", "a", "--epochs", "3", *VARIANTS], "--runs"),
     ],
 )
