@@ -26,7 +26,6 @@ from cpu3d.report.folds import gather_folds, results_tables, write_folds_report
 from cpu3d.report.status import run_status, set_status
 from cpu3d.run.checkpoint import checkpoints
 from cpu3d.run.config_json import load_config, save_config
-from cpu3d.run.heartbeat import write_heartbeat
 from cpu3d.run.log import append_event, last_end, read_events
 from cpu3d.run.summary import of_kind
 from cpu3d.training.train import train
@@ -39,7 +38,6 @@ from tests.cpu3d.runs import (
     shown_cases,
     written_weights,
 )
-from tests.cpu3d.training.beats import beat
 
 WEIGHTS = {"train": 2, "val": 3}
 
@@ -58,7 +56,7 @@ def uncut(phantom_store, tmp_path_factory):
 def without_pictures(monkeypatch):
     """Pages without drawn pictures, which take most of their time: the page of
     `test_each_case_is_scored_once_by_the_fold_that_held_it_out` has them."""
-    for name in ("folds.strips", "pictures.chart", "pictures.strips"):
+    for name in ("folds.strips", "runs.chart", "pictures.strips"):
         monkeypatch.setattr(f"cpu3d.report.{name}", lambda *data, **options: b"no picture")
 
 
@@ -477,17 +475,6 @@ def test_a_file_of_a_fold_that_is_lost_keeps_no_status_and_no_page_of_the_others
     write_folds_report(whole_folds)
     page = (whole_folds / "report.html").read_text(encoding="utf-8")
     assert "Fold 1/2 is missing" in page
-
-
-def test_a_fold_whose_own_post_processing_failed_is_scored_all_the_same(whole_folds):
-    run = whole_folds / "fold-1"
-    (run / "heartbeats").mkdir(exist_ok=True)
-    reason = "post-processing could not be decided, disk full"
-    write_heartbeat(run, beat(step=0, exit_code=0, reason=reason))
-    (run / run_rules.FILE).unlink(missing_ok=True)
-    status = set_status(whole_folds)
-    assert [fold.state for fold in status.runs] == ["scored", "scored"]
-    assert status.is_fine
 
 
 def _half_written(run):

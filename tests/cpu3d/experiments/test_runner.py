@@ -132,16 +132,6 @@ def test_a_run_is_not_scored_until_its_post_processing_is_decided(
     assert commands.seen() == ["train a", "evaluate a"]
 
 
-def test_runs_that_diverge_are_returned_and_not_trained_again(commands, phantom_store, tmp_path):
-    commands.diverges = "a"
-    assert carried_out(phantom_store, tmp_path, "a", "b") == {"a": "train diverged"}
-    assert commands.seen() == ["train a", "train b", "evaluate b"]
-    with pytest.raises(RunFailedError, match="diverged before") as caught:
-        carried_out(phantom_store, tmp_path, "a")
-    assert (caught.value.exit_code, caught.value.why) == (4, "train diverged")
-    assert commands.seen() == [], "it would end so again"
-
-
 @pytest.mark.parametrize(
     ("end", "steps", "done"),
     [

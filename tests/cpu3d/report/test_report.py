@@ -17,7 +17,7 @@ from cpu3d.inference.postprocessing.run_rules import FILE, PostprocessingRules
 from cpu3d.inference.scores import METRICS
 from cpu3d.inference.scores_file import scores_path
 from cpu3d.plan import PLAN_SCHEMA
-from cpu3d.report import pictures, report
+from cpu3d.report import report
 from cpu3d.report.report import write_report
 from cpu3d.run.config_json import load_config, save_config
 from cpu3d.run.log import read_events
@@ -36,8 +36,8 @@ def read(path):
 @pytest.fixture
 def no_pictures(monkeypatch):
     """They take most of a page's time."""
-    for draw in ("chart", "strips"):
-        monkeypatch.setattr(pictures, draw, lambda *args, **kwargs: b"PNG")
+    for draw in ("runs.chart", "pictures.strips"):
+        monkeypatch.setattr(f"cpu3d.report.{draw}", lambda *args, **kwargs: b"PNG")
 
 
 @pytest.fixture
