@@ -113,7 +113,7 @@ def store_facts(store: Store) -> StoreFacts:
         raise InputError(f"{rule}, got none; prepare with another --split")
     spacings = []
     placed = set()
-    for record in store.cases("train"):  # each is read from disk
+    for record in store.cases("train"):
         spacings.append(record.spacing_mm)
         placed.add(is_placed(record.geometry))
     return StoreFacts(

@@ -281,7 +281,7 @@ def course_of(config: RunConfig, store: Store, steps: int) -> RunCourse:
     judged_shape: Optional[Shape3] = None  # the largest grid that validation cases are scored on
     labelled = 0
     cases_with = dict.fromkeys(config.regions, 0)
-    for record in store.cases("val"):  # each is read from disk
+    for record in store.cases("val"):
         labelled += record.has_label
         shape = record.scored_shape
         if judged_shape is None or math.prod(shape) > math.prod(judged_shape):

@@ -69,7 +69,7 @@ def absent_regions(
 ) -> Tuple[str, ...]:
     """List the regions, name -> label codes, that no case has a voxel of."""
     absent = dict(regions)
-    for record in records:  # each is read from disk
+    for record in records:
         for name, codes in list(absent.items()):
             if not record.label_voxels.keys().isdisjoint(codes):
                 del absent[name]

@@ -121,16 +121,21 @@ def test_what_is_made_again_in_a_finished_store_moves_no_case_and_takes_none_tha
     assert content_of(store) == before
 
 
-def test_a_source_that_changed_without_changing_its_size_is_found_by_its_date_and_hash(
-    dataset, store, capsys
+@pytest.mark.parametrize("is_as_long", [True, False])
+def test_a_source_that_changed_is_found_by_its_size_or_by_its_date_and_hash(
+    dataset, store, capsys, is_as_long
 ):
     prepare(dataset, store, **THIRDS)
     assert "finished and unchanged" in capsys.readouterr().out
     path = dataset / "labelsTr/BRATS_000.nii.gz"
     content = path.read_bytes()
-    then_s = path.stat().st_mtime - 100
-    path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's own time stamp
-    os.utime(path, (then_s, then_s))
+    then_ns = path.stat().st_mtime_ns
+    if is_as_long:
+        path.write_bytes(content[:4] + b"time" + content[8:])  # gzip's own time stamp
+        then_ns -= 10**11
+    else:
+        path.write_bytes(content + b"\0")
+    os.utime(path, ns=(then_ns, then_ns))
     with pytest.raises(InputError, match="case BRATS_000 must be the one of store"):
         prepare(dataset, store, **THIRDS)
 
