@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-import psutil
-
 from cpu3d.util.atomic import atomic_write
 from memory_estimator.common.files import read_json, typed
 
@@ -151,13 +149,6 @@ def process_start(pid: int) -> Optional[int]:
     if len(fields) < 20 or fields[0] in "ZX":
         return None
     return int(fields[19])
-
-
-def is_suspended(pid: int) -> bool:
-    """Whether a process of this place was stopped by a signal and waits for SIGCONT."""
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    return False
 
 
 # --- Private helpers ---

@@ -3,7 +3,6 @@ worker is alive."""
 
 import json
 import os
-import signal
 import subprocess
 import time
 
@@ -14,7 +13,6 @@ from cpu3d.run.heartbeat import (
     Life,
     heartbeat_path,
     is_here,
-    is_suspended,
     life_of,
     process_start,
     read_heartbeats,
@@ -66,9 +64,6 @@ def test_a_process_is_told_from_others_by_its_start_and_watched_until_it_is_gone
         assert is_here(own)
         assert life_of(tmp_path, own, time.time()) is Life.ALIVE
         assert not is_here(beat(pid=other.pid, process_start=own.process_start, place="elsewhere"))
-        other.send_signal(signal.SIGSTOP)
-        os.waitpid(other.pid, os.WUNTRACED)
-        assert is_suspended(other.pid)
         other.kill()
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         assert not is_here(own), "a zombie"
