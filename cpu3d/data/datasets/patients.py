@@ -32,7 +32,8 @@ PATIENT_NAMES = {
     "<patient>_frame, _week, _session or another time point": (
         r"(\D*\d.*?)[_-](?:"  # a patient has a digit
         r"(?:frame|phase|day|week|month|ses|session|visit|time|time-?point|FU)[_-]?\d+d?(?![a-z0-9])"
-        r"|T\d$|TP[_-]?\d\d?$|baseline$|follow-?up\d*$|(?:[sl]a[_-])?E[DS]$)"
+        r"|T\d$|TP[_-]?\d\d?$|baseline$|fu$|follow-?up\d*$|(?:(?:[sl]a|\dch)[_-])?E[DS]$"
+        r"|(?:pre|post|intra)(?:[_-]?(?:op|treatment|contrast))?$)"
     ),
 }
 

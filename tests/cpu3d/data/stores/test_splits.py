@@ -157,6 +157,7 @@ def dataset(tmp_path):
         ("UPENN-GBM-00001_11", "UPENN-GBM-00001"),
         ("PatientID_0003_Timepoint_1", "PatientID_0003"),
         ("A0S9V9_sa_ED", "A0S9V9"),
+        ("001_pre-op", "001"),
         ("OAS30001_MR_d0129", "OAS30001"),
         ("10000_1000000", "10000"),
         ("BRATS_001", None),
